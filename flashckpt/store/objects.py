@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import errno
+import logging
 import math
 import os
 import secrets
@@ -36,6 +37,8 @@ from flashckpt.store.base import (
 from flashckpt.store.image_sums import ImageSums, each_piece
 from flashckpt.store.listing import LARGEST_RECENT, Found, Listing, RecentObjects
 from flashckpt.store.upload_rate import UploadRate
+
+log = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
 """Of an upload, and of a ranged read: whole chunks. Larger where a shard would have too many of them."""
@@ -173,8 +176,19 @@ class ObjectStore:
                     path=self.url,
                 )
         finally:
-            with suppress(OSError):
-                self._client.delete([key])
+            self._remove_probe(key)
+
+    def _remove_probe(self, key: str) -> None:
+        try:
+            self._client.delete([key])
+        except PermissionError as error:
+            log.warning(
+                "%s: with these credentials nothing may be deleted there (%s): what is to be kept no longer "
+                "stays, and so does %s. Give them that right, if it is to go.",
+                self.url, error.strerror, key,
+            )  # fmt: skip
+        except OSError:
+            pass  # it is debris, which goes with the next attempt
 
     def move_to(self, url: str) -> None:
         raise AssertionError("a run on an object store does not move")

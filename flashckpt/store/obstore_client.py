@@ -305,7 +305,9 @@ def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
     code = status[1] if status else ""
     if code == "507" or re.search("QuotaExceeded|InsufficientCapacity|EntityTooLarge", text):
         return OSError(errno.ENOSPC, _first_line(error), key)
-    if kind in ("PermissionDeniedError", "UnauthenticatedError") or code in ("401", "403"):
+    is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or code in ("401", "403")
+    # Of several deletions each has an answer of its own, in one that is well.
+    if is_refused or "(code: AccessDenied)" in text:
         return PermissionError(errno.EACCES, _first_line(error), key)
     if writes and not code.startswith("4"):
         return UncertainError(errno.EREMOTEIO, _first_line(error), key)
@@ -317,11 +319,12 @@ def _first_line(error: Exception) -> str:
     text = str(error)
     if "http://169.254.169.254/" in text:  # where a machine of the cloud has its role's
         return "no credentials were found, neither in the options, the environment nor this machine's role"
-    code = re.search(r"<Code>(\w+)</Code>", text)
-    if code and code[1] in _MEANINGS:
-        return f"{_MEANINGS[code[1]]} ({code[1]})"
+    code = re.search(r"<Code>(\w+)</Code>|\(code: (\w+)\)", text)
+    name = (code[1] or code[2]) if code else ""
+    if name in _MEANINGS:
+        return f"{_MEANINGS[name]} ({name})"
     first = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
-    return f"{first} ({code[1]})" if code else first
+    return f"{first} ({name})" if name else first
 
 
 def _version(answer: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -247,6 +248,23 @@ def test_what_is_permanent_is_told_at_once(s3_server: S3Server, bucket: str) -> 
         assert caught.value.errno == errno.ENODEV
     with pytest.raises(OptionError, match="nonsense"):
         opened(url, s3_server, nonsense=1)
+
+
+def test_who_may_not_delete_is_told_before_a_run_begins(
+    s3_server: S3Server, boto: Any, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not when the storage is full; a copy for good may be just that."""
+    denied = {"Effect": "Deny", "Principal": "*", "Action": ["s3:DeleteObject"]}
+    statement = {**denied, "Resource": [f"arn:aws:s3:::{bucket}/*"]}
+    boto.put_bucket_policy(
+        Bucket=bucket, Policy=json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    )
+    store = opened(f"s3://{bucket}/run", s3_server)
+    open_run(store, create=True)
+    assert "nothing may be deleted there (these credentials may not do that (AccessDenied))" in caplog.text
+    with pytest.raises(PermissionError, match="these credentials may not do that"):
+        store.remove_files(["run.json", "other.json"])
+    assert store.exists("run.json")
 
 
 def test_a_server_that_overwrites_is_found_out_before_a_run_begins(
