@@ -211,6 +211,7 @@ class StepChoice:
         # Attempts by whether they have some ranks in this folder alone, and steps without this rank.
         self._divided: dict[AttemptName, bool] = {}
         self._others: list[VisibleStep] = []
+        self._has_any = False
         self._lacking: dict[str, tuple[Held, tuple[int, ...]]] = {}
         self.refused: list[str] = []
 
@@ -250,7 +251,20 @@ class StepChoice:
                 path=self._store.url,
             )
         self._patiently("its steps", partial(lineage.check_usable, self._store))
+        self._patiently("its steps", self._check_none_came)
         return None
+
+    def _check_none_came(self) -> None:
+        """RunError where there is a step now, and none was when they were looked for: some of those who vote
+        may have seen it, and a fresh start would leave it behind."""
+        newest = None if self._has_any else next(lineage.newest_first(self._store), None)
+        if newest is not None:
+            raise RunError(
+                f"{self._store.url}: step {newest.step} of attempt {newest.attempt} was committed while "
+                "steps were looked for, by a keeper of who trained before. Nothing was loaded or changed, "
+                "and it is not taken for a fresh run. Start again.",
+                path=self._store.url,
+            )
 
     def _check_others(self, contents: Sequence[Sequence[Candidate]]) -> None:
         """UnusableRunError where this folder has a newer step without this rank than all that can be tried:
@@ -273,6 +287,7 @@ class StepChoice:
 
     def _contents(self, *, is_saved: bool) -> Sequence[Sequence[Candidate]] | None:
         own = self._patiently("its steps", self.candidates)
+        self._has_any = bool(own or self._others)
         has_more = not is_saved and (len(self._usable) < len(self._survived) or self._is_unsaved())
         return self._voter.common(own, has_more=has_more, is_saved=is_saved)
 

@@ -380,6 +380,24 @@ def test_what_a_keeper_saves_while_it_is_waited_for_is_found(run: Path) -> None:
     loaded.drop()
 
 
+def test_a_first_step_that_a_keeper_commits_meanwhile_is_not_left_behind(run: Path) -> None:
+    """On another node one may still save what the trainer before has left."""
+    paths = [run / manifest_path(each.step, each.attempt) for each in lineage.visible(open_store(run))]
+    data = [path.read_bytes() for path in paths]
+    for path in paths:
+        path.unlink()
+
+    class Late(step_choice.AloneVoter):
+        def common(self, own: Sequence[step_choice.Candidate], **how: bool) -> Any:
+            for path, each in zip(paths, data, strict=True):
+                path.write_bytes(each)
+            return super().common(own, **how)
+
+    choice = step_choice.StepChoice(open_store(run), [], 0, lambda snapshot: None, 1, Late())
+    with pytest.raises(flashckpt.RunError, match=r"step 4 .* was committed .* Start again"):
+        choice.choose()
+
+
 def test_what_a_keeper_saves_for_other_ranks_is_waited_for(run: Path) -> None:
     path = run / manifest_path(4, newest(run).attempt)
     data = path.read_bytes()
