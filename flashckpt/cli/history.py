@@ -12,9 +12,18 @@ from itertools import zip_longest
 from typing import Any
 
 from flashckpt.commit.attempts import alive, attempts, bounds
-from flashckpt.commit.lineage import VisibleStep, check_records, everything, in_lineage, marks, visible
+from flashckpt.commit.lineage import (
+    VisibleStep,
+    check_records,
+    everything,
+    has_manifest,
+    in_lineage,
+    looked_for,
+    marks,
+    visible,
+)
 from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, read_step
-from flashckpt.errors import DamagedError, UnusableRunError
+from flashckpt.errors import DamagedError, NoSuchStepError, UnusableRunError
 from flashckpt.format.names import MANIFEST, AttemptName, step_attempt_folder
 from flashckpt.format.records import Manifest, Mark
 from flashckpt.format.replicas import Ranks
@@ -47,12 +56,16 @@ class StepRow:
 
 def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
     """The steps of the run's branch, or of every branch, newest last."""
-    shown = everything(store) if all_branches else in_lineage(store, bounds(store))
-    try:
-        seen = set(visible(store))
-    except DamagedError:  # the newest start.json: what a resume would see nobody knows
-        seen = set()
-    return list(_rows(store, shown, seen))[::-1]
+
+    def look() -> list[StepRow]:
+        shown = everything(store) if all_branches else in_lineage(store, bounds(store))
+        try:
+            seen = set(visible(store))
+        except DamagedError:  # the newest start.json: what a resume would see nobody knows
+            seen = set()
+        return list(_rows(store, shown, seen))
+
+    return looked_for(store, look)[::-1]
 
 
 def lost_records(store: Store) -> str:
@@ -114,17 +127,19 @@ def _rows(store: Store, shown: Iterator[VisibleStep], seen: set[VisibleStep]) ->
 
 
 def _read(store: Store, each: VisibleStep) -> tuple[StepRecord | None, str]:
-    """The step's records, or what is wrong with them; neither where it was never committed or is pruned."""
+    """The step's records, or what is wrong with them; neither where it was never committed or is pruned,
+    perhaps while it is read."""
     try:
         manifest = read_manifest(store, each.step, each.attempt)
         if not isinstance(manifest, Manifest):
             return None, ""
         missing = missing_files(store, manifest)
-        if missing:
-            return None, f"missing or cut short: {', '.join(missing)}"
-        return read_step(store, each.step, each.attempt), ""
-    except DamagedError as error:
-        return None, str(error)
+        if not missing:
+            return read_step(store, each.step, each.attempt), ""
+        problem = f"missing or cut short: {', '.join(missing)}"
+    except (DamagedError, NoSuchStepError, FileNotFoundError) as error:
+        problem = str(error)
+    return None, problem if has_manifest(store, each) else ""
 
 
 def persisted(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any]]:

@@ -1,15 +1,17 @@
-"""A job deletes steps while another process loads, verifies or exports them: what is told is a whole step or,
-of one that was named, that it is not there. Never a raw error, and never damage."""
+"""A job deletes steps while another process loads, verifies, exports or lists them: what is told is a whole
+step or, of one that was named, that it is not there. Never a raw error, and never damage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.numpy import load_file
 
+from flashckpt.cli.history import step_rows
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.retention import prune
 from flashckpt.commit.verification import verify
@@ -95,8 +97,13 @@ def take_out(store: Living, step: int | None) -> None:
     }
 
 
-@pytest.mark.parametrize("step", [None, NEWEST])
-@pytest.mark.parametrize("read", [load, look, take_out])
+def listed(store: Living, step: int | None) -> None:
+    rows = step_rows(store, all_branches=False)
+    assert not [row for row in rows if row.problem]
+    assert rows
+
+
+@pytest.mark.parametrize(("read", "step"), [*product([load, look, take_out], [None, NEWEST]), (listed, None)])
 def test_a_step_that_goes_at_any_reading_is_whole_or_not_there(
     read: Callable[[Living, int | None], None], step: int | None, tmp_path: Path
 ) -> None:
