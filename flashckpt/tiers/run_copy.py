@@ -107,8 +107,11 @@ def copy_run(
     def deed() -> list[StepResult]:
         if not all_steps and step is None:
             return [_newest(source, copier)]
-        results = (_one(copier, each, tells=all_steps) for each in chosen)
-        return [each for each in results if each is not None]
+        steps = chosen
+        while not (found := _each(copier, steps, tells=all_steps)):
+            # A living job has deleted all of them meanwhile: there are newer ones.
+            steps = _chosen(source, step, attempt, all_steps=all_steps)
+        return found
 
     rows = _watched(deed, word, _total(source, chosen), progress)
     lineage = {bound.attempt: bound.last_step for bound in bounds(target)}
@@ -153,6 +156,11 @@ def _newest(source: Store, copier: StepCopier) -> StepResult:
         except NoSuchStepError:
             continue
         return StepResult(step=record.step, attempt=record.attempt, copied=copied)
+
+
+def _each(copier: StepCopier, steps: list[VisibleStep], *, tells: bool) -> list[StepResult]:
+    results = (_one(copier, each, tells=tells) for each in steps)
+    return [each for each in results if each is not None]
 
 
 def _one(copier: StepCopier, each: VisibleStep, *, tells: bool) -> StepResult | None:

@@ -21,6 +21,7 @@ from flashckpt.options import Keep
 from flashckpt.restore.mapping import mapped_leaves
 from flashckpt.store.base import Entry, Read
 from flashckpt.store.local import LocalStore
+from flashckpt.tiers.run_copy import copy_run
 from tests.commit.runs import attempt_at, commit, leaves_of, new_run
 
 NEWEST = 300
@@ -127,3 +128,23 @@ def test_a_step_that_goes_at_any_reading_is_whole_or_not_there(
     assert wrong == []
     assert at > 8
     assert (refused > 3) == (step is not None)
+
+
+def test_of_all_steps_a_copy_has_some_though_all_go_that_were_there(tmp_path: Path) -> None:
+    """Else it ends well, and nothing was copied."""
+    run = new_run(tmp_path / "run")
+    attempt = attempt_at(run)
+    for each in (200, NEWEST):
+        commit(run, each, attempt)
+
+    class Copied(Living):
+        def descriptor(self, *what: Any) -> int | None:
+            if self.left > 0:
+                self.left = 0
+                self._read()
+            return super().descriptor(*what)
+
+    target = LocalStore(str(tmp_path / "copy"))
+    done = copy_run(Copied(run.url, 10**6), target, all_steps=True)
+    assert [each.step for each in done.steps if each.is_visible] == [500, 400]
+    assert verify(target).ok
