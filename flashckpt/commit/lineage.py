@@ -157,9 +157,13 @@ def steps(store: Store) -> list[int]:
     UnusableRunError where records of attempts are lost: what would be listed is not what a resume sees.
     """
     open_run(store, create=False)
-    look = store.at_once()
-    check_records(look)
-    return [each.step for each in newest_first(look, at_once=_FETCHED)][::-1]
+
+    def listed() -> list[int]:
+        look = store.at_once()
+        check_records(look)
+        return [each.step for each in newest_first(look, at_once=_FETCHED)]
+
+    return looked_for(store, listed)[::-1]
 
 
 def candidates(store: Store, *, says: bool = True) -> list[VisibleStep]:
@@ -245,10 +249,10 @@ def read_whole(
 def looked_for(store: Store, look: Callable[[], list[_Found]]) -> list[_Found]:
     """What `look` finds among the steps: nothing only where none came meanwhile. All that were listed may be
     deleted before they are read, because newer ones have come."""
-    before = list(everything(store))
+    before: list[VisibleStep] = []
     while not (found := look()):
-        now = list(everything(store))
-        if now == before:
+        now = list(everything(store.at_once()))
+        if now in ([], before):
             break
         before = now
     return found

@@ -139,6 +139,17 @@ def unanswered(local: Store, remote: Store, run_id: str, problem: str) -> Remote
 
 def seen(remote: Store) -> RemoteRun:
     """What a store has of the run that it holds. OSError where it cannot be read."""
+    found, before = _seen(remote), list[VisibleStep]()
+    while not (found.steps or found.problem):
+        # A living job may have deleted all that were listed before they were read: then there are newer ones.
+        now = list(lineage.everything(remote.at_once()))
+        if now in ([], before):
+            break
+        found, before = _seen(remote), now
+    return found
+
+
+def _seen(remote: Store) -> RemoteRun:
     look = remote.at_once()
     above = attempts.highest_number(look)
     try:

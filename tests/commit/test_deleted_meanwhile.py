@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from flashckpt.cli.history import step_rows
-from flashckpt.commit.lineage import resolve
+from flashckpt.commit.lineage import resolve, steps
 from flashckpt.commit.retention import prune
 from flashckpt.commit.verification import verify
 from flashckpt.errors import NoSuchStepError
@@ -21,6 +21,7 @@ from flashckpt.options import Keep
 from flashckpt.restore.mapping import mapped_leaves
 from flashckpt.store.base import Entry, Read
 from flashckpt.store.local import LocalStore
+from flashckpt.tiers.nearest import seen
 from flashckpt.tiers.run_copy import copy_run
 from tests.commit.runs import attempt_at, commit, leaves_of, new_run
 
@@ -104,7 +105,21 @@ def listed(store: Living, step: int | None) -> None:
     assert rows
 
 
-@pytest.mark.parametrize(("read", "step"), [*product([load, look, take_out], [None, NEWEST]), (listed, None)])
+def numbers(store: Living, step: int | None) -> None:
+    assert steps(store)
+
+
+def remote(store: Living, step: int | None) -> None:
+    """An empty folder begins anew where its remote has no step."""
+    found = seen(store)
+    assert found.steps
+    assert not found.problem
+
+
+READERS = [*product([load, look, take_out], [None, NEWEST]), *product([listed, numbers, remote], [None])]
+
+
+@pytest.mark.parametrize(("read", "step"), READERS)
 def test_a_step_that_goes_at_any_reading_is_whole_or_not_there(
     read: Callable[[Living, int | None], None], step: int | None, tmp_path: Path
 ) -> None:
