@@ -203,7 +203,8 @@ def commit(
     look = store.at_once() if seen is None else seen
     found = read_manifest(look, step, attempt)
     if found is not None:
-        return _judge(look, found)
+        # Constants may have come after the attempts were listed, and the manifest before the steps were.
+        return _judge(look if seen is None else store.at_once(), found)
     rows, heads = read_heads(look, step_attempt_folder(step, attempt), step, attempt, world, known)
     if ranks is not None:
         # Of ranks that commit elsewhere something may have been copied here.

@@ -18,7 +18,9 @@ from flashckpt.format.names import AttemptName, manifest_path, step_attempt_fold
 from flashckpt.format.records import FileRecord, Manifest, PartRecord, Tombstone
 from flashckpt.store.base import Entry, Store
 from flashckpt.store.local import LocalStore
+from flashckpt.store.objects import ObjectStore
 from tests.commit import runs
+from tests.commit.in_turn import ObjectsInTurn, Turns
 from tests.commit.runs import HOLDER, attempt_at, is_whole, new_run, part_of, publish
 from tests.contracts.flat_store import FlatStore
 
@@ -54,6 +56,17 @@ def test_a_manifest_without_its_shard_is_no_commit(store: LocalStore, attempt: A
     with pytest.raises(DamagedError, match="missing"):
         commit(store, 100, attempt, world=1)
     assert not is_committed(store, 100, attempt)
+
+
+def test_a_step_that_comes_whole_while_a_look_is_taken_is_not_called_damaged() -> None:
+    """The look has listed the attempts before the step's constants came, and the steps after its manifest."""
+    store = ObjectStore(ObjectsInTurn(Turns(), {}))
+    open_run(store, create=True)
+    attempt = attempt_at(store)
+    seen = store.at_once()
+    assert len(seen.list("attempts")) == 2
+    assert runs.commit(store, 100, attempt, constants=True)
+    assert commit(store, 100, attempt, world=1, seen=seen)
 
 
 @pytest.mark.parametrize("kind", ["local", "flat"])
