@@ -13,7 +13,6 @@ import mmap
 import os
 import re
 import secrets
-import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -52,6 +51,7 @@ from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
 from flashckpt.store.compressed_store import compressing
 from flashckpt.tiers.attempt_records import AttemptRecords, bring, check_one_history, needed
 from flashckpt.tiers.sender_mark import SenderMark
+from flashckpt.tiers.spool import spool
 
 _TRIES = 4
 _SHOWN = 8
@@ -487,7 +487,7 @@ class StepCopier:
         except (LengthError, FileNotFoundError) as error:
             raise _damaged(self._source, path, str(error) or "it is missing", step) from error
         is_here = descriptor is not None
-        descriptor = _spool(num_bytes) if descriptor is None else descriptor
+        descriptor = spool(num_bytes) if descriptor is None else descriptor
         try:
             if not is_here:
                 wrong = self._fetch(path, contents, descriptor)
@@ -582,13 +582,6 @@ def _words(found: Read, contents: Contents) -> str:
     if leaves:
         return f"not the bytes that were captured: {leaves}"
     return "chunks do not have their checksums" if found.bad_chunks else ""
-
-
-def _spool(num_bytes: int) -> int:
-    """A file without a name, with room for so many bytes: what is written to it may go to the disk."""
-    with tempfile.TemporaryFile() as file:
-        os.posix_fallocate(file.fileno(), 0, -(-num_bytes // PAGE) * PAGE)
-        return os.dup(file.fileno())
 
 
 def _damaged(store: Store, path: str, why: str, step: int) -> DamagedError:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
+import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -39,6 +41,7 @@ from flashckpt.recovery.recover import recover
 from flashckpt.store.base import Read, Store
 from flashckpt.store.local import LocalStore, System
 from flashckpt.tiers.run_copy import copy_run
+from flashckpt.tiers.spool import spool
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
 from tests.commit import runs
 from tests.commit.runs import HOLDER, attempt_at, publish
@@ -146,6 +149,16 @@ def test_a_run_is_no_copy_of_itself(tmp_path: Path, name: str) -> None:
     with pytest.raises(RunError, match=r"one is in the other.* Nothing was copied"):
         copy_run(source, LocalStore(f"{source.url}/{name}"))
     assert files(tmp_path) == before
+
+
+def test_a_full_folder_of_files_on_their_way_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    message = rf"bytes that is copied .*\$TMPDIR.*{re.escape(str(tmp_path))}"
+    with pytest.raises(OSError, match=message):
+        spool(1 << 50)
+    assert not list(tmp_path.iterdir())
 
 
 def test_constants_are_sent_once(pair: tuple[Store, Store]) -> None:
