@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashckpt import _native
-from flashckpt.commit.attempts import bounds, newest_started, open_run, ranks_here, read_start
+from flashckpt.commit.attempts import bounds, open_run, ranks_here, read_start
 from flashckpt.commit.lineage import VisibleStep, check_records, newest_first, resolve
 from flashckpt.commit.steps import read_manifest
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
@@ -124,15 +124,13 @@ def copy_run(
 
 
 def _is_part(source: Store, target: Store) -> bool:
-    """Whether the source has some ranks, on a node's own disk, of what the target has of all."""
-    newest = newest_started(source)
-    there = None if newest is None else read_start(target, newest)
-    return (
-        newest is not None
-        and ranks_here(source, newest) is not None
-        and there is not None
-        and there.ranks is None
-    )
+    """Whether the source has some ranks, on a node's own disk, of what the target has of all. The job may
+    have gone on since the target was told."""
+    lineage = [bound.attempt for bound in bounds(source)]
+    if not lineage or ranks_here(source, lineage[0]) is None:
+        return False
+    there = next(filter(None, (read_start(target, each) for each in lineage)), None)
+    return there is not None and there.ranks is None
 
 
 def _chosen(

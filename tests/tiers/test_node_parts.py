@@ -472,6 +472,21 @@ def test_each_node_repairs_what_it_has_sent(nodes: Nodes, damaged: list[str]) ->
     assert again.copied.outcome is Outcome.THERE
 
 
+def test_a_node_repairs_what_it_sent_before_an_attempt_that_is_not_known_there(nodes: Nodes) -> None:
+    """The remote was away when the job went on."""
+    first = nodes.attempt
+    nodes.add(10)
+    for node in (0, 1):
+        nodes.bring(node)
+    nodes.begin(first, 10)
+    [shard] = nodes.there.rglob("shard-00001-*")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    [done] = copy_run(nodes.stores[1], nodes.target, 10, repairs=True).steps
+    assert done.copied is not None
+    assert done.copied.outcome is Outcome.REPAIRED
+    assert nodes.steps() == [10]
+
+
 def test_what_is_damaged_here_keeps_no_newer_step_up(nodes: Nodes) -> None:
     nodes.add(10)
     shard = next((nodes.folder / "node0" / "steps").rglob("shard-*"))
