@@ -42,7 +42,7 @@ _PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BAR_AFTER_S = 1.0
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder or a file:// URL.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder, or a URL as s3://bucket/run.")]
 Remote = Annotated[
     str | None,
     typer.Option("--remote", metavar="URL", help='Its remote too; "auto": the one it was last trained with.'),

@@ -25,6 +25,7 @@ class Request:
     path: str
     num_bytes: int = 0
     status: int = 0
+    headers: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -64,7 +65,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _forward(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        request = Request(self.command, self.path, len(body))
+        request = Request(
+            self.command, self.path, len(body), headers=frozenset(name.lower() for name in self.headers)
+        )
         self.owner.requests.append(request)
         fault = self.owner.fault(request)
         if fault == "refuse":

@@ -340,6 +340,20 @@ def test_a_server_that_is_killed_in_an_upload_and_comes_again(
     assert "Uploads" not in boto.list_multipart_uploads(Bucket=bucket)
 
 
+@pytest.mark.parametrize("algorithm", ["CRC64NVME", "SHA256"])
+def test_the_server_s_own_checksum_goes_with_each_part_where_it_is_asked_for(
+    proxy: Proxy, s3_server: S3Server, bucket: str, large: Shard, algorithm: str
+) -> None:
+    url, options = f"s3://{bucket}/run", {"endpoint": proxy.endpoint, "checksum_algorithm": algorithm}
+    store = opened(url, s3_server, **options)
+    assert store.create("manifest.json", b"small")
+    store.write_shard("shard", large.layout, large.region)
+    assert not store.read_ranges("shard", large.contents, None).bad_chunks
+    puts = [request for request in proxy.requests if request.method == "PUT"]
+    assert sum("partNumber" in request.path for request in puts) > 1
+    assert all(f"x-amz-checksum-{algorithm.lower()}" in request.headers for request in puts)
+
+
 def test_an_upload_that_fails_leaves_nothing_visible(
     store: ObjectStore, proxy: Proxy, large: Shard, boto: Any, bucket: str
 ) -> None:
