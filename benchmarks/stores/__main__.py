@@ -1,12 +1,13 @@
 """Upload and download of a step through flashckpt's store and through raw clients, on one real S3 server.
 
-    python -m benchmarks.stores [--gib 1] [--rounds 3] [--s3fs-python PYTHON] [--json FILE]
+    python -m benchmarks.stores [--gib 1] [--rounds 3] [--pages huge] [--s3fs-python PYTHON] [--json FILE]
 
 Starts Ceph's gateway on loopback. The clients take turns, in another order in each round, each in a process
 of its own; seconds are those of the transfer alone, by the clock and of CPU in all its threads, for each GiB.
-The bytes lie in shared memory, in huge pages where the kernel gives them, as a slot does. Those that are
-downloaded go into memory that the process has had before, where the client can read into memory; what memory
-costs that is new, as a resume's is, stands beside. Then: what a commit of a small step takes.
+The bytes lie in shared memory, in huge pages where the kernel gives them cheaply, as a slot does, unless
+`--pages` says which. Those that are downloaded go into memory that the process has had before, where the
+client can read into memory; what memory costs that is new, as a resume's is, stands beside. Then: what a
+commit of a small step takes.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 from benchmarks.machine import describe
 from benchmarks.stores import commits
 from benchmarks.stores.clients import CLIENTS, LEAVES, PART_BYTES, UPLOADS_ONLY, Place, boto, layout_of
+from flashckpt import _native
 from flashckpt.memory import room
 from tests.stores import s3_server as s3
 
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clients", nargs="+", default=list(CLIENTS), choices=list(CLIENTS))
+    parser.add_argument("--pages", default="slot", choices=["slot", "huge", "small"], help="of what is sent")
     parser.add_argument("--s3fs-python", default=sys.executable, help="of an environment that has s3fs")
     parser.add_argument("--json", type=Path, help="where every single figure is written")
     arguments = parser.parse_args()
@@ -55,7 +58,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as folder:
         server = s3.S3Server(Path(folder) / "ceph")
         try:
-            bench = Bench(server, Path(memory), leaf_bytes, arguments.s3fs_python)
+            bench = Bench(server, Path(memory), leaf_bytes, arguments.pages, arguments.s3fs_python)
             found = bench.measured(arguments.clients, arguments.rounds)
             small = commits.measured(server, bench.place, Path(memory) / "runtime")
         finally:
@@ -74,11 +77,13 @@ class Bench:
     """The bytes, where they go, and the turns. `lacking` says why a client has none, `huge_share` how much of
     the memory came in huge pages."""
 
-    def __init__(self, server: s3.S3Server, memory: Path, leaf_bytes: int, s3fs_python: str) -> None:
+    def __init__(
+        self, server: s3.S3Server, memory: Path, leaf_bytes: int, pages: str, s3fs_python: str
+    ) -> None:
         file, self._s3fs_python = memory / "bytes", s3fs_python
         self._memory = {"file": str(file), "leaf_bytes": leaf_bytes, "sums": str(memory / "sums")}
         before, num_bytes = _huge_bytes(), layout_of(leaf_bytes).num_bytes
-        _fill(file, num_bytes)
+        _fill(file, num_bytes, pages)
         self.huge_share = max(0.0, min(1.0, (_huge_bytes() - before) / num_bytes))
         self.lacking: dict[str, str] = {}
         self.place = Place(server.endpoint, s3.ACCESS_KEY, s3.SECRET_KEY, s3.REGION, "bench", _STORED)
@@ -121,10 +126,13 @@ class Bench:
         return result
 
 
-def _fill(path: Path, num_bytes: int) -> None:
-    """Random bytes, in memory that is taken as that of a slot is."""
+def _fill(path: Path, num_bytes: int, pages: str) -> None:
+    """Random bytes, in memory that is taken as that of a slot is, or in pages of one size."""
     with open(path, "w+b") as file:
-        room.take(file.fileno(), num_bytes)
+        if pages == "slot":
+            room.take(file.fileno(), num_bytes)
+        elif pages == "huge" and not _native.allocate_huge(file.fileno(), 0, num_bytes):
+            sys.exit("this kernel gives no huge pages for shared memory")
         random = np.random.default_rng(0)
         for start in range(0, num_bytes, PART_BYTES):
             os.pwrite(file.fileno(), random.bytes(min(PART_BYTES, num_bytes - start)), start)

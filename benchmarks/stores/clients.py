@@ -131,18 +131,33 @@ class Obstore:
 class ObstoreWindows(Obstore):
     """With each part mapped alone, as flashckpt maps them: what that takes of its upload."""
 
+    def __init__(self, place: Place) -> None:
+        from flashckpt import _native
+
+        super().__init__(place)
+        self._mapping = _native.Mapping
+
     def upload(self, memory: Memory) -> None:
-        self._send(_windows(memory))
+        self._send(self._windows(memory))
+
+    def _windows(self, memory: Memory) -> Iterator[memoryview]:
+        for start in range(0, memory.num_bytes, PART_BYTES):
+            size = min(PART_BYTES, memory.num_bytes - start)
+            yield memoryview(self._mapping(memory.descriptor, start, size))
 
 
 class ObstoreSums(Obstore):
     """With flashckpt's checksums and digests of each part: what these take of its upload."""
 
-    def upload(self, memory: Memory) -> None:
+    def __init__(self, place: Place) -> None:
         from flashckpt.format.records import CHUNK_BYTES
         from flashckpt.store.image_sums import ImageSums
 
-        sums = ImageSums(layout_of(memory.leaf_bytes), CHUNK_BYTES)
+        super().__init__(place)
+        self._sums_of, self._chunk_bytes = ImageSums, CHUNK_BYTES
+
+    def upload(self, memory: Memory) -> None:
+        sums = self._sums_of(layout_of(memory.leaf_bytes), self._chunk_bytes)
 
         def parts() -> Iterator[memoryview]:
             for number, part in enumerate(_parts(memory)):
@@ -280,14 +295,6 @@ def boto(place: Place) -> Any:
 def _parts(memory: Memory) -> Iterator[memoryview]:
     for start in range(0, memory.num_bytes, PART_BYTES):
         yield memory.view[start : start + PART_BYTES]
-
-
-def _windows(memory: Memory) -> Iterator[memoryview]:
-    from flashckpt import _native
-
-    for start in range(0, memory.num_bytes, PART_BYTES):
-        size = min(PART_BYTES, memory.num_bytes - start)
-        yield memoryview(_native.Mapping(memory.descriptor, start, size))
 
 
 def _faulted_in(room: mmap.mmap) -> float:
