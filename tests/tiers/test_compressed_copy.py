@@ -36,7 +36,7 @@ from flashckpt.tiers.run_copy import copy_run
 from flashckpt.tiers.step_copy import Outcome, StepCopier
 from tests.commit.runs import attempt_at, commit, image_of, write_shard
 from tests.contracts.flat_store import FlatStore
-from tests.tiers.test_step_copy import add, files, made, of_step
+from tests.tiers.copied import add, files, made, of_step
 
 COMPAT = Path(__file__).parents[1] / "compat"
 

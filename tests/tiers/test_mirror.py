@@ -25,7 +25,7 @@ from flashckpt.tiers.attempt_records import bring, needed
 from flashckpt.tiers.mirror import Mirror, Mirrored
 from flashckpt.tiers.step_copy import StepCopier
 from tests.commit.runs import HOLDER, attempt_at
-from tests.tiers.test_step_copy import add, of_step
+from tests.tiers.copied import add, of_step
 
 
 class Tiers:
