@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.descriptor_guard import nothing_stays_open
+from tests.folders import let_folders_go
 from tests.process_guard import (
     pytest_collection_modifyitems,
     pytest_configure,
@@ -27,6 +28,8 @@ __all__ = [
     "nothing_stays_open",
     "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_call", "pytest_runtest_setup",
 ]  # fmt: skip
+
+let_folders_go()
 
 
 def pytest_collection_finish() -> None:
@@ -77,7 +80,7 @@ def kill_keepers(runtime: Path) -> Callable[..., None]:
             # Not the folders: who finds another one than the last attempt's watches for a job elsewhere, 5 s.
             for entry in runtime.rglob("*"):
                 if not entry.is_dir():
-                    entry.unlink()
+                    entry.unlink(missing_ok=True)
 
     return kill
 

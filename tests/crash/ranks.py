@@ -166,7 +166,10 @@ class RanksJob:
     def told(self) -> str:
         """The newest lines of the ledger, and the last words of ranks and keepers."""
         logs = [path for base in self.bases for path in base.rglob("keeper.log")]
-        words = [f"{each.name}: {each.read_text(errors='replace')[-3000:]}" for each in [self.said, *logs]]
+        words = []
+        for each in [self.said, *logs]:
+            with contextlib.suppress(FileNotFoundError):
+                words.append(f"{each.name}: {each.read_text(errors='replace')[-3000:]}")
         lines = sorted(ledger(self.run), key=lambda line: float(line["time"]))
         return "\n".join([*words, *map(json.dumps, lines[-_LINES:])])
 

@@ -63,7 +63,10 @@ def stop(pid: int) -> None:
     threads = Path(f"/proc/{pid}/task")
 
     def stands() -> bool:
-        told = [each.joinpath("stat").read_text() for each in threads.iterdir()]
+        try:
+            told = [each.joinpath("stat").read_text() for each in threads.iterdir()]
+        except (FileNotFoundError, ProcessLookupError):
+            return False  # a thread has ended meanwhile
         return {each.rpartition(")")[2].split()[0] for each in told} == {"T"}
 
     eventually(stands)

@@ -28,6 +28,7 @@ from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.tiers.step_copy import StepCopier
 from tests.events import ledger
+from tests.folders import contents
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.tiers.test_mirror import Tiers
@@ -151,8 +152,7 @@ def test_a_remote_that_hangs(tmp_path: Path, runtime: Path, silent: str) -> None
     [line] = [line for line in told(trainer.run, "error", 1) if line["what"] == "mirror"]
     assert line["step"] == 5
     assert "Step 5, the last, did not reach s3://bucket/run" in line["message"]
-    kept = [path.read_bytes() for path in [*tmp_path.rglob("*"), *runtime.rglob("*")] if path.is_file()]
-    assert not any(b"geheim" in data for data in kept)
+    assert not any(b"geheim" in data for data in contents(tmp_path, runtime))
 
 
 def test_a_remote_that_takes_nothing_and_then_does(tmp_path: Path, runtime: Path, there: Path) -> None:

@@ -13,6 +13,7 @@ import flashckpt
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.options import Remote
 from flashckpt.store import give_options
+from tests.folders import contents
 from tests.stores.proxy import Proxy
 from tests.stores.s3_server import SECRET_KEY, S3Server
 from tests.tiers.test_node_parts import Nodes
@@ -57,7 +58,7 @@ def test_what_is_committed_while_the_server_is_away_waits_for_nothing_and_arrive
     found = flashckpt.steps(url)
     assert (found[-1], len(found)) == (7, 2)
     assert torch.equal(flashckpt.load(url)["w"], weights)
-    kept = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
+    kept = contents(run)
     for entry in boto.list_objects_v2(Bucket=bucket)["Contents"]:
         kept.append(boto.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read())
     assert not any(SECRET_KEY.encode() in data for data in kept)

@@ -15,6 +15,7 @@ from flashckpt.commit.holder import here
 from flashckpt.store import open_store
 from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.run_contract import RunContract, UrlTrainer
+from tests.folders import contents
 from tests.processes import keepers_of
 from tests.stores.s3_server import SECRET_KEY, S3Server
 from tests.waiting import abandon, until
@@ -41,8 +42,7 @@ def test_options_reach_the_keeper_and_are_written_nowhere(
     for entry in boto.list_objects_v2(Bucket=bucket)["Contents"]:
         data = boto.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
         assert SECRET_KEY.encode() not in data
-    logs = [path.read_bytes() for path in runtime.rglob("*") if path.is_file()]
-    assert not any(SECRET_KEY.encode() in data for data in logs)
+    assert not any(SECRET_KEY.encode() in data for data in contents(runtime))
     assert SECRET_KEY not in repr(options)
 
 

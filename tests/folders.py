@@ -1,0 +1,48 @@
+"""Looking through folders in which somebody else removes files and folders meanwhile."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+def contents(*folders: Path) -> list[bytes]:
+    """Of all files that are there to the end of the look."""
+    found = []
+    for folder in folders:
+        for parent, _, names in os.walk(folder):
+            for path in (Path(parent, name) for name in names):
+                if path.is_file():
+                    with suppress(FileNotFoundError):
+                        found.append(path.read_bytes())
+    return found
+
+
+class _Nothing(tuple[()]):
+    """As `os.scandir` gives of an empty folder."""
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def let_folders_go() -> None:
+    """`glob` and `rglob` pass over a folder that goes while they look through it, as Python 3.13's do."""
+    if sys.version_info >= (3, 13):
+        return
+    owner: Any = getattr(pathlib, "_NormalAccessor", Path)  # Python 3.10 has the one, 3.11 and 3.12 the other
+    name = "scandir" if owner is not Path else "_scandir"
+    scandir = getattr(owner, name)
+
+    def gently(*arguments: Any) -> Any:
+        try:
+            return scandir(*arguments)
+        except FileNotFoundError:
+            return _Nothing()
+
+    setattr(owner, name, staticmethod(gently) if owner is not Path else gently)
