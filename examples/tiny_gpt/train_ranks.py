@@ -55,7 +55,8 @@ def train(args: argparse.Namespace) -> None:
         hold_in_backward(model.module.blocks[1], args.hold, after=batches.completed, report_fd=report_fd)
     if rank == 0 and not args.plain:
         note_start(args.folder / "starts.jsonl", batches.checkpointer)
-    losses = (args.folder / f"losses-{rank}.csv").open("a", buffering=1)
+    # Without flashckpt a process that torchrun starts again begins anew.
+    losses = (args.folder / f"losses-{rank}.csv").open("w" if args.plain else "a", buffering=1)
     for text, following in batches:
         loss = cross_entropy(model(text).flatten(0, 1), following.flatten())
         optimizer.zero_grad()
