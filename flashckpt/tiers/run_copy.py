@@ -76,22 +76,10 @@ def copy_run(
     one that is deleted meanwhile is left out. RunError where the target holds another run, has gone on by
     itself, or is in the source or around it.
     """
-    if not are_apart(source.url, target.url):
-        raise RunError(
-            f"{target.url}: the run itself is in {source.url}, and one is in the other: it would be no "
-            "second copy, or go with the first. Nothing was copied. Name a place apart from it, on other "
-            "storage.",
-            path=target.url,
-        )
-    run = open_run(source, create=False)
+    _check_apart(source, target)
+    run_id = open_run(source, create=False).run_id
     chosen = _chosen(source, step, attempt, all_steps=all_steps)
-    found = open_run(target, create=True, run_id=run.run_id)
-    if found.run_id != run.run_id:
-        raise RunError(
-            f"{target.url} holds another run ({found.run_id}) than {source.url} ({run.run_id}). Nothing was "
-            "changed. Copy to a place of its own.",
-            path=target.url,
-        )
+    _open_as(run_id, source, target)
     word = array("Q", [0])
     copier = StepCopier(
         source,
@@ -116,11 +104,32 @@ def copy_run(
     rows = _watched(deed, word, _total(source, chosen), progress)
     lineage = {bound.attempt: bound.last_step for bound in bounds(target)}
     return RunCopy(
-        run_id=run.run_id,
+        run_id=run_id,
         source=source.url,
         target=target.url,
         steps=tuple(_seen(each, lineage) for each in rows),
     )
+
+
+def _check_apart(source: Store, target: Store) -> None:
+    if not are_apart(source.url, target.url):
+        raise RunError(
+            f"{target.url}: the run itself is in {source.url}, and one is in the other: it would be no "
+            "second copy, or go with the first. Nothing was copied. Name a place apart from it, on other "
+            "storage.",
+            path=target.url,
+        )
+
+
+def _open_as(run_id: str, source: Store, target: Store) -> None:
+    """Make the target this run, where it holds none yet."""
+    found = open_run(target, create=True, run_id=run_id)
+    if found.run_id != run_id:
+        raise RunError(
+            f"{target.url} holds another run ({found.run_id}) than {source.url} ({run_id}). Nothing was "
+            "changed. Copy to a place of its own.",
+            path=target.url,
+        )
 
 
 def _is_part(source: Store, target: Store) -> bool:
