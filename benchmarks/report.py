@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +101,24 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s"
 
 
+def command() -> list[str]:
+    """Return this run's command for the report, absolute paths shortened to their last name: the report is
+    published, and the folders of a machine say nothing to its readers."""
+    words = []
+    for word in sys.argv[1:]:
+        option, equals, value = word.rpartition("=")
+        words.append(f"{option}{equals}{Path(value).name if os.path.isabs(value) else value}")
+    return [os.path.basename(sys.executable), "-m", "benchmarks", *words]
+
+
 def write(results: dict[str, Any], folder: Path) -> list[Path]:
-    """The raw numbers and the picture. Returns where they are."""
+    """Write the raw numbers and the picture, and return their paths. A kill in the middle leaves the file of the
+    call before."""
     name = results["began"].replace(":", "").replace("-", "")
     numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
-    numbers.write_text(json.dumps(results, indent=1) + "\n")
+    draft = numbers.with_suffix(".draft")
+    draft.write_text(json.dumps(results, indent=1) + "\n")
+    draft.replace(numbers)
     written = [numbers]
     if results["peers"] and chart.draw(results, title(results), picture):
         written.append(picture)

@@ -73,15 +73,12 @@ def bench(
         turns = rounds or (1 if quick else _TURNS)
         _measure_jobs(jobs, names, worlds, _chosen("kind", kinds, KINDS), turns)
         return
-    run = Run(settings, work, python, failures, timeout)
+    run = Run(settings, work, python, failures, timeout, output)
     try:
-        results = run.all(names, figures.PARTS if figures_too else ())
+        run.all(names, figures.PARTS if figures_too else ())
     finally:
         files.remove(work)
-    report.show(results, console)
-    figures.show(results, console)
-    for path in report.write(results, output):
-        console.print(f"written: [bold]{path}[/]")
+        run.show()
 
 
 def _of_jobs(settings: Settings, gib: float) -> Settings:
@@ -129,37 +126,60 @@ def _environment() -> tuple[str, dict[str, str]]:
 
 
 class Run:
-    """One run of the benchmark, and all it measured."""
+    """One run of the benchmark. `results` is written to `output` after each measurement, so that a run that is
+    stopped loses only the measurement in progress."""
 
     def __init__(
-        self, settings: Settings, work: Path, python: str, failures: dict[str, str], timeout_s: float
+        self,
+        settings: Settings,
+        work: Path,
+        python: str,
+        failures: dict[str, str],
+        timeout_s: float,
+        output: Path,
     ) -> None:
-        self.settings, self.work, self.python = settings, work, python
+        self.settings, self.work, self.python, self.output = settings, work, python, output
         self.failures, self.timeout_s = failures, timeout_s
+        self._began = time.time()
+        self.results: dict[str, Any] = {
+            "machine": machine.describe(work),
+            "command": report.command(),
+            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._began)),
+            "settings": settings.to_dict(),
+            "limits": [],
+            "peers": [],
+            "flashckpt": {},
+        }
 
-    def all(self, names: list[str], parts: Iterable[str]) -> dict[str, Any]:
-        began = time.time()
-        described = machine.describe(self.work)
-        limits = [self._limits()]
+    def all(self, names: list[str], parts: Iterable[str]) -> None:
+        limits, measured = self.results["limits"], self.results["peers"]
+        limits.append(self._limits())
         self._choose_interval(limits[0])
-        measured = []
+        self.results["settings"] = self.settings.to_dict()
         for name in names:
             measured.append(self._shown(name, partial(self._peer, name)))
             # Between all peers, so that a disk that slows down in the middle of the run is seen to.
             if not self.settings.quick:
                 limits.append(self._limits())
-        flashckpt = {part: self._shown(f"flashckpt: {part}", partial(self._part, part)) for part in parts}
-        return {
-            "machine": described,
-            "command": [os.path.basename(sys.executable), "-m", "benchmarks", *sys.argv[1:]],
-            "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
-            "seconds": time.time() - began,
-            "settings": self.settings.to_dict(),
-            "limits": limits,
-            "peers": measured,
-            "flashckpt": flashckpt,
-            "load_average_after": os.getloadavg(),
-        }
+            self._write()
+        for part in parts:
+            self.results["flashckpt"][part] = self._shown(f"flashckpt: {part}", partial(self._part, part))
+            self._write()
+
+    def _write(self) -> list[Path]:
+        self.results["seconds"] = time.time() - self._began
+        self.results["load_average_after"] = os.getloadavg()
+        return report.write(self.results, self.output)
+
+    def show(self) -> None:
+        """Print and write what was measured so far."""
+        if not self.results["limits"]:
+            return
+        report.show(self.results, console)
+        if self.results["flashckpt"]:
+            figures.show(self.results, console)
+        for path in self._write():
+            console.print(f"written: [bold]{path}[/]")
 
     def _choose_interval(self, limits: dict[str, Any]) -> None:
         if self.settings.every:

@@ -50,7 +50,10 @@ class Settings:
         return cls(**json.loads(path.read_text()))
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return what a report shows: all but the folder, a path of the machine."""
+        fields = asdict(self)
+        del fields["folder"]
+        return fields
 
 
 def for_machine(folder: Path, *, cuda: bool, threads: int) -> Settings:

@@ -32,6 +32,16 @@ __all__ = [
 let_folders_go()
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which servers of object storage the tests ran on: without one, most of those tests are skipped."""
+    reports = (one for kind in ("passed", "failed", "skipped") for one in terminalreporter.getreports(kind))
+    if any(one.nodeid.startswith("tests/stores/") for one in reports):
+        # Imported here: only the tests of stores need the clients.
+        from tests.stores.conftest import servers_used
+
+        terminalreporter.write_line(f"object storage: {servers_used()}")
+
+
 def pytest_collection_finish() -> None:
     """Each full collection of garbage would go through torch and all tests, a million objects."""
     gc.collect()

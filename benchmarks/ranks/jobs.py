@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import direct_io, files, machine
+from benchmarks import direct_io, files, machine, report
 from benchmarks.ranks import table
 from benchmarks.ranks.peers import PEERS
 from benchmarks.session import ProcessFailed, Session
@@ -46,7 +45,7 @@ class Jobs:
         began = time.time()
         results: dict[str, Any] = {
             "machine": machine.describe(self.work),
-            "command": [os.path.basename(sys.executable), "-m", "benchmarks", *sys.argv[1:]],
+            "command": report.command(),
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began)),
             "settings": self.settings.to_dict(),
             "disk": [],

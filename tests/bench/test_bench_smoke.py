@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -61,3 +64,29 @@ def the_limits_of_the_machine_stand_beside(results: Results) -> None:
     assert limits["num_bytes"] >= 64 << 20
     assert limits["copy_s"]
     assert limits.get("write_s") or limits["direct_refused"]
+
+
+def test_a_stopped_run_keeps_what_it_has_measured(tmp_path: Path) -> None:
+    options = ["--quick", "--here", "--no-figures", "--peers", "torch_save,flashckpt", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks", *options, "--output", str(tmp_path / "report")]
+    process = subprocess.Popen(
+        command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+    def measured_peers() -> list[str]:
+        assert process.poll() is None, "it ended by itself, before its second peer"
+        return [peer["name"] for path in (tmp_path / "report").glob("*.json") for peer in peers_of(path)]
+
+    until(lambda: measured_peers() == ["torch_save"], "the report of the first peer")
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=240)
+    assert process.returncode == 128 + signal.SIGTERM
+    [report] = (tmp_path / "report").glob("*.json")
+    assert [peer["name"] for peer in peers_of(report)] == ["torch_save"]
+    assert "torch.save" in printed
+    assert str(tmp_path) not in report.read_text(), "a path of the machine"
+
+
+def peers_of(report: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(report.read_text())["peers"]
+    return found

@@ -1,7 +1,13 @@
-"""A server that lives as long as the tests of a process, and a bucket for each test."""
+"""Servers of object storage, one for all tests of a process, and a bucket for each test.
+
+`s3_server` is Ceph's gateway where Ceph is installed, and moto's server elsewhere. `FLASHCKPT_TEST_S3=moto` takes
+moto's in any case. `ceph_server` is for tests of what moto lacks: access keys, signatures, quotas, ages of uploads.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import secrets
 import tempfile
 import warnings
@@ -15,16 +21,46 @@ from tests.stores import azure_server as azure
 from tests.stores import s3_server as s3
 from tests.stores import ssh_server as ssh
 from tests.stores.azure_server import AzureServer
-from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
+from tests.stores.moto_server import MotoServer
+from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, CephServer, S3Server
 from tests.stores.ssh_server import SshServer
+
+
+def s3_program() -> tuple[str, list[str]]:
+    """Return which S3 server the tests use, "ceph" or "moto", and which programs or packages it lacks."""
+    if os.environ.get("FLASHCKPT_TEST_S3") != "moto" and not s3.missing():
+        return "ceph", []
+    return "moto", [name for name in ("moto", "flask", "flask_cors") if importlib.util.find_spec(name) is None]
+
+
+def servers_used() -> str:
+    """Return the line of the test summary that names the servers of object storage."""
+    name, lacking = s3_program()
+    s3_used = {"ceph": "Ceph's gateway", "moto": "moto's server (Ceph is not installed)"}[name]
+    lines = {
+        "s3": (s3_used, lacking), "az": ("Azurite", azure.missing()), "sftp": ("OpenSSH", ssh.missing())
+    }  # fmt: skip
+    return "; ".join(
+        f"{scheme}:// NOT TESTED, {', '.join(lacking)} missing" if lacking else f"{scheme}:// on {used}"
+        for scheme, (used, lacking) in lines.items()
+    )
 
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    _skip_without("no real S3 server here, so NOTHING of object storage is tested", s3.missing())
-    server = S3Server(Path(tempfile.mkdtemp(prefix="flashckpt-ceph-")))
-    yield server
-    server.close()
+    name, lacking = s3_program()
+    _skip_without("no S3 server here, so NOTHING of object storage is tested", lacking)
+    with tempfile.TemporaryDirectory(prefix="flashckpt-s3-", ignore_cleanup_errors=True) as folder:
+        server = CephServer(Path(folder)) if name == "ceph" else MotoServer(Path(folder))
+        yield server
+        server.close()
+
+
+@pytest.fixture
+def ceph_server(s3_server: S3Server) -> CephServer:
+    if not isinstance(s3_server, CephServer):
+        pytest.skip("needs Ceph: moto has no access keys, signatures, quotas and ages of uploads")
+    return s3_server
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A real S3 server on loopback: one node of Ceph and its gateway, as processes of the test.
+"""S3 servers on loopback, as processes of the test. Here Ceph's; moto's is in `moto_server`.
 
 Debian, Ubuntu: apt-get install --no-install-recommends ceph-mon ceph-osd ceph-common radosgw
 """
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import uuid
+from abc import ABC, abstractmethod
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -65,23 +66,74 @@ def missing() -> list[str]:
     return [name for name in _PROGRAMS if shutil.which(name) is None]
 
 
-class S3Server:
-    """Its gateway can be killed and started again; what it holds stays. All of it ends with the process that
-    made it, however that ends."""
+class S3Server(ABC):
+    """A server whose gateway can be killed and started again without losing objects. Its processes end with the
+    process that made it."""
+
+    gateway: str
+    """The name in `_processes` of the process that listens on `port`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.port = folder, free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the gateway, and wait until it answers. Call it in the main thread: the gateway dies with its
+        thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes."""
+
+    def kill(self) -> None:
+        """Kill the gateway; open requests are cut."""
+        self._end(self.gateway)
+
+    def pause(self) -> None:
+        """Stop the gateway: it accepts connections and does not answer."""
+        self._processes[self.gateway].send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._processes[self.gateway].send_signal(signal.SIGCONT)
+
+    def options(self) -> dict[str, object]:
+        """Return the storage options that open a store of this server."""
+        return {
+            "endpoint": self.endpoint, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY,
+            "region": REGION, "allow_http": True,
+        }  # fmt: skip
+
+    def _answers(self, port: int) -> bool:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}", timeout=5):
+                return True
+        except (URLError, OSError):
+            return False
+
+    def _end(self, name: str) -> None:
+        if (process := self._processes.pop(name, None)) is not None:
+            process.kill()
+            process.wait()
+
+
+class CephServer(S3Server):
+    """One node of Ceph with its gateway."""
+
+    gateway = "radosgw"
 
     def __init__(self, folder: Path, disk_bytes: int = 8 * _GIB) -> None:
-        self._folder, self.port = folder, _free_port()
-        self.endpoint = f"http://127.0.0.1:{self.port}"
+        super().__init__(folder)
         fsid, osd = str(uuid.uuid4()), str(uuid.uuid4())
         for name in ("mon", "osd", "run", "log"):
             (folder / name).mkdir(parents=True)
-        mon_port = _free_port()
+        mon_port = free_port()
         config = _CONFIG.format(
             fsid=fsid, mon_port=mon_port, port=self.port, folder=folder, disk_bytes=disk_bytes
         )
         (folder / "ceph.conf").write_text(config)
         self._environment = {**os.environ, "CEPH_CONF": str(folder / "ceph.conf")}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
         address = f"[v1:127.0.0.1:{mon_port}/0]"
         self._run("monmaptool", "--create", "--addv", "a", address, "--fsid", fsid, "monmap")
         self._run("ceph-mon", "--mkfs", "-i", "a", "--monmap", "monmap")
@@ -97,20 +149,8 @@ class S3Server:
         self.start()
 
     def start(self) -> None:
-        """Start the gateway, and wait until it answers. For the main thread: it dies with the thread."""
         self._start("radosgw", "-n", "client.rgw")
-        until(self._answers, "an answer of the gateway")
-
-    def kill(self) -> None:
-        """The gateway dies at once; requests under way are cut."""
-        self._end("radosgw")
-
-    def pause(self) -> None:
-        """It answers nothing any more, and takes connections all the same."""
-        self._processes["radosgw"].send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._processes["radosgw"].send_signal(signal.SIGCONT)
+        until(lambda: self._answers(self.port), "an answer of the gateway")
 
     def admin(self, *arguments: str) -> str:
         """What `radosgw-admin` says."""
@@ -119,21 +159,6 @@ class S3Server:
     def close(self) -> None:
         for name in ("radosgw", "ceph-osd", "ceph-mon"):
             self._end(name)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def options(self) -> dict[str, object]:
-        """What a store of it is opened with."""
-        return {
-            "endpoint": self.endpoint, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY,
-            "region": REGION, "allow_http": True,
-        }  # fmt: skip
-
-    def _answers(self) -> bool:
-        try:
-            with urlopen(self.endpoint, timeout=5):
-                return True
-        except (URLError, OSError):
-            return False
 
     def _run(self, *command: str) -> str:
         done = self._ended(*command)
@@ -160,13 +185,8 @@ class S3Server:
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self._folder, env=self._environment,
             )  # fmt: skip
 
-    def _end(self, name: str) -> None:
-        if (process := self._processes.pop(name, None)) is not None:
-            process.kill()
-            process.wait()
 
-
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]

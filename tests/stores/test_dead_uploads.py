@@ -24,7 +24,7 @@ from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.store.unfinished_uploads import unfinished_uploads
 from tests.commit.runs import HOLDER, commit
 from tests.stores.proxy import Fault, Proxy, Request
-from tests.stores.s3_server import S3Server
+from tests.stores.s3_server import CephServer, S3Server
 
 pytestmark = pytest.mark.process
 
@@ -65,11 +65,11 @@ def under_way(boto: Any, bucket: str) -> list[str]:
 
 
 def test_dead_uploads_are_ended_and_living_ones_are_not(
-    s3_server: S3Server, boto: Any, bucket: str, runtime: Path, monkeypatch: pytest.MonkeyPatch,
+    ceph_server: CephServer, boto: Any, bucket: str, runtime: Path, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     url = f"s3://{bucket}/runs/one"
-    store = ObjectStore(ObstoreClient(url, s3_server.options()))
+    store = ObjectStore(ObstoreClient(url, ceph_server.options()))
     open_run(store, create=True)
     first = claim(store, HOLDER)
     start(store, first, None, 0, world=1)
@@ -82,7 +82,7 @@ def test_dead_uploads_are_ended_and_living_ones_are_not(
     dead, living = shard_name(0, "deaddead0001"), shard_name(0, "11fe11fe0001")
     dead_path = f"{step_attempt_folder(2, first)}/{dead}"
     living_key = f"runs/one/{step_attempt_folder(2, second)}/{living}"
-    killed_in_its_upload(url, s3_server, dead_path)
+    killed_in_its_upload(url, ceph_server, dead_path)
     boto.create_multipart_upload(Bucket=bucket, Key=living_key)
     boto.create_multipart_upload(Bucket=bucket, Key="runs/one-more/elsewhere")
     assert under_way(boto, bucket) == sorted([dead, living, "elsewhere"])

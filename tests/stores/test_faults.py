@@ -26,7 +26,7 @@ from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.store_contract import Shard, shard
 from tests.persist.node import begun
 from tests.stores.proxy import Fault, Proxy, Request
-from tests.stores.s3_server import S3Server
+from tests.stores.s3_server import CephServer, S3Server
 
 __all__ = ["shard"]
 
@@ -227,15 +227,15 @@ def test_a_server_that_is_gone_in_an_upload_is_noticed_as_soon_as_the_line_allow
     assert client.size("second") == 2 * PART_BYTES
 
 
-def test_what_is_permanent_is_told_at_once(s3_server: S3Server, bucket: str) -> None:
+def test_what_is_permanent_is_told_at_once(ceph_server: CephServer, bucket: str) -> None:
     url = f"s3://{bucket}/run"
     with pytest.raises(PermissionError, match="SignatureDoesNotMatch"):
-        opened(url, s3_server, secret_access_key="wrong").create("a", b"1")
-    nobody = opened(url, s3_server, access_key_id="nobody")
+        opened(url, ceph_server, secret_access_key="wrong").create("a", b"1")
+    nobody = opened(url, ceph_server, access_key_id="nobody")
     for act in (lambda: nobody.create("a", b"1"), lambda: nobody.read("a", 9), lambda: nobody.list("")):
         with pytest.raises(PermissionError, match="InvalidAccessKeyId"):
             act()
-    absent = opened("s3://no-such-bucket/run", s3_server)
+    absent = opened("s3://no-such-bucket/run", ceph_server)
     for act in (
         lambda: absent.create("a", b"1"),
         lambda: absent.read("a", 9),
@@ -247,7 +247,7 @@ def test_what_is_permanent_is_told_at_once(s3_server: S3Server, bucket: str) -> 
             act()
         assert caught.value.errno == errno.ENODEV
     with pytest.raises(OptionError, match="nonsense"):
-        opened(url, s3_server, nonsense=1)
+        opened(url, ceph_server, nonsense=1)
 
 
 def test_who_may_not_delete_is_told_before_a_run_begins(
@@ -290,9 +290,11 @@ def test_a_server_that_overwrites_is_found_out_before_a_run_begins(
 )
 def test_what_is_wrong_is_said_at_attach(
     s3_server: S3Server, bucket: str, runtime: Path, bucket_name: str, options: dict[str, Any], message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.5)
+    if "key" in message:
+        request.getfixturevalue("ceph_server")
     given = flashckpt.Options(storage_options={**s3_server.options(), **options})
     with pytest.raises((RunError, OptionError), match=message) as caught:
         flashckpt.attach(f"s3://{bucket_name or bucket}/run", options=given, w=torch.zeros(3))
@@ -305,11 +307,11 @@ def test_a_url_with_a_password_is_refused_and_not_shown() -> None:
     assert "geheim" not in str(caught.value)
 
 
-def test_a_bucket_that_is_full(s3_server: S3Server, boto: Any, bucket: str) -> None:
-    store = opened(f"s3://{bucket}/run", s3_server)
+def test_a_bucket_that_is_full(ceph_server: CephServer, boto: Any, bucket: str) -> None:
+    store = opened(f"s3://{bucket}/run", ceph_server)
     assert store.create("a", b"1")
-    s3_server.admin("quota", "set", "--quota-scope=bucket", f"--bucket={bucket}", "--max-objects=1")
-    s3_server.admin("quota", "enable", "--quota-scope=bucket", f"--bucket={bucket}")
+    ceph_server.admin("quota", "set", "--quota-scope=bucket", f"--bucket={bucket}", "--max-objects=1")
+    ceph_server.admin("quota", "enable", "--quota-scope=bucket", f"--bucket={bucket}")
     with pytest.raises(OSError, match="QuotaExceeded") as caught:
         store.create("b", b"1")
     assert caught.value.errno == errno.ENOSPC

@@ -129,8 +129,10 @@ def test_nodes_with_folders_of_their_own_send_to_one_bucket_at_once(
 )
 def test_what_is_wrong_with_a_remote_is_said_at_attach(
     s3_server: S3Server, bucket: str, tmp_path: Path, runtime: Path, bucket_name: str,
-    options: dict[str, Any], message: str,
+    options: dict[str, Any], message: str, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
+    if "key" in message:
+        request.getfixturevalue("ceph_server")
     given = flashckpt.Options(remote_storage_options={**s3_server.options(), **options})
     remote = f"s3://{bucket_name or bucket}/run"
     with pytest.raises((flashckpt.RunError, flashckpt.OptionError), match=message) as caught:

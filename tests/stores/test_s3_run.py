@@ -17,7 +17,7 @@ from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.run_contract import RunContract, UrlTrainer
 from tests.folders import contents
 from tests.processes import keepers_of
-from tests.stores.s3_server import SECRET_KEY, S3Server
+from tests.stores.s3_server import SECRET_KEY, CephServer, S3Server
 from tests.waiting import abandon, until
 
 pytestmark = pytest.mark.process
@@ -67,12 +67,12 @@ def test_a_newer_attempt_is_heard_of_from_the_keeper(
 
 
 def test_a_keeper_that_lives_goes_on_with_replaced_credentials(
-    s3_server: S3Server, bucket: str, runtime: Path
+    ceph_server: CephServer, bucket: str, runtime: Path
 ) -> None:
     url, weights = f"s3://{bucket}/run", torch.zeros(1000)
 
     def options(key: str) -> dict[str, Any]:
-        return {**s3_server.options(), "access_key_id": key, "secret_access_key": key}
+        return {**ceph_server.options(), "access_key_id": key, "secret_access_key": key}
 
     def attached(key: str) -> flashckpt.Checkpointer:
         given = flashckpt.Options(storage_options=options(key))
@@ -92,12 +92,12 @@ def test_a_keeper_that_lives_goes_on_with_replaced_credentials(
 
     key = ("--uid=test", "--key-type=s3")
     for name in ("before", "after"):
-        s3_server.admin("key", "create", *key, f"--access-key={name}", f"--secret={name}")
+        ceph_server.admin("key", "create", *key, f"--access-key={name}", f"--secret={name}")
     first = attached("before")
     save(first)
     abandon(first)
     [keeper] = keepers_of(runtime)
-    s3_server.admin("key", "rm", *key, "--access-key=before")
+    ceph_server.admin("key", "rm", *key, "--access-key=before")
     until(is_refused, "the old key to be refused")
     with attached("after") as second:
         save(second)
