@@ -112,8 +112,8 @@ def command() -> list[str]:
 
 
 def write(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the raw numbers and the picture, and return their paths. A kill in the middle leaves the file of the
-    call before."""
+    """Write the raw numbers and the picture, and return their paths. A kill in the middle leaves the file
+    of the call before."""
     name = results["began"].replace(":", "").replace("-", "")
     numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
     draft = numbers.with_suffix(".draft")

@@ -126,7 +126,7 @@ def _environment() -> tuple[str, dict[str, str]]:
 
 
 class Run:
-    """One run of the benchmark. `results` is written to `output` after each measurement, so that a run that is
+    """One run of the benchmark. `results` is written to `output` after each measurement: a run that is
     stopped loses only the measurement in progress."""
 
     def __init__(

@@ -243,21 +243,28 @@ class Environment:
     restart_count: int = 0
     runtime_folder: str | None = None
     under_slurm: bool = False
+    restarts_left: int = 0
+    """How often torchrun would still restart the ranks."""
+    shares_rendezvous_store: bool = False
+    """Ranks meet in the store of torchrun's rendezvous, which keeps the addresses of dead ranks."""
 
     @classmethod
     def read(cls) -> Environment:
         """Read the launcher's variables: torchrun's, else Slurm's job id. FLASHCKPT_RUNTIME moves the
         runtime folder (tests use it)."""
         get = os.environ.get
+        restarts = _number("TORCHELASTIC_RESTART_COUNT", _number("SLURM_RESTART_COUNT", 0))
         return cls(
             rank=_number("RANK", 0),
             world=_number("WORLD_SIZE", 1),
             local_rank=_number("LOCAL_RANK", 0),
             local_world=_number("LOCAL_WORLD_SIZE", 1),
             job_id=get("TORCHELASTIC_RUN_ID") or get("SLURM_JOB_ID") or "",
-            restart_count=_number("TORCHELASTIC_RESTART_COUNT", _number("SLURM_RESTART_COUNT", 0)),
+            restart_count=restarts,
             runtime_folder=get("FLASHCKPT_RUNTIME") or None,
             under_slurm=bool(get("SLURM_JOB_ID")),
+            restarts_left=max(0, _number("TORCHELASTIC_MAX_RESTARTS", 0) - restarts),
+            shares_rendezvous_store=get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 
 

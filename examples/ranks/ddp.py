@@ -1,5 +1,6 @@
 """Data parallel, and one line that makes it survive a kill:
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks can hang without it
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/ranks/ddp.py runs/ddp
 
 Kill a rank (torchrun starts all again) or everything (run the line again): it goes on with the same bits. The

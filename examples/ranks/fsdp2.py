@@ -1,5 +1,6 @@
 """Fully sharded (FSDP2): each rank's file has its own rows of every tensor, and nothing is gathered.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks can hang without it
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/ranks/fsdp2.py runs/fsdp2
 
 Weights for a machine without ranks: `flashckpt export runs/fsdp2 model.safetensors --only model`.

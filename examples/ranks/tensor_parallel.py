@@ -1,5 +1,6 @@
 """Tensor parallel: the ranks divide each matrix among them and read the same batches.
 
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks can hang without it
 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/ranks/tensor_parallel.py runs/tp
 """
 

@@ -1,5 +1,6 @@
 """The same GPT, smaller, data parallel: every rank runs this under torchrun, with one line changed here too.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks can hang without it
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/tiny_gpt/train_ranks.py runs/two
 
 Each rank writes losses-RANK.csv (a line a step) into the folder; rank 0 writes starts.jsonl and, at the end,

@@ -53,6 +53,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_RESTARTS_HANG = (
+    "torchrun may restart these ranks (%d restarts are left), and the restarted ranks can hang in "
+    "init_process_group, before they reach flashckpt: they read the addresses of the dead ranks from "
+    "torchrun's store (pytorch issue 135712). Checkpoints are not affected. Start torchrun with "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment."
+)
+
 Connect = Callable[[str, RuntimeFolder, LifeLock], KeeperClient]
 """Takes the run, its runtime folder and this process's life lock there; gives the link to the keeper."""
 
@@ -248,6 +255,8 @@ def open_session(
         undo.pop_all()
     for warning in survival_warnings():
         log.warning("%s", warning)
+    if environment.rank == 0 and environment.restarts_left and environment.shares_rendezvous_store:
+        log.warning(_RESTARTS_HANG, environment.restarts_left)
     return session
 
 

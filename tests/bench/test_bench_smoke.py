@@ -67,10 +67,23 @@ def the_limits_of_the_machine_stand_beside(results: Results) -> None:
 
 
 def test_a_stopped_run_keeps_what_it_has_measured(tmp_path: Path) -> None:
-    options = ["--quick", "--here", "--no-figures", "--peers", "torch_save,flashckpt", "--folder", str(tmp_path)]
+    options = [
+        "--quick",
+        "--here",
+        "--no-figures",
+        "--peers",
+        "torch_save,flashckpt",
+        "--folder",
+        str(tmp_path),
+    ]
     command = [sys.executable, "-m", "benchmarks", *options, "--output", str(tmp_path / "report")]
     process = subprocess.Popen(
-        command, cwd=_ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=_ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
     def measured_peers() -> list[str]:

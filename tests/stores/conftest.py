@@ -1,7 +1,8 @@
 """Servers of object storage, one for all tests of a process, and a bucket for each test.
 
-`s3_server` is Ceph's gateway where Ceph is installed, and moto's server elsewhere. `FLASHCKPT_TEST_S3=moto` takes
-moto's in any case. `ceph_server` is for tests of what moto lacks: access keys, signatures, quotas, ages of uploads.
+`s3_server` is Ceph's gateway where Ceph is installed, and moto's server elsewhere. `FLASHCKPT_TEST_S3=moto`
+takes moto's in any case. `ceph_server` is for tests of what moto lacks: access keys, signatures, quotas, ages
+of uploads.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ def s3_program() -> tuple[str, list[str]]:
     """Return which S3 server the tests use, "ceph" or "moto", and which programs or packages it lacks."""
     if os.environ.get("FLASHCKPT_TEST_S3") != "moto" and not s3.missing():
         return "ceph", []
-    return "moto", [name for name in ("moto", "flask", "flask_cors") if importlib.util.find_spec(name) is None]
+    return "moto", [
+        name for name in ("moto", "flask", "flask_cors") if importlib.util.find_spec(name) is None
+    ]
 
 
 def servers_used() -> str:

@@ -1,8 +1,7 @@
 """moto's S3 server on loopback, for machines without Ceph: it comes with the `test` extra, from PyPI.
 
-Two processes. The backend holds the objects in its memory; the gateway passes bytes between its clients and the
-backend, and can be killed and started again like a real one. moto knows no access keys and no quotas, and checks no
-signatures: tests of those need Ceph.
+Two processes. The backend holds the objects in its memory; the gateway passes bytes between its clients and
+the backend, and can be killed and started again like a real one.
 
     python -m tests.stores.moto_server backend PORT
     python -m tests.stores.moto_server gateway PORT BACKEND_PORT
@@ -50,7 +49,10 @@ class MotoServer(S3Server):
     def _serve(self, name: str, *ports: int) -> None:
         with open(self._folder / f"{name}.out", "ab") as out:
             self._processes[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "tests.stores.moto_server", name, *map(str, ports)],
+                [
+                    "setpriv", "--pdeathsig", "KILL",
+                    sys.executable, "-m", "tests.stores.moto_server", name, *map(str, ports),
+                ],
                 stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=Path(__file__).parents[2],
                 env={
                     **os.environ, "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
@@ -83,7 +85,6 @@ def _serialized(application: Callable[..., Iterable[bytes]]) -> Callable[..., It
 
 
 def _backend(port: int) -> None:
-    import moto.s3.models
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import WSGIRequestHandler, run_simple
 

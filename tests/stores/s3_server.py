@@ -67,8 +67,8 @@ def missing() -> list[str]:
 
 
 class S3Server(ABC):
-    """A server whose gateway can be killed and started again without losing objects. Its processes end with the
-    process that made it."""
+    """A server whose gateway can be killed and started again without losing objects. Its processes end with
+    the process that made it."""
 
     gateway: str
     """The name in `_processes` of the process that listens on `port`."""
