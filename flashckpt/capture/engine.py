@@ -29,6 +29,7 @@ from flashckpt.capture.planner import Planner, Walkable
 from flashckpt.capture.schedule import Intervals, Schedule
 from flashckpt.capture.slot_writer import HeartbeatWriter, SlotWriter, SlotWriters
 from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.numa import NO_NODE
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 
@@ -136,6 +137,12 @@ class Capture:
         """Make slots known to the devices. Takes up to half a second a GiB, so that it may be done before
         `set_slots`, by another thread; it is done once a slot."""
         self._writers.register(slots)
+
+    @property
+    def numa_node(self) -> int:
+        """The NUMA node that slots come from where it has memory: that of the first device that has one."""
+        nodes = (device.numa_node for device in self._devices)
+        return next((node for node in nodes if node != NO_NODE), NO_NODE)
 
     def room_wanted(self, *, ordered: bool = False) -> SlotSize | None:
         """What the slots of the next capture have to have room for; None while those it has are large
