@@ -76,6 +76,9 @@ class Device(Protocol):
     """One accelerator that holds leaves of the state."""
 
     name: str
+    failure: str
+    """The driver's reason where `capturing` found that the device has failed, else empty. After such a
+    failure (an assert, an illegal address) each further call of this process on the device fails."""
 
     @property
     def numa_node(self) -> int:
@@ -129,8 +132,9 @@ class Device(Protocol):
         """What may still be taken without standing in the way of the loop; negative where too much is."""
 
     def capturing(self) -> bool:
-        """Whether a graph is being captured on any stream that may write state: then nothing may be enqueued,
-        registered, allocated or asked."""
+        """Whether a graph is being captured on any stream that may write state, or the device has failed.
+        Then nothing may be enqueued, registered, allocated or asked. Never raises: hooks and boundaries ask,
+        and PyTorch raises a failure at the loop's next call."""
 
     def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
         """Seconds between two marks that were made with timing; None until both are passed."""
@@ -183,7 +187,7 @@ class CudaDevice:
 
     def __init__(self, index: int, streams: Sequence[object] = ()) -> None:
         self.index = index
-        self.name = f"cuda:{index}"
+        self.name, self.failure = f"cuda:{index}", ""
         self._device = torch.device("cuda", index)
         self._streams: list[Any] = [each for each in streams if getattr(each, "device", None) == self._device]
         self._copies = _native.CudaCopies(index, PIECE_BYTES)
@@ -253,9 +257,9 @@ class CudaDevice:
                 self._is_unregistered_said = True
                 log.warning(
                     "Some of the host memory for snapshots stays pageable: %s. Snapshots are as safe; copies "
-                    "into that memory are slower (some 15 instead of 50 GB/s). The limit is that of the driver, "
-                    "of a virtual machine or of a sandbox, and not `ulimit -l`; the kernel's log (dmesg) may "
-                    "have more. Options(slots=2) needs less memory.", error,
+                    "into that memory are slower (some 15 instead of 50 GB/s). The driver sets the limit, or "
+                    "a virtual machine, and not `ulimit -l`; the kernel's log (dmesg) may have more. "
+                    "Options(slots=2) needs less memory.", error,
                 )  # fmt: skip
 
     # ---- memory
@@ -283,7 +287,13 @@ class CudaDevice:
     # ---- what is asked
 
     def capturing(self) -> bool:
-        return _native.cuda_capturing(self._writer_handles(), self.index)
+        try:
+            found = _native.cuda_capturing(self._writer_handles(), self.index)
+        except RuntimeError as error:
+            self.failure = str(error)
+            return True
+        self.failure = ""
+        return found
 
     def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
         first, last = _event(start), _event(end)

@@ -241,7 +241,7 @@ class SimulatedDevice:
         self.graph_capture = False
         self.out_of_memory = False
         self.in_one_launch = True
-        self.numa_node = NO_NODE
+        self.numa_node, self.failure = NO_NODE, ""
         self.allocated_bytes = 0
         self.registered: dict[int, int] = {}
         self._streams = streams
