@@ -86,6 +86,10 @@ def allocate_huge(fd: int, offset: int, num_bytes: int) -> bool:
     or gives none. What of the range has no memory then is still to be reserved. The file grows to the end of
     the range before it has memory there: nobody else may touch it meanwhile."""
 
+def prefer_node(fd: int, num_bytes: int, node: int) -> None:
+    """Memory that a file on tmpfs does not have yet comes from this NUMA node from now on, while the node has
+    some (mbind, MPOL_PREFERRED). OSError where the kernel refuses it."""
+
 def populate(address: int, num_bytes: int, threads: int) -> None:
     """Faults pages in for writing without changing them; others may use the memory meanwhile."""
 
@@ -105,8 +109,8 @@ class Mapping:
     def __init__(self, num_bytes: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def register(self, device: int) -> None:
-        """Page-locks it for every CUDA device, once, until it is unmapped. RuntimeError with the driver's
-        reason."""
+        """Page-locks it for every CUDA device, once, until it is unmapped; in runs that end at multiples of
+        1 GiB. RuntimeError with the driver's reason where it refused some runs: those stay pageable."""
 
     def discard(self) -> None:
         """Gives memory of this process's own back at once, whoever still views it: that is zeros then."""
@@ -268,14 +272,8 @@ class Sealer:
 def cuda_available() -> bool:
     """Whether there is a CUDA driver with at least one device. Starts the driver, makes no context."""
 
-def cuda_register(address: int, num_bytes: int, device: int) -> None:
-    """Page-locks host memory for all devices. RuntimeError if part of it is registered already."""
-
-def cuda_unregister(address: int) -> None:
-    """Undoes `cuda_register`, in the same device's context; ValueError for an address not registered there.
-
-    The memory must still be mapped.
-    """
+def cuda_pci_address(device: int) -> tuple[int, int, int]:
+    """Domain, bus and device of a CUDA device's PCI address. Makes no context."""
 
 def cuda_capturing(streams: Buffer, device: int) -> bool:
     """Whether a graph is being captured on one of these streams (u64: handles). Breaks none."""

@@ -11,22 +11,15 @@
 namespace flashckpt {
 namespace {
 
-void register_memory(std::uint64_t address, std::uint64_t num_bytes, int device) {
+nb::tuple pci_address(int device) {
+    int address[3] = {0, 0, 0};
     Error error;
     {
-        Released released;
-        error = cuda_register(address, num_bytes, device);
+        Released released; // the first call starts the driver
+        error = cuda_pci_address(device, address);
     }
     raise_if(error);
-}
-
-void unregister_memory(std::uint64_t address) {
-    Error error;
-    {
-        Released released;
-        error = cuda_unregister(address);
-    }
-    raise_if(error);
+    return nb::make_tuple(address[0], address[1], address[2]);
 }
 
 bool is_capturing(nb::handle streams, int device) {
@@ -138,8 +131,7 @@ void bind_device(nb::module_& module) {
         .def("close", &CopiesObject::close);
     module.def("cuda_capturing", is_capturing, nb::arg("streams"), nb::arg("device"));
     module.def("cuda_available", cuda_available, nb::call_guard<Released>());
-    module.def("cuda_register", register_memory, nb::arg("address"), nb::arg("num_bytes"), nb::arg("device"));
-    module.def("cuda_unregister", unregister_memory, nb::arg("address"));
+    module.def("cuda_pci_address", pci_address, nb::arg("device"));
     module.def("cuda_digest_table", make_digest_table, nb::arg("sources"), nb::arg("destinations").none(),
                nb::arg("sizes"));
     module.def("cuda_digest_launch", launch_digests, nb::arg("stream"), nb::arg("table_device_address"),

@@ -19,6 +19,15 @@ void allocate(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
     raise_if(error);
 }
 
+void set_node(int fd, std::uint64_t num_bytes, int node) {
+    Error error;
+    {
+        Released released;
+        error = prefer_node(fd, num_bytes, node);
+    }
+    raise_if(error);
+}
+
 bool allocate_huge(int fd, std::uint64_t offset, std::uint64_t num_bytes) {
     bool taken = false;
     Error error;
@@ -70,21 +79,23 @@ class Region {
     }
     void release() { --views_; }
 
-    // Page-locks it for every device, once. It ends with the mapping, on every path: pages that stayed
-    // registered at an address that is used again would send the next copies to memory that is nobody's.
+    // Page-locks it for every device, once: what the driver refuses stays pageable. It ends with the mapping,
+    // on every path: pages that stayed registered at an address that is used again would send the next copies
+    // to memory that is nobody's.
     void register_with(int device) {
         if (mapping_.data() == nullptr) raise_value("this mapping was closed");
         if (is_forked()) raise_value("this mapping is another process's, which has forked this one");
         if (is_registered_) return;
         Error error;
+        std::uint64_t num_registered = 0;
         ++views_; // it must not be closed meanwhile
         {
             Released released;
-            error = cuda_register(address(), mapping_.size(), device);
+            error = cuda_register(address(), mapping_.size(), device, num_registered);
         }
         --views_;
+        is_registered_ = is_registered_ || num_registered > 0;
         raise_if(error);
-        is_registered_ = true;
     }
 
     void close() {
@@ -161,6 +172,7 @@ void bind_memory(nb::module_& module) {
     module.def("huge_page", huge_page);
     module.def("allocate", allocate, nb::arg("fd"), nb::arg("offset"), nb::arg("num_bytes"));
     module.def("allocate_huge", allocate_huge, nb::arg("fd"), nb::arg("offset"), nb::arg("num_bytes"));
+    module.def("prefer_node", set_node, nb::arg("fd"), nb::arg("num_bytes"), nb::arg("node"));
     module.def("populate", fault_in, nb::arg("address"), nb::arg("num_bytes"), nb::arg("threads"));
     nb::class_<Region>(module, "Mapping", nb::type_slots(slots))
         .def(nb::init<int, std::uint64_t>(), nb::arg("fd"), nb::arg("num_bytes"))

@@ -28,6 +28,9 @@ struct CopyJob {
 class DeviceCopies : public Waitable {
   public:
     // The stream is none of torch's: those are lent to several users, one of whom may capture a graph on it.
+    // Copies are cut at multiples of `piece_bytes` of the host address. It must divide kRegisteredRun: then
+    // no piece spans two runs of registered memory, nor registered memory and memory that is not, which the
+    // driver refuses.
     static Error make(int device, std::uint64_t piece_bytes, std::shared_ptr<DeviceCopies>& out);
     ~DeviceCopies() override;
 
@@ -35,8 +38,8 @@ class DeviceCopies : public Waitable {
     // once). Jobs go in order and are counted from 1.
     Error submit(CopyJob job, std::uint64_t after, std::uint64_t& ticket);
     // Work that is enqueued on these streams from now on waits for a job's first copies. Returns when these
-    // are enqueued, which for more than a few hundred means: when most of them are made. Holds nothing where
-    // the job has failed: nothing is read any more.
+    // are enqueued: when all but the last 128 MiB (or 512 pieces) of them are made. Holds nothing where the
+    // job has failed: nothing is read any more.
     Error hold(std::uint64_t ticket, const std::uint64_t* streams, std::size_t num_streams);
     // Until the first copies are made, or all of them; the job's failure.
     Error wait_first(std::uint64_t ticket);

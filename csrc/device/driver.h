@@ -25,7 +25,10 @@ constexpr CuResult kCuCaptureImplicit = 906; // the legacy stream was asked whil
 constexpr unsigned kCuStreamNonBlocking = 1;
 constexpr unsigned kCuEventBlockingSync = 1;
 constexpr unsigned kCuEventNoTiming = 2;
-constexpr int kCuMultiprocessors = 16; // attribute of a device
+constexpr int kCuMultiprocessors = 16; // attributes of a device
+constexpr int kCuPciBus = 33;
+constexpr int kCuPciDevice = 34;
+constexpr int kCuPciDomain = 50;
 constexpr int kCuJitErrorLog = 5;      // options of a load: a buffer of text
 constexpr int kCuJitErrorLogBytes = 6; // and its size
 

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #ifndef MADV_POPULATE_WRITE
@@ -21,6 +23,9 @@ namespace {
 
 // While one is faulted in, a fork of this process has to wait: 12 ms for one of these, 120 for 32 MiB.
 constexpr std::uint64_t kTurnBytes = 4 << 20;
+// As many nodes as a kernel can have (CONFIG_NODES_SHIFT is 10 at most).
+constexpr int kMostNodes = 1024;
+constexpr int kWordBits = 8 * sizeof(unsigned long);
 
 void touch(std::uint64_t begin, std::uint64_t end, std::uint64_t page) {
     for (std::uint64_t at = begin; at < end; at += page) {
@@ -67,6 +72,18 @@ Error populate(std::uint64_t address, std::uint64_t num_bytes, int threads) {
     });
     if (failed.load() == 0) return {};
     return os_error(failed.load(), "fault in " + std::to_string(num_bytes) + " bytes of memory");
+}
+
+Error prefer_node(int fd, std::uint64_t num_bytes, int node) {
+    if (node < 0 || node >= kMostNodes) return value_error("a NUMA node is a number from 0 to 1023");
+    Mapping range;
+    if (Error error = Mapping::region(fd, 0, num_bytes, range)) return error;
+    unsigned long nodes[kMostNodes / kWordBits] = {};
+    nodes[node / kWordBits] = 1ul << (node % kWordBits);
+    // MPOL_PREFERRED and not MPOL_BIND: a node without free memory must not end in an out-of-memory kill. The
+    // kernel takes the number of bits less one.
+    long done = ::syscall(SYS_mbind, range.data(), range.size(), MPOL_PREFERRED, nodes, kMostNodes + 1ul, 0u);
+    return done == 0 ? Error{} : last_os_error("prefer a NUMA node");
 }
 
 Error take_huge_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes, bool& taken) {

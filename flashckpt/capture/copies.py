@@ -322,7 +322,10 @@ class DeviceCopies:
         """Before an optimizer writes: the device's streams, not the host, wait for the open copies."""
         gate, self._gate = self._gate, None
         if gate is not None and not self.device.capturing():
-            gate.hold_writers()
+            # A device that fails meanwhile makes no copy any more, and the loop's next call raises. Digests
+            # find whatever an optimizer writes while its leaves are copied.
+            with contextlib.suppress(RuntimeError):
+                gate.hold_writers()
 
     def wait(self) -> None:
         """The host waits until nothing that was begun is written any more, whether it failed or not."""
@@ -335,8 +338,9 @@ class DeviceCopies:
         ones. One that is held is no memory that torch could use when it runs out."""
         arena, device = self.arena, self.device
         may_go = arena.is_large and arena.is_held and not device.capturing()
-        if may_go and device.room_bytes() < arena.num_bytes // 2:
-            arena.let_go()
+        with contextlib.suppress(RuntimeError):  # of a device that fails meanwhile: no arena is taken again
+            if may_go and device.room_bytes() < arena.num_bytes // 2:
+                arena.let_go()
 
     def moves(self, target: SlotWriter) -> Addresses:
         """What the sealing thread puts in its place, as triples of source, destination and bytes: the

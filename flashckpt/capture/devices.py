@@ -25,6 +25,7 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture.digests import CudaTable, why_not_in_one_launch
 from flashckpt.capture.plan import Addresses
+from flashckpt.memory.numa import NO_NODE, node_of_pci
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,7 @@ class Copying(Protocol):
 
     def hold_writers(self) -> None:
         """Every stream that may write state, not the host, waits for the first copies. The host waits until
-        these are enqueued, which takes until most of them are made where they are more than a few
-        hundred."""
+        these are enqueued: until all but the last 128 MiB of them are made."""
 
     def wait(self) -> None:
         """The host waits for all of them. RuntimeError where one failed."""
@@ -76,6 +76,14 @@ class Device(Protocol):
     """One accelerator that holds leaves of the state."""
 
     name: str
+    failure: str
+    """The driver's reason where `capturing` found that the device has failed, else empty. After such a
+    failure (an assert, an illegal address) each further call of this process on the device fails."""
+
+    @property
+    def numa_node(self) -> int:
+        """The NUMA node of the host that the device is attached to; NO_NODE where there is only one, or where
+        it is not known."""
 
     @property
     def in_one_launch(self) -> bool:
@@ -105,15 +113,16 @@ class Device(Protocol):
         """Every stream that may write state waits for the mark."""
 
     def copy_to_host(self, copies: Copies, num_first: int, after: StreamMark) -> Copying:
-        """Begin copies, in pieces of at most PIECE_BYTES, once the mark has been passed. The first
-        `num_first` read live leaves. Memory of both sides must stay until they have ended."""
+        """Begin copies, in pieces that end at multiples of PIECE_BYTES of the host address, once the mark has
+        been passed. The first `num_first` read live leaves. Memory of both sides must stay until they have
+        ended."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         """A uint8 tensor in host memory that copies reach without a detour."""
 
     def register(self, mapping: _native.Mapping) -> None:
         """Make host memory known to the device until it is unmapped, so that copies into it are
-        asynchronous. Where that is refused they are slower, and that is said once."""
+        asynchronous. Copies into memory for which that is refused are slower; one warning says so."""
 
     def allocate(self, num_bytes: int) -> Tensor:
         """A uint8 tensor, from where the loop's own tensors come: the loop may have the memory back as soon
@@ -123,8 +132,9 @@ class Device(Protocol):
         """What may still be taken without standing in the way of the loop; negative where too much is."""
 
     def capturing(self) -> bool:
-        """Whether a graph is being captured on any stream that may write state: then nothing may be enqueued,
-        registered, allocated or asked."""
+        """Whether a graph is being captured on any stream that may write state, or the device has failed.
+        Then nothing may be enqueued, registered, allocated or asked. Never raises: hooks and boundaries ask,
+        and PyTorch raises a failure at the loop's next call."""
 
     def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
         """Seconds between two marks that were made with timing; None until both are passed."""
@@ -177,13 +187,21 @@ class CudaDevice:
 
     def __init__(self, index: int, streams: Sequence[object] = ()) -> None:
         self.index = index
-        self.name = f"cuda:{index}"
+        self.name, self.failure = f"cuda:{index}", ""
         self._device = torch.device("cuda", index)
         self._streams: list[Any] = [each for each in streams if getattr(each, "device", None) == self._device]
         self._copies = _native.CudaCopies(index, PIECE_BYTES)
         self._taken: list[weakref.ref[Tensor]] = []
         self._most_taken = 0
+        self._is_unregistered_said = False
         why_not_in_one_launch(index)  # the module is loaded here, never at a boundary
+
+    @functools.cached_property
+    def numa_node(self) -> int:
+        try:
+            return node_of_pci(*_native.cuda_pci_address(self.index))
+        except RuntimeError:
+            return NO_NODE
 
     @property
     def in_one_launch(self) -> bool:
@@ -235,7 +253,14 @@ class CudaDevice:
         try:
             mapping.register(self.index)
         except RuntimeError as error:
-            _say_unregistered(str(error))
+            if not self._is_unregistered_said:
+                self._is_unregistered_said = True
+                log.warning(
+                    "Some of the host memory for snapshots stays pageable: %s. Snapshots are as safe; copies "
+                    "into that memory are slower (some 15 instead of 50 GB/s). The driver sets the limit, or "
+                    "a virtual machine, and not `ulimit -l`; the kernel's log (dmesg) may have more. "
+                    "Options(slots=2) needs less memory.", error,
+                )  # fmt: skip
 
     # ---- memory
 
@@ -262,7 +287,13 @@ class CudaDevice:
     # ---- what is asked
 
     def capturing(self) -> bool:
-        return _native.cuda_capturing(self._writer_handles(), self.index)
+        try:
+            found = _native.cuda_capturing(self._writer_handles(), self.index)
+        except RuntimeError as error:
+            self.failure = str(error)
+            return True
+        self.failure = ""
+        return found
 
     def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
         first, last = _event(start), _event(end)
@@ -284,14 +315,6 @@ class CudaDevice:
 
     def _writer_handles(self) -> array[int]:
         return array("Q", [stream.cuda_stream for stream in self._writers()])
-
-
-@functools.cache
-def _say_unregistered(reason: str) -> None:
-    log.warning(
-        "Host memory for snapshots could not be page-locked: %s. Snapshots are as safe without it; copies to "
-        "it are slower. Raise the limit of locked memory (ulimit -l) if it is low.", reason,
-    )  # fmt: skip
 
 
 def _event(mark: StreamMark) -> Any:

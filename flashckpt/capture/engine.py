@@ -7,6 +7,7 @@ capture wait for copies in flight.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from flashckpt.capture.plan import ConstantsRegion
 from flashckpt.capture.planner import Planner, Walkable
 from flashckpt.capture.schedule import Intervals, Schedule
 from flashckpt.capture.slot_writer import HeartbeatWriter, SlotWriter, SlotWriters
+from flashckpt.errors import PersistError
 from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.numa import NO_NODE
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 
@@ -109,6 +112,7 @@ class Capture:
         self._asked: PendingSnapshot | None = None
         self._captured_step = -1
         self.lost_step: int | None = None  # that one, once its snapshot is lost
+        self.lost_why = ""
         self._call_s = 0.0
         self._step = -1
         if ring is not None:
@@ -136,6 +140,12 @@ class Capture:
         """Make slots known to the devices. Takes up to half a second a GiB, so that it may be done before
         `set_slots`, by another thread; it is done once a slot."""
         self._writers.register(slots)
+
+    @property
+    def numa_node(self) -> int:
+        """The NUMA node that slots come from where it has memory: that of the first device that has one."""
+        nodes = (device.numa_node for device in self._devices)
+        return next((node for node in nodes if node != NO_NODE), NO_NODE)
 
     def room_wanted(self, *, ordered: bool = False) -> SlotSize | None:
         """What the slots of the next capture have to have room for; None while those it has are large
@@ -234,8 +244,11 @@ class Capture:
 
         due: None leaves it to the schedule. ordered: whatever that and the hooks say, and after waiting
         for a copy in flight. A second call with the same step is about the same boundary.
+
+        Raises PersistError where a device has failed.
         """
         self._enter(step)
+        self._check_devices(step)
         ordered = ordered or self._ordered
         is_due = self.schedule.due(step, self.ordinal)
         if not ordered and not (is_due if due is None else due):
@@ -262,16 +275,30 @@ class Capture:
         self.schedule.due(step, self.ordinal)
 
     def _enter(self, step: int) -> None:
-        self._graph = any(device.capturing() for device in self._devices)
+        self._ask_devices()
         self._in_flight.poll()
         self._settle()
         if step == self._step:
             self._intervals.pause()
         else:
             self._step = step
-            self._intervals.boundary(trailing=self._in_flight.running(), marking=not self._graph)
+            with contextlib.suppress(RuntimeError):  # of a device that fails meanwhile: no budget is needed
+                self._intervals.boundary(trailing=self._in_flight.running(), marking=not self._graph)
             self._hooks = self.hooks.boundary()
             self.heartbeat.boundary(step)
+
+    def _ask_devices(self) -> None:
+        self._graph = any([device.capturing() for device in self._devices])
+
+    def _check_devices(self, step: int) -> None:
+        for device in self._devices:
+            if device.failure:
+                raise PersistError(
+                    f"Step {step} was not captured: {device.name} has failed ({device.failure}), and nothing "
+                    "can be read from it. What was captured before is whole and stays with the keeper. End "
+                    "this process and start the run again: it resumes from there.",
+                    step=step,
+                )
 
     def wait(self) -> None:
         """The host waits for copies in flight: at the ends of runs only."""
@@ -333,6 +360,10 @@ class Capture:
         except torch.OutOfMemoryError:
             self._planner.drop()
             return _NO_MEMORY
+        except RuntimeError:
+            self._ask_devices()  # one may have failed since
+            self._check_devices(step)
+            raise
         except ConstantsChanged as found:
             for index in found.indexes:
                 self._constants.changed(copies.names[index])
@@ -359,9 +390,10 @@ class Capture:
 
     # ---- what the parts call
 
-    def _lost(self, pending: PendingSnapshot) -> None:
+    def _lost(self, pending: PendingSnapshot, why: str) -> None:
         self.schedule.lost()
-        self.lost_step = pending.step if pending.step == self._captured_step else self.lost_step
+        if pending.step == self._captured_step:
+            self.lost_step, self.lost_why = pending.step, why
         self._ordered = self._ordered or pending.ordered  # the order stands again
         if pending is self._asked:
             self._persist_ended(fulfilled=False)

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 _WAIT_SLICE_S = 60.0
 _REGION_TRIES = 3
+_TORN = "its bytes are not those of its boundary"
 
 
 class PendingSnapshot:
@@ -37,7 +38,7 @@ class PendingSnapshot:
 
 
 class InFlight:
-    """on_lost is called for a snapshot that will never be."""
+    """on_lost is called for a snapshot that will never be, with the reason."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class InFlight:
         policy: CopyPolicy,
         constants: Constants,
         sealer: _native.Sealer,
-        on_lost: Callable[[PendingSnapshot], None],
+        on_lost: Callable[[PendingSnapshot, str], None],
     ) -> None:
         self._planner, self._policy, self._constants = planner, policy, constants
         self._sealer, self._on_lost = sealer, on_lost
@@ -119,11 +120,13 @@ class InFlight:
             # Without its copies the table is empty: no leaf is to blame.
             torn = target.empty_entries() if copied else []
         changed = self._constants_changed(snapshot, copies)
+        why = _TORN
         if reason and not torn and not changed:
             log.error("The snapshot of step %d was not sealed: %s.", snapshot.step, reason)
+            why = reason
         target.forget()
         self._tear(snapshot, [leaf for leaf in torn if leaf not in changed])
-        self._lose(snapshot)
+        self._lose(snapshot, why)
 
     def failure_of(self, target: SlotWriter) -> tuple[str, bool]:
         """Why a slot was not sealed, and whether its copies had ended all the same."""
@@ -155,7 +158,7 @@ class InFlight:
         del self._sealed[target.slot.name]
         target.forget()
         self._tear(snapshot, leaves)
-        self._lose(snapshot)
+        self._lose(snapshot, _TORN)
 
     def _tear(self, snapshot: PendingSnapshot, leaves: Iterable[int]) -> None:
         # The keeper's words are believed no further than there are leaves. A list, so that every one is told.
@@ -163,9 +166,9 @@ class InFlight:
         if any([self._policy.tear(snapshot.names[leaf], snapshot.ways[leaf]) for leaf in known]):
             self._planner.drop()
 
-    def _lose(self, snapshot: PendingSnapshot) -> None:
+    def _lose(self, snapshot: PendingSnapshot, why: str) -> None:
         self.lost += 1
-        self._on_lost(snapshot)
+        self._on_lost(snapshot, why)
 
 
 class RegionCopy:

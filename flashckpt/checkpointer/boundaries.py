@@ -14,6 +14,7 @@ from flashckpt import crashpoints
 from flashckpt.capture import Verdict
 from flashckpt.errors import DamagedError, FlashckptError, OutOfRoomError, StateError, SupersededError
 from flashckpt.format.typed import check_roundtrip, encode_json
+from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ class Boundaries:
         if held:
             self._slots.adopt()
             self._capture.pass_by(self._progress.step)
-            self._growth.ask()
+            self._ask()
             self._use.at_boundary()
         else:
             self._capture_here(ordered=ordered)
@@ -230,8 +231,15 @@ class Boundaries:
                 self._pacing.expect(self._capture.ordinal)
         except Exception as error:
             self.not_saved(error)
-        self._growth.ask()
+        self._ask()
         self._use.at_boundary()
+
+    def _ask(self) -> None:
+        """Ask for slots where the next capture needs others. Reads the state for its size."""
+        try:
+            self._growth.ask()
+        except RuntimeError as error:  # the device's, or of a state_dict
+            self.not_saved(error)
 
     def _in_larger_slots(self, outcome: BoundaryResult, ordered: bool) -> BoundaryResult:
         """A state that grows would go on without a snapshot for ever if no boundary waited for slots."""
@@ -383,6 +391,7 @@ class Boundaries:
         step = self._progress.step
         if self.unsaved is None:
             log.error("step %d is not saved, and training goes on: %s", step, error)
+            self._attendant.event(Event.ERROR, what="capture", step=step, message=str(error))
         if not isinstance(error, FlashckptError):
             # Code of the user's own (a state_dict), or ours: the loop must not pay for either.
             found = StateError(f"The state of step {step} could not be read: {error!r}.")

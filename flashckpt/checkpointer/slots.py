@@ -352,7 +352,8 @@ class Slots:
             if request.region is not None:
                 self._have_region(request.region)
             have = [slot.name for slot in self._slots()]
-            grants = keeper.slots(request.count, request.needed, request.wanted, have)
+            node = self._capture.numa_node
+            grants = keeper.slots(request.count, request.needed, request.wanted, have, node)
         except (OutOfRoomError, Refusal) as error:
             self._refused(request, KeeperError(str(error)) if isinstance(error, Refusal) else error)
             return
@@ -392,7 +393,7 @@ class Slots:
         before = self.empty_region
         if before is not None and before[0].size.holds(size):
             return
-        grant = self._session.keeper.constants(size)
+        grant = self._session.keeper.constants(size, self._capture.numa_node)
         [region] = made_usable([grant], self._capture)
         self._regions[region.header.nonce] = region.name
         if before is not None:

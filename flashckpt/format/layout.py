@@ -2,8 +2,8 @@
 and every bound on a leaf; never touches bytes.
 
 An image is the exact bytes of a stock safetensors file: eight bytes of header length, a JSON header
-padded with spaces so that data starts on a page, and the leaves' bytes without holes, ordered by
-element size, largest first, so that every leaf is aligned to its elements. See docs/format.md.
+padded with spaces so that data starts on a page, and the leaves' bytes without holes, ordered so that every
+leaf is aligned as far as its own size allows. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 from flashckpt.format.checked_json import Fields
 
 PAGE = 4096
+ALIGNED = 512
+"""Leaves whose size is a multiple of this begin at a multiple of it in an image."""
 RESERVED = "__metadata__"
 """What safetensors keeps for itself: no leaf can have this name."""
 
@@ -75,9 +77,16 @@ class Leaf:
         return self.name, self.dtype, self.shape, self.stride, self.aliases, self.box
 
 
-def image_order(leaf: Leaf) -> tuple[int, str]:
-    """Sorts the leaves of an image: those of the largest elements first."""
-    return -DTYPES[leaf.dtype][0], leaf.name
+def image_order(leaf: Leaf) -> tuple[int, int, str]:
+    """Sort key for the leaves of an image: by the largest power of two, up to ALIGNED, that divides the size,
+    largest first; then by the size of an element, largest first; then by name.
+
+    So each leaf begins at a multiple of that power of two, which its elements divide. By elements alone, the
+    4-byte `step` tensors of an optimizer shift all that follows them, and kernels that write clones of
+    what follows can store no unit larger than 4 bytes.
+    """
+    rest = leaf.num_bytes % ALIGNED
+    return -(rest & -rest or ALIGNED), -DTYPES[leaf.dtype][0], leaf.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +101,13 @@ class Layout:
     @classmethod
     def of(cls, leaves: Iterable[Leaf]) -> Layout:
         """Order the leaves, give each its offset, write the header. Names must be unique."""
-        ordered = sorted(leaves, key=image_order)
-        placed, offset = [], 0
-        for leaf in ordered:
+        return cls.ordered(sorted(leaves, key=image_order))
+
+    @classmethod
+    def ordered(cls, leaves: Iterable[Leaf]) -> Layout:
+        """The same for leaves in the order in which they stand in an image that exists."""
+        placed, offset = list[Leaf](), 0
+        for leaf in leaves:
             placed.append(leaf if leaf.offset == offset else replace(leaf, offset=offset))
             offset += leaf.num_bytes
         header = header_bytes(placed)
@@ -233,21 +246,21 @@ def _ranges(shape: Sequence[int], box: Box) -> list[list[int]]:
 
 
 def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
-    """Leaves with their offsets. DamagedError unless they are whole, bounded, unique and in image order."""
+    """Leaves with their offsets. DamagedError unless they are whole, bounded, unique and each is aligned to
+    its elements. The order is the writer's."""
     names = fields.items("names", MAX_LEAVES)
     dtypes, shapes = _dtype_column(fields, len(names)), fields.items("shapes", MAX_LEAVES)
     if len(shapes) != len(names):
         fields.refuse("its columns are of different lengths")
     strides, aliases = _sparse(fields, "strides", len(names)), _sparse(fields, "aliases", len(names))
     boxes = _sparse(fields, "boxes", len(names))
-    leaves, offset, before = [], 0, (-1 << 30, "")
+    leaves, offset = list[Leaf](), 0
     known: dict[Any, Any] = {}  # layers have the same shapes and boxes over and over: one object for each
     for i, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or name == RESERVED:
             fields.refuse(f"leaf {i} has no name that can be")
-        key = (-DTYPES[dtype][0], name)
-        if key <= before:
-            fields.refuse(f"leaf {name[:200]!r} is out of order or stands twice")
+        if offset % DTYPES[dtype][0]:
+            fields.refuse(f"leaf {name[:200]!r} is not aligned to its elements")
         whole = _sizes(fields, shape)
         stored, box = _box(fields, boxes[i], whole) if i in boxes else (whole, None)
         stored, box = known.setdefault(stored, stored), known.setdefault(box, box)
@@ -264,7 +277,7 @@ def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
         if num_bytes > MAX_LEAF_BYTES:
             fields.refuse(f"leaf {name[:200]!r} has more bytes than can be")
         leaves.append(leaf)
-        offset, before = offset + num_bytes, key
+        offset += num_bytes
     _check_unique(fields, leaves)
     return tuple(leaves)
 

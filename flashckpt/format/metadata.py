@@ -21,7 +21,6 @@ from flashckpt.format.layout import (
     Leaf,
     SlotImage,
     contradiction,
-    header_bytes,
     image_order,
     leaf_columns,
     leaves_from_columns,
@@ -81,10 +80,7 @@ def plan_bytes(layout: Layout) -> bytes:
 
 def layout_of(data: Buffer) -> Layout:
     """The layout that `plan_bytes` wrote. Raises DamagedError for anything else."""
-    leaves = leaves_from_columns(Fields(strict_loads(bytes(data), what=_WHAT), _WHAT))
-    text = header_bytes(leaves)
-    end = leaves[-1].offset + leaves[-1].num_bytes if leaves else 0
-    return Layout(leaves, text, len(text), len(text) + end)
+    return Layout.ordered(leaves_from_columns(Fields(strict_loads(bytes(data), what=_WHAT), _WHAT)))
 
 
 class ReplicaSet(NamedTuple):
@@ -225,7 +221,7 @@ def _others_of(said: Fields, layout: Layout) -> tuple[Layout | None, Layout | No
         if not names.isdisjoint(of_these):
             _damaged("a leaf that another rank writes or holds stands in it twice")
         names |= of_these
-        found.append(Layout.of(leaves) if leaves else None)
+        found.append(Layout.ordered(leaves) if leaves else None)
     return found[0], found[1]
 
 

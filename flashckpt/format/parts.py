@@ -84,7 +84,7 @@ class Contents:
 
     def layout(self) -> Layout:
         """Header and offsets, as they follow from the leaves."""
-        return Layout.of(self.leaves)
+        return Layout.ordered(self.leaves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class RankRecord:
         return Contents(shard=self.shard, leaves=self.leaves, digests=self.digests)
 
     def layout(self) -> Layout:
-        return Layout.of(self.leaves)
+        return Layout.ordered(self.leaves)
 
     def counted(self) -> list[tuple[str, Leaf, int]]:
         """The leaves of the state that stand in files of this rank, each once, with its file and its digest.

@@ -21,7 +21,7 @@ from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import Connection, ProtocolError, names, number, numbers, text
 from flashckpt.keeper.trainers import Trainer
-from flashckpt.memory import room
+from flashckpt.memory import numa, room
 from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import MAX_REGIONS, HeldRegion, Made, Regions
 from flashckpt.memory.region import MEMFD
@@ -44,7 +44,8 @@ SLOTS, CONSTANTS = "slots", "constants"
 @dataclass(eq=False)
 class _MemoryRequest:
     """What was asked for. `count` is 0 where the keeper decides; `needed` is what a slot has to hold,
-    `wanted` what it is to have room for where there is memory; `have` names what the trainer writes."""
+    `wanted` what it is to have room for where there is memory; `have` names what the trainer writes; `node`
+    is the NUMA node that new memory comes from where it has some."""
 
     connection: Connection
     trainer: Trainer
@@ -53,6 +54,7 @@ class _MemoryRequest:
     needed: SlotSize
     wanted: SlotSize
     have: frozenset[str]
+    node: int
     look_at: float = 0.0
     tries: int = 0
     given: list[HeldRegion] = field(default_factory=list)
@@ -75,6 +77,7 @@ class _MemoryRequest:
             needed,
             SlotSize(max(needed[0], wanted[0]), max(needed[1], wanted[1])),
             frozenset(names(message, "have")),
+            number(message, "node", numa.NO_NODE, numa.MOST_NODES - 1),
         )
 
 
@@ -276,6 +279,7 @@ class Allocation:
             taken=partial(self._count_down, rank),
             holds_constants=request.purpose == CONSTANTS,
             is_memfd=plan.is_memfd,
+            node=request.node,
         )  # fmt: skip
         self._workers[rank].submit(make, partial(self._made, request, plan))
 

@@ -12,6 +12,7 @@ from flashckpt.keeper.connection import KeeperConnection, Taken
 from flashckpt.keeper.connection import SlotGrant as SlotGrant
 from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all, remote_to_dict
 from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.numa import NO_NODE
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Keep, Remote
@@ -80,11 +81,13 @@ class KeeperClient(KeeperConnection):
         needed: SlotSize,
         wanted: SlotSize | None = None,
         have: Sequence[str] = (),
+        node: int = NO_NODE,
     ) -> list[SlotGrant]:
         """Slots for this trainer to write, each with room for `needed`, and for `wanted` where there is
         memory: what survived of this rank, where it is large enough, and new ones. `count` of them (0: as
         many as the keeper finds right), less those in `have` that are large enough already: the names of all
-        that this trainer holds, which are never given. Where memory does not allow the number, two.
+        that this trainer holds, which are never given. Where memory does not allow the number, two. New ones
+        come from the NUMA node `node` where it has memory.
 
         Blocks while memory is taken (a second a GiB or less). Raises OutOfRoomError with bytes needed and
         available, KeeperError.
@@ -96,12 +99,12 @@ class KeeperClient(KeeperConnection):
             self._held.end_loans()
             return grants
 
-        return self._requested("slots", count, needed, wanted or needed, have, taken)
+        return self._requested("slots", count, needed, wanted or needed, have, node, taken)
 
-    def constants(self, size: SlotSize) -> SlotGrant:
+    def constants(self, size: SlotSize, node: int = NO_NODE) -> SlotGrant:
         """A region for the constants of this trainer, FREE. It stays until this trainer has released it, or
         died, and no snapshot names it. Blocks and raises as `slots`."""
-        return _one(self._requested("constants", 1, size, size, (), self._kept))
+        return _one(self._requested("constants", 1, size, size, (), node, self._kept))
 
     def _requested(
         self,
@@ -110,10 +113,11 @@ class KeeperClient(KeeperConnection):
         needed: SlotSize,
         wanted: SlotSize,
         have: Sequence[str],
+        node: int,
         taken: Taken[list[SlotGrant]],
     ) -> list[SlotGrant]:
         asked = {"purpose": purpose, "count": count, "needed": needed, "wanted": wanted, "have": list(have)}
-        return self.call_apart({"op": "memory", **asked}, taken)
+        return self.call_apart({"op": "memory", **asked, "node": node}, taken)
 
     def keep_constants(self, name: str) -> SlotGrant:
         """The region of constants that survived under this name: this trainer goes on naming it. Raises

@@ -23,7 +23,7 @@ from flashckpt.options import Keep, Remote, check_interval, checked_compress
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
 LOG_NAME = "keeper.log"
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_MESSAGE_BYTES = 64 << 10
 MAX_DESCRIPTORS = 32
 _CREDENTIALS = struct.Struct("3i")

@@ -16,7 +16,7 @@ from typing import Any
 
 from flashckpt import crashpoints
 from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
-from flashckpt.memory import region, room
+from flashckpt.memory import numa, region, room
 from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
 from flashckpt.memory.runtime import (
@@ -132,12 +132,13 @@ class Regions:
         taken: Callable[[int], None] = lambda _: None,
         holds_constants: bool = False,
         is_memfd: bool = False,
+        node: int = numa.NO_NODE,
     ) -> Made:
         """Allocate regions, in a thread of their rank: nothing of what is held is touched. See `put`, and
-        `region.create` for `available` and `taken`."""
+        `region.create` for `available`, `taken` and `node`."""
         num_bytes, made = size.region_bytes, list[Region]()
         kind = MEMFD if is_memfd else region.kind_for(self._folder, num_bytes * len(indexes))
-        create = partial(region.create, available=available, taken=taken)
+        create = partial(region.create, available=available, taken=taken, node=node)
         for index in indexes:
             header = SlotHeader(
                 identity=self._folder.identity,

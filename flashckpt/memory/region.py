@@ -12,9 +12,8 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-from flashckpt.memory import room
+from flashckpt.memory import numa, room
 from flashckpt.memory.runtime import RuntimeFolder
 
 NAMED = "named"
@@ -71,14 +70,19 @@ def create(
     *,
     available: Callable[[], int] = room.available_bytes,
     taken: Callable[[int], None] = lambda _: None,
+    node: int = numa.NO_NODE,
 ) -> Region:
     """Make a region of `num_bytes`, every byte of it allocated: touching it can never be SIGBUS.
 
     Takes the node's lock. A named region that its file system has no room for becomes a memfd. `taken` is
-    told the bytes of each step.
+    told the bytes of each step. `node` is the NUMA node that the memory comes from where it has some.
     Raises OutOfRoomError with nothing left behind.
     """
-    take = partial(room.take, num_bytes=num_bytes, available=available, taken=taken)
+
+    def take(descriptor: int) -> None:
+        numa.prefer(descriptor, num_bytes, node)
+        room.take(descriptor, num_bytes=num_bytes, available=available, taken=taken)
+
     with room.node_lock(folder):
         if kind == NAMED:
             descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)

@@ -14,12 +14,12 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, RunError
-from flashckpt.format.layout import DTYPES, Layout
+from flashckpt.format.layout import DTYPES, Layout, Leaf
 from flashckpt.format.records import CHUNK_BYTES
 
 FRAME_BYTES = CHUNK_BYTES
@@ -30,7 +30,7 @@ LARGEST_FRAME = FRAME_BYTES + (FRAME_BYTES >> 8) + 64
 _NAME = re.compile(r"(.+\.safetensors.*)\.([1-9][0-9]{0,15})\.zst")
 _MAY_BE = ".safetensors"
 _WIDTHS = 1, 8, 4, 2, 1
-"""Bytes of the numbers in each part of an image: its header, then leaves by the size of their elements."""
+"""Bytes of the numbers in each part of an image: its header, then parts of its leaves."""
 _MAGIC = b"flashpl1"
 # A frame that every reader of zstandard skips, so that the whole file is one for its tools.
 _SKIPPED = struct.Struct("<II")
@@ -62,6 +62,10 @@ def plain_name(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match is not None else None
 
 
+def _width(leaf: Leaf) -> int:
+    return min(DTYPES[leaf.dtype][0], 8)  # complex128 are pairs of 8
+
+
 @dataclass(frozen=True, slots=True)
 class Widths:
     """How long the numbers are where in a file: `stops` are the ends of its parts, one for each of
@@ -71,11 +75,23 @@ class Widths:
 
     @classmethod
     def of(cls, layout: Layout) -> Widths:
-        sizes = dict.fromkeys(_WIDTHS, 0)
-        for leaf in layout.leaves:
-            size = DTYPES[leaf.dtype][0]
-            sizes[size if size in sizes else 8] += leaf.num_bytes
-        return cls(tuple(accumulate((layout.data_start, *(sizes[width] for width in _WIDTHS[1:])))))
+        """The stops that give as many bytes as possible the width of their elements: widths only fall along a
+        file, and an image may have each of them several times (`image_order`)."""
+        end = layout.data_start
+        # For each width as the newest: bytes that have their own one so far, and the stops before it.
+        best = [(0, (end,) * place) for place in range(1, len(_WIDTHS))]
+        for width, leaves in groupby(layout.leaves, key=_width):
+            for place in range(1, len(best)):
+                fitting, stops = best[place - 1]
+                best[place] = max(best[place], (fitting, (*stops, end)))
+            num_bytes = sum(leaf.num_bytes for leaf in leaves)
+            best = [
+                (fitting + (num_bytes if each == width else 0), stops)
+                for each, (fitting, stops) in zip(_WIDTHS[1:], best, strict=True)
+            ]
+            end += num_bytes
+        _, stops = max(best)
+        return cls(stops + (end,) * (len(_WIDTHS) - len(stops)))
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The pieces of a range that have numbers of one length: first byte and the one behind the last,

@@ -21,6 +21,7 @@ from flashckpt import _native
 from flashckpt.capture.devices import PIECE_BYTES, Copies, StreamMark
 from flashckpt.capture.digests import bytes_of, torch_digests
 from flashckpt.capture.plan import Addresses
+from flashckpt.memory.numa import NO_NODE
 
 _LONG_S = 60.0
 
@@ -240,6 +241,7 @@ class SimulatedDevice:
         self.graph_capture = False
         self.out_of_memory = False
         self.in_one_launch = True
+        self.numa_node, self.failure = NO_NODE, ""
         self.allocated_bytes = 0
         self.registered: dict[int, int] = {}
         self._streams = streams

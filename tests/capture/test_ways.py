@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -16,9 +17,10 @@ from flashckpt.capture.constants import Constants
 from flashckpt.capture.copy_policy import CopyPolicy, Way
 from flashckpt.capture.division import Sharing
 from flashckpt.capture.plan import Plan
+from flashckpt.errors import PersistError
 from flashckpt.memory.slot import SlotRing, SlotState
 from flashckpt.state.tree import Tree
-from tests.capture.simulated import SimulatedDevice, SimulatedStream
+from tests.capture.simulated import SimulatedCopying, SimulatedDevice, SimulatedStream
 
 from .accelerated import LARGE, Accelerated
 from .content import Live, Walk, bytes_of, newest
@@ -77,6 +79,55 @@ def test_a_gate_holds_the_next_step_back_until_the_copy_has_ended(make: Maker) -
     loop.device.compute.settle()
     assert loop.device.compute.pending() > 0  # the step waits on the device
     assert loop.result() == "exact"
+
+
+def _fail(*arguments: object, **named: object) -> NoReturn:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+def test_a_device_that_fails_before_its_gate_is_closed_raises_nothing_in_a_hook(
+    make: Maker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = warm(make(room=NO_ROOM))
+    loop.train()
+    loop.device.compute.drain()
+    loop.device.side.hold()
+    assert loop.boundary().captured
+    monkeypatch.setattr(SimulatedCopying, "hold_writers", _fail)
+    loop.train()
+    loop.device.compute.drain()
+    assert loop.result() == "torn", "what the open gate let through is found by digests"
+
+
+@pytest.mark.parametrize("call", ["room_bytes", "mark", "elapsed_s"])
+def test_a_device_that_fails_at_a_boundary_raises_nothing_there(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    loop = warm(make())
+    assert loop.iterate().captured
+    loop.device.side.drain()
+    assert loop.sealer.drain(240)  # its end is found at the next boundary
+    loop.train()
+    monkeypatch.setattr(loop.device, call, _fail)
+    loop.capture.pass_by(loop.step + 1)
+    monkeypatch.undo()
+    loop.step += 1
+    assert loop.iterate().captured
+    assert loop.result() == "exact"
+
+
+def test_nothing_is_captured_from_a_device_that_has_failed(make: Maker) -> None:
+    loop = warm(make())
+    loop.device.graph_capture, loop.device.failure = True, "ILLEGAL_ADDRESS"
+    loop.model.zero_grad()
+    loop.capture.pass_by(loop.step + 1)
+    for due in (True, False):
+        with pytest.raises(PersistError, match=r"simulated:0 has failed \(ILLEGAL_ADDRESS\)"):
+            loop.capture.boundary(loop.step + 2, lambda: b"{}", due=due)
+    loop.device.graph_capture, loop.device.failure = False, ""
+    found = loop.ring.newest_sealed()
+    assert found is not None
+    assert found[1].step == loop.step
 
 
 def test_a_plan_that_is_let_go_while_its_copies_run_closes_its_gate(make: Maker) -> None:

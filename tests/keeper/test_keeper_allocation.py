@@ -64,7 +64,8 @@ class Node:
             self.trainers[rank] = lock
         name, attempt = self.trainers[rank].name, AttemptName(1, "0" * 8)
         trainer = Trainer(lock=name, rank=rank, ranks=tuple(range(of)), attempt=attempt)
-        asked = {"purpose": purpose, "count": count, "needed": [*size], "wanted": [*size], "have": []}
+        sizes = {"needed": [*size], "wanted": [*size]}
+        asked = {"purpose": purpose, "count": count, **sizes, "have": [], "node": -1}
         self.allocation.ask(Asker(self.answers, rank), trainer, asked)
 
     def answered(self) -> dict[int, int | FlashckptError]:

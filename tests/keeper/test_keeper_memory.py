@@ -23,6 +23,7 @@ from tests.descriptors import readable
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs
+from tests.memory.policies import DEFAULT, PREFERRED, policy_of
 
 MIB = 1 << 20
 SIZE = SlotSize(PAGE, MIB)
@@ -94,6 +95,17 @@ def test_room_to_grow_is_given_where_there_is_room(tmp_path: Path, runtime: Path
     [grant] = trainer.client.slots(1, SIZE, SlotSize(PAGE, 3 * MIB))
     assert grant.num_bytes == 2 * PAGE + 3 * MIB
     names([grant])
+    trainer.end()
+
+
+def test_new_memory_prefers_the_node_that_the_trainer_names(tmp_path: Path, runtime: Path) -> None:
+    trainer = begun(tmp_path / "run", runtime)
+    [near] = trainer.client.slots(1, SIZE, node=0)
+    [other] = trainer.client.slots(2, SIZE, have=[near.name])
+    shared = trainer.client.constants(SIZE, node=0)
+    for grant, mode in ((near, PREFERRED), (other, DEFAULT), (shared, PREFERRED)):
+        assert policy_of(grant.descriptor, grant.num_bytes)[0] == mode
+    names([near, other, shared])
     trainer.end()
 
 

@@ -63,7 +63,7 @@ def answer(peer: socket.socket) -> dict[str, Any] | None:
 MALFORMED: list[bytes] = [
     b"{", b"[]", b"null", b"\xff\xfe", b'{"op":1}', b'{"op":"nothing"}', b"[" * 60_000, b"9" * 60_000,
     b"x" * (protocol.MAX_MESSAGE_BYTES + 1),
-    b'{"op":"memory","purpose":"slots","count":1,"needed":[1,1],"wanted":[1,1],"have":[]}',
+    b'{"op":"memory","purpose":"slots","count":1,"needed":[1,1],"wanted":[1,1],"have":[],"node":-1}',
     b'{"op":"closing"}',
     *(json.dumps({**HELLO, **change}).encode() for change in (
         {"lock": "../../etc/passwd"}, {"lock": "keeper.lock"}, {"lock": ""}, {"lock": "trainer-" + "x" * 99},
@@ -97,14 +97,16 @@ def test_a_malformed_message_closes_its_connection_and_no_other(trainer: FakeTra
     "change",
     [{"count": -1}, {"count": 10**9}, {"purpose": 3}, {"purpose": "to have it"}, {"have": "slot"},
      {"have": [1]}, {"have": ["x"] * 65}, *({"wanted": [1, size]} for size in (0, 1 << 62, 1.5)),
-     *({"needed": sizes} for sizes in (None, 1, [1], [1, 0], [1, True]))],
+     *({"needed": sizes} for sizes in (None, 1, [1], [1, 0], [1, True])),
+     {"node": -2}, {"node": 1024}, {"node": None}],
 )  # fmt: skip
 def test_a_request_for_slots_is_bounded(trainer: FakeTrainer, change: dict[str, Any]) -> None:
     peer = connected(trainer)
     hello = {**HELLO, "lock": trainer.life.name, "attempt": str(trainer.attempt)}
     peer.send(json.dumps(hello).encode())
     assert answer(peer) == {"ok": True}
-    asked = {"op": "memory", "purpose": "slots", "count": 3, "needed": [1, 1], "wanted": [1, 1], "have": []}
+    sizes = {"needed": [1, 1], "wanted": [1, 1]}
+    asked = {"op": "memory", "purpose": "slots", "count": 3, **sizes, "have": [], "node": -1}
     peer.send(json.dumps(asked).encode())
     assert "slots" in (answer(peer) or {}), "without the change it is a request"
     peer.send(json.dumps({**asked, **change}).encode())

@@ -1,9 +1,10 @@
 /* A CUDA driver that does nothing but tell what it was asked, one line a call, in the file FAKE_CUDA_LOG.
    Contexts are 0x1000 + ordinal. Copies are made at once, but for those of 17 bytes, which are refused. Graphs are captured on
-   stream 5; stream 6 is the legacy stream beside one. Unregistering tells whether the memory was still mapped.
+   stream 5; stream 6 is the legacy stream beside one. Unregistering logs whether the memory was still mapped.
    The kernel of digests is the emulated one, run at once; what FAKE_CUDA_REFUSES names (module, function, fill,
-   launch, memory, wait) is refused; "digests" and "copies" come out wrong; "memory for names" makes those of
-   errors 64 MiB long. */
+   launch, memory, wait, copy, "register " and an address) is refused; "assert" refuses all work as after a
+   failed device assert; "digests" and "copies" come out wrong; "memory for names" makes those of errors 64 MiB
+   long. Device N is at the PCI address 0000:1a+N:03.0. */
 #define _DEFAULT_SOURCE
 #include <stdint.h>
 #include <stdio.h>
@@ -30,18 +31,23 @@ int cuDevicePrimaryCtxRetain(void** out, int device) {
 }
 int cuCtxSetCurrent(void* wanted) { context = wanted; return 0; }
 int cuCtxGetCurrent(void** out) { *out = context; return 0; }
+static int refused(const char* what);
 int cuMemHostRegister_v2(void* address, size_t bytes, unsigned flags) {
-    tell("register", bytes, flags);
-    return bytes == 13 ? 712 : (address == 0);
+    char asked[64];
+    tell("register", bytes, (unsigned long)address);
+    snprintf(asked, sizeof asked, "register %lu", (unsigned long)address);
+    if (refused(asked)) return 2;
+    return bytes == 13 ? 712 : (address == 0 || flags != 1);
 }
 int cuMemHostUnregister(void* address) {
     void* page = (void*)((uintptr_t)address & ~(uintptr_t)4095);
-    tell("unregister", msync(page, 4096, MS_ASYNC) == 0, 0);
+    tell("unregister", msync(page, 4096, MS_ASYNC) == 0, (unsigned long)address);
     return address == 0;
 }
 int cuMemcpyDtoHAsync_v2(void* host, unsigned long long device, size_t bytes, void* stream) {
     tell("copy", bytes, (unsigned long)stream);
-    if (bytes == 17) return 719;
+    if (bytes == 17 || refused("copy")) return 719;
+    if (refused("assert")) return 710;
     memcpy(host, (void*)device, bytes);
     return 0;
 }
@@ -51,19 +57,22 @@ int cuEventCreate(void** out, unsigned flags) {
     *out = (void*)++events;
     return flags == 3 ? 0 : 1;
 }
-int cuEventRecord(void* event, void* stream) { tell("record", (unsigned long)event, (unsigned long)stream); return 0; }
-static int refused(const char* what);
+int cuEventRecord(void* event, void* stream) {
+    tell("record", (unsigned long)event, (unsigned long)stream);
+    return refused("assert") ? 710 : 0;
+}
 int cuEventSynchronize(void* event) {
     tell("wait", (unsigned long)event, 0);
-    return refused("wait") ? 719 : 0;
+    return refused("wait") ? 719 : refused("assert") ? 710 : 0;
 }
 int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
     tell("hold", (unsigned long)stream, (unsigned long)event);
-    return (int)flags;
+    return refused("assert") ? 710 : (int)flags;
 }
 int cuStreamCreate(void** stream, unsigned flags) { *stream = (void*)77ul; return flags != 1; }
 int cuStreamSynchronize(void* stream) { tell("synchronize", (unsigned long)stream, 0); return 0; }
 int cuStreamIsCapturing(void* stream, int* status) {
+    if (refused("assert")) return 710;
     *status = (unsigned long)stream == 5;
     return (unsigned long)stream == 6 ? 906 : 0;
 }
@@ -83,7 +92,7 @@ int cuMemcpyHtoDAsync_v2(unsigned long long device, const void* host, size_t byt
     return stream == NULL;
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
-    *value = attribute == 16 ? 2 + device : -1;
+    *value = attribute == 16 ? 2 + device : attribute == 33 ? 0x1a + device : attribute == 34 ? 3 : attribute == 50 ? 0 : -1;
     return 0;
 }
 int cuModuleLoadDataEx(void** module, const char* image, unsigned count, int* options, void** values) {
@@ -125,7 +134,7 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
 }
 int cuGetErrorName(int code, const char** name) {
     static char long_one[64 << 20];
-    *name = code == 712 ? "ALREADY" : code == 222 ? "UNSUPPORTED_PTX" : "FAULT";
+    *name = code == 712 ? "ALREADY" : code == 710 ? "ASSERT" : code == 222 ? "UNSUPPORTED_PTX" : "FAULT";
     if (refused("memory for names")) *name = memset(long_one, 'x', sizeof long_one - 1);
     return 0;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,18 +25,13 @@ def refused(call, *args):
     raise AssertionError("not refused")
 
 assert _native.cuda_available() == (os.environ["FAKE_CUDA_DEVICES"] != "0")
-memory = bytearray(100)
-b = _native.address_of(memory)
-_native.cuda_register(b, 4096, 1)
-assert "ALREADY (registered already)" in refused(_native.cuda_register, b, 13, 1)
-assert "find device 7" in refused(_native.cuda_register, b, 4096, 7)
-_native.cuda_unregister(b)
-try:
-    _native.cuda_unregister(b)
-except ValueError as error:
-    assert "no host memory" in str(error)
-else:
-    raise AssertionError("not refused")
+memory, small, other = _native.Mapping(4096), _native.Mapping(13), _native.Mapping(4096)
+memory.register(1)
+assert "13 of 13 bytes of host memory: ALREADY (registered already)" in refused(small.register, 1)
+assert "find device 7" in refused(other.register, 7)
+memory.close()
+small.close()
+other.close()
 """
 
 
@@ -45,37 +42,104 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_the_driver_is_asked(driver: Path) -> None:
     there = "context=1001 mode=2"
-    assert run(driver, PROGRAM, 2) == [
-        "retain 1 0 context=0 mode=2",
-        f"register 4096 1 {there}",
-        f"register 13 1 {there}",
-        f"unregister 1 0 {there}",
+    lines = [line.split() for line in run(driver, PROGRAM, 2)]
+    asked = [" ".join([*line[:2], *line[3:]]) for line in lines]
+    assert asked == [
+        "retain 1 context=0 mode=2",
+        f"register 4096 {there}",
+        f"register 13 {there}",
+        f"unregister 1 {there}",
     ]
+    assert lines[3][2] == lines[1][2], "the address that was registered"
 
 
 def test_context_and_capture_mode_are_left_as_they_were(driver: Path) -> None:
     program = """
-import ctypes
+import ctypes, os
 from flashckpt import _native
 cuda = ctypes.CDLL("libcuda.so.1")
 mode, context = ctypes.c_int(1), ctypes.c_void_p()
 cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 cuda.cuCtxSetCurrent(ctypes.c_void_p(0x1001))
-buffer = bytearray(64)
-_native.cuda_register(_native.address_of(buffer), 64, 0)
+memory, other = _native.Mapping(64), _native.Mapping(64)
+memory.register(0)
 try:
-    _native.cuda_register(_native.address_of(buffer), 64, 5)
+    other.register(5)
 except RuntimeError:
     pass
 cuda.cuCtxGetCurrent(ctypes.byref(context))
 cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 assert (context.value, mode.value) == (0x1001, 1), (context, mode)
+os._exit(0)
 """
-    assert run(driver, program, 2)[-1] == "register 64 1 context=1000 mode=2"
+    what, num_bytes, _, *there = run(driver, program, 2)[-1].split()
+    assert [what, num_bytes, *there] == ["register", "64", "context=1000", "mode=2"]
+
+
+LARGE = """
+import mmap, os, sys
+from array import array
+from flashckpt import _native
+
+GIB = 1 << 30
+descriptor = os.memfd_create("region")
+os.ftruncate(descriptor, 3 * GIB + 8192)
+region = _native.Mapping(descriptor, 3 * GIB + 8192)
+with memoryview(region) as view:
+    base = _native.address_of(view)
+print(base, file=open(os.environ["FAKE_CUDA_LOG"] + ".base", "w"))
+"""
+
+
+def test_a_large_region_is_registered_in_runs_that_end_at_whole_gibibytes(driver: Path) -> None:
+    lines = run(driver, LARGE + "region.register(0)\nregion.close()", 1)
+    base, size = int((driver / "log.base").read_text()), (3 << 30) + 8192
+    runs = [(int(a), int(n)) for what, n, a, *_ in map(str.split, lines) if what == "register"]
+    assert len(runs) == 4
+    assert runs[0][0] == base
+    assert all(address + num_bytes == after for (address, num_bytes), (after, _) in pairwise(runs))
+    assert runs[-1][0] + runs[-1][1] == base + size
+    assert all(after % (1 << 30) == 0 for after, _ in runs[1:])
+    gone = [int(a) for what, _, a, *_ in map(str.split, lines) if what == "unregister"]
+    assert gone == [address for address, _ in runs]
+
+
+def test_a_refused_run_stays_pageable_and_no_copy_spans_two_runs(driver: Path) -> None:
+    program = (
+        LARGE
+        + """
+second = (base // GIB + 1) * GIB
+os.environ["FAKE_CUDA_REFUSES"] = f"register {second}"
+try:
+    region.register(0)
+except RuntimeError as error:
+    assert f"page-lock {GIB} of {3 * GIB + 8192} bytes of host memory: FAULT" in str(error), error
+else:
+    raise AssertionError("not refused")
+source = mmap.mmap(-1, 80 << 20)
+lane = _native.CudaCopies(0, 32 << 20)
+for begin in (second - (20 << 20) - 5, second + GIB - (20 << 20) - 5):
+    columns = ([_native.address_of(source)], [begin], [80 << 20])
+    lane.wait(lane.submit(*(array("Q", column) for column in columns), 1))
+lane.close()
+region.close()
+"""
+    )
+    lines = [line.split() for line in run(driver, program, 1)]
+    mib = 1 << 20
+    pieces = [int(line[1]) for line in lines if line[0] == "copy"]
+    assert pieces == 2 * [20 * mib + 5, 32 * mib, 28 * mib - 5]
+    base = int((driver / "log.base").read_text())
+    registered = [int(line[2]) for line in lines if line[0] == "register"]
+    refused = (base // (1 << 30) + 1) << 30
+    assert refused in registered
+    assert len(registered) == 4, "the runs behind it are tried"
+    gone = [int(line[2]) for line in lines if line[0] == "unregister"]
+    assert gone == [address for address in registered if address != refused]
 
 
 LANE = """
-import os
+import mmap, os
 from array import array
 from flashckpt import _native
 
@@ -89,9 +153,9 @@ def refused(call, *args, **named):
         return str(error)
     raise AssertionError("not refused")
 
-source, to = bytearray(os.urandom(100_000)), bytearray(100_000)
+source, to = bytearray(os.urandom(100_000)), mmap.mmap(-1, 100_000)  # page-aligned
 a, b = _native.address_of(source), _native.address_of(to)
-lane = _native.CudaCopies(1, 40)
+lane = _native.CudaCopies(1, 64)
 """
 
 
@@ -99,10 +163,10 @@ def test_copies_are_enqueued_by_a_thread_of_their_own(driver: Path) -> None:
     program = (
         LANE
         + """
-ticket = lane.submit(u64(a, a + 90), u64(b, b + 90), u64(90, 10), 1, 55)
+ticket = lane.submit(u64(a, a + 140), u64(b + 8, b + 148), u64(140, 10), 1, 55)
 lane.wait(ticket)
 lane.hold(ticket, u64(8, 9))  # what has been copied holds nobody
-assert source[:100] == to[:100]
+assert source[:150] == to[8:158]
 lane.close()
 lane.close()
 """
@@ -111,7 +175,7 @@ lane.close()
     assert run(driver, program, 2) == [
         "retain 1 0 context=0 mode=2",
         f"hold 77 55 {there}",
-        *(f"copy {n} 77 {there}" for n in (40, 40, 10)),
+        *(f"copy {n} 77 {there}" for n in (56, 64, 20)),
         f"record 1001 77 {there}",
         f"copy 10 77 {there}",
         f"record 1002 77 {there}",
@@ -133,19 +197,46 @@ assert source[:8 * count] == to[:8 * count]
 lane.close()
 """
     )
+    lines = run(driver, program, 2)
+    assert 256 <= most_pending(lines, lambda num_bytes: 1) <= 512
+
+
+def test_large_copies_go_in_waves_of_few_bytes(driver: Path) -> None:
+    """With CUDA_DEVICE_MAX_CONNECTIONS=1 the loop's kernels wait behind all that is enqueued."""
+    mib, program = (
+        1 << 20,
+        (
+            LANE
+            + """
+lane = _native.CudaCopies(0, 32 << 20)
+source, to = mmap.mmap(-1, 33 << 20), mmap.mmap(-1, 96 << 20)
+a, b = (_native.address_of(memory) for memory in (source, to))
+b += -b % (32 << 20)
+each = [32 << 20, (33 << 20) - 7, 5, 1 << 20] * 4
+lane.wait(lane.submit(u64(*[a] * 16), u64(*[b] * 16), u64(*each), 3))
+lane.close()
+"""
+        ),
+    )
+    most = most_pending(run(driver, program, 2), lambda num_bytes: num_bytes)
+    assert 64 * mib <= most <= 128 * mib
+
+
+def most_pending(lines: list[str], weight: Callable[[int], int]) -> int:
+    """The most that was enqueued and not waited for, of copies by the weight of their bytes."""
     pending, most, behind = 0, 0, dict[str, int]()
-    for line in run(driver, program, 2):
+    for line in lines:
         what, event, *_ = line.split()
         if what == "copy":
-            pending += 1
+            pending += weight(int(event))
             most = max(most, pending)
         elif what == "record":
             behind[event] = pending
         elif what == "wait":
             pending -= behind[event]
-            behind = {other: count - behind[event] for other, count in behind.items()}
+            behind = {other: before - behind[event] for other, before in behind.items()}
     assert pending == 0
-    assert most <= 512
+    return most
 
 
 def test_a_copy_that_is_refused_has_no_snapshot_sealed_and_leaves_nothing_that_writes(driver: Path) -> None:
@@ -222,6 +313,40 @@ with open(os.environ["FAKE_CUDA_LOG"], "a") as log:
     assert run(driver, program, 2)[-1] == "answers [False, True, True]"
 
 
+def test_a_refused_registration_is_said_once_with_the_drivers_reason(driver: Path) -> None:
+    program = """
+import logging
+from flashckpt import _native
+from flashckpt.capture.devices import CudaDevice
+said = []
+handler = logging.Handler()
+handler.emit = lambda record: said.append(record.getMessage())
+logging.getLogger("flashckpt").addHandler(handler)
+device = CudaDevice(0)
+for _ in range(2):
+    memory = _native.Mapping(13)  # refused
+    for _ in range(2):
+        device.register(memory)
+    memory.close()
+[text] = [each for each in said if "pageable" in each]
+assert "page-lock 13 of 13 bytes of host memory: ALREADY (registered already)" in text, text
+"""
+    run(driver, program, 1)
+
+
+def test_where_a_device_is_attached(driver: Path) -> None:
+    program = """
+from flashckpt import _native
+from flashckpt.capture import devices
+assert _native.cuda_pci_address(0) == (0, 0x1A, 3)
+asked = []
+devices.node_of_pci = lambda *address: asked.append(address) or 1
+assert devices.CudaDevice(1).numa_node == 1
+assert asked == [(0, 0x1B, 3)]
+"""
+    run(driver, program, 2)
+
+
 MAPPING = """
 import gc, mmap, os
 from flashckpt import _native
@@ -249,10 +374,10 @@ def mapping(num_bytes=8192):
 def test_registered_memory_is_unregistered_before_it_is_unmapped(driver: Path, ending: str) -> None:
     """Pages that stay registered at an address that is used again send the next copies to nobody's memory."""
     program = MAPPING + "it = mapping()\nit.register(1)\nit.register(0)\n" + ending + "\ngc.collect()\n"
-    lines = [line.split(" context")[0] for line in run(driver, program, 2)]
+    lines = [line.split()[:2] for line in run(driver, program, 2)]
     times = ending.count("register(1)") + 1
-    assert lines[0] == "retain 1 0"
-    assert sorted(lines[1:]) == ["register 8192 1"] * times + ["unregister 1 0"] * times
+    assert lines[0] == ["retain", "1"]
+    assert sorted(lines[1:]) == [["register", "8192"]] * times + [["unregister", "1"]] * times
 
 
 def test_a_mapping_that_was_refused_or_never_registered_unregisters_nothing(driver: Path) -> None:
@@ -281,8 +406,8 @@ os.waitpid(child, 0)
 del one, other
 """
     )
-    lines = [line.split(" context")[0] for line in run(driver, program, 2)]
-    assert [line for line in lines if "unregister" in line] == ["unregister 1 0"]
+    lines = [line.split()[:2] for line in run(driver, program, 2)]
+    assert [line for line in lines if "unregister" in line] == [["unregister", "1"]]
 
 
 def test_a_driver_without_devices(driver: Path) -> None:
@@ -294,9 +419,7 @@ def test_without_a_driver() -> None:
     if _native.cuda_available():
         pytest.skip("there is one here")
     with pytest.raises(RuntimeError, match="CUDA cannot be used"):
-        _native.cuda_register(4096, 4096, 0)
-    with pytest.raises(RuntimeError, match="CUDA cannot be used"):
-        _native.cuda_unregister(4096)
+        _native.Mapping(4096).register(0)
 
 
 def test_what_was_enqueued_has_ended_where_the_wait_for_it_is_refused(driver: Path) -> None:

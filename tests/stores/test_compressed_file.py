@@ -96,6 +96,22 @@ def stored(folder: Path) -> Path:
     return found
 
 
+def test_most_bytes_are_split_by_the_width_of_their_elements() -> None:
+    """Leaves whose size is no multiple of 512 stand behind all others, with elements of any width."""
+
+    def parts(**sizes: int) -> list[tuple[int, int]]:
+        leaves = [Leaf(name=name, dtype=name.split("_")[0], shape=(size,)) for name, size in sizes.items()]
+        layout = Layout.of(leaves)
+        runs = Widths.of(layout).runs(layout.data_start, layout.num_bytes)
+        return [(stop - start, width) for start, stop, width in runs]
+
+    assert parts(int64=64, float32=128, bfloat16=256, uint8=512) == [(512, 8), (512, 4), (512, 2), (512, 1)]
+    assert parts(float32=1 << 10, float32_odd=3, bfloat16=1 << 10) == [(4096, 4), (2060, 2)]
+    assert parts(uint8=512, float32_odd=999_999) == [(4_000_508, 4)]
+    assert parts(complex128=1, uint8=17) == [(16, 8), (17, 1)]
+    assert parts() == []
+
+
 @st.composite
 def images(draw: st.DrawFn) -> Image:
     """Of leaves of any dtype, some of no bytes or of one, some longer than a frame, and of bytes that do and
