@@ -2,7 +2,7 @@
    Contexts are 0x1000 + ordinal. Copies are made at once, but for those of 17 bytes, which are refused. Graphs are captured on
    stream 5; stream 6 is the legacy stream beside one. Unregistering tells whether the memory was still mapped.
    The kernel of digests is the emulated one, run at once; what FAKE_CUDA_REFUSES names (module, function, fill,
-   launch, memory, wait) is refused; "digests" and "copies" come out wrong; "memory for names" makes those of
+   launch, memory, wait, elapsed) is refused; "digests" and "copies" come out wrong; "memory for names" makes those of
    errors 64 MiB long. */
 #define _DEFAULT_SOURCE
 #include <stdint.h>
@@ -56,6 +56,11 @@ static int refused(const char* what);
 int cuEventSynchronize(void* event) {
     tell("wait", (unsigned long)event, 0);
     return refused("wait") ? 719 : 0;
+}
+int cuEventElapsedTime(float* milliseconds, void* start, void* end) {
+    tell("elapsed", (unsigned long)start, (unsigned long)end);
+    *milliseconds = 250;
+    return (unsigned long)end == 9 ? 600 : refused("elapsed") ? 719 : 0; /* 9: not passed yet */
 }
 int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
     tell("hold", (unsigned long)stream, (unsigned long)event);
