@@ -442,7 +442,7 @@ def _take_up(
     crashpoints.point("resume.filled")
     slot = loaded.held.slot.name if loaded.held is not None else None
     _start(session, snapshot.attempt, snapshot.step, snapshot.boundary, from_memory=slot is not None)
-    log_differences(snapshot.values.get("environment"), session.surroundings)
+    log_differences(snapshot.values.get("environment"), session.surroundings())
     resumed = Resumed(
         step=snapshot.step,
         tier=snapshot.tier,
