@@ -434,7 +434,11 @@ def _take_up(
     crashpoints.point("resume.verified")
 
     def filled() -> None:
-        fill(tree, snapshot, threads)
+        with contextlib.ExitStack() as closing:
+            devices = devices_of(leaf.tensor for leaf in tree.found().leaves)
+            for device in devices:
+                closing.callback(device.close)
+            fill(tree, snapshot, threads, devices)
         progress.restore(snapshot.section("progress"))
         rng.restore(snapshot.section("rng"))
 

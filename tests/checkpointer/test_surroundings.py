@@ -1,4 +1,5 @@
-"""What `attach` asks of CUDA: nothing that a child forked after it would pay for, and later what is in use."""
+"""`attach` does not initialise CUDA, which no child that is forked later could use then; snapshots name the
+devices that are in use."""
 
 from __future__ import annotations
 
