@@ -368,6 +368,33 @@ def test_only_streams_of_the_state_are_asked_whether_a_graph_is_captured(sealer:
     device.close()
 
 
+def test_a_time_is_asked_without_ending_a_graph_that_another_thread_captures() -> None:
+    """On a stream that the library does not know, in the mode that forbids queries to all threads."""
+    [device] = devices_of([torch.zeros(1, device="cuda")])
+    start, end = device.new_mark(timing=True), device.new_mark(timing=True)
+    device.mark(start)
+    torch.cuda._sleep(1_000_000)
+    device.mark(end)
+    torch.cuda.synchronize()
+    graph, value = torch.cuda.CUDAGraph(), torch.zeros(10, device="cuda")
+    found: list[float | None] = []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="global")
+        value.add_(1)
+        asking = threading.Thread(target=lambda: found.append(device.elapsed_s(start, end)))
+        asking.start()
+        asking.join()
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert value.eq(1).all()
+    [seconds] = found
+    assert seconds is not None
+    assert seconds > 0
+    device.close()
+
+
 @pytest.mark.parametrize("way", ["clone", "gate"])
 def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
     sealer: _native.Sealer,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flashckpt import _native
+from flashckpt.capture.devices import devices_of
 from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.restore import filling
@@ -129,35 +130,55 @@ def test_nothing_of_a_full_buffer_is_waited_for_before_its_next_turn(
     assert device.pinned == [BUFFER] * 3
 
 
-def test_leaves_of_every_kind(make: Callable[..., Counting]) -> None:
-    """Larger than a buffer, of other strides, expanded, on odd places, without elements, with gradients; and
-    a module whose own code takes its part back."""
+class Own(nn.Linear):
+    """Its own code takes a part of it back."""
 
-    class Own(nn.Linear):
-        seen: list[float]
+    seen: list[float]
 
-        def get_extra_state(self) -> Tensor:
-            return torch.tensor([7.0, 8.0])
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor([7.0, 8.0])
 
-        def set_extra_state(self, state: Tensor) -> None:
-            self.seen = state.tolist()
+    def set_extra_state(self, state: Tensor) -> None:
+        self.seen = state.tolist()
 
+
+def of_every_kind(device: str) -> tuple[Tree, Own]:
+    """Leaves larger than a buffer, of other strides, expanded, on odd places, without elements, gradients."""
     torch.manual_seed(3)
-    data = torch.randint(0, 255, (4 * BUFFER,), dtype=torch.uint8)
+    data = torch.randint(0, 255, (4 * BUFFER,), dtype=torch.uint8, device=device)
     held = {
-        "large": torch.randn(BUFFER),
-        "last": torch.randn(8, 16, 17, 19).to(memory_format=torch.channels_last),
-        "turned": torch.randn(300, 200).t(),
-        "expanded": torch.randn(5, 1).expand(5, 9),
+        "large": torch.randn(BUFFER, device=device),
+        "last": torch.randn(8, 16, 17, 19, device=device).to(memory_format=torch.channels_last),
+        "turned": torch.randn(300, 200, device=device).t(),
+        "expanded": torch.randn(5, 1, device=device).expand(5, 9),
         "odd": data[3 : 2 * BUFFER + 1],
-        "half": torch.randn(1003).to(torch.bfloat16),
-        "wide": torch.randn(9, dtype=torch.complex128),
-        "number": torch.tensor(3.5),
-        "none": torch.empty(0, 5),
+        "half": torch.randn(1003, device=device).to(torch.bfloat16),
+        "wide": torch.randn(9, dtype=torch.complex128, device=device),
+        "number": torch.tensor(3.5, device=device),
+        "none": torch.empty(0, 5, device=device),
     }
-    model = Own(40, 30)
-    model(torch.randn(2, 40)).sum().backward()
-    tree = Tree({"held": held, "model": model})
+    model = Own(40, 30, device=device)
+    model(torch.randn(2, 40, device=device)).sum().backward()
+    return Tree({"held": held, "model": model}), model
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_leaves_of_every_kind_on_a_real_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "PIECE_BYTES", BUFFER)
+    tree, model = of_every_kind("cuda")
+    snapshot, expected = snapshot_of(tree)
+    zeroed(tree)
+    devices = devices_of(leaf.tensor for leaf in tree.found().leaves)
+    fill(tree, snapshot, 1, devices)
+    assert now(tree) == expected
+    assert model.seen == [7.0, 8.0]
+    for device in devices:
+        device.close()
+
+
+def test_leaves_of_every_kind(make: Callable[..., Counting]) -> None:
+    tree, model = of_every_kind("cpu")
     snapshot, expected = snapshot_of(tree)
     zeroed(tree)
     device = make(tree)
