@@ -23,7 +23,7 @@ Error cuda_unregister(std::uint64_t address);
 Error cuda_capturing(const std::uint64_t* streams, std::size_t num_streams, int device, bool& capturing);
 
 // Seconds from one recorded event to another; nothing until both have been passed, or where the driver
-// refuses to answer. An answer outside of relaxed mode would end a capture that another thread has begun.
+// refuses to answer. A query outside of relaxed mode would end a capture that another thread has begun.
 std::optional<double> cuda_elapsed_s(std::uint64_t start, std::uint64_t end, int device);
 
 } // namespace flashckpt
