@@ -4,7 +4,7 @@
 #   make test-fast       those that start no process: the inner loop, 3 minutes at most on two cores
 #   make demo            train, kill, go on, compare         ARGS="--steps 120" goes to the demo
 #   make bench           measure against the peers           ARGS="--gib 1" goes to the benchmark
-#   make gpu             all that only a GPU can say, in 9 minutes: see docs/benchmarks.md
+#   make gpu             all that only a GPU can say, in two parts of 9 minutes: see docs/benchmarks.md
 #   make torture         kill a training at random         ARGS="--kills 1000 --seed 1 --json out.json"
 #                        ranks, keepers and nodes of a job: ARGS="--nodes 2 --ranks 2 --kills 500"
 #   make rank-kills      kill a rank under torchrun, again and again    KILLS=50
@@ -23,6 +23,7 @@
 #   TORCH=system         use the torch that PYTHON already has, and install none
 #   WHEELS=folder        install from these wheels, not from the network; wants TORCH=system
 #   OUT=folder           where `make gpu` writes; bench-output/gpu
+#   PART=tests           one part of `make gpu` alone: tests or bench
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -33,6 +34,7 @@ KILLS ?= 50
 WHICH ?= address thread
 WHEELS ?=
 OUT ?= bench-output/gpu
+PART ?=
 export PYTHON VENV TORCH WHEELS
 # What is compiled stays, whatever the machine says: each worker of the tests would compile all of them anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -44,7 +46,7 @@ CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,25s/^# \{0,1\}//p' Makefile
+	@sed -n '3,26s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
@@ -63,7 +65,7 @@ bench:
 	@$(RUN)/python -m benchmarks $(ARGS)
 
 gpu:
-	@$(PYTHON) -m benchmarks.gpu --out $(OUT) $(ARGS)
+	@$(PYTHON) -m benchmarks.gpu --out $(OUT) $(if $(PART),--part $(PART)) $(ARGS)
 
 torture:
 	@scripts/environment test,demo

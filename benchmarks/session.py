@@ -36,6 +36,10 @@ class ProcessFailed(Exception):
     """A measuring process did not report. The message is the last line it wrote that says why."""
 
 
+class TimedOut(ProcessFailed):
+    """It was ended at its limit."""
+
+
 @dataclass
 class Sample:
     """Bytes of host memory at one moment: of their own in all processes of the session, and shared ones,
@@ -68,7 +72,7 @@ class Session:
         log.unlink(missing_ok=True)
         code = self.call([self.python, "-m", *arguments], log=log, timeout_s=timeout_s)
         if code is None:
-            raise ProcessFailed(f"did not end within {timeout_s:.0f} s")
+            raise TimedOut(f"did not end within {timeout_s:.0f} s")
         if code != 0 and not (may_die and code == -signal.SIGKILL):
             raise ProcessFailed(_reason(log) or f"exit code {code}")
         return time.monotonic() - began

@@ -278,6 +278,10 @@ def cuda_pci_address(device: int) -> tuple[int, int, int]:
 def cuda_capturing(streams: Buffer, device: int) -> bool:
     """Whether a graph is being captured on one of these streams (u64: handles). Breaks none."""
 
+def cuda_elapsed_s(start: int, end: int, device: int) -> float | None:
+    """Seconds between two recorded events (handles); None until both have been passed, or where the driver
+    refuses to answer. Breaks no graph that is being captured."""
+
 class CudaCopies:
     """Copies from a device to host memory, on a stream of their own, enqueued by a native thread in waves.
 

@@ -1,5 +1,5 @@
-"""The stages of `make gpu`, in the order of what is wanted most: build, tests, our own figures, peers. Each
-has a limit of its own, and what is found is written down at once.
+"""The stages of one part of `make gpu`, in the order of what is wanted most. Each has its share of the part's
+time, and what is found is written down at once. A stage without time left is reported, and is no failure.
 """
 
 from __future__ import annotations
@@ -19,31 +19,48 @@ from typing import Any
 
 from benchmarks import files
 from benchmarks.gpu import machine
-from benchmarks.gpu.machine import BATCHES, Interpreter
-from benchmarks.gpu.stages import ROOT, Budget, OutOfTime, Record, call, measure
+from benchmarks.gpu.machine import Interpreter
+from benchmarks.gpu.stages import (
+    ROOT,
+    Budget,
+    OutOfTime,
+    Record,
+    call,
+    cut_short_at,
+    measure,
+    reason_of,
+)
 from benchmarks.peers import PEERS
 from benchmarks.session import Session
 from benchmarks.settings import Settings
 
-STAGES = ("build", "tests", "own", "ranks", "peers")
+# Each part fits into ten minutes, with the start of the command, on a machine that ends commands after that.
+PARTS = {"tests": ("build", "tests", "ranks"), "bench": ("build", "own", "peers")}
+STAGES = tuple(dict.fromkeys(stage for stages in PARTS.values() for stage in stages))
+# Shares of what the build leaves.
+_WEIGHTS = {"tests": 260.0, "ranks": 120.0, "own": 340.0, "peers": 160.0}
+# Seconds that each of our figures may take. Together they are less than the share of `own` in 525 s, where no
+# build comes before: a figure that hangs is then a failure, and not one that was cut short.
+_OWN_S = {"rates": 50.0, "flashckpt_memory": 80.0, "flashckpt": 90.0, "ways": 75.0, "small": 35.0}
 FAILED, NOT_BUILT = 1, 4
-_BUILD_S, _PEERS_INSTALL_S, _TESTS_S = 240.0, 60.0, 130.0
+_BUILD_S, _PEERS_INSTALL_S, _TESTS_S, _PEER_S = 240.0, 60.0, 300.0, 75.0
 _TEST_S = 60.0
 # Less than that, and a process would only be started to be killed.
 _LEAST_S, _LEAST_PEER_S = 15.0, 30.0
 # A test that ends pytest itself costs one more start of it.
 _MOST_STARTS = 6
 _LOOP = "benchmarks.gpu.loop_cost"
+Run = Callable[[float, float], dict[str, Any]]
+"""Measures something; takes its limit in seconds, and the time that it is meant to have."""
 # So much state is enough to see ranks at work; their jobs are started several times.
-_RANKS_S, _RANKS_GIB, _MOST_RANKS = 150.0, 1.0, 8
+_RANKS_S, _RANKS_GIB, _MOST_RANKS = 240.0, 1.0, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the command line asks for."""
+    """What the command line asks for, of one part."""
 
     out: Path
-    seconds: float
     stages: list[str]
     peers: list[str]
     tests: str
@@ -57,9 +74,9 @@ class Wish:
 class Course:
     """One run of the command. `record.found` is what is written to gpu.json."""
 
-    def __init__(self, wish: Wish, interpreter: Interpreter) -> None:
+    def __init__(self, wish: Wish, interpreter: Interpreter, budget: Budget) -> None:
         self.wish, self.python, self.interpreter = wish, interpreter.python, interpreter
-        self.budget = Budget(wish.seconds)
+        self.budget = budget
         self.code = 0
         self.wheels = os.environ.get("WHEELS", "")
         self.log = wish.out / "log.txt"
@@ -97,29 +114,29 @@ class Course:
             if "build" in self.wish.stages and not self.wish.here and not self._build():
                 ended = "not built"
                 return NOT_BUILT
-            for name, stage in (
-                ("tests", self._tests),
-                ("own", self._own),
-                ("ranks", self._ranks),
-                ("peers", self._peers),
-            ):
-                if name in self.wish.stages:
-                    self._guarded(name, stage)
+            left = [name for name in self.wish.stages if name != "build"]
+            while left:
+                name = left.pop(0)
+                share = self.budget.share(_WEIGHTS[name], sum(_WEIGHTS[later] for later in left))
+                self._guarded(name, share)
             ended = "done"
             return self.code
         finally:
             files.remove(self.work)
             self.record.found["ended"] = ended
-            self.record.found["seconds"] = round(time.monotonic() - self.budget.began_s, 1)
+            self.record.found["seconds"] = round(self.budget.clock() - self.budget.began_s, 1)
             self.record.write()
 
-    def _guarded(self, name: str, stage: Callable[[], None]) -> None:
+    def _guarded(self, name: str, share: Budget) -> None:
+        stages = {"tests": self._tests, "own": self._own, "ranks": self._ranks, "peers": self._peers}
         try:
-            stage()
+            stages[name](share)
         except OutOfTime as out:
-            self.record.lacks(f"{name}: {out}")
-            if name != "peers":
-                self.code = FAILED
+            self._left_out(name, out)
+
+    def _left_out(self, name: str, out: OutOfTime) -> None:
+        self.record.lacks(f"{name}: {out}")
+        self._say(name, str(out), 0.0)
 
     # ---- build
 
@@ -130,7 +147,11 @@ class Course:
             self.wheels = str(self.work / "none")
             os.mkdir(self.wheels)
         environment = {**environment, "WHEELS": self.wheels}
-        limit_s = self.budget.limit(_BUILD_S)
+        try:
+            limit_s = self.budget.limit(_BUILD_S)
+        except OutOfTime as out:
+            self._left_out("build", out)
+            return False
         ended = call(
             ["bash", "scripts/environment", "test,demo"],
             limit_s=limit_s,
@@ -154,10 +175,10 @@ class Course:
 
     # ---- tests
 
-    def _tests(self) -> None:
+    def _tests(self, budget: Budget) -> None:
         record = self.wish.out / "tests.jsonl"
         record.write_text("")
-        began, limit_s = time.monotonic(), self.budget.limit(_TESTS_S, least_s=_LEAST_S)
+        began, limit_s = time.monotonic(), budget.limit(_TESTS_S, least_s=_LEAST_S)
         command = [
             self.python, "-m", "pytest", self.wish.tests, "-m", "gpu", "-q",
             "-c", str(ROOT / "pyproject.toml"), "-p", "no:cacheprovider", "-p", "benchmarks.gpu.recorder",
@@ -194,16 +215,24 @@ class Course:
 
     # ---- our own figures
 
-    def _own(self) -> None:
-        batches = [1, 2] if self.wish.small else list(BATCHES)
-        whole = {"batches": batches, "alone": 2, "last": True}
-        self._part("rates", 60, partial(self._measure, "benchmarks.own.rates"))
-        self.settings = self._paced(self.settings)
-        self._part("flashckpt_memory", 110, partial(self._loop, "flashckpt_memory", whole))
-        self._part("flashckpt", 90, partial(self._loop, "flashckpt", {**whole, "batches": batches[:1]}))
-        if self.wish.device == "cuda":
-            self._part("ways", 90, partial(self._measure, "benchmarks.own.ways"))
-        self._part("small", 40, partial(self._measure, "benchmarks.own.small"))
+    def _own(self, budget: Budget) -> None:
+        whole = {"alone": 2, "last": True}
+        runs: dict[str, Run] = {
+            "rates": partial(self._measure, "benchmarks.own.rates"),
+            "flashckpt_memory": partial(self._loop, "flashckpt_memory", whole),
+            "flashckpt": partial(self._loop, "flashckpt", whole),
+            "ways": partial(self._measure, "benchmarks.own.ways"),
+            "small": partial(self._measure, "benchmarks.own.small"),
+        }
+        if self.wish.device != "cuda":
+            del runs["ways"]
+        left = list(runs)
+        while left:
+            name = left.pop(0)
+            share = budget.share(_OWN_S[name], sum(_OWN_S[later] for later in left))
+            self._part(name, share, runs[name])
+            if name == "rates":
+                self.settings = self._paced(self.settings)
 
     def _paced(self, settings: Settings) -> Settings:
         """Fewer steps a block where a step is long: a slow GPU must not spend the budget on its own pace."""
@@ -216,20 +245,22 @@ class Course:
         self.record.found["settings"]["every"] = wanted
         return replace(settings, every=wanted)
 
-    def _part(self, name: str, most_s: float, run: Callable[[float], dict[str, Any]]) -> None:
-        began = time.monotonic()
+    def _part(self, name: str, budget: Budget, run: Run) -> None:
+        began, most_s = time.monotonic(), _OWN_S[name]
         try:
-            found = run(self.budget.limit(most_s, least_s=_LEAST_S))
+            found = run(budget.limit(most_s, least_s=_LEAST_S), most_s)
         except OutOfTime as out:
-            found = {"failed": str(out)}
+            found = {"no_time": str(out)}
         self.record.found["own"][name] = found
         if "failed" in found:
             self.code = FAILED
-        self._say(f"own: {name}", found.get("failed", "done"), time.monotonic() - began)
+        if "no_time" in found:
+            self.record.lacks(f"own: {name}: {found['no_time']}")
+        self._say(f"own: {name}", reason_of(found) or "done", time.monotonic() - began)
 
     # ---- ranks
 
-    def _ranks(self) -> None:
+    def _ranks(self, budget: Budget) -> None:
         """A job with a rank for each device, or two that share the only one, beside DCP."""
         devices = len(self.record.found["machine"].get("devices", ()))
         world = min(max(2, devices), _MOST_RANKS)
@@ -249,38 +280,46 @@ class Course:
             *size,
         ]
         command += ["--ranks", str(world), "--peers", "flashckpt,dcp_async_kept", "--output", str(out)]
-        ended = call(command, limit_s=self.budget.limit(_RANKS_S, least_s=_LEAST_S), log=self.log)
+        limit_s = budget.limit(_RANKS_S, least_s=_LEAST_S)
+        ended = call(command, limit_s=limit_s, log=self.log)
         for path in out.glob("*-ranks.json"):
             self.record.found["ranks"] = json.loads(path.read_text())
         failed = self.record.found["ranks"].get("failed", {})
         for job, reason in failed.items():
             self.record.lacks(f"{job} ranks: {reason}")
-        if ended.code != 0 or any(job.startswith("flashckpt ") for job in failed):
+        outcome = ended.outcome
+        if ended.code is None and limit_s < _RANKS_S:
+            outcome = cut_short_at(limit_s)
+            self.record.lacks(f"ranks: {outcome}")
+        elif ended.code != 0:
             self.code = FAILED
-        self._say("ranks", ended.outcome, time.monotonic() - began)
+        if any(job.startswith("flashckpt ") for job in failed):
+            self.code = FAILED
+        self._say("ranks", outcome, time.monotonic() - began)
 
     # ---- peers
 
-    def _peers(self) -> None:
+    def _peers(self, budget: Budget) -> None:
         if self.wish.peers and not self.wish.here:
-            self._install_peers()
-        told = {"batches": [1] if self.wish.small else [BATCHES[0]], "alone": 0, "last": False}
+            self._install_peers(budget)
+        told = {"alone": 0, "last": False}
         for name in self.wish.peers:
             began = time.monotonic()
             try:
-                limit_s = self.budget.limit(75.0, least_s=_LEAST_PEER_S)
-                found = self._loop(name, told, limit_s, python=self.peers_python)
+                limit_s = budget.limit(_PEER_S, least_s=_LEAST_PEER_S)
+                found = self._loop(name, told, limit_s, _PEER_S, python=self.peers_python)
             except OutOfTime as out:
-                found = {"failed": str(out)}
+                found = {"no_time": str(out)}
             found["title"] = PEERS[name][1]
             self.record.found["peers"][name] = found
-            if "failed" in found and "blocks" not in found:
-                self.record.lacks(f"{PEERS[name][1]}: {self._why(found['failed'])}")
-            self._say(f"peer: {name}", found.get("failed", "done"), time.monotonic() - began)
+            reason = reason_of(found)
+            if reason and "blocks" not in found:
+                self.record.lacks(f"{PEERS[name][1]}: {self._why(reason)}")
+            self._say(f"peer: {name}", reason or "done", time.monotonic() - began)
 
-    def _install_peers(self) -> None:
+    def _install_peers(self, budget: Budget) -> None:
         report = self.work / "peers.json"
-        began, limit_s = time.monotonic(), self.budget.limit(_PEERS_INSTALL_S, least_s=_LEAST_S)
+        began, limit_s = time.monotonic(), budget.limit(_PEERS_INSTALL_S, least_s=_LEAST_S)
         folder = ROOT / (".venv-bench" if self.python.endswith("/.venv/bin/python") else ".venv-gpu-bench")
         command = [self.python, "-m", "benchmarks.environment", str(folder), str(report)]
         ended = call([*command, *([self.wheels] if self.wheels else [])], limit_s=limit_s, log=self.log)
@@ -302,31 +341,35 @@ class Course:
 
     # ---- processes
 
-    def _measure(self, module: str, limit_s: float) -> dict[str, Any]:
+    def _measure(self, module: str, limit_s: float, most_s: float) -> dict[str, Any]:
         session = Session(self.python, Path(tempfile.mkdtemp(dir=self.work)))
         try:
-            return measure(session, module, self.settings, limit_s=limit_s)
+            return measure(session, module, self.settings, limit_s=limit_s, most_s=most_s)
         finally:
             self._close(session)
 
     def _loop(
-        self, peer: str, told: dict[str, Any], limit_s: float, python: str | None = None
+        self, peer: str, told: dict[str, Any], limit_s: float, most_s: float, python: str | None = None
     ) -> dict[str, Any]:
         """A peer's loop, and, where a last checkpoint was left, a load of it in a new process."""
-        end_s = time.monotonic() + limit_s
+        end_s, settings = time.monotonic() + limit_s, self.settings
         session = Session(python or self.python, Path(tempfile.mkdtemp(dir=self.work)))
         try:
-            found = measure(session, _LOOP, self.settings, limit_s=limit_s, peer=peer, extra=told)
+            found = measure(session, _LOOP, settings, limit_s=limit_s, most_s=most_s, peer=peer, extra=told)
             last = found.pop("last", None)
             phases = found.get("phases", {})
             found["memory"] = {name: session.peak(span) for name, span in phases.items()}
             if last is not None:
                 left_s = max(5.0, end_s - time.monotonic())
+                # A load that is ended has failed, unless both had less time than they are meant to have.
+                most_s = most_s if limit_s < most_s else left_s
                 load = measure(
-                    session, "benchmarks.load", self.settings, limit_s=left_s, peer=peer, extra=last
+                    session, "benchmarks.load", settings, limit_s=left_s, most_s=most_s, peer=peer, extra=last
                 )
                 found["load"] = load
-                if load.get("exact") is not True:
+                if "no_time" in load:
+                    found["no_time"] = load["no_time"]
+                elif load.get("exact") is not True:
                     found.setdefault("failed", load.get("failed", "what was loaded is not what was saved"))
             return found
         finally:

@@ -1,11 +1,10 @@
 """What one checkpoint costs the loop, for whom minutes count. `python -m benchmarks.gpu.loop_cost JOB`.
 
-One block of steps without a checkpoint and one with, at each step length; the checkpoint comes first in its
-block, so that what goes on beside the loop falls into the block too. `measure` takes longer and says more.
+One block of steps without a checkpoint and one with; the checkpoint comes first in its block, so that what
+runs beside the loop falls into the block too. `measure` takes longer and says more.
 Reports after each part: whoever runs out of time keeps what was measured.
 
-`extra`: `batches`, sequences a step, one block each; `alone`, checkpoints on an idle loop; `last`, whether a
-last one is left to be loaded.
+`extra`: `alone`, checkpoints on an idle loop; `last`, whether a last one is left to be loaded.
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ def loop_cost(job: Job) -> tuple[Any, dict[str, Any]]:
         result["first"] = run.warm()
         job.report(result)
         run.block(job.settings.every - _BEFORE)
-        result["blocks"] = []
-        for batch in job.extra["batches"]:
-            result["blocks"].append(_blocks(run, batch))
-            job.report(result)
+        result["blocks"] = [_blocks(run)]
+        job.report(result)
         result["alone"] = []
         for _ in range(job.extra["alone"]):
             result["alone"].append(run.alone())
@@ -62,16 +59,15 @@ def loop_cost(job: Job) -> tuple[Any, dict[str, Any]]:
     return peer, result
 
 
-def _blocks(run: Measurement, batch: int) -> dict[str, Any]:
+def _blocks(run: Measurement) -> dict[str, Any]:
     steps = run.settings.every
-    run.workload.feed(batch)
     run.plain_steps(_WARM_STEPS)
     plain_s = run.plain_steps(steps)
     block = run.block(steps)
     began = time.perf_counter()
     files.sync_all(run.folder)
     synced_s = time.perf_counter() - began
-    return {"batch": batch, "steps": steps, "plain_s": plain_s, "synced_s": synced_s, **block}
+    return {"batch": run.settings.batch, "steps": steps, "plain_s": plain_s, "synced_s": synced_s, **block}
 
 
 def main() -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 import json
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.session import ProcessFailed, Session
+from benchmarks.session import ProcessFailed, Session, TimedOut
 from benchmarks.settings import Job, Settings
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -20,24 +21,34 @@ _MARGIN_S = 12.0
 
 
 class OutOfTime(Exception):
-    """The budget is spent; the message says what was left out for it."""
+    """Too little of the budget is left; the message says so."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Budget:
-    """Seconds from the command's beginning to its end."""
+    """Seconds from a beginning to an end, for a command or for one of its stages."""
 
     whole_s: float
-    began_s: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    margin_s: float = _MARGIN_S
+    began_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "began_s", self.clock())
 
     @property
     def left_s(self) -> float:
-        return self.began_s + self.whole_s - _MARGIN_S - time.monotonic()
+        return max(0.0, self.began_s + self.whole_s - self.margin_s - self.clock())
+
+    def share(self, weight: float, later: float) -> Budget:
+        """The part of what is left for a stage of this weight, if those after it weigh `later` together. What
+        it does not use is theirs; it can take nothing that is."""
+        return Budget(self.left_s * weight / (weight + later), self.clock, 0.0)
 
     def limit(self, most_s: float, *, least_s: float = 0.0) -> float:
-        """At most so long, and not beyond the end. Raises OutOfTime where less than `least_s` is left."""
+        """At most `most_s`, and not beyond the end. Raises OutOfTime where less than `least_s` is left."""
         if self.left_s < max(least_s, 1.0):
-            raise OutOfTime(f"no time left ({max(0.0, self.left_s):.0f} s of {self.whole_s:.0f} s)")
+            raise OutOfTime(f"not run: no time left ({self.left_s:.0f} s of {self.whole_s:.0f} s)")
         return min(most_s, self.left_s)
 
 
@@ -93,27 +104,40 @@ def call(
     return Ended(code, time.monotonic() - began, limit_s)
 
 
+def cut_short_at(limit_s: float) -> str:
+    """What is said of a command that ran out of its stage's time."""
+    return f"cut short after {limit_s:.0f} s: no time left"
+
+
+def reason_of(found: dict[str, Any]) -> str:
+    """Why something was not measured, or not to its end; "" where it was."""
+    return str(found.get("failed") or found.get("no_time") or "")
+
+
 def measure(
     session: Session,
     module: str,
     settings: Settings,
     *,
     limit_s: float,
+    most_s: float,
     peer: str = "",
     extra: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """One measuring process; its report as far as it came. `failed`: why there is none, or no more."""
+    """One measuring process; its report as far as it came. `failed`: why there is none, or no more; `no_time`
+    instead where it was ended at a limit that is less than `most_s`, the time that it is meant to have."""
     data = session.folder / "data"
     data.mkdir(parents=True, exist_ok=True)
     result, path = session.folder / f"{module}.result.json", session.folder / f"{module}.job.json"
     result.unlink(missing_ok=True)
     Job(settings=settings, peer=peer, folder=str(data), result=str(result), extra=extra or {}).write(path)
-    failure = ""
+    failure: dict[str, str] = {}
     try:
         session.run([module, str(path)], timeout_s=limit_s, may_die=True)
+    except TimedOut as failed:
+        cut_short = limit_s < most_s
+        failure = {"no_time": cut_short_at(limit_s)} if cut_short else {"failed": str(failed)}
     except ProcessFailed as failed:
-        failure = str(failed)
+        failure = {"failed": str(failed)}
     reported: dict[str, Any] = json.loads(result.read_text()) if result.exists() else {}
-    if failure:
-        reported.setdefault("failed", failure)
-    return reported or {"failed": "killed before it could report"}
+    return {**failure, **reported} or {"failed": "killed before it could report"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from benchmarks.gpu.stages import reason_of
 from benchmarks.peers import PEERS
 from benchmarks.settings import GIB, MIB
 
@@ -83,8 +84,8 @@ def _rates(found: dict[str, Any]) -> str:
         )
     if "step_s" in rates:
         lines.append(f"  {'a step':<30} {_time(median(rates['step_s'])):>9}")
-    if "failed" in rates:
-        lines.append(f"  then: {rates['failed']}")
+    if reason := reason_of(rates):
+        lines.append(f"  then: {reason}")
     return "\n".join(lines)
 
 
@@ -98,15 +99,15 @@ def _loops(found: dict[str, Any]) -> str:
     if not rows:
         return ""
     lines = [
-        "what one checkpoint adds to the loop, at each step length; call: the loop stands still, nothing",
+        "what one checkpoint adds to the loop, beside a step's length; call: the loop stands still, nothing",
         "else going on; durable: from the call until on disk; load: a new process, into the live model;",
         "memory: of the host, at its peak, in times the state",
         f"  {'':<38}{'loop (step)':<34}{'call':>9}{'durable':>10}{'load':>9}{'memory':>10}",
     ]
     for title, each in rows:
         lines.append(f"  {title:<38}{_loop(each)}")
-        if "failed" in each:
-            lines.append(f"      {each['failed']}")
+        if reason := reason_of(each):
+            lines.append(f"      {reason}")
     return "\n".join(lines)
 
 
@@ -169,8 +170,8 @@ def _ways(found: dict[str, Any]) -> str:
             f"  {name:<7} a snapshot {_time(each['middle_s'])}, its call {_middle(each['call_s'])}, torch's "
             f"clone {_middle(each['clone_s'])}; {each['snapshots']} snapshots; {shares}"
         )
-    if "failed" in ways:
-        lines.append(f"  {ways['failed']}")
+    if reason := reason_of(ways):
+        lines.append(f"  {reason}")
     small = own.get("small", {})
     if "call_s" in small:
         beyond = median(small["call_s"]) - median(small["copy_s"])
@@ -178,8 +179,8 @@ def _ways(found: dict[str, Any]) -> str:
             f"  {small['leaves']:,} small tensors ({small['num_bytes'] / MIB:.0f} MiB): call "
             f"{_middle(small['call_s'])}, {_time(beyond)} beyond the copy in one piece"
         )
-    elif "failed" in small:
-        lines.append(f"  10,000 small tensors: {small['failed']}")
+    elif reason := reason_of(small):
+        lines.append(f"  10,000 small tensors: {reason}")
     return "\n".join(["ways of copying", *lines]) if lines else ""
 
 

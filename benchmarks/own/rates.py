@@ -7,7 +7,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +89,8 @@ class Rates:
 
     def _registered(self, source: Tensor) -> None:
         num_bytes = source.numel() * 4
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        # A memfd, as slots are where /dev/shm is small.
+        with open(os.memfd_create("rates"), "w+b", buffering=0) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             memory = mmap.mmap(file.fileno(), num_bytes)
         shared = torch.frombuffer(memory, dtype=torch.float32)

@@ -19,9 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.settings import Settings
-from benchmarks.workload import Gpt, Workload
-
-_PIECE = 2**22
+from benchmarks.workload import Gpt, Workload, checksum
 
 
 class JobWorkload(Workload):
@@ -70,7 +68,7 @@ class JobWorkload(Workload):
     def fingerprint(self) -> dict[str, int]:
         """A checksum of every leaf, the same on all ranks. Raises where replicas differ."""
         leaves = self.leaves()
-        own = torch.tensor([_checksum(leaf) for leaf in leaves.values()])
+        own = torch.tensor([checksum(_local(leaf), _first_element(leaf)) for leaf in leaves.values()])
         all_of = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(all_of, own)
         found: dict[str, int] = {}
@@ -86,17 +84,6 @@ class JobWorkload(Workload):
 
 def _local(leaf: Tensor) -> Tensor:
     return leaf.to_local() if isinstance(leaf, DTensor) else leaf
-
-
-def _checksum(leaf: Tensor) -> int:
-    """Of what this rank holds: each word times a number that its place in the whole leaf decides."""
-    words = _local(leaf).detach().cpu().contiguous().reshape(-1).view(torch.int32)
-    first, total = _first_element(leaf), torch.zeros((), dtype=torch.int64)
-    for at in range(0, len(words), _PIECE):
-        piece = words[at : at + _PIECE].long()
-        places = torch.arange(first + at, first + at + len(piece))
-        total += ((piece + 3) * (2 * places + 1)).sum()
-    return int(total)
 
 
 def _first_element(leaf: Tensor) -> int:

@@ -5,6 +5,8 @@
 #include "device/cuda.h"
 #include "device/cuda_digest.h"
 
+#include <nanobind/stl/optional.h>
+
 #include <optional>
 #include <vector>
 
@@ -130,6 +132,7 @@ void bind_device(nb::module_& module) {
         .def("wait", &CopiesObject::wait, nb::arg("ticket"), nb::kw_only(), nb::arg("first") = false)
         .def("close", &CopiesObject::close);
     module.def("cuda_capturing", is_capturing, nb::arg("streams"), nb::arg("device"));
+    module.def("cuda_elapsed_s", cuda_elapsed_s, nb::arg("start"), nb::arg("end"), nb::arg("device"));
     module.def("cuda_available", cuda_available, nb::call_guard<Released>());
     module.def("cuda_pci_address", pci_address, nb::arg("device"));
     module.def("cuda_digest_table", make_digest_table, nb::arg("sources"), nb::arg("destinations").none(),

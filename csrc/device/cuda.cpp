@@ -119,4 +119,16 @@ Error cuda_capturing(const std::uint64_t* streams, std::size_t num_streams, int 
     return {};
 }
 
+std::optional<double> cuda_elapsed_s(std::uint64_t start, std::uint64_t end, int device) {
+    const Driver* driver = nullptr;
+    if (need_driver(driver)) return std::nullopt;
+    Entered entered;
+    if (entered.enter(*driver, device)) return std::nullopt;
+    float milliseconds = 0;
+    CuResult code = driver->event_elapsed(&milliseconds, reinterpret_cast<CuEvent>(start),
+                                          reinterpret_cast<CuEvent>(end));
+    if (code != kCuSuccess) return std::nullopt;
+    return milliseconds / 1e3;
+}
+
 } // namespace flashckpt

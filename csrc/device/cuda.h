@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 namespace flashckpt {
 
@@ -33,5 +34,9 @@ Error cuda_unregister(std::uint64_t address);
 // Whether a graph is being captured on one of these streams; also true where the legacy stream is among them
 // and some stream that blocks it is captured. Never breaks a capture.
 Error cuda_capturing(const std::uint64_t* streams, std::size_t num_streams, int device, bool& capturing);
+
+// Seconds from one recorded event to another; nothing until both have been passed, or where the driver
+// refuses to answer. A query outside of relaxed mode would end a capture that another thread has begun.
+std::optional<double> cuda_elapsed_s(std::uint64_t start, std::uint64_t end, int device);
 
 } // namespace flashckpt

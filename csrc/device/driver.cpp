@@ -27,6 +27,7 @@ bool find_all(void* library, Driver& driver, std::string& why) {
            find(library, "cuEventCreate", driver.event_create, why) &&
            find(library, "cuEventRecord", driver.event_record, why) &&
            find(library, "cuEventSynchronize", driver.event_synchronize, why) &&
+           find(library, "cuEventElapsedTime", driver.event_elapsed, why) &&
            find(library, "cuStreamWaitEvent", driver.stream_wait_event, why) &&
            find(library, "cuStreamCreate", driver.stream_create, why) &&
            find(library, "cuStreamSynchronize", driver.stream_synchronize, why) &&

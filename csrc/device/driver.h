@@ -47,6 +47,7 @@ struct Driver {
     CuResult (*event_create)(CuEvent* event, unsigned flags);
     CuResult (*event_record)(CuEvent event, CuStream stream);
     CuResult (*event_synchronize)(CuEvent event);
+    CuResult (*event_elapsed)(float* milliseconds, CuEvent start, CuEvent end);
     CuResult (*stream_wait_event)(CuStream stream, CuEvent event, unsigned flags);
     CuResult (*stream_create)(CuStream* stream, unsigned flags);
     CuResult (*stream_synchronize)(CuStream stream);

@@ -271,12 +271,19 @@ class CudaDevice:
         return made
 
     def room_bytes(self) -> int:
-        """Free memory, and what of arenas that were let go of torch still keeps, less what torch has held
-        at its peak and gave back, less a margin."""
-        free, _ = torch.cuda.mem_get_info(self._device)
-        held = torch.cuda.memory_reserved(self._device)
-        growth = max(0, torch.cuda.max_memory_reserved(self._device) - held)
-        kept = held - torch.cuda.memory_allocated(self._device)
+        """Free memory, as far as the process may take it, and what torch keeps of released arenas; less what
+        torch has held at its peak and gave back, less a margin. 0 under an allocator without statistics: a
+        pluggable one raises, and nothing then tells how much the loop still needs."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        try:
+            held = torch.cuda.memory_reserved(self._device)
+            peak = torch.cuda.max_memory_reserved(self._device)
+            allocated = torch.cuda.memory_allocated(self._device)
+            allowed = int(total * _memory_fraction(self._device))
+        except RuntimeError:
+            return 0
+        growth, kept = max(0, peak - held), held - allocated
+        free = min(free, allowed - held)
         return int(free - growth - _MARGIN_BYTES + min(kept, self._most_taken - self._taken_bytes()))
 
     def _taken_bytes(self) -> int:
@@ -296,10 +303,8 @@ class CudaDevice:
         return found
 
     def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
-        first, last = _event(start), _event(end)
-        if self.capturing() or not (first.query() and last.query()):
-            return None
-        return float(first.elapsed_time(last)) / 1e3
+        # Not by torch: outside of relaxed mode a query makes a graph that another thread captures invalid.
+        return _native.cuda_elapsed_s(_event(start).cuda_event, _event(end).cuda_event, self.index)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
@@ -315,6 +320,13 @@ class CudaDevice:
 
     def _writer_handles(self) -> array[int]:
         return array("Q", [stream.cuda_stream for stream in self._writers()])
+
+
+def _memory_fraction(device: torch.device) -> float:
+    """The share of the device's memory that torch may take. 1.0 where this version of torch can be given a
+    limit (set_per_process_memory_fraction) and cannot be asked for it."""
+    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
+    return 1.0 if ask is None else float(ask(device))
 
 
 def _event(mark: StreamMark) -> Any:

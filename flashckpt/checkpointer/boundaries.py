@@ -51,7 +51,7 @@ class Boundaries:
         capture: Capture,
         attendant: Attendant,
         use: Use,
-        surroundings: dict[str, Any],
+        surroundings: Callable[[], dict[str, Any]],
         stop: StopPolicy,
         pacing: Pacing,
     ) -> None:
@@ -378,7 +378,7 @@ class Boundaries:
                     "state": state,
                     "rng": rng.capture(),
                     "progress": self._progress.value(),
-                    "environment": self._surroundings,
+                    "environment": self._surroundings(),
                 }
             )
         except StateError:

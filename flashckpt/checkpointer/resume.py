@@ -434,7 +434,11 @@ def _take_up(
     crashpoints.point("resume.verified")
 
     def filled() -> None:
-        fill(tree, snapshot, threads)
+        with contextlib.ExitStack() as closing:
+            devices = devices_of(leaf.tensor for leaf in tree.found().leaves)
+            for device in devices:
+                closing.callback(device.close)
+            fill(tree, snapshot, threads, devices)
         progress.restore(snapshot.section("progress"))
         rng.restore(snapshot.section("rng"))
 
@@ -442,7 +446,7 @@ def _take_up(
     crashpoints.point("resume.filled")
     slot = loaded.held.slot.name if loaded.held is not None else None
     _start(session, snapshot.attempt, snapshot.step, snapshot.boundary, from_memory=slot is not None)
-    log_differences(snapshot.values.get("environment"), session.surroundings)
+    log_differences(snapshot.values.get("environment"), session.surroundings())
     resumed = Resumed(
         step=snapshot.step,
         tier=snapshot.tier,

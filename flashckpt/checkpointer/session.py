@@ -16,7 +16,7 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,7 +88,6 @@ class Session:
     of their own, for those of its folder; `group` are all ranks, `ranks` those of its folder, None for all.
     `run_id` is what run.json says, `loaded` the step that the attempt went on from, `remote` where the keeper
     copies steps to.
-    `surroundings`, of which each snapshot has a copy, is what around this process can change numbers.
     `complete` is the snapshot that all ranks have when the attempt starts (number of the attempt, boundary);
     zeros for a rank alone. `remote_run` is what its remote had of the run, None where it has no remote."""
 
@@ -109,10 +108,22 @@ class Session:
     loaded: VisibleStep | None = None
     remote: Remote | None = None
     remote_run: RemoteRun | None = None
-    surroundings: dict[str, Any] = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.surroundings = _surroundings(self.environment.world)
+    def surroundings(self) -> dict[str, Any]:
+        """What around this process can change numbers, in plain values; each snapshot has a copy. Devices
+        count from the moment that the process uses CUDA: a question for them would initialise it, and a child
+        that is forked after that cannot use CUDA."""
+        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return {
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if cuda else platform.machine(),
+            "devices": torch.cuda.device_count() if cuda else 0,
+            "world": self.environment.world,
+            "threads": torch.get_num_threads(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+            "matmul_precision": torch.get_float32_matmul_precision(),
+        }
 
     def hello(self, keep: Keep, options: Options) -> None:
         """Tell the keeper who this is."""
@@ -122,7 +133,7 @@ class Session:
             attempt=str(self.attempt),
             keep=keep,
             linger_s=options.linger_s,
-            environment=self.surroundings,
+            environment=self.surroundings(),
             stacks_signal=self.stacks.signal_number if self.stacks is not None else 0,
             kill_when_stuck=options.watchdog_action == "kill",
             ranks=self.group.node,
@@ -365,21 +376,6 @@ def _check_claimed(store: Store, attempt: AttemptName) -> None:
             path=store.url,
         ) from error
     attempts.check_newest(store, attempt)
-
-
-def _surroundings(world: int) -> dict[str, Any]:
-    """What around this process can change numbers, in plain values."""
-    cuda = torch.cuda.is_available()
-    return {
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name() if cuda else platform.machine(),
-        "devices": torch.cuda.device_count() if cuda else 0,
-        "world": world,
-        "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-    }
 
 
 def log_differences(saved: object, now: dict[str, Any]) -> None:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -375,22 +375,37 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-class Filling:
-    """One restore: what is filled already, under which leaf's name. Copies between plain host tensors are put
-    off until `make_copies`, and made at once after it."""
+class Uploads(Protocol):
+    """Copies to devices, many at a time: each one alone would wait for its device."""
 
-    def __init__(self, saved: Saved) -> None:
+    def takes(self, live: Tensor) -> bool:
+        """Whether the tensor is on a device that is known here."""
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Fill each live tensor from its source in host memory, as `fill`; waits for the devices."""
+
+
+class Filling:
+    """One restore: what is filled already, under which leaf's name. Copies between plain host tensors, and
+    those that `uploads` takes, are put off until `make_copies`, unless `at_once` is set."""
+
+    def __init__(self, saved: Saved, uploads: Uploads | None = None) -> None:
         self.saved = saved
+        self.at_once = False
+        self._uploads = uploads
+        self._uploaded: list[tuple[Tensor, Tensor]] = []
         self._live: dict[str, Tensor] = {}
         self._taken: dict[int, list[Tensor]] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._puts_off = True
         self._meshes = Meshes()
         self.filled: list[tuple[str, Tensor]] = []
 
     def make_copies(self) -> None:
         """Make every copy that was put off."""
-        pairs, self._copies, self._puts_off = self._copies, [], False
+        uploaded, self._uploaded = self._uploaded, []
+        if self._uploads is not None and uploaded:
+            self._uploads.copy(uploaded)
+        pairs, self._copies = self._copies, []
         if not pairs:
             return
         digests = array("Q", bytes(8 * len(pairs)))
@@ -420,8 +435,11 @@ class Filling:
 
     def _copy(self, leaf: Leaf, live: Tensor) -> None:
         source = self.saved.tensor(leaf.name)
-        plain = _is_plain(live) and _is_plain(source) and live.dtype == source.dtype
-        if self._puts_off and plain and live.numel():
+        if self.at_once or not live.numel():
+            fill(live, source)
+        elif self._uploads is not None and self._uploads.takes(live):
+            self._uploaded.append((live, source))
+        elif _is_plain(live) and _is_plain(source) and live.dtype == source.dtype:
             self._copies.append((live, source))
         else:
             fill(live, source)

@@ -66,7 +66,9 @@ def restore(state: State) -> None:
         cuda = [_torch_state(packed) for packed in state.get("cuda", ())]
         for put in put_back:
             put()
-        for index, device_state in enumerate(cuda[: torch.cuda.device_count()]):
+        # Without NVML the question for devices initialises CUDA: asked only where there is an answer to use.
+        devices = torch.cuda.device_count() if cuda else 0
+        for index, device_state in enumerate(cuda[:devices]):
             torch.cuda.set_rng_state(device_state, index)
 
 

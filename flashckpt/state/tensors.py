@@ -169,11 +169,18 @@ def fill(live: Tensor, source: Tensor) -> None:
     """Give `live` the elements of `source` (same shape and dtype) in place, whatever its strides."""
     mode = torch.inference_mode() if live.is_inference() else torch.no_grad()
     with mode, torch._C.DisableTorchFunctionSubclass():
-        target, origin = bits(live.detach()), bits(source.detach())
-        for dim, stride in enumerate(target.stride()):
-            if stride == 0 and target.size(dim) > 1:
-                target, origin = target.narrow(dim, 0, 1), origin.narrow(dim, 0, 1)
+        target, origin = distinct_bits(live, source)
         target.copy_(origin)
+
+
+def distinct_bits(live: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of both without the repetitions along dimensions that are expanded in `live`: what has to be
+    copied to give it the elements of `source` (same shape and dtype)."""
+    target, origin = bits(live.detach()), bits(source.detach())
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.size(dim) > 1:
+            target, origin = target.narrow(dim, 0, 1), origin.narrow(dim, 0, 1)
+    return target, origin
 
 
 def make(leaf: Leaf, device: torch.device) -> Tensor:

@@ -27,6 +27,7 @@ from flashckpt.state.leaves import (
     Restructured,
     Saved,
     Sink,
+    Uploads,
     Walk,
     leaf_names,
 )
@@ -207,8 +208,9 @@ class Tree:
                         raise DamagedError(f"The snapshot names {leaf!r} and lacks it. Nothing was loaded.")
         return rows
 
-    def restore(self, saved: Saved) -> list[tuple[str, Tensor]]:
-        """Make the live state the saved one; (leaf name, live tensor) of everything that was filled.
+    def restore(self, saved: Saved, uploads: Uploads | None = None) -> list[tuple[str, Tensor]]:
+        """Make the live state the saved one; (leaf name, live tensor) of everything that was filled. What is
+        on a device goes there by `uploads`.
 
         Raises MismatchError or DamagedError with nothing changed; what a `load_state_dict` of the
         user's own raises, or does not take back, comes as StateError, when all else was filled. A leaf
@@ -228,13 +230,12 @@ class Tree:
                 "trained. Nothing was loaded. Let no state_dict put new tensors into the state's modules or "
                 "optimizers."
             )
-        live, filling, values = fitting[1], Filling(saved), saved.value["entries"]
+        live, filling, values = fitting[1], Filling(saved, uploads), saved.value["entries"]
         for entry in self._in_order():
             entry.restore(values[entry.name], filling, live)
-        # From here on what was filled is read (indices of sparse gradients, code of the program's own):
-        # nothing is put off any more.
-        filling.make_copies()
         self._gradients.restore(saved.value[NAMESPACE], filling)
+        filling.make_copies()
+        filling.at_once = True  # code of the program's own reads what it is given
         filled = list(filling.filled)
         for entry in self._in_order():
             try:
@@ -451,6 +452,7 @@ def _gradient(name: str, kind: str, parameter: Tensor, exception: Any, filling: 
     else:
         raise DamagedError(f"The snapshot holds a gradient of an unknown kind for {name}. It cannot be used.")
     shape = parameter.shape
+    filling.make_copies()  # the indices are read here
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=True)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import load, measure
 from benchmarks.settings import MIB, Job, Settings, for_machine, quick
-from benchmarks.workload import Workload, shape_of
+from benchmarks.workload import Workload, checksum, shape_of
 
 
 @pytest.fixture
@@ -61,3 +61,16 @@ def test_the_number_of_tensors_does_not_depend_on_the_size(tmp_path: Path) -> No
         return len(workload.leaves())
 
     assert leaves(2 * MIB) == leaves(16 * MIB)
+
+
+def test_a_checksum_sees_bits_and_places_and_adds_up_over_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.workload._PIECE", 100)
+    leaf = torch.randn(1003)
+    known = checksum(leaf)
+    assert checksum(leaf.clone().view(17, 59)) == known
+    parts = checksum(leaf[:401]) + checksum(leaf[401:], first=401)
+    assert (parts - known) % 2**64 == 0
+    flipped, swapped = leaf.clone(), leaf.clone()
+    flipped.view(torch.int32)[700] ^= 1 << 31
+    swapped[[3, 900]] = leaf[[900, 3]]
+    assert len({known, checksum(flipped), checksum(swapped), checksum(leaf[:-1])}) == 4

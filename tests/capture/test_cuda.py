@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -210,6 +211,8 @@ def test_slots_that_come_and_go_are_registered_as_long_as_they_are_mapped(
         loop.capture.register([slot])
         if number % 2:
             slot.close()
+        else:  # dropped without a close: the mapping goes with the object, the descriptor does not
+            os.close(slot.descriptor)
         del slot
     loop.iterate(large_ring)
     slots = [make_slot(30 + number, 1 << 20, 64 << 20) for number in range(3)]
@@ -361,6 +364,33 @@ def test_only_streams_of_the_state_are_asked_whether_a_graph_is_captured(sealer:
             assert device.capturing()  # here it is the current stream
             graph.capture_end()
         assert found == [expected]
+    device.close()
+
+
+def test_a_time_is_asked_without_ending_a_graph_that_another_thread_captures() -> None:
+    """On a stream that the library does not know, in the mode that forbids queries to all threads."""
+    [device] = devices_of([torch.zeros(1, device="cuda")])
+    start, end = device.new_mark(timing=True), device.new_mark(timing=True)
+    device.mark(start)
+    torch.cuda._sleep(1_000_000)
+    device.mark(end)
+    torch.cuda.synchronize()
+    graph, value = torch.cuda.CUDAGraph(), torch.zeros(10, device="cuda")
+    found: list[float | None] = []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(capture_error_mode="global")
+        value.add_(1)
+        asking = threading.Thread(target=lambda: found.append(device.elapsed_s(start, end)))
+        asking.start()
+        asking.join()
+        graph.capture_end()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert value.eq(1).all()
+    [seconds] = found
+    assert seconds is not None
+    assert seconds > 0
     device.close()
 
 

@@ -2,7 +2,7 @@
    Contexts are 0x1000 + ordinal. Copies are made at once, but for those of 17 bytes, which are refused. Graphs are captured on
    stream 5; stream 6 is the legacy stream beside one. Unregistering logs whether the memory was still mapped.
    The kernel of digests is the emulated one, run at once; what FAKE_CUDA_REFUSES names (module, function, fill,
-   launch, memory, wait, copy, "register " and an address) is refused; "assert" refuses all work as after a
+   launch, memory, wait, copy, elapsed, "register " and an address) is refused; "assert" refuses all work as after a
    failed device assert; "digests" and "copies" come out wrong; "memory for names" makes those of errors 64 MiB
    long. Device N is at the PCI address 0000:1a+N:03.0. */
 #define _DEFAULT_SOURCE
@@ -64,6 +64,11 @@ int cuEventRecord(void* event, void* stream) {
 int cuEventSynchronize(void* event) {
     tell("wait", (unsigned long)event, 0);
     return refused("wait") ? 719 : refused("assert") ? 710 : 0;
+}
+int cuEventElapsedTime(float* milliseconds, void* start, void* end) {
+    tell("elapsed", (unsigned long)start, (unsigned long)end);
+    *milliseconds = 250;
+    return (unsigned long)end == 9 ? 600 : refused("elapsed") ? 719 : refused("assert") ? 710 : 0; /* 9: not passed yet */
 }
 int cuStreamWaitEvent(void* stream, void* event, unsigned flags) {
     tell("hold", (unsigned long)stream, (unsigned long)event);

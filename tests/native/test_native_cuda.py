@@ -347,6 +347,22 @@ assert asked == [(0, 0x1B, 3)]
     run(driver, program, 2)
 
 
+@pytest.mark.parametrize(("refuses", "seconds"), [("", "0.25"), ("elapsed", "None")])
+def test_the_time_between_events_is_asked_in_relaxed_mode(driver: Path, refuses: str, seconds: str) -> None:
+    """A query in any other mode makes a graph invalid that another thread captures."""
+    program = (
+        LANE
+        + """
+answers = [_native.cuda_elapsed_s(7, end, 1) for end in (8, 9)]
+with open(os.environ["FAKE_CUDA_LOG"], "a") as log:
+    print("answers", answers, file=log)
+"""
+    )
+    there = "context=1001 mode=2"
+    asked = [f"elapsed 7 8 {there}", f"elapsed 7 9 {there}", f"answers [{seconds}, None]"]
+    assert run(driver, program, 2, refuses)[-3:] == asked
+
+
 MAPPING = """
 import gc, mmap, os
 from flashckpt import _native

@@ -246,6 +246,7 @@ def test_torch_pins_the_batch_inside_a_report() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.process
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_batches_are_pinned_where_the_loader_pins() -> None:
     source = source_of(runs.loader(runs.Items("/dev/null"), 2, collate_fn=runs.collate, pin_memory=True))
