@@ -63,6 +63,11 @@ class PreparedCopies:
             self.on_devices.append(DeviceCopies(device, plan, indexes, ways, unsafe, holes))
         self.host.stage(i for each in self.on_devices for i in each.arena.bridged)
 
+    @property
+    def uses_devices(self) -> bool:
+        """Whether a device holds leaves, or writes some that are in host memory."""
+        return bool(self.on_devices or self._feeders)
+
     def moved(self, indexes: Iterable[int]) -> None:
         """The plan was patched: these leaves lie elsewhere now."""
         self.host.moved()
@@ -81,9 +86,11 @@ class PreparedCopies:
         boundary: int = 0,
         gated: bool = False,
         persist: bool = False,
+        confirms: bool = False,
     ) -> None:
         """Write a slot, or a region of constants, that was begun, and hand it to be sealed. `gated`: a hook
-        will close the gates before the next write. Whatever is raised, nothing of it is written any more."""
+        will close the gates before the next write. `confirms`: see `Slot.submit`. Whatever is raised, nothing
+        of it is written any more."""
         try:
             target.prepare(self.plan, values)
             handles = self._capture(target, gated=gated)
@@ -92,7 +99,10 @@ class PreparedCopies:
             if persist:
                 target.slot.request_persist(target.generation)
             moves = [self.host.moves(target), *(each.moves(target) for each in self.on_devices)]
-            target.seal(sealer, handles, np.concatenate(moves), step, attempt, boundary, held=self._held)
+            target.seal(
+                sealer, handles, np.concatenate(moves), step, attempt, boundary,
+                held=self._held, confirms=confirms,
+            )  # fmt: skip
         except BaseException:
             target.forget()
             try:
