@@ -2,8 +2,7 @@
 
 ProcessGroupNCCL's watchdog records an error (`get_error`: a timeout, a failed communicator, an error of
 another rank) before it aborts the communicators of that group. So while no group reports one, no watchdog has
-aborted anything.
-Starts no collective, takes no lock of CUDA, and costs a few microseconds a group.
+aborted anything. To ask starts no collective and calls nothing of CUDA.
 """
 
 from __future__ import annotations
