@@ -28,8 +28,10 @@ from flashckpt.capture.slot_writer import SlotWriter
 _EMPTY = _native.EMPTY_DIGEST - (1 << 64)  # as int64
 # Where a run begins it is aligned to this as it is in the image: kernels read wide words.
 _ALIGNED = 512
-# In so many captures of a plan the sources are digested again after they were copied.
+# In so many captures of a plan the sources are digested again after they were copied; of those in host memory
+# a sample in all later ones: a thread may begin to write them at any time.
 _CHECKED = 3
+_SAMPLED, _SAMPLED_BYTES = 256, 4096
 
 
 class PreparedCopies:
@@ -63,6 +65,11 @@ class PreparedCopies:
             self.on_devices.append(DeviceCopies(device, plan, indexes, ways, unsafe, holes))
         self.host.stage(i for each in self.on_devices for i in each.arena.bridged)
 
+    @property
+    def uses_devices(self) -> bool:
+        """Whether a device holds leaves, or writes some that are in host memory."""
+        return bool(self.on_devices or self._feeders)
+
     def moved(self, indexes: Iterable[int]) -> None:
         """The plan was patched: these leaves lie elsewhere now."""
         self.host.moved()
@@ -81,9 +88,11 @@ class PreparedCopies:
         boundary: int = 0,
         gated: bool = False,
         persist: bool = False,
+        confirms: bool = False,
     ) -> None:
         """Write a slot, or a region of constants, that was begun, and hand it to be sealed. `gated`: a hook
-        will close the gates before the next write. Whatever is raised, nothing of it is written any more."""
+        will close the gates before the next write. `confirms`: see `Slot.submit`. Whatever is raised, nothing
+        of it is written any more."""
         try:
             target.prepare(self.plan, values)
             handles = self._capture(target, gated=gated)
@@ -92,7 +101,10 @@ class PreparedCopies:
             if persist:
                 target.slot.request_persist(target.generation)
             moves = [self.host.moves(target), *(each.moves(target) for each in self.on_devices)]
-            target.seal(sealer, handles, np.concatenate(moves), step, attempt, boundary, held=self._held)
+            target.seal(
+                sealer, handles, np.concatenate(moves), step, attempt, boundary,
+                held=self._held, confirms=confirms,
+            )  # fmt: skip
         except BaseException:
             target.forget()
             try:
@@ -126,7 +138,7 @@ class PreparedCopies:
     def _capture(self, target: SlotWriter, *, gated: bool) -> list[int]:
         """Start every copy. Returns the handles that a seal waits for. Devices first: their copies run while
         the host copies its own."""
-        check = self._captures < _CHECKED
+        check, turn = self._captures < _CHECKED, self._captures
         self._captures += 1
         for device, mark in self._feeders.values():
             device.gather()
@@ -134,7 +146,7 @@ class PreparedCopies:
         handles = [each.capture(target, gated=gated, check=check) for each in self.on_devices]
         for _, mark in self._feeders.values():
             mark.wait()
-        self.host.capture(target, check=check)
+        self.host.capture(target, check=check, turn=turn)
         changed = [i for i in self.changed_constants(target.table) if self._owners[i] is None]
         if changed:
             raise ConstantsChanged(changed)
@@ -173,6 +185,7 @@ class HostCopies:
         self._sizes: Addresses = plan.sizes[self._plain]
         self._destinations = np.empty_like(self._sources)
         self._digests = np.empty_like(self._sources)
+        self._block_ends = np.cumsum(-(-self._sizes.astype(np.int64) // _SAMPLED_BYTES))
         self.stage(())
         # One run of the table where all leaves are plain host leaves: digests go there without a detour.
         self._whole = len(self._plain) == len(plan.leaves)
@@ -201,11 +214,12 @@ class HostCopies:
         """Read the addresses again: the plan was patched."""
         np.take(self._plan.addresses, self._plain, out=self._sources)
 
-    def capture(self, target: SlotWriter, *, check: bool) -> None:
+    def capture(self, target: SlotWriter, *, check: bool, turn: int) -> None:
         """Copy everything but what is only digested.
 
         check: read the sources again after the copy, and let the seal refuse a difference: digests are of
-        the bytes that were copied, and do not see a thread that writes a leaf while it is copied.
+        the bytes that were copied, and do not see a thread that writes a leaf while it is copied. Else the
+        sample of this `turn` is read again, so that such a thread is found within some captures.
         """
         if len(self._plain):
             np.add(self._offsets, np.uint64(target.image_address), out=self._destinations)
@@ -216,20 +230,38 @@ class HostCopies:
             )
             if not self._whole:
                 target.table[self._plain] = self._digests
-        for index in self._odd:
-            self._capture_odd(target, index, check=check or index in self._unsafe)
+        for number, index in enumerate(self._odd):
+            is_in_turn = turn % len(self._odd) == number
+            self._capture_odd(target, index, check=check or is_in_turn or index in self._unsafe)
         target.table[self._digested] = self._digests_of(self._digested)
         checked = self._plain if check else self._plain_unsafe
         torn = self._digests_of(checked) != target.table[checked]
         target.table[checked[torn]] = _native.EMPTY_DIGEST
+        if not check:
+            target.table[self._torn_in_sample(turn)] = _native.EMPTY_DIGEST
+
+    def _torn_in_sample(self, turn: int) -> NDArray[np.int64]:
+        """The leaves whose bytes differ from their copies in the blocks of this turn. The blocks are spread
+        evenly over all plain leaves, and the turns of one round together read each of them once. The blocks
+        of a leaf are counted from its end; the one at its beginning overlaps the next."""
+        num_blocks = int(self._block_ends[-1]) if len(self._plain) else 0
+        turns = max(1, -(-num_blocks // _SAMPLED))
+        blocks = np.arange(turn % turns, num_blocks, turns)
+        leaves = np.searchsorted(self._block_ends, blocks, side="right")
+        sizes = self._sizes[leaves]
+        last_starts = np.maximum(sizes.astype(np.int64) - _SAMPLED_BYTES, 0)
+        starts = np.minimum((self._block_ends[leaves] - 1 - blocks) * _SAMPLED_BYTES, last_starts)
+        lengths = np.minimum(sizes, np.uint64(_SAMPLED_BYTES))
+        now, copied = (
+            _digested(addresses[leaves] + starts.astype(np.uint64), lengths, 1)
+            for addresses in (self._sources, self._destinations)
+        )
+        torn: NDArray[np.int64] = self._plain[leaves[now != copied]]
+        return torn
 
     def _digests_of(self, indexes: NDArray[np.int64]) -> Addresses:
         """Of these leaves where they lie."""
-        digests: Addresses = np.empty(len(indexes), dtype=np.uint64)
-        if len(indexes):
-            sources, sizes = self._plan.addresses[indexes], self._plan.sizes[indexes]
-            _native.digest_many(sources.data, sizes.data, _native.address_of(digests.data), self._threads)
-        return digests
+        return _digested(self._plan.addresses[indexes], self._plan.sizes[indexes], self._threads)
 
     def _capture_odd(self, target: SlotWriter, index: int, *, check: bool) -> None:
         tensor, size = self._plan.tensors[index].detach(), int(self._plan.sizes[index])
@@ -242,6 +274,14 @@ class HostCopies:
             if _native.digest(again.data_ptr(), size) != digest:
                 digest = _native.EMPTY_DIGEST
         target.table[index] = digest
+
+
+def _digested(addresses: Addresses, sizes: Addresses, threads: int) -> Addresses:
+    """Digests of host memory at these addresses."""
+    digests: Addresses = np.empty(len(addresses), dtype=np.uint64)
+    if len(addresses):
+        _native.digest_many(addresses.data, sizes.data, _native.address_of(digests.data), threads)
+    return digests
 
 
 def _elsewhere(plan: Plan, index: int) -> bool:

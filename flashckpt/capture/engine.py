@@ -68,7 +68,7 @@ class Capture:
     of the state, wrapped or not; known are the digests, by name, of the snapshot that the state was restored
     from, constants names those of it that were, region is the one that it names. ordinal is that of the
     boundary, counted by who passes them, alike on all ranks: it stands in each snapshot. sharing says
-    what is done about leaves that other ranks hold too.
+    what is done about leaves that other ranks hold too, group_failure is for `InFlight`.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Capture:
         constants: Collection[str] = (),
         region: ConstantsRegion | None = None,
         sharing: Sharing | None = None,
+        group_failure: Callable[[], str] | None = None,
     ) -> None:
         self._sealer, self._devices, self._attempt = sealer, devices, attempt
         inner = [unwrapped(optimizer) for optimizer in optimizers]
@@ -107,14 +108,15 @@ class Capture:
             tree, self._policy, self.hooks, self._constants, self.heartbeat, devices,
             options.device_memory, threads, sharing,
         )  # fmt: skip
-        self._in_flight = InFlight(self._planner, self._policy, self._constants, sealer, self._lost)
+        self._in_flight = InFlight(
+            self._planner, self._policy, self._constants, sealer, self._lost, group_failure
+        )
         self._ordered = False
         self._asked: PendingSnapshot | None = None
         self._captured_step = -1
         self.lost_step: int | None = None  # that one, once its snapshot is lost
-        self.lost_why = ""
         self._call_s = 0.0
-        self._step = -1
+        self._step, self._entered = -1, (-1, -1)
         if ring is not None:
             self.set_slots(ring, owner)
 
@@ -277,6 +279,9 @@ class Capture:
     def _enter(self, step: int) -> None:
         self._ask_devices()
         self._in_flight.poll()
+        if self._entered != (self.ordinal, step):
+            self._entered = self.ordinal, step
+            self._in_flight.confirm()
         self._settle()
         if step == self._step:
             self._intervals.pause()
@@ -300,16 +305,22 @@ class Capture:
                     step=step,
                 )
 
+    @property
+    def lost_reason(self) -> str:
+        """Why the last snapshot that was lost is."""
+        return self._in_flight.lost_reason
+
     def wait(self) -> None:
-        """The host waits for copies in flight: at the ends of runs only."""
+        """The host waits for copies in flight, and confirms them: at the ends of runs only."""
         self._in_flight.wait()
         self._intervals.pause()
 
     def close(self) -> None:
-        """Take the hooks off, wait for copies in flight, let go of slots and tensors."""
+        """Take the hooks off, wait for copies in flight, let go of slots and tensors. Confirms nothing: an
+        end in order has waited before."""
         self.hooks.close()
         self.heartbeat.rest()
-        self._in_flight.wait()
+        self._in_flight.drain()
         self._forget_slots()
         self._writers.release()
         self._end_copy()
@@ -381,6 +392,7 @@ class Capture:
         copies.write(
             target, data, self._sealer, step, self._attempt,
             boundary=self.ordinal, gated=self._hooks.gated, persist=persist,
+            confirms=self._in_flight.confirms(copies),
         )  # fmt: skip
         pending = PendingSnapshot(step, target, copies, ordered=self._ordered)
         self._in_flight.add(pending)
@@ -390,10 +402,10 @@ class Capture:
 
     # ---- what the parts call
 
-    def _lost(self, pending: PendingSnapshot, why: str) -> None:
+    def _lost(self, pending: PendingSnapshot) -> None:
         self.schedule.lost()
         if pending.step == self._captured_step:
-            self.lost_step, self.lost_why = pending.step, why
+            self.lost_step = pending.step
         self._ordered = self._ordered or pending.ordered  # the order stands again
         if pending is self._asked:
             self._persist_ended(fulfilled=False)

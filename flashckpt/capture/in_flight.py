@@ -2,6 +2,13 @@
 
 Owns the list of them and what is learned when one ends: torn leaves, changed constants, lost snapshots.
 Never waits but where `wait` is called, at the end of runs.
+
+Owns the rule after which a snapshot of several ranks on devices is sealed (docs/capture.md, "An abort").
+NCCL's watchdog aborts a collective first and ends the process later. In between the device computes with
+half-reduced gradients, and clone, digest and copy succeed. An abort can only change a snapshot whose copies
+end after it. So a snapshot stays UNCONFIRMED until, after its copies have ended, the training thread enters
+another boundary or waits in order, and no process group reports an error then. If the trainer dies before, it
+is discarded.
 """
 
 from __future__ import annotations
@@ -21,9 +28,9 @@ from flashckpt.memory.slot import Slot, SlotState
 
 log = logging.getLogger(__name__)
 
+_TORN = "its bytes are not those of its boundary"
 _WAIT_SLICE_S = 60.0
 _REGION_TRIES = 3
-_TORN = "its bytes are not those of its boundary"
 
 
 class PendingSnapshot:
@@ -38,7 +45,9 @@ class PendingSnapshot:
 
 
 class InFlight:
-    """on_lost is called for a snapshot that will never be, with the reason."""
+    """on_lost is called for a snapshot that will never be. group_failure returns why collectives may have
+    been aborted, or ""; it is None for a process that trains alone: its snapshots need no confirmation.
+    lost_reason says why the last snapshot was lost."""
 
     def __init__(
         self,
@@ -46,23 +55,31 @@ class InFlight:
         policy: CopyPolicy,
         constants: Constants,
         sealer: _native.Sealer,
-        on_lost: Callable[[PendingSnapshot, str], None],
+        on_lost: Callable[[PendingSnapshot], None],
+        group_failure: Callable[[], str] | None,
     ) -> None:
         self._planner, self._policy, self._constants = planner, policy, constants
-        self._sealer, self._on_lost = sealer, on_lost
+        self._sealer, self._on_lost, self._group_failure = sealer, on_lost, group_failure
         self._pending: list[PendingSnapshot] = []
+        self._unconfirmed: list[PendingSnapshot] = []
         # The newest sealed of each slot, until the keeper is known to have found no leaf of it torn.
         self._sealed: dict[str, PendingSnapshot] = {}
         self._failures: dict[int, tuple[str, bool]] = {}
         self.sealed = 0
         self.lost = 0
+        self.lost_reason = ""
 
     def add(self, snapshot: PendingSnapshot) -> None:
         self._pending.append(snapshot)
 
+    def confirms(self, copies: PreparedCopies) -> bool:
+        """Whether a snapshot made by these is to be confirmed before it counts."""
+        return self._group_failure is not None and copies.uses_devices
+
     def running(self) -> bool:
-        """Whether copies of a device are still on their way."""
-        return any(each.copies.on_devices for each in self._pending if each.copies)
+        """Whether copies of a device are still on their way, or not confirmed."""
+        is_copying = any(each.copies.on_devices for each in self._pending if each.copies)
+        return is_copying or bool(self._unconfirmed)
 
     def poll(self) -> None:
         """Look, without waiting, at what was sealed or refused, and at what the keeper found torn."""
@@ -74,16 +91,41 @@ class InFlight:
             copies, snapshot.copies = snapshot.copies, None
             assert copies is not None
             copies.landed()
-            if state is SlotState.SEALED:
+            if state is SlotState.UNCONFIRMED:
+                self._unconfirmed.append(snapshot)
+            elif state is SlotState.SEALED:
                 self._was_sealed(snapshot)
             else:
                 self._was_refused(snapshot, copies)
         for snapshot in list(self._sealed.values()):
             self._look_for_tears(snapshot)
 
+    def confirm(self) -> None:
+        """Seal the snapshots that `poll` has found complete, or lose them where a process group has failed.
+
+        Called where the training thread enters a boundary, or waits: never for an end by an exception."""
+        # Asked after the copies have ended: an abort from now on changes nothing that was copied.
+        failure = self._group_failure() if self._unconfirmed and self._group_failure is not None else ""
+        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        for snapshot in unconfirmed:
+            target, generation = snapshot.target, snapshot.generation
+            if not failure and target.slot.confirm(target.owner, generation):
+                self._was_sealed(snapshot)
+                continue
+            target.slot.abandon(target.owner, generation)
+            reason = failure or "its slot was taken away before it was confirmed"
+            if reason != self.lost_reason:
+                log.error("The snapshot of step %d was discarded: %s.", snapshot.step, reason)
+            self._lose(snapshot, reason)
+
     def wait(self) -> None:
         """Until nothing is on its way: the only place where the host waits for copies. What the keeper has
         found torn meanwhile is known afterwards."""
+        self.drain()
+        self.confirm()
+
+    def drain(self) -> None:
+        """The same for an end that may be abnormal: what is not confirmed yet stays so."""
         self.poll()
         while self._pending:
             drained = self._sealer.drain(_WAIT_SLICE_S)
@@ -98,6 +140,7 @@ class InFlight:
     def forget(self) -> None:
         """The slots are others from here on."""
         self._pending.clear()
+        self._unconfirmed.clear()
         self._sealed.clear()
 
     def drop(self, target: SlotWriter) -> None:
@@ -166,9 +209,10 @@ class InFlight:
         if any([self._policy.tear(snapshot.names[leaf], snapshot.ways[leaf]) for leaf in known]):
             self._planner.drop()
 
-    def _lose(self, snapshot: PendingSnapshot, why: str) -> None:
+    def _lose(self, snapshot: PendingSnapshot, reason: str) -> None:
         self.lost += 1
-        self._on_lost(snapshot, why)
+        self.lost_reason = reason
+        self._on_lost(snapshot)
 
 
 class RegionCopy:

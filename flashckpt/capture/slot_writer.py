@@ -108,10 +108,11 @@ class SlotWriter:
         boundary: int = 0,
         *,
         held: Addresses,
+        confirms: bool = False,
     ) -> None:
         """Hand the slot to the native thread: it seals once every wait is over, what comes late has been
         put in its place (moves: rows of source, destination and bytes) and every digest is there, those of
-        constants as they are `held` by their region."""
+        constants as they are `held` by their region. `confirms`: see `Slot.submit`."""
         assert self.plan is not None
         crashpoints.point("capture.copied")
         plan, places = self.plan, self._places
@@ -137,13 +138,14 @@ class SlotWriter:
         crashpoints.point("seal.submitting")
         count, late = len(plan.leaves), moves.reshape(-1).data
         self.slot.submit(
-            sealer, self.owner, self.generation, places, count, waits=waits, moves=late, held=held.data
-        )
+            sealer, self.owner, self.generation, places, count,
+            waits=waits, moves=late, held=held.data, confirms=confirms,
+        )  # fmt: skip
         crashpoints.point("seal.submitted")
 
     def state(self, generation: int) -> SlotState:
-        """Of one snapshot: WRITING while the seal is to come, FREE if it was refused or discarded, SEALED
-        otherwise, even where the slot has been written again since."""
+        """Of one snapshot: WRITING while the seal is to come, UNCONFIRMED until it is confirmed, FREE if it
+        was refused or discarded, SEALED otherwise, even where the slot has been written again since."""
         try:
             word = self.slot.state()
         except DamagedError:

@@ -130,7 +130,7 @@ class AttachedRun:
             raise unsaved
         lost = self._capture.lost_step
         if lost is not None and not (self._in_iteration and self.stopping):
-            raise self._attendant.not_captured(lost, self._capture.lost_why)
+            raise self._attendant.not_captured(lost, self._capture.lost_reason)
         if ordered_at is not None and not self._in_iteration:
             raise self._attendant.not_captured(
                 ordered_at + 1, "the iteration in which save() was called was left before its boundary"

@@ -342,7 +342,7 @@ class Boundaries:
             elif not outgrown:
                 attendant.wait_for_room()
             if not is_sealed() and (tries >= _TRIES or time.monotonic() > until_s):
-                raise attendant.not_captured(step, outcome.reason or "its copies were torn, each time")
+                raise attendant.not_captured(step, outcome.reason or self._capture.lost_reason)
         self._saved()
         self._use.at_boundary()
         if persist:

@@ -52,6 +52,7 @@ from flashckpt.keeper.protocol import Status
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Environment, Keep, Options, Remote, RemoteCall, check_call
 from flashckpt.persist.ledger import Event
+from flashckpt.ranks.aborts import group_failure
 from flashckpt.ranks.group import join
 from flashckpt.ranks.pacing import Cadence, Pacing
 from flashckpt.restore.filling import check_fits, fill
@@ -582,6 +583,7 @@ def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, tak
         sharing=Sharing(
             session.environment.rank, is_divided=True, within=session.ranks, node=session.group.node
         ),
+        group_failure=None if pacing.is_alone else group_failure,
     )
 
 

@@ -21,7 +21,7 @@ from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoo
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Refusal, close_all
 from flashckpt.memory.control_page import SlotSize
-from flashckpt.memory.slot import Sealed, Slot, SlotRing, SlotState
+from flashckpt.memory.slot import Sealed, Slot, SlotRing
 from flashckpt.options import Options
 
 log = logging.getLogger(__name__)
@@ -315,10 +315,10 @@ class Slots:
         """Whether what stands in slots that are not let go yet, or is written to them, may name a region."""
         for slot in self._slots():
             try:
-                sealed, is_writing = slot.sealed(), slot.state().state is SlotState.WRITING
+                is_begun, sealed = slot.state().state.is_begun, slot.sealed()
             except DamagedError:
                 continue
-            if is_writing or sealed is not None and sealed.record.constants_nonce == nonce:
+            if is_begun or sealed is not None and sealed.record.constants_nonce == nonce:
                 return True
         return False
 

@@ -352,7 +352,8 @@ class Allocation:
     def _is_leaving(self, held: HeldRegion) -> bool:
         """Whether a slot that no trainer uses any more goes soon: not where one writes it all the same, nor
         where it holds the newest snapshot of its rank, or one that cannot be persisted."""
-        if not held.retired or held.state() is SlotState.WRITING:
+        state = held.state()
+        if not held.retired or (state is not None and state.is_begun):
             return False
         sealed = held.sealed()
         if sealed is None or not self._is_needed(held, sealed):

@@ -276,7 +276,7 @@ class Regions:
             owner = None if word is None else held.slot.owner(word.owner)
             if word is None or (owner is not None and self._keeps(owner[1])):
                 continue
-            if word.state is SlotState.WRITING:
+            if word.state.is_begun:
                 held.slot.free(word)
             elif word.state is SlotState.PINNED:
                 held.slot.unpin(word)

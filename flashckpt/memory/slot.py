@@ -2,7 +2,8 @@
 of a rank's slots: which of them is written next.
 
 Owns the mapping and every change of the control page. The state word changes by compare-and-swap only:
-FREE -> WRITING -> SEALED <-> PINNED, SEALED -> FREE. Never frees or resizes the region itself.
+FREE -> WRITING -> (UNCONFIRMED ->) SEALED <-> PINNED, SEALED -> FREE. Never frees or resizes the region
+itself.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ class SlotState(IntEnum):
     WRITING = 1
     SEALED = 2
     PINNED = 3
+    UNCONFIRMED = 4
+    """Complete, and not yet trusted: its trainer has not confirmed it (docs/capture.md, "An abort")."""
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the slot holds a snapshot that only its trainer may use. It is gone if the trainer dies."""
+        return self in (SlotState.WRITING, SlotState.UNCONFIRMED)
 
 
 class Word(NamedTuple):
@@ -46,7 +54,7 @@ class Word(NamedTuple):
     @classmethod
     def unpacked(cls, word: int) -> Word:
         """Raises DamagedError for a state that does not exist."""
-        if word & 0xFF > SlotState.PINNED:
+        if word & 0xFF > SlotState.UNCONFIRMED:
             raise DamagedError(f"A slot's state word {word:#x} is none. The slot is not used.")
         return cls(SlotState(word & 0xFF), word >> 8 & 0xFF, word >> 16 & _MASK_48)
 
@@ -239,8 +247,15 @@ class Slot(forks.OwnDescriptor):
         return generation if self.change(word, Word(SlotState.WRITING, owner, generation)) else None
 
     def abandon(self, owner: int, generation: int) -> bool:
-        """Give up what is being written: WRITING -> FREE."""
-        return self.change(Word(SlotState.WRITING, owner, generation), Word(SlotState.FREE, 0, generation))
+        """Give up what is not sealed yet: WRITING or UNCONFIRMED -> FREE."""
+        free = Word(SlotState.FREE, 0, generation)
+        begun = (SlotState.WRITING, SlotState.UNCONFIRMED)
+        return any(self.change(Word(state, owner, generation), free) for state in begun)
+
+    def confirm(self, owner: int, generation: int) -> bool:
+        """UNCONFIRMED -> SEALED. False if the slot no longer holds this snapshot."""
+        unconfirmed = Word(SlotState.UNCONFIRMED, owner, generation)
+        return self.change(unconfirmed, Word(SlotState.SEALED, 0, generation))
 
     def pin(self, owner: int, sealed: Word) -> Word | None:
         """SEALED -> PINNED: nobody overwrites it. The pinned word, or None if it is no longer sealed."""
@@ -280,16 +295,19 @@ class Slot(forks.OwnDescriptor):
         waits: Sequence[int] = (),
         moves: memoryview | None = None,
         held: memoryview | None = None,
+        confirms: bool = False,
     ) -> None:
         """Hand a slot whose metadata, but for the `count` digests, and record are written to the thread that
         seals it: once every wait is over, what comes late has been put in its place (moves: u64 triples of
         source, destination and bytes) and every digest is there, the last ones as they are `held` elsewhere
-        (u64)."""
+        (u64). `confirms`: the snapshot is left UNCONFIRMED, for this process to confirm."""
+        sealed = Word(SlotState.SEALED, 0, generation)
+        unconfirmed = Word(SlotState.UNCONFIRMED, owner, generation)
         sealer.submit(
             waits=waits,
             word=self.word_address,
             expected=Word(SlotState.WRITING, owner, generation).packed(),
-            desired=Word(SlotState.SEALED, 0, generation).packed(),
+            desired=(unconfirmed if confirms else sealed).packed(),
             record=self._address + page.RECORD_OFFSET,
             metadata=self.metadata_address,
             metadata_bytes=places.num_bytes,

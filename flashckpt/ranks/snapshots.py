@@ -22,10 +22,12 @@ from flashckpt.ranks.node_table import NodeTable
 
 @dataclass
 class HeldBoundaries:
-    """What stands in a rank's slots: snapshots of this attempt by boundary; whether one is being written."""
+    """What stands in a rank's slots: snapshots of this attempt by boundary; whether one is being written;
+    whether one is on its way to its seal, written or unconfirmed."""
 
     sealed: dict[int, Sealed] = field(default_factory=dict)
     is_writing: bool = False
+    is_begun: bool = False
 
     @classmethod
     def of(cls, slots: Iterable[Slot], attempt_number: int) -> HeldBoundaries:
@@ -35,18 +37,19 @@ class HeldBoundaries:
                 state, sealed = slot.state().state, slot.sealed()
             except DamagedError:
                 continue
-            if state is SlotState.WRITING:
-                found.is_writing = True
+            if state.is_begun:
+                found.is_begun = True
+                found.is_writing = found.is_writing or state is SlotState.WRITING
             elif sealed is not None and sealed.record.attempt_number == attempt_number:
                 found.sealed[sealed.boundary] = sealed
         return found
 
 
-def judged_until(settled: int, begun: int, *, is_writing: bool) -> int:
+def judged_until(settled: int, begun: int, *, is_begun: bool) -> int:
     """The newest boundary up to which every one was sealed or missed. settled, begun: the rank's words,
     read in this order and before the slots. One snapshot is on its way at most, and it is the one begun
     last."""
-    return begun - 1 if is_writing and begun <= settled else settled
+    return begun - 1 if is_begun and begun <= settled else settled
 
 
 class Snapshots:
@@ -81,7 +84,7 @@ class Snapshots:
         self._apply(announced, slots, held)
         budget = self._budget
         self._row.measure(writable, budget.plain_s or 0.0, budget.cost_s or 0.0, self._landing_s)
-        judged = judged_until(settled, begun, is_writing=held.is_writing)
+        judged = judged_until(settled, begun, is_begun=held.is_begun)
         self._row.publish(judged, self._compared(held, announced.decided))
         self._row.hear(announced.number)
 

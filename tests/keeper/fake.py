@@ -305,11 +305,11 @@ class FakeTrainer:
         )
         return slot, generation
 
-    def seal(self, slot: Slot, generation: int) -> None:
+    def seal(self, slot: Slot, generation: int, *, confirms: bool = False) -> None:
         owner = self.owners[slot.name]
         count = len(self.image.leaves)
         places = metadata.geometry(*self.sizes())
-        slot.submit(self.sealer, owner, generation, places, count)
+        slot.submit(self.sealer, owner, generation, places, count, confirms=confirms)
         assert self.sealer.drain(240)
 
     def snapshot(self, step: int, *, persist: bool = False) -> tuple[Slot, int]:
@@ -403,6 +403,20 @@ class Driven:
         assert self._pending is not None
         slot, generation = self._pending
         return [slot.name, generation]
+
+    def _do_leave_unconfirmed(self, step: int) -> list[Any]:
+        """Written, asked for, complete, and not confirmed."""
+        answer = self._do_write(step)
+        assert self._pending is not None
+        slot, generation = self._pending
+        slot.request_persist(generation)
+        self._made.seal(slot, generation, confirms=True)
+        return answer
+
+    def _do_confirm(self) -> bool:
+        assert self._pending is not None
+        slot, generation = self._pending
+        return slot.confirm(slot.state().owner, generation)
 
     def _do_seal(self) -> None:
         assert self._pending is not None

@@ -72,13 +72,16 @@ def stop(pid: int) -> None:
     eventually(stands)
 
 
-def test_killed_while_writing_a_slot_loses_that_snapshot_and_no_other(tmp_path: Path, runtime: Path) -> None:
+@pytest.mark.parametrize("command", ["write", "leave unconfirmed"])
+def test_killed_before_a_seal_loses_that_snapshot_and_no_other(
+    tmp_path: Path, runtime: Path, command: str
+) -> None:
     run = tmp_path / "run"
     trainer = Process(run, runtime)
     trainer.do("start", None, 0, None)
     trainer.do("slots", 2)
     trainer.do("snapshot", 1, False)
-    name, generation = trainer.do("write", 2)
+    name, generation = trainer.do(command, 2)
     trainer.kill()
     eventually(lambda: committed(run) == [1])
     second = Process(run, runtime)
@@ -91,6 +94,21 @@ def test_killed_while_writing_a_slot_loses_that_snapshot_and_no_other(tmp_path: 
     assert committed(run) == [1, 2]
     second.do("end")
     second.gone()
+
+
+def test_what_is_not_confirmed_is_not_persisted_until_it_is(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3)
+    trainer.do("leave unconfirmed", 1)
+    trainer.do("snapshot", 2, True)
+    trainer.do("committed", 2)
+    assert committed(run) == [2], "the older one was asked for first"
+    assert trainer.do("confirm")
+    eventually(lambda: committed(run) == [1, 2])
+    trainer.do("end")
+    trainer.gone()
 
 
 def test_a_torn_newest_falls_back_to_the_one_before(tmp_path: Path, runtime: Path) -> None:

@@ -52,7 +52,7 @@ def slot() -> Iterator[Slot]:
     made.close()
 
 
-def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0) -> int:
+def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0, *, confirms: bool = False) -> int:
     """Write and seal a snapshot by hand, in the order that a trainer and its sealer do."""
     generation = slot.begin(1)
     assert generation is not None
@@ -70,13 +70,15 @@ def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0) -> int:
         image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=step, boundary=boundary,
     )  # fmt: skip
     slot.write_record(record)
-    seal(slot, generation, places, 2)
+    seal(slot, generation, places, 2, confirms=confirms)
     return generation
 
 
-def seal(slot: Slot, generation: int, places: metadata.Geometry, count: int) -> None:
+def seal(
+    slot: Slot, generation: int, places: metadata.Geometry, count: int, *, confirms: bool = False
+) -> None:
     sealer = _native.Sealer()
-    slot.submit(sealer, 1, generation, places, count)
+    slot.submit(sealer, 1, generation, places, count, confirms=confirms)
     assert sealer.drain(240)
     sealer.close()
 
@@ -115,6 +117,26 @@ def test_the_word_moves_only_along_its_arrows(slot: Slot) -> None:
     assert not slot.unpin(pinned)
     assert slot.begin(3) == 3
     assert slot.sealed() is None
+
+
+def test_an_unconfirmed_snapshot_is_its_owners_alone(slot: Slot) -> None:
+    for is_confirmed in (True, False):
+        generation = fill(slot, 4, confirms=True)
+        unconfirmed = slot.state()
+        assert unconfirmed == (SlotState.UNCONFIRMED, 1, generation)
+        assert slot.sealed() is None, "no keeper persists it, no rank resumes from it"
+        assert slot.begin(1) is None
+        assert slot.pin(2, unconfirmed) is None
+        assert SlotRing([slot]).take() is None
+        assert not slot.confirm(2, generation)
+        assert not slot.confirm(1, generation + 1)
+        if is_confirmed:
+            assert slot.confirm(1, generation)
+            assert slot.state() == (SlotState.SEALED, 0, generation)
+        else:
+            assert slot.abandon(1, generation)
+            assert not slot.confirm(1, generation)
+            assert slot.state() == (SlotState.FREE, 0, generation)
 
 
 @pytest.mark.parametrize("offset", [0, 9, 40, 100, 239, 240, 255])

@@ -117,11 +117,11 @@ def test_what_is_sealed_keeps_its_place_while_others_come_and_go() -> None:
 
 
 def test_a_boundary_whose_snapshot_is_on_its_way_is_not_judged() -> None:
-    assert judged_until(7, 5, is_writing=False) == 7
-    assert judged_until(7, 5, is_writing=True) == 4
-    assert judged_until(7, 7, is_writing=True) == 6
+    assert judged_until(7, 5, is_begun=False) == 7
+    assert judged_until(7, 5, is_begun=True) == 4
+    assert judged_until(7, 7, is_begun=True) == 6
     # One is being begun at a boundary that is still open: the one before it has ended.
-    assert judged_until(7, 8, is_writing=True) == 7
+    assert judged_until(7, 8, is_begun=True) == 7
 
 
 def row_and_its_reader() -> tuple[RankRow, RankRow]:
