@@ -339,10 +339,14 @@ def beat(store: Store, name: AttemptName, count: int) -> None:
     store.brief().replace(alive_path(name), Alive(count=count).to_bytes(), durable=False)
 
 
-def beat_on(store: Store, name: AttemptName) -> None:
-    """The same, from where the counter stands: for a trainer whose keeper does not move it."""
-    before = alive(store.brief(), name)
-    beat(store, name, before.count + 1 if before is not None else 1)
+def move_on(store: Store, name: AttemptName, seen: int | None) -> int | None:
+    """Move the counter on where it still stands at `seen`. Returns where it stands, None where it cannot be
+    read: a newer attempt may have removed it, and it must not come back."""
+    found = alive(store, name)
+    if found is None or found.count != seen:
+        return None if found is None else found.count
+    beat(store, name, seen + 1)
+    return seen + 1
 
 
 def mark_ended(store: Store, name: AttemptName, how: Literal["closed", "dead"]) -> None:

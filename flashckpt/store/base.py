@@ -19,8 +19,6 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.records import Contents
 
 _MAX_NAME_BYTES = 255
-# A few beats of a keeper on this machine's own storage.
-WATCH_S = 5.0
 # What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
 # that is away, a permission, a time-out are others: those say nothing of the file.
 LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
@@ -38,8 +36,8 @@ class Capabilities:
     rename: the run itself may be moved while it is in use, and is then followed. is_shared: other nodes see
     the same files; None where only a probe could tell. part_bytes: a longer shard is sent in pieces of this
     size; 0 where there are no pieces. appends: a file grows by what is added, without being written anew.
-    watch_s: for how long a living trainer's counter may seem to stand still, since a write of it waits for a
-    server or is refused by one that is busy.
+    delay_s: for how long a busy server may delay or refuse the write of a small file; 0 where writes come
+    through.
     """
 
     conditional_create: bool
@@ -47,7 +45,7 @@ class Capabilities:
     is_shared: bool | None
     part_bytes: int
     appends: bool = True
-    watch_s: float = WATCH_S
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,9 @@ _MOST_PARTS = 10_000
 _AT_ONCE = 8
 _TRIES = 8
 _MOST_WALKED = 1000
-WATCH_S = 30.0
-"""Several beats that were tried for as long as a brief client tries: servers refuse for many seconds what is
-written too often, and a beat is one of many requests that wait for a line."""
+_DELAY_S = 30.0
+"""Several writes, each tried for as long as a brief client tries: servers refuse for many seconds a key that
+is written too often."""
 RECENT_S = 2.0
 """So old the listing of a folder may be for who says that it need not be newer."""
 
@@ -142,7 +142,7 @@ class ObjectStore:
             is_shared=True,
             part_bytes=PART_BYTES,
             appends=False,
-            watch_s=WATCH_S,
+            delay_s=_DELAY_S,
         )
 
     def at_once(self, recent: str = "") -> ObjectStore:
