@@ -98,6 +98,8 @@ def _read(store: Store) -> Run:
 
 # Memory holds snapshots of the last few attempts; of one before them there is what is committed, or nothing.
 NEAR = 16
+# Of one number: a claim that was faster is listed, and the number rises.
+_MOST_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,22 @@ def claim(
     store: Store, holder: Holder, check: Callable[[], None] | None = None, above: int = 0
 ) -> AttemptName:
     """Take the next number, one above `above` at least, exclusively. `check` (the one-job check) runs before
-    each try, so that who loses a race looks at the winner; what it raises ends the claiming."""
+    each try, so that who loses a race looks at the winner; what it raises ends the claiming.
+
+    UnusableRunError where something that is no file has the name of the next claim."""
+    tried, tries = 0, 0
     while True:
         # Before the check: a claim that comes after it takes this very number, and is then looked at.
         number = max(highest_number(store), above) + 1
+        tried, tries = number, tries + 1 if number == tried else 0
+        if tries == _MOST_TRIES:
+            raise UnusableRunError(
+                f"{store.url}: {claim_path(number)}, the name of the next claim, is taken by something that "
+                "is no file (a folder, a link, a pipe). Nothing was changed, and what is committed is as it "
+                "was, but no job can train this run while it stands there. Remove it or give it another "
+                "name, and start again.",
+                path=claim_path(number),
+            )
         if check is not None:
             check()
             # Who took it meanwhile may be dead and swept already, and newer ones have claimed since.
