@@ -23,9 +23,12 @@ from flashckpt.errors import (
     UnusableRunError,
 )
 from flashckpt.format.names import (
+    ATTEMPT,
     ATTEMPTS,
+    CLAIM,
     MAX_STEP,
     RUN,
+    STEP,
     STEPS,
     AttemptName,
     alive_path,
@@ -34,7 +37,6 @@ from flashckpt.format.names import (
     manifest_path,
     start_path,
     step_folder,
-    step_number,
 )
 from flashckpt.format.records import Alive, Claim, Holder, Run, Start
 from flashckpt.format.replicas import Ranks
@@ -223,7 +225,7 @@ def _before(store: Store, parent: AttemptName, step: int, near: int) -> Iterator
             lineage = bounds(store)
     of = [each.attempt for each in lineage]
     behind = lineage[of.index(parent) + 1 :] if parent in of else []
-    numbers = _steps(store)
+    numbers = steps_begun(store)
     for position, each in enumerate(behind):
         if position < near or any(store.exists(manifest_path(n, each.attempt)) for n in numbers):
             yield each.attempt, min(each.last_step, step)
@@ -309,7 +311,7 @@ def superseded_by(store: Store, name: AttemptName, step: int, boundary: int) -> 
 
 def attempt_folders(store: Store, folder: str) -> list[AttemptName]:
     """The attempts that have a folder in `folder`: that of all attempts, or one of a step."""
-    found = (AttemptName.parse(entry.name) for entry in store.list(folder) if entry.is_folder)
+    found = (AttemptName.parse(entry.name) for entry in store.list(folder, ATTEMPT) if entry.is_folder)
     return [name for name in found if name is not None]
 
 
@@ -391,7 +393,7 @@ def _read_claim(store: Store, number: int) -> Claim:
 
 
 def _claimed_numbers(store: Store) -> set[int]:
-    numbers = {claim_number(entry.name) for entry in store.list(ATTEMPTS) if not entry.is_folder}
+    numbers = {claim_number(entry.name) for entry in store.list(ATTEMPTS, CLAIM) if not entry.is_folder}
     return {number for number in numbers if number is not None}
 
 
@@ -423,14 +425,14 @@ def names(store: Store, least: int = 1) -> dict[int, AttemptName]:
     return found
 
 
-def _steps(store: Store) -> list[int]:
-    steps = (step_number(entry.name) for entry in store.list(STEPS) if entry.is_folder)
-    return [step for step in steps if step is not None]
+def steps_begun(store: Store) -> list[int]:
+    """The numbers of all steps that have a folder, the lowest first."""
+    return sorted(int(entry.name) for entry in store.list(STEPS, STEP) if entry.is_folder)
 
 
 def highest_number(store: Store) -> int:
     """Also of attempts of which only steps are left: a number that came again would be older than they."""
     folders = [*attempt_folders(store, ATTEMPTS)]
-    for number in _steps(store):
+    for number in steps_begun(store):
         folders += attempt_folders(store, step_folder(number))
     return max([0, *_claimed_numbers(store), *(name.number for name in folders)])

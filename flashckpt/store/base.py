@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -159,9 +160,11 @@ class Store(Protocol):
         """The same bytes under a second name, durably, without reading them here. False where the store
         cannot, or `target` is taken."""
 
-    def list(self, folder: str) -> list[Entry]:
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
         """Files and folders by name, all of them, in however many pages they come; links and everything else
-        are left out. Empty where there is none. What comes or goes meanwhile may be there or not."""
+        are left out. Empty where there is none. What comes or goes meanwhile may be there or not. `named`:
+        only those whose whole name matches, which no shard's name does; all others cost no more than to be
+        listed."""
 
     def exists(self, path: str) -> bool:
         """Whether a file has this name."""
@@ -229,6 +232,11 @@ def split(path: str) -> list[str]:
         if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > _MAX_NAME_BYTES:
             raise ValueError(f"{path!r} is no path inside a run")
     return names
+
+
+def matching(entries: list[Entry], named: re.Pattern[str] | None) -> list[Entry]:
+    """The entries that `Store.list` returns for `named`."""
+    return entries if named is None else [each for each in entries if named.fullmatch(each.name)]
 
 
 def too_long(path: str, num_bytes: int, max_bytes: int) -> DamagedError:

@@ -12,6 +12,7 @@ import errno
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ from flashckpt.store.base import (
     MemoryRange,
     Read,
     Written,
+    matching,
     other_length,
     split,
     too_long,
@@ -257,9 +259,9 @@ class ObjectStore:
         _key(source), _key(target)
         return False
 
-    def list(self, folder: str) -> builtins.list[Entry]:
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
         found = self._client.list(f"{_key(folder)}/" if folder else "")
-        return sorted(found, key=lambda entry: entry.name)
+        return sorted(matching(found, named), key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         try:
@@ -379,8 +381,10 @@ class _Look(ObjectStore):
         self._listings = [listing] if listing is not None and is_recent else []
         self._are_own = False
 
-    def list(self, folder: str) -> builtins.list[Entry]:
-        return self._listing(folder).entries(_key(folder)) if folder else super().list(folder)
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+        if not folder:
+            return super().list(folder, named)
+        return matching(self._listing(folder).entries(_key(folder)), named)
 
     def exists(self, path: str) -> bool:
         if "/" not in path:

@@ -163,8 +163,8 @@ def test_a_node_that_shares_its_folder_may_claim_the_attempt_in_the_same_moment(
     class Shared(LocalStore):
         """The other node claims it after the first look, and its keeper says that it lives."""
 
-        def list(self, folder: str) -> list[Entry]:
-            found = super().list(folder)
+        def list(self, folder: str, *how: Any) -> list[Entry]:
+            found = super().list(folder, *how)
             if folder == ATTEMPTS and self.exists(RUN):
                 attempts.claim_as(LocalStore(self._root), name, HOLDER)
             return found
