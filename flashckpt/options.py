@@ -233,7 +233,13 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the environment says of this process: its place in the job and on its machine, the job's name."""
+    """What the environment says of this process: its place in the job and on its machine, and where the
+    scheduler tells a job's restart from another job, the job's name and how often it was restarted.
+
+    Slurm does: it gives a number to one job alone, and counts a restart after it has ended all processes of
+    the job. torchrun does not: its id is what its user wrote (the same in two jobs, "none" where nothing was
+    written), and its count of restarts rises where a job was refused, too.
+    """
 
     rank: int = 0
     world: int = 1
@@ -250,20 +256,21 @@ class Environment:
 
     @classmethod
     def read(cls) -> Environment:
-        """Read the launcher's variables: torchrun's, else Slurm's job id. FLASHCKPT_RUNTIME moves the
-        runtime folder (tests use it)."""
+        """Read the launcher's variables and Slurm's. FLASHCKPT_RUNTIME moves the runtime folder (tests use
+        it)."""
         get = os.environ.get
-        restarts = _number("TORCHELASTIC_RESTART_COUNT", _number("SLURM_RESTART_COUNT", 0))
+        slurm_job = get("SLURM_JOB_ID", "")
+        restarts = _number("TORCHELASTIC_MAX_RESTARTS", 0) - _number("TORCHELASTIC_RESTART_COUNT", 0)
         return cls(
             rank=_number("RANK", 0),
             world=_number("WORLD_SIZE", 1),
             local_rank=_number("LOCAL_RANK", 0),
             local_world=_number("LOCAL_WORLD_SIZE", 1),
-            job_id=get("TORCHELASTIC_RUN_ID") or get("SLURM_JOB_ID") or "",
-            restart_count=restarts,
+            job_id=f"{get('SLURM_CLUSTER_NAME', '')}/{slurm_job}" if slurm_job else "",
+            restart_count=_number("SLURM_RESTART_COUNT", 0),
             runtime_folder=get("FLASHCKPT_RUNTIME") or None,
-            under_slurm=bool(get("SLURM_JOB_ID")),
-            restarts_left=max(0, _number("TORCHELASTIC_MAX_RESTARTS", 0) - restarts),
+            under_slurm=bool(slurm_job),
+            restarts_left=max(0, restarts),
             shares_rendezvous_store=get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
 

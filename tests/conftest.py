@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.commit import holder
 from tests.descriptor_guard import nothing_stays_open
 from tests.folders import let_folders_go
 from tests.process_guard import (
@@ -59,6 +60,12 @@ def _no_zygote_stays() -> Iterator[None]:
 def zygote() -> Zygote:
     """Torch is imported once, for all trainers that this process's tests want to kill."""
     return shared()
+
+
+@pytest.fixture(autouse=True)
+def _short_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits for a minute to see that an attempt on another node is dead."""
+    monkeypatch.setattr(holder, "WATCH_S", 5.0)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
 from flashckpt.commit import lineage
-from flashckpt.commit.attempts import beat_on, newest_claimed
+from flashckpt.commit.attempts import newest_claimed
 from flashckpt.commit.steps import is_committed, missing_ranks, steps_of_boundary
 from flashckpt.errors import FlashckptError, KeeperError, PersistError
 from flashckpt.format.names import AttemptName, step_attempt_folder
@@ -431,9 +431,8 @@ class Attendant:
         self.slots.tend()
 
     def _look_at_attempts(self) -> None:
-        """Whether a newer attempt has claimed the run. As long as no keeper moves this one's counter on, that
-        is done here: on another machine a counter that stands still means that nobody trains. Where each look
-        costs a request, a keeper that answers has looked already, and all ranks of its node need not."""
+        """Whether a newer attempt has claimed the run. Where each look costs a request, a keeper that answers
+        has looked already, and all ranks of its node need not."""
         is_told = self._tended and not self._session.store.capabilities.appends
         told = AttemptName.parse(self.status.superseded_by or "") if is_told else None
         if told is not None and told.number > self._session.attempt.number:
@@ -445,8 +444,6 @@ class Attendant:
         newest = newest_claimed(self._session.store.at_once())
         if newest is not None and newest.number > self._session.attempt.number:
             self.superseded_by = str(newest)
-        elif not self._tended:
-            beat_on(self._session.store, self._session.attempt)
 
     def _send_events(self) -> None:
         while self._events:

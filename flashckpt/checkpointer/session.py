@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashckpt import crashpoints
+from flashckpt.checkpointer.life_sign import LifeSign
 from flashckpt.commit import attempts, retention
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.holder import check, here
@@ -101,6 +102,7 @@ class Session:
     leads: bool
     group: Group
     stacks: Stacks | None = None
+    life_sign: LifeSign | None = None
     closed: bool = False
     complete: tuple[int, int] = (0, 0)
     ranks: Ranks | None = None
@@ -199,6 +201,8 @@ class Session:
         self.closed = True
         self.group.close()
         self.keeper.close()
+        if self.life_sign is not None:
+            self.life_sign.close()
         if self.stacks is not None:
             self.stacks.close(self.runtime)
         self.life.release(self.runtime)
@@ -252,7 +256,9 @@ def open_session(
             attempt, leads = _claim(store, holder, runtime, known.above), True
         else:
             attempt, leads = join, claims and _claim_too(store, holder, runtime, join)
-        if leads:
+        life_sign = LifeSign(store, attempt) if leads else None
+        if life_sign is not None:
+            undo.callback(life_sign.close)
             crashpoints.point("claim.taken")
         keeper = connect(store.url, runtime, life)
         if (unused := end_early(runtime)) >= 0:
@@ -260,7 +266,7 @@ def open_session(
         group = group or Alone(environment)
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
-            stacks=stacks, run_id=run_id, remote=remote,
+            stacks=stacks, life_sign=life_sign, run_id=run_id, remote=remote,
         )  # fmt: skip
         session.hello(keep, options)
         undo.pop_all()

@@ -23,9 +23,12 @@ from flashckpt.errors import (
     UnusableRunError,
 )
 from flashckpt.format.names import (
+    ATTEMPT,
     ATTEMPTS,
+    CLAIM,
     MAX_STEP,
     RUN,
+    STEP,
     STEPS,
     AttemptName,
     alive_path,
@@ -34,7 +37,6 @@ from flashckpt.format.names import (
     manifest_path,
     start_path,
     step_folder,
-    step_number,
 )
 from flashckpt.format.records import Alive, Claim, Holder, Run, Start
 from flashckpt.format.replicas import Ranks
@@ -98,6 +100,8 @@ def _read(store: Store) -> Run:
 
 # Memory holds snapshots of the last few attempts; of one before them there is what is committed, or nothing.
 NEAR = 16
+# Of one number: a claim that was faster is listed, and the number rises.
+_MOST_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +136,22 @@ def claim(
     store: Store, holder: Holder, check: Callable[[], None] | None = None, above: int = 0
 ) -> AttemptName:
     """Take the next number, one above `above` at least, exclusively. `check` (the one-job check) runs before
-    each try, so that who loses a race looks at the winner; what it raises ends the claiming."""
+    each try, so that who loses a race looks at the winner; what it raises ends the claiming.
+
+    UnusableRunError where something that is no file has the name of the next claim."""
+    tried, tries = 0, 0
     while True:
         # Before the check: a claim that comes after it takes this very number, and is then looked at.
         number = max(highest_number(store), above) + 1
+        tried, tries = number, tries + 1 if number == tried else 0
+        if tries == _MOST_TRIES:
+            raise UnusableRunError(
+                f"{store.url}: {claim_path(number)}, the name of the next claim, is taken by something that "
+                "is no file (a folder, a link, a pipe). Nothing was changed, and what is committed is as it "
+                "was, but no job can train this run while it stands there. Remove it or give it another "
+                "name, and start again.",
+                path=claim_path(number),
+            )
         if check is not None:
             check()
             # Who took it meanwhile may be dead and swept already, and newer ones have claimed since.
@@ -209,7 +225,7 @@ def _before(store: Store, parent: AttemptName, step: int, near: int) -> Iterator
             lineage = bounds(store)
     of = [each.attempt for each in lineage]
     behind = lineage[of.index(parent) + 1 :] if parent in of else []
-    numbers = _steps(store)
+    numbers = steps_begun(store)
     for position, each in enumerate(behind):
         if position < near or any(store.exists(manifest_path(n, each.attempt)) for n in numbers):
             yield each.attempt, min(each.last_step, step)
@@ -295,7 +311,7 @@ def superseded_by(store: Store, name: AttemptName, step: int, boundary: int) -> 
 
 def attempt_folders(store: Store, folder: str) -> list[AttemptName]:
     """The attempts that have a folder in `folder`: that of all attempts, or one of a step."""
-    found = (AttemptName.parse(entry.name) for entry in store.list(folder) if entry.is_folder)
+    found = (AttemptName.parse(entry.name) for entry in store.list(folder, ATTEMPT) if entry.is_folder)
     return [name for name in found if name is not None]
 
 
@@ -339,10 +355,14 @@ def beat(store: Store, name: AttemptName, count: int) -> None:
     store.brief().replace(alive_path(name), Alive(count=count).to_bytes(), durable=False)
 
 
-def beat_on(store: Store, name: AttemptName) -> None:
-    """The same, from where the counter stands: for a trainer whose keeper does not move it."""
-    before = alive(store.brief(), name)
-    beat(store, name, before.count + 1 if before is not None else 1)
+def move_on(store: Store, name: AttemptName, seen: int | None) -> int | None:
+    """Move the counter on where it still stands at `seen`. Returns where it stands, None where it cannot be
+    read: a newer attempt may have removed it, and it must not come back."""
+    found = alive(store, name)
+    if found is None or found.count != seen:
+        return None if found is None else found.count
+    beat(store, name, seen + 1)
+    return seen + 1
 
 
 def mark_ended(store: Store, name: AttemptName, how: Literal["closed", "dead"]) -> None:
@@ -373,7 +393,7 @@ def _read_claim(store: Store, number: int) -> Claim:
 
 
 def _claimed_numbers(store: Store) -> set[int]:
-    numbers = {claim_number(entry.name) for entry in store.list(ATTEMPTS) if not entry.is_folder}
+    numbers = {claim_number(entry.name) for entry in store.list(ATTEMPTS, CLAIM) if not entry.is_folder}
     return {number for number in numbers if number is not None}
 
 
@@ -405,14 +425,14 @@ def names(store: Store, least: int = 1) -> dict[int, AttemptName]:
     return found
 
 
-def _steps(store: Store) -> list[int]:
-    steps = (step_number(entry.name) for entry in store.list(STEPS) if entry.is_folder)
-    return [step for step in steps if step is not None]
+def steps_begun(store: Store) -> list[int]:
+    """The numbers of all steps that have a folder, the lowest first."""
+    return sorted(int(entry.name) for entry in store.list(STEPS, STEP) if entry.is_folder)
 
 
 def highest_number(store: Store) -> int:
     """Also of attempts of which only steps are left: a number that came again would be older than they."""
     folders = [*attempt_folders(store, ATTEMPTS)]
-    for number in _steps(store):
+    for number in steps_begun(store):
         folders += attempt_folders(store, step_folder(number))
     return max([0, *_claimed_numbers(store), *(name.number for name in folders)])

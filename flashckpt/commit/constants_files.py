@@ -9,18 +9,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from flashckpt.commit.attempts import attempt_folders
+from flashckpt.commit.attempts import attempt_folders, steps_begun
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.names import (
     BURIED,
-    STEPS,
     AttemptName,
     attempt_folder,
     constants_path,
     manifest_path,
     owner_of,
     step_folder,
-    step_number,
 )
 from flashckpt.format.records import Buried, FileRecord, Manifest, manifest_of
 from flashckpt.store.base import LOST_BYTES, Entry, Store
@@ -122,8 +120,7 @@ def _advice(path: str) -> str:
 def _named_by_manifests(store: Store, owner: AttemptName) -> set[str]:
     """The constants shards of an attempt that manifests name."""
     found = set[str]()
-    steps = (step_number(entry.name) for entry in store.list(STEPS) if entry.is_folder)
-    for step in (step for step in steps if step is not None):
+    for step in steps_begun(store):
         for attempt in attempt_folders(store, step_folder(step)):
             path = manifest_path(step, attempt)
             with suppress(DamagedError, FormatError, FileNotFoundError):

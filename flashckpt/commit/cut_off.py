@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from flashckpt.format.names import ATTEMPTS, STEPS
+from flashckpt.format.names import ATTEMPT, ATTEMPTS, CLAIM, STEP, STEPS
 from flashckpt.store.base import Entry, Store
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
@@ -19,6 +19,8 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
 _PROBE = re.compile(r"\.?probe-[0-9a-f]{16}")
 _SAFE_AGE_S = 86400.0
 """No file is written for longer."""
+# In the folders of all attempts and all steps: what somebody else has put there is not looked through.
+_OURS = re.compile("|".join(each.pattern for each in (STEP, ATTEMPT, CLAIM, _TEMPORARY)))
 
 
 def final_name(entry: Entry) -> str:
@@ -32,7 +34,7 @@ def cut_off(store: Store) -> Iterator[tuple[str, Entry]]:
     its name at once, and probes alone can be left."""
     found, newest_s = dict[str, Entry](), 0.0
     for folder in _folders(store):
-        for entry in store.list(folder):
+        for entry in store.list(folder, _OURS if folder in (ATTEMPTS, STEPS) else None):
             newest_s = max(newest_s, entry.since_s)
             if final_name(entry) or (not folder and _PROBE.fullmatch(entry.name)):
                 found[f"{folder}/{entry.name}" if folder else entry.name] = entry
@@ -57,7 +59,7 @@ def _folders(store: Store) -> Iterator[str]:
         return
     for top in (ATTEMPTS, STEPS):
         yield top
-        for each in store.list(top):
+        for each in store.list(top, _OURS):
             if each.is_folder:
                 yield f"{top}/{each.name}"
                 inner = store.list(f"{top}/{each.name}") if top == STEPS else []

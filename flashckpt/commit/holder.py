@@ -1,12 +1,14 @@
-"""One job at a time: whether the newest attempt still has a trainer. Owns the check, takes no claim.
+"""One job at a time: whether the newest attempt still has a trainer. Owns the check and the timing of the
+alive counter, takes no claim.
 
 A free lock on the same boot and runtime folder means dead; elsewhere, and where the lock has no name while
-its process may live, the alive counter is watched for a few beats. No clock of another machine is ever
-compared with one of ours.
+its process may live, the alive counter is watched for WATCH_S. No clock of another machine is ever compared
+with one of ours.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -15,16 +17,30 @@ from collections.abc import Callable
 
 from flashckpt.commit.attempts import alive, newest_claimed, read_claim
 from flashckpt.errors import DamagedError, RunHeldError
-from flashckpt.format.names import AttemptName, alive_path
-from flashckpt.format.records import Alive, Holder
+from flashckpt.format.names import AttemptName
+from flashckpt.format.records import Holder
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 # Whether the lock of this name in this runtime folder is held by a living process.
 Probe = Callable[[str, str], bool]
 
-# A keeper moves its counter on at least this often.
+# The timing of the alive counter. A keeper moves the counter every BEAT_S. The trainer that leads reads it
+# every STAND_IN_S and moves it where it stands still: so the counter of a living attempt stands still for
+# 2 * STAND_IN_S at most while its keeper is stopped, and for longer only while trainer and keeper both stand
+# still (a node that swaps, a paused virtual machine) or storage delays their writes (a store's `delay_s`).
 BEAT_S = 1.0
-_LOOKS = 10
+STAND_IN_S = 2.0
+# A keeper that has seen the trainers of its node end waits for this long before it takes the counter for one
+# that no other node moves: longer than 2 * STAND_IN_S. On the same job's restart on another node this counts.
+STILL_S = 6.0
+# A job elsewhere waits for this long before it takes over a run: 15 times the longest pause of the counter
+# of a trainer that runs, so that pauses of a whole node of up to a minute cost no run.
+WATCH_S = 60.0
+# The watching job reads the counter this often: a pause of its own is then no pause of the counter's.
+_POLL_S = 1.0
+_REPORT_S = 15.0
 
 
 def here(runtime: str = "", lock: str = "", *, job_id: str = "", restart_count: int = 0) -> Holder:
@@ -52,12 +68,12 @@ def check(
     ours: AttemptName | None = None,
 ) -> None:
     """RunHeldError if a trainer of the newest attempt lives. May take `watch_s` seconds to find out, by
-    default as many as the store says. `ours`: this job's own attempt, which another node may have claimed in
-    this very moment.
+    default WATCH_S and the store's delay; the log says so. `ours`: this job's own attempt, which another node
+    may have claimed in this very moment.
 
     `probe` answers for locks in runtime folders of this machine; without it only the counter tells.
     """
-    watch_s = store.capabilities.watch_s if watch_s is None else watch_s
+    watch_s = WATCH_S + store.capabilities.delay_s if watch_s is None else watch_s
     while (newest := newest_claimed(store)) not in (None, ours):
         assert newest is not None
         ended, theirs = _ended(store, newest), _holder(store, newest)
@@ -70,31 +86,42 @@ def check(
                 return
         if theirs is not None and _is_restart(me, theirs):
             return
-        if _moves(store, newest, watch_s, sleep):
+        if _moves(store, newest, theirs, watch_s, sleep):
             raise _held(store, newest, theirs, f"a process on {theirs.host}" if theirs else "another process")
         # Watching took a while: another may have claimed meanwhile, and is to be looked at like the first.
         if newest_claimed(store) == newest:
             return
 
 
-def _moves(store: Store, attempt: AttemptName, watch_s: float, sleep: Callable[[float], None]) -> bool:
-    first = _look(store, attempt)
-    for _ in range(_LOOKS):
-        sleep(watch_s / _LOOKS)
-        # Opened anew at each look: an open file shows a cached counter on a file server.
-        now = _look(store, attempt)
-        if _ended(store, attempt):
+def _moves(
+    store: Store,
+    attempt: AttemptName,
+    theirs: Holder | None,
+    watch_s: float,
+    sleep: Callable[[float], None],
+) -> bool:
+    """Whether the counter moves within `watch_s`; False as soon as the attempt's end is written down."""
+    where = f"on {theirs.host}" if theirs is not None else "on another node"
+    first, reported_s, waited_s = alive(store, attempt), 0.0, 0.0
+    while waited_s < watch_s:
+        if waited_s >= reported_s:
+            reported_s += _REPORT_S
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + watch_s - waited_s))
+            log.warning(
+                "%s: attempt %s was trained %s, and its end was not written down. Waiting until %s (%.0f of "
+                "%.0f s are over) for a sign of life: with one this process leaves the run to that job, "
+                "without one it takes the run over",
+                store.url, attempt, where, until, waited_s, watch_s,
+            )  # fmt: skip
+        sleep(_POLL_S)
+        waited_s += _POLL_S
+        # Opened anew each time: an open file shows a cached counter on a file server.
+        now = alive(store, attempt)
+        if now is not None and now.ended:
             return False
         if now != first:
             return True
     return False
-
-
-def _look(store: Store, attempt: AttemptName) -> bytes:
-    try:
-        return store.read(alive_path(attempt), Alive.MAX_BYTES)
-    except (FileNotFoundError, DamagedError):
-        return b""
 
 
 def _ended(store: Store, attempt: AttemptName) -> str:
@@ -138,7 +165,7 @@ def _may_hold_unseen(theirs: Holder, probe: Probe) -> bool:
 
 
 def _is_restart(me: Holder, theirs: Holder) -> bool:
-    """Whether the launcher says so: it ended the one before it started the other."""
+    """Whether the scheduler says so: it ended the one before it started the other (`Environment.job_id`)."""
     same_job = bool(me.job_id) and me.job_id == theirs.job_id
     return same_job and me.restart_count > theirs.restart_count
 

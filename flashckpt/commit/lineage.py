@@ -24,6 +24,7 @@ from flashckpt.commit.attempts import (
     mark_ended,
     open_run,
     start,
+    steps_begun,
 )
 from flashckpt.commit.holder import Probe, check, here
 from flashckpt.commit.steps import StepRecord, is_committed, missing_files, read_manifest, read_step
@@ -31,13 +32,11 @@ from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, Unus
 from flashckpt.format.names import (
     ATTEMPTS,
     MARK,
-    STEPS,
     AttemptName,
     manifest_path,
     start_path,
     step_attempt_folder,
     step_folder,
-    step_number,
 )
 from flashckpt.format.records import Holder, Manifest, Mark
 from flashckpt.store.base import Store
@@ -74,19 +73,16 @@ def newest_first(store: Store, at: AttemptName | None = None, *, at_once: int = 
 def in_lineage(store: Store, lineage: Sequence[Bound]) -> Iterator[VisibleStep]:
     """What the lineage has begun, committed or not: newest step first, and of one step the newest
     attempt first."""
-    last_step = {str(bound.attempt): bound.last_step for bound in lineage}
-    steps = (step_number(entry.name) for entry in store.list(STEPS) if entry.is_folder)
-    for step in sorted((step for step in steps if step is not None), reverse=True):
-        names = [entry.name for entry in store.list(step_folder(step)) if entry.is_folder]
+    for step in reversed(steps_begun(store)):
+        there = attempt_folders(store, step_folder(step))
         for bound in lineage:
-            if str(bound.attempt) in names and step <= last_step[str(bound.attempt)]:
+            if bound.attempt in there and step <= bound.last_step:
                 yield VisibleStep(step, bound.attempt)
 
 
 def everything(store: Store) -> Iterator[VisibleStep]:
     """What any attempt has begun, committed or not, visible or not, newest step first."""
-    steps = (step_number(entry.name) for entry in store.list(STEPS) if entry.is_folder)
-    for step in sorted((step for step in steps if step is not None), reverse=True):
+    for step in reversed(steps_begun(store)):
         for name in sorted(attempt_folders(store, step_folder(step)), reverse=True):
             yield VisibleStep(step, name)
 

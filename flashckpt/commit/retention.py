@@ -26,6 +26,7 @@ from flashckpt.commit.attempts import (
     newest_claimed,
     newest_started,
     read_start,
+    steps_begun,
 )
 from flashckpt.commit.constants_files import is_of_remover
 from flashckpt.commit.cut_off import remove_cut_off
@@ -42,15 +43,14 @@ from flashckpt.commit.steps import boundary_of, is_committed, read_manifest
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import (
     ATTEMPTS,
+    EVENTS,
     MANIFEST,
-    STEPS,
     AttemptName,
     attempt_folder,
     claim_path,
     manifest_path,
     step_attempt_folder,
     step_folder,
-    step_number,
 )
 from flashckpt.format.records import Manifest, Start, Tombstone
 from flashckpt.options import Keep
@@ -60,6 +60,12 @@ log = logging.getLogger(__name__)
 
 ALWAYS_KEPT = 2
 _LAST_UNSTARTED = 8
+# Of attempts of which nothing else is left, the ledgers of so many stay for people to read. They are counted
+# once in so many starts, since on an object store the listing of them is a request.
+_LEDGERS_KEPT = 64
+_LEDGERS_COUNTED_EVERY = 16
+# Objects of keepers' own ledgers, where each keeper writes others.
+_KEEPER_OBJECTS_KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,9 +360,28 @@ def sweep_dead(store: Store) -> list[AttemptName]:
                     swept.append(name)
     _remove_empty_steps(look, (), errors)
     remove_cut_off(store)
+    if found and found[-1].name.number % _LEDGERS_COUNTED_EVERY == 0:
+        with noted(errors):
+            _remove_ledgers(store, {each.name for each in found}.difference(swept))
     if errors:
         log.warning("what dead attempts left could not be removed, and fills the storage: %s", errors[0])
     return swept
+
+
+def _remove_ledgers(store: Store, present: Collection[AttemptName]) -> None:
+    """Remove the oldest ledgers of attempts that the run has no more, which no command reads."""
+    gone: dict[AttemptName, list[str]] = {}
+    keepers: list[tuple[float, str]] = []
+    for entry in store.list(EVENTS):
+        owner = entry.name.partition(".")[0]
+        name = AttemptName.parse(owner)
+        if name is not None and name not in present:
+            gone.setdefault(name, []).append(entry.name)
+        elif owner == "keeper":
+            keepers.append((entry.modified_s, entry.name))
+    expired = [file for name in sorted(gone)[:-_LEDGERS_KEPT] for file in gone[name]]
+    expired += [file for _, file in sorted(keepers)[:-_KEEPER_OBJECTS_KEPT]]
+    store.remove_files(f"{EVENTS}/{file}" for file in expired)
 
 
 def _sweep(
@@ -511,10 +536,9 @@ def _clear(store: Store, step: int, attempt: AttemptName, errors: list[OSError])
 
 def _remove_empty_steps(store: Store, busy: Collection[int], errors: list[OSError]) -> None:
     """But for those of `busy`, and of all above: something may be put into them."""
-    for entry in store.list(STEPS):
-        step = step_number(entry.name) if entry.is_folder else None
-        is_idle = step is not None and step not in busy and (not busy or step < max(busy))
-        if step is not None and is_idle and not store.list(step_folder(step)):
+    for step in steps_begun(store):
+        is_idle = step not in busy and (not busy or step < max(busy))
+        if is_idle and not store.list(step_folder(step)):
             with noted(errors):
                 store.remove(step_folder(step))
 

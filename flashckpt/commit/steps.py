@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from flashckpt import crashpoints
-from flashckpt.commit.attempts import ranks_here, read_start, started_after, superseded_by
+from flashckpt.commit.attempts import ranks_here, read_start, started_after, steps_begun, superseded_by
 from flashckpt.commit.constants_files import buried_constants, missing_constants, missing_in
 from flashckpt.commit.no_room import is_stand_in
 from flashckpt.commit.replicas import check_alike, unlike
@@ -37,13 +37,11 @@ from flashckpt.errors import DamagedError, NoSuchStepError, SupersededError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import (
     ATTEMPTS,
-    STEPS,
     AttemptName,
     constants_path,
     manifest_path,
     part_keeper,
     step_attempt_folder,
-    step_number,
 )
 from flashckpt.format.records import (
     Contents,
@@ -325,9 +323,8 @@ def steps_of_boundary(store: Store, step: int, attempt: AttemptName, world: int)
     """As which step each rank whose part is at rest counts the boundary of this one, which is not committed:
     ranks that do so differently wait for each other for ever."""
     found: dict[int, dict[int, int]] = {}
-    for entry in store.list(STEPS):
-        each = step_number(entry.name)
-        if each is None or store.exists(manifest_path(each, attempt)):
+    for each in steps_begun(store):
+        if store.exists(manifest_path(each, attempt)):
             continue
         for head in read_heads(store, step_attempt_folder(each, attempt), each, attempt, world)[1]:
             found.setdefault(head.boundary, {}).update({rank.rank: each for rank in head.ranks})

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 RUN = "run.json"
 ATTEMPTS = "attempts"
 STEPS = "steps"
+EVENTS = "events"
 MANIFEST = "manifest.json"
 
 MAX_STEP = 10**12 - 1
@@ -27,9 +28,9 @@ NAMED_CONSTANTS = re.compile(rf"(?:([0-9]{{6,9}}-[0-9a-f]{{8}})/)?{CONSTANTS.pat
 BURIED = re.compile(r"buried-[0-9a-f]{8}\.json")
 PART = re.compile(r"part-([0-9]{5,7})\.json")
 MARK = re.compile(r"mark-[0-9a-f]{8}\.json")
-_CLAIM = re.compile(r"([0-9]{6,9})\.json")
-_STEP = re.compile(r"[0-9]{12}")
-_ATTEMPT = re.compile(r"([0-9]{6,9})-([0-9a-f]{8})")
+CLAIM = re.compile(r"([0-9]{6,9})\.json")
+STEP = re.compile(r"[0-9]{12}")
+ATTEMPT = re.compile(r"([0-9]{6,9})-([0-9a-f]{8})")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,7 +46,7 @@ class AttemptName:
     @classmethod
     def parse(cls, text: str) -> AttemptName | None:
         """The attempt that `text` spells, or None where it spells none."""
-        match = _ATTEMPT.fullmatch(text)
+        match = ATTEMPT.fullmatch(text)
         if match is None:
             return None
         name = cls(int(match[1]), match[2])
@@ -54,13 +55,13 @@ class AttemptName:
 
 def claim_number(file: str) -> int | None:
     """The number that a claim's file name spells, or None."""
-    match = _CLAIM.fullmatch(file)
+    match = CLAIM.fullmatch(file)
     return int(match[1]) if match and f"{int(match[1]):06d}.json" == file and int(match[1]) else None
 
 
 def step_number(folder: str) -> int | None:
     """The step that a folder's name spells, or None."""
-    return int(folder) if _STEP.fullmatch(folder) else None
+    return int(folder) if STEP.fullmatch(folder) else None
 
 
 def claim_path(number: int) -> str:

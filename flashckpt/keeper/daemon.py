@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection
 
 from flashckpt import crashpoints
+from flashckpt.commit.holder import BEAT_S
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 _TICK_MS = 20
 _IDLE_TICK_MS = 100
 _SWEEP_S = 0.2
-_ROUND_S = 1.0
 _LOG_DESCRIPTOR = 2
 
 
@@ -125,7 +125,7 @@ class Keeper:
             self.queue.next()
             self.deletions.next(now)
             self.mirroring.next(now)
-            if now - self._round_at >= _ROUND_S and not self._round_worker.busy:
+            if now - self._round_at >= BEAT_S and not self._round_worker.busy:
                 self._round_at = now
                 self.regions.remove_dead_locks()
                 bound_log(self.folder, _LOG_DESCRIPTOR)

@@ -18,22 +18,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts
+from flashckpt.commit import attempts, holder
 from flashckpt.commit.attempts import open_run
-from flashckpt.commit.holder import BEAT_S
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, NoSuchStepError, UnusableRunError
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.memory.runtime import identity_of
 from flashckpt.store import open_store
-from flashckpt.store.base import WATCH_S, Store
+from flashckpt.store.base import Store
 
 log = logging.getLogger(__name__)
 
 _EVENT = struct.Struct("iIII")
 _DELETE_SELF = 0x400
 _READ_BYTES = 4096
-# A few beats: a keeper on a busy machine is late by one.
-_STILL_S = 3 * BEAT_S
 _STANDS_S = 5.0  # on storage where it costs a request to ask
 
 End = Literal["closed", "dead"]
@@ -150,11 +147,7 @@ class RunFolder:
         before, since_s = self._still.setdefault(attempt, (count, now))
         if count != before:
             return True
-        return False if now - since_s >= self._still_s() else None
-
-    def _still_s(self) -> float:
-        watch_s = self._store.capabilities.watch_s
-        return _STILL_S if watch_s <= WATCH_S else watch_s
+        return False if now - since_s >= holder.STILL_S + self._store.capabilities.delay_s else None
 
     def _next_count(self, attempt: AttemptName) -> int:
         """On from where an earlier keeper's counter stood: it must never stand still or come back."""

@@ -39,7 +39,10 @@ def base_folders(override: str | None = None) -> list[str]:
     """All places where runtime folders may be, the best one first."""
     if override is not None:
         return [os.path.abspath(override)]
-    places = ["/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or "", tempfile.gettempdir()]
+    places = ["/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or ""]
+    # It writes a file to find one: where the temporary folders are full, the others do.
+    with contextlib.suppress(FileNotFoundError):
+        places.append(tempfile.gettempdir())
     return list(dict.fromkeys(filter(None, places)))
 
 

@@ -19,12 +19,11 @@ from enum import Enum
 from typing import Any
 
 from flashckpt.errors import FlashckptError
-from flashckpt.format.names import RUN
+from flashckpt.format.names import EVENTS, RUN
 from flashckpt.store.base import Store
 
 log = logging.getLogger(__name__)
 
-FOLDER = "events"
 MAX_LINE_BYTES = 32 << 10
 # An attempt's ledger is three files of at most this size: how it began, and its newest lines in two that
 # take turns. Weeks of a step a second would otherwise fill the storage that checkpoints need.
@@ -77,7 +76,7 @@ def lines_of(store: Store, attempt: str) -> Iterator[dict[str, Any]]:
     """The events of an attempt that can be read, oldest first. Nothing hangs on a ledger."""
     names: list[str] = []
     with contextlib.suppress(OSError, FlashckptError):
-        names = [entry.name for entry in store.list(FOLDER) if entry.name.startswith(f"{attempt}.")]
+        names = [entry.name for entry in store.list(EVENTS) if entry.name.startswith(f"{attempt}.")]
     lines = _lines(store, names)
     if set(names) <= {*file_names(attempt)}:
         yield from lines
@@ -93,7 +92,7 @@ def _time_of(line: dict[str, Any]) -> float:
 def _lines(store: Store, names: list[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         try:
-            data = store.read(f"{FOLDER}/{name}", _READ_BYTES)
+            data = store.read(f"{EVENTS}/{name}", _READ_BYTES)
         except (OSError, FlashckptError):
             continue
         for line in data.splitlines():
@@ -173,7 +172,7 @@ class Ledger:
             self._objects.add(attempt, data)
             return
         # To the first file while there is room in it, else to the recent one.
-        first, previous, recent = (f"{FOLDER}/{name}" for name in file_names(attempt))
+        first, previous, recent = (f"{EVENTS}/{name}" for name in file_names(attempt))
         if self._append(first, data) or self._append(recent, data):
             return
         # Where two keepers turn at once, the second takes lines away that nobody has missed yet.
@@ -203,7 +202,7 @@ class _Objects:
             self._store.remove(self._path(attempt, number - _NEWEST_KEPT))
 
     def _path(self, attempt: str, number: int) -> str:
-        return f"{FOLDER}/{attempt}.{self._writer}-{number:06d}.jsonl"
+        return f"{EVENTS}/{attempt}.{self._writer}-{number:06d}.jsonl"
 
 
 def _by_attempt(rows: list[_Row]) -> list[tuple[str, bytes]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,8 +20,6 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.records import Contents
 
 _MAX_NAME_BYTES = 255
-# A few beats of a keeper on this machine's own storage.
-WATCH_S = 5.0
 # What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
 # that is away, a permission, a time-out are others: those say nothing of the file.
 LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
@@ -38,8 +37,8 @@ class Capabilities:
     rename: the run itself may be moved while it is in use, and is then followed. is_shared: other nodes see
     the same files; None where only a probe could tell. part_bytes: a longer shard is sent in pieces of this
     size; 0 where there are no pieces. appends: a file grows by what is added, without being written anew.
-    watch_s: for how long a living trainer's counter may seem to stand still, since a write of it waits for a
-    server or is refused by one that is busy.
+    delay_s: for how long a busy server may delay or refuse the write of a small file; 0 where writes come
+    through.
     """
 
     conditional_create: bool
@@ -47,7 +46,7 @@ class Capabilities:
     is_shared: bool | None
     part_bytes: int
     appends: bool = True
-    watch_s: float = WATCH_S
+    delay_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +160,11 @@ class Store(Protocol):
         """The same bytes under a second name, durably, without reading them here. False where the store
         cannot, or `target` is taken."""
 
-    def list(self, folder: str) -> list[Entry]:
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
         """Files and folders by name, all of them, in however many pages they come; links and everything else
-        are left out. Empty where there is none. What comes or goes meanwhile may be there or not."""
+        are left out. Empty where there is none. What comes or goes meanwhile may be there or not. `named`:
+        only those whose whole name matches, which no shard's name does; all others cost no more than to be
+        listed."""
 
     def exists(self, path: str) -> bool:
         """Whether a file has this name."""
@@ -231,6 +232,11 @@ def split(path: str) -> list[str]:
         if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > _MAX_NAME_BYTES:
             raise ValueError(f"{path!r} is no path inside a run")
     return names
+
+
+def matching(entries: list[Entry], named: re.Pattern[str] | None) -> list[Entry]:
+    """The entries that `Store.list` returns for `named`."""
+    return entries if named is None else [each for each in entries if named.fullmatch(each.name)]
 
 
 def too_long(path: str, num_bytes: int, max_bytes: int) -> DamagedError:

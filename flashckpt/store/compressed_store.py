@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import errno
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -178,8 +179,9 @@ class CompressedStore:
 
         return self._either(source, None, lambda: self._store.copy(source, target), copy)
 
-    def list(self, folder: str) -> builtins.list[Entry]:
-        return self._listed(folder)[0]
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+        # Shards alone stand compressed, and no pattern matches their names.
+        return self._listed(folder)[0] if named is None else self._store.list(folder, named)
 
     def _listed(self, folder: str) -> tuple[builtins.list[Entry], _Packed]:
         """What is in a folder, and what of it stands compressed. Others may list at once, and an older look:

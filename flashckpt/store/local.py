@@ -11,6 +11,7 @@ import builtins
 import errno
 import mmap
 import os
+import re
 import secrets
 import stat
 from array import array
@@ -157,11 +158,13 @@ class LocalStore:
 
         return self._in_folder(target, link_in)
 
-    def list(self, folder: str) -> builtins.list[Entry]:
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
         entries = []
         try:
             with self._folder(split(folder)) as opened, os.scandir(opened) as found:
                 for entry in found:
+                    if named is not None and not named.fullmatch(entry.name):
+                        continue
                     with suppress(FileNotFoundError):
                         status = entry.stat(follow_symlinks=False)
                         if stat.S_ISREG(status.st_mode):

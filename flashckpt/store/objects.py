@@ -12,6 +12,7 @@ import errno
 import logging
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ from flashckpt.store.base import (
     MemoryRange,
     Read,
     Written,
+    matching,
     other_length,
     split,
     too_long,
@@ -48,9 +50,9 @@ _MOST_PARTS = 10_000
 _AT_ONCE = 8
 _TRIES = 8
 _MOST_WALKED = 1000
-WATCH_S = 30.0
-"""Several beats that were tried for as long as a brief client tries: servers refuse for many seconds what is
-written too often, and a beat is one of many requests that wait for a line."""
+_DELAY_S = 30.0
+"""Several writes, each tried for as long as a brief client tries: servers refuse for many seconds a key that
+is written too often."""
 RECENT_S = 2.0
 """So old the listing of a folder may be for who says that it need not be newer."""
 
@@ -142,7 +144,7 @@ class ObjectStore:
             is_shared=True,
             part_bytes=PART_BYTES,
             appends=False,
-            watch_s=WATCH_S,
+            delay_s=_DELAY_S,
         )
 
     def at_once(self, recent: str = "") -> ObjectStore:
@@ -257,9 +259,9 @@ class ObjectStore:
         _key(source), _key(target)
         return False
 
-    def list(self, folder: str) -> builtins.list[Entry]:
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
         found = self._client.list(f"{_key(folder)}/" if folder else "")
-        return sorted(found, key=lambda entry: entry.name)
+        return sorted(matching(found, named), key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         try:
@@ -379,8 +381,10 @@ class _Look(ObjectStore):
         self._listings = [listing] if listing is not None and is_recent else []
         self._are_own = False
 
-    def list(self, folder: str) -> builtins.list[Entry]:
-        return self._listing(folder).entries(_key(folder)) if folder else super().list(folder)
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+        if not folder:
+            return super().list(folder, named)
+        return matching(self._listing(folder).entries(_key(folder)), named)
 
     def exists(self, path: str) -> bool:
         if "/" not in path:

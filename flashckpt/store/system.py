@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flashckpt import _native
@@ -26,13 +27,28 @@ def _libc_renameat2() -> Callable[..., int] | None:
 _renameat2 = _libc_renameat2()
 
 
+@contextmanager
+def _inodes_named(folder: int | str) -> Iterator[None]:
+    """A file system whose inodes are used up answers as a full one does, while `df` shows room."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            found = os.statvfs(folder)
+            if found.f_files and not found.f_favail:
+                why = "no inodes are left on this file system (see df -i)"
+                raise OSError(errno.ENOSPC, why, error.filename) from error
+        raise
+
+
 class System:
     """Names are relative to `folder`, an open directory. All raise OSError."""
 
     def create(self, name: str, folder: int) -> int:
         """A new empty file, open for writing."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o644, dir_fd=folder)
+        with _inodes_named(folder):
+            return os.open(name, flags, 0o644, dir_fd=folder)
 
     def write(self, file: int, data: memoryview) -> int:
         return os.write(file, data)
@@ -41,7 +57,8 @@ class System:
         self, path: str, source: int, offset: int, num_bytes: int, **how: Any
     ) -> tuple[bytes, bytes, bool]:
         """A new file of a region's bytes, written and synced: see `_native.write_file`."""
-        return _native.write_file(path, source, offset, num_bytes, **how)
+        with _inodes_named(os.path.dirname(path)):
+            return _native.write_file(path, source, offset, num_bytes, **how)
 
     def sync(self, file: int) -> None:
         os.fsync(file)
@@ -55,7 +72,8 @@ class System:
                 raise
 
     def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
-        os.link(source, target, src_dir_fd=source_folder, dst_dir_fd=target_folder, follow_symlinks=False)
+        with _inodes_named(target_folder):
+            os.link(source, target, src_dir_fd=source_folder, dst_dir_fd=target_folder, follow_symlinks=False)
 
     def rename(self, source: str, target: str, folder: int) -> None:
         os.rename(source, target, src_dir_fd=folder, dst_dir_fd=folder)
@@ -69,7 +87,8 @@ class System:
             raise OSError(code, os.strerror(code), target)
 
     def make_folder(self, name: str, folder: int) -> None:
-        os.mkdir(name, 0o755, dir_fd=folder)
+        with _inodes_named(folder):
+            os.mkdir(name, 0o755, dir_fd=folder)
 
     def remove(self, name: str, folder: int) -> None:
         os.unlink(name, dir_fd=folder)

@@ -163,15 +163,16 @@ def test_a_node_that_shares_its_folder_may_claim_the_attempt_in_the_same_moment(
     class Shared(LocalStore):
         """The other node claims it after the first look, and its keeper says that it lives."""
 
-        def list(self, folder: str) -> list[Entry]:
-            found = super().list(folder)
+        def list(self, folder: str, *how: Any) -> list[Entry]:
+            found = super().list(folder, *how)
             if folder == ATTEMPTS and self.exists(RUN):
                 attempts.claim_as(LocalStore(self._root), name, HOLDER)
             return found
 
         def read(self, path: str, most: int) -> bytes:
             if path == alive_path(name):
-                attempts.beat_on(LocalStore(self._root), name)
+                other = LocalStore(self._root)
+                attempts.move_on(other, name, getattr(attempts.alive(other, name), "count", None))
             return super().read(path, most)
 
     monkeypatch.setattr(opening, "open_store", lambda path, options: Shared(str(path)))

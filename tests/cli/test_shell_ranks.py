@@ -12,8 +12,8 @@ from made_runs import Ended, MadeRun, leaves_of, tensors_of
 from safetensors.numpy import load_file
 
 import flashckpt
-from flashckpt.format.names import AttemptName
-from flashckpt.persist.ledger import FOLDER, file_names
+from flashckpt.format.names import EVENTS, AttemptName
+from flashckpt.persist.ledger import file_names
 
 pytestmark = pytest.mark.process
 
@@ -32,7 +32,7 @@ def made(run: MadeRun) -> tuple[MadeRun, AttemptName]:
 
 def tell(run: MadeRun, attempt: AttemptName, *lines: dict[str, Any]) -> None:
     """Put lines into the run's ledger."""
-    path = run.folder / FOLDER / file_names(str(attempt))[0]
+    path = run.folder / EVENTS / file_names(str(attempt))[0]
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 

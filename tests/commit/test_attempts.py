@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from flashckpt.commit.attempts import (
 from flashckpt.errors import DamagedError, FormatError, RunError, SupersededError, UnusableRunError
 from flashckpt.format.checked_json import dump
 from flashckpt.format.names import AttemptName, claim_path, start_path
+from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import HOLDER, attempt_at, new_run
 
@@ -165,3 +168,50 @@ def test_a_newer_format_says_to_upgrade(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(head + b',"checksum":"' + xxh3_128(head).hex().encode() + b'"}\n')
     with pytest.raises(FormatError, match="Upgrade flashckpt"):
         open_run(store, create=True)
+
+
+def _make(kind: str, path: Path) -> None:
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to("000001.json")
+    elif kind == "dangling link":
+        path.symlink_to("nowhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+
+
+@pytest.mark.parametrize("url", ["{}", "local://{}"])
+@pytest.mark.parametrize("kind", ["folder", "link", "dangling link", "pipe", "socket"])
+def test_something_with_the_name_of_the_next_claim_that_is_no_file(
+    tmp_path: Path, url: str, kind: str
+) -> None:
+    """It is not tried again for ever."""
+    store = open_store(url.format(tmp_path / "run"))
+    open_run(store, create=True)
+    mark_ended(store, claim(store, HOLDER), "closed")
+    _make(kind, tmp_path / "run" / claim_path(2))
+    tries = []
+
+    def check() -> None:
+        tries.append(1)
+        assert len(tries) < 10, "it spins"
+
+    with pytest.raises(UnusableRunError, match=r"attempts/000002.json.*no file.*[Rr]emove it"):
+        claim(store, HOLDER, check)
+    if kind == "folder":
+        (tmp_path / "run" / claim_path(2)).rmdir()
+    else:
+        (tmp_path / "run" / claim_path(2)).unlink()
+    assert claim(store, HOLDER).number == 2
+
+
+def test_a_foreign_file_with_the_name_of_the_next_claim(tmp_path: Path) -> None:
+    """It takes its number, as a claim that has rotted does: the next start says which file it is."""
+    store = new_run(tmp_path / "run")
+    mark_ended(store, claim(store, HOLDER), "closed")
+    (tmp_path / "run" / claim_path(2)).write_bytes(b"something else")
+    assert claim(store, HOLDER).number == 3

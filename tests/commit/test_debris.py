@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flashckpt.commit.attempts import mark_ended
+from flashckpt.commit.attempts import attempts, mark_ended
 from flashckpt.commit.lineage import steps
 from flashckpt.commit.retention import prune, sweep_dead
 from flashckpt.commit.steps import Committed, read_manifest
 from flashckpt.commit.steps import commit as commit_step
 from flashckpt.format.names import (
+    EVENTS,
     AttemptName,
     attempt_folder,
     constants_name,
@@ -27,6 +30,7 @@ from flashckpt.format.records import Tombstone
 from flashckpt.options import Keep, Remote
 from flashckpt.recovery.pruning import prune as prune_by_hand
 from flashckpt.recovery.recover import recover
+from flashckpt.store import local
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from flashckpt.tiers.mirror import Mirror
@@ -86,9 +90,9 @@ class Counting(LocalStore):
 
     looks = 0
 
-    def list(self, folder: str) -> list[Entry]:
+    def list(self, *what: Any) -> list[Entry]:
         self.looks += 1
-        return super().list(folder)
+        return super().list(*what)
 
     def read(self, path: str, max_bytes: int) -> bytes:
         self.looks += 1
@@ -229,3 +233,64 @@ def test_a_store_whose_clock_is_days_behind_keeps_what_is_young_by_its_own(
     by(store)
     assert [path for path in old if path.exists()] == []
     assert all(path.with_name(path.name.replace("0123", "4567")).exists() for path in old)
+
+
+@pytest.mark.parametrize("suffix", ["", ".0a1b2c3d-000000"])
+def test_the_ledgers_of_a_run_that_is_started_for_ever_are_bounded(scratch: str, suffix: str) -> None:
+    """Those of the attempts that the run has are all there, and of the others the newest."""
+    store = new_run(f"{scratch}/run")
+    kept = attempt_at(store)
+    commit(store, 100, kept)
+    names, most = [kept], 0
+    store.append(f"{EVENTS}/{kept}{suffix}.jsonl", b"{}\n", 1000)
+    for number in range(2, 121):
+        sweep_dead(store)
+        names.append(attempt_at(store, parent=kept, step=100))
+        assert names[-1].number == number
+        store.append(f"{EVENTS}/{names[-1]}{suffix}.jsonl", b"{}\n", 1000)
+        store.append(f"{EVENTS}/keeper{f'.{number:08x}-000000' if suffix else ''}.jsonl", b"{}\n", 1000)
+        most = max(most, len([each for each in store.list(EVENTS) if not each.name.startswith("keeper")]))
+    left = {each.name.partition(".")[0] for each in store.list(EVENTS)}
+    present = {str(each.name) for each in attempts(store)}
+    assert str(kept) in present <= left, "what commands read"
+    assert {str(each) for each in names[-64:]} <= left
+    assert most < 64 + 16 + 8
+
+
+class _Counted:
+    """An entry of a real listing; what is asked of it beyond its name is noted."""
+
+    def __init__(self, entry: os.DirEntry[str], asked: list[str]) -> None:
+        self.name, self._entry, self._asked = entry.name, entry, asked
+
+    def stat(self, **how: Any) -> os.stat_result:
+        self._asked.append(self.name)
+        return self._entry.stat(**how)
+
+
+def test_foreign_files_among_the_steps_are_listed_and_no_more(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred thousand of them made a start take minutes: each was asked for its length, a dozen times."""
+    first = attempt_at(store)
+    commit(store, 100, first)
+    attempt_at(store, parent=first, step=100)
+    for number in range(50):
+        Path(store.url, "steps", f"foreign-{number}").touch()
+        Path(store.url, "steps", f"foreign-folder-{number}").mkdir()
+    asked: list[str] = []
+    scandir = os.scandir
+
+    @contextmanager
+    def counting(folder: int) -> Iterator[Iterator[_Counted]]:
+        with scandir(folder) as found:
+            yield (_Counted(each, asked) for each in found)
+
+    monkeypatch.setattr(local.os, "scandir", counting)
+    sweep_dead(store)
+    assert steps(store) == [100]
+    newest = attempt_at(store, parent=first, step=100)
+    commit(store, 200, newest)
+    prune(store, newest, Keep(last=2), in_hand=set())
+    assert "000000000100" in asked
+    assert not [name for name in asked if name.startswith("foreign")]

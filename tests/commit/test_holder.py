@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,14 +14,18 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.commit import holder as timing
 from flashckpt.commit.attempts import beat, claim, mark_ended
 from flashckpt.commit.holder import check, here
 from flashckpt.errors import RunHeldError
 from flashckpt.format.names import alive_path
 from flashckpt.format.records import Holder
+from flashckpt.options import Environment
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
+
+WATCH_S = timing.WATCH_S
 
 
 @pytest.fixture
@@ -178,7 +184,52 @@ def test_ending_while_watched(store: LocalStore, tmp_path: Path) -> None:
     check(store, holder(tmp_path), never, sleep=Beats(lambda count: mark_ended(store, name, "closed")))
 
 
-def test_the_launchers_restart_goes_at_once(store: LocalStore, tmp_path: Path) -> None:
+def started_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str, **variables: str) -> Holder:
+    """A trainer on another node as its environment describes it."""
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = Environment.read()
+    return holder(tmp_path, boot_id=host, host=host, job_id=found.job_id, restart_count=found.restart_count)
+
+
+@pytest.mark.parametrize("run_id", ["none", "", "100", "gpt"])
+def test_a_second_job_of_torchrun_is_refused_after_its_restart_too(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str
+) -> None:
+    """Two jobs may have one id, and the count of restarts rises where a job was refused."""
+    variables = {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": "0"}
+    name = claim(store, started_by(monkeypatch, tmp_path, "first", **variables))
+    for count in ("0", "1", "2"):
+        variables["TORCHELASTIC_RESTART_COUNT"] = count
+        second = started_by(monkeypatch, tmp_path, "second", **variables)
+        with pytest.raises(RunHeldError, match=f"{name}.*first"):
+            check(store, second, never, sleep=Beats(lambda count: beat(store, name, count)))
+
+
+def test_slurm_tells_a_restart_from_another_job(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for ranks that torchrun has restarted, in either of them."""
+    job = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}
+    name = claim(store, started_by(monkeypatch, tmp_path, "first", **job))
+    moving = Beats(lambda count: beat(store, name, count))
+    requeued = {**job, "SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    check(store, started_by(monkeypatch, tmp_path, "second", **requeued), never, sleep=moving)
+    assert moving.count == 0
+    for other in (
+        {**job, "TORCHELASTIC_RESTART_COUNT": "3"},
+        {**requeued, "SLURM_CLUSTER_NAME": "b"},
+        {**requeued, "SLURM_JOB_ID": "8"},
+    ):
+        with pytest.raises(RunHeldError):
+            check(store, started_by(monkeypatch, tmp_path, "second", **other), never, sleep=moving)
+
+
+def test_the_schedulers_restart_goes_at_once(store: LocalStore, tmp_path: Path) -> None:
     name = claim(store, holder(tmp_path, boot_id="other", restart_count=1))
     moving = Beats(lambda count: beat(store, name, count))
     check(store, holder(tmp_path, restart_count=2), never, sleep=moving)
@@ -186,6 +237,24 @@ def test_the_launchers_restart_goes_at_once(store: LocalStore, tmp_path: Path) -
     for same in ({"restart_count": 1}, {"restart_count": 2, "job_id": "another"}):
         with pytest.raises(RunHeldError):
             check(store, holder(tmp_path, **same), never, sleep=moving)
+
+
+def test_the_log_says_what_is_waited_for(
+    store: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = claim(store, holder(tmp_path, boot_id="other", host="node-7"))
+    said = []
+    with caplog.at_level(logging.WARNING):
+        check(
+            store,
+            holder(tmp_path),
+            never,
+            watch_s=40.0,
+            sleep=lambda seconds: said.append(len(caplog.messages)),
+        )
+    assert said[0] == 1, "before the first pause"
+    assert len(caplog.messages) == 3, "at the start, and every 15 s"
+    assert all(re.search(rf"{name} .*node-7.*until \d\d:\d\d:\d\d", each) for each in caplog.messages)
 
 
 def test_no_job_id_is_no_restart(store: LocalStore, tmp_path: Path) -> None:
@@ -206,16 +275,19 @@ def test_a_claim_during_the_watch_is_looked_at(store: LocalStore, tmp_path: Path
     def act(count: int) -> None:
         if not claimed:
             claimed.append(claim(store, holder(tmp_path, boot_id="third", host="node-9")))
-        elif count > 15:
+        elif count > 6:
             beat(store, claimed[0], count)
 
     with pytest.raises(RunHeldError, match="node-9"):
         check(store, holder(tmp_path), never, sleep=Beats(act))
 
 
-@pytest.mark.parametrize(("url", "seconds"), [("{}", 5.0), ("local://{}", 30.0)])
-def test_a_store_says_how_long_a_counter_may_stand_still(tmp_path: Path, url: str, seconds: float) -> None:
+@pytest.mark.parametrize(("url", "seconds"), [("{}", 60.0), ("local://{}", 90.0)])
+def test_a_counter_is_watched_for_a_minute_and_the_delay_of_its_store(
+    tmp_path: Path, url: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Servers refuse for seconds what is written often: no reason to think that a trainer is dead."""
+    monkeypatch.setattr(timing, "WATCH_S", WATCH_S)
     new_run(tmp_path / "run")
     slept: list[float] = []
     store = open_store(url.format(tmp_path / "run"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,8 +196,8 @@ def test_a_missing_part_is_no_commit(store: LocalStore, attempt: AttemptName) ->
 
 def test_two_who_commit_write_the_same_bytes(tmp_path: Path) -> None:
     class Backwards(LocalStore):
-        def list(self, folder: str) -> list[Entry]:
-            return super().list(folder)[::-1]
+        def list(self, *what: Any) -> list[Entry]:
+            return super().list(*what)[::-1]
 
     stores = [new_run(tmp_path / "a"), new_run(tmp_path / "b")]
     name, data = AttemptName(1, "00000001"), []
@@ -283,8 +284,8 @@ def test_the_newer_start_is_looked_for_just_before_the_manifest(
 
         is_late = False
 
-        def list(self, folder: str) -> list[Entry]:
-            found = super().list(folder)
+        def list(self, *what: Any) -> list[Entry]:
+            found = super().list(*what)
             if any(entry.name.startswith("shard-") for entry in found) and not self.is_late:
                 self.is_late = bool(attempt_at(store))
             return found

@@ -11,6 +11,7 @@ import builtins
 import errno
 import mmap
 import os
+import re
 import secrets
 from array import array
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ from flashckpt.store.base import (
     MemoryRange,
     Read,
     Written,
+    matching,
     other_length,
     split,
     too_long,
@@ -164,7 +166,7 @@ class FlatStore:
         _key(source), _key(target)
         return False
 
-    def list(self, folder: str) -> builtins.list[Entry]:
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
         prefix = f"{_key(folder)}/" if folder else ""
         entries, after = [], ""
         while page := self._bucket.page(prefix, after, "/"):
@@ -172,7 +174,7 @@ class FlatStore:
             for name, size, when in page:
                 is_folder = name.endswith("/")
                 entries.append(Entry(name.rstrip("/"), is_folder, 0 if is_folder else size, when))
-        return sorted(entries, key=lambda entry: entry.name)
+        return sorted(matching(entries, named), key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         try:

@@ -91,9 +91,9 @@ class Job:
             **os.environ,
             "FLASHCKPT_RUNTIME": str(self.runtime),
             "FLASHCKPT_CRASH_AT": armed,
-            # The launcher says that this is a restart: who finds another runtime folder need not watch.
-            "TORCHELASTIC_RUN_ID": "kills",
-            "TORCHELASTIC_RESTART_COUNT": str(self.lives),
+            # The scheduler says that this is a restart: who finds another runtime folder need not watch.
+            "SLURM_JOB_ID": "1",
+            "SLURM_RESTART_COUNT": str(self.lives),
         }
         steps = len(self.reference) - 1
         arguments = {"run": self.url, "log": str(self.log), "steps": steps, **how}

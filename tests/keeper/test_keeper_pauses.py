@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,6 +85,62 @@ def test_a_run_that_ends_in_a_pause_leaves_a_keeper(tmp_path: Path, runtime: Pat
             eventually(lambda: flashckpt.steps(run) == [2])
         finally:
             end(keepers_of(base))
+
+
+@contextmanager
+def stopped(checkpointer: flashckpt.Checkpointer) -> Iterator[int]:
+    """The keeper stands still, and its trainer does not give it up."""
+    client = checkpointer._session.keeper
+    client._patience_s = 1e6
+    until(lambda: client._peer is not None, "a connection")
+    client._peer.settimeout(1e6)  # type: ignore[union-attr]
+    pid = keeper_pid(client._runtime)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(tmp_path: Path, runtime: Path) -> None:
+    """A keeper that is stopped, or swapped out, is no dead trainer."""
+    run = tmp_path / "run"
+    store = open_store(str(run))
+    elsewhere = replace(holder.here(str(tmp_path), "trainer-1"), boot_id="other", host="other")
+    with attached(run) as checkpointer:
+        name = checkpointer._session.attempt
+        with stopped(checkpointer) as pid:
+            # As often as a job elsewhere may try: each time the trainer itself has to show that it lives.
+            for _ in range(2):
+                stood = attempts.alive(store, name)
+
+                def sleep(seconds: float, stood: object = stood) -> None:
+                    until(lambda: attempts.alive(store, name) != stood, "the counter")
+
+                with pytest.raises(flashckpt.RunHeldError, match=str(name)):
+                    holder.check(store, elsewhere, sleep=sleep)
+            assert keeper_pid(checkpointer._session.runtime) == pid, "nothing but the trainer was at work"
+
+
+def test_a_run_that_was_closed_stays_ended(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer shows no life after the keeper has written down its end."""
+    monkeypatch.setattr(holder, "STAND_IN_S", 0.001)
+    run = tmp_path / "run"
+    store = open_store(str(run))
+    with attached(run) as checkpointer:
+        name = checkpointer._session.attempt
+        checkpointer.step()
+
+    def ended() -> str:
+        found = attempts.alive(store, name)
+        return "" if found is None else found.ended
+
+    until(ended, "the end")
+    assert not any(each.name == "flashckpt-life" for each in threading.enumerate())
+    assert ended() == "closed"
 
 
 def test_a_trainer_in_a_pause_is_seen_to_live(tmp_path: Path, runtime: Path) -> None:

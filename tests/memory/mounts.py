@@ -12,11 +12,12 @@ import pytest
 
 
 @contextmanager
-def small_tmpfs(num_bytes: int) -> Iterator[Path]:
-    """A mounted tmpfs of that size. Skips the test where mounting is not allowed."""
+def small_tmpfs(num_bytes: int, inodes: int = 0) -> Iterator[Path]:
+    """A mounted tmpfs of that size, with so many inodes (0: no limit). Skips the test where mounting is not
+    allowed."""
     folder = Path(tempfile.mkdtemp(prefix="flashckpt-mount-"))
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=700", "tmpfs", str(folder)],
+        ["mount", "-t", "tmpfs", "-o", f"size={num_bytes},nr_inodes={inodes},mode=700", "tmpfs", str(folder)],
         capture_output=True,
     )
     if mounted.returncode:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts
+from flashckpt.commit import attempts, holder
 from flashckpt.commit.holder import here
 from flashckpt.commit.steps import is_committed, missing_ranks, read_step, steps_of_boundary
-from flashckpt.keeper import run_folder
 from flashckpt.keeper.run_folder import RunFolder
 from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
 from flashckpt.memory.runtime import LifeLock, TrainerLocks, trainer_lock_name
@@ -274,6 +273,6 @@ def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(
     assert end() == ""
     assert there.round([], ended, {attempt}).marked == ()
     assert end() == ""
-    monkeypatch.setattr(run_folder, "_STILL_S", 0.0)
+    monkeypatch.setattr(holder, "STILL_S", 0.0)
     assert there.round([], ended, {attempt}).marked == (attempt,)
     assert end() == "dead"

@@ -252,6 +252,9 @@ class Launcher:
                 "TORCHELASTIC_USE_AGENT_STORE": str(True),
                 "TORCHELASTIC_RESTART_COUNT": str(restart),
                 "TORCHELASTIC_RUN_ID": self._word,
+                # By Slurm's word a job is the restart of the one before.
+                "SLURM_JOB_ID": self._word,
+                "SLURM_RESTART_COUNT": str(restart),
             }
             launch.forked[rank] = zygote.shared().start(
                 ["tests.ranks.rank", program, *map(str, arguments)],

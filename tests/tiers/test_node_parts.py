@@ -508,7 +508,7 @@ def test_what_a_hold_keeps_from_being_sent_is_sent_once_it_is_gone(
     """Another job claims the remote and lives there, and this one begins its next attempt, while a step is
     about to be sent."""
     nodes.add(10)
-    brief = replace(nodes.target.capabilities, watch_s=0.1)
+    brief = replace(nodes.target.capabilities, delay_s=0.1)
     monkeypatch.setattr(LocalStore, "capabilities", brief)
     mirror, settle, other = nodes.mirrors[0], Mirror._settle, list[AttemptName]()
 
