@@ -205,7 +205,8 @@ class Boundaries:
 
     def _capture_here(self, *, ordered: bool) -> None:
         self._taken_step = self._progress.step
-        is_wanted = self._capture.schedule.every_step or ordered or self._capture.is_ordered
+        every_step = self._capture.schedule.every_step and not self._capture.hooks.is_undecided
+        is_wanted = every_step or ordered or self._capture.is_ordered
         if is_wanted and self._slots.ring is None and not self._asked_first:
             # Every step is to be captured, so the first one is; or save() has asked for this one. Waited for
             # once: a keeper that does not give slots must not hold up every boundary after it.
@@ -363,11 +364,13 @@ class Boundaries:
 
     def values(self) -> bytes:
         """What is not a tensor, as it is now, in typed JSON. Raises StateError with the path in the state."""
-        state = self._tree.values(self._capture.hooks.used_up)
+        hooks = self._capture.hooks
+        state, habits = self._tree.values(hooks.used_up), hooks.habits
         try:
             return encode_json(
                 {
                     "state": state,
+                    "gradients": {name: habits[id(o)] for name, o in self._tree.named_optimizers.items()},
                     "rng": rng.capture(),
                     "progress": self._progress.value(),
                     "environment": self._surroundings,

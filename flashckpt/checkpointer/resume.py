@@ -26,6 +26,7 @@ from flashckpt.capture import Capture
 from flashckpt.capture.devices import devices_of
 from flashckpt.capture.digests import digest_tensors
 from flashckpt.capture.division import Sharing
+from flashckpt.capture.hooks import Habit
 from flashckpt.capture.plan import ConstantsRegion, local
 from flashckpt.capture.schedule import Every
 from flashckpt.checkpointer.attached_run import Resumed
@@ -220,13 +221,14 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
 
 @dataclass(frozen=True)
 class _Taken:
-    """What a resume hands on: the digests of all leaves, by name, which of them were constants, and the
-    region that holds those."""
+    """What a resume hands on: the digests of all leaves, by name, which of them were constants, the region
+    that holds those, and what was known of each optimizer's gradients."""
 
     resumed: Resumed | None = None
     known: Mapping[str, int] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     region: ConstantsRegion | None = None
+    habits: Mapping[str, Habit] = field(default_factory=dict)
 
 
 def _resume(
@@ -267,7 +269,8 @@ def _resume(
             return _Taken()
         resumed = _take_up(session, tree, progress, loaded, refused, began, threads)
         snapshot = loaded.snapshot
-        return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, _kept(session, loaded))
+        region, habits = _kept(session, loaded), _habits(snapshot)
+        return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, region, habits)
     except BaseException:
         if loaded is not None:
             loaded.drop()
@@ -412,6 +415,7 @@ def _kept(session: Session, loaded: Loaded) -> ConstantsRegion | None:
 def _check(tree: Tree, snapshot: Snapshot) -> None:
     """Whether all of a snapshot can be taken up. Changes nothing; DamagedError, MismatchError."""
     Progress().restore(snapshot.section("progress"))
+    _habits(snapshot)
     check_fits(tree, snapshot)
     # Last: of what is read here, only this is put in its place for a moment.
     before = rng.capture()
@@ -419,6 +423,19 @@ def _check(tree: Tree, snapshot: Snapshot) -> None:
         rng.restore(snapshot.section("rng"))
     finally:
         rng.restore(before)
+
+
+def _habits(snapshot: Snapshot) -> dict[str, Habit]:
+    """What was known of each optimizer's gradients, by its name. Raises DamagedError."""
+    saved = snapshot.section("gradients") if "gradients" in snapshot.values else {}
+    try:
+        return {name: Habit(habit) for name, habit in saved.items()}
+    except ValueError as error:
+        raise DamagedError(
+            f"The snapshot of step {snapshot.step} holds an unknown word about gradients ({error}). Nothing "
+            "was loaded. Resume from an older step.",
+            step=snapshot.step,
+        ) from error
 
 
 def _take_up(
@@ -562,7 +579,7 @@ def _checkpointer(
 
 def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, taken: _Taken) -> Capture:
     attempt = session.attempt
-    return Capture(
+    capture = Capture(
         tree,
         None,
         _native.Sealer(),
@@ -579,6 +596,9 @@ def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, tak
             session.environment.rank, is_divided=True, within=session.ranks, node=session.group.node
         ),
     )
+    named = tree.named_optimizers
+    capture.hooks.resume({id(named[name]): habit for name, habit in taken.habits.items() if name in named})
+    return capture
 
 
 def _use(tree: Tree, capture: Capture, progress: Progress, options: Options) -> Use:

@@ -76,6 +76,7 @@ class Tree:
         }
         self.modules: list[nn.Module] = [t for t in targets.values() if isinstance(t, nn.Module)]
         optimizers = {name: target for name, target in targets.items() if isinstance(target, Optimizer)}
+        self.named_optimizers: Mapping[str, Optimizer] = optimizers
         self.optimizers: list[Optimizer] = list(optimizers.values())
         self._gradients = Gradients([])
         self._used_up: UsedUp = _all_used_up
