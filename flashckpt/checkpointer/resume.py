@@ -269,8 +269,8 @@ def _resume(
             return _Taken()
         resumed = _take_up(session, tree, progress, loaded, refused, began, threads)
         snapshot = loaded.snapshot
-        region, habits = _kept(session, loaded), _habits(snapshot)
-        return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, region, habits)
+        known, constants = snapshot.digests_by_name, snapshot.constants
+        return _Taken(resumed, known, constants, _kept(session, loaded), _habits(snapshot))
     except BaseException:
         if loaded is not None:
             loaded.drop()
