@@ -246,12 +246,13 @@ class Capture:
         self.schedule.qualifies()
         if ordered:
             self._in_flight.wait()
-        reason = self._capture(step, values, ordered)
         # A boundary that is tried again, after it has waited for slots, is one and not two.
-        self._skipped += bool(reason) - (self._skipped_step == step)
+        before, self._skipped_step = self._skipped_step == step, step
+        self._skipped += not before  # a state that cannot be captured raises
+        reason = self._capture(step, values, ordered)
         if reason:
-            self._skipped_step = step
             return BoundaryResult(Verdict.SKIPPED, step, reason)
+        self._skipped -= 1
         self._ordered, self._captured_step, self.lost_step, self._skipped_step = False, step, None, -1
         return BoundaryResult(Verdict.CAPTURED, step)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flashckpt import crashpoints
 from flashckpt.capture import Verdict
 from flashckpt.errors import DamagedError, FlashckptError, OutOfRoomError, StateError, SupersededError
-from flashckpt.format.typed import check_roundtrip, encode_json
+from flashckpt.format.typed import check_roundtrip, encode_json, too_large
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ class Boundaries:
         self._asked_first = self._has_begun = False
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None
+        self._too_large: StateError | None = None
         self._in_code = False  # the newest capture was made in the code after an epoch's batches
         self._next_ordered = False
         self._left = False  # an iteration was left by `break` after something was trained in it
@@ -364,22 +365,28 @@ class Boundaries:
 
     def values(self) -> bytes:
         """What is not a tensor, as it is now, in typed JSON. Raises StateError with the path in the state."""
-        hooks = self._capture.hooks
-        state, habits = self._tree.values(hooks.used_up), hooks.habits
+        hooks, tree = self._capture.hooks, self._tree
+        state, habits = tree.values(hooks.used_up), hooks.habits
+        values = {
+            "state": state,
+            "gradients": {name: habits[id(each)] for name, each in tree.named_optimizers.items()},
+            "rng": rng.capture(),
+            "progress": self._progress.value(),
+            "environment": self._surroundings,
+        }
         try:
-            return encode_json(
-                {
-                    "state": state,
-                    "gradients": {name: habits[id(o)] for name, o in self._tree.named_optimizers.items()},
-                    "rng": rng.capture(),
-                    "progress": self._progress.value(),
-                    "environment": self._surroundings,
-                }
-            )
+            data = encode_json(values)
         except StateError:
             for name, value in state["entries"].items():
                 check_roundtrip(value, name)
             raise
+        if len(data) <= tree.most_values_bytes:
+            self._too_large = None
+            return data
+        if self._too_large is None:  # to find what takes most is as dear as to encode it: it is done once
+            parts = {**tree.plain_values(state), "loaders": values["progress"]}
+            self._too_large = too_large(parts, len(data), tree.most_values_bytes)
+        raise self._too_large
 
     def not_saved(self, error: Exception) -> None:
         """Said once; the next boundary tries again."""

@@ -47,6 +47,7 @@ from flashckpt.errors import (
     RunError,
     UnusableRunError,
 )
+from flashckpt.format.parts import MAX_VALUES_BYTES
 from flashckpt.format.replicas import in_words
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Status
@@ -95,14 +96,17 @@ def attach(
     """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`.
     `check_loop` raises what is wrong with the loop, and gives what ranks must have alike of it."""
     began = time.perf_counter()
-    group = join(Environment.read())
+    environment = Environment.read()
+    group = join(environment)
     try:
 
         def prepared() -> tuple[Tree, str, Remote | None, Mapping[str, str]]:
             looped = check_loop()
             check_call(every, persist_every, keep, options, remote)
             url = open_store(path).url
-            return Tree(_state_of(state, named)), url, remote_of(remote, url, keep, options), looped
+            # One part holds the values of all ranks of a node.
+            tree = Tree(_state_of(state, named), MAX_VALUES_BYTES // max(1, environment.local_world))
+            return tree, url, remote_of(remote, url, keep, options), looped
 
         tree, url, second, looped = group.together("the state and the options", prepared)
         group.check_alike({**_alike(url, tree, every, persist_every, keep, second, options), **looped})
