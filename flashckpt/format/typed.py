@@ -360,8 +360,8 @@ def too_large(values: Mapping[str, object], num_bytes: int, most_bytes: int) -> 
     return StateError(
         f"{path or 'the state'} takes {size:,} bytes as plain values ({type(part).__name__}). All of them "
         f"take {num_bytes:,} bytes, and each rank has room for {most_bytes:,} in a snapshot: it could "
-        "never be committed, so it is not saved. Keep large data in tensors, NumPy arrays or bytes, which are "
-        "stored as they are, or leave it out of the state.",
+        "never be committed, so it is not saved. Keep large data in tensors, NumPy arrays or bytes, which "
+        "are stored as they are, or leave it out of the state.",
         location=path,
     )
 

@@ -205,6 +205,20 @@ def test_a_loop_that_begins_to_keep_them_is_noticed_and_said(caplog: pytest.LogC
     assert "before this step do not hold them" in record.getMessage()
 
 
+def test_views_of_memory_that_stays_are_said_to_be_those_of_ddp(caplog: pytest.LogCaptureFixture) -> None:
+    """With gradient_as_bucket_view=True DDP puts the same tensors back after zero_grad."""
+    loop = Loop()
+    views = [torch.zeros(p.numel() + 1)[1:].view_as(p) for p in loop.model.parameters()]
+    for _ in range(3):
+        loop.optimizer.zero_grad()
+        for p, view in zip(loop.model.parameters(), views, strict=True):
+            p.grad = view
+        loop.optimizer.step()
+        assert loop.boundary() == 2
+    [record] = caplog.records
+    assert "gradient_as_bucket_view=False" in record.getMessage()
+
+
 def test_a_resumed_loop_that_kept_them_keeps_them_in_any_phase_of_its_cycle() -> None:
     loop = Loop()
     loop.hooks.resume({id(loop.optimizer): Habit.KEPT})
