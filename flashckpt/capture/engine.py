@@ -147,10 +147,10 @@ class Capture:
     def room_needed(self, *, ordered: bool = False) -> SlotSize | None:
         """What a slot has to have room for. Unless a capture is ordered, None before optimizers have state,
         which comes with the first step, and while it is open whether their gradients are saved."""
-        is_known = self.heartbeat.boundaries >= _MOST_STATELESS or all(
+        is_known = not self.hooks.is_undecided and all(
             optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers
         )
-        if not ordered and (not is_known or self.hooks.is_undecided):
+        if not (ordered or is_known or self.heartbeat.boundaries >= _MOST_STATELESS):
             return None
         walk = self._planner.walk()
         self._constants.decide(walk.leaves)
