@@ -157,12 +157,12 @@ class Capture:
         return self.room_needed(ordered=ordered)
 
     def room_needed(self, *, ordered: bool = False) -> SlotSize | None:
-        """What a slot has to have room for. None before optimizers have state, which comes with the first
-        step, unless a capture is ordered before it."""
-        is_known = self.heartbeat.boundaries >= _MOST_STATELESS or all(
+        """What a slot has to have room for. Unless a capture is ordered, None before optimizers have state,
+        which comes with the first step, and while it is open whether their gradients are saved."""
+        is_known = not self.hooks.is_undecided and all(
             optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers
         )
-        if not ordered and not is_known:
+        if not (ordered or is_known or self.heartbeat.boundaries >= _MOST_STATELESS):
             return None
         walk = self._planner.walk()
         self._constants.decide(walk.leaves)
@@ -261,12 +261,13 @@ class Capture:
         self.schedule.qualifies()
         if ordered:
             self._in_flight.wait()
-        reason = self._capture(step, values, ordered)
         # A boundary that is tried again, after it has waited for slots, is one and not two.
-        self._skipped += bool(reason) - (self._skipped_step == step)
+        before, self._skipped_step = self._skipped_step == step, step
+        self._skipped += not before  # a state that cannot be captured raises
+        reason = self._capture(step, values, ordered)
         if reason:
-            self._skipped_step = step
             return BoundaryResult(Verdict.SKIPPED, step, reason)
+        self._skipped -= 1
         self._ordered, self._captured_step, self.lost_step, self._skipped_step = False, step, None, -1
         return BoundaryResult(Verdict.CAPTURED, step)
 
@@ -334,7 +335,9 @@ class Capture:
         return [] if copies is None else describe(copies.plan, copies.ways)
 
     def report(self) -> dict[str, float]:
-        """Counts and seconds so far: snapshots sealed, lost and skipped, boundaries, time in captures."""
+        """Counts and seconds so far: snapshots sealed, lost and skipped, boundaries, time in captures; and
+        the bytes of gradients in a snapshot."""
+        copies = self._planner.current
         return {
             "snapshots": self._in_flight.sealed,
             "snapshots_lost": self._in_flight.lost,
@@ -342,6 +345,7 @@ class Capture:
             "boundaries": self.heartbeat.boundaries,
             "capture_call_seconds": self._call_s,
             "capture_cost_seconds": self.schedule.budget.cost_s or 0.0,
+            "gradient_bytes": 0 if copies is None else copies.plan.gradient_bytes,
         }
 
     # ---- one capture

@@ -143,6 +143,12 @@ class Plan:
         constants, replicas = len(self.constants_json), len(self.replicas_json)
         return len(self.json), len(self.leaves), values_bytes, constants, replicas
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the leaves, those that are gradients."""
+        pairs = zip(self.lives, self.sizes.tolist(), strict=True)
+        return sum(size for live, size in pairs if live.kind == "gradient")
+
     def room(self, values_bytes: int) -> SlotSize:
         """What a slot has to have room for."""
         return SlotSize(geometry(*self.metadata_sizes(values_bytes)).num_bytes, self.image.num_bytes)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flashckpt import crashpoints
 from flashckpt.capture import Verdict
 from flashckpt.errors import DamagedError, FlashckptError, OutOfRoomError, StateError, SupersededError
-from flashckpt.format.typed import check_roundtrip, encode_json
+from flashckpt.format.typed import check_roundtrip, encode_json, too_large
 from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
 
@@ -63,6 +63,7 @@ class Boundaries:
         self._asked_first = self._has_begun = False
         self.unsaved: FlashckptError | None = None
         self.ordered_at: int | None = None
+        self._too_large: StateError | None = None
         self._in_code = False  # the newest capture was made in the code after an epoch's batches
         self._next_ordered = False
         self._left = False  # an iteration was left by `break` after something was trained in it
@@ -206,7 +207,8 @@ class Boundaries:
 
     def _capture_here(self, *, ordered: bool) -> None:
         self._taken_step = self._progress.step
-        is_wanted = self._capture.schedule.every_step or ordered or self._capture.is_ordered
+        every_step = self._capture.schedule.every_step and not self._capture.hooks.is_undecided
+        is_wanted = every_step or ordered or self._capture.is_ordered
         if is_wanted and self._slots.ring is None and not self._asked_first:
             # Every step is to be captured, so the first one is; or save() has asked for this one. Waited for
             # once: a keeper that does not give slots must not hold up every boundary after it.
@@ -371,20 +373,28 @@ class Boundaries:
 
     def values(self) -> bytes:
         """What is not a tensor, as it is now, in typed JSON. Raises StateError with the path in the state."""
-        state = self._tree.values(self._capture.hooks.used_up)
+        hooks, tree = self._capture.hooks, self._tree
+        state, habits = tree.values(hooks.used_up), hooks.habits
+        values = {
+            "state": state,
+            "gradients": {name: habits[id(each)] for name, each in tree.named_optimizers.items()},
+            "rng": rng.capture(),
+            "progress": self._progress.value(),
+            "environment": self._surroundings(),
+        }
         try:
-            return encode_json(
-                {
-                    "state": state,
-                    "rng": rng.capture(),
-                    "progress": self._progress.value(),
-                    "environment": self._surroundings(),
-                }
-            )
+            data = encode_json(values)
         except StateError:
             for name, value in state["entries"].items():
                 check_roundtrip(value, name)
             raise
+        if len(data) <= tree.most_values_bytes:
+            self._too_large = None
+            return data
+        if self._too_large is None:  # to find what takes most is as dear as to encode it: it is done once
+            parts = {**tree.plain_values(state), "loaders": values["progress"]}
+            self._too_large = too_large(parts, len(data), tree.most_values_bytes)
+        raise self._too_large
 
     def not_saved(self, error: Exception) -> None:
         """Said once; the next boundary tries again."""

@@ -26,6 +26,7 @@ from flashckpt.capture import Capture
 from flashckpt.capture.devices import devices_of
 from flashckpt.capture.digests import digest_tensors
 from flashckpt.capture.division import Sharing
+from flashckpt.capture.hooks import Habit
 from flashckpt.capture.plan import ConstantsRegion, local
 from flashckpt.capture.schedule import Every
 from flashckpt.checkpointer.attached_run import Resumed
@@ -46,6 +47,7 @@ from flashckpt.errors import (
     RunError,
     UnusableRunError,
 )
+from flashckpt.format.parts import MAX_VALUES_BYTES
 from flashckpt.format.replicas import in_words
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Status
@@ -95,14 +97,17 @@ def attach(
     """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`.
     `check_loop` raises what is wrong with the loop, and gives what ranks must have alike of it."""
     began = time.perf_counter()
-    group = join(Environment.read())
+    environment = Environment.read()
+    group = join(environment)
     try:
 
         def prepared() -> tuple[Tree, str, Remote | None, Mapping[str, str]]:
             looped = check_loop()
             check_call(every, persist_every, keep, options, remote)
             url = open_store(path).url
-            return Tree(_state_of(state, named)), url, remote_of(remote, url, keep, options), looped
+            # One part holds the values of all ranks of a node.
+            tree = Tree(_state_of(state, named), MAX_VALUES_BYTES // max(1, environment.local_world))
+            return tree, url, remote_of(remote, url, keep, options), looped
 
         tree, url, second, looped = group.together("the state and the options", prepared)
         group.check_alike({**_alike(url, tree, every, persist_every, keep, second, options), **looped})
@@ -221,13 +226,14 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
 
 @dataclass(frozen=True)
 class _Taken:
-    """What a resume hands on: the digests of all leaves, by name, which of them were constants, and the
-    region that holds those."""
+    """What a resume hands on: the digests of all leaves, by name, which of them were constants, the region
+    that holds those, and what was known of each optimizer's gradients."""
 
     resumed: Resumed | None = None
     known: Mapping[str, int] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
     region: ConstantsRegion | None = None
+    habits: Mapping[str, Habit] = field(default_factory=dict)
 
 
 def _resume(
@@ -268,7 +274,8 @@ def _resume(
             return _Taken()
         resumed = _take_up(session, tree, progress, loaded, refused, began, threads)
         snapshot = loaded.snapshot
-        return _Taken(resumed, snapshot.digests_by_name, snapshot.constants, _kept(session, loaded))
+        known, constants = snapshot.digests_by_name, snapshot.constants
+        return _Taken(resumed, known, constants, _kept(session, loaded), _habits(snapshot))
     except BaseException:
         if loaded is not None:
             loaded.drop()
@@ -413,6 +420,7 @@ def _kept(session: Session, loaded: Loaded) -> ConstantsRegion | None:
 def _check(tree: Tree, snapshot: Snapshot) -> None:
     """Whether all of a snapshot can be taken up. Changes nothing; DamagedError, MismatchError."""
     Progress().restore(snapshot.section("progress"))
+    _habits(snapshot)
     check_fits(tree, snapshot)
     # Last: of what is read here, only this is put in its place for a moment.
     before = rng.capture()
@@ -420,6 +428,19 @@ def _check(tree: Tree, snapshot: Snapshot) -> None:
         rng.restore(snapshot.section("rng"))
     finally:
         rng.restore(before)
+
+
+def _habits(snapshot: Snapshot) -> dict[str, Habit]:
+    """What was known of each optimizer's gradients, by its name. Raises DamagedError."""
+    saved = snapshot.section("gradients") if "gradients" in snapshot.values else {}
+    try:
+        return {name: Habit(habit) for name, habit in saved.items()}
+    except ValueError as error:
+        raise DamagedError(
+            f"The snapshot of step {snapshot.step} holds an unknown word about gradients ({error}). Nothing "
+            "was loaded. Resume from an older step.",
+            step=snapshot.step,
+        ) from error
 
 
 def _take_up(
@@ -567,7 +588,7 @@ def _checkpointer(
 
 def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, taken: _Taken) -> Capture:
     attempt = session.attempt
-    return Capture(
+    capture = Capture(
         tree,
         None,
         _native.Sealer(),
@@ -585,6 +606,9 @@ def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, tak
         ),
         group_failure=None if pacing.is_alone else group_failure,
     )
+    named = tree.named_optimizers
+    capture.hooks.resume({id(named[name]): habit for name, habit in taken.habits.items() if name in named})
+    return capture
 
 
 def _use(tree: Tree, capture: Capture, progress: Progress, options: Options) -> Use:

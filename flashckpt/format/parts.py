@@ -48,6 +48,8 @@ from flashckpt.format.replicas import Ranks, Replicas, has_rank, ranks_from_json
 
 CHUNK_BYTES = 4 << 20
 MAX_SHARD_BYTES = 1 << 50
+# The values of all ranks of one part, as JSON. The rest of `Part.MAX_BYTES` is for the columns of its leaves.
+MAX_VALUES_BYTES = 192 << 20
 CHECKSUM = re.compile(r"[0-9a-f]{32}")
 
 

@@ -353,6 +353,31 @@ def checked(value: object, location: str) -> Encoded:
     )
 
 
+def too_large(values: Mapping[str, object], num_bytes: int, most_bytes: int) -> StateError:
+    """Of values by name that take `num_bytes` as JSON and may take `most_bytes`: the error, with the path of
+    the part that takes most."""
+    path, part, size = _largest(values, "", num_bytes)
+    return StateError(
+        f"{path or 'the state'} takes {size:,} bytes as plain values ({type(part).__name__}). All of them "
+        f"take {num_bytes:,} bytes, and each rank has room for {most_bytes:,} in a snapshot: it could "
+        "never be committed, so it is not saved. Keep large data in tensors, NumPy arrays or bytes, which "
+        "are stored as they are, or leave it out of the state.",
+        location=path,
+    )
+
+
+def _largest(value: object, path: str, num_bytes: int) -> tuple[str, object, int]:
+    """The innermost part that takes more than half of `value`, with its path and its bytes."""
+    while True:
+        for key, part in children(value):
+            size = len(encode_json(part))
+            if 2 * size > num_bytes:
+                value, path, num_bytes = part, f"{path}.{key}" if path else str(key), size
+                break
+        else:
+            return path, value, num_bytes
+
+
 def _locate(value: object, path: str, depth: int = 0) -> tuple[str, object]:
     """The innermost part of `value` that does not come back, and its path."""
     if isinstance(value, Encoded):

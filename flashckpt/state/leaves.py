@@ -26,6 +26,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import LeafRef
 from flashckpt.state.sharding import FlatPiece, Meshes, Ranks, TensorBox, Whole, assembled, own_placements
+from flashckpt.state.stored import stored
 from flashckpt.state.tensors import (
     assemble,
     check,
@@ -44,7 +45,7 @@ from flashckpt.state.tensors import (
     strides,
 )
 
-Kind = Literal["parameter", "buffer", "gradient", "optimizer", "other"]
+Kind = Literal["parameter", "buffer", "gradient", "optimizer", "value", "other"]
 
 CPU = torch.device("cpu")
 _WRAPPED = {
@@ -109,6 +110,11 @@ class Sink:
     def add(self, name: str, tensor: Tensor, place: Place) -> Any:
         """Take a tensor under a name; gives what stands for it among the values."""
         raise NotImplementedError
+
+    def store(self, name: str, value: object) -> Any:
+        """Take a large array or large bytes under a name; gives what stands for it among the values: itself
+        in a sink that keeps everything there."""
+        return value
 
     def absent(self, name: str, container: object, key: object) -> None:
         """There is no tensor in this place now."""
@@ -178,6 +184,16 @@ class Walk(Sink):
         self.refs[name] = ref
         return ref
 
+    def store(self, name: str, value: object) -> LeafRef:
+        """A leaf that shares its memory with no other: a value in two places comes back as two."""
+        if name in self.named:
+            refuse(name, "stands twice: the state holds the same name for two values", "Rename one of them.")
+        tensor, about = stored(value, name)
+        self.leaves.append(LiveLeaf(name, tensor, "value", None, None, None))
+        self.named[name] = self.leaves[-1]
+        self.refs[name] = LeafRef(name, about)
+        return self.refs[name]
+
     def _add_plain(self, name: str, tensor: Tensor, place: Place, known: LiveLeaf | None) -> LeafRef:
         about = facts(tensor, place)
         if name in self.named:
@@ -235,7 +251,8 @@ class Walk(Sink):
     def check_shared_memory(self) -> None:
         """Refuse tensors that would have to be made anew and that share part of their memory with
         another: once made, they would no longer change together. Raises StateError."""
-        spans = sorted((*span(leaf.tensor), leaf.name, leaf.kind) for leaf in self.leaves)
+        apart = (leaf for leaf in self.leaves if leaf.kind != "value")  # made anew as a value of its own
+        spans = sorted((*span(leaf.tensor), leaf.name, leaf.kind) for leaf in apart)
         end, holder, kind = -1, "", ""
         for start, stop, name, this in spans:
             if start < end and not {kind, this} <= {"parameter", "buffer"}:
@@ -278,6 +295,19 @@ class Refresh(Sink):
         elif not same_memory(leaf.tensor, tensor):
             raise Restructured(name)
         return ref
+
+    def store(self, name: str, value: object) -> LeafRef:
+        """Raises Restructured if there was no such value, or one of another size."""
+        leaf = self._walk.named.get(name)
+        if leaf is None or leaf.kind != "value":
+            raise Restructured(name)
+        tensor, about = stored(value, name)
+        same = leaf.tensor.shape == tensor.shape and leaf.tensor.dtype == tensor.dtype
+        if not same or strides(leaf.tensor) != strides(tensor):
+            raise Restructured(name)
+        leaf.tensor, self._walk.refs[name] = tensor, LeafRef(name, about)
+        self.seen.add(name)
+        return self._walk.refs[name]
 
     def _refresh_wrapper(self, ref: LeafRef, tensor: Tensor, place: Place) -> LeafRef:
         parts, context = flatten(tensor, ref.name)
@@ -425,6 +455,12 @@ class Filling:
             return self.saved.leaves[self.saved.names[name]]
         except KeyError:
             raise DamagedError(f"The snapshot names {name!r} and does not hold it; it is no use.") from None
+
+    def made(self, name: str, value: object) -> None:
+        """This was made of the bytes that are stored under a name."""
+        leaf = self.leaf(name)
+        if leaf.name not in self._live:
+            self._becomes(leaf, stored(value, name)[0])
 
     def fill(self, name: str, live: Tensor) -> None:
         """Fill a live tensor that fits, once."""

@@ -22,6 +22,7 @@ from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import SEQUENCES, LeafRef, children, encode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Filling, LiveLeaf, Place, Saved, Sink, Walk, unowned
+from flashckpt.state.stored import is_stored
 from flashckpt.state.tensors import can_make, described, fits
 from flashckpt.state.values import Settling, join, references, survey
 
@@ -293,7 +294,7 @@ def changed_values(recorded: Any, found: Any, name: str) -> dict[str, str]:
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    if type(value) is LeafRef:
+    if type(value) is LeafRef and not is_stored(value):
         yield name, "a tensor"
     elif isinstance(value, (Mapping, *SEQUENCES)):
         length = "" if isinstance(value, Mapping) else f" of {len(value)}"

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.layout import Leaf
-from flashckpt.format.typed import Encoded, LeafRef, check_roundtrip
+from flashckpt.format.parts import MAX_VALUES_BYTES
+from flashckpt.format.typed import Encoded, LeafRef, check_roundtrip, encode_json, too_large
 from flashckpt.state.leaves import (
     Filling,
     LiveLeaf,
@@ -51,6 +52,7 @@ from flashckpt.state.optimizers import (
     unwrapped,
     warn_of_attributes,
 )
+from flashckpt.state.stored import check_stored, is_stored
 from flashckpt.state.tensors import DTYPE_NAMES, described, make, strides
 
 log = logging.getLogger(__name__)
@@ -68,8 +70,10 @@ _LEAVES = frozenset((LEAF, SPARSE, COALESCED))
 class Tree:
     """The named objects of a run."""
 
-    def __init__(self, named: Mapping[str, object]) -> None:
-        """Raises StateError, with the path in the state, for whatever cannot be saved exactly."""
+    def __init__(self, named: Mapping[str, object], most_values_bytes: int = MAX_VALUES_BYTES) -> None:
+        """Raises StateError, with the path in the state, for what cannot be saved exactly, and for plain
+        values that take more than `most_values_bytes` as JSON."""
+        self.most_values_bytes = most_values_bytes
         targets = {name: unwrapped(target) for name, target in named.items()}
         _check_names(targets)
         self._entries: dict[str, StateEntry] = {
@@ -77,6 +81,7 @@ class Tree:
         }
         self.modules: list[nn.Module] = [t for t in targets.values() if isinstance(t, nn.Module)]
         optimizers = {name: target for name, target in targets.items() if isinstance(target, Optimizer)}
+        self.named_optimizers: Mapping[str, Optimizer] = optimizers
         self.optimizers: list[Optimizer] = list(optimizers.values())
         self._gradients = Gradients([])
         self._used_up: UsedUp = _all_used_up
@@ -90,10 +95,27 @@ class Tree:
             warn_of_attributes(name, optimizer)
         entries = [entry for entry in self._entries.values() if isinstance(entry, ModuleEntry)]
         check_own_saving({path: each for e in entries for path, each in e.modules.items()}, walk.leaves)
-        for name, value in walk.value["entries"].items():
-            check_roundtrip(value, name)
+        self._check_values(walk.value)
         self._structure = self._structure_now()
         self.current = None
+
+    def _check_values(self, value: Mapping[str, Any]) -> None:
+        try:
+            num_bytes = len(encode_json(value["entries"]))
+        except StateError:
+            num_bytes = 0  # what has no encoding is found below, with its path
+        if num_bytes > self.most_values_bytes:
+            raise too_large(self.plain_values(value), num_bytes, self.most_values_bytes)
+        for name, each in value["entries"].items():
+            check_roundtrip(each, name)
+
+    def plain_values(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        """What is no tensor of each named object, as the program has it: of what `values` gives."""
+        entries = value["entries"]
+        return {
+            name: entries[name]["state"] if entry.kind in ("container", "object") else entries[name]
+            for name, entry in self._entries.items()
+        }
 
     def _in_order(self) -> list[StateEntry]:
         """Modules own parameters and so come first; then optimizers, which own those that are left."""
@@ -206,6 +228,8 @@ class Tree:
                 for leaf in leaf_names(place, ref):
                     if leaf not in saved.names:
                         raise DamagedError(f"The snapshot names {leaf!r} and lacks it. Nothing was loaded.")
+                    if is_stored(ref):
+                        check_stored(ref.about, saved.leaves[saved.names[leaf]].num_bytes)
         return rows
 
     def restore(self, saved: Saved, uploads: Uploads | None = None) -> list[tuple[str, Tensor]]:

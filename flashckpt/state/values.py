@@ -22,6 +22,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.typed import MAX_DEPTH, SEQUENCES, Hole, LeafRef, children, register
 from flashckpt.state import rng
 from flashckpt.state.leaves import CPU, Filling, Place, Sink
+from flashckpt.state.stored import array_dtype, check_array, is_large, is_stored, value_of
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits, check, refuse
 
 CONTAINERS = frozenset((dict, OrderedDict, defaultdict, *SEQUENCES))  # that may hold tensors
@@ -36,16 +37,19 @@ def join(prefix: str, part: object) -> str:
     return f"{prefix}.{text}" if prefix and text else prefix or text
 
 
-def holds_tensor(value: Any, depth: int = 0) -> bool:
-    """Whether there is a tensor anywhere in the value."""
+def holds_tensor(value: Any, depth: int = 0, *, or_large: bool = False) -> bool:
+    """Whether there is a tensor anywhere in the value; `or_large`, or a value that is stored as a leaf."""
+    if or_large and is_large(value):
+        return True
     if type(value) in SIMPLE:
         return False
     if isinstance(value, Tensor):
         return True
     if depth > MAX_DEPTH or not isinstance(value, (dict, *SEQUENCES, set, frozenset)):
         return False  # what nests too deep is refused by the encoding, with its path
+    or_large = or_large and type(value) in CONTAINERS  # in a set, say, a reference has no place
     parts = value.values() if isinstance(value, dict) else value
-    return any(holds_tensor(part, depth + 1) for part in parts)
+    return any(holds_tensor(part, depth + 1, or_large=or_large) for part in parts)
 
 
 def survey(
@@ -56,11 +60,14 @@ def survey(
     hole: Callable[[object, object], None] | None = None,
     depth: int = 0,
 ) -> Any:
-    """`value` with a reference for each tensor. With `hole`, parts without tensors are handed to it by
-    container and key and a Hole stands for them. Raises StateError for tensors where they cannot be."""
+    """`value` with a reference for each tensor, large array and large bytes. With `hole`, parts without
+    tensors, large or not, are handed to it by container and key and a Hole stands for them. Raises StateError
+    for tensors where they cannot be."""
     if isinstance(value, Tensor):
         return sink.add(name, value, place)
-    if type(value) in SIMPLE or not holds_tensor(value):
+    if hole is None and is_large(value):
+        return sink.store(name, value)
+    if type(value) in SIMPLE or not holds_tensor(value, or_large=hole is None):
         if hole is None:
             return value
         hole(place.container, place.key)
@@ -135,6 +142,8 @@ class Settling:
     def settle(self, value: Any, live: Any, name: str) -> Any:
         """What belongs in the place of `live`, which is kept and changed where it can be."""
         kind = type(value)
+        if kind is LeafRef and is_stored(value):
+            return self._settle_stored(value, live, name)
         if kind is LeafRef:
             stays = self.scalars_on_cpu and not value.about and not self.filling.leaf(name).shape
             return self.filling.place(value, name, live, CPU if stays else self.home, self.like)
@@ -151,6 +160,14 @@ class Settling:
             self._kept[id(live)] = live
             return live
         return value
+
+    def _settle_stored(self, ref: LeafRef, live: Any, name: str) -> Any:
+        leaf = self.filling.leaf(name)
+        made = value_of(ref.about, self.filling.saved.tensor(leaf.name))
+        if type(live) is type(made) and id(live) not in self._kept and _refill(live, made):
+            self._kept[id(live)] = made = live
+        self.filling.made(name, made)
+        return made
 
     def _settle_items(self, value: Any, live: Any, name: str) -> Any:
         same = type(live) is type(value)
@@ -203,7 +220,6 @@ class StoredTensor:
 
 
 _DEVICE = re.compile(r"[a-z_]{1,32}(:\d{1,5})?")
-_ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUMm]\d{1,9}(\[\d{0,9}[A-Za-z]{1,3}\])?")
 _BIT_GENERATORS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
@@ -233,15 +249,14 @@ def _tensor_back(plain: Any) -> StoredTensor:
 
 
 def _array_plain(array: np.ndarray[Any, Any]) -> list[object]:
-    if array.dtype.hasobject or not _ARRAY_DTYPE.fullmatch(array.dtype.str):
-        raise ValueError(f"an array of dtype {array.dtype} has no exact encoding")
+    check_array(array)
     fortran = array.ndim > 1 and array.flags.f_contiguous and not array.flags.c_contiguous
     return [array.dtype.str, list(array.shape), array.tobytes("F" if fortran else "C"), fortran]
 
 
 def _array_back(plain: Any) -> np.ndarray[Any, Any]:
     text, shape, data, fortran = plain
-    dtype = _array_dtype(text)
+    dtype = array_dtype(text)
     if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
         raise ValueError("a shape that cannot be")
     if dtype.itemsize * int(np.prod(shape, dtype=object)) != len(data):
@@ -250,15 +265,9 @@ def _array_back(plain: Any) -> np.ndarray[Any, Any]:
     return flat.reshape(shape, order="F" if fortran else "C")
 
 
-def _array_dtype(text: object) -> np.dtype[Any]:
-    if not isinstance(text, str) or not _ARRAY_DTYPE.fullmatch(text):
-        raise ValueError(f"{text!r} is no dtype of an array")
-    return np.dtype(text)
-
-
 def _scalar_back(plain: Any) -> np.generic:
     text, data = plain
-    dtype = _array_dtype(text)
+    dtype = array_dtype(text)
     if dtype.itemsize != len(data):
         raise ValueError("a scalar of another length")
     return np.frombuffer(data, dtype=dtype)[0] if data else dtype.type()  # type: ignore[no-any-return]
@@ -317,7 +326,7 @@ register(
     tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdgFDGSUMm"}),
     "numpy.dtype",
     lambda dtype: dtype.str,
-    _array_dtype,
+    array_dtype,
 )
 _register(
     (

@@ -19,7 +19,7 @@ from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 from tests.capture.simulated import SimulatedDevice, SimulatedStream
 
-from .content import State, bytes_of, newest
+from .content import State, bytes_of, newest, resumed_dropping
 
 LARGE = 300_000  # elements of float32: above a mebibyte, so that it is not cloned for being small
 
@@ -91,6 +91,7 @@ class Accelerated:
             optimizers=self.state.optimizers,
             **options,
         )
+        resumed_dropping(self.capture)
 
     def add(self, name: str, tensor: Tensor) -> Tensor:
         """One more tensor of the state, on the device."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashckpt import _native
 from flashckpt.capture import Capture
+from flashckpt.capture.hooks import Habit
 from flashckpt.format.layout import PAGE, Box, Leaf
 from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.slot import Slot, SlotRing
@@ -51,6 +52,11 @@ def give_region(capture: Capture) -> Slot:
     capture.fill_region(Slot.open(os.dup(region.descriptor), map_image=True), 1)
     assert capture.region_wanted() is None
     return region
+
+
+def resumed_dropping(capture: Capture) -> None:
+    """As after a resume of a loop that is known to call `zero_grad(set_to_none=True)` in each iteration."""
+    capture.hooks.resume(dict.fromkeys(capture.hooks.habits, Habit.DROPPED))
 
 
 class Content:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashckpt.capture.hooks import StepHooks, unwrapped
+from flashckpt.capture.hooks import Habit, StepHooks, unwrapped
 
 
 def parameter() -> torch.nn.Parameter:
@@ -21,6 +21,13 @@ def backward(p: torch.nn.Parameter) -> None:
     (p * 2).sum().backward()
 
 
+def dropping(*optimizers: torch.optim.Optimizer) -> StepHooks:
+    """Hooks of a run whose loop is known to drop what was used up."""
+    hooks = StepHooks(optimizers)
+    hooks.resume(dict.fromkeys(hooks.habits, Habit.DROPPED))
+    return hooks
+
+
 def used_up(hooks: StepHooks, p: torch.nn.Parameter) -> bool:
     assert p.grad is not None
     return hooks.used_up(p, p.grad)
@@ -29,7 +36,7 @@ def used_up(hooks: StepHooks, p: torch.nn.Parameter) -> bool:
 def test_a_gradient_is_used_up_by_the_step_that_saw_it() -> None:
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
-    hooks = StepHooks([optimizer])
+    hooks = dropping(optimizer)
     backward(p)
     assert not used_up(hooks, p)
     optimizer.step()
@@ -39,7 +46,7 @@ def test_a_gradient_is_used_up_by_the_step_that_saw_it() -> None:
 def test_accumulation_after_the_step_makes_it_a_leaf_again() -> None:
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
-    hooks = StepHooks([optimizer])
+    hooks = dropping(optimizer)
     backward(p)
     optimizer.step()
     backward(p)  # the same object, another version
@@ -50,7 +57,7 @@ def test_another_gradient_in_its_place_is_not_used_up() -> None:
     """A new object may get the memory, and so the identity, of the one before, at the same version."""
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
-    hooks = StepHooks([optimizer])
+    hooks = dropping(optimizer)
     p.grad = torch.ones(3)
     optimizer.step()
     assert used_up(hooks, p)
@@ -68,7 +75,7 @@ def test_another_gradient_in_its_place_is_not_used_up() -> None:
 def test_gradients_are_not_kept_alive() -> None:
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
-    hooks = StepHooks([optimizer])
+    hooks = dropping(optimizer)
     backward(p)
     optimizer.step()
     gradient = weakref.ref(p.grad)
@@ -81,7 +88,7 @@ def test_gradients_are_not_kept_alive() -> None:
 def test_the_other_optimizers_gradients_are_its_own() -> None:
     p, q = parameter(), parameter()
     first, second = torch.optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.1)
-    hooks = StepHooks([first, second])
+    hooks = dropping(first, second)
     backward(p)
     backward(q)
     first.step()

@@ -16,7 +16,7 @@ from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 
-from .content import Content, State, bytes_of, exact, newest
+from .content import Content, State, bytes_of, exact, newest, resumed_dropping
 
 
 def model(frozen: bool = False) -> torch.nn.Module:
@@ -40,6 +40,7 @@ class Run:
         self.capture = Capture(
             self.state, ring, sealer, Options(), optimizers=self.state.optimizers, attempt=(3, 4), **options
         )
+        resumed_dropping(self.capture)
 
     def train(self) -> None:
         self.optimizer.zero_grad()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt import OptionError
+from flashckpt import OptionError, StateError
 from tests.checkpointer.test_loop import Job, loader
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -66,3 +66,34 @@ def test_a_generator_and_a_tensor_are_named_as_they_are(tmp_path: Path) -> None:
         straight[2].add_(torch.rand(2, generator=straight[1]))
     assert torch.equal(whole[0], straight[2])
     assert torch.equal(whole[1], torch.rand(1, generator=straight[1]))
+
+
+def test_300_megabytes_of_lists_are_refused_at_attach_with_their_path(tmp_path: Path) -> None:
+    own = {"best": 0.5, "replay": [["x" * 1000] * 1000] * 300}
+    with pytest.raises(StateError, match=r"own\.replay takes 300,.* \(list\).*NumPy arrays") as raised:
+        flashckpt.attach(tmp_path / "run", own=own, **Job().named)
+    assert raised.value.location == "own.replay"
+    assert not (tmp_path / "run").exists()
+
+
+def test_values_that_grow_too_large_are_not_captured_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashckpt.checkpointer.resume.MAX_VALUES_BYTES", 1 << 20)
+    job, own = Job(), {"rows": list[str]()}
+    with flashckpt.attach(tmp_path / "run", every=1, persist_every=1, own=own, **job.named) as run:
+        for number in range(6):
+            job.train(torch.ones(1, 4))
+            if number == 2:
+                own["rows"] += ["x" * 1000] * 1100
+            run.step()
+            if number == 4:
+                assert run.report()["snapshots_skipped"] >= 3
+                with pytest.raises(StateError, match=r"own\.rows takes 1,1.* bytes as plain values \(list\)"):
+                    run.wait()
+                own["rows"].clear()
+        run.wait()
+    assert flashckpt.steps(tmp_path / "run")[-1] == 6
+    said = [r.getMessage() for r in caplog.records if "is not saved, and training goes on" in r.getMessage()]
+    assert len(said) == 1
+    assert "own.rows" in said[0]

@@ -61,13 +61,17 @@ def job(
     optimizer: torch.optim.Optimizer | None = None,
     part: int | None = None,
     after: Callable[[int], None] = lambda step: None,
+    *,
+    zeroes: bool = True,
 ) -> Job:
-    """A plain loop; `part` of the data is this rank's own, unless it is told."""
+    """A plain loop; `part` of the data is this rank's own, unless it is told. Without `zeroes` gradients add
+    up over the run."""
     optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=0.01)
     part = dist.get_rank() if part is None else part
 
     def step(number: int) -> None:
-        optimizer.zero_grad()
+        if zeroes:
+            optimizer.zero_grad()
         net(batch(number, part)).square().mean().backward()
         optimizer.step()
         after(number)
@@ -95,6 +99,11 @@ def ddp(seed: int) -> Job:
     net = nn.Sequential(Net(seed), nn.BatchNorm1d(3))
     net[0].down.bias.requires_grad_(False)
     return job(replicated(net))
+
+
+@case
+def ddp_never_zeroed(seed: int) -> Job:
+    return job(replicated(Net(seed)), zeroes=False)
 
 
 @case
@@ -141,6 +150,11 @@ def sharded(net: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 @case
 def fsdp2(seed: int) -> Job:
     return job(sharded(Net(seed), mesh_of("data")))
+
+
+@case
+def fsdp2_never_zeroed(seed: int) -> Job:
+    return job(sharded(Net(seed), mesh_of("dp")), zeroes=False)
 
 
 @case

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import MismatchError
+from flashckpt.format.typed import LeafRef
 from flashckpt.restore import merged_step
 from flashckpt.restore.filling import check_fits, fill
 from flashckpt.restore.merged_state import MergedState
@@ -222,6 +223,27 @@ def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Stor
     with pytest.raises(MismatchError, match=r"model\.w is whole on ranks 0, 1"):
         LiveLayout(tree, 0, 1).begin(record, 2).finish(record.store, 2)
     assert LiveLayout(tree, 1, 2).has(record)
+
+
+def test_large_values_of_a_rank_go_on_on_another_number_of_ranks(store: Store) -> None:
+    """Each rank's replay buffer has a length of its own: a new rank takes the whole of one."""
+    arrays = [np.arange(20_000 + rank, dtype="float32") for rank in range(2)]
+    ranks = [[Held("own.a", each, BoxRegion((0,), each.shape))] for each in arrays]
+    values = []
+    for each in arrays:
+        about = {"value": ["numpy.array", "<f4", list(each.shape), False]}
+        own = {"kind": "container", "state": {"a": LeafRef("own.a", about)}}
+        values.append(layouts.values_of({"own": own}))
+    record = committed(store, ranks, values=values)
+    found: list[dict[str, np.ndarray]] = [{}, {}, {}]
+    for rank, own in enumerate(found):
+        tree = Tree({"own": own})
+        snapshot = LiveLayout(tree, rank, 3).begin(record, 2).finish(record.store, 2)
+        check_fits(tree, snapshot)
+        fill(tree, snapshot, 2)
+        snapshot.discard()
+    for rank, own in enumerate(found):
+        assert np.array_equal(own["a"], arrays[rank % 2])
 
 
 def test_that_ranks_have_other_parameters_is_seen_of_a_large_step_too(store: Store) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.resume import loaders, modules
+from tests.resume import gradients, loaders, modules, values
 from tests.resume.recipes import RECIPES, seed
 from tests.waiting import until_room, until_slots
 
@@ -39,7 +39,8 @@ def main() -> None:
             until_room(checkpointer)
             print(json.dumps([looped.completed, value]), file=log, flush=True)
 
-        {**RECIPES, **loaders.RECIPES, **modules.RECIPES}[recipe](record, hold, run, options)
+        recipes = {**RECIPES, **loaders.RECIPES, **modules.RECIPES, **gradients.RECIPES, **values.RECIPES}
+        recipes[recipe](record, hold, run, options)
     print("finished", flush=True)
 
 

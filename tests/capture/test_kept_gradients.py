@@ -1,0 +1,258 @@
+"""Which gradients the next iteration reads: loops that keep the same tensors, and loops that drop them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from flashckpt.capture import hooks as step_hooks
+from flashckpt.capture.hooks import Habit, StepHooks
+
+Iteration = Callable[["Loop", int], None]
+
+
+class Loop:
+    """A model, its optimizer and the hooks on it; `saved` are the gradients in the snapshot of each boundary,
+    and `needed` those that the loop reads in the iteration after it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.hooks = StepHooks([self.optimizer])
+
+    def train(self) -> None:
+        self.model(torch.randn(4, 3)).square().mean().backward()
+        self.optimizer.step()
+
+    def boundary(self) -> int:
+        """How many gradients a snapshot of this boundary holds."""
+        self.hooks.boundary()
+        found = [p for p in self.model.parameters() if p.grad is not None]
+        return sum(not self.hooks.used_up(p, p.grad) for p in found)
+
+    @property
+    def habit(self) -> str:
+        return self.hooks.habits[id(self.optimizer)]
+
+
+def run(iteration: Iteration, count: int) -> tuple[Loop, list[int]]:
+    loop = Loop()
+    saved = []
+    for number in range(count):
+        iteration(loop, number)
+        saved.append(loop.boundary())
+    return loop, saved
+
+
+def never(loop: Loop, number: int) -> None:
+    loop.train()
+
+
+def zeroed_after_reading(loop: Loop, number: int) -> None:
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+    loop.train()
+
+
+def decayed(loop: Loop, number: int) -> None:
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.9)
+    loop.train()
+
+
+def not_to_none(loop: Loop, number: int) -> None:
+    loop.optimizer.zero_grad(set_to_none=False)
+    loop.train()
+
+
+@pytest.mark.parametrize("iteration", [never, zeroed_after_reading, decayed, not_to_none])
+def test_gradients_that_persist_are_saved_from_the_first_boundary_on(iteration: Iteration) -> None:
+    loop, saved = run(iteration, 6)
+    assert saved == [2] * 6
+    assert loop.habit == Habit.KEPT
+
+
+@pytest.mark.parametrize("at_head", [True, False])
+@pytest.mark.parametrize("phase", [0, 1, 2])
+def test_a_loop_that_drops_them_every_third_iteration(phase: int, at_head: bool) -> None:
+    """Every gradient that is there at a boundary is saved, whatever iteration drops it."""
+
+    def iteration(loop: Loop, number: int) -> None:
+        drops = number % 3 == phase
+        if drops and at_head:
+            loop.optimizer.zero_grad()
+        loop.train()
+        if drops and not at_head:
+            loop.optimizer.zero_grad()
+
+    loop, saved = run(iteration, 9)
+    there = [2 if at_head or number % 3 != phase else 0 for number in range(9)]
+    assert saved == there
+    assert loop.habit == Habit.KEPT
+
+
+def test_every_second_iteration_too() -> None:
+    def iteration(loop: Loop, number: int) -> None:
+        if number % 2:
+            loop.optimizer.zero_grad()
+        loop.train()
+
+    assert run(iteration, 6)[1] == [2] * 6
+
+
+def test_dropped_gradients_are_not_saved_once_that_is_known() -> None:
+    def iteration(loop: Loop, number: int) -> None:
+        loop.optimizer.zero_grad()
+        loop.train()
+
+    loop, saved = run(iteration, 6)
+    assert saved == [2, 2, 0, 0, 0, 0]
+    assert loop.habit == Habit.DROPPED
+
+
+def test_gradients_dropped_at_the_end_of_the_iteration_are_never_saved() -> None:
+    def iteration(loop: Loop, number: int) -> None:
+        loop.train()
+        loop.optimizer.zero_grad()
+
+    assert run(iteration, 4)[1] == [0] * 4
+
+
+def test_accumulation_keeps_nothing_that_its_step_used_up() -> None:
+    """In the middle of an accumulation the same tensors persist, and are still to be used."""
+
+    def iteration(loop: Loop, number: int) -> None:
+        if number % 3 == 0:
+            loop.optimizer.zero_grad()
+        loop.model(torch.randn(4, 3)).square().mean().backward()
+        if number % 3 == 2:
+            loop.optimizer.step()
+
+    loop, saved = run(iteration, 12)
+    assert saved == [2, 2, 2, 2, 2, 2, 2, 2, 0, 2, 2, 0]
+    assert loop.habit == Habit.DROPPED
+
+
+def test_a_boundary_without_an_iteration_says_nothing() -> None:
+    """As at the end of an epoch, after its last batch: the same gradients are there, untrained on."""
+    loop = Loop()
+    for _ in range(6):
+        loop.optimizer.zero_grad()
+        loop.train()
+        loop.boundary()
+        saved = loop.boundary()
+    assert saved == 0
+    assert loop.habit == Habit.DROPPED
+
+
+def test_gradients_of_an_optimizer_that_rests_while_another_one_steps() -> None:
+    """An iteration that trains another model may read them: they are its last ones."""
+    loop = Loop()
+    other = nn.Linear(3, 2)
+    stepping = torch.optim.SGD(other.parameters(), lr=0.1)
+    hooks = loop.hooks = StepHooks([loop.optimizer, stepping])
+    for number in range(8):
+        stepping.zero_grad()
+        other(torch.randn(4, 3)).sum().backward()
+        stepping.step()
+        if number % 4 == 0:
+            loop.optimizer.zero_grad()
+            loop.train()
+        assert loop.boundary() == 2
+    assert hooks.habits == {id(loop.optimizer): Habit.KEPT, id(stepping): Habit.DROPPED}
+
+
+def test_another_object_with_the_same_id_is_not_the_same_gradient() -> None:
+    """Objects and memory are used again after zero_grad: an id and an address prove nothing."""
+    loop = Loop()
+    weight = loop.model.weight
+    for _ in range(3):
+        weight.grad = torch.ones(2, 3)
+        loop.optimizer.step()
+        loop.boundary()
+        before, weight.grad = id(weight.grad), None
+        made = []
+        for _ in range(10_000):
+            made.append(torch.ones(2, 3))
+            if id(made[-1]) == before:
+                break
+        assert id(made[-1]) == before
+        weight.grad = made.pop()
+        loop.optimizer.step()
+        loop.boundary()
+        weight.grad = None
+    assert loop.habit == Habit.DROPPED
+
+
+def test_a_loop_that_begins_to_keep_them_is_noticed_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    def iteration(loop: Loop, number: int) -> None:
+        if number < 5:
+            loop.optimizer.zero_grad()
+        loop.train()
+
+    with caplog.at_level(logging.WARNING):
+        _, saved = run(iteration, 8)
+    assert saved == [2, 2, 0, 0, 0, 2, 2, 2]
+    [record] = caplog.records
+    assert "32 bytes of gradients of SGD are saved with every snapshot" in record.getMessage()
+    assert "before this step do not hold them" in record.getMessage()
+
+
+def test_views_of_memory_that_stays_are_said_to_be_those_of_ddp(caplog: pytest.LogCaptureFixture) -> None:
+    """With gradient_as_bucket_view=True DDP puts the same tensors back after zero_grad."""
+    loop = Loop()
+    views = [torch.zeros(p.numel() + 1)[1:].view_as(p) for p in loop.model.parameters()]
+    for _ in range(3):
+        loop.optimizer.zero_grad()
+        for p, view in zip(loop.model.parameters(), views, strict=True):
+            p.grad = view
+        loop.optimizer.step()
+        assert loop.boundary() == 2
+    [record] = caplog.records
+    assert "gradient_as_bucket_view=False" in record.getMessage()
+
+
+def test_a_resumed_loop_that_kept_them_keeps_them_in_any_phase_of_its_cycle() -> None:
+    loop = Loop()
+    loop.hooks.resume({id(loop.optimizer): Habit.KEPT})
+    for _ in range(3):
+        loop.optimizer.zero_grad()
+        loop.train()
+        assert loop.boundary() == 2
+
+
+def test_many_bytes_of_gradients_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that held them would be as large until the run ends, in loops that never read them."""
+    monkeypatch.setattr(step_hooks, "_MOST_UNDECIDED_BYTES", 16)
+    loop, qualifies = Loop(), []
+    for _ in range(4):
+        loop.optimizer.zero_grad()
+        loop.train()
+        qualifies.append(loop.hooks.boundary().qualifies)
+    assert qualifies == [False, False, True, True]
+
+
+def test_gradients_of_local_parts_have_their_own_version() -> None:
+    """FSDP2 adds to the local tensor of a gradient: the DTensor around it keeps its version."""
+
+    class Sharded(torch.Tensor):
+        _local_tensor: torch.Tensor
+
+    loop = Loop()
+    loop.hooks.resume({id(loop.optimizer): Habit.DROPPED})
+    loop.train()
+    weight = loop.model.weight
+    gradient = torch.randn(2, 3).as_subclass(Sharded)
+    gradient._local_tensor = torch.randn(2, 3)
+    weight.grad = gradient
+    loop.optimizer.step()
+    assert loop.hooks.used_up(weight, weight.grad)
+    gradient._local_tensor += 1
+    assert not loop.hooks.used_up(weight, weight.grad)
