@@ -46,7 +46,9 @@ def check_call(
     for name, value, kind in (("keep", keep, Keep), ("options", options, Options)):
         if not isinstance(value, kind):
             raise OptionError(
-                f"{name}={value!r}: a flashckpt.{kind.__name__}, as in {name}=flashckpt.{kind.__name__}"
+                # Without the value: a dictionary may hold the keys of a store.
+                f"{name}={type(value).__name__}: a flashckpt.{kind.__name__}, as in "
+                f"{name}=flashckpt.{kind.__name__}"
                 f"({'last=3' if kind is Keep else 'slots=2'}). Nothing was started."
             )
     if remote is not None:
