@@ -64,8 +64,8 @@ def _opened(text: str, options: Mapping[str, Any] | None) -> Store:
         if _NEARLY.match(text):
             raise OptionError(
                 f"{redacted(text)!r} is no URL, and looks like one: it would be a folder of this machine. "
-                "Nothing was changed. Write scheme://… as text (a pathlib.Path takes a slash away); a folder of such a "
-                "name is ./…"
+                "Nothing was changed. Write scheme://… as text (a pathlib.Path takes a slash away); a folder "
+                "of such a name is ./…"
             )
         return LocalStore(text)
     if match[1].lower() != "file":
