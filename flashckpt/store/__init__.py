@@ -67,7 +67,13 @@ def _opened(text: str, options: Mapping[str, Any] | None) -> Store:
                 "Nothing was changed. Write scheme://… as text (a pathlib.Path takes a slash away); a folder "
                 "of such a name is ./…"
             )
-        return LocalStore(text)
+        try:
+            return LocalStore(text)
+        except FileNotFoundError as error:
+            raise OptionError(
+                f"{text!r} is a relative path, and the working directory was deleted. Nothing was changed. "
+                "Name the run by an absolute path, or start in a folder that is there."
+            ) from error
     if match[1].lower() != "file":
         url = _one_form(text)
         if options:
