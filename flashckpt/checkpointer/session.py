@@ -237,6 +237,7 @@ def open_session(
         if leads:
             crashpoints.point("claim.taken")
         keeper = connect(store.url, runtime, life)
+        undo.callback(keeper.close)
         if (unused := end_early(runtime)) >= 0:
             os.close(unused)
         group = group or Alone(environment)
