@@ -18,7 +18,9 @@ _USER = re.compile(r"""(?<=:/)(/?)(?:[^\s/'"?#:]*:(?!\d+/)[^\s'"?#]*|[^\s/'"?#]*
 _PARAMETER = re.compile(
     r"""([?&;][^\s=&'"]*(?:sig|token|key|secret|password|credential)[^\s=&'"]*=)[^\s&;'"]+""", re.IGNORECASE
 )
-_SECRET_OPTION = re.compile("key|secret|token|passw|passphrase|sas|credential|header|proxy", re.IGNORECASE)
+_SECRET_OPTION = re.compile(
+    "key(?!_id)|secret|token|passw|passphrase|sas|credential|header|proxy", re.IGNORECASE
+)
 _FILE_OPTION = re.compile("(file|filename|path)$", re.IGNORECASE)
 _LEAST_SECRET_CHARS = 4  # a shorter one would mask parts of words
 _MASK = "***"
@@ -41,7 +43,11 @@ def redacted(text: str, options: Mapping[str, object] | None = None) -> str:
 
 
 def cause(error: BaseException, options: Mapping[str, object] | None = None) -> BaseException | None:
-    """The error, to raise another from it; None where its text has a secret or a control character, since a
-    traceback prints it as it is."""
-    text = str(error)
-    return error if escaped(redacted(text, options)) == text else None
+    """The error, to raise another from it; None where its text, or that of an error before it, has a secret
+    or a control character: a traceback prints them as they are."""
+    each: BaseException | None = error
+    while each is not None:
+        if escaped(redacted(str(each), options)) != str(each):
+            return None
+        each = each.__cause__ or each.__context__
+    return error

@@ -185,7 +185,7 @@ def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
     Raises EOFError where the peer is gone, ProtocolError for anything that is no message (then no
     descriptor is left open).
     """
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
+    room = socket.CMSG_SPACE((MAX_DESCRIPTORS + 1) * 4)
     data, ancillary, flags, _ = peer.recvmsg(MAX_MESSAGE_BYTES + 1, room, socket.MSG_CMSG_CLOEXEC)
     received = array.array("i")
     for level, kind, content in ancillary:

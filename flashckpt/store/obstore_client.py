@@ -317,7 +317,7 @@ def _one_host(endpoint: str, options: Mapping[str, Any]) -> dict[str, str]:
     names = {_plain_name(name) for name in options}
     has_keys = not names.isdisjoint({"access_key_id", "skip_signature"}) or "AWS_ACCESS_KEY_ID" in os.environ
     host = urlsplit(endpoint).hostname
-    if not host or not has_keys or "proxy_url" in names:
+    if not host or not has_keys or not names.isdisjoint({"proxy_url", "proxy_excludes"}):
         return {}
     proxies = getproxies_environment()
     if set(proxies) - {"no"} and not proxy_bypass(host, proxies):

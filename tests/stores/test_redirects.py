@@ -94,6 +94,7 @@ def test_a_proxy_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None
     assert obstore_client._one_host(endpoint, keys)["proxy_excludes"] == "storage.example"
     assert not obstore_client._one_host(endpoint, {}), "credentials may come from the machine's role"
     assert not obstore_client._one_host(endpoint, {**keys, "proxy_url": "http://proxy.example"})
+    assert not obstore_client._one_host(endpoint, {**keys, "proxy_excludes": "other.example"})
     monkeypatch.setenv("HTTP_PROXY", "http://proxy.example")
     assert not obstore_client._one_host(endpoint, keys)
     monkeypatch.setenv("NO_PROXY", "storage.example")

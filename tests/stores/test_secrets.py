@@ -15,7 +15,7 @@ from torch import nn
 import flashckpt
 from flashckpt.errors import FlashckptError, OptionError
 from flashckpt.options import Options, Remote
-from flashckpt.printable import redacted
+from flashckpt.printable import cause, redacted
 from flashckpt.store import fsspec_client, obstore_client, open_store
 from tests.conftest import keepers_of
 from tests.keeper.fake import FakeTrainer
@@ -148,6 +148,15 @@ def test_what_signs_a_request_is_masked() -> None:
         "s3://bucket/me@here/run",
     ):
         assert redacted(text) == text
+
+
+def test_an_error_behind_an_error_is_not_shown_either() -> None:
+    """A traceback prints all of them."""
+    before = OSError(f"http://user:{SECRET}@host")
+    error = OSError("plain")
+    assert cause(error) is error
+    error.__context__ = before
+    assert cause(error) is None
 
 
 def test_options_show_no_secret() -> None:
