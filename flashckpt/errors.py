@@ -25,9 +25,12 @@ from __future__ import annotations
 
 import os
 
+from flashckpt.printable import escaped
+
 
 class FlashckptError(Exception):
-    """Root of all errors. `step`, `rank` and `path` are None where they are not known."""
+    """Root of all errors. `step`, `rank` and `path` are None where they are not known. Control characters in
+    a message, which may quote a checkpoint from elsewhere, are escaped."""
 
     def __init__(
         self,
@@ -37,7 +40,7 @@ class FlashckptError(Exception):
         rank: int | None = None,
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(escaped(message))
         self.step = step
         self.rank = rank
         self.path = None if path is None else os.fspath(path)

@@ -14,6 +14,8 @@ from flashckpt.errors import OptionError
 
 # Each is a region that a keeper holds, and a copy of the state.
 MOST_SLOTS = 16
+# The options of one store, as JSON: a bundle of all root certificates of a system is a quarter of it.
+MAX_STORAGE_BYTES = 1 << 20
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*")
 
@@ -46,7 +48,9 @@ def check_call(
     for name, value, kind in (("keep", keep, Keep), ("options", options, Options)):
         if not isinstance(value, kind):
             raise OptionError(
-                f"{name}={value!r}: a flashckpt.{kind.__name__}, as in {name}=flashckpt.{kind.__name__}"
+                # Without the value: a dictionary may hold the keys of a store.
+                f"{name}={type(value).__name__}: a flashckpt.{kind.__name__}, as in "
+                f"{name}=flashckpt.{kind.__name__}"
                 f"({'last=3' if kind is Keep else 'slots=2'}). Nothing was started."
             )
     if remote is not None:
@@ -306,6 +310,11 @@ def _check_storage(options: object, name: str) -> None:
         raise OptionError(
             f"{name}: names and plain values (text, numbers, true or false), such as "
             '{"endpoint": "https://storage.example", "region": "eu-1"}. Nothing was changed.'
+        )
+    if (num_bytes := len(json.dumps(dict(options)))) > MAX_STORAGE_BYTES:
+        raise OptionError(
+            f"{name}: {num_bytes:,} bytes as JSON, and the keeper takes {MAX_STORAGE_BYTES:,}. Nothing was "
+            "changed. Leave out what the store does not need, such as further root certificates."
         )
 
 

@@ -203,6 +203,12 @@ def _nothing() -> None:
 def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -> dict[str, object]:
     """The state under its names. Raises OptionError for a keyword that is neither option nor state."""
     for name, value in named.items():
+        if name in _SECRET_OPTIONS:
+            raise OptionError(
+                f"{name} is no part of the state: a dictionary of that name would be written into each "
+                "checkpoint, with the keys in it. Nothing was started. Give it as "
+                f"options=flashckpt.Options({name}=…)."
+            )
         stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
         if not stateful and not is_container(value):
             raise OptionError(

@@ -261,6 +261,7 @@ def open_session(
             undo.callback(life_sign.close)
             crashpoints.point("claim.taken")
         keeper = connect(store.url, runtime, life)
+        undo.callback(keeper.close)
         if (unused := end_early(runtime)) >= 0:
             os.close(unused)
         group = group or Alone(environment)

@@ -28,9 +28,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Column, Table
+from rich.text import Text
 
 from flashckpt.errors import DamagedError, DivergedError, FlashckptError, RunError, UsageError
 from flashckpt.format.names import MAX_STEP, AttemptName
+from flashckpt.printable import escaped
 from flashckpt.recovery.report import Watcher
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
@@ -132,7 +134,7 @@ def ends(command: Callable[P, ExitCode]) -> Callable[P, NoReturn]:
 
 def _tell(error: BaseException, code: ExitCode, *, run: str, as_json: bool) -> None:
     if not isinstance(error, (FlashckptError, OSError, KeyboardInterrupt)):
-        traceback.print_exc()
+        sys.stderr.write(escaped(traceback.format_exc()))
     message = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
     if isinstance(error, OSError):
         # The system names a file within the run, or none at all.
@@ -150,16 +152,24 @@ def _tell(error: BaseException, code: ExitCode, *, run: str, as_json: bool) -> N
 # ---- where it writes
 
 
+class _Plain(Console):
+    """Shows a text as it is: without markup, and with control characters escaped. Names, reasons and hosts
+    come from the checkpoint, which may be anybody's. rich renders each text of a line and of a cell here."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(escaped(text), **how)
+
+
 def results() -> Console:
     """Made anew each time: tests, and pipes, exchange the stream under it. A pipe is never wrapped."""
-    console = Console(file=sys.stdout, **_PLAIN)
+    console = _Plain(file=sys.stdout, **_PLAIN)
     if not console.is_terminal:
         console.width = max(console.width, 240)
     return console
 
 
 def notices() -> Console:
-    return Console(file=sys.stderr, soft_wrap=True, **_PLAIN)
+    return _Plain(file=sys.stderr, soft_wrap=True, **_PLAIN)
 
 
 def write_json(value: object) -> None:

@@ -53,6 +53,7 @@ from flashckpt.format.replicas import (
     ranks_of,
     ranks_to_json,
 )
+from flashckpt.printable import escaped
 
 __all__ = [
     "CHUNK_BYTES",
@@ -365,8 +366,9 @@ class Mark(JsonRecord):
         return cls(
             step=fields.integer("step", 0, MAX_STEP),
             attempt=attempt_of(fields, "attempt"),
-            host=fields.text("host", max_chars=255),
-            reason=fields.text("reason"),
+            # Only shown, also in logs.
+            host=escaped(fields.text("host", max_chars=255)),
+            reason=escaped(fields.text("reason")),
         )
 
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import site
 import sys
@@ -65,6 +66,8 @@ def _ordered() -> tuple[str, str, int, dict[str, Any]]:
     if os.fork():
         os._exit(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # Under a limit of file lengths Python puts truncated bytecode in place, which every process then imports.
+    sys.dont_write_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
     paths = [str(path) for path in orders["paths"]]
     for path in paths:
         # An installation for one user, or an editable one, is found through its folder's .pth files.

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import os
 import socket
+import stat
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,6 +27,9 @@ ELECTION_LOCK = "keeper.lock"
 LOG_NAME = "keeper.log"
 PROTOCOL = 7
 MAX_MESSAGE_BYTES = 64 << 10
+"""Of a message in one packet. A longer one, with the options of two stores, stands in a memfd beside it."""
+MAX_LONG_BYTES = 4 << 20
+_LONG = b'{"long":true}'
 MAX_DESCRIPTORS = 32
 _CREDENTIALS = struct.Struct("3i")
 _MAX_NUMBER = 1 << 60
@@ -158,8 +163,18 @@ class Connection:
 def send(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
     """Send one message. Raises ProtocolError if it is too long, OSError where the peer is gone."""
     data = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
-    if len(data) > MAX_MESSAGE_BYTES:
+    if len(data) > MAX_LONG_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is too long for the keeper. It was not sent.")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        _send(peer, data, descriptors)
+        return
+    with open(os.memfd_create("flashckpt-message"), "wb", buffering=0) as file:
+        if file.write(data) != len(data):
+            raise OSError(errno.EFBIG, "a message could not be written whole")
+        _send(peer, _LONG, [file.fileno(), *descriptors])
+
+
+def _send(peer: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     peer.sendmsg([data], rights, socket.MSG_NOSIGNAL)
 
@@ -170,21 +185,36 @@ def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
     Raises EOFError where the peer is gone, ProtocolError for anything that is no message (then no
     descriptor is left open).
     """
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
+    room = socket.CMSG_SPACE((MAX_DESCRIPTORS + 1) * 4)
     data, ancillary, flags, _ = peer.recvmsg(MAX_MESSAGE_BYTES + 1, room, socket.MSG_CMSG_CLOEXEC)
-    descriptors = array.array("i")
+    received = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+            received.frombytes(content[: len(content) - len(content) % received.itemsize])
+    descriptors = received.tolist()
     try:
         if not data:
             raise EOFError("the peer has closed the connection")
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(data) > MAX_MESSAGE_BYTES:
             raise ProtocolError("A message is too long. The connection was closed.")
-        return _parsed(data), descriptors.tolist()
+        if data == _LONG and descriptors:
+            data = _read_long(descriptors.pop(0))
+        return _parsed(data), descriptors
     except BaseException:
-        close_all(descriptors.tolist())
+        close_all(descriptors)
         raise
+
+
+def _read_long(descriptor: int) -> bytes:
+    """The bytes of a long message, whose file is closed here. Never blocks: it is read only where it is a
+    file, and its peer may cut it short meanwhile."""
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_LONG_BYTES:
+            raise ProtocolError("A message is too long. The connection was closed.")
+        return os.pread(descriptor, found.st_size, 0)
+    finally:
+        os.close(descriptor)
 
 
 def peer_uid(peer: socket.socket) -> tuple[int, int]:

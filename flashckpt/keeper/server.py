@@ -147,7 +147,10 @@ class Server:
         except OSError:
             return  # a thread was faster; the next try comes at once
         with contextlib.suppress(OSError):
-            why = f"The keeper cannot serve another connection: {error.strerror}."
+            why = (
+                f"The keeper cannot serve another connection: {error.strerror}. It has the limit of open "
+                "files of the process that started it: raise that (ulimit -n)."
+            )
             send(peer, {"ok": False, "kind": "keeper", "error": why})
         # Open until the next one comes: who is hung up on while it speaks hears nothing.
         self._spare = peer.detach()

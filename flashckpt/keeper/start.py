@@ -109,9 +109,8 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
             "Python does not know its own program, so no keeper can be started. Training is not touched, "
             "but nothing would be persisted. Run under an ordinary python."
         )
-    paths = [os.path.abspath(path) for path in sys.path]
     told = {
-        "paths": paths, "run": run_path, "runtime": runtime.path, "starter": os.getpid(),
+        "paths": _import_path(), "run": run_path, "runtime": runtime.path, "starter": os.getpid(),
         # On its stdin: not in what `ps` shows.
         "storage": options_of(run_path),
     }  # fmt: skip
@@ -142,6 +141,16 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
     finally:
         close_all([log, writing])
     return reading
+
+
+def _import_path() -> list[str]:
+    """The absolute folders of this process's import path. Relative ones ('' is one) mean the working
+    directory; they are left out where that was deleted, since nothing can be imported from it."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return [path for path in sys.path if os.path.isabs(path)]
+    return [os.path.normpath(os.path.join(here, path)) for path in sys.path]
 
 
 def bound_log(runtime: RuntimeFolder, descriptor: int) -> None:

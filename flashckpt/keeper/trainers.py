@@ -126,9 +126,10 @@ class Roster:
 
 class ExitRule:
     """After the last trainer of its node has closed; after an abnormal death when nothing is left to persist
-    and `linger` has passed without a new attempt; and when the run itself is gone, after `linger` if there
-    was something to save. A run that is gone may be a disk that is away: what is committed nowhere stays in
-    memory, for `recover`. Where its folder was deleted for certain, nobody is waited for.
+    and `linger` has passed without a new attempt, or at once where no snapshot is in memory; and when the run
+    itself is gone, after `linger` if there was something to save. A run that is gone may be a disk that is
+    away: what is committed nowhere stays in memory, for `recover`. Where its folder was deleted for certain,
+    nobody is waited for.
 
     `starter` is the process that started this one, 0 where it is not known."""
 
@@ -192,14 +193,14 @@ class ExitRule:
             # A disk that is away looks like a run that was deleted: what is saved nowhere waits for it.
             return self.run_is_gone and now >= self._gone_until
         is_asked = self._asked_after == self._roster.seen
-        return self.run_is_gone or is_asked or now >= self._until or self._is_for_nobody
+        return self.run_is_gone or is_asked or now >= self._until or self._is_unneeded
 
     @property
-    def _is_for_nobody(self) -> bool:
-        """Whether who started it has ended and never came: an `attach` that failed. What is in memory here is
-        waited with for another attempt all the same."""
-        came = self._roster.seen or len(self._regions)
-        return bool(self._starter) and not came and not _lives(self._starter)
+    def _is_unneeded(self) -> bool:
+        """Whether no trainer is to come and no snapshot in memory waits for another attempt: an `attach` that
+        failed, or a death before the first snapshot."""
+        is_expected = not self._roster.seen and (not self._starter or _lives(self._starter))
+        return not is_expected and not self._regions.sealed()
 
     @property
     def lingers_s(self) -> float:

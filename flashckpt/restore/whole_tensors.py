@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from flashckpt.commit.steps import StepRecord
 from flashckpt.format.layout import Layout, Leaf
+from flashckpt.printable import escaped
 from flashckpt.restore.box_gathering import gather
 from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor, shape_of
 from flashckpt.restore.step_ranks import StepRanks
@@ -40,7 +41,7 @@ class WholeTensors:
         self.leaves: Sequence[Leaf] = [_unplaced(leaf) for leaf in Layout.of(leaves).leaves]
         if by_rank:
             log.info("%d tensors differ from rank to rank: those of rank %d are taken (%s)",
-                     len(by_rank), rank, ", ".join(by_rank[:5]))  # fmt: skip
+                     len(by_rank), rank, escaped(", ".join(by_rank[:5])))  # fmt: skip
 
     def layout(self, leaves: Sequence[Leaf] | None = None) -> Layout:
         """The image of some of the leaves, or of all."""

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 from flashckpt.errors import OptionError
 from flashckpt.options import storage_options
+from flashckpt.printable import redacted
 from flashckpt.store import upload_rate
 from flashckpt.store.base import Store
 from flashckpt.store.compressed_store import CompressedStore
@@ -62,11 +63,17 @@ def _opened(text: str, options: Mapping[str, Any] | None) -> Store:
             raise OptionError("the run's path is empty. Nothing was changed. Name a folder.")
         if _NEARLY.match(text):
             raise OptionError(
-                f"{text!r} is no URL, and looks like one: it would be a folder of this machine. Nothing was "
-                "changed. Write scheme://… as text (a pathlib.Path takes a slash away); a folder of such a "
-                "name is ./…"
+                f"{redacted(text)!r} is no URL, and looks like one: it would be a folder of this machine. "
+                "Nothing was changed. Write scheme://… as text (a pathlib.Path takes a slash away); a folder "
+                "of such a name is ./…"
             )
-        return LocalStore(text)
+        try:
+            return LocalStore(text)
+        except FileNotFoundError as error:
+            raise OptionError(
+                f"{text!r} is a relative path, and the working directory was deleted. Nothing was changed. "
+                "Name the run by an absolute path, or start in a folder that is there."
+            ) from error
     if match[1].lower() != "file":
         url = _one_form(text)
         if options:
@@ -75,12 +82,12 @@ def _opened(text: str, options: Mapping[str, Any] | None) -> Store:
     parts = urlsplit(text)
     if re.search(r"[?#\x00-\x1f]", text):
         raise OptionError(
-            f"{text!r} is no URL of a file: one of its characters must be written as %XX. Nothing was "
-            "changed. Name the folder, or write what `pathlib.Path.as_uri()` gives."
+            f"{redacted(text)!r} is no URL of a file: one of its characters must be written as %XX. "
+            "Nothing was changed. Name the folder, or write what `pathlib.Path.as_uri()` gives."
         )
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise OptionError(
-            f"{text!r} names a file on another machine. Nothing was changed. Write file:///absolute/path."
+            f"{redacted(text)!r} names a file on another machine. Nothing was changed. Write file:///absolute/path."
         )
     return LocalStore(unquote(parts.path))
 

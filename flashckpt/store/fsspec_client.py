@@ -19,6 +19,7 @@ from datetime import datetime
 from typing import Any, TypeVar
 
 from flashckpt.errors import OptionError
+from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
 from flashckpt.store.fsspec_ways import LocalWay, MemoryWay, ReadOnlyWay, SftpWay, Way
 from flashckpt.store.listing import Found
@@ -220,14 +221,15 @@ class FsspecClient:
             except OptionError:
                 raise
             except Exception as error:
-                known = _as_os_error(error, key)
+                known = _as_os_error(error, key, self._options)
                 if known is not None:
                     if system is not None:
                         self._idle.append(system)
-                    raise known from error
+                    raise known from cause(error, self._options)
                 self._idle.clear()  # they are of the same server, which may have gone
                 if not again or time.monotonic() + pause > deadline:
-                    raise OSError(errno.EREMOTEIO, f"{self._url}: {_text(error)}", key) from error
+                    why = f"{self._url}: {_text(error, self._options)}"
+                    raise OSError(errno.EREMOTEIO, why, key) from cause(error, self._options)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
@@ -241,9 +243,9 @@ class FsspecClient:
             system = self._class(**self._options, skip_instance_cache=True)
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"{self._url} cannot be used: {_text(error)}. Nothing was changed. Check the URL and its "
-                "options."
-            ) from error
+                f"{self._url} cannot be used: {_text(error, self._options)}. Nothing was changed. Check the "
+                "URL and its options."
+            ) from cause(error, self._options)
         # Others write there, too.
         system.dircache = DirCache(use_listings_cache=False)
         self._way.opened(system)
@@ -294,9 +296,9 @@ _CODES = {
 _NEVER = (TypeError, ValueError, AttributeError, NotImplementedError)
 
 
-def _as_os_error(error: Exception, key: str) -> OSError | None:
+def _as_os_error(error: Exception, key: str, options: Mapping[str, Any]) -> OSError | None:
     """What the error is for good, None where another try may succeed."""
-    text, name = _text(error), type(error).__name__
+    text, name = _text(error, options), type(error).__name__
     if re.search("Authentication|BadHostKey", name) or "not found in known_hosts" in text:
         return PermissionError(errno.EACCES, text, key)
     if isinstance(error, _NEVER):
@@ -311,5 +313,5 @@ def _as_os_error(error: Exception, key: str) -> OSError | None:
     return OSError(code or errno.EREMOTEIO, os.strerror(code) if code else text, key)
 
 
-def _text(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+def _text(error: Exception, options: Mapping[str, Any]) -> str:
+    return escaped(redacted(str(error).partition("\n")[0], options)) or type(error).__name__

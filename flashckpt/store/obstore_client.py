@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
 
 from flashckpt.errors import OptionError
+from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
 from flashckpt.store.listing import Found
 from flashckpt.store.objects import UncertainError
@@ -192,6 +194,7 @@ class ObstoreClient:
     def _open(self, deadline_s: float, longest_pause_s: float, **limits_s: float) -> Any:
         client = {name: self._options[name] for name in self._options if name in _CLIENT_OPTIONS}
         own = {name: value for name, value in self._options.items() if name not in client}
+        endpoint = _checked_endpoint(self._url, self._options)
         retries = {
             "max_retries": 1_000_000,  # the deadline ends them
             "retry_timeout": timedelta(seconds=deadline_s),
@@ -208,7 +211,8 @@ class ObstoreClient:
                     "connect_timeout": timedelta(seconds=_CONNECT_S),
                     **{name: timedelta(seconds=limit) for name, limit in limits_s.items()},
                     # Who names an endpoint without TLS wants it.
-                    "allow_http": _endpoint(self._url, self._options).startswith("http://"),
+                    "allow_http": endpoint.startswith("http://"),
+                    **(_one_host(endpoint, self._options) if self._url.startswith("s3:") else {}),
                     **client,
                 },
                 retry_config=retries,
@@ -217,9 +221,9 @@ class ObstoreClient:
             )
         except Exception as error:
             raise OptionError(
-                f"{self._url} cannot be used: {_first_line(error)}. Nothing was changed. Check the URL and "
-                "its options."
-            ) from error
+                f"{self._url} cannot be used: {redacted(_first_line(error), self._options)}. Nothing was "
+                "changed. Check the URL and its options."
+            ) from cause(error, self._options)
 
 
 _CLIENT_OPTIONS = frozenset(
@@ -238,6 +242,8 @@ ENDPOINTS = (
     "AZURE_STORAGE_ENDPOINT",
     "AZURE_ENDPOINT",
 )
+# An HTTP proxy that nothing can listen on: what is sent through it goes nowhere.
+_NOWHERE = "127.0.0.1:0"
 
 _MEANINGS = {
     "AccessDenied": "these credentials may not do that",
@@ -270,8 +276,53 @@ def _endpoint(url: str, options: Mapping[str, Any]) -> str:
     """The server that was named beside the URL, empty where none was."""
     cloud = "AZURE" if url.startswith("az:") else "AWS"
     names = [name for name in ENDPOINTS if name.startswith(cloud)] if not url.startswith("gs:") else []
-    named = options.get("endpoint") or next(filter(None, map(os.environ.get, names)), "")
+    given = (value for name, value in options.items() if _plain_name(name) in _ENDPOINT_OPTIONS)
+    named = next(filter(None, given), None) or next(filter(None, map(os.environ.get, names)), "")
     return str(named).rstrip("/")
+
+
+_ENDPOINT_OPTIONS = {"endpoint", "endpoint_url", "endpoint_url_s3"}
+
+
+def _plain_name(option: str) -> str:
+    """An option's name without the prefix that obstore takes it with, too."""
+    return re.sub("^(aws|azure)_(storage_)?", "", option.lower())
+
+
+def _checked_endpoint(url: str, options: Mapping[str, Any]) -> str:
+    """The same. OptionError for one that is no plain URL: what is in it stands in errors, and in the run's
+    name on a node."""
+    endpoint = _endpoint(url, options)
+    if re.search(r"[@?#]", endpoint):
+        raise OptionError(
+            f"{url} cannot be used: the endpoint has a user, a password, a query or a fragment in it, which "
+            "would stand in errors and logs. Nothing was changed. Give credentials as storage_options "
+            "(access_key_id, secret_access_key) or in the environment."
+        )
+    if endpoint and not re.fullmatch(r"https?://[\w.:\[\]-]+(/[^\s\x00-\x1f]*)?", endpoint, re.IGNORECASE):
+        raise OptionError(
+            f"{url} cannot be used: the endpoint {endpoint!r} is no URL of a server. Nothing was changed. "
+            "Write it as in https://storage.example:9000."
+        )
+    return endpoint
+
+
+def _one_host(endpoint: str, options: Mapping[str, Any]) -> dict[str, str]:
+    """Options of an HTTP client that reaches this server's host alone.
+
+    obstore's client follows redirects, to a metadata service of the machine or to any other, with the session
+    token; that cannot be switched off. So every other host is sent through a proxy that is not there. Empty
+    where there is a proxy already, and where credentials come from another host.
+    """
+    names = {_plain_name(name) for name in options}
+    has_keys = not names.isdisjoint({"access_key_id", "skip_signature"}) or "AWS_ACCESS_KEY_ID" in os.environ
+    host = urlsplit(endpoint).hostname
+    if not host or not has_keys or not names.isdisjoint({"proxy_url", "proxy_excludes"}):
+        return {}
+    proxies = getproxies_environment()
+    if set(proxies) - {"no"} and not proxy_bypass(host, proxies):
+        return {}
+    return {"proxy_url": f"http://{_NOWHERE}", "proxy_excludes": host}
 
 
 @contextmanager
@@ -287,22 +338,25 @@ def _told(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
                 "its upload was ended by another process or a rule of the bucket, nothing of it is there "
                 "(NoSuchUpload)",
                 key,
-            ) from error
+            ) from cause(error)
         if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)) or (
             is_missing and writes
         ):
-            raise OSError(errno.ENODEV, f"the bucket of {url} is not there", key) from error
+            raise OSError(errno.ENODEV, f"the bucket of {url} is not there", key) from cause(error)
         if is_missing:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from error
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from cause(error)
         if isinstance(error, OSError):
             raise
-        raise _as_os_error(error, key, writes) from error
+        raise _as_os_error(error, key, writes) from cause(error)
 
 
 def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
     kind, text = type(error).__name__, str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = status[1] if status else ""
+    if code.startswith("3") or _NOWHERE in text:
+        why = "the server redirects requests to another place, which is refused: name that server as endpoint"
+        return PermissionError(errno.EACCES, why, key)
     if code == "507" or re.search("QuotaExceeded|InsufficientCapacity|EntityTooLarge", text):
         return OSError(errno.ENOSPC, _first_line(error), key)
     is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or code in ("401", "403")
@@ -324,7 +378,7 @@ def _first_line(error: Exception) -> str:
     if name in _MEANINGS:
         return f"{_MEANINGS[name]} ({name})"
     first = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
-    return f"{first} ({name})" if name else first
+    return escaped(redacted(f"{first} ({name})" if name else first))
 
 
 def _version(answer: Any) -> str:

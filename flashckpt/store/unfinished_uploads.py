@@ -16,6 +16,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Store
 from flashckpt.store.compressed_file import plain_name
 from flashckpt.store.compressed_store import below
@@ -73,7 +74,7 @@ class UnfinishedUploads:
         except self._client.exceptions.NoSuchUpload:
             pass
         except Exception as error:
-            raise OSError(errno.EIO, str(error), upload.path) from error
+            raise OSError(errno.EIO, escaped(redacted(str(error))), upload.path) from cause(error)
 
 
 def unfinished_uploads(store: Store) -> UnfinishedUploads | None:
@@ -96,9 +97,10 @@ def _told() -> Iterator[None]:
             f"install botocore); {RULE}, too."
         ) from None
     except Exception as error:
+        why = escaped(redacted(str(error)))
         raise UploadsUnknownError(
-            f"Uploads that died in the middle could not be looked for ({error}); {RULE}, too."
-        ) from error
+            f"Uploads that died in the middle could not be looked for ({why}); {RULE}, too."
+        ) from cause(error)
 
 
 # What a user calls them, with and without "aws_", as obstore takes them.

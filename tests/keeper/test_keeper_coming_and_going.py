@@ -320,6 +320,27 @@ def test_the_import_path_of_the_trainer_is_the_keepers(tmp_path: Path, runtime: 
     assert found.stdout.strip() == "served", found.stderr
 
 
+def test_a_keeper_is_started_where_the_working_directory_was_deleted(tmp_path: Path, runtime: Path) -> None:
+    """`sys.path` holds '' and a relative folder, as in an interactive session. The keeper dies after that."""
+    here = tmp_path / "here"
+    here.mkdir()
+    code = (
+        "import os, signal, sys; sys.path += ['', 'relative']\n"
+        "from pathlib import Path; from tests.conftest import keepers_of\n"
+        "from tests.keeper.fake import FakeTrainer\n"
+        "base = Path(sys.argv[2]); os.rmdir(os.getcwd()); t = FakeTrainer(Path(sys.argv[1]), base)\n"
+        "[pid] = keepers_of(base); os.kill(pid, signal.SIGKILL)\n"
+        "while not t.client.tend(): pass\n"
+        "assert keepers_of(base) != [pid]; t.end(); print('served')"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    found = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "run"), str(runtime)],
+        cwd=here, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert found.stdout.strip() == "served", found.stderr
+
+
 def test_trainers_of_which_no_keeper_heard_leave_no_names(tmp_path: Path, runtime: Path) -> None:
     """A job that crashes in its first lines and is restarted for ever, while the keeper lives."""
     trainer = FakeTrainer(tmp_path / "run", runtime)

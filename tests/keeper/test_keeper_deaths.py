@@ -266,7 +266,7 @@ def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(tmp_path: Path,
 def test_a_keeper_whose_starter_ended_before_it_came_waits_for_nobody(
     has_ended: bool, tmp_path: Path, runtime: Path
 ) -> None:
-    """It was started early, and the attach failed. What is in memory it keeps for another attempt."""
+    """It was started early, and the attach failed. A region without a snapshot is of no use to the next."""
     _, identity = open_runtime(tmp_path / "run", runtime)
     folder = RuntimeFolder.open(str(runtime), identity)
     starter = subprocess.Popen([sys.executable, "-c", ""])
@@ -274,8 +274,20 @@ def test_a_keeper_whose_starter_ended_before_it_came_waits_for_nobody(
     keeper = InProcess(tmp_path / "run", folder, starter.pid if has_ended else os.getpid()).keeper
     assert keeper.exit.is_due(time.monotonic()) == has_ended
     keeper.regions.put(keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions[0])
-    assert not keeper.exit.is_due(time.monotonic())
+    assert keeper.exit.is_due(time.monotonic()) == has_ended
     keeper._leave()
+
+
+def test_a_death_before_the_first_snapshot_leaves_no_keeper(tmp_path: Path, runtime: Path) -> None:
+    """It would linger for an hour, with nothing to resume from."""
+    run = tmp_path / "run"
+    trainer = Process(run, runtime, linger_s=3600.0)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3)
+    folder = runtime_of(run, runtime)
+    assert keeper_pid(folder) is not None
+    trainer.kill()
+    eventually(lambda: not Path(folder.path).exists())
 
 
 _WITHOUT_PROC = """

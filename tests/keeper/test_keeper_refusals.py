@@ -218,7 +218,7 @@ def test_nobody_changes_the_attempt_of_a_living_trainer(trainer: FakeTrainer) ->
 
 def test_an_answer_that_is_too_long_ends_no_keeper(runtime: Path) -> None:
     folder = closed_after(RuntimeFolder.open(str(runtime), "ab" * 16))
-    server = Server(folder, lambda *_: ({"names": "x" * protocol.MAX_MESSAGE_BYTES}, ()))
+    server = Server(folder, lambda *_: ({"names": "x" * protocol.MAX_LONG_BYTES}, ()))
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     peer.settimeout(30)
     peer.connect(folder.reachable(protocol.SOCKET_NAME))

@@ -1,0 +1,111 @@
+"""Texts of a foreign checkpoint on a terminal: shown as they are, and obeyed by nothing."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_runs import Ended, MadeRun
+
+from flashckpt.commit import lineage, steps
+from flashckpt.errors import DamagedError
+from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.names import step_attempt_folder
+from flashckpt.format.records import Part
+from flashckpt.persist.ledger import Event, Ledger
+
+Shell = Callable[..., Ended]
+
+# Clears the screen, colours, sets the title, reorders, rings, moves back; and rich's own markup.
+EVIL = "e\x1b[2J\x1b[31m\x1b]0;title\x07\x9b31m\u202egnp\x7f\r\x08[red]vil[/red]"
+# What a line may hold but for the colours that the command itself sets.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+OWN_STYLES = re.compile("\x1b\\[[0-9;]*m")
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def hostile(run: MadeRun) -> MadeRun:
+    """A run with such texts wherever a record has a free one."""
+    attempt = run.attempt()
+    run.commit(attempt, 1)
+    layout = Layout.of([Leaf(name=f"{EVIL}.weight", dtype="uint8", shape=(4,), aliases=(f"{EVIL}.tied",))])
+    record = run._write(attempt, 2, 0, layout, {f"{EVIL}.weight": b"1234"})
+    part = Part(
+        step=2, attempt=attempt, world=1, keeper=0, ranks=(record,),
+        environment={"torch": EVIL, f"{EVIL}-name": "1"},
+    )  # fmt: skip
+    assert steps.publish_part(run.store, part)
+    assert steps.commit(run.store, 2, attempt, 1)
+    lineage.mark(run.store, 2, attempt, f"host {EVIL}", f"reason {EVIL}")
+    lineage.mark(run.store, 2, attempt, lineage.this_host(), f"reason {EVIL}")
+    (run.folder / step_attempt_folder(1, attempt) / f".{EVIL.replace('/', '')}.tmp").write_bytes(b"")
+    ledger = Ledger(run.store)
+    for event in (Event.RESUME, Event.TIMES):
+        ledger.add(str(attempt), event, step=2, rank=0, host=EVIL, tier=EVIL, from_attempt=str(attempt))
+    ledger.close()
+    return run
+
+
+COMMANDS = [
+    ["ls"], ["ls", "--all"], ["show", "2"], ["verify"], ["recover", "--dry-run"], ["export", "OUT"],
+    ["copy", "OUT"], ["branch", "2"], ["prune", "--keep-last", "2"], ["show", "2", "--rank", "0"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_no_text_of_a_checkpoint_commands_a_terminal(
+    hostile: MadeRun, shell: Shell, tmp_path: Path, command: list[str]
+) -> None:
+    name, *more = [str(tmp_path / EVIL) if each == "OUT" else each for each in command]
+    ended = shell(name, hostile.folder, *more)
+    for text in (ended.out, ended.err):
+        assert not CONTROL.search(text), ascii(text)
+    if name in ("show", "ls"):
+        assert "\\x1b[2J" in ended.out, "it is shown all the same"
+        assert "[red]vil[/red]" in re.sub(r"\s", "", ended.out)
+
+
+def test_on_a_terminal_the_only_escapes_are_its_own_colours(hostile: MadeRun) -> None:
+    parent, child = pty.openpty()
+    code = "from flashckpt.cli.main import main; main()"
+    pid = os.posix_spawn(
+        sys.executable, [sys.executable, "-c", code, "show", str(hostile.folder), "2"],
+        {**os.environ, "COLUMNS": "200", "TERM": "xterm-256color"},
+        file_actions=[(os.POSIX_SPAWN_DUP2, child, each) for each in (0, 1, 2)],
+    )  # fmt: skip
+    os.close(child)
+    found = b""
+    try:
+        while chunk := os.read(parent, 65536):
+            found += chunk
+    except OSError:
+        pass  # the other side was closed
+    os.close(parent)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    text = found.decode().replace("\r\n", "\n")
+    assert OWN_STYLES.search(text), "a terminal has colours"
+    assert not CONTROL.search(OWN_STYLES.sub("", text)), ascii(text)
+    assert "\\x1b[31m" in text
+
+
+def test_json_is_escaped_and_exact(hostile: MadeRun, shell: Shell) -> None:
+    ended = shell("show", hostile.folder, "2", "--json")
+    assert not CONTROL.search(ended.out)
+    assert [leaf["name"] for leaf in ended.json["leaves"]] == [f"{EVIL}.weight"]
+
+
+def test_errors_and_logs_of_the_library_show_it_escaped(
+    hostile: MadeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    lineage.candidates(hostile.store)
+    assert "passed over, marked by host" in caplog.text
+    assert not CONTROL.search(caplog.text)
+    assert str(DamagedError(EVIL)) == str(DamagedError(str(DamagedError(EVIL))))
+    assert not CONTROL.search(str(DamagedError(EVIL)))

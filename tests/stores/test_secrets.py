@@ -1,0 +1,193 @@
+"""No password, key or token is shown: not in errors, tracebacks, logs, nor a keeper's command line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import flashckpt
+from flashckpt.errors import FlashckptError, OptionError
+from flashckpt.options import Options, Remote
+from flashckpt.printable import cause, redacted
+from flashckpt.store import fsspec_client, obstore_client, open_store
+from tests.conftest import keepers_of
+from tests.keeper.fake import FakeTrainer
+from tests.stores.test_redirects import served
+
+HIDDEN = "S3cr3t"
+SECRET = f"{HIDDEN}/+="
+KEYS = {"access_key_id": "key", "secret_access_key": SECRET, "session_token": SECRET, "region": "r"}
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """A server that refuses each request, and repeats the request's headers and URL in its answer."""
+
+    def answer(handler: Any) -> None:
+        url = f"http://user:{SECRET}@{handler.headers['host']}{handler.path}&X-Amz-Security-Token={SECRET}"
+        body = f"<Error><Code>SomethingElse</Code><Message>{url} \x1b[2J</Message></Error>".encode()
+        handler.send_response(400)
+        handler.send_header("content-length", str(len(body)))
+        handler.end_headers()
+        if handler.command != "HEAD":
+            handler.wfile.write(body)
+
+    with served("127.0.0.1", answer) as url:
+        yield url
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (obstore_client, fsspec_client):
+        monkeypatch.setattr(module, "_BRIEF_DEADLINE_S", 0.2)
+
+
+def shown(act: Any, caplog: pytest.LogCaptureFixture) -> str:
+    """All that a user sees where it fails: the message, the traceback with its causes, the logs."""
+    with caplog.at_level(logging.DEBUG, "flashckpt"):
+        try:
+            act()
+        except (FlashckptError, OSError) as error:
+            return "".join([str(error), *traceback.format_exception(error), caplog.text])
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"endpoint": f"http://user:{SECRET}@127.0.0.1:1"},
+        {"endpoint_url": f"http://user:{SECRET}@127.0.0.1:1"},
+        {"endpoint": f"http://127.0.0.1:1/?token={SECRET}"},
+        {"endpoint": f"http://user:{SECRET}@bad host"},
+    ],
+    ids=str,
+)
+def test_an_endpoint_with_a_secret_is_refused_unseen(
+    options: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    text = shown(lambda: open_store("s3://bucket/run", {**KEYS, **options}), caplog)
+    assert "endpoint has a user, a password" in text
+    assert HIDDEN not in text
+
+
+def test_one_of_the_environment_is_refused_unseen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{SECRET}@127.0.0.1:1")
+    text = shown(lambda: open_store("s3://bucket/environment", KEYS), caplog)
+    assert "endpoint has a user, a password" in text
+    assert HIDDEN not in text
+
+
+def test_an_endpoint_that_is_no_server_is_refused() -> None:
+    for endpoint in ("127.0.0.1:9000", "http://bad host", "ftp://127.0.0.1", "http://"):
+        with pytest.raises(OptionError, match="no URL of a server"):
+            open_store("s3://bucket/run", {**KEYS, "endpoint": endpoint})
+
+
+@pytest.mark.parametrize("how", ["refuses", "does not answer", "through a proxy", "sftp"])
+def test_what_a_server_or_a_client_repeats_is_masked(
+    how: str, refusing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, options = "s3://bucket/run", {**KEYS, "endpoint": refusing}
+    if how == "does not answer":
+        options["endpoint"] = "http://127.0.0.1:1"
+    elif how == "through a proxy":
+        options["proxy_url"] = f"http://user:{HIDDEN}@127.0.0.1:1"
+    elif how == "sftp":
+        url, options = "sftp://127.0.0.1:1/runs/one", {"username": "user", "password": SECRET}
+    store = open_store(url, options).brief()
+    for act in (
+        lambda: store.read("name", 100),
+        lambda: store.create("name", b"1"),
+        lambda: store.list(""),
+        lambda: store.remove("name"),
+    ):
+        text = shown(act, caplog)
+        assert HIDDEN not in text
+        assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"s3:/key:{SECRET}@bucket/run",
+        f"file://key:{SECRET}@host/run",
+        f"s3://key:{SECRET}@bucket/run",
+        f"az://container/run?sig={SECRET}",
+        f"https://host/run?sig={SECRET}",
+    ],
+)
+def test_a_run_that_is_named_with_a_secret_is_refused_unseen(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert HIDDEN not in shown(lambda: open_store(url), caplog)
+
+
+def test_what_signs_a_request_is_masked() -> None:
+    for text in (
+        f"http://a:{SECRET}@host:9000/x failed",
+        f"https://host/x?sv=1&sig={SECRET}&se=2",
+        f"http://host/?X-Amz-Credential={SECRET}&X-Amz-Signature={SECRET}",
+        f"'https://host/x?AWSAccessKeyId={SECRET}'",
+    ):
+        assert HIDDEN not in redacted(text)
+        assert "host" in redacted(text)
+    assert redacted(f"cannot use {SECRET}", {"password": SECRET}) == "cannot use ***"
+    assert redacted("no file /keys/id", {"key_filename": "/keys/id"}) == "no file /keys/id"
+    for text in (
+        "http://host/a?list-type=2&prefix=b@c",
+        "http://127.0.0.1:9000/b/a@b",
+        "s3://bucket/me@here/run",
+    ):
+        assert redacted(text) == text
+
+
+def test_an_error_behind_an_error_is_not_shown_either() -> None:
+    """A traceback prints all of them."""
+    before = OSError(f"http://user:{SECRET}@host")
+    error = OSError("plain")
+    assert cause(error) is error
+    error.__context__ = before
+    assert cause(error) is None
+
+
+def test_options_show_no_secret() -> None:
+    given = Options(storage_options=KEYS, remote_storage_options=KEYS)
+    assert HIDDEN not in f"{given!r}{Remote(url='s3://bucket/run', options=KEYS)!r}"
+
+
+def test_storage_options_in_a_wrong_place_are_refused_unseen(
+    tmp_path: Path, runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a keyword of attach they were a part of the state, and were written into each checkpoint."""
+    calls: list[dict[str, Any]] = [
+        {"storage_options": dict(KEYS)}, {"remote_storage_options": dict(KEYS)}, {"options": dict(KEYS)},
+    ]  # fmt: skip
+    for wrong in calls:
+        model = nn.Linear(2, 2)
+        text = shown(lambda: flashckpt.attach(tmp_path / "run", model=model, **wrong), caplog)  # noqa: B023
+        assert "flashckpt.Options(" in text
+        assert HIDDEN not in text
+
+
+def test_a_keeper_shows_no_option_in_its_command_line_and_writes_none_down(
+    tmp_path: Path, runtime: Path
+) -> None:
+    run = tmp_path / "run"
+    remote = Remote(url=str(tmp_path / "remote"), options={"secret_access_key": SECRET})
+    trainer = FakeTrainer(run, runtime, remote=remote)
+    [pid] = keepers_of(runtime)
+    assert HIDDEN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    trainer.end()
+    for folder, _, names in (*os.walk(tmp_path), *os.walk(runtime)):
+        for name in names:
+            path = Path(folder, name)
+            assert not path.is_file() or HIDDEN.encode() not in path.read_bytes()
