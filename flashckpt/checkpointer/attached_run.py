@@ -233,9 +233,9 @@ class AttachedRun:
 
     def _stop_at_marked(self) -> None:
         """After a boundary that was marked by hand outside of `.batches`: the loop's end is the user's, so
-        only a signal does anything here."""
+        only a signal does anything here. Several ranks end at one boundary, which may still be to come."""
         self._signals.enter_steps()
-        if self._signals.pending:
+        if self._signals.pending and self._stop.stops_at(self._capture.ordinal):
             self._end_loop(lambda: None, leaves=False)
 
     def _close_loop(self, close: Callable[[], None], at_boundary: bool) -> bool:
