@@ -53,10 +53,32 @@ class Resumed:
     seconds: float
 
 
+class Call:
+    """Around each call of a run that changes it. A signal handler may interrupt one; what stands half-changed
+    then cannot be captured. So a `save()` of that handler is made when the call returns."""
+
+    def __init__(self, run: AttachedRun) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._run._calls += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        run = self._run
+        run._calls -= 1
+        if run._calls == 0 and run._save_is_due and kind in (None, StopIteration) and not run._closed:
+            run._save_is_due = False
+            run._save_late()
+
+
 class AttachedRun:
     """`resumed` is None on a fresh run. All methods are called from the training thread."""
 
     resumed: Resumed | None
+    _calls = 0  # those in progress, in one another
+    _save_is_due = False  # a signal handler has called save() in one of them
 
     def __init__(
         self,
@@ -116,6 +138,10 @@ class AttachedRun:
     def wait(self) -> None:
         """Wait until what is captured is committed. Raises PersistError if it could not be, and whatever
         kept a boundary that was due from being captured (StateError, OutOfRoomError)."""
+        with Call(self):
+            self._wait()
+
+    def _wait(self) -> None:
         self._check_open()
         may_take = (self._put_off or self._progress.is_after_batches) and not self._in_iteration
         if may_take and self._boundaries.ordered_at is not None:
@@ -157,7 +183,7 @@ class AttachedRun:
         """The same where no step follows. One whose replicas have diverged is never committed, and all ranks
         learn of it while they wait: they capture it once more, as a step that keeps those by rank."""
         try:
-            self.wait()
+            self._wait()
         except PersistError as error:
             if not self._attendant.has_diverged(error.step):
                 raise
@@ -165,7 +191,7 @@ class AttachedRun:
                 self._boundaries.capture_outside()
             except BoundaryError:  # not all ranks are at their end
                 raise error from None
-            self.wait()
+            self._wait()
 
     # ---- stopping
 
@@ -185,6 +211,11 @@ class AttachedRun:
         """Why the loop ends at its next boundary, or has: a signal's name, "notice file", "stop"; or None."""
         return self._stop.reason
 
+    def _save_late(self) -> None:
+        """Do the `save()` that a signal handler called during a call that has now returned: in a loop, of its
+        next boundary."""
+        raise NotImplementedError
+
     # ---- the end of a loop
 
     def _end_loop(self, close: Callable[[], None], *, at_boundary: bool = True, leaves: bool = True) -> None:
@@ -202,9 +233,9 @@ class AttachedRun:
 
     def _stop_at_marked(self) -> None:
         """After a boundary that was marked by hand outside of `.batches`: the loop's end is the user's, so
-        only a signal does anything here."""
+        only a signal does anything here. Several ranks end at one boundary, which may still be to come."""
         self._signals.enter_steps()
-        if self._signals.pending:
+        if self._signals.pending and self._stop.stops_at(self._capture.ordinal):
             self._end_loop(lambda: None, leaves=False)
 
     def _close_loop(self, close: Callable[[], None], at_boundary: bool) -> bool:
@@ -234,7 +265,8 @@ class AttachedRun:
         `step()` is captured first, if it is not and nothing was trained since. Raises PersistError if it
         could not be; the run is let go all the same. A second call does nothing."""
         if not self._is_forked:
-            self._end(self._capture_marked)
+            with Call(self):
+                self._end(self._capture_marked)
 
     def _capture_marked(self) -> None:
         """The end of a loop whose boundaries are marked by hand: only here is it known to be one."""
@@ -272,12 +304,15 @@ class AttachedRun:
         self._closed = True
         if self._is_forked:
             return  # a forked child unwinds: the run, its lock and its slots are the parent's
-        if self._boundaries.ordered_at is not None:
+        # An orderly end has captured what was last.
+        ordered_at = self.completed if self._save_is_due and not closed else self._boundaries.ordered_at
+        if ordered_at is not None:
             log.warning(
                 "the snapshot that save() ordered after step %d was not taken: no boundary followed it",
-                self._boundaries.ordered_at,
+                ordered_at,
             )
-        with contextlib.ExitStack() as ends:  # each of them, whatever the others raise; last in, first out
+        # Each of them, whatever the others raise; last in, first out.
+        with Call(self), contextlib.ExitStack() as ends:
             ends.callback(self._session.close)
             ends.callback(self._attendant.close, closed=closed)
             ends.callback(self._attendant.event, Event.CLOSE, step=self.completed, normal=closed)

@@ -281,18 +281,16 @@ class Boundaries:
         with self._capture.heartbeat.resting():
             self._capture.wait()
             self._pacing.save_outside(self._capture.ordinal + 1, self._attendant.deadline_s)
-            self._add_boundary()
+            self._progress.step += self._taken_step == self._progress.step
+            self._capture.ordinal = self.enter(self._progress.step)
             self.capture_now(persist=True)
             self._in_code = self._progress.is_after_batches
         self.settle()
 
-    def _add_boundary(self) -> None:
-        self._progress.step += self._taken_step == self._progress.step
-        self._capture.ordinal = self.enter(self._progress.step)
-
     def _is_to_capture(self, *, persist: bool) -> bool:
-        """Among ranks, whether the present boundary is still to be captured. One that is over is, as one of
-        its own, where not all have it: which they all know, and not what each of them has."""
+        """Among ranks, whether the present boundary is still to be captured. One that is over is, as another
+        boundary of the same step, where not all have it: which they all know, and not what each of them has.
+        The step's number is free: a snapshot that not all ranks have is never persisted."""
         ordinal = self._capture.ordinal
         if not self._pacing.is_settled(ordinal):
             return True
@@ -303,7 +301,7 @@ class Boundaries:
             if found is not None:
                 self._slots.request_persist_of(found)
             return False
-        self._add_boundary()
+        self._capture.ordinal = self.enter(self._progress.step)
         return True
 
     def capture_now(self, *, persist: bool, anew: bool = False, may_count: bool = True) -> bool:
@@ -325,7 +323,10 @@ class Boundaries:
 
         def is_sealed() -> bool:
             newest = slots.newest_own()
-            return newest is not None and newest.step == step and (before is None or newest.age > before.age)
+            if newest is None or newest.step != step or (before is not None and newest.age <= before.age):
+                return False
+            # Among ranks an earlier boundary of this step may stand in a slot that not all of them have.
+            return self._pacing.is_alone or newest.boundary == self._capture.ordinal
 
         tries, until_s = 0, min(time.monotonic() + attendant.patience_s, attendant.deadline_s)
         while not is_sealed():

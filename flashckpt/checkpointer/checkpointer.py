@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from flashckpt.checkpointer.attached_run import AttachedRun
+from flashckpt.checkpointer.attached_run import AttachedRun, Call
 from flashckpt.errors import BoundaryError, FlashckptError
 from flashckpt.state import rng
 from flashckpt.state.loader.base import reference_to
@@ -77,18 +77,19 @@ class Checkpointer(AttachedRun):
     def step(self) -> None:
         """Mark a boundary: all of this iteration is done. Inside `.batches` it marks the end of this
         iteration early, and is not counted again when the next batch is drawn."""
-        self._check_open()
-        if self._marked:
-            return
-        self._marked = self._in_iteration
-        self._boundaries.begin()
-        self._say_what_is_left_to_the_program()
-        self._boundary()
-        self._by_hand, self._put_off = True, False
-        if not self._in_iteration:
-            self._stop_at_marked()
-            self._boundaries.settle()
-        self._capture.heartbeat.expect()
+        with Call(self):
+            self._check_open()
+            if self._marked:
+                return
+            self._marked = self._in_iteration
+            self._boundaries.begin()
+            self._say_what_is_left_to_the_program()
+            self._boundary()
+            self._by_hand, self._put_off = True, False
+            if not self._in_iteration:
+                self._stop_at_marked()
+                self._boundaries.settle()
+            self._capture.heartbeat.expect()
 
     def save(self) -> None:
         """Take a snapshot that is persisted: of the next boundary when called in an iteration, at once
@@ -99,7 +100,25 @@ class Checkpointer(AttachedRun):
         of the midst of that code could not be gone on from. `wait()` and `close()` do not wait for that: they
         take it where they are called, and the epoch's end is a step of its own then. After a stop in the
         middle of an epoch it does nothing: the boundary of the stop is saved, and what follows it is done
-        again."""
+        again.
+
+        A signal handler may call it. Where the handler has interrupted another call of the Checkpointer or of
+        its iterators, this is done when that call returns."""
+        if self._calls:
+            self._save_is_due = True
+            return
+        with Call(self):
+            self._save()
+
+    def _save_late(self) -> None:
+        # One of its own would shift the count of steps in a loop, and other ranks would not have it.
+        if (self._in_iteration or self._in_epoch or self._by_hand) and not self.stopping:
+            self._boundaries.order()
+            self._put_off = not self._in_iteration
+        else:
+            self.save()
+
+    def _save(self) -> None:
         self._check_open()
         if self._in_iteration and not self._marked:
             self._boundaries.order()
@@ -261,16 +280,17 @@ class Batches(Iterator[Any]):
             )
         if self._ended:
             raise StopIteration
-        try:
-            batch = self._next()
-        except StopIteration:
-            raise
-        except BaseException:
-            # A notebook keeps the traceback, and with it this frame: the run must not be held by it.
-            self._leave()
-            raise
-        finally:
-            self.checkpointer._boundaries.settle()
+        with Call(self.checkpointer):
+            try:
+                batch = self._next()
+            except StopIteration:
+                raise
+            except BaseException:
+                # A notebook keeps the traceback, and with it this frame: the run must not be held by it.
+                self._leave()
+                raise
+            finally:
+                self.checkpointer._boundaries.settle()
         return (self.checkpointer._progress.batches_taken - 1, batch) if self._with_positions else batch
 
     def _next(self) -> Any:
@@ -401,7 +421,7 @@ class Batches(Iterator[Any]):
         if self._ended:
             return
         self._ended = True
-        with self.checkpointer._signals.ending() as signals:
+        with Call(self.checkpointer), self.checkpointer._signals.ending() as signals:
             if self._entered:
                 signals.leave()
             self.checkpointer._abandon_iteration()
@@ -429,10 +449,11 @@ class Epochs(Iterator[int]):
         return max(0, self._epochs - self._checkpointer._progress.epoch - self._in_body)
 
     def __next__(self) -> int:
-        try:
-            return self._next()
-        finally:
-            self._checkpointer._boundaries.settle()
+        with Call(self._checkpointer):
+            try:
+                return self._next()
+            finally:
+                self._checkpointer._boundaries.settle()
 
     def _next(self) -> int:
         checkpointer, progress = self._checkpointer, self._checkpointer._progress

@@ -109,7 +109,7 @@ class Signals:
         """A loop has ended. After the outermost one signals are what they were before."""
         self.loops = max(0, self.loops - 1)
         if self.loops == 0:
-            self._handlers.take_off()
+            self._take_off()
 
     def deliver(self, let_go: Callable[[], None]) -> None:
         """Let what has arrived take its course, as if it arrived now and nothing had stood in its way.
@@ -120,10 +120,9 @@ class Signals:
         if not self._claim():
             self._await_thread()
             return
-        self._handlers.take_off()
-        if any(self._handlers.is_deadly(number) for number in self._arrived):
-            let_go()
         try:
+            if self._deadly():
+                let_go()
             self._act(sys._getframe(1))
         except BaseException:
             let_go()
@@ -133,8 +132,19 @@ class Signals:
     def close(self) -> None:
         """Nothing is watched any more."""
         self._closed = True
-        self._handlers.take_off()
+        self._take_off()
         self._settle()
+
+    def _deadly(self) -> list[int]:
+        """The signals that have arrived and that end the process."""
+        return [number for number in self._arrived if self._handlers.is_deadly(number)]
+
+    def _take_off(self) -> None:
+        """Put back the previous handlers, unless a signal has arrived that ends the process. With SIGINT's
+        previous handler in its place, an interrupt would raise KeyboardInterrupt before that signal is sent
+        again, and the signal would be lost."""
+        if not self._deadly():
+            self._handlers.take_off()
 
     def _settle(self) -> None:
         if self._ends == 0 and (self._closed or self.loops == 0):
@@ -157,10 +167,11 @@ class Signals:
             if callable(self._handlers.replaced.get(number)):
                 self._handlers.replaced[number](number, frame)
         elif not self.heard:
-            self.heard = True
+            # `heard` is set last: a signal that interrupts this is then another first one, and ends nothing.
+            self._arrived.append(number)
             self._first_s = time.monotonic()
             self.deadline_s = self._first_s + self._grace_s
-            self._arrived.append(number)
+            self.heard = True
             self._ask(number)
         elif not self._is_same_notice(number):
             # Once more, or the grace period is over: at once, as without us.
@@ -168,7 +179,6 @@ class Signals:
             if not self._expired:
                 self._arrived.append(number)
             self.deadline_s = 0.0
-            self._handlers.take_off()
             self._act(frame)
         elif number not in self._arrived:
             self._arrived.append(number)
@@ -188,10 +198,18 @@ class Signals:
         return False
 
     def _act(self, frame: Frame) -> None:
-        """All that has arrived; what ends the process first, for it would have."""
+        """Let all that has arrived take its course."""
+        self._pass_on(lambda number: self._handlers.act(number, frame))
+
+    def _pass_on(self, act: Callable[[int], None]) -> None:
+        """Call `act` for all that has arrived, first for what ends the process. Until it has, our handlers
+        stand and `_arrived` holds it, so that a signal which interrupts this ends the process as well."""
+        for number in self._deadly():
+            act(number)
+        self._handlers.take_off()
         numbers, self._arrived = self._arrived, []
-        for number in sorted(numbers, key=self._handlers.is_deadly, reverse=True):
-            self._handlers.act(number, frame)
+        for number in numbers:
+            act(number)
 
     # ---- the thread
 
@@ -238,9 +256,7 @@ class Signals:
 
     def _send_again(self) -> None:
         if self._claim():
-            numbers, self._arrived = self._arrived, []
-            for number in numbers:
-                self._handlers.send_again(number)
+            self._pass_on(self._handlers.send_again)
 
     def _await_thread(self) -> None:
         """The grace period has ended in this very moment: the signal is on its way to this thread."""
@@ -348,14 +364,17 @@ class Handlers:
 
     def is_deadly(self, number: int) -> bool:
         """Whether the signal, taking its course now, ends the process."""
-        return self.replaced.get(number) is signal.SIG_DFL and signal.getsignal(number) is signal.SIG_DFL
+        is_default = self.replaced.get(number) is signal.SIG_DFL
+        return is_default and (self.stands(number) or signal.getsignal(number) is signal.SIG_DFL)
 
     def act(self, number: int, frame: Frame) -> None:
-        """What the signal would have done without us; to be called after `take_off`. A handler that came
-        after ours has done what it does: to what it replaced it may have passed on, or not."""
+        """What the signal would have done without us; to be called after `take_off`, unless it ends the
+        process. A handler that came after ours has done what it does: to what it replaced it may have passed
+        on, or not."""
         if callable(self.replaced.get(number)):
             self.replaced[number](number, frame)
         elif self.is_deadly(number):
+            self._put_back(number)
             os.kill(os.getpid(), number)
 
     def send_again(self, number: int) -> None:

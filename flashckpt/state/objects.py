@@ -8,12 +8,13 @@ what was saved. They come last, after all else is filled. What their methods do 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,6 +26,8 @@ from flashckpt.state.leaves import Filling, LiveLeaf, Place, Saved, Sink, Walk, 
 from flashckpt.state.stored import is_stored
 from flashckpt.state.tensors import can_make, described, fits
 from flashckpt.state.values import Settling, join, references, survey
+
+log = logging.getLogger(__name__)
 
 Row = tuple[str, str, str]
 MISSING = "missing"
@@ -74,6 +77,35 @@ class StateEntry:
         """Call what is the user's own (`load_state_dict`, `set_extra_state`), after all else is filled.
         (leaf name, tensor) of what came into the state by that."""
         return ()
+
+
+# What is not named
+
+
+def warn_of_hooks(modules: Iterable[nn.Module], named: Mapping[str, object]) -> None:
+    """Warn of communication hooks of DDP whose state (PowerSGD's error feedback) no named object holds."""
+    held = {id(value) for _, value in rng.reached(named)}
+    for module in (each for root in modules for each in root.modules()):
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            for _, state in module._comm_hooks:
+                if _changes(state) and id(state) not in held:
+                    log.warning(
+                        "a communication hook of DDP has a %s, which is not saved: a resumed run begins "
+                        "with a new one, and its gradients differ from those of a run that was never "
+                        "stopped. Name an object that holds it and has state_dict and load_state_dict; "
+                        "docs/distributed.md has one for PowerSGD",
+                        type(state).__name__,
+                    )
+
+
+def _changes(state: object) -> bool:
+    """Whether an object holds numbers: its attributes, also where they stand in `__slots__`."""
+    names = {*getattr(state, "__dict__", ()), *getattr(type(state), "__slots__", ())}
+    values = [getattr(state, name, None) for name in names]
+    return any(
+        isinstance(each, (Tensor, dict, list)) or type(each) is int or rng.is_generator(each)
+        for each in values
+    )
 
 
 # Containers and generators

@@ -42,6 +42,7 @@ from flashckpt.state.objects import (
     StateEntry,
     is_container,
     is_torch_scaler,
+    warn_of_hooks,
 )
 from flashckpt.state.optimizers import (
     OptimizerEntry,
@@ -93,6 +94,7 @@ class Tree:
         check_drivers(targets, optimizers, self._parameters())
         for name, optimizer in optimizers.items():
             warn_of_attributes(name, optimizer)
+        warn_of_hooks(self.modules, targets)
         entries = [entry for entry in self._entries.values() if isinstance(entry, ModuleEntry)]
         check_own_saving({path: each for e in entries for path, each in e.modules.items()}, walk.leaves)
         self._check_values(walk.value)

@@ -34,7 +34,8 @@ class Source:
     that boundary. Subclasses fill in the hooks at the end.
 
     batches_taken: of this epoch, those of earlier attempts included. was_over: whether it was taken up where
-    it had given its last batch. generators: those that the loader's parts own.
+    it had given its last batch. generators: those that the loader's parts own. convert: what a wrapper of the
+    loader does to each batch.
     """
 
     kind = ""
@@ -57,6 +58,7 @@ class Source:
         self._share = share_of(loader, generators)
         self._tell_epoch = True
         self.was_over = self._can_be_saved = False
+        self.convert: Callable[[Any], Any] | None = None
 
     def __len__(self) -> int:
         """Batches of a whole epoch; TypeError where the loader does not know."""
@@ -123,7 +125,7 @@ class Source:
                 # Now, and not at the boundary: nobody has trained on anything yet.
                 check_roundtrip(self.position(), "loader")
                 self._can_be_saved = True
-            return batch
+            return batch if self.convert is None else self.convert(batch)
         except StopIteration:
             self._over = True
             self._leave(ended=True)

@@ -7,9 +7,11 @@ for long. Positions are kept by source: two phases over one loader have one posi
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -314,6 +316,8 @@ def _source_of(loader: Any) -> Source:
             "the loader out of accelerator.prepare(): pass the DataLoader itself (with a DistributedSampler "
             "for several ranks) and move the batches to the device in the loop."
         )
+    if _is_fabric(loader):
+        return _of_fabric(loader)
     if isinstance(loader, DataLoader) and (found := _of_dataloader(loader)) is not None:
         return found
     if _keeps_state(loader):
@@ -351,6 +355,16 @@ def _of_dataloader(loader: Any) -> Source | None:
     return ReplayedSource(loader)
 
 
+def _of_fabric(loader: Any) -> Source:
+    """The source of the loader that Fabric has wrapped. The wrapper counts its own `iter()` calls for
+    `DistributedSampler.set_epoch`, and a new process counts from 0: here the run's epoch is set instead."""
+    source, device = _source_of(loader._dataloader), loader._device
+    if device is not None:
+        move = vars(sys.modules[type(loader).__module__])["move_data_to_device"]
+        source.convert = partial(move, device=device)
+    return source
+
+
 def _keeps_state(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
@@ -358,6 +372,12 @@ def _keeps_state(loader: Any) -> bool:
 def _is_accelerate(loader: Any) -> bool:
     # type(), not __class__: Accelerate's loaders claim to be the DataLoader that they wrap.
     return any(kind.__module__ == "accelerate.data_loader" for kind in type(loader).__mro__)
+
+
+def _is_fabric(loader: Any) -> bool:
+    # Of lightning 2.0 to 2.6; one that holds its parts under other names is no such loader.
+    known = type(loader).__name__ == "_FabricDataLoader" and {"_dataloader", "_device"} <= vars(loader).keys()
+    return known and type(loader).__module__ in ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
 
 
 def _is_torchdata(loader: Any) -> bool:
