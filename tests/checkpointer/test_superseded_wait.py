@@ -1,0 +1,43 @@
+"""`wait()` of a job that another one has taken the run from."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashckpt
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
+from flashckpt.store import open_store
+from tests.checkpointer.test_loop import Job
+from tests.processes import keepers_of
+from tests.waiting import abandon, until
+
+
+def stopped(runtime: Path) -> list[int]:
+    stats = {pid: Path(f"/proc/{pid}/stat") for pid in keepers_of(runtime)}
+    return [pid for pid, stat in stats.items() if stat.exists() and " T " in stat.read_text()]
+
+
+def test_it_does_not_say_that_a_step_is_safe_which_the_next_attempt_may_not_see(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper stands still before a manifest, while a job elsewhere claims the run and looks for steps."""
+    run, job = str(tmp_path / "run"), Job()
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", "manifest.checked:1:stop")
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    monkeypatch.delenv("FLASHCKPT_CRASH_AT")
+    job.train(torch.ones(2, 4))
+    checkpointer.step()
+    checkpointer.save()
+    until(lambda: stopped(runtime), "a keeper before its manifest")
+    newer = attempts.claim(open_store(run), here())
+    [keeper] = stopped(runtime)
+    os.kill(keeper, signal.SIGCONT)
+    with pytest.raises(flashckpt.SupersededError, match=str(newer)):
+        checkpointer.wait()
+    abandon(checkpointer)
