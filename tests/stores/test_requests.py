@@ -137,7 +137,7 @@ def test_constants_are_sent_once_a_run(run: Counted, alone: FakeTrainer) -> None
     assert of_own[1] == {
         # As of any step, and whether the constants are there: at first, before the part, with the manifest.
         "list steps": 3,
-        "list attempts": 1 + 3,
+        "list attempts": 2 + 3,
         "put shard.safetensors": 1,
         "put part.json": 1,
         "put manifest.json": 1,
