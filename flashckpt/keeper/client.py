@@ -227,7 +227,7 @@ def newest_in_memory(runtime: RuntimeFolder) -> tuple[AttemptName, int] | None:
         if (peer := reach(runtime, _SHORT_PATIENCE_S)) is not None:
             with peer:
                 answer, _ = asked(peer, {"op": "describe"})
-            rows = answer["keeper"]["regions"]
+            rows = [row for row in answer["keeper"]["regions"] if not row["constants"]]
             named = ((AttemptName.parse(row["attempt"] or ""), row["step"]) for row in rows)
             found += [(attempt, step) for attempt, step in named if attempt is not None]
     return max(found, default=None)
