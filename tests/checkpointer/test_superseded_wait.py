@@ -41,3 +41,23 @@ def test_it_does_not_say_that_a_step_is_safe_which_the_next_attempt_may_not_see(
     with pytest.raises(flashckpt.SupersededError, match=str(newer)):
         checkpointer.wait()
     abandon(checkpointer)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_what_was_resumed_from_is_not_called_safe_either(tmp_path: Path) -> None:
+    """It was in memory, and may be visible to the next attempt under another attempt's name, or not."""
+    run, job = str(tmp_path / "run"), Job()
+    for number in range(2):
+        checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+        if number == 0:
+            job.train(torch.ones(2, 4))
+            checkpointer.step()
+            checkpointer.save()
+            abandon(checkpointer)
+    assert checkpointer.resumed is not None
+    assert checkpointer.resumed.tier == "memory"
+    checkpointer.wait()
+    newer = attempts.claim(open_store(run), here())
+    with pytest.raises(flashckpt.SupersededError, match=str(newer)):
+        checkpointer.wait()
+    abandon(checkpointer)
