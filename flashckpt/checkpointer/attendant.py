@@ -22,9 +22,9 @@ from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
 from flashckpt.commit import lineage
-from flashckpt.commit.attempts import newest_claimed
+from flashckpt.commit.attempts import check_newest, newest_claimed
 from flashckpt.commit.steps import is_committed, missing_ranks, steps_of_boundary
-from flashckpt.errors import FlashckptError, KeeperError, PersistError
+from flashckpt.errors import FlashckptError, KeeperError, PersistError, SupersededError
 from flashckpt.format.names import AttemptName, step_attempt_folder
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import Failure, Status
@@ -273,6 +273,8 @@ class Attendant:
                 )
 
             self._wait_for(step, None, is_visible)
+            # One that claims from here on finds it.
+            check_newest(store.at_once(), self._session.attempt)
 
     def _wait_for(self, step: int, generation: int | None, done: Callable[[], bool]) -> None:
         awaited, began = CommitWait(step, generation, self.patience_s, self.status), self._rounds
@@ -280,10 +282,13 @@ class Attendant:
         def refusal() -> str | None:
             return awaited.refusal(self.status, self._rounds - began)
 
-        answered = self._wait_until(
-            lambda: done() or refusal() is not None, self.patience_s, hurried=True, step=step
-        )
+        def is_over() -> bool:
+            # The keeper reports nothing more as committed once another attempt has claimed the run.
+            return done() or refusal() is not None or self.superseded_by is not None
+
+        answered = self._wait_until(is_over, self.patience_s, hurried=True, step=step)
         if not answered or not done():
+            self.check_not_superseded(step)
             failure = awaited.failure(self.status)
             reason = refusal() or (failure.message if failure is not None else self._what_is_missing(step))
             raise self._failed(reason, step)
@@ -304,6 +309,17 @@ class Attendant:
                 lost = f"; {self._pacing.lost} is gone" if self._pacing.lost else ""
                 return f"this node's part of it is written, and none of ranks {shown}{lost}"
         return "the keeper makes no progress"
+
+    def check_not_superseded(self, step: int) -> None:
+        """SupersededError where a newer attempt has claimed the run. `step`: where this process is."""
+        if self.superseded_by is not None:
+            raise SupersededError(
+                f"Attempt {self.superseded_by} has claimed this run while this process was training it. What "
+                "was committed before that stands, and the newer attempt goes on from it; what this process "
+                f"did since, up to step {step}, may be lost. This process must end; start only one job on a "
+                "run.",
+                step=step,
+            )
 
     def report(self) -> dict[str, float]:
         newest = self.status.newest_committed

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashckpt import crashpoints
 from flashckpt.capture import Verdict
-from flashckpt.errors import DamagedError, FlashckptError, OutOfRoomError, StateError, SupersededError
+from flashckpt.errors import DamagedError, FlashckptError, OutOfRoomError, StateError
 from flashckpt.format.typed import check_roundtrip, encode_json, too_large
 from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
@@ -76,14 +76,7 @@ class Boundaries:
         kept its first slots from being had. A run that cannot hold a single snapshot is stopped in its first
         steps, not found out about after a crash; later shortages are skips and warnings, also that of a state
         which has outgrown its slots before a snapshot was due."""
-        newer = self._attendant.superseded_by
-        if newer is not None:
-            raise SupersededError(
-                f"Attempt {newer} has claimed this run while this process was training it. Nothing is "
-                f"lost: what was committed until step {self._progress.step} stands, and the newer attempt "
-                "goes on from it. This process must end; start only one job on a run.",
-                step=self._progress.step,
-            )
+        self._attendant.check_not_superseded(self._progress.step)
         slots, error = self._slots, self._slots.error
         if error is None or slots.ring is not None or slots.ready or slots.newest_own() is not None:
             return

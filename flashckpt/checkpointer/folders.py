@@ -6,6 +6,7 @@ exclusively, so that of two nodes one alone can have made it where both see one 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -13,13 +14,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashckpt._native import xxh3_64
-from flashckpt.checkpointer.session import KnownRun, Session, check_not_held, open_session
+from flashckpt.checkpointer.session import (
+    KnownRun,
+    Session,
+    check_not_held,
+    highest_in_memory,
+    open_session,
+)
 from flashckpt.commit import attempts
 from flashckpt.errors import NoSuchStepError, OptionError, RunError, UnusableRunError
 from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
 from flashckpt.format.replicas import Ranks, has_rank, in_words, ranks_of, ranks_to_json
 from flashckpt.memory.room import mounts
+from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of
 from flashckpt.options import Keep, Options, Remote
 from flashckpt.ranks.group import Group
 from flashckpt.store import open_store
@@ -56,7 +64,9 @@ def open_together(
     rank, first = group.environment.rank, group.node[0]
     try:
         found = group.agree(
-            "which run it is", partial(_seen, path, options) if rank == first else _nothing, _one_run
+            "which run it is",
+            partial(_seen_by_node, path, options, group) if rank == first else _nothing,
+            _one_run,
         )
         known, seen = KnownRun(*found) if found is not None else KnownRun(), None
         if remote is not None:
@@ -98,6 +108,19 @@ def _seen(path: str | os.PathLike[str], options: Options) -> list[Any]:
             "written and training has not begun. Choose a folder that this user can use.",
             path=path,
         ) from error
+
+
+def _seen_by_node(path: str | os.PathLike[str], options: Options, group: Group) -> list[Any]:
+    """The same, by the first rank of a node: where rank 0 is elsewhere, also of this node's memory."""
+    run_id, above = _seen(path, options)
+    if group.leads or not run_id:
+        return [run_id, above]
+    store, base = open_store(path, options.storage_options), base_folder(group.environment.runtime_folder)
+    with contextlib.suppress(FileNotFoundError):
+        identity = identity_of(run_id, store.place())
+        with contextlib.closing(RuntimeFolder.open(base, identity, create=False)) as runtime:
+            above = max(above, highest_in_memory(store, runtime))
+    return [run_id, above]
 
 
 def _with_remote(

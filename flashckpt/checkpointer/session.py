@@ -31,7 +31,7 @@ from flashckpt.errors import DamagedError, FlashckptError, KeeperError, RunError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Holder
 from flashckpt.format.replicas import Ranks
-from flashckpt.keeper.client import KeeperClient, connect_or_start
+from flashckpt.keeper.client import KeeperClient, connect_or_start, newest_in_memory
 from flashckpt.keeper.start import end_early, survival_warnings
 from flashckpt.memory import forks
 from flashckpt.memory.runtime import (
@@ -76,7 +76,7 @@ _idle_signals: list[int] = []
 @dataclass(frozen=True)
 class KnownRun:
     """What ranks know of a run before they open it: its id, empty where it has none yet; the highest number
-    of an attempt in any of their folders."""
+    of an attempt in any of their folders, and in the memory of nodes other than rank 0's."""
 
     run_id: str = ""
     above: int = 0
@@ -253,7 +253,8 @@ def open_session(
             undo.callback(stacks.close, runtime)
         holder = _holder(environment, runtime, life)
         if join is None:
-            attempt, leads = _claim(store, holder, runtime, known.above), True
+            above = max(known.above, highest_in_memory(store, runtime))
+            attempt, leads = _claim(store, holder, runtime, above), True
         else:
             attempt, leads = join, claims and _claim_too(store, holder, runtime, join)
         life_sign = LifeSign(store, attempt) if leads else None
@@ -276,6 +277,25 @@ def open_session(
     if environment.rank == 0 and environment.restarts_left and environment.shares_rendezvous_store:
         log.warning(_RESTARTS_HANG, environment.restarts_left)
     return session
+
+
+def highest_in_memory(store: Store, runtime: RuntimeFolder) -> int:
+    """The number of the newest attempt that has a snapshot in this node's memory, 0 where there is none. The
+    next attempt takes a higher one: its own snapshots must be the newest in memory, also where an older copy
+    of the run's folder was put in its place and that attempt is not known there any more. The log says so."""
+    found = newest_in_memory(runtime)
+    if found is None:
+        return 0
+    (attempt, step), newest = found, attempts.highest_number(store)
+    if attempt.number > newest:
+        log.warning(
+            "this node's memory has step %d of attempt %s, and %s knows no attempt after number %d: an older "
+            "copy of the folder was put in its place. The run resumes from what the folder has. Snapshots in "
+            "memory are not used, and are freed once a step of this attempt is committed. To resume from "
+            "them, stop now, put the newer copy back, and start again.",
+            step, attempt, store.url, newest,
+        )  # fmt: skip
+    return attempt.number
 
 
 def check_not_held(store: Store, run_id: str, environment: Environment) -> None:

@@ -277,6 +277,11 @@ def newest_started(store: Store) -> AttemptName | None:
     return None
 
 
+def has_started(store: Store, name: AttemptName) -> bool:
+    """Whether an attempt has a start.json, which may be damaged."""
+    return store.exists(start_path(name))
+
+
 def check_newest(store: Store, name: AttemptName) -> None:
     """SupersededError if a newer attempt has claimed the run."""
     newest = newest_claimed(store)

@@ -60,14 +60,20 @@ def visible(store: Store) -> list[VisibleStep]:
 def newest_first(store: Store, at: AttemptName | None = None, *, at_once: int = 1) -> Iterator[VisibleStep]:
     """The visible steps from the newest down, looked at only as far as they are drawn, `at_once` of them. A
     step that several attempts of the lineage committed is the newest attempt's."""
-    seen, begun = None, in_lineage(store, bounds(store, at))
+    seen = None
+    for each in _committed(store, at, at_once=at_once):
+        if each.step != seen:
+            seen = each.step
+            yield each
+
+
+def _committed(store: Store, at: AttemptName | None = None, *, at_once: int = 1) -> Iterator[VisibleStep]:
+    """The same, where a step is listed once for each attempt of the lineage that committed it."""
+    begun = in_lineage(store, bounds(store, at))
     while some := [*islice(begun, at_once)]:
         if at_once > 1:
             store.fetch([manifest_path(each.step, each.attempt) for each in some], Manifest.MAX_BYTES)
-        for each in some:
-            if each.step != seen and is_committed(store, each.step, each.attempt):
-                seen = each.step
-                yield each
+        yield from (each for each in some if is_committed(store, each.step, each.attempt))
 
 
 def in_lineage(store: Store, lineage: Sequence[Bound]) -> Iterator[VisibleStep]:
@@ -163,9 +169,14 @@ def steps(store: Store) -> list[int]:
 
 
 def candidates(store: Store, *, says: bool = True) -> list[VisibleStep]:
-    """What a resume should try, in this order: newest first, and last those that this machine has marked
-    as damaged. That it passes over a newer step is said in the log, where it `says` so."""
-    newest = list(newest_first(store))
+    """What a resume should try, in this order: newest first, of one step the newest attempt's first, and last
+    those that this machine has marked as damaged. That it passes over a newer step is said in the log, where
+    it `says` so.
+
+    Lists a step of every attempt that committed it: ranks that list beside the commit of the newest attempt
+    find the older one in common, and a damaged one is replaced by the other.
+    """
+    newest = list(_committed(store))
     marks = {each: mark for each in newest if (mark := marked_here(store, each)) is not None}
     others = [each for each in newest if each not in marks]
     for each, mark in marks.items():

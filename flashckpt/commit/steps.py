@@ -6,7 +6,6 @@ the length that it says. Never deletes; see retention.py. The order is numbered 
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -57,8 +56,6 @@ from flashckpt.format.records import (
 from flashckpt.format.replicas import Ranks, count_of, has_rank, in_words
 from flashckpt.store.base import Store
 
-# A manifest that took longer was tried again meanwhile, or waited for its server.
-_LATE_S = 1.0
 _IS_MISSING = "it is missing or has another length than was written"
 
 
@@ -194,6 +191,9 @@ def commit(
     `is_copy`: each node has committed its part elsewhere before it was copied here, so that an attempt which
     went on from this step, or from a later one, does not keep it out.
 
+    A newer attempt may start between the last check and the manifest: before a commit is reported as one,
+    `check_seen` must follow.
+
     SupersededError if a newer attempt has started, or the nodes have snapshots of different boundaries under
     this number, of which nobody makes one step; DivergedError where replicas are not alike; DamagedError
     where parts contradict each other or a shard is missing, also where there is a manifest.
@@ -217,10 +217,9 @@ def commit(
     look, above = look if len(rows) == 1 else store.at_once(), store.at_once()
     _check_due(above, look, manifest, None if is_copy else heads[0].boundary)
     manifest = replace(manifest, compressed=stands_compressed(above, look, manifest))
-    began = time.monotonic()
     done = publish_manifest(store, manifest, manifest.to_bytes())
-    if done and time.monotonic() - began > _LATE_S:
-        _check_seen(store.at_once(), step, attempt)
+    if done and is_copy:
+        check_seen(store.at_once(), step, attempt)
     return done
 
 
@@ -253,7 +252,7 @@ def _check_due(above: Store, look: Store, manifest: Manifest, boundary: int | No
         above.list(ATTEMPTS)  # so that one listing has them, and the attempts that have started
         check_constants(above, manifest)
     if boundary is None:
-        _check_seen(above, step, attempt)
+        check_seen(above, step, attempt)
         return
     newer = superseded_by(above, attempt, step, boundary)
     if newer is not None:
@@ -277,7 +276,7 @@ def stands_compressed(above: Store, look: Store, manifest: Manifest) -> bool:
     )
 
 
-def _check_seen(store: Store, step: int, attempt: AttemptName) -> None:
+def check_seen(store: Store, step: int, attempt: AttemptName) -> None:
     """SupersededError where an attempt that has started since went on without this step."""
     newer = started_after(store, attempt)
     begun = None if newer is None else read_start(store, newer)

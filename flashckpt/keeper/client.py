@@ -4,14 +4,17 @@ called by the training thread between two batches.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flashckpt.errors import FlashckptError
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.connection import KeeperConnection, Taken
+from flashckpt.keeper.connection import KeeperConnection, Taken, asked
 from flashckpt.keeper.connection import SlotGrant as SlotGrant
-from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all, remote_to_dict
+from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all, reach, remote_to_dict
 from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.held_regions import sealed_in
 from flashckpt.memory.numa import NO_NODE
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import Slot
@@ -19,6 +22,8 @@ from flashckpt.options import Keep, Remote
 from flashckpt.store import options_of
 
 _PATIENCE_S = 30.0
+# For a keeper that need not be asked: one that is silent for so long is replaced soon after.
+_SHORT_PATIENCE_S = 5.0
 
 
 class KeeperClient(KeeperConnection):
@@ -216,3 +221,17 @@ def connect_or_start(
     client = KeeperClient(run_path, runtime, life, patience_s=patience_s)
     client.tend()
     return client
+
+
+def newest_in_memory(runtime: RuntimeFolder) -> tuple[AttemptName, int] | None:
+    """The newest attempt of which this node's memory has a snapshot, and the newest step of it. The keeper
+    knows them all; without one, or where it does not answer, only named regions are found."""
+    found = [(each.attempt, each.step) for each in sealed_in(runtime)]
+    with contextlib.suppress(FlashckptError, OSError, EOFError):
+        if (peer := reach(runtime, _SHORT_PATIENCE_S)) is not None:
+            with peer:
+                answer, _ = asked(peer, {"op": "describe"})
+            rows = [row for row in answer["keeper"]["regions"] if not row["constants"]]
+            named = ((AttemptName.parse(row["attempt"] or ""), row["step"]) for row in rows)
+            found += [(attempt, step) for attempt, step in named if attempt is not None]
+    return max(found, default=None)

@@ -237,7 +237,7 @@ class KeeperConnection:
             self._waiting.add(peer)
         try:
             if "hello" in self._said:
-                _asked(peer, self._said["hello"])
+                asked(peer, self._said["hello"])
             peer.settimeout(None)
             answer, received = _exchanged(peer, message)
         finally:
@@ -356,13 +356,13 @@ class KeeperConnection:
             self._known = found
             return
         try:
-            _asked(peer, self._said["hello"])
+            asked(peer, self._said["hello"])
             self._hand_over(peer)
             if self._held.released:
-                _asked(peer, {"op": "release", "names": self._held.released})
+                asked(peer, {"op": "release", "names": self._held.released})
             for op in ("started", "closing"):
                 if op in self._said:
-                    _asked(peer, self._said[op])
+                    asked(peer, self._said[op])
         except BaseException:
             self._drop()
             raise
@@ -375,7 +375,7 @@ class KeeperConnection:
             # One message carries no more of them: slots, those that they replace, and what they share.
             for first in range(0, len(nameless), MAX_DESCRIPTORS):
                 try:
-                    _asked(peer, {"op": "adopt"}, nameless[first : first + MAX_DESCRIPTORS])
+                    asked(peer, {"op": "adopt"}, nameless[first : first + MAX_DESCRIPTORS])
                 except KeeperError as error:
                     # One that is damaged must not keep a run from having a keeper at all.
                     log.error("the new keeper: %s", error)
@@ -426,7 +426,9 @@ def _alone(answer: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
     return answer
 
 
-def _asked(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Answer:
+def asked(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Answer:
+    """The keeper's answer to a message, with its descriptors. Raises what it refuses with, OSError,
+    EOFError."""
     return _accepted(*_exchanged(peer, message, descriptors))
 
 

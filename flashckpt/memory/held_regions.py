@@ -6,16 +6,17 @@ looks at an image.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from flashckpt import crashpoints
-from flashckpt.errors import DamagedError, FormatError, KeeperError, OutOfRoomError
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError, OutOfRoomError
 from flashckpt.memory import numa, region, room
 from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
 from flashckpt.memory.region import MEMFD, NAMED, Region
@@ -339,6 +340,32 @@ class Regions:
 
     def _keeps(self, lock: str) -> bool:
         return lock == self._life.name if _is_keeper(lock) else self._lives(lock)
+
+
+@contextlib.contextmanager
+def opened_region(folder: RuntimeFolder, name: str) -> Iterator[Slot | str | None]:
+    """Map a named region read-only, for the time of the block. Gives the reason in words where it cannot be
+    read, None for a region whose making was cut off."""
+    with contextlib.ExitStack() as stack:
+        found: Slot | str | None = None
+        try:
+            descriptor = region.open_named(folder, name, os.O_RDONLY).descriptor
+            stack.callback(os.close, descriptor)
+            if os.pread(descriptor, 8, 0).strip(b"\0"):
+                slot = Slot.open(descriptor, map_image=False, identity=folder.identity, is_read_only=True)
+                stack.pop_all()  # the slot closes it from here on
+                found = stack.enter_context(contextlib.closing(slot))
+        except (FlashckptError, OSError) as error:
+            found = str(error)
+        yield found
+
+
+def sealed_in(folder: RuntimeFolder) -> Iterator[Sealed]:
+    """The snapshots in the named regions of a runtime folder, each mapped until the next one is drawn."""
+    for name in filter(region.is_region_name, folder.names()):
+        with opened_region(folder, name) as slot, contextlib.suppress(DamagedError):
+            if isinstance(slot, Slot) and not slot.header.holds_constants and (found := slot.sealed()):
+                yield found
 
 
 def keeper_locks(folder: RuntimeFolder) -> dict[str, bool]:

@@ -431,6 +431,7 @@ class Queue:
             # A region may have been handed over since.
             job.snapshots[each.slot.rank].regions = self._snapshot(each).regions
         job.has_others = any(self._regions.other_keepers().values())
+        job.has_trainers = any(attempt == job.attempt for attempt, _ in self._living)
         job.state, self.writing = JobState.WRITING, job
 
         def done(outcome: StepOutcome | BaseException) -> None:

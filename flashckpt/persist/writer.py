@@ -305,6 +305,21 @@ class Writer:
         return self._committed(job, attempt) if found else waits
 
     def _committed(self, job: StepJob, attempt: AttemptName) -> StepOutcome:
+        """The outcome for a step whose manifest stands. Checks the attempts once more first: one that claims
+        after this check finds the step, one that claimed before it may have listed the steps without it.
+
+        Raises SupersededError where an attempt has started without the step. Where one has only claimed, a
+        living trainer is told nothing until that one starts; what dead trainers left counts as saved, since
+        the claimant waits for this keeper and then lists the steps."""
+        look = self._store.at_once()
+        steps.check_seen(look, job.step, attempt)
+        newest = attempts.newest_claimed(look) if job.has_trainers else None
+        if newest is not None and newest.number > attempt.number and not attempts.has_started(look, newest):
+            return StepOutcome(
+                JobState.PART_WRITTEN,
+                attempt=str(attempt),
+                message=f"attempt {newest} has claimed the run, and may resume from an older step",
+            )
         is_of_all = self._ranks_here(job, attempt, self._world(job, attempt)) is None
         return StepOutcome(JobState.COMMITTED, attempt=str(attempt), is_of_all=is_of_all)
 

@@ -7,16 +7,16 @@ looks again.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashckpt.commit import attempts, lineage
 from flashckpt.commit.lineage import VisibleStep
-from flashckpt.errors import DamagedError, FlashckptError, UnusableRunError
+from flashckpt.errors import DamagedError, UnusableRunError
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.region import is_region_name, open_named, rank_of, region_name
+from flashckpt.memory.held_regions import opened_region
+from flashckpt.memory.region import is_region_name, rank_of, region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.audit import Torn, check_header, differing
@@ -54,7 +54,7 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
     """The sealed snapshots in named regions, newest first. A memfd is seen by those who hold it only."""
     seen = []
     for name in filter(is_region_name, runtime.names()):
-        with _opened(runtime, name) as slot:
+        with opened_region(runtime, name) as slot:
             if isinstance(slot, str):
                 seen.append(Seen(slot=name, is_slot=False, problem=slot))
                 continue
@@ -82,7 +82,7 @@ def slots_in(runtime: RuntimeFolder) -> list[Seen]:
 @contextlib.contextmanager
 def job_of(runtime: RuntimeFolder, name: str) -> Iterator[StepJob | None]:
     """What is sealed in a slot, to be looked at and never to be persisted. None where it cannot be read."""
-    with _opened(runtime, name) as slot, contextlib.ExitStack() as regions:
+    with opened_region(runtime, name) as slot, contextlib.ExitStack() as regions:
         sealed = None
         with contextlib.suppress(DamagedError):
             sealed = slot.sealed() if isinstance(slot, Slot) else None
@@ -91,7 +91,7 @@ def job_of(runtime: RuntimeFolder, name: str) -> Iterator[StepJob | None]:
             return
         nonce, region = sealed.record.constants_nonce, None
         if nonce:
-            opened = _opened(runtime, region_name(slot.rank, None, nonce))
+            opened = opened_region(runtime, region_name(slot.rank, None, nonce))
             region = regions.enter_context(opened)
         yield alone(sealed, 0, *([region] if isinstance(region, Slot) else []))
 
@@ -213,20 +213,3 @@ def has_own_disk(store: Store) -> bool:
 def _is_sound(runtime: RuntimeFolder, name: str) -> bool:
     with job_of(runtime, name) as job:
         return job is not None and torn_leaves(job.members()[0]) == []
-
-
-@contextlib.contextmanager
-def _opened(runtime: RuntimeFolder, name: str) -> Iterator[Slot | str | None]:
-    """A slot, closed again afterwards, or why there is none; None for a region whose making was cut off."""
-    with contextlib.ExitStack() as stack:
-        found: Slot | str | None = None
-        try:
-            descriptor = open_named(runtime, name, os.O_RDONLY).descriptor
-            stack.callback(os.close, descriptor)
-            if os.pread(descriptor, 8, 0).strip(b"\0"):
-                slot = Slot.open(descriptor, map_image=False, identity=runtime.identity, is_read_only=True)
-                stack.pop_all()  # the slot closes it from here on
-                found = stack.enter_context(contextlib.closing(slot))
-        except (FlashckptError, OSError) as error:
-            found = str(error)
-        yield found

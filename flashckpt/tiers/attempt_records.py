@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from flashckpt.commit import attempts
+from flashckpt.commit import attempts, lineage
 from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.names import AttemptName, alive_path, claim_path, start_path
 from flashckpt.format.records import Alive, Claim, Start
@@ -49,13 +49,13 @@ class AttemptRecords:
 def needed(source: Store, step_of: AttemptName) -> list[AttemptRecords]:
     """Those by which a step of `step_of` is seen, oldest first: of its attempt, of the newest that started,
     and of its lineage. DamagedError where those of the newest cannot be read."""
-    lineage = [bound.attempt for bound in attempts.bounds(source)]
+    begun = [bound.attempt for bound in attempts.bounds(source)]
     found = []
-    for name in sorted({*lineage, step_of}):
+    for name in sorted({*begun, step_of}):
         try:
             records = AttemptRecords.of(source, name)
         except DamagedError:
-            if name in lineage[:1]:
+            if name in begun[:1]:
                 raise
             continue  # the newest's start.json has its lineage
         if records is not None and records.start:
@@ -76,8 +76,9 @@ def check_one_history(
     if newest is None or records[-1].name.number <= newest.number:
         return
     if newest not in {info.name for info in attempts.attempts(source)} | {each.name for each in records}:
-        lineage = {bound.attempt for bound in attempts.bounds(source)}
-        if newest not in lineage and attempts.read_start(target, newest) is not None:
+        last = {bound.attempt: bound.last_step for bound in attempts.bounds(source)}
+        is_foreign = newest not in last and attempts.read_start(target, newest) is not None
+        if is_foreign and any(e.step > last.get(e.attempt, -1) for e in lineage.newest_first(target)):
             raise _other_history(target, newest)
     alive = attempts.alive(target, newest)
     if alive is not None and not alive.ended:

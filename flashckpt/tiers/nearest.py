@@ -222,16 +222,32 @@ def is_ahead(local: Store, remote: RemoteRun) -> bool:
     if remote.newest in started | {bound.attempt for bound in attempts.bounds(local)}:
         return False
     newest = max(started - remote.idle, default=None)
-    if not remote.knows(newest):
-        there = f", up to step {remote.steps[0].step}" if remote.steps else ""
-        raise UnusableRunError(
-            f"{local.url} and its remote {remote.store.url} have gone different ways: attempt {newest} is "
-            f"known here alone, attempt {remote.newest} there alone{there}. Nothing was loaded or changed. "
-            f"To go on with what the remote has, move {local.url} away: an empty folder takes it up. To go "
-            "on with what is here, name another remote.",
-            path=local.url,
-        )
-    return True
+    if newest is None or remote.knows(newest):
+        return True
+    # Such an attempt died before its first commit. Its records here were removed as those of a dead attempt.
+    if newest.number > remote.newest.number and len(remote.visible_in(local)) == len(remote.steps):
+        return False
+    raise _different_ways(local, remote, newest)
+
+
+def _different_ways(local: Store, remote: RemoteRun, newest: AttemptName) -> UnusableRunError:
+    there = remote.steps[0].step if remote.steps else None
+    its = f"with step {there} as its newest" if there is not None else "and has no step in the remote"
+    back = (
+        f"To go on from step {there} of the remote, move {local.url} away, with a disk on each node on every "
+        "node, and start again: an empty folder takes the remote's run."
+        if there is not None
+        else f"To go on with attempt {remote.newest}, start the job where the folder is that it was "
+        "trained in."
+    )
+    return UnusableRunError(
+        f"{local.url} and its remote {remote.store.url} have gone different ways: attempt {newest} is known "
+        f"here alone, and attempt {remote.newest} in the remote alone, {its}. Each was trained in a folder, "
+        "or on a node's own disk, that did not know the other. Nothing was loaded or changed: the steps of "
+        "both stay where they are, and no start can go on from both. Starting again as before is refused "
+        f"again. {back} To go on with what is here, name another remote.",
+        path=local.url,
+    )
 
 
 def take_over(local: Store, remote: RemoteRun, ours: AttemptName) -> None:

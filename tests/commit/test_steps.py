@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from flashckpt import crashpoints
-from flashckpt.commit import steps
 from flashckpt.commit.attempts import claim, open_run, start
 from flashckpt.commit.retention import bury
 from flashckpt.commit.steps import Committed, commit, is_committed, publish_part, read_manifest, read_step
@@ -293,26 +292,6 @@ def test_the_newer_start_is_looked_for_just_before_the_manifest(
     with pytest.raises(SupersededError):
         commit(Late(store.url), 100, attempt, world=1)
     assert not is_committed(store, 100, attempt)
-
-
-@pytest.mark.parametrize("is_seen", [False, True])
-def test_a_manifest_that_took_long_is_none_to_who_went_on_without_it(
-    store: LocalStore, attempt: AttemptName, is_seen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is tried for a minute and more: another machine may have started from an older step by then."""
-    monkeypatch.setattr(steps, "_LATE_S", -1.0, raising=False)
-    publish(store, 100, attempt)
-
-    def started(point: str) -> None:
-        if point == ("manifest.linked" if is_seen else "manifest.checked"):
-            start(store, claim(store, HOLDER), attempt, 100 if is_seen else 50, 1)
-
-    monkeypatch.setattr(crashpoints, "point", started)
-    if is_seen:
-        assert commit(store, 100, attempt, world=1)
-    else:
-        with pytest.raises(SupersededError, match="no resume sees it"):
-            commit(store, 100, attempt, world=1)
 
 
 def test_constants_are_named_by_their_attempt(store: LocalStore, attempt: AttemptName) -> None:

@@ -167,10 +167,12 @@ def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Pat
     other = FakeTrainer(trainer.run, elsewhere)
     status = trainer.wait_for(lambda status: status.superseded_by)
     assert status.superseded_by == str(other.attempt)
-    # Claimed, not started: what the older attempt has may still be saved.
+    # Claimed, not started: what the older attempt has may still be saved, and may not count.
     trainer.snapshot(2, persist=True)
-    trainer.wait_committed(2)
+    eventually(lambda: committed(trainer.run) == [1, 2])
+    assert trainer.wait_for(lambda status: 2 in status.for_others).newest_committed == 1
     other.start(trainer.attempt, 2)
+    trainer.wait_committed(2)
     slot, generation = trainer.snapshot(3, persist=True)
     trainer.wait_for(lambda status: any(each.step == 3 for each in status.failures))
     assert slot.failed == (generation, errno.ESTALE)

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashckpt.commit import lineage
 from flashckpt.commit.steps import commit, publish_part
 from flashckpt.errors import MismatchError, UnusableRunError
 from flashckpt.format.names import AttemptName
 from flashckpt.ranks.candidates import Content, RanksVoter, Readable, common, decide, is_behind, verdict
 from flashckpt.ranks.job import Job
 from flashckpt.restore.step_choice import Ballot, Candidate, StepChoice
-from tests.commit.runs import attempt_at, new_run, part_of
+from tests.commit.runs import attempt_at, new_run, part_of, publish
 from tests.ranks.together import LIMIT_S, each_rank
 
 A, B = "000001-aaaaaaaa", "000002-bbbbbbbb"
@@ -62,6 +63,25 @@ def test_the_newer_attempt_comes_first_and_what_a_rank_has_marked_last() -> None
 def test_a_mark_says_nothing_of_what_is_in_memory() -> None:
     rows = [[memory(6, 6), stored(5), stored(6, is_marked=True)]] * 2
     assert common(rows)[0] == Content(6, A, 6)
+
+
+def test_ranks_that_list_beside_the_commit_of_a_newer_attempt_have_the_step_in_common(tmp_path: Path) -> None:
+    """Two attempts of a lineage may commit one step: the end of an epoch has the number of its last batch."""
+    store = new_run(tmp_path / "run")
+    first = attempt_at(store)
+    for step in (387, 388):
+        publish(store, step, first)
+        assert commit(store, step, first, 1)
+    second = attempt_at(store, first, 388)
+
+    def listed() -> list[Readable]:
+        return [stored(each.step, str(each.attempt)) for each in lineage.sources(store, {})]
+
+    before = listed()
+    publish(store, 388, second)
+    assert commit(store, 388, second, 1)
+    assert common([before, listed()])[0] == Content(388, str(first), None)
+    assert common([listed(), listed()])[0] == Content(388, str(second), None)
 
 
 def far(step: int, attempt: str = A) -> Readable:

@@ -98,10 +98,10 @@ def test_a_commit_and_the_deletion_of_an_old_step(run: Counted, tmp_path: Path) 
     assert saved == {
         "list steps": 3,  # is it there already; are its shards, before the part; are they, with the manifest
         "put part.json": 1,
-        "list attempts": 1,  # whether a newer one has started, just before the manifest
+        "list attempts": 2,  # whether a newer one has started, before the manifest; or has claimed, after it
         "put manifest.json": 1,
     }
-    assert saved.total() == 6
+    assert saved.total() == 7
     assert deleted == {
         "list steps": 2,  # what there is; what is left beside the tombstone
         "list attempts": 2,  # whether a newer one has claimed, before the tombstone and after it
@@ -137,7 +137,7 @@ def test_constants_are_sent_once_a_run(run: Counted, alone: FakeTrainer) -> None
     assert of_own[1] == {
         # As of any step, and whether the constants are there: at first, before the part, with the manifest.
         "list steps": 3,
-        "list attempts": 1 + 3,
+        "list attempts": 2 + 3,
         "put shard.safetensors": 1,
         "put part.json": 1,
         "put manifest.json": 1,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts, holder, lineage
+from flashckpt.commit import attempts, holder, lineage, retention
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import VisibleStep
 from flashckpt.errors import RunError, UnusableRunError
@@ -20,6 +20,7 @@ from flashckpt.memory.region import region_name
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
+from flashckpt.tiers.attempt_records import bring, needed
 from flashckpt.tiers.nearest import RemoteRun, check_reached, is_ahead, look, take_over, unanswered
 from flashckpt.tiers.run_copy import copy_run
 from tests.commit.runs import HOLDER, attempt_at, commit, new_run, part_of, publish
@@ -148,6 +149,34 @@ def test_a_branch_of_the_local_run_is_not_overruled(local: LocalStore, remote: S
     assert attempts.newest_started(local) == made
 
 
+@pytest.mark.parametrize("has_step", [False, True], ids=["no step", "a step before it"])
+def test_an_attempt_of_the_remote_without_a_step_yields_to_a_newer_one_here(
+    local: LocalStore, remote: Store, has_step: bool
+) -> None:
+    """A job dies twice before it commits: the next claim here removes the first one's records, which the
+    remote has."""
+    open_run(local, create=True)
+    before, step = (added(local, 10), 10) if has_step else (None, 0)
+    if has_step:
+        copy_run(local, remote)
+    else:
+        open_run(remote, create=True, run_id=run_id(local))
+    first = attempt_at(local, before, step)
+    bring(remote, needed(local, first))
+    attempt_at(local, before, step)
+    assert retention.sweep_dead(local) == [first]
+
+    seen = looked(local, remote)
+    assert seen.newest == first
+    assert not is_ahead(local, seen)
+    ours = claimed(local, seen.above)
+    take_over(local, seen, ours)
+    attempts.start(local, ours, before, step, 1)
+    assert commit(local, 20, ours)
+    copy_run(local, remote, 20)
+    assert [each.step for each in lineage.visible(remote)] == [10, 20][not has_step :]
+
+
 def test_a_run_that_has_gone_on_elsewhere_is_gone_on_with_there(
     local: LocalStore, remote: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,7 +211,9 @@ def test_two_ways_are_never_mixed(local: LocalStore, remote: Store, tmp_path: Pa
     copy_run(elsewhere, remote)
     mine = added(local, 30, first, 10)
     before = sorted(Path(local.url).rglob("*"))
-    with pytest.raises(UnusableRunError, match=rf"attempt {mine} is known here alone.*up to step 20.*move"):
+    with pytest.raises(
+        UnusableRunError, match=rf"attempt {mine} is known here alone.*with step 20.*steps of both stay.*move"
+    ):
         looked(local, remote)
     assert sorted(Path(local.url).rglob("*")) == before
     assert [each.step for each in lineage.visible(remote)] == [10, 20]
@@ -298,6 +329,21 @@ def test_an_attempt_that_may_have_something_is_another_way(apart: Apart, why: st
         keeper.release(runtime)
         assert is_ahead(apart.local, apart.look())
     runtime.close()
+
+
+def test_where_the_remote_has_no_step_nobody_is_told_to_begin_anew(local: LocalStore, remote: Store) -> None:
+    """The newer attempt was trained on another node's disk, and has sent nothing yet."""
+    open_run(local, create=True)
+    added(local, 10)
+    elsewhere = new_run(Path(local.url).with_name("elsewhere"))
+    for _ in range(2):
+        theirs = attempt_at(elsewhere)
+    open_run(remote, create=True, run_id=run_id(local))
+    bring(remote, needed(elsewhere, theirs))
+    with pytest.raises(UnusableRunError, match=rf"{theirs} in the remote alone, and has no step") as error:
+        looked(local, remote)
+    assert "start the job where the folder is" in str(error.value)
+    assert "away" not in str(error.value)
 
 
 def test_what_is_saved_after_the_look_is_another_way(apart: Apart) -> None:

@@ -1,0 +1,63 @@
+"""`wait()` of a job that another one has taken the run from."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashckpt
+from flashckpt.commit import attempts
+from flashckpt.commit.holder import here
+from flashckpt.store import open_store
+from tests.checkpointer.test_loop import Job
+from tests.processes import keepers_of
+from tests.waiting import abandon, until
+
+
+def stopped(runtime: Path) -> list[int]:
+    stats = {pid: Path(f"/proc/{pid}/stat") for pid in keepers_of(runtime)}
+    return [pid for pid, stat in stats.items() if stat.exists() and " T " in stat.read_text()]
+
+
+def test_it_does_not_say_that_a_step_is_safe_which_the_next_attempt_may_not_see(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper stands still before a manifest, while a job elsewhere claims the run and looks for steps."""
+    run, job = str(tmp_path / "run"), Job()
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", "manifest.checked:1:stop")
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    monkeypatch.delenv("FLASHCKPT_CRASH_AT")
+    job.train(torch.ones(2, 4))
+    checkpointer.step()
+    checkpointer.save()
+    until(lambda: stopped(runtime), "a keeper before its manifest")
+    newer = attempts.claim(open_store(run), here())
+    [keeper] = stopped(runtime)
+    os.kill(keeper, signal.SIGCONT)
+    with pytest.raises(flashckpt.SupersededError, match=str(newer)):
+        checkpointer.wait()
+    abandon(checkpointer)
+
+
+@pytest.mark.usefixtures("runtime")
+def test_what_was_resumed_from_is_not_called_safe_either(tmp_path: Path) -> None:
+    """It was in memory, and may be visible to the next attempt under another attempt's name, or not."""
+    run, job = str(tmp_path / "run"), Job()
+    for number in range(2):
+        checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+        if number == 0:
+            job.train(torch.ones(2, 4))
+            checkpointer.step()
+            checkpointer.save()
+            abandon(checkpointer)
+    assert checkpointer.resumed is not None
+    assert checkpointer.resumed.tier == "memory"
+    checkpointer.wait()
+    newer = attempts.claim(open_store(run), here())
+    with pytest.raises(flashckpt.SupersededError, match=str(newer)):
+        checkpointer.wait()
+    abandon(checkpointer)
