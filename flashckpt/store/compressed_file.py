@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from flashckpt import _native
@@ -90,7 +91,7 @@ class Widths:
                 for each, (fitting, stops) in zip(_WIDTHS[1:], best, strict=True)
             ]
             end += num_bytes
-        _, stops = max(best)
+        _, stops = max(best, key=itemgetter(0))  # of equals the widest
         return cls(stops + (end,) * (len(_WIDTHS) - len(stops)))
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

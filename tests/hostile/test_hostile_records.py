@@ -92,7 +92,8 @@ BAD_PARTS = [
     put(*LEAVES, "names", 0, "x" * 5000),
     put(*LEAVES, "names", 0, "__metadata__"),
     put(*LEAVES, "names", 0, "\ud800"),
-    put(*LEAVES, "names", 1, "zzz"),
+    put(*LEAVES, "names", 1, "rows"),  # twice
+    put(*LEAVES, "shapes", 0, [1]),  # what follows is not aligned to its elements
     put(*LEAVES, "dtypes", 0, "object"),
     put(*LEAVES, "dtypes", 0, None),
     put(*LEAVES, "dtypes", 0, "float32"),
