@@ -50,7 +50,7 @@ def slots_of(kept: Kept, complete: tuple[int, int]) -> Slots:
     """Those of a trainer of attempt 2."""
     keeper = SimpleNamespace(slots=kept.grants, release=lambda _: None, available_bytes=0)
     session = SimpleNamespace(keeper=keeper, attempt=AttemptName(2, "0" * 8), complete=complete)
-    capture = SimpleNamespace(region=None, register=lambda _: None, set_slots=lambda *_: None)
+    capture = SimpleNamespace(region=None, numa_node=-1, register=lambda _: None, set_slots=lambda *_: None)
     made = Slots(cast(Any, session), cast(Any, capture), Options(), lambda *_: None, lambda: None)
     given(made)
     return made

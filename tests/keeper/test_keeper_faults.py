@@ -55,7 +55,7 @@ def test_a_flipped_bit_is_never_persisted(trainer: FakeTrainer, offset: str) -> 
     trainer.seal(slot, generation)
     status = trainer.wait_for(lambda status: status.torn)
     assert (status.torn[0].step, status.torn[0].slot) == (5, slot.name)
-    names = {"header": (), "first": ("model.bias",), "last": ("model.mask",)}[offset]
+    names = {"header": (), "first": ("model.weight",), "last": ("model.mask",)}[offset]
     assert status.torn[0].leaves == names
     assert slot.state().state is SlotState.FREE
     assert slot.torn[0] == generation

@@ -87,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     device = SimulatedDevice()
-    resume.devices_of = lambda tensors, streams: [device]  # type: ignore[assignment, list-item]
+    resume.devices_of = lambda tensors, streams=(): [device]  # type: ignore[assignment, list-item]
     train(sys.argv[1], json.loads(sys.argv[2]), device)
     dist.destroy_process_group()
 

@@ -43,7 +43,9 @@ def test_ranks_are_killed_and_go_on_out_of_each_others_slots(launcher: Launcher,
             last = job.finished()
         said.append([job.said(rank) for rank in range(ranks)])
     assert sizes
-    assert max(sizes) < STATE_BYTES, "a slot of each rank, with room to grow, has less than all of it"
+    # The first captures of a run save gradients, too: a third of what the optimizer and the weights take.
+    whole_bytes = STATE_BYTES + STATE_BYTES // 3
+    assert max(sizes) < whole_bytes, "a slot of each rank, with room to grow, has less than all of it"
     assert_whole(said, whole, last, run)
     resumed = [out[0].split() for each in said[1:] for out in each if out]
     assert {tier for word, _, tier in resumed if word == "resumed"} == {"memory"}

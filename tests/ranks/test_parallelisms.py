@@ -26,6 +26,9 @@ OF_FOUR = (
     "single_tensors", "momentum", "muon", "fsdp1_flat", "fsdp1_evaluated",
 )  # fmt: skip
 
+# Asked by `test_sharded` alone: what they do with gradients shows after a kill.
+OF_GRADIENTS = ("ddp_never_zeroed", "fsdp2_never_zeroed")
+
 Rows = dict[str, dict[int, dict[str, Leaf]]]  # case -> rank -> name -> leaf
 Replicas = dict[str, dict[int, dict[str, tuple[int, ...]]]]
 
@@ -107,7 +110,7 @@ def test_on_two_ranks_each_goes_back_to_the_bit(launcher: Launcher) -> None:
 
 
 def test_every_case_is_asked() -> None:
-    assert set(cases_of_the_program()) == {*CASES, *OF_FOUR}
+    assert set(cases_of_the_program()) == {*CASES, *OF_FOUR, *OF_GRADIENTS}
 
 
 @cache
