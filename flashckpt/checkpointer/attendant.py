@@ -315,7 +315,7 @@ class Attendant:
         if self.superseded_by is not None:
             raise SupersededError(
                 f"Attempt {self.superseded_by} has claimed this run while this process was training it. What "
-                "was committed before that stands, and the newer attempt goes on from it; what this process "
+                "was committed before that stands, and the newer attempt resumes from it; what this process "
                 f"did since, up to step {step}, may be lost. This process must end; start only one job on a "
                 "run.",
                 step=step,

@@ -243,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=1, help="a job on so many nodes, without a model")
     parser.add_argument("--ranks", type=int, default=1, help="processes on each node of it")
     chosen = parser.parse_args(arguments)
-    holder.WATCH_S = 5.0  # a recovery here waits for no job elsewhere, and a tenth of the kills take the memory
+    holder.WATCH_S = 5.0  # a tenth of the kills remove the memory, and each recovery then waits
     if chosen.nodes * chosen.ranks > 1:
         return ranks_torture.main(chosen.nodes, chosen.ranks, chosen.kills, chosen.seed, chosen.json)
     zygote, console = Zygote(), Console()
