@@ -4,6 +4,7 @@ whom a resume would prove wrong."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -89,6 +90,16 @@ def test_a_living_trainer_is_told_once_the_newer_attempt_has_started(
     assert node.told[-1] == (6, JobState.COMMITTED if is_seen else JobState.VOID)
     assert is_said(slot) is is_seen
     assert ([each.step for each in lineage.visible(node.store)][-1] == 6) is is_seen
+
+
+def test_a_trainer_that_is_known_by_its_slots_alone_is_told_nothing_either(node: Node, at: At) -> None:
+    """The keeper before this one died, and the trainer has not said its attempt to this one."""
+    at("manifest.checked", lambda: claimed(node))
+    [slot] = node.seal(6)
+    node.queue.know([replace(each, attempt=None) for each in node.trainers])
+    node.run()
+    assert node.told[-1] == (6, JobState.PART_WRITTEN)
+    assert not is_said(slot)
 
 
 def test_what_a_dead_trainer_left_is_saved_for_who_has_claimed(node: Node, at: At) -> None:
