@@ -8,6 +8,7 @@ the lineage behind it. An attempt without start.json is as if it had never been,
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from flashckpt.format.names import (
     ATTEMPT,
     ATTEMPTS,
     CLAIM,
+    MAX_ATTEMPT,
     MAX_STEP,
     RUN,
     STEP,
@@ -102,6 +104,7 @@ def _read(store: Store) -> Run:
 NEAR = 16
 # Of one number: a claim that was faster is listed, and the number rises.
 _MOST_TRIES = 2
+_LIST_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +141,23 @@ def claim(
     """Take the next number, one above `above` at least, exclusively. `check` (the one-job check) runs before
     each try, so that who loses a race looks at the winner; what it raises ends the claiming.
 
-    UnusableRunError where something that is no file has the name of the next claim."""
+    UnusableRunError where something that is no file has the name of the next claim, or no number is left."""
     tried, tries = 0, 0
     while True:
         # Before the check: a claim that comes after it takes this very number, and is then looked at.
         number = max(highest_number(store), above) + 1
+        if number > MAX_ATTEMPT:
+            raise UnusableRunError(
+                f"{store.url}: number {number - 1} is taken by an attempt here or in this node's memory, and "
+                "is the highest of all. Nothing was changed, and what is committed is as it was. If another "
+                f"program has written a file of that number to {ATTEMPTS}/, remove it, and start again.",
+                path=ATTEMPTS,
+            )
         tried, tries = number, tries + 1 if number == tried else 0
-        if tries == _MOST_TRIES:
+        if tries and _is_claimed(store, number):
+            # Another job's claim, which an old listing of a file server does not show yet.
+            time.sleep(_LIST_AGAIN_S)
+        elif tries >= _MOST_TRIES:
             raise UnusableRunError(
                 f"{store.url}: {claim_path(number)}, the name of the next claim, is taken by something that "
                 "is no file (a folder, a link, a pipe). Nothing was changed, and what is committed is as it "
@@ -395,6 +408,12 @@ def _read_claim(store: Store, number: int) -> Claim:
             path=path,
         )
     return record
+
+
+def _is_claimed(store: Store, number: int) -> bool:
+    with suppress(DamagedError, FileNotFoundError):
+        return store.exists(claim_path(number)) and bool(_read_claim(store, number))
+    return False
 
 
 def _claimed_numbers(store: Store) -> set[int]:

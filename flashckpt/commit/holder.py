@@ -19,6 +19,7 @@ from flashckpt.commit.attempts import alive, newest_claimed, read_claim
 from flashckpt.errors import DamagedError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Holder
+from flashckpt.printable import escaped
 from flashckpt.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ def _moves(
     sleep: Callable[[float], None],
 ) -> bool:
     """Whether the counter moves within `watch_s`; False as soon as the attempt's end is written down."""
-    where = f"on {theirs.host}" if theirs is not None else "on another node"
+    where = f"on {escaped(theirs.host)}" if theirs is not None else "on another node"
     first, reported_s, waited_s = alive(store, attempt), 0.0, 0.0
     while waited_s < watch_s:
         if waited_s >= reported_s:

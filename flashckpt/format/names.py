@@ -15,6 +15,7 @@ EVENTS = "events"
 MANIFEST = "manifest.json"
 
 MAX_STEP = 10**12 - 1
+MAX_ATTEMPT = 10**9 - 1
 MAX_RANK = 10**6
 MAX_BOUNDARY = 2**34 - 1
 

@@ -142,9 +142,11 @@ class RunFolder:
 
     def _moves(self, attempt: AttemptName) -> bool | None:
         """Whether another node's keeper moves a counter on; None while that cannot be told yet."""
-        found, now = attempts.alive(self._store.brief(), attempt), time.monotonic()
+        # The time between the two reads: a count is old that a keeper has read before it stood still.
+        now = time.monotonic()
+        found = attempts.alive(self._store.brief(), attempt)
         count = -1 if found is None else found.count
-        before, since_s = self._still.setdefault(attempt, (count, now))
+        before, since_s = self._still.setdefault(attempt, (count, time.monotonic()))
         if count != before:
             return True
         return False if now - since_s >= holder.STILL_S + self._store.capabilities.delay_s else None

@@ -168,13 +168,13 @@ class StepOutcome:
 @dataclass(eq=False, kw_only=True)
 class StepJob:
     """`attempt` is the one that captured the step, at its `boundary`. `has_others`: another keeper lives that
-    could write for it. `has_trainers`: a trainer of the attempt lives here, and may wait for the step.
-    `part_of` is the attempt as whose this node's part stands, once it does. `stored`: of a job without
-    snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read first, so that
-    no damaged step becomes the newest. `tries` counts those that failed, `looks` those that found no parts of
-    other nodes, `rests_since` is when the first of these was. `given_up`: it is not tried again. `is_noted`:
-    the ledger says how it was written. `lacks`: why not all ranks of this node will ever have it; then it is
-    only looked whether it was committed before."""
+    could write for it. `has_trainers`: a trainer lives here that is, or may be, of the attempt, and may wait
+    for the step. `part_of` is the attempt as whose this node's part stands, once it does. `stored`: of a job
+    without snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read first,
+    so that no damaged step becomes the newest. `tries` counts those that failed, `looks` those that found no
+    parts of other nodes, `rests_since` is when the first of these was. `given_up`: it is not tried again.
+    `is_noted`: the ledger says how it was written. `lacks`: why not all ranks of this node will ever have it;
+    then it is only looked whether it was committed before."""
 
     attempt: AttemptName
     step: int

@@ -431,7 +431,8 @@ class Queue:
             # A region may have been handed over since.
             job.snapshots[each.slot.rank].regions = self._snapshot(each).regions
         job.has_others = any(self._regions.other_keepers().values())
-        job.has_trainers = any(attempt == job.attempt for attempt, _ in self._living)
+        # One that has not said its attempt yet may wait for the step, too: the keeper before this one died.
+        job.has_trainers = any(said in (None, job.attempt) for said, _ in self._living)
         job.state, self.writing = JobState.WRITING, job
 
         def done(outcome: StepOutcome | BaseException) -> None:

@@ -312,9 +312,12 @@ class Writer:
         living trainer is told nothing until that one starts; what dead trainers left counts as saved, since
         the claimant waits for this keeper and then lists the steps."""
         look = self._store.at_once()
-        steps.check_seen(look, job.step, attempt)
         newest = attempts.newest_claimed(look) if job.has_trainers else None
-        if newest is not None and newest.number > attempt.number and not attempts.has_started(look, newest):
+        if newest is not None and (newest.number <= attempt.number or attempts.has_started(look, newest)):
+            newest = None
+        # Last: one that was found to have started may have done so without the step.
+        steps.check_seen(look, job.step, attempt)
+        if newest is not None:
             return StepOutcome(
                 JobState.PART_WRITTEN,
                 attempt=str(attempt),

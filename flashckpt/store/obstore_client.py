@@ -312,15 +312,16 @@ def _one_host(endpoint: str, options: Mapping[str, Any]) -> dict[str, str]:
 
     obstore's client follows redirects, to a metadata service of the machine or to any other, with the session
     token; that cannot be switched off. So every other host is sent through a proxy that is not there. Empty
-    where there is a proxy already, and where credentials come from another host.
+    where the server is reached through a proxy already, and where credentials come from another host.
     """
     names = {_plain_name(name) for name in options}
     has_keys = not names.isdisjoint({"access_key_id", "skip_signature"}) or "AWS_ACCESS_KEY_ID" in os.environ
-    host = urlsplit(endpoint).hostname
+    server = urlsplit(endpoint)
+    host = server.hostname
     if not host or not has_keys or not names.isdisjoint({"proxy_url", "proxy_excludes"}):
         return {}
     proxies = getproxies_environment()
-    if set(proxies) - {"no"} and not proxy_bypass(host, proxies):
+    if {server.scheme, "all"} & {*proxies} and not proxy_bypass(host, proxies):
         return {}
     return {"proxy_url": f"http://{_NOWHERE}", "proxy_excludes": host}
 

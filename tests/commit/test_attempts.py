@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -25,8 +26,9 @@ from flashckpt.commit.attempts import (
 )
 from flashckpt.errors import DamagedError, FormatError, RunError, SupersededError, UnusableRunError
 from flashckpt.format.checked_json import dump
-from flashckpt.format.names import AttemptName, claim_path, start_path
+from flashckpt.format.names import ATTEMPTS, AttemptName, claim_path, start_path
 from flashckpt.store import open_store
+from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import HOLDER, attempt_at, new_run
 
@@ -207,6 +209,33 @@ def test_something_with_the_name_of_the_next_claim_that_is_no_file(
     else:
         (tmp_path / "run" / claim_path(2)).unlink()
     assert claim(store, HOLDER).number == 2
+
+
+class OldListing(LocalStore):
+    """Does not list a new claim for some time, as an NFS client does that has listed the folder before."""
+
+    times = 8
+
+    def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
+        self.times -= folder == ATTEMPTS
+        return [] if folder == ATTEMPTS and self.times >= 0 else super().list(folder, named)
+
+
+def test_a_claim_that_an_old_listing_does_not_show_is_waited_for(tmp_path: Path) -> None:
+    """It is another job's: an error that asks to remove it would cost that job its run."""
+    store = OldListing(new_run(tmp_path / "run").url)
+    first = claim(LocalStore(store.url), HOLDER)
+    assert claim(store, HOLDER).number == first.number + 1
+
+
+def test_no_attempt_takes_a_number_that_no_listing_finds(tmp_path: Path) -> None:
+    """What such an attempt commits would not be seen by any start."""
+    store = new_run(tmp_path / "run")
+    last = claim(store, HOLDER, above=999_999_998)
+    assert newest_claimed(store) == last
+    with pytest.raises(UnusableRunError, match="999999999.*Nothing was changed"):
+        claim(store, HOLDER)
+    assert newest_claimed(store) == last
 
 
 def test_a_foreign_file_with_the_name_of_the_next_claim(tmp_path: Path) -> None:

@@ -257,6 +257,15 @@ def test_the_log_says_what_is_waited_for(
     assert all(re.search(rf"{name} .*node-7.*until \d\d:\d\d:\d\d", each) for each in caplog.messages)
 
 
+def test_the_log_escapes_a_host_that_a_foreign_run_names(
+    store: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    claim(store, holder(tmp_path, boot_id="other", host="\x1b[2Jnode"))
+    check(store, holder(tmp_path), never, watch_s=1.0, sleep=Beats())
+    assert "\\x1b[2Jnode" in caplog.text
+    assert "\x1b" not in caplog.text
+
+
 def test_no_job_id_is_no_restart(store: LocalStore, tmp_path: Path) -> None:
     name = claim(store, holder(tmp_path, boot_id="other", job_id=""))
     with pytest.raises(RunHeldError):

@@ -3,16 +3,19 @@ whom a resume would prove wrong."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage
 from flashckpt.commit.holder import here
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, start_path
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.job import JobState
+from flashckpt.store.local import LocalStore
 from tests.persist.node import MakeNode, Node
 
 At = Callable[[str, Callable[[], object]], None]
@@ -89,6 +92,40 @@ def test_a_living_trainer_is_told_once_the_newer_attempt_has_started(
     assert node.told[-1] == (6, JobState.COMMITTED if is_seen else JobState.VOID)
     assert is_said(slot) is is_seen
     assert ([each.step for each in lineage.visible(node.store)][-1] == 6) is is_seen
+
+
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_start_between_two_looks_at_the_attempts_is_no_commit(
+    node: Node, at: At, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    """Whether the newer attempt has started is looked up twice: it starts before the first look, or between
+    them."""
+    newer: list[AttemptName] = []
+    exists, looks = LocalStore.exists, itertools.count(1)
+
+    def look_up(store: LocalStore, path: str) -> bool:
+        if newer and path == start_path(newer[0]) and next(looks) == look:
+            starts(node, newer[0], 4)
+        return exists(store, path)
+
+    monkeypatch.setattr(LocalStore, "exists", look_up)
+    at("manifest.linked", lambda: newer.append(claimed(node)))
+    [slot] = node.seal(6)
+    node.run()
+    while node.told[-1][1] is JobState.PART_WRITTEN:
+        node.run()
+    assert node.told[-1] == (6, JobState.VOID)
+    assert not is_said(slot)
+
+
+def test_a_trainer_that_is_known_by_its_slots_alone_is_told_nothing_either(node: Node, at: At) -> None:
+    """The keeper before this one died, and the trainer has not said its attempt to this one."""
+    at("manifest.checked", lambda: claimed(node))
+    [slot] = node.seal(6)
+    node.queue.know([replace(each, attempt=None) for each in node.trainers])
+    node.run()
+    assert node.told[-1] == (6, JobState.PART_WRITTEN)
+    assert not is_said(slot)
 
 
 def test_what_a_dead_trainer_left_is_saved_for_who_has_claimed(node: Node, at: At) -> None:

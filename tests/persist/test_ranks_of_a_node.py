@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flashckpt.commit import attempts, holder
 from flashckpt.commit.holder import here
 from flashckpt.commit.steps import is_committed, missing_ranks, read_step, steps_of_boundary
+from flashckpt.format.names import AttemptName, alive_path
+from flashckpt.keeper import run_folder
 from flashckpt.keeper.run_folder import RunFolder
 from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
 from flashckpt.memory.runtime import LifeLock, TrainerLocks, trainer_lock_name
@@ -276,3 +279,36 @@ def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(
     monkeypatch.setattr(holder, "STILL_S", 0.0)
     assert there.round([], ended, {attempt}).marked == (attempt,)
     assert end() == "dead"
+
+
+class Stopped(LocalStore):
+    """Its keeper stands still for a minute in its second read of a counter, and the counter goes on."""
+
+    reads, now_s = 0, 0.0
+    attempt: AttemptName
+
+    def brief(self) -> Stopped:
+        return self
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        found = super().read(path, max_bytes)
+        self.reads += path == alive_path(self.attempt)
+        if self.reads == 2:
+            self.reads, self.now_s = self.reads + 1, self.now_s + 60
+            attempts.beat(LocalStore(self.url), self.attempt, 2)
+        return found
+
+
+def test_a_keeper_that_stands_still_in_a_read_takes_no_moving_counter_for_a_still_one(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = Stopped(store.url)
+    stopped.attempt = attempt = begun(store, 2)
+    monkeypatch.setattr(RunFolder, "_stands", lambda *_: True)
+    monkeypatch.setattr(run_folder, "time", SimpleNamespace(monotonic=lambda: stopped.now_s))
+    here = RunFolder(stopped, "")
+    for _ in range(3):
+        here.round([], [(attempt, "dead")], {attempt})
+    found = attempts.alive(store, attempt)
+    assert found is not None
+    assert found.ended == ""

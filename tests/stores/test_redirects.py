@@ -95,6 +95,9 @@ def test_a_proxy_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None
     assert not obstore_client._one_host(endpoint, {}), "credentials may come from the machine's role"
     assert not obstore_client._one_host(endpoint, {**keys, "proxy_url": "http://proxy.example"})
     assert not obstore_client._one_host(endpoint, {**keys, "proxy_excludes": "other.example"})
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example")
+    confined = obstore_client._one_host(endpoint, keys)
+    assert confined["proxy_excludes"] == "storage.example", "it is reached without that proxy"
     monkeypatch.setenv("HTTP_PROXY", "http://proxy.example")
     assert not obstore_client._one_host(endpoint, keys)
     monkeypatch.setenv("NO_PROXY", "storage.example")

@@ -159,6 +159,23 @@ def test_an_error_behind_an_error_is_not_shown_either() -> None:
     assert cause(error) is None
 
 
+@pytest.mark.parametrize("answer", ["?token", ";", ":/", "token", "a:"])
+def test_a_megabyte_of_a_server_is_masked_at_once(answer: str) -> None:
+    """Python masks with all threads stopped: in 12 kB of "?token" it was at work for 48 seconds."""
+    text = f"http://user:{SECRET}@host {answer * (1_000_000 // len(answer))} http://user:{SECRET}@host"
+    assert len(redacted(text)) < 10_000
+    assert HIDDEN not in redacted(text)
+    assert cause(OSError(text)) is None
+
+
+def test_a_long_text_is_cut_in_front_of_a_word() -> None:
+    """Of a URL that is cut in its password, nothing says that it is one."""
+    for cut in range(len(SECRET) + 20):
+        text = f"{'a ' * 4096}"[: 8192 - cut] + f" https://user:{SECRET}@host"
+        assert HIDDEN not in redacted(text)
+        assert redacted(text).endswith(" …") == (len(text) > 8192)
+
+
 def test_options_show_no_secret() -> None:
     given = Options(storage_options=KEYS, remote_storage_options=KEYS)
     assert HIDDEN not in f"{given!r}{Remote(url='s3://bucket/run', options=KEYS)!r}"
