@@ -137,7 +137,18 @@ class AttachedRun:
 
     def wait(self) -> None:
         """Wait until what is captured is committed. Raises PersistError if it could not be, and whatever
-        kept a boundary that was due from being captured (StateError, OutOfRoomError)."""
+        kept a boundary that was due from being captured (StateError, OutOfRoomError).
+
+        Raises BoundaryError in a signal handler that has interrupted another call of the Checkpointer, if
+        save() was called there: that snapshot is taken after the call, and cannot be waited for in it."""
+        if self._calls and self._save_is_due:
+            raise BoundaryError(
+                "wait() was called by a signal handler that has interrupted another call of this run. The "
+                "snapshot that save() ordered there is not taken yet: it is taken when that call has returned. "
+                "What was committed before stands. Let the handler only set a flag, and call save() and "
+                "wait() in the loop.",
+                step=self.completed,
+            )
         with Call(self):
             self._wait()
 

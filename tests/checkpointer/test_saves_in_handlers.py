@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
-from flashckpt import Checkpointer, Keep
+from flashckpt import BoundaryError, Checkpointer, Keep
 from tests.waiting import abandon, until_room, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -200,6 +200,28 @@ def test_in_a_loop_of_step_it_is_of_the_next_step(tmp_path: Path, handler: list[
     handler.clear()
     checkpointer.close()
     assert flashckpt.steps(tmp_path / "run") == [5, 8]
+
+
+def test_a_handler_that_waits_learns_that_nothing_is_saved_yet(tmp_path: Path) -> None:
+    """The order stands, and is fulfilled at the next boundary."""
+    program = Program(tmp_path / "run")
+    checkpointer, raised = program.checkpointer, list[BoundaryError]()
+
+    def save_and_wait(number: int, frame: object) -> None:
+        checkpointer.save()
+        with pytest.raises(BoundaryError, match="interrupted another call.*not taken yet") as found:
+            checkpointer.wait()
+        raised.append(found.value)
+
+    signal.signal(signal.SIGUSR1, save_and_wait)
+    program.data.on_item = once_at(checkpointer, 1)
+    for batch in checkpointer.batches(program.loader):
+        program.train(batch)
+        until_slots(checkpointer)
+        until_room(checkpointer)
+    checkpointer.close()
+    assert [error.step for error in raised] == [1]
+    assert flashckpt.steps(tmp_path / "run") == [2, _BATCHES]
 
 
 @pytest.mark.parametrize("closed", [True, False])
