@@ -1,4 +1,4 @@
-"""Gradients that the next iteration reads, and large arrays, where a run goes on with other numbers of ranks."""
+"""Gradients that the next iteration reads, and large arrays, on other numbers of ranks."""
 
 from __future__ import annotations
 

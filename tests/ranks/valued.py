@@ -1,8 +1,8 @@
 """What the ranks train whose gradients persist, with arrays of their own: under FSDP2, or as one whole model.
 
-`python -m tests.ranks.rank tests.ranks.valued RUN STEPS fsdp|whole`. Each rank prints "resumed N" or "began", then
-"begins HASH" before its first step and "ends HASH" after the last, over all parameters and gradients, whole;
-and "array N", the number that fills its array.
+`python -m tests.ranks.rank tests.ranks.valued RUN STEPS fsdp|whole`. Each rank prints "resumed N" or "began",
+then "begins HASH" before its first step and "ends HASH" after the last, over all parameters and gradients,
+whole; and "array N", the number that fills its array.
 """
 
 from __future__ import annotations
