@@ -137,7 +137,11 @@ class AttachedRun:
 
     def wait(self) -> None:
         """Wait until what is captured is committed. Raises PersistError if it could not be, and whatever
-        kept a boundary that was due from being captured (StateError, OutOfRoomError)."""
+        kept a boundary that was due from being captured (StateError, OutOfRoomError).
+
+        Raises BoundaryError in a signal handler that has interrupted another call of the Checkpointer or of
+        its iterators."""
+        self._check_not_in_a_call("wait()")
         with Call(self):
             self._wait()
 
@@ -263,8 +267,11 @@ class AttachedRun:
     def close(self) -> None:
         """Wait until what is captured is committed, then let the run go. A boundary that was marked by
         `step()` is captured first, if it is not and nothing was trained since. Raises PersistError if it
-        could not be; the run is let go all the same. A second call does nothing."""
-        if not self._is_forked:
+        could not be; the run is let go all the same. A second call does nothing. Raises BoundaryError, and
+        does nothing, in a signal handler that has interrupted another call of the Checkpointer or of its
+        iterators."""
+        if not self._is_forked and not self._closed:
+            self._check_not_in_a_call("close()")
             with Call(self):
                 self._end(self._capture_marked)
 
@@ -351,6 +358,18 @@ class AttachedRun:
             raise BoundaryError(
                 "This is a forked child of the process that trains. Nothing was captured or changed: the run "
                 "and its snapshots are the parent's. Let the child end without the Checkpointer."
+            )
+
+    def _check_not_in_a_call(self, what: str) -> None:
+        """In the middle of a capture nothing new can be captured, so `wait()` would not wait for what save()
+        has ordered there; and `close()` would unmap the slots that the capture writes to."""
+        if self._calls:
+            raise BoundaryError(
+                f"A signal handler called {what} and has interrupted another call of this run. Nothing was "
+                "waited for or closed, and a snapshot that the handler's save() ordered is taken after that "
+                "call. What was committed stands. Call stop() in the handler, or set a flag there and call "
+                f"save() and {what} in the loop.",
+                step=self.completed,
             )
 
     def _check_open(self) -> None:

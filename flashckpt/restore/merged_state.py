@@ -10,7 +10,7 @@ live.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -277,8 +277,9 @@ class MergedState:
             return self._module(entry, value)
         if isinstance(entry, OptimizerEntry):
             return self._optimizer(entry, value, saved)
-        self._take_references(references(value["state"], entry.name), saved.rank)
-        self._tell_differing(entry.name)
+        found = list(references(value["state"], entry.name))
+        self._take_references(iter(found), saved.rank)
+        self._tell_differing(entry.name, found)
         return dict(value)
 
     def _take_references(self, refs: Iterator[tuple[str, LeafRef]], rank: int) -> None:
@@ -291,10 +292,13 @@ class MergedState:
         tensor = self._ranks.leaves.get(name)
         return tensor.leaf_of(rank).name if tensor is not None and rank in tensor.ranks else name
 
-    def _tell_differing(self, name: str) -> None:
+    def _tell_differing(self, name: str, refs: Iterable[tuple[str, LeafRef]]) -> None:
         known = [rank for rank in self._ranks.known if name in self.saved(rank).entries]
-        texts = {encode_json(self.saved(rank).entries[name]) for rank in known}
-        if len(texts) > 1 and self._world != self._ranks.record.world:
+        differs = len({encode_json(self.saved(rank).entries[name]) for rank in known}) > 1
+        for leaf in (leaf for place, ref in refs for leaf in leaf_names(place, ref)):
+            tensor = self._ranks.leaves.get(leaf)
+            differs = differs or (tensor is not None and tensor.is_by_rank)
+        if differs and self._world != self._ranks.record.world:
             log.warning(
                 "%s differs from rank to rank in step %d: rank %d of %d goes on with that of rank %d of %d",
                 name, self._ranks.record.step, self._rank, self._world, self._ranks.source,

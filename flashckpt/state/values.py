@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flashckpt.errors import DamagedError
-from flashckpt.format.typed import MAX_DEPTH, SEQUENCES, Hole, LeafRef, children, register
+from flashckpt.format.typed import MAX_DEPTH, SEQUENCES, Hole, LeafRef, children, register, same
 from flashckpt.state import rng
 from flashckpt.state.leaves import CPU, Filling, Place, Sink
 from flashckpt.state.stored import array_dtype, check_array, is_large, is_stored, value_of
@@ -164,8 +164,13 @@ class Settling:
     def _settle_stored(self, ref: LeafRef, live: Any, name: str) -> Any:
         leaf = self.filling.leaf(name)
         made = value_of(ref.about, self.filling.saved.tensor(leaf.name))
-        if type(live) is type(made) and id(live) not in self._kept and _refill(live, made):
-            self._kept[id(live)] = made = live
+        if type(live) is type(made) and id(live) not in self._kept:
+            # A view of an array that was filled already is kept only if it holds what was saved: to fill it
+            # would change that array.
+            kept = [each for each in self._kept.values() if type(each) is type(live) is np.ndarray]
+            is_view = any(np.may_share_memory(live, each) for each in kept)
+            if same(live, made) if is_view else _refill(live, made):
+                self._kept[id(live)] = made = live
         self.filling.made(name, made)
         return made
 

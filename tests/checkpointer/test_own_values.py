@@ -68,9 +68,12 @@ def test_a_generator_and_a_tensor_are_named_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(whole[1], torch.rand(1, generator=straight[1]))
 
 
-def test_300_megabytes_of_lists_are_refused_at_attach_with_their_path(tmp_path: Path) -> None:
-    own = {"best": 0.5, "replay": [["x" * 1000] * 1000] * 300}
-    with pytest.raises(StateError, match=r"own\.replay takes 300,.* \(list\).*NumPy arrays") as raised:
+def test_lists_that_no_part_has_room_for_are_refused_at_attach_with_their_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flashckpt.checkpointer.resume.MAX_VALUES_BYTES", 1 << 20)
+    own = {"best": 0.5, "replay": [["x" * 1000] * 1000] * 3}
+    with pytest.raises(StateError, match=r"own\.replay takes 3,.* \(list\).*NumPy arrays") as raised:
         flashckpt.attach(tmp_path / "run", own=own, **Job().named)
     assert raised.value.location == "own.replay"
     assert not (tmp_path / "run").exists()

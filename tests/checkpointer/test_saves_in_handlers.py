@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import flashckpt
-from flashckpt import Checkpointer, Keep
+from flashckpt import BoundaryError, Checkpointer, Keep
 from tests.waiting import abandon, until_room, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -200,6 +200,31 @@ def test_in_a_loop_of_step_it_is_of_the_next_step(tmp_path: Path, handler: list[
     handler.clear()
     checkpointer.close()
     assert flashckpt.steps(tmp_path / "run") == [5, 8]
+
+
+@pytest.mark.parametrize("call", [Checkpointer.wait, Checkpointer.close])
+def test_a_handler_that_waits_or_closes_in_a_capture_is_refused(
+    call: Callable[[Checkpointer], None], tmp_path: Path
+) -> None:
+    """Nothing is saved there yet, and the capture goes on in its slots. The order stands."""
+    program = Program(tmp_path / "run", every=1)
+    checkpointer, steps = program.checkpointer, list[int | None]()
+
+    def save_and_more(number: int, frame: object) -> None:
+        checkpointer.save()
+        with pytest.raises(BoundaryError, match=f"{call.__name__}.*has interrupted another call") as raised:
+            call(checkpointer)
+        steps.append(raised.value.step)
+
+    signal.signal(signal.SIGUSR1, save_and_more)
+    program.reading.on_read = once_at(checkpointer, 1)
+    for batch in checkpointer.batches(program.loader):
+        program.train(batch)
+        until_slots(checkpointer)
+        until_room(checkpointer)
+    checkpointer.close()
+    assert steps == [1]
+    assert flashckpt.steps(tmp_path / "run") == [2, _BATCHES]
 
 
 @pytest.mark.parametrize("closed", [True, False])

@@ -83,6 +83,18 @@ def test_one_array_in_two_places_and_a_part_of_it_come_back_as_three() -> None:
     assert own["b"].any()
 
 
+@pytest.mark.parametrize("is_view", [True, False])
+def test_a_live_view_of_an_array_is_kept_only_where_a_view_was_saved(is_view: bool) -> None:
+    saved = grid()
+    image = capture(Tree({"own": {"a": saved, "first": saved[:1] if is_view else saved[:1] + 1}}))
+    held = np.zeros((2, COUNT), dtype="<f4")
+    own: dict[str, Any] = {"a": held, "first": held[:1]}
+    restore(Tree({"own": own}), image)
+    assert same(own["a"], saved)
+    assert same(own["first"], saved[:1] if is_view else saved[:1] + 1)
+    assert np.may_share_memory(own["a"], own["first"]) == is_view
+
+
 def test_a_value_that_grows_is_followed_between_walks() -> None:
     own: dict[str, Any] = {"buffer": np.zeros(COUNT, dtype="<f4"), "seen": 0}
     tree = Tree({"own": own})
