@@ -163,7 +163,7 @@ def test_a_test_that_hangs_ends_with_its_stage(tmp_path: Path) -> None:
     tests, out = tmp_path / "tests", tmp_path / "out"
     tests.mkdir()
     (tests / "test_on_a_device.py").write_text(_HANGS)
-    process = start(out, *_TRIAL, "--stages", "tests", "--seconds", "75", "--tests", str(tests))
+    process = start(out, *_TRIAL, "--stages", "tests", "--seconds", "45", "--tests", str(tests))
     told, _ = process.communicate()
     assert process.returncode == 1, told
     found = found_in(out, "tests")
