@@ -19,7 +19,7 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{16}\.tmp")
 _PROBE = re.compile(r"\.?probe-[0-9a-f]{16}")
 _SAFE_AGE_S = 86400.0
 """No file is written for longer."""
-# In the folders of all attempts and all steps: what somebody else has put there is not looked through.
+# In the folders of all attempts and all steps: foreign folders in them are not scanned.
 _OURS = re.compile("|".join(each.pattern for each in (STEP, ATTEMPT, CLAIM, _TEMPORARY)))
 
 

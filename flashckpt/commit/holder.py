@@ -70,7 +70,7 @@ def check(
 ) -> None:
     """RunHeldError if a trainer of the newest attempt lives. May take `watch_s` seconds to find out, by
     default WATCH_S and the store's delay; the log says so. `ours`: this job's own attempt, which another node
-    may have claimed in this very moment.
+    may have just claimed.
 
     `probe` answers for locks in runtime folders of this machine; without it only the counter tells.
     """

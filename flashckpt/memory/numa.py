@@ -32,7 +32,7 @@ def node_of_pci(domain: int, bus: int, device: int, sysfs: Path = _SYSFS) -> int
 
 def prefer(descriptor: int, num_bytes: int, node: int) -> None:
     """Take the memory of a file on tmpfs from this node, as long as it has some: to be called before any is
-    taken. The policy belongs to the file, whichever process touches it. NO_NODE: nothing is changed."""
+    taken. The policy belongs to the file, for every process that maps it. NO_NODE: nothing is changed."""
     if node == NO_NODE:
         return
     try:

@@ -309,7 +309,7 @@ class Writer:
         after this check finds the step, one that claimed before it may have listed the steps without it.
 
         Raises SupersededError where an attempt has started without the step. Where one has only claimed, a
-        living trainer is told nothing until that one starts; what dead trainers left counts as saved, since
+        living trainer gets no report until that one starts; what dead trainers left counts as saved, since
         the claimant waits for this keeper and then lists the steps."""
         look = self._store.at_once()
         newest = attempts.newest_claimed(look) if job.has_trainers else None

@@ -73,7 +73,7 @@ def check_array(array: np.ndarray[Any, Any]) -> None:
 
 
 def array_dtype(text: object) -> np.dtype[Any]:
-    """The dtype that was written as this. Raises ValueError for what is none."""
+    """Return the dtype that was written as `text`. Raises ValueError for any other text."""
     if not isinstance(text, str) or not _ARRAY_DTYPE.fullmatch(text):
         raise ValueError(f"{text!r} is no dtype of an array")
     return np.dtype(text)
