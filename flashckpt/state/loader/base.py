@@ -65,6 +65,7 @@ class Source:
         self._trained: int | None = None
         self._before_draws: deque[dict[str, Any]] = deque()
         self._redraws: deque[dict[str, Any]] = deque()
+        self._ends_after_redraws = False
 
     def __len__(self) -> int:
         """Batches of a whole epoch; TypeError where the loader does not know."""
@@ -113,6 +114,7 @@ class Source:
         if self._trained is not None:
             self._trained = self.batches_taken
         self._redraws.extend(position.ahead)
+        self._ends_after_redraws = position.has_ended
         self.generators.restore_all(position.now)
         if around is None:
             self._due = position.now
@@ -153,6 +155,7 @@ class Source:
             if self._redraws:  # other ranks have divided the rest: this one has no batch to draw again
                 self.generators.restore_all(self._redraws[-1])
                 self._redraws.clear()
+                self.was_over = self._ends_after_redraws
             raise
         except BaseException:
             self._broken = True
@@ -175,15 +178,32 @@ class Source:
         """A batch was drawn again under its own random numbers: set those of the next such draw, or after
         the last of them those of the boundary."""
         states = self._redraws.popleft()
+        if not self._redraws and self._ends_after_redraws:
+            self._end_again()
         self.generators.restore_all(states)
         self._due = states if self._redraws else None
+
+    def _end_again(self) -> None:
+        """Bring the iterator to its end, which the run had reached before it was saved."""
+        try:
+            self._fetch()
+        except StopIteration:
+            self._over = self.was_over = True
+            self._leave(ended=True)
+            return
+        raise MismatchError(
+            f"{type(self._loader).__name__} gives more than the {self.batches_taken - 1} batches after which it "
+            "ended when the checkpoint was taken. The state was loaded; no batch was trained on. Pass the data "
+            "that the run was begun with."
+        )
 
     def position(self) -> dict[str, Any]:
         """Where the loader stands, for `Position` to read. For boundaries: between two calls of `next`."""
         if not self._before_draws:
             return self._position_now()
         first, *others = self._before_draws
-        return {**first, "ahead": [*(each["now"] for each in others), self.generators.capture_all()]}
+        ahead = [*(each["now"] for each in others), self.generators.capture_all()]
+        return {**first, "ahead": ahead, "has_ended": self._over}
 
     def _position_now(self) -> dict[str, Any]:
         # First: a loader that is asked for its state may draw.
@@ -201,6 +221,7 @@ class Source:
             "parts": parts,
             "now": self.generators.capture_all() if self._due is None else self._due,
             "ahead": list(self._redraws),
+            "has_ended": self._ends_after_redraws and bool(self._redraws),
         }
 
     def close(self) -> None:
@@ -222,6 +243,7 @@ class Source:
         self._start = self._due = None
         self._before_draws.clear()
         self._redraws.clear()
+        self._ends_after_redraws = False
         if self._trained is not None:
             self._trained = 0
         self._length, self._made_of = length_of(self._loader), made_of(self._loader)

@@ -203,7 +203,8 @@ class Position:
     now: random numbers at the boundary. parts: what this kind of source needs beside that.
     ahead: empty, unless batches were drawn and not yet trained on at the boundary. Then the position is that
     before the first of them, `now` are the random numbers under which it was drawn, and `ahead` has those
-    of each further one, and last those of the boundary.
+    of each further one, and last those of the boundary. has_ended: the loader had given its last batch at the
+    boundary; it may draw random numbers as it ends.
     """
 
     kind: str
@@ -216,6 +217,7 @@ class Position:
     now: dict[str, Any]
     parts: dict[str, Any]
     ahead: list[dict[str, Any]]
+    has_ended: bool
 
     @property
     def boundary(self) -> dict[str, Any]:
@@ -245,7 +247,7 @@ class Position:
 _TYPES: dict[str, Any] = {
     "kind": str, "epoch": int | None, "batches_taken": int, "over": bool, "length": int | None,
     "made_of": dict, "start": dict | None, "now": dict, "parts": dict,
-    "ahead": list,
+    "ahead": list, "has_ended": bool,
 }  # fmt: skip
 
 
