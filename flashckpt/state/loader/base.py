@@ -192,9 +192,9 @@ class Source:
             self._leave(ended=True)
             return
         raise MismatchError(
-            f"{type(self._loader).__name__} gives more than the {self.batches_taken - 1} batches after which it "
-            "ended when the checkpoint was taken. The state was loaded; no batch was trained on. Pass the data "
-            "that the run was begun with."
+            f"{type(self._loader).__name__} gives more than the {self.batches_taken - 1} batches after "
+            "which it ended when the checkpoint was taken. The state was loaded; no batch was trained on. "
+            "Pass the data that the run was begun with."
         )
 
     def position(self) -> dict[str, Any]:
