@@ -39,10 +39,12 @@ from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.commit import attempts, lineage
+from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import (
     DamagedError,
     FlashckptError,
     FormatError,
+    NoSuchStepError,
     OptionError,
     RunError,
     UnusableRunError,
@@ -93,6 +95,7 @@ def attach(
     named: Mapping[str, object],
     check_loop: Callable[[], Mapping[str, str]] = dict,
     early: EarlyRead | None = None,
+    restores: bool = True,
 ) -> Checkpointer:
     """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`.
     `check_loop` raises what is wrong with the loop, and gives what ranks must have alike of it."""
@@ -116,7 +119,9 @@ def attach(
     except BaseException:
         group.close()
         raise
-    return attach_to(session, tree, options, every, persist_every, began=began, early=early)
+    return attach_to(
+        session, tree, options, every, persist_every, began=began, early=early, restores=restores
+    )
 
 
 def attach_to(
@@ -128,14 +133,19 @@ def attach_to(
     *,
     began: float,
     early: EarlyRead | None = None,
+    restores: bool = True,
 ) -> Checkpointer:
     """Restore the newest step that the session's group agrees to and start all that runs beside the loop.
-    `began`: when the resume did, by `time.perf_counter`; `early`: what may have
-    been read of it since. The Checkpointer closes the session; it is closed here when this raises."""
+    `began`: when the resume did, by `time.perf_counter`; `early`: what may have been read of it since. Not
+    `restores`: steps are added after the newest one, and nothing is read. The Checkpointer closes the
+    session; it is closed here when this raises."""
     progress, group = Progress(), session.group
     made: list[Checkpointer] = []
     try:
-        taken = _resume(session, tree, progress, options, began, early)
+        if restores:
+            taken = _resume(session, tree, progress, options, began, early)
+        else:
+            taken = _continue_after(session, progress)
 
         def make() -> None:
             made.append(_checkpointer(session, tree, progress, options, every, persist_every, taken))
@@ -291,6 +301,29 @@ def _resume(
             held.close()
         for region in regions:
             region.close()
+
+
+def _continue_after(session: Session, progress: Progress) -> _Taken:
+    """Write start.json after the newest committed step, which all ranks must find alike. The live state
+    stays."""
+
+    def found() -> StepRecord | None:
+        _saved_by_keeper(session)  # what a killed job has sealed comes before what is added
+        try:
+            return lineage.resolve(session.store)
+        except NoSuchStepError:
+            return None
+
+    newest = session.group.together("the step to continue after", found, loads=True)
+    session.group.check_alike(
+        {"newest step": "none" if newest is None else f"{newest.step} of {newest.attempt}"}
+    )
+    if newest is None:
+        _start(session)
+    else:
+        progress.step = newest.step
+        _start(session, newest.attempt, newest.step, newest.boundary)
+    return _Taken()
 
 
 def _check_reached(session: Session, step: int | None) -> None:
