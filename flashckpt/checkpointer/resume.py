@@ -606,7 +606,7 @@ def _checkpointer(
             capture=capture,
             session=session,
             attendant=attendant,
-            use=_use(tree, capture, progress, options),
+            use=_use(tree, capture, progress, options, resumed),
             signals=signals,
             pacing=pacing,
             resumed=resumed,
@@ -650,7 +650,9 @@ def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, tak
     return capture
 
 
-def _use(tree: Tree, capture: Capture, progress: Progress, options: Options) -> Use:
+def _use(
+    tree: Tree, capture: Capture, progress: Progress, options: Options, resumed: Resumed | None
+) -> Use:
     threads = options.threads or torch.get_num_threads()
 
     def digests() -> dict[str, Content]:
@@ -662,7 +664,9 @@ def _use(tree: Tree, capture: Capture, progress: Progress, options: Options) -> 
             for leaf, tensor, digest in zip(leaves, tensors, found, strict=True)
         }
 
-    return Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=progress.step == 0)
+    # Where nothing was restored, the live state is not that of the newest step.
+    is_other = resumed is None or progress.step == 0
+    return Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=is_other)
 
 
 def _nothing_used_up(parameter: object, gradient: object) -> bool:

@@ -8,6 +8,7 @@ none.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from flashckpt.format.layout import DTYPES, Layout, Leaf
 from flashckpt.restore.snapshot import leaf_view
 from flashckpt.state.tensors import TORCH_DTYPES, bits
 from flashckpt.store.base import Store
+
+log = logging.getLogger(__name__)
 
 METADATA = "metadata.json"
 MAX_METADATA_BYTES = 1 << 30
@@ -132,7 +135,10 @@ def commit(store: Store, saved: Saved, leftovers: Iterable[str]) -> None:
             path=store.url,
         )
     store.replace(METADATA, data)
-    store.remove_files(sorted(set(leftovers) - saved.files.keys()))
+    try:
+        store.remove_files(sorted(set(leftovers) - saved.files.keys()))
+    except OSError as error:  # the save is done; the next one removes them
+        log.warning("%s: files of earlier saves could not be removed: %s", store.url, error)
 
 
 def _plain(saved: Saved) -> dict[str, Any]:

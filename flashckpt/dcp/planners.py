@@ -6,7 +6,7 @@ Owns what may be saved: every tensor and value is checked before any rank writes
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -53,7 +53,11 @@ class LoadPlanner(DefaultLoadPlanner):
     loaded, for names that the checkpoint lacks and tensors of another shape."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        others = list(_others(state_dict))
         super().set_up_planner(state_dict, metadata, is_coordinator)
+        # torch looks for meta tensors in it, and puts None in the place of what it does not know.
+        for path, value in others:
+            _container(state_dict, path)[path[-1]] = value
         self.state_dict = {fqn: sliced(value, fqn) for fqn, value in self.state_dict.items()}
 
     def create_local_plan(self) -> LoadPlan:
@@ -89,14 +93,28 @@ class LoadPlanner(DefaultLoadPlanner):
         if not self.flatten_state_dict:
             self.state_dict[fqn] = value
             return
-        *above, last = self.mappings[fqn]
-        container: Any = self.original_state_dict
-        for part in above:
-            container = container[_key(container, part)]
-        container[_key(container, last)] = value
+        path = self.mappings[fqn]
+        container = _container(self.original_state_dict, path)
+        container[_key(container, path[-1])] = value
 
 
-def _key(container: Any, part: str | int) -> Any:
+def _others(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What nested dicts and lists hold beside tensors, numbers and text, by path."""
+    if isinstance(value, dict) or type(value) is list:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _others(item, (*path, key))
+    elif not isinstance(value, (Tensor, int, float, str, bytes, type(None))):
+        yield path, value
+
+
+def _container(state_dict: Any, path: Sequence[Any]) -> Any:
+    """What holds the item at a path."""
+    for part in path[:-1]:
+        state_dict = state_dict[_key(state_dict, part)]
+    return state_dict
+
+
+def _key(container: Any, part: Any) -> Any:
     """The key of which a flattened name has the text: DCP turns keys that are numbers into text."""
     if isinstance(container, Mapping) and part not in container:
         return next((key for key in container if str(key) == part), part)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from flashckpt.commit.steps import StepRecord
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.printable import escaped
 from flashckpt.restore.box_gathering import gather
 from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor, shape_of
@@ -64,7 +64,12 @@ class WholeTensors:
         """Boxes of `leaves`: the bytes of each, row-major, and the leaf that they make; all verified. Raises
         what `gather` does."""
         asked = [
-            Leaf(name=str(number), dtype=leaf.dtype, shape=region.shape)
+            Leaf(
+                name=str(number),
+                dtype=leaf.dtype,
+                shape=region.shape,
+                box=Box(shape=leaf.shape, start=region.start) if region.shape != leaf.shape else None,
+            )
             for number, (leaf, region) in enumerate(wanted)
         ]
         layout = Layout.of(asked)
