@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 METADATA = "metadata.json"
 MAX_METADATA_BYTES = 1 << 30
 _FILE = re.compile(r"rank-\d{5,7}-[0-9a-f]{16}\.safetensors")
+# A store's own temporary file of a commit that was killed.
+_TEMPORARY = r"\.metadata\.json\.[0-9a-f]{16}\.tmp"
+_LEFT = re.compile(f"{_FILE.pattern}|{_TEMPORARY}")
 _MAX_BYTES = 1 << 60
 _PIECE_BYTES = 16 << 20
 
@@ -73,8 +76,8 @@ class Saved:
 
 
 def files_in(store: Store) -> set[str]:
-    """The ranks' files that are there, of whatever save."""
-    return {entry.name for entry in store.list("", _FILE)}
+    """The files that saves have left here, `metadata.json` aside."""
+    return {entry.name for entry in store.list("", _LEFT)}
 
 
 def write_file(

@@ -1,8 +1,9 @@
 """A rank that saves or loads the sharded state_dict of an FSDP2 model.
 
-`python -m tests.ranks.rank tests.dcp.sharded ORDERS-JSON`. Orders: `loads` and then `saves`, lists of [how, path]; or
-`dies`, the arguments of `die`. Hows: "writer", "thread" and "process" are torch's functions with our storage; "functions" are ours; "run" is
-a run of `attach`. Prints a hash of the whole state, which each rank puts together from all parts.
+`python -m tests.ranks.rank tests.dcp.sharded ORDERS-JSON`. Orders: `loads` and then `saves`, lists of [how,
+path]; or `dies`, the arguments of `die`, or `fails`, the path of `fail`. Hows: "writer", "thread" and
+"process" are torch's functions with our storage; "functions" are ours; "run" is a run of `attach`. Prints a
+hash of the whole state, which each rank puts together from all parts.
 """
 
 from __future__ import annotations
@@ -95,11 +96,13 @@ def save(job: Job, how: str, path: str) -> None:
 
 def load(job: Job, how: str, path: str) -> None:
     state = job.state() if how == "run" else {**job.state(), "values": dict(BLANK)}
+    if how == "bare":
+        del state["values"]
     if how == "functions":
         dcp.load(state, checkpoint_id=path)
     else:
         torch_dcp.load(state, storage_reader=dcp.Reader(path), planner=dcp.LoadPlanner())
-    assert how == "run" or repr(state["values"]) == repr(VALUES), state["values"]
+    assert how in ("run", "bare") or repr(state["values"]) == repr(VALUES), state["values"]
     set_state_dict(
         job.model,
         job.optimizer,
@@ -157,6 +160,43 @@ def die(job: Job, path: str, phase: str, who: int) -> None:
     torch_dcp.save(job.state(), storage_writer=writer, planner=dcp.SavePlanner())
 
 
+class FailingOnce(dcp.Writer):
+    """The disk of rank 1 fails once."""
+
+    failed = False
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1 and not self.failed:
+            self.failed = True
+            raise OSError("the disk fails")
+        return super().write_data(plan, planner)
+
+
+def fail(job: Job, path: str) -> None:
+    """What one rank cannot save no rank saves; what a part of the ranks asks for alone is refused."""
+    torch_dcp.save({**job.state(), "n": 1}, storage_writer=dcp.Writer(path), planner=dcp.SavePlanner())
+    writer = FailingOnce(path)
+    custom = {"mine": object()} if dist.get_rank() == 1 else {}
+    for more in ({}, custom):
+        try:
+            torch_dcp.save({**job.state(), "n": 2, **more}, storage_writer=writer, planner=dcp.SavePlanner())
+        except torch_dcp.CheckpointException as error:
+            [(failure, _)] = error.failures.values()
+            print(f"refused CheckpointException {type(failure).__name__}", flush=True)
+    loaded = {"n": 0}
+    dcp.load(loaded, checkpoint_id=path)
+    print("still", {1: "older", 2: "newer"}[loaded["n"]], flush=True)
+    torch_dcp.save({**job.state(), "n": 2}, storage_writer=writer, planner=dcp.SavePlanner())
+    dcp.load(loaded, checkpoint_id=path)
+    print("then", {1: "older", 2: "newer"}[loaded["n"]], flush=True)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    for part in ({"no_dist": True}, {"process_group": alone}):
+        try:
+            dcp.save({"n": 1}, checkpoint_id=f"{path}-run", **part)
+        except flashckpt.OptionError:
+            print("refused OptionError", flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -171,6 +211,8 @@ def main() -> None:
         job.train()
     if "dies" in orders:
         die(job, *orders["dies"])
+    if "fails" in orders:
+        fail(job, orders["fails"])
     for how, path in orders.get("saves", ()):
         save(job, how, path)
     print(f"saved {job.hash()}", flush=True)

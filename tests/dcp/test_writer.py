@@ -50,7 +50,9 @@ def refused(call: Callable[[], object], kind: type[BaseException]) -> str:
         call()
     text = str(raised.value)
     found = [error for error, _ in raised.value.failures.values()]
-    assert any(isinstance(each, kind) or kind.__name__ in text for each in found) or "read failed" in text, text
+    assert any(isinstance(each, kind) or kind.__name__ in text for each in found) or "read failed" in text, (
+        text
+    )
     return text
 
 
@@ -62,7 +64,13 @@ def test_it_comes_back_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a pickle")
 
-    for module, name in [(torch, "save"), (torch, "load"), (pickle, "dumps"), (pickle, "loads"), (pickle, "dump")]:
+    for module, name in [
+        (torch, "save"),
+        (torch, "load"),
+        (pickle, "dumps"),
+        (pickle, "loads"),
+        (pickle, "dump"),
+    ]:
         monkeypatch.setattr(module, name, never)
     given = state(3)
     save(given, tmp_path)
@@ -163,7 +171,9 @@ def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
     assert said in text
     assert files(tmp_path) == before
     with pytest.raises(StateError, match=r"mine\.odd"):
-        torch_dcp.async_save(given, storage_writer=dcp.Writer(tmp_path), planner=dcp.SavePlanner(), no_dist=True)
+        torch_dcp.async_save(
+            given, storage_writer=dcp.Writer(tmp_path), planner=dcp.SavePlanner(), no_dist=True
+        )
     with pytest.raises(StateError, match=r"mine\.odd"):
         dcp.Stager().stage(given)
     assert equal(loaded(tmp_path), state(1))
@@ -237,7 +247,14 @@ def test_each_call_of_a_writer_fails_once(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["reset", "read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data"],
+    [
+        "reset",
+        "read_metadata",
+        "set_up_storage_reader",
+        "prepare_local_plan",
+        "prepare_global_plan",
+        "read_data",
+    ],
 )
 def test_each_call_of_a_reader_fails_once(tmp_path: Path, method: str) -> None:
     save(state(1), tmp_path)
