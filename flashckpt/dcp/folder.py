@@ -62,7 +62,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The content of `metadata.json`: tensors and values by name, and their paths in the nested state_dict."""
+    """The content of `metadata.json`: tensors and values by name, their paths in the nested state_dict."""
 
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Place]

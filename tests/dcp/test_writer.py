@@ -228,8 +228,8 @@ class FailingReader(Failing, dcp.Reader):
 
 @pytest.mark.parametrize(
     "method",
-    ["reset", "storage_meta", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data",
-     "finish"],
+    ["reset", "storage_meta", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan",
+     "write_data", "finish"],
 )  # fmt: skip
 def test_each_call_of_a_writer_fails_once(tmp_path: Path, method: str) -> None:
     made = FailingWriter(tmp_path)
