@@ -650,9 +650,7 @@ def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, tak
     return capture
 
 
-def _use(
-    tree: Tree, capture: Capture, progress: Progress, options: Options, resumed: Resumed | None
-) -> Use:
+def _use(tree: Tree, capture: Capture, progress: Progress, options: Options, resumed: Resumed | None) -> Use:
     threads = options.threads or torch.get_num_threads()
 
     def digests() -> dict[str, Content]:

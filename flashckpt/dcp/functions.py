@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from flashckpt.checkpointer.attach import append
 from flashckpt.checkpointer.attached_run import saved_now
 from flashckpt.checkpointer.checkpointer import Checkpointer
+from flashckpt.dcp.folder import METADATA
 from flashckpt.dcp.planners import LoadPlanner
 from flashckpt.dcp.reader import Reader
 from flashckpt.dcp.slices import slices_in
@@ -214,6 +215,11 @@ class _Attached:
             cls.close()
             current = None
         if current is None:
+            if open_store(path).exists(METADATA):
+                raise OptionError(
+                    f"{url} holds a checkpoint of flashckpt.dcp.Writer, which a load would find before any "
+                    "run there. Nothing was saved. Name another folder, or save by Writer."
+                )
             current = cls.current = cls(path, url, named)
         return current
 

@@ -22,6 +22,7 @@ from flashckpt.dcp.planners import SavePlanner
 from flashckpt.dcp.stager import Stager
 from flashckpt.errors import OptionError, PersistError
 from flashckpt.format.layout import RESERVED, Leaf, image_order
+from flashckpt.format.names import RUN
 from flashckpt.state.tensors import DTYPE_NAMES
 from flashckpt.store import open_store
 
@@ -66,8 +67,15 @@ class Writer(StorageWriter, Stager):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        store = open_store(self._folder)
+        if store.exists(RUN):
+            raise OptionError(
+                f"{store.url} is a run, and a reader would take what Writer puts there for it. Nothing was "
+                "written. Name another folder, or add a step to the run: flashckpt.dcp.save(…, "
+                "checkpoint_id=…)."
+            )
         # All ranks wait for this plan: no file that is there now is one of this save.
-        self._leftovers = files_in(open_store(self._folder))
+        self._leftovers = files_in(store)
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: AnyPlanner) -> Future[list[WriteResult]]:

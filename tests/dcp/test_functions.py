@@ -138,6 +138,21 @@ def test_what_is_not_ours_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "run.json").exists()
 
 
+def test_a_run_and_a_folder_of_a_writer_are_not_mixed(tmp_path: Path) -> None:
+    def write(folder: str) -> None:
+        made = dcp.Writer(tmp_path / folder)
+        torch_dcp.save(state(1), storage_writer=made, planner=dcp.SavePlanner(), no_dist=True)
+
+    dcp.save(state(2), checkpoint_id=tmp_path / "run")
+    with pytest.raises(torch_dcp.CheckpointException, match="is a run"):
+        write("run")
+    write("folder")
+    with pytest.raises(OptionError, match=r"flashckpt\.dcp\.Writer"):
+        dcp.save(state(2), checkpoint_id=tmp_path / "folder")
+    assert equal(loaded(tmp_path / "run"), state(2))
+    assert equal(loaded(tmp_path / "folder"), state(1))
+
+
 def test_what_cannot_be_saved_is_refused_and_the_next_save_works(tmp_path: Path) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path)
     with pytest.raises(StateError, match=r"mine\.odd.*Custom"):
