@@ -60,6 +60,23 @@ def test_what_load_takes() -> None:
     assert (parameters["only"].default, parameters["strip"].default) == (None, False)
 
 
+def test_what_dcp_offers() -> None:
+    from torch.distributed import checkpoint
+
+    from flashckpt import dcp
+
+    assert set(dcp.__all__) == {
+        "save", "async_save", "load", "close", "Writer", "Reader", "SavePlanner", "LoadPlanner", "Stager",
+    }  # fmt: skip
+    own: dict[str, set[str]] = {"save": set(), "async_save": set(), "load": {"step"}}
+    for name, more in own.items():
+        ours, torchs = (set(inspect.signature(getattr(each, name)).parameters) for each in (dcp, checkpoint))
+        assert ours - torchs == more
+        assert torchs - ours <= {"use_collectives"}
+    assert list(inspect.signature(dcp.Writer).parameters) == ["path"]
+    assert list(inspect.signature(dcp.Reader).parameters) == ["path", "step"]
+
+
 def test_options_and_their_defaults() -> None:
     signature = inspect.signature(flashckpt.attach)
     defaults = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}

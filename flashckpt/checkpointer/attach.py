@@ -81,6 +81,13 @@ _CALL_OPTIONS = {
 }  # fmt: skip
 
 
+def append(path: str | os.PathLike[str], state: Mapping[str, object]) -> Checkpointer:
+    """Attach to add steps: the run's newest step is neither read nor restored, and may be of another state.
+    Each `save()` is committed. Otherwise as `attach`."""
+    remote = RemoteCall(path=None, every=None, keep=None)
+    return _attach(path, None, None, _KEEP, remote, _OPTIONS, True, state, {}, _no_loop, restores=False)
+
+
 def loop(
     loader: Iterable[Any],
     path: str | os.PathLike[str],
@@ -131,6 +138,8 @@ def _attach(
     named: Mapping[str, object],
     check: Callable[[bool], Mapping[str, str]],
     integration: str = "",
+    *,
+    restores: bool = True,
 ) -> Checkpointer:
     """`check`, which is told whether all is switched off, raises what is wrong with the loop, and gives what
     ranks must have alike of it. Several ranks are told of an error once they have met, and raise it all."""
@@ -143,7 +152,7 @@ def _attach(
         from flashckpt.checkpointer.disabled import DisabledCheckpointer
 
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
-    early = _begin_early(path, options) if isinstance(options, Options) else None
+    early = _begin_early(path, options) if isinstance(options, Options) and restores else None
     try:
         from flashckpt.checkpointer import resume
 
@@ -159,6 +168,7 @@ def _attach(
             check_loop=dict if alone else partial(check, False),
             early=early,
             integration=integration,
+            restores=restores,
         )
     finally:
         if early is not None:

@@ -381,6 +381,15 @@ class AttachedRun:
             )
 
 
+def saved_now(run: AttachedRun) -> Callable[[], None]:
+    """Take a snapshot outside of a loop. Returns the wait for its commit, which any thread may do, once; the
+    run must not be closed meanwhile. Raises what `save()` and `wait()` do."""
+    with Call(run):
+        run._check_open()
+        run._boundaries.capture_outside()
+        return run._attendant.commit_of_newest()
+
+
 def _at_exit() -> None:
     for run in list(_held):
         if run._process != os.getpid():

@@ -173,19 +173,29 @@ class Attendant:
         Raises PersistError where the snapshot was torn or given up, where the keeper goes on failing for the
         grace period, or makes no progress for as long.
         """
+        self.commit_of_newest()()
+
+    def commit_of_newest(self) -> Callable[[], None]:
+        """Ask for the newest snapshot to be persisted. Returns the wait for its commit, as `wait_committed`
+        has it, which any thread may do."""
         newest, boundary = self._newest_of_all()
-        if newest is None:
-            self._wait_loaded()
-            self._wait_for_nodes(boundary)
-            return
-        self.slots.request_persist_of(newest)
-        # Another snapshot may have been committed under its number: the one that was loaded, for one.
-        self._wait_for(
-            newest.step,
-            newest.generation,
-            lambda: self._is_committed(newest.step) and self.slots.is_persisted(newest),
-        )
-        self._wait_for_nodes(boundary, newest.step)
+        if newest is not None:
+            self.slots.request_persist_of(newest)
+
+        def wait() -> None:
+            if newest is None:
+                self._wait_loaded()
+                self._wait_for_nodes(boundary)
+                return
+            # Another snapshot may have been committed under its number: the one that was loaded, for one.
+            self._wait_for(
+                newest.step,
+                newest.generation,
+                lambda: self._is_committed(newest.step) and self.slots.is_persisted(newest),
+            )
+            self._wait_for_nodes(boundary, newest.step)
+
+        return wait
 
     def _wait_for_nodes(self, boundary: int, step: int | None = None) -> None:
         """Where nodes have folders of their own a step counts once every one has committed it. `boundary` 0

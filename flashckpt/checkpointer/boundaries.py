@@ -364,7 +364,10 @@ class Boundaries:
         if metadata is None:
             return False
         then = {leaf.name: (leaf.dtype, leaf.shape, digest) for leaf, digest in metadata.counted()}
-        values = json.loads(encode_json(self._tree.values(self._capture.hooks.used_up)))
+        try:
+            values = json.loads(encode_json(self._tree.values(self._capture.hooks.used_up)))
+        except StateError:  # the capture of it raises the error, with the path in the state
+            return False
         return self._use.digests() == then and json.loads(metadata.values)["state"] == values
 
     def values(self) -> bytes:

@@ -39,10 +39,12 @@ from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.commit import attempts, lineage
+from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import (
     DamagedError,
     FlashckptError,
     FormatError,
+    NoSuchStepError,
     OptionError,
     RunError,
     UnusableRunError,
@@ -94,6 +96,7 @@ def attach(
     check_loop: Callable[[], Mapping[str, str]] = dict,
     early: EarlyRead | None = None,
     integration: str = "",
+    restores: bool = True,
 ) -> Checkpointer:
     """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`.
     `check_loop` raises what is wrong with the loop, and gives what ranks must have alike of it."""
@@ -119,6 +122,7 @@ def attach(
         raise
     return attach_to(
         session, tree, options, every, persist_every, began=began, early=early, integration=integration
+        session, tree, options, every, persist_every, began=began, early=early, restores=restores
     )
 
 
@@ -131,15 +135,14 @@ def attach_to(
     *,
     began: float,
     early: EarlyRead | None = None,
-    integration: str = "",
-) -> Checkpointer:
-    """Restore the newest step that the session's group agrees to and start all that runs beside the loop.
-    `began`: when the resume did, by `time.perf_counter`; `early`: what may have
-    been read of it since. The Checkpointer closes the session; it is closed here when this raises."""
-    progress, group = Progress(integration), session.group
+        session, tree, options, every, persist_every, began=began, early=early, integration=integration,
+        restores=restores,
     made: list[Checkpointer] = []
     try:
-        taken = _resume(session, tree, progress, options, began, early)
+        if restores:
+            taken = _resume(session, tree, progress, options, began, early)
+        else:
+            taken = _continue_after(session, progress)
 
         def make() -> None:
             made.append(_checkpointer(session, tree, progress, options, every, persist_every, taken))
@@ -295,6 +298,29 @@ def _resume(
             held.close()
         for region in regions:
             region.close()
+
+
+def _continue_after(session: Session, progress: Progress) -> _Taken:
+    """Write start.json after the newest committed step, which all ranks must find alike. The live state
+    stays."""
+
+    def found() -> StepRecord | None:
+        _saved_by_keeper(session)  # what a killed job has sealed comes before what is added
+        try:
+            return lineage.resolve(session.store)
+        except NoSuchStepError:
+            return None
+
+    newest = session.group.together("the step to continue after", found, loads=True)
+    session.group.check_alike(
+        {"newest step": "none" if newest is None else f"{newest.step} of {newest.attempt}"}
+    )
+    if newest is None:
+        _start(session)
+    else:
+        progress.step = newest.step
+        _start(session, newest.attempt, newest.step, newest.boundary)
+    return _Taken()
 
 
 def _check_reached(session: Session, step: int | None) -> None:
@@ -577,7 +603,7 @@ def _checkpointer(
             capture=capture,
             session=session,
             attendant=attendant,
-            use=_use(tree, capture, progress, options),
+            use=_use(tree, capture, progress, options, resumed),
             signals=signals,
             pacing=pacing,
             resumed=resumed,
@@ -621,7 +647,7 @@ def _capture(session: Session, tree: Tree, options: Options, pacing: Pacing, tak
     return capture
 
 
-def _use(tree: Tree, capture: Capture, progress: Progress, options: Options) -> Use:
+def _use(tree: Tree, capture: Capture, progress: Progress, options: Options, resumed: Resumed | None) -> Use:
     threads = options.threads or torch.get_num_threads()
 
     def digests() -> dict[str, Content]:
@@ -633,7 +659,9 @@ def _use(tree: Tree, capture: Capture, progress: Progress, options: Options) -> 
             for leaf, tensor, digest in zip(leaves, tensors, found, strict=True)
         }
 
-    return Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=progress.step == 0)
+    # Where nothing was restored, the live state is not that of the newest step.
+    is_other = resumed is None or progress.step == 0
+    return Use(tree, capture.hooks, digests, check=options.read_ahead_check, used=is_other)
 
 
 def _nothing_used_up(parameter: object, gradient: object) -> bool:

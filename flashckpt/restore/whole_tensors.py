@@ -7,11 +7,12 @@ Of a tensor that differs from rank to rank (a buffer, a counter) it is one rank'
 from __future__ import annotations
 
 import logging
+import mmap
 from collections import Counter
 from collections.abc import Sequence
 
 from flashckpt.commit.steps import StepRecord
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.printable import escaped
 from flashckpt.restore.box_gathering import gather
 from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor, shape_of
@@ -58,6 +59,32 @@ class WholeTensors:
         image = memoryview(bytearray(layout.num_bytes))
         self.read(layout, image, threads)
         return image[layout.data_start :]
+
+    def boxes(self, wanted: Sequence[tuple[Leaf, BoxRegion]], threads: int) -> list[tuple[memoryview, Leaf]]:
+        """Boxes of `leaves`: the bytes of each, row-major, and the leaf that they make; all verified. Raises
+        what `gather` does."""
+        asked = [
+            Leaf(
+                name=str(number),
+                dtype=leaf.dtype,
+                shape=region.shape,
+                box=Box(shape=leaf.shape, start=region.start) if region.shape != leaf.shape else None,
+            )
+            for number, (leaf, region) in enumerate(wanted)
+        ]
+        layout = Layout.of(asked)
+        parts: list[Parts] = []
+        for box in layout.leaves:
+            leaf, region = wanted[int(box.name)]
+            cut = [(piece, part.common(region)) for piece, part in self._parts[leaf.name]]
+            parts.append([(piece, both) for piece, both in cut if both is not None])
+        image = memoryview(mmap.mmap(-1, layout.num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        gather(self._record.store, layout, parts, image, threads)
+        by_number = sorted(layout.leaves, key=lambda box: int(box.name))
+        starts = [layout.data_start + box.offset for box in by_number]
+        return [
+            (image[start : start + box.num_bytes], box) for start, box in zip(starts, by_number, strict=True)
+        ]
 
     def _stored(self) -> list[tuple[list[str], StepTensor]]:
         """Each tensor once, with its names."""

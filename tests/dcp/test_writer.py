@@ -1,0 +1,465 @@
+"""Writer and Reader under torch's own save and load, in one process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from safetensors import safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import flashckpt.dcp as dcp
+from flashckpt.dcp import reader, writer
+from flashckpt.errors import DamagedError, MismatchError, NoSuchStepError, OptionError, RunError, StateError
+from flashckpt.store import open_store
+from tests.dcp.states import copied, equal, state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(value: dict[str, Any], path: Path, made: dcp.Writer | None = None, planner: Any = None) -> None:
+    torch_dcp.save(
+        value, storage_writer=made or dcp.Writer(path), planner=planner or dcp.SavePlanner(), no_dist=True
+    )
+
+
+def load(value: dict[str, Any], path: Path, made: dcp.Reader | None = None, planner: Any = None) -> None:
+    torch_dcp.load(
+        value, storage_reader=made or dcp.Reader(path), planner=planner or dcp.LoadPlanner(), no_dist=True
+    )
+
+
+def loaded(path: Path) -> dict[str, Any]:
+    """What the folder's checkpoint holds."""
+    found = state(9)
+    load(found, path)
+    return found
+
+
+def refused(call: Callable[[], object], kind: type[BaseException]) -> str:
+    """The message of an error of this kind, which torch hands on in its own."""
+    with pytest.raises(CheckpointException) as raised:
+        call()
+    text = str(raised.value)
+    found = [error for error, _ in raised.value.failures.values()]
+    assert any(isinstance(each, kind) or kind.__name__ in text for each in found) or "read failed" in text, (
+        text
+    )
+    return text
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(path.glob("*.safetensors"))
+
+
+def test_it_comes_back_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a pickle")
+
+    for module, name in [
+        (torch, "save"),
+        (torch, "load"),
+        (pickle, "dumps"),
+        (pickle, "loads"),
+        (pickle, "dump"),
+    ]:
+        monkeypatch.setattr(module, name, never)
+    given = state(3)
+    save(given, tmp_path)
+    assert equal(loaded(tmp_path), given)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["metadata.json", files(tmp_path)[0].name]
+    json.loads((tmp_path / "metadata.json").read_text())
+    with safe_open(files(tmp_path)[0], "pt") as opened:
+        assert torch.equal(opened.get_tensor("model.weight"), given["model"]["weight"])
+
+
+def test_tensors_are_filled_where_they_are(tmp_path: Path) -> None:
+    save(state(3), tmp_path)
+    found = state(9)
+    weight, steps = found["model"]["weight"], found["steps"]
+    load(found, tmp_path)
+    assert found["model"]["weight"] is weight
+    assert found["steps"] is steps
+    assert list(steps) == [0, 1]
+
+
+def test_values_that_are_not_loaded_stay(tmp_path: Path) -> None:
+    save({"a": 1}, tmp_path)
+    found = {"a": 0, "b": {"set": {1}, "list": [{2}, (3,)]}}
+    load(found, tmp_path, planner=dcp.LoadPlanner(allow_partial_load=True))
+    assert found == {"a": 1, "b": {"set": {1}, "list": [{2}, (3,)]}}
+
+
+def test_a_part_of_it_is_loaded(tmp_path: Path) -> None:
+    given = state(3)
+    save(given, tmp_path)
+    found: dict[str, Any] = {"model": {"bias": torch.zeros(3)}}
+    load(found, tmp_path)
+    assert torch.equal(found["model"]["bias"], given["model"]["bias"])
+
+
+def test_one_writer_saves_again_and_leaves_one_checkpoint(tmp_path: Path) -> None:
+    made = dcp.Writer(tmp_path)
+    for seed in (1, 2, 3):
+        save(state(seed), tmp_path, made)
+        assert equal(loaded(tmp_path), state(seed))
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_checkpoint_id_names_the_folder(tmp_path: Path) -> None:
+    made, read = dcp.Writer(), dcp.Reader()
+    for seed in (1, 2):
+        torch_dcp.save(
+            state(seed),
+            checkpoint_id=tmp_path / str(seed),
+            storage_writer=made,
+            planner=dcp.SavePlanner(),
+            no_dist=True,
+        )
+    found = state(9)
+    torch_dcp.load(
+        found, checkpoint_id=tmp_path / "1", storage_reader=read, planner=dcp.LoadPlanner(), no_dist=True
+    )
+    assert equal(found, state(1))
+
+
+# Refused
+
+
+def test_a_planner_that_pickles_is_refused_by_name(tmp_path: Path) -> None:
+    save(state(1), tmp_path)
+    planner = DefaultSavePlanner()
+    text = refused(lambda: save(state(2), tmp_path, planner=planner), OptionError)
+    assert "DefaultSavePlanner" in text
+    assert "planner=flashckpt.dcp.SavePlanner()" in text
+    text = refused(lambda: load(state(9), tmp_path, planner=DefaultLoadPlanner()), OptionError)
+    assert "DefaultLoadPlanner" in text
+    assert "planner=flashckpt.dcp.LoadPlanner()" in text
+    assert equal(loaded(tmp_path), state(1))
+
+
+class Custom:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Custom(), "Custom"),
+        ((1, torch.zeros(2)), "Tensor"),
+        (torch.zeros(3).to_sparse(), "layout"),
+        (torch.zeros(3, device="meta"), "meta"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
+    tmp_path: Path, value: object, said: str
+) -> None:
+    save(state(1), tmp_path)
+    before = files(tmp_path)
+    given = {**state(2), "mine": {"odd": value}}
+    text = refused(lambda: save(given, tmp_path), StateError)
+    assert "mine.odd" in text
+    assert said in text
+    assert files(tmp_path) == before
+    with pytest.raises(StateError, match=r"mine\.odd"):
+        torch_dcp.async_save(
+            given, storage_writer=dcp.Writer(tmp_path), planner=dcp.SavePlanner(), no_dist=True
+        )
+    with pytest.raises(StateError, match=r"mine\.odd"):
+        dcp.Stager().stage(given)
+    assert equal(loaded(tmp_path), state(1))
+
+
+def test_ranks_that_commit_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="use_collectives"):
+        dcp.Writer(tmp_path).set_up_storage_writer(True, rank=0, use_collectives=False)
+    with pytest.raises(OptionError, match="has no folder"):
+        dcp.Writer().set_up_storage_writer(True)
+
+
+def test_a_checkpoint_of_torch_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    assert "FileSystemReader" in refused(lambda: load(state(9), tmp_path), RunError)
+
+
+def test_what_a_checkpoint_lacks_is_listed_and_nothing_is_loaded(tmp_path: Path) -> None:
+    save({"model": {"a": torch.ones(2), "b": torch.ones(3), "c": 1}}, tmp_path)
+    found = {"model": {"a": torch.zeros(2), "b": torch.zeros(4), "c": 0, "d": torch.zeros(1)}}
+    text = refused(lambda: load(found, tmp_path), MismatchError)
+    assert "model.b: a tensor of [3] in the checkpoint, a tensor of [4] here" in text
+    assert "model.d: missing in the checkpoint" in text
+    assert (found["model"]["a"].sum(), found["model"]["c"]) == (0, 0)
+    del found["model"]["b"]
+    load(found, tmp_path, planner=dcp.LoadPlanner(allow_partial_load=True))
+    assert (found["model"]["a"].sum(), found["model"]["c"]) == (2, 1)
+
+
+# Failures
+
+
+class Failing:
+    """Of a writer or reader one method fails once."""
+
+    method = ""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "method"):
+            self.method = ""
+            raise OSError(errno.EIO, f"{name} fails")
+        return object.__getattribute__(self, name)
+
+
+class FailingWriter(Failing, dcp.Writer):
+    pass
+
+
+class FailingReader(Failing, dcp.Reader):
+    pass
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["reset", "storage_meta", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan",
+     "write_data", "finish"],
+)  # fmt: skip
+def test_each_call_of_a_writer_fails_once(tmp_path: Path, method: str) -> None:
+    made = FailingWriter(tmp_path)
+    given: dict[str, Any] = {"storage_writer": made, "planner": dcp.SavePlanner(), "no_dist": True}
+    torch_dcp.save(state(1), checkpoint_id=tmp_path, **given)
+    made.method = method
+    with pytest.raises((CheckpointException, OSError), match=f"{method} fails"):
+        torch_dcp.save(state(2), checkpoint_id=tmp_path, **given)
+    assert made.method == ""
+    assert equal(loaded(tmp_path), state(1))
+    torch_dcp.save(state(3), checkpoint_id=tmp_path, **given)
+    assert equal(loaded(tmp_path), state(3))
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "reset",
+        "read_metadata",
+        "set_up_storage_reader",
+        "prepare_local_plan",
+        "prepare_global_plan",
+        "read_data",
+    ],
+)
+def test_each_call_of_a_reader_fails_once(tmp_path: Path, method: str) -> None:
+    save(state(1), tmp_path)
+    made, found = FailingReader(tmp_path), state(9)
+    given: dict[str, Any] = {"storage_reader": made, "planner": dcp.LoadPlanner(), "no_dist": True}
+    made.method = method
+    with pytest.raises((CheckpointException, OSError), match=f"{method} fails"):
+        torch_dcp.load(found, checkpoint_id=tmp_path, **given)
+    assert equal(found, state(9))
+    torch_dcp.load(found, checkpoint_id=tmp_path, **given)
+    assert equal(found, state(1))
+
+
+class FailingStore:
+    """A store of which one method fails once."""
+
+    def __init__(self, path: Any, method: str) -> None:
+        self._store, self._method = open_store(path), method
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._method = ""
+
+            def fail(*arguments: Any) -> None:
+                if name == "write_parts":  # a disk that is full in the middle of a file
+                    next(iter(arguments[1]))
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            return fail
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("method", ["list", "write_parts", "replace", "remove_files"])
+def test_each_call_of_the_store_fails_once_in_a_save(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(state(1), tmp_path)
+    failing = FailingStore(tmp_path, method)
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "open_store", lambda _: failing)
+        if method == "remove_files":  # the save is committed by then
+            save(state(2), tmp_path)
+            assert "could not be removed" in caplog.text
+        else:
+            refused(lambda: save(state(2), tmp_path), OSError)
+    assert equal(loaded(tmp_path), state(2 if method == "remove_files" else 1))
+    save(state(3), tmp_path)
+    assert equal(loaded(tmp_path), state(3))
+    assert len(files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("method", ["exists", "read", "view"])
+def test_each_call_of_the_store_fails_once_in_a_load(
+    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(state(1), tmp_path)
+    failing, found = FailingStore(tmp_path, method), state(9)
+    with monkeypatch.context() as patched:
+        patched.setattr(reader, "open_store", lambda _: failing)
+        refused(lambda: load(found, tmp_path), OSError)
+    assert equal(found, state(9))
+    load(found, tmp_path)
+    assert equal(found, state(1))
+
+
+def test_a_state_that_changes_while_it_is_saved_is_not_committed(tmp_path: Path) -> None:
+    class Changing(dcp.SavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            data = super().resolve_data(write_item)
+            return data.double() if write_item.index.fqn == "model.weight" else data
+
+    save(state(1), tmp_path)
+    with pytest.raises(CheckpointException, match=r"model\.weight is a torch\.float64"):
+        save(state(2), tmp_path, planner=Changing())
+    assert equal(loaded(tmp_path), state(1))
+
+
+def test_a_file_that_the_coordinator_does_not_see_is_not_committed(tmp_path: Path) -> None:
+    class OwnDisk(dcp.Writer):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            done = super().write_data(plan, planner)
+            for file in set(files(tmp_path)) - before:
+                file.unlink()
+            return done
+
+    save(state(1), tmp_path)
+    before = set(files(tmp_path))
+    with pytest.raises(CheckpointException, match="not in the coordinator's folder"):
+        save(state(2), tmp_path, OwnDisk(tmp_path))
+    assert equal(loaded(tmp_path), state(1))
+
+
+# Damage
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    save({"a": torch.arange(4), "b": {"n": 3}}, tmp_path)
+    for file in tmp_path.iterdir():
+        good = file.read_bytes()
+        start = 8 + int.from_bytes(good[:8], "little") if file.suffix == ".safetensors" else 0
+        for at in range(start, len(good)):
+            file.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+            found = {"a": torch.zeros(4, dtype=torch.int64), "b": {"n": 0}}
+            refused(lambda found=found: load(found, tmp_path), DamagedError)
+            assert (int(found["a"].sum()), found["b"]) == (0, {"n": 0})
+        for cut in (0, 1, len(good) // 2, len(good) - 1):
+            file.write_bytes(good[:cut])
+            refused(lambda: load({"a": torch.zeros(4, dtype=torch.int64)}, tmp_path), DamagedError)
+        file.write_bytes(good)
+    load({"a": torch.zeros(4, dtype=torch.int64)}, tmp_path)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    save(state(1), tmp_path)
+    files(tmp_path)[0].unlink()
+    assert "is not there" in refused(lambda: load(state(9), tmp_path), DamagedError)
+    (tmp_path / "metadata.json").unlink()
+    save(state(1), tmp_path)
+    (tmp_path / "metadata.json").unlink()
+    assert "no save to it was completed" in refused(lambda: load(state(9), tmp_path), NoSuchStepError)
+
+
+def test_metadata_with_its_own_checksum_is_not_believed(tmp_path: Path) -> None:
+    from flashckpt.format.checked_json import dump, parse
+
+    save({"a": torch.ones(4)}, tmp_path)
+    path = tmp_path / "metadata.json"
+    good, _ = parse(path.read_bytes(), what="it", max_bytes=1 << 20)
+
+    def hostile(change: Callable[[dict[str, Any]], None]) -> None:
+        obj = json.loads(json.dumps(good))
+        change(obj)
+        path.write_bytes(dump(obj))
+        refused(lambda: load({"a": torch.zeros(4)}, tmp_path), DamagedError)
+
+    hostile(lambda obj: obj["files"][0].__setitem__(0, "../../etc/passwd"))
+    hostile(lambda obj: obj["tensors"][0].__setitem__(1, "load"))
+    hostile(lambda obj: obj["tensors"][0][3][0].__setitem__(3, 1 << 40))
+    hostile(lambda obj: obj["tensors"][0][3][0].__setitem__(0, [-1]))
+    hostile(lambda obj: obj["tensors"][0].__setitem__(2, [3]))
+    hostile(lambda obj: obj["tensors"][0][3][0].__setitem__(2, 7))
+    hostile(lambda obj: obj.__setitem__("kind", "run"))
+    hostile(lambda obj: obj["paths"].append(["a", [None]]))
+
+
+# Staging
+
+
+def test_a_staged_state_shares_nothing(tmp_path: Path) -> None:
+    given = state(2)
+    given["values"]["mine"] = [1]
+    before = copied(given)
+    staged = dcp.Stager().stage(given)
+    for each in (given["model"]["weight"], given["model"]["count"], given["model"]["bias"].data):
+        each.add_(1)
+    given["values"]["mine"].append(2)
+    given["steps"][0]["at"] = 17
+    assert equal(staged, before)
+
+
+def test_a_tensor_may_change_once_async_save_has_returned(tmp_path: Path) -> None:
+    given = state(2)
+    before = copied(given)
+    done = torch_dcp.async_save(
+        given, storage_writer=dcp.Writer(tmp_path), planner=dcp.SavePlanner(), no_dist=True
+    )
+    given["model"]["weight"].zero_()
+    given["values"]["list"].append(4)
+    done.result()  # type: ignore[union-attr]
+    assert equal(loaded(tmp_path), before)
+
+
+# Slices
+
+
+def sliced(whole: torch.Tensor, *rows: tuple[int, int], padding: int = 1) -> torch.Tensor:
+    """A tensor that holds some rows of another, with padding before each."""
+    parts, local, at = [], [], 0
+    for start, stop in rows:
+        parts += [torch.full((padding, whole.shape[1]), -1.0), whole[start:stop]]
+        local.append((at + padding, 0))
+        at += padding + stop - start
+    made: Any = torch.cat(parts)
+    made.global_shape = tuple(whole.shape)
+    made.global_offsets = tuple((start, 0) for start, _ in rows)
+    made.local_offsets = tuple(local)
+    made.local_sizes = tuple((stop - start, whole.shape[1]) for start, stop in rows)
+    return made
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_slices_are_parts_of_the_larger_tensor(tmp_path: Path, staged: bool) -> None:
+    whole = torch.randn(7, 3)
+    given = {"w": sliced(whole, (0, 2), (2, 7))}
+    save(dcp.Stager().stage(given) if staged else given, tmp_path)
+    found = {"w": torch.zeros(7, 3)}
+    load(found, tmp_path)
+    assert torch.equal(found["w"], whole)
+    other = {"w": sliced(torch.zeros(7, 3), (1, 4), (6, 7))}
+    load(other, tmp_path)
+    expected = sliced(whole, (1, 4), (6, 7))
+    assert torch.equal(other["w"], expected)
+
+
+def test_slices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    given: Any = sliced(torch.zeros(7, 3), (0, 2))
+    given.global_offsets = ((6, 0),)
+    assert "w has global_shape" in refused(lambda: save({"w": given}, tmp_path), StateError)
