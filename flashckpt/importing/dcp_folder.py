@@ -1,7 +1,7 @@
 """A folder that `torch.distributed.checkpoint` wrote.
 
 Its `.metadata` is a pickle. It is read with a fixed list of classes, for which inert records stand in: no
-name of the file is imported or called. Each item of the `.distcp` files is read as torch_file.py reads a file.
+name of the file is imported or called. Each item of a `.distcp` file is read as torch_file.py reads a file.
 Owns the checks that the records of one tensor make it up, and that no record leads out of the folder.
 """
 

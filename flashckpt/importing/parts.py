@@ -110,11 +110,15 @@ def _chosen(source: Source, mapped: Mapped) -> dict[str, Any]:
     for name, key in mapped.state.items():
         _check_name(name)
         part, _, inner = name.partition(".")
+        if part in mapped.state and inner:
+            raise OptionError(
+                f"--state {name}: {part} is taken as a whole. Nothing was written. Give one of them."
+            )
         value = _looked_up(source, key)
-        if not inner:
-            found[part] = value
-        else:
+        if inner:
             found.setdefault(part, {})[inner] = value
+        else:
+            found[part] = value
     return found
 
 

@@ -26,7 +26,19 @@ from flashckpt.state.values import CONTAINERS, join, rebuild
 _PIECE_BYTES = 1 << 20
 _Global = Callable[..., Any] | tuple[Callable[..., Any], str]
 # A file that names one of these is hostile, and refused as a whole. torch refuses the first four itself.
-_HOSTILE_MODULES = ("os", "posix", "nt", "sys", "subprocess", "importlib", "runpy", "pty", "socket", "shutil")
+_HOSTILE_MODULES = (
+    "os",
+    "posix",
+    "nt",
+    "sys",
+    "subprocess",
+    "io",
+    "importlib",
+    "runpy",
+    "pty",
+    "socket",
+    "shutil",
+)
 _HOSTILE_BUILTINS = (
     "eval",
     "exec",
