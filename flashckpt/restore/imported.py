@@ -112,7 +112,7 @@ class _Binding:
         if isinstance(entry, ScalerEntry):
             return {"kind": entry.kind, "state": _scaler_state(state)}
         if isinstance(entry, (ObjectEntry, ContainerEntry)):
-            return {"kind": entry.kind, "state": state}
+            return {"kind": entry.kind, "state": state, PARTIAL: True}
         return value
 
     def _state_of(self, name: str, value: Mapping[str, Any]) -> Any:

@@ -35,6 +35,7 @@ from flashckpt.state.leaves import (
 from flashckpt.state.modules import ModuleEntry, check_own_saving, tie_differences
 from flashckpt.state.objects import (
     MISSING,
+    PARTIAL,
     ContainerEntry,
     ObjectEntry,
     Row,
@@ -58,11 +59,9 @@ from flashckpt.state.tensors import DTYPE_NAMES, described, make, strides
 
 log = logging.getLogger(__name__)
 
-__all__ = ["LiveLeaf", "Saved", "Tree", "Walk"]
+__all__ = ["PARTIAL", "LiveLeaf", "Saved", "Tree", "Walk"]
 
 NAMESPACE = "gradients"
-# A value with this key may lack named objects, which keep what they have: an imported step.
-PARTIAL = "partial"
 UsedUp = Callable[[Any, Tensor], bool]
 
 # none · used up: dense, or sparse with 1-9 sparse dimensions · still to be used: dense, sparse, coalesced

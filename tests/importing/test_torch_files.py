@@ -118,6 +118,18 @@ def test_every_key_is_taken_and_a_number_needs_no_name(tmp_path: Path, runtime: 
     assert same(held, average)
 
 
+def test_a_scheduler_of_an_older_torch(tmp_path: Path, runtime: Path) -> None:
+    """Its state lacks an attribute that the live one has by now: that keeps its value, as torch leaves it."""
+    source = trained()
+    state = source.state_dicts
+    state["scheduler"]["of_before"] = state["scheduler"].pop("total_steps")
+    import_checkpoint(saved(tmp_path / "last.pt", state), tmp_path / "run")
+    training = Training.made(seed=4)
+    with flashckpt.attach(tmp_path / "run", every=None, state=training.state):
+        assert training.scheduler.state_dict()["total_steps"] == 100
+        assert training.scheduler.last_epoch == source.scheduler.last_epoch
+
+
 def test_another_model_is_a_mismatch(tmp_path: Path, runtime: Path) -> None:
     source = trained()
     state = source.state_dicts
