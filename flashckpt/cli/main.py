@@ -14,6 +14,7 @@ import typer
 
 import flashckpt
 from flashckpt.cli.copy import copy
+from flashckpt.cli.importing import import_
 from flashckpt.cli.recovery import keepers, recover
 from flashckpt.cli.show import show
 from flashckpt.cli.steps import branch, export, ls, prune, verify
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 for command in (ls, show, verify, branch, copy, recover, prune, export, keepers):
     app.command(epilog=_EPILOG)(command)
+app.command(name="import", epilog=_EPILOG)(import_)
 
 
 def _print_version(asked: bool) -> None:

@@ -53,14 +53,8 @@ def open_run(store: Store, create: bool, run_id: str = "") -> Run:
     their run.json, FormatError where it is written by a newer version, DamagedError where it is damaged,
     RunError for `create` where the storage overwrites.
     """
-    if create and not store.capabilities.conditional_create:
-        raise RunError(
-            f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
-            "overwrite another's. Nothing was changed. Use another storage for the run.",
-            path=store.url,
-        )
     if create:
-        store.check()
+        check_place(store)
     try:
         return _read(store)
     except FileNotFoundError:
@@ -85,6 +79,17 @@ def open_run(store: Store, create: bool, run_id: str = "") -> Run:
         )
     run = Run(run_id=run_id or secrets.token_hex(8))
     return run if store.create(RUN, run.to_bytes()) else _read(store)
+
+
+def check_place(store: Store) -> None:
+    """Raise RunError or OSError where a run cannot be committed to this storage."""
+    if not store.capabilities.conditional_create:
+        raise RunError(
+            f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
+            "overwrite another's. Nothing was changed. Use another storage for the run.",
+            path=store.url,
+        )
+    store.check()
 
 
 def _read(store: Store) -> Run:

@@ -29,7 +29,7 @@ from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import StateEntry
 from flashckpt.state.optimizers import OptimizerEntry
 from flashckpt.state.tensors import is_sharded, kind_of
-from flashckpt.state.tree import NAMESPACE, Tree, Walk
+from flashckpt.state.tree import NAMESPACE, PARTIAL, Tree, Walk
 from flashckpt.state.values import CONTAINERS, join, rebuild, references
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class MergedState:
             if self._world == 1:
                 entries = self._strangers() | entries
             self.value = {"entries": entries, NAMESPACE: self._gradients()}
+            if PARTIAL in self.source.values["state"]:
+                self.value[PARTIAL] = True
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
             raise DamagedError(
                 f"The values of the step do not have the form they were written in ({error!r}). It cannot be "

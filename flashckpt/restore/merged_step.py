@@ -17,6 +17,7 @@ from flashckpt.format.layout import Layout, SlotImage
 from flashckpt.memory.control_page import round_up
 from flashckpt.restore.box_gathering import Gathering
 from flashckpt.restore.filling import check_values
+from flashckpt.restore.imported import MARK, bound, is_imported
 from flashckpt.restore.merged_state import MergedState
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_image import StepImage, private_memory
@@ -36,6 +37,8 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, thre
     Raises MismatchError where the step is of another model, or does not go together; OutOfRoomError, and
     DamagedError or OSError where its records cannot be read.
     """
+    if is_imported(record):
+        record = bound(tree, record)
     ranks = StepRanks(record, rank, world)
     merged = MergedState(tree, tree.found(), ranks, rank, world)
     merged.merge()
@@ -78,7 +81,7 @@ def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dic
         ranks.read_apart()
     known = {each: merged.saved(each).values for each in ranks.known}
     progress = {each: values["progress"] for each, values in known.items()}
-    if rank >= old_world:
+    if rank >= old_world and MARK not in own:
         log.warning(
             "rank %d was not there when step %d was made, by %d ranks: its random numbers and what else is "
             "each rank's own are derived from those of rank %d. They are the same at each such start, and "

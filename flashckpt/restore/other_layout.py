@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord
 from flashckpt.format.layout import Leaf
+from flashckpt.restore.imported import is_imported
 from flashckpt.restore.step_reading import StepReading
 from flashckpt.state.leaves import LiveLeaf
 from flashckpt.state.modules import ModuleEntry
@@ -42,7 +43,7 @@ class LiveLayout:
 
     def has(self, record: StepRecord) -> bool:
         """The same of what this rank has of a step."""
-        if record.world != self.world:
+        if record.world != self.world or is_imported(record):
             return False
         mine = record.rank(self.rank)
         return self.is_of(record.world, [leaf for _, leaf, _ in (*mine.counted(), *mine.elsewhere())])

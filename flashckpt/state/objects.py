@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 Row = tuple[str, str, str]
 MISSING = "missing"
+# With this key a value of the state may lack named objects, and one of an object may lack keys: they stay as
+# the program made them. Imported steps have it: another version wrote them.
+PARTIAL = "partial"
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque)
 _SCALER = (
@@ -236,6 +239,8 @@ class ObjectEntry(StateEntry):
         if changed := changed_values(recorded, now, self.name):
             # What differs from one call to the next (a clock) says nothing about what was loaded.
             changing = changed_values(now, self.values(Walk())["state"], self.name)
+            if PARTIAL in value:
+                changing |= dict.fromkeys(changed.keys() - dict(_parts(recorded, self.name)).keys(), "")
             wrong += [f"{path} is {found}" for path, found in changed.items() if path not in changing]
         known = [leaf for leaf in held.leaves if leaf.name in saved.names]
         pairs = [(saved.leaves[saved.names[leaf.name]], leaf) for leaf in known]

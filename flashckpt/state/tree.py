@@ -35,6 +35,7 @@ from flashckpt.state.leaves import (
 from flashckpt.state.modules import ModuleEntry, check_own_saving, tie_differences
 from flashckpt.state.objects import (
     MISSING,
+    PARTIAL,
     ContainerEntry,
     ObjectEntry,
     Row,
@@ -58,7 +59,7 @@ from flashckpt.state.tensors import DTYPE_NAMES, described, make, strides
 
 log = logging.getLogger(__name__)
 
-__all__ = ["LiveLeaf", "Saved", "Tree", "Walk"]
+__all__ = ["PARTIAL", "LiveLeaf", "Saved", "Tree", "Walk"]
 
 NAMESPACE = "gradients"
 UsedUp = Callable[[Any, Tensor], bool]
@@ -215,7 +216,8 @@ class Tree:
     def _differences(self, saved: Saved, live: Walk) -> list[Row]:
         recorded = saved.value["entries"]
         rows: list[Row] = []
-        for name in [*recorded, *(name for name in self._entries if name not in recorded)]:
+        absent = [] if PARTIAL in saved.value else [name for name in self._entries if name not in recorded]
+        for name in [*recorded, *absent]:
             kinds = [recorded[name]["kind"] if name in recorded else MISSING]
             kinds.append(self._entries[name].kind if name in self._entries else MISSING)
             if kinds[0] != kinds[1]:
@@ -226,14 +228,17 @@ class Tree:
         rows += _other_boxes(saved, live) if not rows else []
         if not rows:
             rows += self._gradients.differences(saved.value[NAMESPACE])
-        for name, entry in self._entries.items() if not rows else ():
-            for place, ref in entry.references(saved.value["entries"][name]):
+        for entry in self._saved_entries(recorded) if not rows else ():
+            for place, ref in entry.references(recorded[entry.name]):
                 for leaf in leaf_names(place, ref):
                     if leaf not in saved.names:
                         raise DamagedError(f"The snapshot names {leaf!r} and lacks it. Nothing was loaded.")
                     if is_stored(ref):
                         check_stored(ref.about, saved.leaves[saved.names[leaf]].num_bytes)
         return rows
+
+    def _saved_entries(self, recorded: Mapping[str, Any]) -> list[StateEntry]:
+        return [entry for entry in self._in_order() if entry.name in recorded]
 
     def restore(self, saved: Saved, uploads: Uploads | None = None) -> list[tuple[str, Tensor]]:
         """Make the live state the saved one; (leaf name, live tensor) of everything that was filled. What is
@@ -258,13 +263,14 @@ class Tree:
                 "optimizers."
             )
         live, filling, values = fitting[1], Filling(saved, uploads), saved.value["entries"]
-        for entry in self._in_order():
+        saved_entries = self._saved_entries(values)
+        for entry in saved_entries:
             entry.restore(values[entry.name], filling, live)
         self._gradients.restore(saved.value[NAMESPACE], filling)
         filling.make_copies()
         filling.at_once = True  # code of the program's own reads what it is given
         filled = list(filling.filled)
-        for entry in self._in_order():
+        for entry in saved_entries:
             try:
                 filled += entry.finish(values[entry.name], filling, saved)
             except Exception as error:

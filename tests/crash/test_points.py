@@ -32,6 +32,8 @@ ALONE = {"claim.taken", "leave.begun", "leave.emptied", "leave.closed"}
 GROWTH = {point for point in POINTS if point.startswith("growth.")}
 # No trainer copies steps: tests/tiers kills at these.
 COPY = {point for point in POINTS if point.startswith("copy.")}
+# Nor does one import a checkpoint: tests/importing kills at these.
+IMPORT = {point for point in POINTS if point.startswith("import.")}
 HOLD_AT = 16
 
 
@@ -66,7 +68,7 @@ CASES = [
     (point, who)
     for point in POINTS
     for who in VICTIMS
-    if point not in GROWTH | COPY and (who != "the other" or point not in ALONE)
+    if point not in GROWTH | COPY | IMPORT and (who != "the other" or point not in ALONE)
 ]
 
 

@@ -1,0 +1,213 @@
+"""A DCP folder becomes a run; a hostile one is refused by name and runs no code."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import flashckpt
+from flashckpt.errors import DamagedError, OptionError
+from flashckpt.importing.parts import Mapped
+from flashckpt.importing.run import import_checkpoint
+from tests.importing.training import check_goes_on, is_free, same, trained
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """torch warns of its own calls."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def saved(folder: Path, state: dict[str, Any]) -> Path:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("form", ["plain", "by names", "flat"])
+def test_next_steps_are_those_of_the_source(form: str, tmp_path: Path, runtime: Path) -> None:
+    """Numbers for parameters, as torch's optimizers give them, and DCP's own forms with names."""
+    source = trained()
+    state = source.state_dicts
+    if form != "plain":
+        options = StateDictOptions(flatten_optimizer_state_dict=form == "flat")
+        state["model"], state["optimizer"] = get_state_dict(source.model, source.optimizer, options=options)
+    folder = saved(tmp_path / "dcp", {**state, "done": 5})
+    names = {name: name for name in source.state}
+    done = import_checkpoint(folder, tmp_path / "run", Mapped(state=names, step="done"))
+    assert (done.format, done.step, done.left_out) == ("dcp", 5, ())
+    check_goes_on(tmp_path / "run", source)
+
+
+def test_tensors_values_and_lists(tmp_path: Path) -> None:
+    state = {
+        "model": {"weight": torch.arange(6.0).reshape(2, 3), "empty": torch.empty(0, 3)},
+        "own": {"list": [torch.ones(2), {"a": (1, 2.5, "x")}, 3], "numbers": {0: "a", 1: "b"}, "none": None},
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    import_checkpoint(saved(tmp_path / "dcp", state), tmp_path / "run")
+    found = flashckpt.load(tmp_path / "run")
+    assert found.keys() == {"model.weight", "model.empty", "own.list.0", "half"}
+    assert torch.equal(found["model.weight"], state["model"]["weight"])
+    assert torch.equal(found["half"], state["half"])
+
+
+class Odd:
+    pass
+
+
+def test_what_needs_code_is_named_and_skipped_on_demand(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "odd": Odd(), "n": 1})
+    with pytest.raises(OptionError, match=r"1 items cannot be imported:\n  odd is a .*test_dcp_folders\.Odd"):
+        import_checkpoint(folder, tmp_path / "run")
+    assert is_free(tmp_path / "run")
+    done = import_checkpoint(folder, tmp_path / "run", Mapped(skip_unreadable=True))
+    assert [name for name, *_ in done.parts] == ["model", "n"]
+
+
+class Evil:
+    def __init__(self, call: tuple[Any, ...]) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._call
+
+
+def evil_calls(marker: Path) -> dict[str, tuple[Any, ...]]:
+    return {
+        "posix.system": (os.system, (f"touch {marker}",)),
+        "builtins.eval": (eval, (f"open({str(marker)!r}, 'w')",)),
+        "builtins.getattr": (getattr, (os, "system")),
+        "io.open": (open, (str(marker), "w")),
+    }
+
+
+@pytest.mark.parametrize("name", ["posix.system", "builtins.eval", "builtins.getattr", "io.open"])
+@pytest.mark.parametrize("where", ["whole", "inside"])
+def test_a_hostile_metadata_is_refused_by_name(name: str, where: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(2)}})
+    marker, path = tmp_path / "was-run", folder / ".metadata"
+    evil: Any = Evil(evil_calls(marker)[name]) if name != "builtins.getattr" else Evil((getattr, ("x", "y")))
+    if where == "inside":
+        found = pickle.loads(path.read_bytes())
+        found.storage_meta = evil
+        evil = found
+    path.write_bytes(pickle.dumps(evil))
+    with pytest.raises(DamagedError, match=rf"\.metadata cannot be imported: it names {name}"):
+        import_checkpoint(folder, tmp_path / "run", Mapped(skip_unreadable=True))
+    assert not marker.exists()
+    assert is_free(tmp_path / "run")
+
+
+def test_a_hostile_item_is_refused_by_name(tmp_path: Path) -> None:
+    marker = tmp_path / "was-run"
+    folder = saved(tmp_path / "dcp", {"w": torch.ones(2), "evil": Evil((os.system, (f"touch {marker}",)))})
+    with pytest.raises(DamagedError, match=r"distcp cannot be imported: its pickle names posix\.system"):
+        import_checkpoint(folder, tmp_path / "run", Mapped(skip_unreadable=True))
+    assert not marker.exists()
+
+
+def first(metadata: Any) -> tuple[Any, Any]:
+    """The key and the place of the tensor."""
+    return next((index, info) for index, info in metadata.storage_data.items() if index.fqn == "w")
+
+
+def two_in_one_place(metadata: Any) -> None:
+    index, info = first(metadata)
+    metadata.storage_data[MetadataIndex("w", (1, 0))] = info
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a path out of the folder": lambda m: setattr(first(m)[1], "relative_path", "../../etc/passwd"),
+    "an absolute path": lambda m: setattr(first(m)[1], "relative_path", "/etc/passwd"),
+    "a hidden folder": lambda m: setattr(first(m)[1], "relative_path", "."),
+    "no text for a path": lambda m: setattr(first(m)[1], "relative_path", 3),
+    "a length behind the end": lambda m: setattr(first(m)[1], "length", 1 << 50),
+    "a shorter length": lambda m: setattr(first(m)[1], "length", first(m)[1].length - 64),
+    "a negative offset": lambda m: setattr(first(m)[1], "offset", -1),
+    "another item's place": lambda m: setattr(first(m)[1], "offset", 1),
+    "no place": lambda m: m.storage_data.pop(first(m)[0]),
+    "another shape": lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([1 << 60, 3])),
+    "a larger shape": lambda m: setattr(m.state_dict_metadata["w"], "size", torch.Size([4, 3])),
+    "two pieces in one place": two_in_one_place,
+    "no items": lambda m: setattr(m, "state_dict_metadata", None),
+    "no storage": lambda m: setattr(m, "storage_data", [1]),
+    "a path that is none": lambda m: m.planner_data.update(w=(1.5,)),
+    "a list with gaps": lambda m: m.planner_data.update(w=("x", 7)),
+    "a name twice": lambda m: m.planner_data.update(w=("n",)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_bad_metadata_is_named(change: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"w": torch.arange(6.0).reshape(2, 3), "n": [1]})
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    CHANGES[change](metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedError, match="cannot be imported"):
+        import_checkpoint(folder, tmp_path / "run")
+    assert is_free(tmp_path / "run")
+
+
+@pytest.mark.parametrize("how", ["metadata cut", "metadata flipped", "data cut", "data flipped", "data gone"])
+def test_a_damaged_folder_is_named(how: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"w": torch.arange(64.0)})
+    path = folder / (".metadata" if how.startswith("metadata") else "__0_0.distcp")
+    data = bytearray(path.read_bytes())
+    if how.endswith("cut"):
+        path.write_bytes(data[: len(data) // 2])
+    elif how.endswith("gone"):
+        path.unlink()
+    else:
+        place = data.index(torch.arange(64.0).numpy().tobytes()) if how.startswith("data") else 3
+        data[place + 9] ^= 0x41
+        path.write_bytes(data)
+    with pytest.raises(DamagedError, match="cannot be imported"):
+        import_checkpoint(folder, tmp_path / "run")
+    assert is_free(tmp_path / "run")
+
+
+def test_pieces_of_several_ranks(tmp_path: Path) -> None:
+    """As two ranks write them: rows of one tensor in two files."""
+    folder = saved(tmp_path / "dcp", {"w": torch.arange(6.0).reshape(2, 3)})
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    whole = torch.arange(12.0).reshape(4, 3)
+    table = metadata.state_dict_metadata["w"]
+    chunk = type(table.chunks[0])
+    table.size = torch.Size([4, 3])
+    table.chunks = [
+        chunk(offsets=torch.Size([row, 0]), sizes=torch.Size([rows, 3])) for row, rows in ((0, 3), (3, 1))
+    ]
+    (_, info) = first(metadata)
+    metadata.storage_data = {}
+    for number, (row, rows) in enumerate(((0, 3), (3, 1))):
+        data = io.BytesIO()
+        torch.save(whole[row : row + rows].clone(), data)
+        (folder / f"__{number}_0.distcp").write_bytes(b"some bytes before" + data.getvalue())
+        place = type(info)(f"__{number}_0.distcp", len(b"some bytes before"), len(data.getvalue()))
+        metadata.storage_data[MetadataIndex("w", (row, 0))] = place
+    path.write_bytes(pickle.dumps(metadata))
+    import_checkpoint(folder, tmp_path / "run", Mapped(state={"model": ""}))
+    assert torch.equal(flashckpt.load(tmp_path / "run")["model.w"], whole)
+
+
+def test_all_keys_of_a_training(tmp_path: Path) -> None:
+    source = trained()
+    import_checkpoint(saved(tmp_path / "dcp", source.state_dicts), tmp_path / "run")
+    found = flashckpt.load(tmp_path / "run", only="model", strip=True)
+    assert same(found, dict(source.model.state_dict()))

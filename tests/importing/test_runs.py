@@ -1,0 +1,89 @@
+"""The run that an import writes: killed at every point, from the shell, and taken up by several ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashckpt
+from flashckpt.cli.command import ExitCode
+from flashckpt.crashpoints import POINTS
+from flashckpt.errors import RunError, UnusableRunError
+from flashckpt.importing.run import import_checkpoint
+from tests.importing.ranks import made
+from tests.ranks.conftest import launcher as launcher
+from tests.ranks.launch import Launcher
+from tests.zygote import Zygote
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model, optimizer = made()
+    for _ in range(2):
+        model(torch.randn(4, 5)).square().mean().backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "last.pt")
+    return tmp_path / "last.pt"
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("import.")])
+def test_a_killed_import_is_no_run(
+    point: str, source: Path, tmp_path: Path, runtime: Path, zygote: Zygote
+) -> None:
+    """Neither a checkpoint, nor the place of a run that would begin from nothing."""
+    run = tmp_path / "run"
+    ended = zygote.run(["tests.importing.killed", str(source), str(run), point])
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    with pytest.raises(UnusableRunError):
+        flashckpt.steps(run)
+    model, optimizer = made()
+    with pytest.raises(UnusableRunError, match=r"not taken for a fresh run"):
+        flashckpt.attach(run, model=model, optimizer=optimizer)
+    with pytest.raises(RunError, match="an import into it was interrupted"):
+        import_checkpoint(source, run)
+    shutil.rmtree(run)
+    import_checkpoint(source, run)
+    assert flashckpt.verify(run).ok
+
+
+def test_two_ranks_take_up_an_import(source: Path, tmp_path: Path, launcher: Launcher) -> None:
+    for name in ("run", "run-ddp"):
+        import_checkpoint(source, tmp_path / name)
+    ranks = launcher.fork("tests.importing.ranks", tmp_path / "run", str(source), ranks=2).finished()
+    for rank in ranks:
+        assert rank.out == ["at 0: []", "after 1, seeded True"] * 2
+    assert flashckpt.verify(tmp_path / "run").ok
+
+
+def test_the_shell(source: Path, tmp_path: Path) -> None:
+    def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", "import"]
+        return subprocess.run(
+            [*command, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={"COLUMNS": "200"},
+        )
+
+    done = shell(source, tmp_path / "run", "--state", "net=model", "--step", 40, "--json")
+    assert done.returncode == ExitCode.WELL, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["step"], told["left_out"], told["skipped"]) == (40, ["optimizer"], [])
+    assert told["parts"] == [{"name": "net", "tensors": 4, "num_bytes": 4 * 66}]
+    assert flashckpt.steps(tmp_path / "run") == [40]
+    again = shell(source, tmp_path / "run")
+    assert again.returncode == ExitCode.UNUSABLE_RUN
+    assert "is a run already" in again.stderr
+    assert shell(source, tmp_path / "other", "--state", "net").returncode == ExitCode.USAGE

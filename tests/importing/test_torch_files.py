@@ -1,0 +1,245 @@
+"""A file that torch.save wrote becomes a run: its next steps are those that torch's own loading gives."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flashckpt
+from flashckpt.errors import DamagedError, MismatchError, OptionError, RunError
+from flashckpt.importing.parts import Mapped
+from flashckpt.importing.run import import_checkpoint
+from tests.importing.training import Training, check_goes_on, is_free, same, seed_all, trained
+
+pytestmark = pytest.mark.process
+
+
+def saved(path: Path, value: Any, **how: Any) -> Path:
+    torch.save(value, path, **how)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_next_steps_are_those_of_the_source(kind: str, tmp_path: Path, runtime: Path) -> None:
+    source = trained(kind=kind)
+    file = saved(tmp_path / "last.pt", {**source.state_dicts, "step": 5, "epoch": 2})
+    done = import_checkpoint(file, tmp_path / "run", Mapped(step="step", epoch="epoch"))
+    assert (done.step, done.skipped, done.left_out) == (5, (), ())
+    assert flashckpt.steps(tmp_path / "run") == [5]
+    assert flashckpt.verify(tmp_path / "run").ok
+    weights = flashckpt.load(tmp_path / "run", only="model", strip=True)
+    assert same(weights, dict(source.model.state_dict()))
+    check_goes_on(tmp_path / "run", source, kind=kind)
+    assert flashckpt.steps(tmp_path / "run") == [5, 8]
+
+
+def test_next_steps_of_an_epoch_loop(tmp_path: Path, runtime: Path) -> None:
+    source = trained()
+    file = saved(
+        tmp_path / "last.pt", {**source.state_dicts, "step": torch.tensor(6.0), "done": {"epochs": 2}}
+    )
+    import_checkpoint(
+        file,
+        tmp_path / "run",
+        Mapped(state={name: name for name in source.state_dicts}, step="step", epoch="done.epochs"),
+    )
+    training = Training.made(seed=3)
+    seen = []
+    with flashckpt.attach(tmp_path / "run", every=None, state=training.state) as checkpointer:
+        for epoch in checkpointer.epochs(4):
+            for batch in checkpointer.batches([0, 1]):
+                seen.append((epoch, batch))
+                training.step()
+        assert checkpointer.completed == 10
+    assert seen == [(2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+def test_random_numbers_of_the_source(tmp_path: Path, runtime: Path) -> None:
+    source = trained()
+    numbers = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+    file = saved(tmp_path / "last.pt", {**source.state_dicts, "numbers": numbers})
+    names = {name: name for name in source.state_dicts}
+    import_checkpoint(
+        file, tmp_path / "run", Mapped(state=names, rng={name: f"numbers.{name}" for name in numbers})
+    )
+    expected = [source.step(), random.random(), np.random.random()]
+    training = Training.made(seed=3)
+    seed_all(8)
+    with flashckpt.attach(tmp_path / "run", every=None, state=training.state) as checkpointer:
+        assert [
+            [training.step(), random.random(), np.random.random()] for _ in checkpointer.batches([0])
+        ] == [expected]
+
+
+def test_parts_under_other_names_and_what_the_source_does_not_have(
+    tmp_path: Path, runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights of a wrapped module and no optimizer, a best value, and a key of which nothing is taken."""
+    source = trained()
+    wrapped = {f"_orig_mod.module.{key}": value for key, value in source.model.state_dict().items()}
+    file = saved(tmp_path / "last.pt", {"net": wrapped, "best": 0.25, "config": {"a": 1}})
+    done = import_checkpoint(
+        file, tmp_path / "run", Mapped(state={"model": "net", "own.best": "best"}, step="3")
+    )
+    assert done.left_out == ("config",)
+    training, own = Training.made(seed=4), {"best": 0.0}
+    before = training.optimizer.state_dict()
+    with flashckpt.attach(tmp_path / "run", every=None, state={**training.state, "own": own}) as checkpointer:
+        assert checkpointer.completed == 3
+    assert same(training.model.state_dict(), source.model.state_dict())
+    assert own == {"best": 0.25}
+    assert same(training.optimizer.state_dict(), before)
+    assert "the import has no optimizer, scheduler: the program's own is kept as it is" in caplog.text
+
+
+def test_every_key_is_taken_and_a_number_needs_no_name(tmp_path: Path, runtime: Path) -> None:
+    source = trained()
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    average = {"shadow": [torch.arange(3.0)], "decay": 0.9}
+    file = saved(
+        tmp_path / "last.pt",
+        {**source.state_dicts, "scaler": scaler.state_dict(), "average": average, "step": 5},
+    )
+    import_checkpoint(file, tmp_path / "run", Mapped(step="step"))
+    other, held = torch.amp.GradScaler("cpu"), {"shadow": [torch.zeros(3)], "decay": 0.0}
+    check_goes_on(tmp_path / "run", source, scaler=other, average=held)
+    assert other.state_dict() == scaler.state_dict()
+    assert same(held, average)
+
+
+def test_a_scheduler_of_an_older_torch(tmp_path: Path, runtime: Path) -> None:
+    """Its state lacks an attribute that the live one has by now: that keeps its value, as torch leaves it."""
+    source = trained()
+    state = source.state_dicts
+    state["scheduler"]["of_before"] = state["scheduler"].pop("total_steps")
+    import_checkpoint(saved(tmp_path / "last.pt", state), tmp_path / "run")
+    training = Training.made(seed=4)
+    with flashckpt.attach(tmp_path / "run", every=None, state=training.state):
+        assert training.scheduler.state_dict()["total_steps"] == 100
+        assert training.scheduler.last_epoch == source.scheduler.last_epoch
+
+
+def test_another_model_is_a_mismatch(tmp_path: Path, runtime: Path) -> None:
+    source = trained()
+    state = source.state_dicts
+    state["model"]["extra.weight"] = state["model"].pop("unused")
+    import_checkpoint(saved(tmp_path / "last.pt", state), tmp_path / "run")
+    training = Training.made(seed=4)
+    before = training.state_dicts
+    with pytest.raises(MismatchError, match=r"model\.extra\.weight") as found:
+        flashckpt.attach(tmp_path / "run", state=training.state)
+    assert {row[0] for row in found.value.differences} == {"model.extra.weight", "model.unused"}
+    assert same(training.state_dicts, before)
+
+
+def test_another_optimizer_is_a_mismatch(tmp_path: Path, runtime: Path) -> None:
+    source = trained()
+    import_checkpoint(saved(tmp_path / "last.pt", source.state_dicts), tmp_path / "run")
+    training = Training.made(seed=4)
+    training.optimizer = torch.optim.AdamW(training.model.parameters())
+    training.scheduler = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, 1e-2, total_steps=100)
+    with pytest.raises(MismatchError, match=r"optimizer\.groups"):
+        flashckpt.attach(tmp_path / "run", state=training.state)
+
+
+def test_what_needs_code_is_named_and_skipped_on_demand(tmp_path: Path) -> None:
+    value = {
+        "model": {"weight": torch.ones(2)},
+        "args": argparse.Namespace(a=1),
+        "log": {"path": Path("x"), "rows": [1, 2], "parts": [{"cls": argparse.Namespace, "n": 1}]},
+        "sparse": {"s": torch.eye(2).to_sparse()},
+    }
+    file = saved(tmp_path / "last.pt", value)
+    with pytest.raises(OptionError) as found:
+        import_checkpoint(file, tmp_path / "run")
+    message = str(found.value)
+    assert "4 items cannot be imported" in message
+    for path in (
+        "args is a argparse.Namespace",
+        "log.path",
+        "log.parts.0.cls is argparse",
+        "sparse.s has the layout",
+    ):
+        assert path in message
+    assert is_free(tmp_path / "run")
+    done = import_checkpoint(file, tmp_path / "run", Mapped(skip_unreadable=True))
+    assert len(done.skipped) == 4
+    assert [name for name, *_ in done.parts] == ["model", "log", "sparse"]
+
+
+def test_older_files_and_half_precision(tmp_path: Path) -> None:
+    value = {"model": {"weight": torch.arange(4, dtype=torch.bfloat16).reshape(2, 2).t()}}
+    file = saved(tmp_path / "old.pt", value, _use_new_zipfile_serialization=False)
+    import_checkpoint(file, tmp_path / "run")
+    assert same(flashckpt.load(tmp_path / "run"), {"model.weight": value["model"]["weight"]})
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, ("/tmp/flashckpt-import-was-here", "w")
+
+
+def test_a_hostile_file_is_refused_by_name(tmp_path: Path) -> None:
+    file = saved(tmp_path / "evil.pt", {"model": {"w": torch.ones(2)}, "x": Hostile()})
+    with pytest.raises(DamagedError, match=r"its pickle names io\.open"):
+        import_checkpoint(file, tmp_path / "run", Mapped(skip_unreadable=True))
+    assert not Path("/tmp/flashckpt-import-was-here").exists()
+    assert is_free(tmp_path / "run")
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "compressed", "a list", "no pickle"])
+def test_a_damaged_file_is_named(how: str, tmp_path: Path) -> None:
+    file = saved(tmp_path / "last.pt", {"model": {"weight": torch.arange(64.0)}})
+    data = bytearray(file.read_bytes())
+    if how == "cut":
+        file.write_bytes(data[:-200])
+    elif how == "flipped":
+        place = data.index(torch.arange(64.0).numpy().tobytes())
+        data[place + 17] ^= 1
+        file.write_bytes(data)
+    elif how == "compressed":
+        with zipfile.ZipFile(file) as old, zipfile.ZipFile(tmp_path / "new", "w") as new:
+            for record in old.infolist():
+                new.writestr(record.filename, old.read(record), zipfile.ZIP_DEFLATED)
+        (tmp_path / "new").rename(file)
+    elif how == "a list":
+        saved(file, [torch.ones(2)])
+    else:
+        file.write_bytes(b"weights, honestly" * 10)
+    with pytest.raises(DamagedError, match=r"last\.pt cannot be imported"):
+        import_checkpoint(file, tmp_path / "run")
+    assert is_free(tmp_path / "run")
+
+
+def test_wrong_usage(tmp_path: Path) -> None:
+    file = saved(tmp_path / "last.pt", {"model": {"weight": torch.ones(2)}, "step": 1.5, "text": "x"})
+    for mapped, why in (
+        (Mapped(state={"model": "net"}), r"has no 'net'"),
+        (Mapped(step="step"), r"--step step"),
+        (Mapped(step="steps"), r"has no 'steps'"),
+        (Mapped(state={"text": "text"}), r"nothing that was chosen is a tensor"),
+        (Mapped(state={"gradients": "model"}), r"cannot name a part"),
+        (Mapped(rng={"torch": "text"}), r"no state of the torch generator"),
+        (Mapped(state={"a": "model", "a.weight": "step"}), r"a is taken as a whole"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            import_checkpoint(file, tmp_path / "run", mapped)
+    for missing in ("nothing.pt", "."):
+        with pytest.raises(OptionError):
+            import_checkpoint(tmp_path / missing, tmp_path / "run")
+    assert is_free(tmp_path / "run")
+    import_checkpoint(file, tmp_path / "run")
+    with pytest.raises(RunError, match="is a run already"):
+        import_checkpoint(file, tmp_path / "run")
+    assert flashckpt.steps(tmp_path / "run") == [0]
