@@ -176,16 +176,20 @@ def _write(
         _check_filled(model, selected, tensors)
     os.mkdir(path)
     model.save_pretrained(path, **options)
-    skipped = {_CONFIG, _GENERATION, *adapters.values()}
     for file in source.rglob("*"):
         name = file.relative_to(source).as_posix()
-        if file.is_file() and name not in skipped and not (Path(path) / name).exists() and _is_text(name):
+        if file.is_file() and name not in adapters.values() and _is_of_tokenizer(name):
             _unpack({name: file.read_bytes()}, Path(path))
 
 
-def _is_text(name: str) -> bool:
-    """Whether it belongs to a tokenizer or processor: a folder given by --config may have weights too."""
-    return not name.endswith((".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".index.json", ".py"))
+def _is_of_tokenizer(name: str) -> bool:
+    """Whether a file belongs to a tokenizer or processor: a folder given by --config may also have weights,
+    code and a repository's own files."""
+    if name in (_CONFIG, _GENERATION) or any(part.startswith(".") for part in name.split("/")):
+        return False
+    return name.endswith((".json", ".model", ".txt", ".jinja", ".tiktoken")) and not name.endswith(
+        ".index.json"
+    )
 
 
 def _adapters(source: Path) -> dict[str, str]:
@@ -217,8 +221,8 @@ def _build(
     if made_by is None:
         raise OptionError(
             f"format='hf': the model's class {named or '(not in its config)'} is not one of transformers. "
-            "Nothing was written. Call flashckpt.transformers.export with model_class=, or export with --format "
-            "safetensors."
+            "Nothing was written. Call flashckpt.transformers.export with model_class=, or export with "
+            "--format safetensors."
         )
     with torch.device("meta"):
         model = made_by(config)
