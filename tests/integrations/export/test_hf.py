@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CASES = [
-    "tied", "sharded", "experts", "bf16", "cast", "lora", "adapters", "refusals", "untied", "damaged", "ranks",
+    "tied", "sharded", "experts", "bf16", "cast", "lora", "adapters", "ranks",
+    "refusals", "untied", "damaged",
 ]  # fmt: skip
 
 
