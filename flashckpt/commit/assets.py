@@ -64,7 +64,11 @@ def write_assets(store: Store, files: Mapping[str, bytes]) -> bool:
         raise OptionError(
             f"assets: {num_bytes} bytes, where a run can keep at most {MAX_BYTES}. No asset was written."
         )
-    return not store.exists(ASSETS) and store.create(ASSETS, Assets(files=files).to_bytes())
+    return not has_assets(store) and store.create(ASSETS, Assets(files=files).to_bytes())
+
+
+def has_assets(store: Store) -> bool:
+    return store.exists(ASSETS)
 
 
 def read_assets(store: Store) -> dict[str, bytes]:
@@ -86,7 +90,7 @@ def copy_assets(source: Store, target: Store, *, repairs: bool = False) -> bool:
     except FileNotFoundError:
         return False
     Assets.from_bytes(data, ASSETS)
-    if not target.exists(ASSETS):
+    if not has_assets(target):
         target.create(ASSETS, data)
     elif repairs:
         try:
