@@ -118,10 +118,10 @@ class TrainerRun:
         self._draws.to_skip = batches
 
     def restore_again(self) -> None:
-        """Called where the loop continues, before it draws a new batch: set the random numbers, and gradients
-        that the trainer has dropped, as they were at the boundary. Does nothing on a fresh run, nor once an
-        iteration has begun."""
-        due, gradients, self._due_gradients = self._due_rng, self._due_gradients, []
+        """Called once, where the loop continues, before it draws a new batch: set the random numbers, and
+        gradients that the trainer has dropped, as they were at the boundary. Does nothing on a fresh run, nor
+        once an iteration has begun. Where it is not called, the first draw sets the random numbers."""
+        due, gradients, self._due_rng, self._due_gradients = self._due_rng, self._due_gradients, None, []
         if due is not None and not self._draws.drew_new:
             rng.restore(due)
         for parameter, gradient, version in gradients:
