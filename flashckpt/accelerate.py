@@ -15,6 +15,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from flashckpt.checkpointer.attach import attach_for
 from flashckpt.checkpointer.extras import check_overridden, require
 from flashckpt.errors import OptionError
@@ -112,21 +114,26 @@ def _prepared(accelerator: Any) -> dict[str, object]:
 
 
 class _Counters:
-    """What changes in an accelerator: its place in the accumulation, its number of saves, and the passes over
-    each prepared loader, which seed the order of their samples."""
+    """What changes in an accelerator: its place in the accumulation, its number of saves, and, of each prepared
+    loader, the passes over it and the generator that Accelerate has made for it. Those order the samples, also
+    of loaders that the program iterates over by itself."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
-        self._others: dict[str, int] = {}  # passes of loaders that this program has not prepared
+        self._loaders = {str(number): each for number, each in enumerate(accelerator._dataloaders)}
+        self._first = {number: _moves(each) for number, each in self._loaders.items()}
+        self._others: dict[str, Any] = {}  # of loaders that this program has not prepared
 
     def state_dict(self) -> dict[str, Any]:
         accelerator = self._accelerator
-        passes = {str(n): each.iteration for n, each in enumerate(accelerator._dataloaders) if each.iteration}
+        now = {number: _moves(each) for number, each in self._loaders.items()}
+        # A loader that the program has added since, and has not used, is no difference.
+        moved = {number: value for number, value in now.items() if value != self._first[number]}
         return {
             "step": accelerator.step,
             "sync_gradients": accelerator.gradient_state.sync_gradients,
             "saves": accelerator.project_configuration.iteration,
-            "passes": {**self._others, **passes},
+            "loaders": {**self._others, **moved},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -134,7 +141,18 @@ class _Counters:
         accelerator.step = state["step"]
         accelerator.gradient_state._set_sync_gradients(state["sync_gradients"])
         accelerator.project_configuration.iteration = state["saves"]
-        loaders = {str(number): each for number, each in enumerate(accelerator._dataloaders)}
-        for number, loader in loaders.items():
-            loader.iteration = state["passes"].get(number, 0)
-        self._others = {number: n for number, n in state["passes"].items() if number not in loaders}
+        saved = state["loaders"]
+        self._others = {number: value for number, value in saved.items() if number not in self._loaders}
+        for number, (passes, drawn) in saved.items():
+            if number in self._loaders:
+                loader = self._loaders[number]
+                loader.iteration = passes
+                generator = getattr(loader, "synchronized_generator", None)
+                if generator is not None and drawn is not None:
+                    generator.set_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
+
+
+def _moves(loader: Any) -> list[Any]:
+    """What passes over a prepared loader change."""
+    generator = getattr(loader, "synchronized_generator", None)
+    return [loader.iteration, None if generator is None else bytes(generator.get_state().numpy())]

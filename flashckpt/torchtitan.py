@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from flashckpt.checkpointer.extras import check_overridden, require
-from flashckpt.checkpointer.trainer_run import Tap, TrainerRun, attach_trainer
+from flashckpt.checkpointer.tap import Tap
+from flashckpt.checkpointer.trainer_run import TrainerRun, attach_trainer
 from flashckpt.errors import OptionError
 from flashckpt.options import Keep
 
@@ -85,10 +86,14 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._loader, self._trainer = dataloader, _trainer_of(states, dataloader)
         self._train_state = _TrainState(self._trainer)
         kinds = {
-            "model": model_parts, "optimizer": optimizers.optimizers, "lr_scheduler": lr_schedulers.schedulers,
-        }  # fmt: skip
+            "model": model_parts,
+            "optimizer": optimizers.optimizers,
+            "lr_scheduler": lr_schedulers.schedulers,
+        }
         self._state: dict[str, Any] = {
-            f"{kind}{number or ''}": part for kind, parts in kinds.items() for number, part in enumerate(parts)
+            f"{kind}{number or ''}": part
+            for kind, parts in kinds.items()
+            for number, part in enumerate(parts)
         }
         self._state.update({name: part for name, part in states.items() if part is not self._trainer})
         self._state["train_state"] = self._train_state
@@ -206,18 +211,17 @@ class _Draws:
 
 
 def _check(config: Any) -> None:
-    usual = {each.name: each for each in fields(config)}
+    usual = FlashCheckpointManager.Config()
     for name in _THEIRS:
-        default = usual[name].default_factory() if name == "exclude_from_loading" else usual[name].default
-        if getattr(config, name) != default:
+        if getattr(config, name) != getattr(usual, name):
             raise _not_ours(f"checkpoint.{name}={getattr(config, name)!r}")
 
 
 def _not_ours(option: str) -> OptionError:
     return OptionError(
-        f"{option} is an option of torchtitan's own checkpoints, and FlashCheckpointManager does not have it. "
-        "Nothing was started. Leave it out. To begin from other weights use `flashckpt import`, to begin from "
-        "an older step `flashckpt branch`, and to write weights for others `flashckpt export`."
+        f"{option} is an option of torchtitan's own checkpoints, and FlashCheckpointManager does not have "
+        "it. Nothing was started. Leave it out. `flashckpt import` begins a run with other weights, "
+        "`flashckpt branch` with an older step, and `flashckpt export` writes weights for others."
     )
 
 
@@ -226,6 +230,6 @@ def _trainer_of(states: Mapping[str, Any], dataloader: Any) -> Any:
         if getattr(part, "dataloader", None) is dataloader and hasattr(part, "step"):
             return part
     raise OptionError(
-        "None of states= is a trainer that has this dataloader and counts its steps, so its draws could not be "
-        "followed. Nothing was started. Pass torchtitan's Trainer as states['train_state']."
+        "None of states= is a trainer that has this dataloader and counts its steps, so its draws could not "
+        "be followed. Nothing was started. Pass torchtitan's Trainer as states['train_state']."
     )
