@@ -73,6 +73,9 @@ class Source:
             raise TypeError(f"{type(self._loader).__name__} does not know its number of batches")
         return self._length
 
+    def check(self) -> None:
+        """Raise StateError where the state is known before the first draw and cannot be saved exactly."""
+
     def has_lost_workers(self) -> bool:
         """Whether a worker process has ended before its time."""
         # `_workers` are torch's processes; other loaders have none that could be known.
@@ -168,6 +171,11 @@ class Source:
         self._trained = min(batches, self.batches_taken)
         while len(self._before_draws) > self.batches_taken - self._trained:
             self._before_draws.popleft()
+
+    def leave_ahead(self) -> None:
+        """The epoch is over, or was left: batches that were drawn ahead are not drawn again."""
+        if self._trained is not None:
+            self.count_trained(self.batches_taken)
 
     @property
     def redraws(self) -> bool:

@@ -20,6 +20,7 @@ from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.state.loader.base import ReplayedSource, Source, mark_of, reference_to
 from flashckpt.state.loader.dataloader import DataLoaderSource
 from flashckpt.state.loader.position import Share
+from flashckpt.state.loader.prepared import is_prepared, prepared_source
 from flashckpt.state.loader.share import share_of
 from flashckpt.state.loader.stateful import DatasetState, StatefulSource
 
@@ -197,6 +198,7 @@ class Sources:
         """A phase is over, or was left."""
         kept = self._by_phase.get(phase)
         if kept is not None and kept.source is not None:
+            kept.source.leave_ahead()
             kept.left = marks_of(kept.source)
 
     def retire(self, epoch: int, phase: int | None = None) -> None:
@@ -302,9 +304,7 @@ def check_loader(loader: Any) -> None:
 
     Raises what `source_of` raises, and StateError for a loader whose own state cannot be saved exactly.
     """
-    source = _source_of(loader)
-    if isinstance(source, StatefulSource):
-        source.check()
+    _source_of(loader).check()
 
 
 def source_of(loader: Any) -> Source:
@@ -315,7 +315,8 @@ def source_of(loader: Any) -> Source:
     OptionError for what is no iterable.
     """
     source = _source_of(loader)
-    if _is_torchdata(loader) and loader.num_workers:
+    inside = loader.base_dataloader if is_prepared(loader) else loader
+    if _is_torchdata(inside) and inside.num_workers:
         log.warning(
             "StatefulDataLoader does not keep its workers' random numbers in the middle of an epoch: "
             "after a resume, those drawn inside workers differ. torch's DataLoader is taken up exactly."
@@ -324,13 +325,8 @@ def source_of(loader: Any) -> Source:
 
 
 def _source_of(loader: Any) -> Source:
-    if _is_accelerate(loader):
-        raise BoundaryError(
-            f"{type(loader).__name__} of Accelerate takes one batch more than it has given, so at a boundary "
-            "its position is not the loop's, and a resumed run would lose a batch. Nothing was started. Keep "
-            "the loader out of accelerator.prepare(): pass the DataLoader itself (with a DistributedSampler "
-            "for several ranks) and move the batches to the device in the loop."
-        )
+    if is_prepared(loader):
+        return prepared_source(loader, _source_of)
     if _is_fabric(loader):
         return _of_fabric(loader)
     if isinstance(loader, DataLoader) and (found := _of_dataloader(loader)) is not None:
@@ -382,11 +378,6 @@ def _of_fabric(loader: Any) -> Source:
 
 def _keeps_state(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _is_accelerate(loader: Any) -> bool:
-    # type(), not __class__: Accelerate's loaders claim to be the DataLoader that they wrap.
-    return any(kind.__module__ == "accelerate.data_loader" for kind in type(loader).__mro__)
 
 
 def _is_fabric(loader: Any) -> bool:

@@ -172,6 +172,10 @@ class StatefulSource(Source):
         with not_restarting(self._loader):
             self._iterator = iterate(self._loader)
         draw_skipped(self._iterator)
+        if self._makes_ahead and not self._loader.num_workers:
+            # torchdata counts the batches of a data set without a state a second time as it skips them: the
+            # next resume would skip too many.
+            self._iterator._num_yielded = position.batches_taken  # type: ignore[attr-defined]
         self._loaded = "middle"
 
     def _load(self, position: Position, *, carried: bool) -> None:

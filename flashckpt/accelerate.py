@@ -1,0 +1,158 @@
+"""Runs of Accelerate's `Accelerator`: what it has prepared is saved, and its loaders are resumed.
+
+    with flashckpt.accelerate.attach(accelerator, "runs/x") as run:
+        for epoch in run.epochs(3):
+            for batch in run.batches(loader):
+                ...                           # the body does not change
+
+The loop is the program's, so its boundaries are those of `flashckpt.Checkpointer`. This module only knows
+which parts of the accelerator are state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flashckpt.checkpointer.attach import attach_for
+from flashckpt.checkpointer.extras import check_overridden, require
+from flashckpt.errors import OptionError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from flashckpt.checkpointer.checkpointer import Checkpointer
+
+__all__ = ["attach"]
+
+TESTED = ("1.14", "1.15")
+OVERRIDDEN = {
+    "accelerate:Accelerator._do_sync": ("self",),
+    "accelerate.state:GradientState._set_sync_gradients": ("self", "sync_gradients"),
+    "accelerate.data_loader:DataLoaderAdapter.__getattr__": ("self", "name"),
+    "accelerate.data_loader:DataLoaderShard.__iter__": ("self",),
+    "accelerate.data_loader:DataLoaderShard.set_epoch": ("self", "epoch"),
+    "accelerate.data_loader:DataLoaderDispatcher.__iter__": ("self",),
+    "accelerate.data_loader:DataLoaderDispatcher.set_epoch": ("self", "epoch"),
+    "accelerate.data_loader:DataLoaderDispatcher._fetch_batches": ("self", "iterator"),
+}
+_ATTRIBUTES = (
+    "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "step",
+    "gradient_state", "project_configuration", "distributed_type",
+)  # fmt: skip
+_REFUSED = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "torch_xla"}
+
+
+def attach(
+    accelerator: Accelerator,
+    path: str | os.PathLike[str],
+    state: Mapping[str, object] | None = None,
+    **options: Any,
+) -> Checkpointer:
+    """Attach what the accelerator has prepared to the run in `path`, and restore it if there is something to
+    restore. Call it after `accelerator.prepare` and `register_for_checkpointing`.
+
+    Models, optimizers, schedulers and registered objects are saved as "model", "optimizer", "scheduler" and
+    "custom" (further ones as "model1", …), with the scaler and the accelerator's own counters. state: what
+    else is saved, by name. path, options: as `flashckpt.attach` has them.
+
+    Returns a `flashckpt.Checkpointer`, whose `batches` takes prepared loaders. Raises OptionError for
+    DeepSpeed, Megatron-LM and torch_xla, which keep state elsewhere, and where nothing was prepared; and what
+    `flashckpt.attach` raises.
+    """
+    require("accelerate", "accelerate")
+    check_overridden("accelerate", "accelerate", TESTED, OVERRIDDEN)
+    _check(accelerator, state)
+    found = _prepared(accelerator)
+    taken = sorted(found.keys() & (state or {}).keys())
+    if taken:
+        raise OptionError(
+            f"state= has {', '.join(taken)}, which are names of what the accelerator has prepared. Nothing "
+            "was started. Give them other names."
+        )
+    return attach_for("accelerate", path, {**found, **(state or {})}, **options)
+
+
+def _check(accelerator: Any, state: Mapping[str, object] | None) -> None:
+    missing = [name for name in _ATTRIBUTES if not hasattr(accelerator, name)]
+    if missing:
+        raise OptionError(
+            f"A {type(accelerator).__name__} has no {', '.join(missing)}. Nothing was started. Pass the "
+            "accelerate.Accelerator that has prepared the model."
+        )
+    kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
+    if kind in _REFUSED:
+        raise OptionError(
+            f"{_REFUSED[kind]} keeps model and optimizer in an engine of its own, whose state cannot be read "
+            "here. Nothing was started. Save it by its own means, or train with DDP or FSDP2."
+        )
+    if not accelerator._models and not state:
+        raise OptionError(
+            "The accelerator has prepared no model, so there is no state to save. Nothing was started. Call "
+            "flashckpt.accelerate.attach after accelerator.prepare()."
+        )
+
+
+def _prepared(accelerator: Any) -> dict[str, object]:
+    """The state that the accelerator knows, by name."""
+    kinds: dict[str, list[Any]] = {
+        "model": accelerator._models,
+        "optimizer": [getattr(each, "optimizer", each) for each in accelerator._optimizers],
+        "scheduler": [getattr(each, "scheduler", each) for each in accelerator._schedulers],
+        "custom": accelerator._custom_objects,
+    }
+    named: dict[str, object] = {
+        f"{kind}{number or ''}": each for kind, all_of in kinds.items() for number, each in enumerate(all_of)
+    }
+    if accelerator.scaler is not None:
+        named["scaler"] = accelerator.scaler
+    named["accelerator"] = _Counters(accelerator)
+    return named
+
+
+class _Counters:
+    """What changes in an accelerator: its place in the accumulation, its number of saves, and, of each prepared
+    loader, the passes over it and the generator that Accelerate has made for it. Those order the samples, also
+    of loaders that the program iterates over by itself."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._loaders = {str(number): each for number, each in enumerate(accelerator._dataloaders)}
+        self._first = {number: _moves(each) for number, each in self._loaders.items()}
+        self._others: dict[str, Any] = {}  # of loaders that this program has not prepared
+
+    def state_dict(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        now = {number: _moves(each) for number, each in self._loaders.items()}
+        # A loader that the program has added since, and has not used, is no difference.
+        moved = {number: value for number, value in now.items() if value != self._first[number]}
+        return {
+            "step": accelerator.step,
+            "sync_gradients": accelerator.gradient_state.sync_gradients,
+            "saves": accelerator.project_configuration.iteration,
+            "loaders": {**self._others, **moved},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        accelerator = self._accelerator
+        accelerator.step = state["step"]
+        accelerator.gradient_state._set_sync_gradients(state["sync_gradients"])
+        accelerator.project_configuration.iteration = state["saves"]
+        saved = state["loaders"]
+        self._others = {number: value for number, value in saved.items() if number not in self._loaders}
+        for number, (passes, drawn) in saved.items():
+            if number in self._loaders:
+                loader = self._loaders[number]
+                loader.iteration = passes
+                generator = getattr(loader, "synchronized_generator", None)
+                if generator is not None and drawn is not None:
+                    generator.set_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
+
+
+def _moves(loader: Any) -> list[Any]:
+    """What passes over a prepared loader change."""
+    generator = getattr(loader, "synchronized_generator", None)
+    return [loader.iteration, None if generator is None else bytes(generator.get_state().numpy())]

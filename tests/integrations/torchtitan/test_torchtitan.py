@@ -1,0 +1,64 @@
+"""`FlashCheckpointManager` with torchtitan's own parts: killed and resumed bit for bit."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations import harness
+from tests.integrations.job import PLAIN, WHOLE
+from tests.zygote import Zygote
+
+TRAIN = "tests.integrations.torchtitan.cases:train"
+
+
+@pytest.fixture(scope="module")
+def framework() -> Iterator[Zygote]:
+    yield from harness.framework("tests.integrations.torchtitan.cases")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulated": 3},
+        pytest.param({}, marks=pytest.mark.long),
+        # Random numbers that are drawn inside of torchdata's workers are lost, as in a plain loop.
+        pytest.param({"accumulated": 2, "workers": 2, "noise": False}, marks=pytest.mark.long),
+    ],
+    ids=["accumulated", "one batch", "workers"],
+)
+def test_a_run_continues_after_kills(
+    framework: Zygote, tmp_path: Path, runtime: Path, options: dict[str, Any]
+) -> None:
+    _, killed = harness.check(TRAIN, framework, tmp_path, runtime, **options)
+    assert sum(killed.iterations(number)[:1] == [1] for number in range(len(killed.ends))) < 4
+
+
+@pytest.mark.long
+def test_a_run_that_is_terminated_repeats_nothing(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    _, stopped = harness.check_terminated(TRAIN, framework, tmp_path, runtime, accumulated=2)
+    assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
+
+
+def test_a_run_that_is_stopped_ends_as_at_the_end_of_its_data(
+    framework: Zygote, tmp_path: Path, runtime: Path
+) -> None:
+    plain = harness.Run(TRAIN, framework, tmp_path, runtime, PLAIN).finish()
+    run = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, stop_at=6)
+    stopped = run.finish()
+    # The trainer has counted the step that it began.
+    assert stopped.records[0]["trainer"]["step"] == 6
+    assert stopped.iterations(0) == [1, 2, 3, 4, 5, 6, 7]
+    resumed = run.finish()
+    assert resumed.iterations(1)[0] == 7
+    harness.assert_same(plain, resumed)
+
+
+def test_data_that_end(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    plain = harness.Run(TRAIN, framework, tmp_path, runtime, PLAIN, documents=80).finish()
+    whole = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, documents=80).finish()
+    harness.assert_same(plain, whole)
