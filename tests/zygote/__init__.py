@@ -29,8 +29,8 @@ PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 SETTLED = ("PYTHON", "LD_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "CUDA_", "LANG", "LC_")
 # What takes long to import, of what a trainer imports until its first step: an optimizer imports dynamo.
 PRELOADED = ("numpy", "torch._dynamo", "torch.utils.data", "flashckpt.checkpointer.resume")
-# The only pool of threads that an import starts, and nothing may be forked beside a thread.
-WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+# Threads that imports start (NumPy's pool, pyarrow's allocator): a process with threads must not be forked.
+WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 LIMIT_S = 240.0
 
 Stream = int | IO[Any] | None
@@ -43,16 +43,21 @@ class ZygoteError(Exception):
 class Zygote:
     """One such process. Whatever it has forked is gone after `close`."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, modules: Sequence[str] | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """modules: imported before the first fork, in the place of `PRELOADED`. environment: more variables
+        for these imports."""
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket, self._turn = ours, threading.Lock()
         self._environment = dict(os.environ)
+        preloaded = PRELOADED if modules is None else modules
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.zygote", str(its.fileno()), *PRELOADED],
+                [sys.executable, "-m", "tests.zygote", str(its.fileno()), *preloaded],
                 stdin=DEVNULL,
                 cwd=ROOT,
-                env={**os.environ, **WITHOUT_THREADS},
+                env={**os.environ, **WITHOUT_THREADS, **(environment or {})},
                 pass_fds=[its.fileno()],
             )
         self._end = os.pidfd_open(self._process.pid)
