@@ -121,9 +121,9 @@ def attach(
         group.close()
         raise
     return attach_to(
-        session, tree, options, every, persist_every, began=began, early=early, integration=integration
-        session, tree, options, every, persist_every, began=began, early=early, restores=restores
-    )
+        session, tree, options, every, persist_every, began=began, early=early, integration=integration,
+        restores=restores,
+    )  # fmt: skip
 
 
 def attach_to(
@@ -135,8 +135,14 @@ def attach_to(
     *,
     began: float,
     early: EarlyRead | None = None,
-        session, tree, options, every, persist_every, began=began, early=early, integration=integration,
-        restores=restores,
+    integration: str = "",
+    restores: bool = True,
+) -> Checkpointer:
+    """Restore the newest step that the session's group agrees to and start all that runs beside the loop.
+    `began`: when the resume did, by `time.perf_counter`; `early`: what may have been read of it since.
+    `integration`: the trainer whose loop it is. Not `restores`: steps are added after the newest one, and
+    nothing is read. The Checkpointer closes the session; it is closed here when this raises."""
+    progress, group = Progress(integration), session.group
     made: list[Checkpointer] = []
     try:
         if restores:
