@@ -57,6 +57,30 @@ def attach(
     return _attach(path, every, persist_every, keep, called, options, enabled, state, named, _no_loop)
 
 
+def attach_for(
+    integration: str, path: str | os.PathLike[str], state: Mapping[str, object], **options: Any
+) -> Checkpointer:
+    """`attach`, for a trainer whose loop is not the program's; the run belongs to this integration."""
+    unknown = sorted(options.keys() - _CALL_OPTIONS)
+    if unknown:
+        raise OptionError(
+            f"flashckpt.{integration} has no option {', '.join(unknown)}. Nothing was started. The options "
+            f"are {', '.join(sorted(_CALL_OPTIONS))}."
+        )
+    remote = RemoteCall(
+        path=options.get("remote"), every=options.get("remote_every"), keep=options.get("remote_keep")
+    )
+    return _attach(
+        path, options.get("every", "auto"), options.get("persist_every", "5min"), options.get("keep", _KEEP),
+        remote, options.get("options", _OPTIONS), options.get("enabled", True), state, {}, _no_loop,
+        integration, )  # fmt: skip
+
+
+_CALL_OPTIONS = {
+    "every", "persist_every", "keep", "remote", "remote_every", "remote_keep", "options", "enabled",
+}  # fmt: skip
+
+
 def loop(
     loader: Iterable[Any],
     path: str | os.PathLike[str],
@@ -106,6 +130,7 @@ def _attach(
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
     check: Callable[[bool], Mapping[str, str]],
+    integration: str = "",
 ) -> Checkpointer:
     """`check`, which is told whether all is switched off, raises what is wrong with the loop, and gives what
     ranks must have alike of it. Several ranks are told of an error once they have met, and raise it all."""
@@ -133,6 +158,7 @@ def _attach(
             named=named,
             check_loop=dict if alone else partial(check, False),
             early=early,
+            integration=integration,
         )
     finally:
         if early is not None:
