@@ -64,6 +64,30 @@ def append(path: str | os.PathLike[str], state: Mapping[str, object]) -> Checkpo
     return _attach(path, None, None, _KEEP, remote, _OPTIONS, True, state, {}, _no_loop, restores=False)
 
 
+def attach_for(
+    integration: str, path: str | os.PathLike[str], state: Mapping[str, object], **options: Any
+) -> Checkpointer:
+    """`attach`, for a trainer whose loop is not the program's; the run belongs to this integration."""
+    unknown = sorted(options.keys() - _CALL_OPTIONS)
+    if unknown:
+        raise OptionError(
+            f"flashckpt.{integration} has no option {', '.join(unknown)}. Nothing was started. The options "
+            f"are {', '.join(sorted(_CALL_OPTIONS))}."
+        )
+    remote = RemoteCall(
+        path=options.get("remote"), every=options.get("remote_every"), keep=options.get("remote_keep")
+    )
+    return _attach(
+        path, options.get("every", "auto"), options.get("persist_every", "5min"), options.get("keep", _KEEP),
+        remote, options.get("options", _OPTIONS), options.get("enabled", True), state, {}, _no_loop,
+        integration, )  # fmt: skip
+
+
+_CALL_OPTIONS = {
+    "every", "persist_every", "keep", "remote", "remote_every", "remote_keep", "options", "enabled",
+}  # fmt: skip
+
+
 def loop(
     loader: Iterable[Any],
     path: str | os.PathLike[str],
@@ -113,6 +137,7 @@ def _attach(
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
     check: Callable[[bool], Mapping[str, str]],
+    integration: str = "",
     *,
     restores: bool = True,
 ) -> Checkpointer:
@@ -142,6 +167,7 @@ def _attach(
             named=named,
             check_loop=dict if alone else partial(check, False),
             early=early,
+            integration=integration,
             restores=restores,
         )
     finally:

@@ -18,6 +18,8 @@ from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flashckpt.capture import Capture
     from flashckpt.capture.engine import BoundaryResult
     from flashckpt.checkpointer.attendant import Attendant
@@ -392,6 +394,10 @@ class Boundaries:
             parts = {**tree.plain_values(state), "loaders": values["progress"]}
             self._too_large = too_large(parts, len(data), tree.most_values_bytes)
         raise self._too_large
+
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Those of the state, each once, with their names."""
+        return self._tree.parameters()
 
     def not_saved(self, error: Exception) -> None:
         """Said once; the next boundary tries again."""

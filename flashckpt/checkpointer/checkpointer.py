@@ -172,11 +172,12 @@ class Checkpointer(AttachedRun):
         if not marked:
             self._boundary(ends_epoch=ends_epoch)
 
-    def _end_of_epoch(self, epochs: int) -> None:
-        """The code after an epoch's batches is done: what it has made is captured, what is last committed."""
+    def _end_of_epoch(self, *, last: bool) -> None:
+        """The code after an epoch's batches is done: what it has made is captured, and committed where no
+        epoch follows."""
         stops = self._enter_boundary(self.completed)
         self._put_off = False
-        self._boundaries.end_epoch(last=stops or self._progress.epoch + 1 >= epochs)
+        self._boundaries.end_epoch(last=stops or last)
 
     def _abandon_iteration(self) -> None:
         """An iteration was left by `break` or an exception: what follows is in none."""
@@ -466,7 +467,7 @@ class Epochs(Iterator[int]):
             # A loop that was stopped in the middle of the epoch: it is not over.
             checkpointer._in_epoch = False
             if not checkpointer._stops_here() or progress.is_over:
-                checkpointer._end_of_epoch(self._epochs)
+                checkpointer._end_of_epoch(last=progress.epoch + 1 >= self._epochs)
         if checkpointer._stops_here() or progress.epoch >= self._epochs:
             self._end()
             raise StopIteration

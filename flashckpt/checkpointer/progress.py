@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from flashckpt.capture.hooks import StepHooks
-from flashckpt.errors import BoundaryError, DamagedError
+from flashckpt.errors import BoundaryError, DamagedError, MismatchError
 from flashckpt.state.loader.base import Source
 from flashckpt.state.loader.sources import Sources, epoch_length
 from flashckpt.state.tree import Tree
@@ -33,20 +33,34 @@ Content = tuple[str, tuple[int, ...], int]
 _BATCHES_CHECKED = 8  # more than any sensible read-ahead draws before it trains
 
 
+class Passes(NamedTuple):
+    """Of a tap, in the present epoch: the passes over its loader that have come to their end, and the batches
+    that passes before the present one have given."""
+
+    ended: int = 0
+    drawn_before: int = 0
+
+
 class Progress:
     """`step` counts iterations since the run began; `epoch` and `phase` (phases that have ended in this
     epoch) count from zero. `manages_epochs`: epochs are told from one another here (`.epochs()`, a whole
     run); otherwise `epoch` stays 0, and samplers are not told one. `iterated`: an iteration was counted in
-    this epoch. `is_cut`: a stop kept a phase of this epoch from beginning, so that the epoch is not over."""
+    this epoch. `is_cut`: a stop kept a phase of this epoch from beginning, so that the epoch is not over.
 
-    def __init__(self) -> None:
+    Of a trainer that draws by taps, the phase of a tap is its number, and any number of them may be open.
+    `taps`: their names, in the order in which they were made. `integration`: the trainer's name, empty for a
+    loop of the program's own. A run belongs to one."""
+
+    def __init__(self, integration: str = "") -> None:
+        self.integration = integration
+        self.taps: dict[str, Passes] = {}
         self.step = 0
         self.epoch = 0
         self.phase = 0
         self.manages_epochs = self.iterated = self.is_cut = False
         self._calls = 0  # of batches() in this epoch, in this process
-        self._open: Source | None = None
-        self._resumes_in_phase = False  # and not between two
+        self._open: dict[int, Source] = {}  # by phase
+        self._resumes_in: set[int] = set()  # phases that were open when the run was saved, not begun here
         self._sources = Sources()
 
     def value(self) -> dict[str, Any]:
@@ -56,8 +70,10 @@ class Progress:
             "step": self.step,
             "epoch": self.epoch,
             "phase": self.phase,
-            "open": self._open is not None or self._resumes_in_phase,
+            "open": sorted({*self._open, *self._resumes_in}),
             "iterated": self.iterated,
+            "integration": self.integration,
+            "taps": [[name, *passes] for name, passes in self.taps.items()],
             "sources": self._sources.value(),
         }
 
@@ -65,17 +81,36 @@ class Progress:
         """Take up saved progress. Raises DamagedError if it is none, and then has changed nothing."""
         counts: list[Any] = [value.get(name) for name in ("step", "epoch", "phase")]
         try:
-            if not all(type(count) is int and count >= 0 for count in counts):
+            if not all(map(_is_count, counts)):
                 raise ValueError("step, epoch and phase are no counts")
-            if type(value.get("open")) is not bool or type(value.get("iterated")) is not bool:
-                raise ValueError("it does not say whether a phase was open, or begun")
+            if not isinstance(value.get("open"), list) or not all(map(_is_count, value["open"])):
+                raise ValueError("the open phases are no counts")
+            if type(value.get("iterated")) is not bool:
+                raise ValueError("it does not say whether the epoch was begun")
+            taps = _read_taps(value.get("taps"))
+            self._check_integration(value.get("integration"))
             self._sources.restore(value.get("sources"))
         except ValueError as error:
             raise DamagedError(
-                f"The saved progress is none ({error}). No loader was touched. Resume from an older step."
+                f"The saved progress cannot be read ({error}). No loader was touched. Resume from an older "
+                "step."
             ) from error
         self.step, self.epoch, self.phase = counts
-        self._resumes_in_phase, self.iterated = value["open"], value["iterated"]
+        self._resumes_in, self.iterated, self.taps = set(value["open"]), value["iterated"], taps
+
+    def _check_integration(self, saved: Any) -> None:
+        if not isinstance(saved, str):
+            raise ValueError("it does not say which loop made it")
+        if saved != self.integration:
+            then, now = (
+                f"flashckpt.{n}" if n else "a loop of the program" for n in (saved, self.integration)
+            )
+            raise MismatchError(
+                f"The checkpoint was made by {then}, and {now} now attaches to its run: their positions and "
+                "counters are not alike. Nothing was changed. Resume it as it was begun, or export its "
+                "weights into a new run.",
+                differences=(("integration", saved or "none", self.integration or "none"),),
+            )
 
     def count(self, iterations: int) -> None:
         """So many iterations are done."""
@@ -85,30 +120,41 @@ class Progress:
     @property
     def is_over(self) -> bool:
         """Whether nothing of this epoch is left to be given: no phase was stopped, or kept from beginning."""
-        return self._open is None and not self.is_cut
+        return not self._open and not self.is_cut
 
     @property
     def is_after_batches(self) -> bool:
         """Whether batches of this epoch were taken and no phase gives any: the epoch's own code runs."""
-        return self.manages_epochs and self.iterated and self._open is None
+        return self.manages_epochs and self.iterated and not self._open
 
     @property
     def batches_taken(self) -> int:
         """Batches taken in the phase that is open, or that a restored position stands in."""
-        if self._open is not None:
-            return self._open.batches_taken
-        return int(self._sources.saved_position(self.phase)["batches_taken"]) if self._stands_in_phase else 0
+        return self.taken_in(self._calls - 1 if self._open else self.phase)
+
+    def taken_in(self, phase: int) -> int:
+        """The same of one phase: of one that is not open here, the batches that were trained on."""
+        if phase in self._open:
+            return self._open[phase].batches_taken
+        saved = self._sources.saved_position(phase)
+        return int(saved["batches_taken"]) if self.stands_in(phase) else 0
+
+    def is_at_end_of(self, phase: int) -> bool:
+        """Whether a restored position stands behind the last batch of its phase, as far as is known."""
+        saved = self._sources.saved_position(phase)
+        has_all = saved.get("length") is not None and saved.get("batches_taken") == saved["length"]
+        return self.stands_in(phase) and (has_all or saved.get("over") is True)
 
     def epoch_length(self, loader: Any) -> int:
         """Batches of this epoch, with those taken of it. TypeError where the loader does not know."""
-        if self._open is not None:
-            return len(self._open)
-        saved = self._sources.saved_position(self.phase) if self._stands_in_phase else {}
+        if self._open:
+            return len(self._open[self._calls - 1])
+        saved = self._sources.saved_position(self.phase) if self.stands_in(self.phase) else {}
         return epoch_length(loader, saved)
 
     def open_phase(self, loader: object) -> Source | None:
         """The source of the next call of `.batches()` in this epoch; None if that phase had ended."""
-        if self._open is not None:
+        if self._open:
             raise BoundaryError(
                 "A second .batches() was begun while the first still gives batches. Nothing was captured. "
                 "Boundaries of two loops in one another cannot be told apart: put the inner loader into "
@@ -118,41 +164,106 @@ class Progress:
         if phase < self.phase:
             self._sources.skip(loader, phase)
             return None
-        source = self._sources.open(
-            loader, self.epoch, phase, in_place=self._stands_in_phase, tell_epoch=self.manages_epochs
-        )
-        self._open, self._resumes_in_phase = source, False
+        source = self._begin(loader, phase, tell_epoch=self.manages_epochs)
         if not self.manages_epochs:
             self._sources.retire(self.epoch, phase)
+        return source
+
+    def open_tap(self, name: str, loader: object, *, beside: bool) -> Source:
+        """The source of the tap's next pass over its loader. beside: as in `Source.begin`."""
+        phase = self.phase_of(name)
+        if phase in self._open:
+            passes, drawn = self.taps[name]
+            self.taps[name] = Passes(passes, drawn + self._open[phase].batches_taken)
+            self.close_tap(name)
+        return self._begin(loader, phase, tell_epoch=False, counts_trained=True, beside=beside)
+
+    def phase_of(self, name: str) -> int:
+        """The phase of a tap, which is new where there was none of that name."""
+        self.taps.setdefault(name, Passes())
+        return list(self.taps).index(name)
+
+    def end_pass(self, name: str) -> None:
+        """The tap's loader has given its last batch."""
+        source = self._open[self.phase_of(name)]
+        if not source.was_over:  # a resumed position behind the last batch was counted already
+            passes, drawn = self.taps[name]
+            self.taps[name] = Passes(passes + 1, drawn)
+
+    def drawn(self, name: str) -> int:
+        """Batches that a tap has given in this epoch; where it has not drawn since a resume, those of them
+        that were trained on."""
+        return self.taps[name].drawn_before + self.taken_in(self.phase_of(name))
+
+    def count_trained(self, trained: int | Mapping[str, int] | None) -> None:
+        """So many of the batches of this epoch were trained on; None: all that were drawn."""
+        for name, (_, before) in self.taps.items():
+            source = self._open.get(self.phase_of(name))
+            if source is not None:
+                count = trained.get(name) if isinstance(trained, Mapping) else trained
+                source.count_trained(source.batches_taken if count is None else max(0, count - before))
+
+    @property
+    def has_open_sources(self) -> bool:
+        return bool(self._open)
+
+    def close_tap(self, name: str) -> None:
+        """The tap's pass is over, or was left."""
+        phase = self.phase_of(name)
+        if self._open.pop(phase, None) is not None:
+            self._sources.ended(phase)
+
+    def _begin(self, loader: object, phase: int, **how: bool) -> Source:
+        source = self._sources.open(loader, self.epoch, phase, in_place=self.stands_in(phase), **how)
+        self._open[phase] = source
+        self._resumes_in.discard(phase)
         return source
 
     def close_phase(self) -> None:
         """The open phase has given its last batch, or was left in the middle: it counts as ended then, as it
         would in a plain loop."""
-        if self._open is not None:
+        if self._open:
             self._sources.ended(self._calls - 1)
-        self._open = None
+        self._open.clear()
         self.phase = self._calls
 
     def next_epoch(self) -> None:
         """The epoch has ended; its phases begin anew."""
         self.epoch += 1
         self.phase = self._calls = 0
-        self._resumes_in_phase = self.iterated = self.is_cut = False
+        self.iterated = self.is_cut = False
+        self._resumes_in.clear()
+        self.taps = dict.fromkeys(self.taps, Passes())
         self._sources.retire(self.epoch)
 
     def close(self) -> None:
         """End the workers of all sources."""
-        self._open = None
+        self._open.clear()
         self._sources.close()
 
-    @property
-    def _stands_in_phase(self) -> bool:
-        """Whether the next phase is one that was open when the run was saved."""
-        if not self._resumes_in_phase:
+    def stands_in(self, phase: int) -> bool:
+        """Whether this phase was open when the run was saved, and has not begun here."""
+        if phase not in self._resumes_in:
             return False
-        saved = self._sources.saved_position(self.phase)
+        saved = self._sources.saved_position(phase)
         return type(saved.get("batches_taken")) is int and saved.get("epoch") == self.epoch
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _read_taps(saved: Any) -> dict[str, Passes]:
+    """Raises ValueError for anything but what `Progress.value` has."""
+    if not isinstance(saved, list):
+        raise ValueError("its taps cannot be read")
+    taps: dict[str, Passes] = {}
+    for row in saved:
+        is_good = isinstance(row, list) and len(row) == 3 and isinstance(row[0], str)
+        if not is_good or not all(map(_is_count, row[1:])):
+            raise ValueError("a tap cannot be read")
+        taps[row[0]] = Passes(*row[1:])
+    return taps
 
 
 class Use:

@@ -94,6 +94,7 @@ def attach(
     named: Mapping[str, object],
     check_loop: Callable[[], Mapping[str, str]] = dict,
     early: EarlyRead | None = None,
+    integration: str = "",
     restores: bool = True,
 ) -> Checkpointer:
     """`flashckpt.attach`, switched on: its words and errors stand in attach.py, which closes `early`.
@@ -119,7 +120,15 @@ def attach(
         group.close()
         raise
     return attach_to(
-        session, tree, options, every, persist_every, began=began, early=early, restores=restores
+        session,
+        tree,
+        options,
+        every,
+        persist_every,
+        began=began,
+        early=early,
+        integration=integration,
+        restores=restores,
     )
 
 
@@ -132,13 +141,14 @@ def attach_to(
     *,
     began: float,
     early: EarlyRead | None = None,
+    integration: str = "",
     restores: bool = True,
 ) -> Checkpointer:
     """Restore the newest step that the session's group agrees to and start all that runs beside the loop.
     `began`: when the resume did, by `time.perf_counter`; `early`: what may have been read of it since. Not
     `restores`: steps are added after the newest one, and nothing is read. The Checkpointer closes the
     session; it is closed here when this raises."""
-    progress, group = Progress(), session.group
+    progress, group = Progress(integration), session.group
     made: list[Checkpointer] = []
     try:
         if restores:
@@ -270,7 +280,7 @@ def _resume(
         nonlocal mapped, regions, refused, loaded
         mapped, regions = _survived(session)
         layout = LiveLayout(tree, rank, session.environment.world)
-        fits = partial(_check, tree)
+        fits = partial(_check, tree, progress.integration)
         save = partial(_saved_by_keeper, session)
         is_unsaved = partial(_is_unsaved, session, mapped)
         choice = StepChoice(
@@ -455,9 +465,9 @@ def _kept(session: Session, loaded: Loaded) -> ConstantsRegion | None:
     return ConstantsRegion(region.name, region.header.nonce, constants, tuple(digests))
 
 
-def _check(tree: Tree, snapshot: Snapshot) -> None:
+def _check(tree: Tree, integration: str, snapshot: Snapshot) -> None:
     """Whether all of a snapshot can be taken up. Changes nothing; DamagedError, MismatchError."""
-    Progress().restore(snapshot.section("progress"))
+    Progress(integration).restore(snapshot.section("progress"))
     _habits(snapshot)
     check_fits(tree, snapshot)
     # Last: of what is read here, only this is put in its place for a moment.

@@ -91,7 +91,7 @@ class Tree:
         self._fitting: tuple[Saved, Walk] | None = None
         self._structure: dict[str, object] | None = None  # at the first walk; None once a change was said
         walk = self.walk(_all_used_up)
-        check_drivers(targets, optimizers, self._parameters())
+        check_drivers(targets, optimizers, self.parameters())
         for name, optimizer in optimizers.items():
             warn_of_attributes(name, optimizer)
         warn_of_hooks(self.modules, targets)
@@ -126,7 +126,8 @@ class Tree:
             entries, key=lambda e: 0 if e.kind == "module" else 1 if isinstance(e.target, Optimizer) else 2
         )
 
-    def _parameters(self) -> list[tuple[str, Tensor]]:
+    def parameters(self) -> list[tuple[str, Tensor]]:
+        """Those of all entries, as of the last walk, with their names."""
         return [pair for entry in self._in_order() for pair in entry.parameters]
 
     def walk(self, used_up: UsedUp) -> Walk:
@@ -140,7 +141,7 @@ class Tree:
             alone = frozenset(walk.refs)
             found = {entry.name: entry.values(walk) for entry in self._in_order()}
             walk.asked = walk.refs.keys() - alone
-            gradients = Gradients(self._parameters())
+            gradients = Gradients(self.parameters())
             mask = gradients.take(walk, used_up)
             walk.check_shared_memory()
         finally:

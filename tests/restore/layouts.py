@@ -273,7 +273,8 @@ def _encoded(state: object, world: int) -> Mapping[str, Any]:
         "state": state,
         "rng": rng.capture(),
         "progress": {
-            "step": 7, "epoch": 1, "phase": 0, "open": False, "iterated": True, "sources": []
+            "step": 7, "epoch": 1, "phase": 0, "open": [], "iterated": True,
+            "integration": "", "taps": [], "sources": []
         },
         "environment": {"world": world},
     }  # fmt: skip

@@ -59,6 +59,13 @@ class Source:
         self._tell_epoch = True
         self.was_over = self._can_be_saved = False
         self.convert: Callable[[Any], Any] | None = None
+        # Where batches are drawn before the one in hand is trained on (`count_trained`): how many were
+        # trained on, the positions before the newest draws, and the random numbers of those that are to be
+        # drawn again.
+        self._trained: int | None = None
+        self._before_draws: deque[dict[str, Any]] = deque()
+        self._redraws: deque[dict[str, Any]] = deque()
+        self._ends_after_redraws = False
 
     def __len__(self) -> int:
         """Batches of a whole epoch; TypeError where the loader does not know."""
@@ -80,6 +87,7 @@ class Source:
         carry: bool = False,
         leave: frozenset[str] = frozenset(),
         tell_epoch: bool = True,
+        beside: bool = False,
     ) -> None:
         """Enter an epoch at its start, or where `resume` (a position) was taken.
 
@@ -88,7 +96,9 @@ class Source:
         loader's own generators and workers are put back, the global random numbers are left alone.
 
         carry: the same for a position of this epoch, which an earlier phase has left. leave: paths of own
-        generators that are not carried. tell_epoch: samplers with `set_epoch` are told `epoch`.
+        generators that are not carried. tell_epoch: samplers with `set_epoch` are told `epoch`. beside:
+        another source has drawn since the resume, in lockstep with this one: the global numbers are as it
+        left them.
         """
         self._tell_epoch, self.was_over = tell_epoch, False
         if resume is None:
@@ -98,10 +108,18 @@ class Source:
         self.close()
         if carry or position.epoch != epoch:
             return self._carry(position, epoch, leave)
+        around = rng.capture() if beside and not position.ahead else None
         self._take_up(position, carried=False)
         self.was_over = self._over
+        if self._trained is not None:
+            self._trained = self.batches_taken
+        self._redraws.extend(position.ahead)
+        self._ends_after_redraws = position.has_ended
         self.generators.restore_all(position.now)
-        self._due = position.now
+        if around is None:
+            self._due = position.now
+        else:
+            rng.restore(around)
         return None
 
     def next(self) -> Any:
@@ -120,7 +138,12 @@ class Source:
         if self._over:
             raise StopIteration
         try:
+            before = None if self._trained is None else self._position_now()
             batch = self._fetch()
+            if before is not None:
+                self._before_draws.append(before)
+            if self._redraws:
+                self._redrawn()
             if not self._can_be_saved:
                 # Now, and not at the boundary: nobody has trained on anything yet.
                 check_roundtrip(self.position(), "loader")
@@ -129,13 +152,60 @@ class Source:
         except StopIteration:
             self._over = True
             self._leave(ended=True)
+            if self._redraws:  # other ranks have divided the rest: this one has no batch to draw again
+                self.generators.restore_all(self._redraws[-1])
+                self._redraws.clear()
+                self.was_over = self._ends_after_redraws
             raise
         except BaseException:
             self._broken = True
             raise
 
+    def count_trained(self, batches: int = 0) -> None:
+        """So many batches of this epoch were trained on: those drawn after them are drawn ahead. Called
+        before the first draw, and at each boundary; a source for which it is never called draws none
+        ahead."""
+        self._trained = min(batches, self.batches_taken)
+        while len(self._before_draws) > self.batches_taken - self._trained:
+            self._before_draws.popleft()
+
+    @property
+    def redraws(self) -> bool:
+        """Whether the next batch is one that was drawn ahead before the run was saved."""
+        return bool(self._redraws)
+
+    def _redrawn(self) -> None:
+        """A batch was drawn again under its own random numbers: set those of the next such draw, or after
+        the last of them those of the boundary."""
+        states = self._redraws.popleft()
+        if not self._redraws and self._ends_after_redraws:
+            self._end_again()
+        self.generators.restore_all(states)
+        self._due = states if self._redraws else None
+
+    def _end_again(self) -> None:
+        """Bring the iterator to its end, which the run had reached before it was saved."""
+        try:
+            self._fetch()
+        except StopIteration:
+            self._over = self.was_over = True
+            self._leave(ended=True)
+            return
+        raise MismatchError(
+            f"{type(self._loader).__name__} gives more than the {self.batches_taken - 1} batches after "
+            "which it ended when the checkpoint was taken. The state was loaded; no batch was trained on. "
+            "Pass the data that the run was begun with."
+        )
+
     def position(self) -> dict[str, Any]:
         """Where the loader stands, for `Position` to read. For boundaries: between two calls of `next`."""
+        if not self._before_draws:
+            return self._position_now()
+        first, *others = self._before_draws
+        ahead = [*(each["now"] for each in others), self.generators.capture_all()]
+        return {**first, "ahead": ahead, "has_ended": self._over}
+
+    def _position_now(self) -> dict[str, Any]:
         # First: a loader that is asked for its state may draw.
         over, parts = self._parts()
         return {
@@ -150,6 +220,8 @@ class Source:
             "start": None if over else self._start,
             "parts": parts,
             "now": self.generators.capture_all() if self._due is None else self._due,
+            "ahead": list(self._redraws),
+            "has_ended": self._ends_after_redraws and bool(self._redraws),
         }
 
     def close(self) -> None:
@@ -169,6 +241,11 @@ class Source:
     def _enter(self, epoch: int) -> None:
         self._epoch, self.batches_taken, self._over, self._broken = epoch, 0, False, False
         self._start = self._due = None
+        self._before_draws.clear()
+        self._redraws.clear()
+        self._ends_after_redraws = False
+        if self._trained is not None:
+            self._trained = 0
         self._length, self._made_of = length_of(self._loader), made_of(self._loader)
         if self._tell_epoch:
             set_epoch(self._loader, epoch)
@@ -185,7 +262,8 @@ class Source:
                 self._leave_out(position)
         finally:
             rng.restore(around)
-        carried = {path: own[path] if path in leave else state for path, state in position.now["own"].items()}
+        then = position.boundary["own"]
+        carried = {path: own[path] if path in leave else state for path, state in then.items()}
         self.generators.restore({**own, **carried})
         self._enter(epoch)
 

@@ -22,7 +22,7 @@ from flashckpt.format.typed import encode_json
 from flashckpt.state import rng
 from flashckpt.state.loader.position import Moved
 
-_SAME = ("step", "epoch", "phase", "open", "iterated")
+_SAME = ("step", "epoch", "phase", "open", "iterated", "taps")
 
 
 def merged_progress(
@@ -85,12 +85,12 @@ def _merged_progress(
         position = entry["position"]
         entries = {other: _same_source(value, entry) for other, value in values.items()}
         found = {other: each["position"] for other, each in entries.items() if each is not None}
-        if merged["open"] and merged["phase"] in entry["phases"]:
+        if set(merged["open"]) & set(entry["phases"]):
             _check_open(model, position, found)
         if rank not in values:
-            position["now"]["global"] = merged_rng(
-                {r: each["now"]["global"] for r, each in found.items()}, rank, old_world
-            )
+            for number, mark in enumerate((position["now"], *position["ahead"])):
+                marks = {r: (each["now"], *each["ahead"])[number] for r, each in found.items()}
+                mark["global"] = merged_rng({r: each["global"] for r, each in marks.items()}, rank, old_world)
         made_of = position["made_of"]
         # Of one that was moved before, and not taken up since, the first move counts.
         before = Moved(**made_of["moved"]) if "moved" in made_of else Moved(old_world, world, True)
@@ -111,6 +111,8 @@ def _check_open(model: int, position: Mapping[str, Any], found: Mapping[int, Map
     share = position["made_of"].get("share")
     for other, its in found.items():
         _check_same(model, position, other, its, ("epoch", "batches_taken"))
+        drawn = ({"batches drawn ahead": len(each["ahead"])} for each in (position, its))
+        _check_same(model, next(drawn), other, next(drawn), ("batches drawn ahead",))
         its_share = its["made_of"].get("share")
         if share is not None and its_share is not None:
             _check_same(model, share, other, its_share, tuple(share.keys() - {"rank"}))

@@ -201,6 +201,10 @@ class Position:
     samples ("share"), and that it was taken on another layout of ranks ("moved").
     start: random numbers at the epoch's start, None where nothing was drawn yet or nothing will be redrawn.
     now: random numbers at the boundary. parts: what this kind of source needs beside that.
+    ahead: empty, unless batches were drawn and not yet trained on at the boundary. Then the position is that
+    before the first of them, `now` are the random numbers under which it was drawn, and `ahead` has those
+    of each further one, and last those of the boundary. has_ended: the loader had given its last batch at the
+    boundary; it may draw random numbers as it ends.
     """
 
     kind: str
@@ -212,6 +216,13 @@ class Position:
     start: dict[str, Any] | None
     now: dict[str, Any]
     parts: dict[str, Any]
+    ahead: list[dict[str, Any]]
+    has_ended: bool
+
+    @property
+    def boundary(self) -> dict[str, Any]:
+        """Random numbers at the boundary."""
+        return self.ahead[-1] if self.ahead else self.now
 
     @classmethod
     def read(cls, saved: Mapping[str, Any], kind: str, parts: frozenset[str]) -> Position:
@@ -236,6 +247,7 @@ class Position:
 _TYPES: dict[str, Any] = {
     "kind": str, "epoch": int | None, "batches_taken": int, "over": bool, "length": int | None,
     "made_of": dict, "start": dict | None, "now": dict, "parts": dict,
+    "ahead": list, "has_ended": bool,
 }  # fmt: skip
 
 
@@ -254,8 +266,9 @@ def _problem(saved: Mapping[str, Any], parts: frozenset[str]) -> str:
         Moved.read(saved["made_of"].get("moved"))
     except ValueError as error:
         return str(error)
-    marks = (mark for mark in (saved["now"], saved["start"]) if mark is not None)
-    return "" if all(mark.keys() == {"global", "own"} for mark in marks) else "random numbers are missing"
+    marks = [mark for mark in (saved["now"], saved["start"], *saved["ahead"]) if mark is not None]
+    is_whole = all(isinstance(mark, dict) and mark.keys() == {"global", "own"} for mark in marks)
+    return "" if is_whole else "random numbers are missing"
 
 
 def is_at_end(position: Position) -> bool:

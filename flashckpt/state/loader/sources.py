@@ -163,14 +163,27 @@ class Sources:
         source.generators.restore(kept.position.get("now", {}).get("own", {}))
         kept.loader, kept.placed = reference_to(loader), source
 
-    def open(self, loader: object, epoch: int, phase: int, *, in_place: bool, tell_epoch: bool) -> Source:
-        """Begin a phase. in_place: it is the one that was open when the run was saved."""
+    def open(
+        self,
+        loader: object,
+        epoch: int,
+        phase: int,
+        *,
+        in_place: bool,
+        tell_epoch: bool,
+        counts_trained: bool = False,
+        beside: bool = False,
+    ) -> Source:
+        """Begin a phase. in_place: it is the one that was open when the run was saved. counts_trained:
+        batches may be drawn ahead. beside: as in `Source.begin`."""
         kept = self._chosen(loader, phase, in_place=in_place)
         # A source may not know its length: it is neither true nor false.
         source = kept.placed if kept.source is None else kept.source
         source = source_of(loader) if source is None else source
+        if counts_trained:
+            source.count_trained()
         try:
-            _begin(source, kept, epoch, in_place=in_place, tell_epoch=tell_epoch)
+            _begin(source, kept, epoch, in_place=in_place, tell_epoch=tell_epoch, beside=beside)
         except BaseException:
             if kept.source is None:
                 source.close()
@@ -246,10 +259,12 @@ class Sources:
             del self._by_phase[number]
 
 
-def _begin(source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoch: bool) -> None:
+def _begin(
+    source: Source, kept: _Kept, epoch: int, *, in_place: bool, tell_epoch: bool, beside: bool
+) -> None:
     position = None if kept.source is not None else kept.position
     if in_place and position is not None:
-        return source.begin(epoch, position, tell_epoch=tell_epoch)
+        return source.begin(epoch, position, tell_epoch=tell_epoch, beside=beside)
     now = marks_of(source)
     if position is None or kept.retired:
         kept.seeding.see(kept.left, now)

@@ -127,6 +127,8 @@ def hugging_face() -> Any:
 
 
 def batches_of_hugging_face() -> Any:
+    """The state of `.batch()` in datasets 4.7 forgets what the open batch had taken of a shard."""
+    pytest.importorskip("datasets", minversion="4.8")
     return hugging_face().map(lambda row: {"x": row["x"]}).batch(4)
 
 
