@@ -70,8 +70,8 @@ class Training:
         return float(self._hear()["seconds"])
 
     def die_after(self, steps: int) -> int:
-        """Train so many steps, of which the last is not done when the process is killed. Returns the steps
-        that were done."""
+        """Train so many steps; the process is killed as the next one begins. Returns the steps that the run
+        had done."""
         done = int(self.answer["step"]) + steps
         self._say({"steps": steps, "dies": True})
         assert self._process is not None
@@ -185,12 +185,14 @@ def _round(
 
 
 def _killed(training: Training, plan: Plan) -> list[dict[str, Any]]:
-    """Kills at places in the interval between two checkpoints that are the same for all variants."""
-    places = random.Random(plan.seed)
+    """Kills at places between two checkpoints on disk that are the same for all variants, at the earliest one
+    interval after a start."""
+    places, every = random.Random(plan.seed), training.job.save_every
     found = []
     for _ in range(plan.kills):
-        done = training.die_after(1 + training.job.save_every + places.randrange(training.job.save_every))
+        until_place = (places.randrange(every) - int(training.answer["step"])) % every
+        done = training.die_after(every + until_place)
         # What the keeper still saves of the dead is part of the next start, if that waits for it.
         began = training.start()
-        found.append({"done": done - 1, **began, "lost": done - 1 - began["first_step"]})
+        found.append({"done": done, **began, "lost": done - began["first_step"]})
     return found
