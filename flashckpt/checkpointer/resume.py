@@ -44,7 +44,6 @@ from flashckpt.errors import (
     DamagedError,
     FlashckptError,
     FormatError,
-    NoSuchStepError,
     OptionError,
     RunError,
     UnusableRunError,
@@ -312,10 +311,10 @@ def _continue_after(session: Session, progress: Progress) -> _Taken:
 
     def found() -> StepRecord | None:
         _saved_by_keeper(session)  # what a killed job has sealed comes before what is added
-        try:
-            return lineage.resolve(session.store)
-        except NoSuchStepError:
-            return None
+        record = lineage.resolve(session.store) if lineage.steps(session.store) else None
+        if session.leads:
+            _check_reached(session, None if record is None else record.step)
+        return record
 
     newest = session.group.together("the step to continue after", found, loads=True)
     session.group.check_alike(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from flashckpt.checkpointer.progress import Progress
 from flashckpt.errors import OptionError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import MAX_STEP
@@ -167,7 +168,9 @@ def _left_out(source: Source, mapped: Mapped) -> list[str]:
 
 def _progress(step: int, epoch: int) -> dict[str, Any]:
     """At the beginning of an epoch: where a loader of another library stands in it is not known."""
-    return {"step": step, "epoch": epoch, "phase": 0, "open": False, "iterated": False, "sources": []}
+    progress = Progress()
+    progress.step, progress.epoch = step, epoch
+    return progress.value()
 
 
 def _counted(
