@@ -10,13 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Modules have other names than the functions: an imported submodule takes its name in the package.
-_PLACES = {"train": "training", "export": "exporting", "assets_of": "exporting"}
+_PLACES = {"train": "training", "export": "exporting", "assets_of": "exporting", "keep_config": "exporting"}
 
 __all__ = sorted(_PLACES)
 
 if TYPE_CHECKING:
     from flashckpt.transformers.exporting import assets_of as assets_of
     from flashckpt.transformers.exporting import export as export
+    from flashckpt.transformers.exporting import keep_config as keep_config
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.checkpointer.extras import require
-from flashckpt.commit.assets import read_assets
+from flashckpt.commit.assets import has_assets, read_assets, write_assets
+from flashckpt.commit.attempts import open_run
 from flashckpt.errors import MismatchError, OptionError
 from flashckpt.export.formats import Progress, Selected
 from flashckpt.export.mapped import mapped_tensors
@@ -134,6 +135,14 @@ def assets_of(model: Any, processing_class: Any = None) -> dict[str, bytes]:
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
+
+
+def keep_config(run: str | os.PathLike[str], model: Any, processing_class: Any = None) -> bool:
+    """Keep the files of `assets_of` in a run, as `train` does by itself. Returns whether they were written: a
+    run keeps its first. Call it on one rank, outside of the loop. Raises OptionError, RunError, OSError."""
+    store = open_store(run)
+    open_run(store, create=False)
+    return not has_assets(store) and write_assets(store, assets_of(model, processing_class))
 
 
 def _unpack(assets: Mapping[str, bytes], folder: Path) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 import flashckpt
 from flashckpt._native import xxh3_128
 from flashckpt.cli.command import Bar
+from flashckpt.commit.assets import write_assets
 from flashckpt.commit.attempts import attempts, open_run
 from flashckpt.commit.lineage import mark
 from flashckpt.errors import UnusableRunError
@@ -359,3 +360,47 @@ def test_a_terminal_that_lacks_a_letter_is_told_the_rest(
     for command in ("ls", "show", "verify"):
         ended = shell(command, odd)
         assert ended.code == 0, ended.err
+
+
+def test_export_gives_a_module_its_own_names_in_shards(branched: MadeRun, shell: Shell) -> None:
+    out = branched.folder.parent / "out"
+    options = ["--only", "model", "--dtype", "bf16", "--max-shard-size", "1B"]
+    ended = shell("export", branched.folder, out, *options, "--json")
+    assert ended.code == 0, ended.err
+    files = {row["file"] for row in ended.json["files"]}
+    assert "model.safetensors.index.json" in files
+    assert files < set(os.listdir(out))
+    ended = shell("export", branched.folder, out, *options)
+    assert ended.code == 2
+    assert "is not empty" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--format", "hf", "--only", "model"], "keeps no model config"),
+        (["--format", "hf", "--by-rank"], "--by-rank is not for"),
+        (["--config", "."], "--config is for"),
+        (["--dtype", "int8"], "dtype='int8'"),
+        (["--max-shard-size", "much"], "a size like 5GB"),
+        (["--format", "dcp", "--by-rank"], "one of safetensors, torch"),
+        (["--only", "modle"], "It has: "),
+    ],
+)
+def test_exports_that_are_refused_by_name(
+    branched: MadeRun, shell: Shell, options: list[str], said: str
+) -> None:
+    out = branched.folder.parent / "out"
+    ended = shell("export", branched.folder, out, *options)
+    assert ended.code != 0
+    assert said in " ".join(ended.err.split())
+    assert not out.exists()
+
+
+def test_verify_finds_damaged_assets(branched: MadeRun, shell: Shell) -> None:
+    assert write_assets(open_store(branched.folder), {"config.json": b"{}"})
+    assert shell("verify", branched.folder).code == 0
+    flip(branched.folder / "assets.json", 20)
+    ended = shell("verify", branched.folder, "--json")
+    assert ended.code == 1
+    assert "assets.json" in ended.json["problem"]

@@ -15,6 +15,10 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("exa
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 
 
+# Modules that are imported by name, and never by `import flashckpt`.
+INTEGRATIONS = ("transformers",)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_relative_links_lead_to_files(name: str) -> None:
     text = (ROOT / name).read_text()
@@ -32,7 +36,7 @@ def test_python_examples_parse(name: str) -> None:
 def test_public_names_in_examples_exist(name: str) -> None:
     for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
         for public in re.findall(r"\bflashckpt\.(\w+)", block):
-            assert public in flashckpt.__all__, public
+            assert public in flashckpt.__all__ or public in INTEGRATIONS, public
 
 
 def test_make_targets_in_the_documents_exist() -> None:

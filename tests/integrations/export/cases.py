@@ -19,11 +19,10 @@ from torch import distributed as dist
 from torch import nn
 
 import flashckpt
-from flashckpt.commit.assets import write_assets
 from flashckpt.errors import DamagedError, FlashckptError, MismatchError, NoSuchStepError, OptionError
 from flashckpt.export.destination import LIST
 from flashckpt.store import open_store
-from flashckpt.transformers import assets_of, export
+from flashckpt.transformers import export, keep_config
 
 WORLD = 2
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -62,7 +61,7 @@ def trained(folder: Path, model: Any, tokenizer: Any = None, *, keep: bool = Tru
         job.save()
         job.wait()
     if keep and (not dist.is_initialized() or dist.get_rank() == 0):
-        write_assets(open_store(folder), assets_of(model, tokenizer))
+        assert keep_config(folder, model, tokenizer)
     return model
 
 
