@@ -8,7 +8,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flashckpt.errors import OptionError
@@ -27,21 +27,48 @@ def require(extra: str, *modules: str) -> None:
 
 
 def check_overridden(
-    extra: str, package: str, tested: tuple[str, ...], overridden: Mapping[str, tuple[str, ...]]
+    extra: str,
+    package: str,
+    tested: tuple[str, ...],
+    overridden: Mapping[str, tuple[str, ...] | None],
 ) -> None:
-    """Raise OptionError where the installed release of a framework lacks a function that an integration calls
-    or replaces, or has it with other parameters. overridden: "module:Class.function" and the parameters'
-    names. Warn, once for each process, where the release is none of `tested` (as "1.15")."""
+    """Check the names of a framework that an integration calls or replaces.
+
+    package: the distribution. tested: its releases ("1.15" is any 1.15.x). overridden: by
+    "module:Class.function" the names of its parameters, `self` included; None where it need only be there.
+
+    Raises OptionError, with each name that is missing or takes other parameters. Warns, once in a process,
+    where the release is none of `tested`.
+    """
     version = importlib.metadata.version(package)
-    changed = [name for name, parameters in overridden.items() if _parameters(name) != parameters]
+    changed = list(_changes(overridden))
     if changed:
         raise OptionError(
-            f"{package} {version} has no {', '.join(changed)} with the parameters that flashckpt.{extra} "
-            f"relies on. Nothing was started. Install a release of {package} from {tested[0]} to "
-            f"{tested[-1]}."
+            f"{package} {version} is not the one that flashckpt.{extra} knows: {'; '.join(changed)}. Nothing "
+            f"was started. Install a release of {package} {' or '.join(tested)}, or a newer flashckpt."
         )
     if not any(version == each or version.startswith(f"{each}.") for each in tested):
         _warn_untested(extra, package, version, tested)
+
+
+def _changes(overridden: Mapping[str, tuple[str, ...] | None]) -> Iterator[str]:
+    """What is missing, or takes other parameters."""
+    for name, expected in overridden.items():
+        module, _, path = name.partition(":")
+        try:
+            found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            yield f"{path} of {module} is missing"
+            continue
+        if expected is None:
+            continue
+        try:
+            parameters = tuple(inspect.signature(found).parameters)
+        except (TypeError, ValueError):
+            yield f"{path} of {module} is not a function any more"
+            continue
+        if parameters != expected:
+            yield f"{path} of {module} takes ({', '.join(parameters)}) and not ({', '.join(expected)})"
 
 
 @functools.cache
@@ -51,13 +78,3 @@ def _warn_untested(extra: str, package: str, version: str, tested: tuple[str, ..
         "but whether a resume is exact is not known.",
         extra, package, " and ".join(tested), version,
     )  # fmt: skip
-
-
-def _parameters(name: str) -> tuple[str, ...] | None:
-    """The parameters of a function; None where there is none of that name."""
-    module, _, path = name.partition(":")
-    try:
-        found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        return tuple(inspect.signature(found).parameters)
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return None
