@@ -114,9 +114,9 @@ def _prepared(accelerator: Any) -> dict[str, object]:
 
 
 class _Counters:
-    """What changes in an accelerator: its place in the accumulation, its number of saves, and, of each prepared
-    loader, the passes over it and the generator that Accelerate has made for it. Those order the samples, also
-    of loaders that the program iterates over by itself."""
+    """What changes in an accelerator: its place in the accumulation, its number of saves, and, of each
+    prepared loader, the passes over it and the generator that Accelerate has made for it. These order the
+    samples, also of loaders that the program iterates over by itself."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator

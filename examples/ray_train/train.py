@@ -2,13 +2,12 @@
 
     python examples/ray_train/train.py RUN [WORKERS [FAIL_AT]]
 
-A worker group that Ray Train restarts continues from the newest snapshot. Only metrics are reported: Ray Train
-uploads nothing, and deletes nothing of the run.
+A worker group that Ray Train restarts continues from the newest snapshot. Only metrics are reported: Ray
+Train uploads nothing, and deletes nothing of the run.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def main(run: str, workers: str = "1", fail_at: str = "0") -> None:
             storage_path=str(Path(run).resolve().parent / "ray"), failure_config=FailureConfig(max_failures=3)
         ),
     )
-    print(json.dumps(trainer.fit().metrics))
+    trainer.fit()
 
 
 if __name__ == "__main__":

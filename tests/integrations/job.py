@@ -105,6 +105,10 @@ class Job:
             self._settle()
         self.moment(STEP)
 
+    def continues(self, number: int) -> None:
+        """The attempt stands behind iteration `number`, to which moments before its first `step` belong."""
+        self._put(0, number)
+
     def moment(self, name: str) -> None:
         counter, passed, sent = _WORDS.unpack(self._words[:])
         self._write(self._moments, [name, counter])

@@ -69,6 +69,7 @@ def train(job: Job) -> dict[str, Any]:
     }  # fmt: skip
     limit = int(options.get("leave_after", 1 << 30))
     with _run(job, accelerator, own, parts) as run:
+        job.continues(own["iterations"])
         epochs = int(options.get("epochs", 3))
         for epoch in range(epochs) if run is None else run.epochs(epochs):
             for index, batch in enumerate(loader) if run is None else run.enumerate(loader):

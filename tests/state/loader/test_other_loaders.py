@@ -393,12 +393,28 @@ def test_out_of_order_is_refused() -> None:
     source_of(DataLoader(runs.Items("/dev/null"), in_order=False))
 
 
-def test_accelerates_loaders_are_refused() -> None:
-    shard = type(
-        "DataLoaderShard", (), {"__module__": "accelerate.data_loader", "__iter__": lambda self: iter(())}
-    )
-    with pytest.raises(BoundaryError, match="one batch more than it has given"):
-        source_of(shard())
+def test_other_loaders_of_accelerate_are_refused() -> None:
+    for name in ("MpDeviceLoaderWrapper", "DataLoaderShard"):  # the latter as releases before 1.0 had it
+        loader = type(name, (), {"__module__": "accelerate.data_loader", "__iter__": lambda self: iter(())})
+        with pytest.raises(BoundaryError, match="takes batches in a way that is not known"):
+            source_of(loader())
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
+def test_a_torchdata_stream_without_state_is_resumed_again_and_again() -> None:
+    def numbers(source: Any, batches: int) -> list[Any]:
+        return [source.next()[0].tolist() for _ in range(batches)]
+
+    whole = source_of(torchdata_stream(Stream, 0))
+    whole.begin(0)
+    expected = numbers(whole, 5)
+    position, given = None, []
+    for count in (1, 2, 2):  # torchdata counts the batches that it skips twice
+        source = source_of(torchdata_stream(Stream, 0))
+        source.begin(0, position)
+        given += numbers(source, count)
+        position = runs.from_wire(runs.to_wire(source.position()))
+    assert given == expected
 
 
 def test_what_is_no_iterable_is_refused() -> None:

@@ -1,0 +1,126 @@
+"""What `flashckpt.accelerate` refuses, by name, before anything starts; and the names that it overrides."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from flashckpt.checkpointer import extras
+from flashckpt.errors import BoundaryError, MismatchError, OptionError
+from flashckpt.state.loader.sources import source_of
+
+pytest.importorskip("accelerate")
+import accelerate
+
+import flashckpt.accelerate
+from flashckpt.accelerate import OVERRIDDEN, TESTED, attach
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    return accelerate.Accelerator(cpu=True)
+
+
+def _stand_in(**changed: Any) -> Any:
+    usual: dict[str, Any] = {
+        "_models": [torch.nn.Linear(1, 1)], "_optimizers": [], "_schedulers": [], "_dataloaders": [],
+        "_custom_objects": [], "scaler": None, "step": 0, "gradient_state": SimpleNamespace(),
+        "project_configuration": SimpleNamespace(iteration=0), "distributed_type": "NO",
+    }  # fmt: skip
+    return SimpleNamespace(**{**usual, **changed})
+
+
+@pytest.mark.parametrize(("kind", "named"), [("DEEPSPEED", "DeepSpeed"), ("MEGATRON_LM", "Megatron-LM")])
+def test_engines_are_refused(tmp_path: Path, kind: str, named: str) -> None:
+    kinds = accelerate.DistributedType
+    with pytest.raises(OptionError, match=named):
+        attach(_stand_in(distributed_type=kinds[kind]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_object_and_an_accelerator_without_a_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="A dict has no _models"):
+        attach({}, tmp_path / "run")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="has prepared no model"):
+        attach(_stand_in(_models=[]), tmp_path / "run")
+    with pytest.raises(OptionError, match="state= has model"):
+        attach(_stand_in(), tmp_path / "run", state={"model": torch.nn.Linear(1, 1)})
+    with pytest.raises(OptionError, match="has no option evry"):
+        attach(_stand_in(), tmp_path / "run", evry=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loader_that_skips_batches_is_refused(accelerator: Any) -> None:
+    loader = accelerator.prepare(DataLoader(list(range(20)), 4))
+    skipping = accelerate.data_loader.DataLoaderShard(list(range(20)), batch_size=4, skip_batches=2)
+    with pytest.raises(BoundaryError, match="skips its first"):
+        source_of(skipping)
+    with pytest.raises(BoundaryError, match="takes batches in a way that is not known"):
+        source_of(accelerate.data_loader.SkipDataLoader(list(range(20)), skip_batches=1, batch_size=4))
+    assert len(source_of(loader)) == 5
+
+
+@pytest.mark.process
+def test_a_run_of_another_loop_is_refused(accelerator: Any, tmp_path: Path, runtime: Path) -> None:
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    with flashckpt.attach(tmp_path / "run", model=model) as plain:
+        plain.step()
+    with pytest.raises(MismatchError, match=r"a loop of the program, and flashckpt\.accelerate"):
+        attach(accelerator, tmp_path / "run")
+
+
+@pytest.mark.process
+def test_switched_off_it_gives_the_loops_as_they_are(accelerator: Any, tmp_path: Path) -> None:
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(8, 1), 4))
+    with attach(accelerator, tmp_path / "run", enabled=False) as run:
+        given = [model(batch) for _ in run.epochs(2) for batch in run.batches(loader)]
+    assert len(given) == 4
+    assert not (tmp_path / "run").exists()
+
+
+def test_overridden_names_are_those_of_the_installed_release() -> None:
+    extras.check_overridden("accelerate", "accelerate", TESTED, OVERRIDDEN)
+
+
+def test_a_release_without_a_name_is_refused_and_an_untested_one_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for changed in (
+        {"accelerate:Accelerator.gone": ("self",)},
+        {"accelerate:Accelerator._do_sync": ("a", "b")},
+    ):
+        with pytest.raises(OptionError, match=next(iter(changed))):
+            extras.check_overridden("accelerate", "accelerate", TESTED, changed)
+    with caplog.at_level(logging.WARNING, "flashckpt"):
+        for _ in range(2):
+            extras.check_overridden("accelerate", "accelerate", ("0.1",), OVERRIDDEN)
+    assert [record.message.count("and not with") for record in caplog.records] == [1]
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"pip install 'flashckpt\[accelerate\]'"):
+        extras.require("accelerate", "accelerate")
+
+
+def test_the_public_name() -> None:
+    assert flashckpt.accelerate.__all__ == ["attach"]
+
+
+@pytest.mark.process
+def test_flashckpt_imports_neither_framework() -> None:
+    program = (
+        "import flashckpt.checkpointer.resume, sys; print({'accelerate', 'torchtitan'} & sys.modules.keys())"
+    )
+    told = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert told.stdout.strip() == "set()"
