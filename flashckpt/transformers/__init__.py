@@ -1,0 +1,28 @@
+"""flashckpt inside the trainers of transformers and trl. `import transformers` in this package is theirs.
+
+flashckpt.transformers.train(trainer, "runs/gpt")      # in the place of trainer.train()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Modules have other names than the functions: an imported submodule takes its name in the package.
+_PLACES = {"train": "training", "export": "exporting"}
+
+__all__ = sorted(_PLACES)
+
+if TYPE_CHECKING:
+    from flashckpt.transformers.training import train as train
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_PLACES[name]}")
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__
