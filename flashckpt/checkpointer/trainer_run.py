@@ -25,12 +25,14 @@ from flashckpt.checkpointer.attach import attach_for
 from flashckpt.checkpointer.attached_run import Call, Resumed
 from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.tap import Tap, inside, is_tap
-from flashckpt.errors import BoundaryError, MismatchError, OptionError, StateError
+from flashckpt.commit.assets import has_assets, write_assets
+from flashckpt.errors import BoundaryError, FlashckptError, MismatchError, OptionError, StateError
 from flashckpt.options import Options
 from flashckpt.state import rng
 from flashckpt.state.deferred import Deferred as Deferred
 
 if TYPE_CHECKING:
+    from flashckpt.checkpointer.session import Session
     from flashckpt.state.loader.base import Source
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ def attach_trainer(
     *,
     integration: str,
     on_stop: Callable[[], object],
+    assets: Callable[[], Mapping[str, bytes]] | None = None,
     **options: Any,
 ) -> TrainerRun:
     """Attach a trainer's live state to the run in `path`, and restore it if there is something to restore.
@@ -50,7 +53,8 @@ def attach_trainer(
     that the trainer overwrites later is a `Deferred`. integration: the name of the module flashckpt.*, to
     which the run belongs from then on. on_stop: called at the boundary at which the loop has to end, once
     that is committed; it ends the loop in the trainer's way. Where a signal asks for the end and its default
-    action ends the process, it does so before.
+    action ends the process, it does so before. assets: makes files that belong to the run (config, tokenizer)
+    by name; called on rank 0 of a run that has none yet, and kept before this returns.
     """
     # A trainer that draws ahead is what taps are for: the check of plain loops would refuse it.
     own = options.get("options", Options())
@@ -59,7 +63,23 @@ def attach_trainer(
     checkpointer = attach_for(integration, path, state, **options)
     if not isinstance(checkpointer, Checkpointer):
         return DisabledRun(checkpointer)
+    if assets is not None:
+        _keep_assets(checkpointer._session, assets)
     return TrainerRun(checkpointer, on_stop)
+
+
+def _keep_assets(session: Session, assets: Callable[[], Mapping[str, bytes]]) -> None:
+    """Log a failure and train: an export can take the files from elsewhere."""
+    try:
+        if session.environment.rank == 0 and not has_assets(session.store):
+            write_assets(session.store, assets())
+    except (OSError, FlashckptError) as error:
+        log.warning(
+            "The config and tokenizer could not be kept in %s: %s. Steps are saved as always; `flashckpt "
+            "export --format hf` of this run needs --config.",
+            session.store.url,
+            error,
+        )
 
 
 class TrainerRun:

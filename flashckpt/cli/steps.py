@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -34,10 +34,12 @@ from flashckpt.cli.history import (
     step_rows,
 )
 from flashckpt.cli.ranks import plain_waiting, waiting, waiting_text
+from flashckpt.commit.assets import read_assets
 from flashckpt.commit.attempts import open_run, read_start
 from flashckpt.commit.lineage import VisibleStep, marked_here
 from flashckpt.commit.verification import Report
 from flashckpt.commit.verification import verify as read_again
+from flashckpt.errors import DamagedError, OptionError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Start
 from flashckpt.format.replicas import in_words, numbers
@@ -47,12 +49,15 @@ from flashckpt.store.base import Store
 from flashckpt.tiers.nearest import known_remote
 
 if TYPE_CHECKING:
+    from flashckpt.export.step import Exported as ExportResult
     from flashckpt.recovery.pruning import Pruning
 
 
 class Format(str, Enum):
     SAFETENSORS = "safetensors"
     TORCH = "torch"
+    DCP = "dcp"
+    HF = "hf"
 
 
 AllBranches = Annotated[bool, typer.Option("--all", help="Show the steps of other branches too.")]
@@ -70,15 +75,38 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.
 Verified = Annotated[
     str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="Every visible one if left out.")
 ]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The file to write; with --by-rank a folder.")]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The file or folder to write.")]
 Exported = Annotated[
     str | None,
     typer.Option("--step", metavar="STEP[@ATTEMPT]", help="The one a resume would take if left out."),
 ]
 Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="NAME", help="A part of the state (model), or a leaf.")
+    list[str] | None,
+    typer.Option("--only", metavar="NAME", help="A part of the state (model), or a leaf. May be repeated."),
 ]
-As = Annotated[Format, typer.Option("--format", help="torch is a pickle, for torch.load(weights_only=True).")]
+As = Annotated[
+    Format,
+    typer.Option(
+        "--format",
+        help="torch: a file for torch.load(weights_only=True). dcp: a folder for torch's DCP. hf: a folder "
+        "for from_pretrained.",
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", metavar="DTYPE", help="Of floating-point tensors: bf16, fp16, fp32.")
+]
+MaxShardSize = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard-size", metavar="SIZE", help="A folder of files up to SIZE (5GB), and an index."
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        "--config", metavar="FOLDER", help="hf: take config and tokenizer from here, not from the run."
+    ),
+]
 ByRank = Annotated[
     bool, typer.Option("--by-rank", help="A folder with a file for what each rank's own files hold.")
 ]
@@ -304,6 +332,8 @@ def _verified(
         report = read_again(store, at, attempt=attempt, all_steps=all_branches, progress=bar.progress)
     if not as_json:
         _print_report(report, time.monotonic() - began_s)
+    if step is None and not lost:
+        lost = _assets_problem(store)
     if lost:
         notices().print(lost, style="red")
     files = [asdict(row) | {"detail": row.detail or None} for row in report.rows]
@@ -311,6 +341,15 @@ def _verified(
     told: dict[str, object] = {"run": store.url, "ok": is_whole, "num_bytes": report.num_bytes}
     told |= {"files": files, "problem": lost or None, "remote": None}
     return told, ExitCode.WELL if is_whole else ExitCode.DAMAGED, report
+
+
+def _assets_problem(store: Store) -> str:
+    """What is wrong with the assets of a run, empty where nothing is."""
+    try:
+        read_assets(store)
+    except DamagedError as error:
+        return str(error)
+    return ""
 
 
 def _print_report(report: Report, seconds: float) -> None:
@@ -354,24 +393,28 @@ def export(
     format: As = Format.SAFETENSORS,
     step: Exported = None,
     only: Only = None,
+    dtype: Dtype = None,
+    max_shard_size: MaxShardSize = None,
+    config: Config = None,
     by_rank: ByRank = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Write the tensors of a step to a file, each whole, whatever number of ranks made it. Every byte is
-    verified before the file is put in place."""
-    from flashckpt.export.step import export as take_out
-
+    """Write the tensors of a step to a file or folder, each whole, whatever number of ranks made it. Every
+    byte is verified before the name OUT is given."""
     number, attempt = step_name(step) if step is not None else (None, None)
-    with Bar(notices(), "verifying") as bar:
-        done = take_out(
+    with Bar(notices(), "exporting") as bar:
+        done = _export(
             open_store(run),
             out,
-            format=format.value,
+            format,
+            config=config,
+            by_rank=by_rank,
             step=number,
             attempt=attempt,
             only=only or (),
-            by_rank=by_rank,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
             force=force,
             progress=bar.progress,
         )
@@ -384,3 +427,19 @@ def export(
             f"{done.leaves} leaves of step {done.step} of attempt {done.attempt}, {total}, in {out}"
         )
     return ExitCode.WELL
+
+
+def _export(
+    store: Store, out: str, format: Format, *, config: str | None, by_rank: bool, **options: Any
+) -> ExportResult:
+    if format is not Format.HF:
+        from flashckpt.export.step import export as export_step
+
+        if config is not None:
+            raise OptionError("--config is for --format hf. Nothing was written.")
+        return export_step(store, out, format=format.value, by_rank=by_rank, **options)
+    from flashckpt.transformers.exporting import export_step as export_hf
+
+    if by_rank:
+        raise OptionError("--by-rank is not for --format hf. Nothing was written.")
+    return export_hf(store, out, config=config, **options)

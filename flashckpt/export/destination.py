@@ -1,18 +1,21 @@
-"""A new file or folder, whole or not at all. Owns the temporary name and the rename."""
+"""A new file or folder, whole or not at all. Owns the temporary name, the rename, and the list of an exported
+folder's files."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
-import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from flashckpt.errors import OptionError
 
-_EXPORTED = re.compile(r"rank-\d{5}\.[a-z]+")
+# In an exported folder: where it is from, and its files. Only a folder of exactly these files is replaced.
+LIST = "flashckpt-export.json"
+_MAX_LIST_BYTES = 16 << 20
 
 
 def rank_file(rank: int, suffix: str) -> str:
@@ -20,11 +23,10 @@ def rank_file(rank: int, suffix: str) -> str:
     return f"rank-{rank:05d}.{suffix}"
 
 
-def check_free(out: str, run: str, *, force: bool) -> None:
-    """OptionError where `out` is there already and must not be replaced, or its folder is not there, or it
-    is the run, in it or above it. A folder is replaced only where it holds nothing but an earlier export."""
-    if os.path.lexists(out) and not force:
-        raise OptionError(f"{out} is there already. Nothing was written. Name another file, or give --force.")
+def check_free(out: str, run: str, *, force: bool, is_folder: bool) -> None:
+    """Raise OptionError where `out` exists and must not be replaced, where its parent is not a folder, or
+    where it is the run, inside it or above it. An empty folder is free for a folder. With `force` a folder is
+    replaced only if it holds nothing but an earlier export."""
     folder = os.path.dirname(os.path.abspath(out))
     if not os.path.isdir(folder):
         raise OptionError(f"{folder} is no folder. Nothing was written. Make it first.")
@@ -33,6 +35,11 @@ def check_free(out: str, run: str, *, force: bool) -> None:
         raise OptionError(
             f"{out} is the run {run}, in it or above it. Nothing was written or deleted. Name another file."
         )
+    if os.path.lexists(out) and not force and not (is_folder and _is_empty(out)):
+        raise OptionError(
+            f"{out} is there already{' and is not empty' if is_folder else ''}. Nothing was written. Name "
+            "another, or give --force."
+        )
     if not _is_replaceable(out):
         raise OptionError(
             f"{out} is a folder and holds more than an earlier export. Nothing was written or deleted. "
@@ -40,11 +47,39 @@ def check_free(out: str, run: str, *, force: bool) -> None:
         )
 
 
+def list_files(folder: str) -> list[tuple[str, int]]:
+    """The files below a folder, by their paths in it, with their bytes; of a file its own."""
+    if not os.path.isdir(folder):
+        return [("", os.path.getsize(folder))]
+    found = []
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            found.append((os.path.relpath(path, folder), os.path.getsize(path)))
+    return sorted(found)
+
+
+def write_list(folder: str, about: Mapping[str, object]) -> None:
+    """Write the list of an exported folder, its last file."""
+    table = {**about, "files": dict(list_files(folder))}
+    with open(os.path.join(folder, LIST), "x", encoding="utf-8") as file:
+        file.write(json.dumps(table, indent=2) + "\n")
+
+
+def _is_empty(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
+
+
 def _is_replaceable(out: str) -> bool:
-    if os.path.islink(out) or not os.path.isdir(out):
+    if os.path.islink(out) or not os.path.isdir(out) or _is_empty(out):
         return True
-    with os.scandir(out) as found:
-        return all(_EXPORTED.fullmatch(each.name) and each.is_file(follow_symlinks=False) for each in found)
+    try:
+        with open(os.path.join(out, LIST), encoding="utf-8") as file:
+            listed = json.loads(file.read(_MAX_LIST_BYTES))["files"]
+        there = {name for name, _ in list_files(out)}
+        return isinstance(listed, dict) and there <= {LIST, *listed}
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 @contextlib.contextmanager
@@ -72,7 +107,7 @@ def _rename(temporary: str, out: str, *, force: bool) -> None:
             os.replace(temporary, out)
         return
     try:
-        # A link never replaces what somebody else has put there meanwhile.
+        # A link never replaces what another process has put there meanwhile; a folder only an empty one.
         put = os.rename if os.path.isdir(temporary) else os.link
         put(temporary, out)
     except OSError as error:
@@ -105,9 +140,14 @@ def _exchange(temporary: str, out: str) -> None:
 
 
 def _files(path: str) -> list[str]:
+    """What must be durable: each file, then each folder, the outermost last."""
     if not os.path.isdir(path):
         return [path]
-    return [*(os.path.join(path, name) for name in os.listdir(path)), path]
+    found = []
+    for root, _, names in os.walk(path, topdown=False):
+        found += [os.path.join(root, name) for name in names]
+        found.append(root)
+    return found
 
 
 def _sync(path: str) -> None:

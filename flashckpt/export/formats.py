@@ -1,101 +1,143 @@
-"""The files that other programs read: a stock safetensors file, and one for `torch.load(weights_only=True)`.
+"""Writers of tensor files and folders for other programs: safetensors, `torch.save`, torch's DCP.
 
-Names are those of the state. In a safetensors file a tensor that stands under several names is stored once:
-the others are in its metadata. A dtype that safetensors does not have is stored as bytes, and named there.
-The other file is the one place where this library writes a pickle, which torch's own format is. Nothing here
-ever reads one back.
+In a safetensors file a tensor that has several names is stored once: the other names are in its metadata. A
+dtype that safetensors does not have is stored as bytes, and named there. `torch.save` and DCP write a pickle,
+because these formats contain one; flashckpt never reads one back.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol
 
-from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
-from flashckpt.errors import DamagedError
-from flashckpt.format.layout import DTYPES, Leaf
-from flashckpt.restore.box_reading import BoxReader
-from flashckpt.restore.whole_tensors import WholeTensors
+from flashckpt.export.selection import SelectedLeaf
+from flashckpt.format.layout import DTYPES
 
 Progress = Callable[[int, int], None]
+INDEX = "model.safetensors.index.json"
 _ALIGNMENT = 8
-_THREADS = 2
-
-
-class SelectedLeaf(Protocol):
-    """One leaf to take out: `leaf` has the names that were asked for."""
-
-    @property
-    def leaf(self) -> Leaf: ...
-
-    def pieces(self) -> Iterator[memoryview]:
-        """Its bytes, row-major, in pieces of which every one is verified by itself."""
-
-    def whole(self) -> memoryview:
-        """The same in one piece, writable."""
-
-    @property
-    def digest(self) -> int:
-        """Of its bytes, once all pieces were given."""
+# Pieces (chunks of 4 MiB, or 8 to 64 MiB of an assembled tensor) that are read before they are written.
+_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StoredLeaf:
-    """A leaf of one rank's shard, which has it as `stored`."""
+class Selected:
+    """What is exported of a step. `rank` is the rank whose files these leaves are from, or whose values count
+    where ranks differ. `folder`: where temporary files may be written, beside the destination."""
 
-    reader: BoxReader
-    leaf: Leaf
-    stored: Leaf
-    digest: int
+    record: StepRecord
+    leaves: Sequence[SelectedLeaf]
+    rank: int
+    folder: str
+    progress: Progress
 
-    def pieces(self) -> Iterator[memoryview]:
-        return self.reader.pieces(self.stored)
-
-    def whole(self) -> memoryview:
-        return memoryview(self.reader.leaf(self.stored))
-
-
-@dataclass(slots=True)
-class WholeLeaf:
-    """A tensor that is put together out of what several ranks have of it, which has it as `stored`."""
-
-    tensors: WholeTensors
-    leaf: Leaf
-    stored: Leaf
-    digest: int = 0
-
-    def pieces(self) -> Iterator[memoryview]:
-        yield self.whole()
-
-    def whole(self) -> memoryview:
-        data = self.tensors.leaf(self.stored, _THREADS)[: self.leaf.num_bytes]
-        self.digest = _native.digest(_native.address_of(data), len(data)) if data else 0
-        return data
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.leaf.num_bytes for each in self.leaves)
 
 
-def write_safetensors(
-    path: str, record: StepRecord, rank: int, sources: Sequence[SelectedLeaf], progress: Progress
-) -> int:
-    """Write the file, a leaf or less of it in memory at a time, and digest it again as it stands. Returns its
-    bytes. DamagedError where a leaf did not arrive as it was captured."""
-    ordered = sorted(sources, key=lambda each: (-DTYPES[each.leaf.dtype][0], each.leaf.name))
-    header, total = _header(record, rank, ordered), sum(each.leaf.num_bytes for each in ordered)
+def write_safetensors(path: str, selected: Selected) -> None:
+    """Write one file, a few pieces in memory at a time. DamagedError where a leaf is not what was
+    captured."""
+    with open(path, "xb", buffering=0) as file:
+        write_image(file.fileno(), selected)
+
+
+def write_image(file: int, selected: Selected, done: int = 0, total: int | None = None) -> int:
+    """Write a safetensors file to a descriptor. Returns where its data begins."""
+    ordered = in_file_order(selected.leaves)
+    header = _header(selected, ordered)
+    _write_all(file, memoryview(header))
+    total = selected.num_bytes if total is None else total
+    with closing(read_ahead(piece for each in ordered for piece in each.pieces())) as pieces:
+        for piece in pieces:
+            _write_all(file, piece)
+            done += len(piece)
+            selected.progress(done, total)
+    return len(header)
+
+
+def write_sharded(folder: str, selected: Selected, most_bytes: int) -> None:
+    """Write files of at most so many bytes of tensors (or of one tensor), and the index that transformers and
+    others read. One file has no index."""
+    os.mkdir(folder)
+    shards = _shards(sorted(selected.leaves, key=lambda each: each.place), most_bytes)
+    index, done, total = dict[str, str](), 0, selected.num_bytes
+    for number, leaves in enumerate(shards, start=1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        shard = Selected(selected.record, leaves, selected.rank, folder, selected.progress)
+        with open(os.path.join(folder, name), "xb", buffering=0) as file:
+            write_image(file.fileno(), shard, done, total)
+        done += shard.num_bytes
+        index.update((each.leaf.name, name) for each in leaves)
+    if len(shards) > 1:
+        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+        with open(os.path.join(folder, INDEX), "x", encoding="utf-8") as text:
+            text.write(json.dumps(table, indent=2) + "\n")
+
+
+def write_torch(path: str, selected: Selected) -> None:
+    """Write a file for `torch.load(weights_only=True)`. Tied names give one tensor, stored once."""
+    # Late: safetensors needs no torch, nor does a machine that only copies weights.
+    import torch
+
+    from flashckpt.export.mapped import mapped_tensors
+
+    tensors = mapped_tensors(selected)
+    # By a file object: with a path, a full disk is a RuntimeError without errno.
     with open(path, "xb") as file:
-        file.write(header)
-        for each in ordered:
-            for piece in each.pieces():
-                file.write(piece)
-            progress(file.tell() - len(header), total)
-    _check(path, len(header), ordered, record.step)
-    return len(header) + total
+        torch.save(tensors, file)
 
 
-def _header(record: StepRecord, rank: int, ordered: Sequence[SelectedLeaf]) -> bytes:
+def write_dcp(folder: str, selected: Selected) -> None:
+    """Write a folder for `torch.distributed.checkpoint.load`, by torch's own writer in this process alone."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from flashckpt.export.mapped import mapped_tensors
+
+    tensors = mapped_tensors(selected)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            save(tensors, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        # A BaseException around torch's own error around that of the disk, which is what a caller handles.
+        first = next(iter(error.failures.values()))[0]
+        cause: BaseException | None = first
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__
+        raise (cause or first) from error
+
+
+def in_file_order(leaves: Sequence[SelectedLeaf]) -> list[SelectedLeaf]:
+    """Leaves as a safetensors file has them: each at a multiple of its dtype's size."""
+    return sorted(leaves, key=lambda each: (-DTYPES[each.leaf.dtype][0], each.place))
+
+
+def _shards(leaves: Sequence[SelectedLeaf], most_bytes: int) -> list[list[SelectedLeaf]]:
+    shards: list[list[SelectedLeaf]] = []
+    held = 0
+    for each in leaves:
+        if not shards or (held and held + each.leaf.num_bytes > most_bytes):
+            shards.append([])
+            held = 0
+        shards[-1].append(each)
+        held += each.leaf.num_bytes
+    return shards
+
+
+def _header(selected: Selected, ordered: Sequence[SelectedLeaf]) -> bytes:
+    record = selected.record
     aliases = {alias: each.leaf.name for each in ordered for alias in each.leaf.aliases}
     odd = {
         each.leaf.name: {"dtype": each.leaf.dtype, "shape": list(each.leaf.shape)}
@@ -108,7 +150,7 @@ def _header(record: StepRecord, rank: int, ordered: Sequence[SelectedLeaf]) -> b
             "format": "pt",
             "flashckpt.step": str(record.step),
             "flashckpt.attempt": str(record.attempt),
-            "flashckpt.rank": str(rank),
+            "flashckpt.rank": str(selected.rank),
             "flashckpt.world": str(record.world),
             "flashckpt.aliases": json.dumps(aliases),
             "flashckpt.dtypes": json.dumps(odd),
@@ -127,37 +169,18 @@ def _header(record: StepRecord, rank: int, ordered: Sequence[SelectedLeaf]) -> b
     return length.to_bytes(8, "little") + text.ljust(length, b" ")
 
 
-def _check(path: str, data_start: int, ordered: Sequence[SelectedLeaf], step: int) -> None:
-    """Against the digests of the boundary: what is in the file now is what was captured then."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ) as image:
-            address, offset = _native.address_of(image), data_start
-            for each in ordered:
-                if _native.digest(address + offset, each.leaf.num_bytes) != each.digest:
-                    raise DamagedError(
-                        f"{each.leaf.name} did not arrive in {path} as it was captured. The file was removed."
-                        " Verify the step, and try again.",
-                        step=step,
-                        path=path,
-                    )
-                offset += each.leaf.num_bytes
-    finally:
-        os.close(descriptor)
+def _write_all(file: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(file, data) :]
 
 
-def write_torch(path: str, sources: Sequence[SelectedLeaf]) -> int:
-    """Write the file. Tied names give one tensor, stored once. Returns its bytes. DamagedError where a leaf
-    is not what was captured."""
-    # Late: the other format needs no torch, nor does a machine that only copies weights.
-    import torch
-
-    from flashckpt.restore.snapshot import leaf_view
-
-    tensors: dict[str, torch.Tensor] = {}
-    for each in sources:
-        leaf = each.leaf
-        tensor = leaf_view(each.whole(), leaf, 0)
-        tensors.update(dict.fromkeys((leaf.name, *leaf.aliases), tensor))
-    torch.save(tensors, path)
-    return os.path.getsize(path)
+def read_ahead(pieces: Iterator[memoryview]) -> Generator[memoryview]:
+    """The same pieces. A thread reads and verifies the next ones while the caller writes."""
+    with ThreadPoolExecutor(1, "flashckpt-export") as pool:
+        under_way = deque(pool.submit(next, pieces, None) for _ in range(_AHEAD))
+        try:
+            while (piece := under_way.popleft().result()) is not None:
+                under_way.append(pool.submit(next, pieces, None))
+                yield piece
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)

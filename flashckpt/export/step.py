@@ -1,34 +1,39 @@
-"""The export of a step. Owns the order: choose, verify, write beside, rename. One file with whole tensors,
-put together out of what ranks have of them; or a folder with a file for what the files of each rank hold.
+"""The export of a step. Owns the order: choose, read and verify while writing beside the destination, rename.
+
+One file or folder with whole tensors, assembled from the ranks' pieces; or a folder with a file for each
+rank.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
-from flashckpt.commit.verification import verify_file
-from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
-from flashckpt.export.destination import check_free, put_in_place, rank_file
+from flashckpt.errors import OptionError
+from flashckpt.export.destination import check_free, list_files, put_in_place, rank_file, write_list
 from flashckpt.export.formats import (
     Progress,
-    SelectedLeaf,
-    StoredLeaf,
-    WholeLeaf,
+    Selected,
+    write_dcp,
     write_safetensors,
+    write_sharded,
     write_torch,
 )
-from flashckpt.format.layout import Leaf
+from flashckpt.export.selection import dtype_name, only_module, select, select_rank
 from flashckpt.format.names import AttemptName
-from flashckpt.restore.box_reading import BoxReader
-from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.store.base import Store
 
-SUFFIXES = {"safetensors": "safetensors", "torch": "pt"}
+_FILES = {"safetensors": (write_safetensors, "safetensors"), "torch": (write_torch, "pt")}
+FORMATS = (*_FILES, "dcp", "hf")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+Writer = Callable[[str, Selected], None]
+"""Writes a file or a folder at a path that does not exist yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,23 @@ class Exported:
     files: tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for, but for the writer. one_module: export one module, the only one where `only` is
+    empty. is_folder: the writer makes a folder."""
+
+    out: str
+    format: str
+    step: int | None = None
+    attempt: AttemptName | None = None
+    only: tuple[str, ...] = ()
+    dtype: str | None = None
+    one_module: bool = False
+    is_folder: bool = False
+    force: bool = False
+    progress: Progress = lambda done, total: None
+
+
 def export(
     store: Store,
     out: str,
@@ -52,150 +74,123 @@ def export(
     step: int | None = None,
     attempt: AttemptName | None = None,
     only: Sequence[str] = (),
+    dtype: object | None = None,
+    max_shard_size: int | str | None = None,
     by_rank: bool = False,
     force: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
     """Write the tensors of a committed step (the one that a resume would take, if none is named) to `out`.
 
-    Of a step of several ranks each tensor is whole, and those that differ from rank to rank (buffers,
-    counters) are rank 0's. by_rank: a folder instead, with a file for what each rank's own files hold, boxes
-    as they are. only: names of parts of the state, or of leaves.
+    format: "safetensors", "torch" (a file for torch.load) or "dcp" (a folder for torch's DCP); for "hf" see
+    flashckpt.transformers.export. only: names of parts of the state, or of leaves; where that is one module,
+    names are as its state_dict has them. Buffers that are not persistent are left out. dtype: of
+    floating-point tensors in the export. max_shard_size: bytes, or text ("5GB", "2GiB"): a folder of
+    safetensors files of at most so much, with an index.
 
-    Raises OptionError where `out` is there already and not `force`, where it is a folder with anything but an
-    earlier export in it, or the run, in it or above it; MismatchError where the boxes of a tensor do not make
-    it up; NoSuchStepError, DamagedError. Then nothing is left behind, and what stood there stands.
+    Of a step of several ranks each tensor is whole, and those that differ from rank to rank (buffers,
+    counters) are rank 0's. by_rank: a folder instead, with a file for each rank's own files, pieces and names
+    as stored.
+
+    Raises OptionError for what cannot be combined, where `out` exists already and not `force`, where it is a
+    folder with anything but an earlier export in it, or the run, in it or above it; MismatchError where the
+    pieces of a tensor do not make it up; NoSuchStepError, DamagedError. Then nothing is left behind, and what
+    stood there stands.
     """
-    if format not in SUFFIXES:
-        raise OptionError(f"format={format!r}: one of {', '.join(SUFFIXES)}. Nothing was written.")
+    request = Request(
+        out=out,
+        format=format,
+        step=step,
+        attempt=attempt,
+        only=tuple(only),
+        dtype=None if dtype is None else dtype_name(dtype),
+        force=force,
+        progress=progress,
+    )
+    most_bytes = None if max_shard_size is None else size_of(max_shard_size)
+    if format == "dcp" and not by_rank and most_bytes is None:
+        return export_with(store, write_dcp, replace(request, is_folder=True))
+    if format not in _FILES:
+        names = ", ".join((*_FILES, "dcp"))
+        why = "with --by-rank or --max-shard-size one of safetensors, torch" if format == "dcp" else names
+        raise OptionError(f"format={format!r}: one of {why}. Nothing was written.")
+    if most_bytes is not None:
+        if format != "safetensors" or by_rank:
+            raise OptionError(
+                "max_shard_size= is for whole tensors in safetensors files and for format='hf'. Nothing "
+                "was written."
+            )
+        limit = most_bytes
+        request = replace(request, is_folder=True)
+        return export_with(store, lambda path, selected: write_sharded(path, selected, limit), request)
+    return export_with(store, _FILES[format][0], request, by_rank=by_rank)
+
+
+def export_with(store: Store, write: Writer, request: Request, *, by_rank: bool = False) -> Exported:
+    """Export by a writer. Raises as `export` does, and what the writer raises: then nothing is left
+    behind."""
     open_run(store, create=False)
-    check_free(out, store.url, force=force)
+    check_free(request.out, store.url, force=request.force, is_folder=request.is_folder or by_rank)
     return read_whole(
         store,
-        step,
-        attempt,
-        read=lambda record: _taken_out(record, out, format, only, progress, by_rank=by_rank, force=force),
+        request.step,
+        request.attempt,
+        read=lambda record: _exported(record, write, request, by_rank=by_rank),
     )
 
 
-def _taken_out(
-    record: StepRecord,
-    out: str,
-    format: str,
-    only: Sequence[str],
-    progress: Progress,
-    *,
-    by_rank: bool,
-    force: bool,
-) -> Exported:
-    chosen: Mapping[int, Sequence[SelectedLeaf]]
-    if record.world > 1 and not by_rank:
-        # Every byte is verified as a tensor is put together: nothing is read twice.
-        chosen, told = {0: _put_together(record, only)}, progress
-    else:
-        ranks = sorted(rank.rank for part in record.parts for rank in part.ranks)
-        chosen, told = {rank: _selected(record, rank, only) for rank in ranks}, _nobody
-        _check_whole(record, ranks, progress)
-    files = _written(out, record, chosen, format, told, force=force)
+def size_of(text: int | str) -> int:
+    """A size in bytes, given as a number or as text: "5GB" is 5e9, "5GiB" 5 * 2**30."""
+    match = _SIZE.fullmatch(str(text).strip())
+    size = 0
+    if match is not None:
+        base = 1024 if match[3] else 1000
+        size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise OptionError(f"max_shard_size={text!r}: a size like 5GB or 500MiB. Nothing was written.")
+    return size
+
+
+def _exported(record: StepRecord, write: Writer, request: Request, *, by_rank: bool) -> Exported:
+    chosen = _chosen(record, request, by_rank=by_rank)
+    with put_in_place(request.out, force=request.force) as temporary:
+        if len(chosen) == 1:
+            write(temporary, chosen[0])
+        else:
+            os.mkdir(temporary)
+            suffix = _FILES[request.format][1]
+            for each in chosen:
+                write(os.path.join(temporary, rank_file(each.rank, suffix)), each)
+        files = [(name or os.path.basename(request.out), size) for name, size in list_files(temporary)]
+        if os.path.isdir(temporary):
+            about = {"run": record.store.url, "step": record.step, "attempt": str(record.attempt)}
+            write_list(temporary, {**about, "format": request.format})
     return Exported(
         run=record.store.url,
         step=record.step,
         attempt=record.attempt,
-        out=os.path.abspath(out),
-        format=format,
+        out=os.path.abspath(request.out),
+        format=request.format,
         files=tuple(files),
-        leaves=sum(map(len, chosen.values())),
+        leaves=sum(len(each.leaves) for each in chosen),
     )
 
 
-def _nobody(done: int, total: int) -> None:
-    """Progress was told of the verification."""
-
-
-def _put_together(record: StepRecord, only: Sequence[str]) -> list[WholeLeaf]:
-    """The tensors of several ranks; `only` as for `_selected`."""
-    tensors = WholeTensors(record)
-    pairs = [(_under(leaf, only), leaf) for leaf in tensors.layout().leaves]
-    found = [WholeLeaf(tensors, taken, leaf) for taken, leaf in pairs if taken is not None]
-    if not found:
-        raise _no_leaf(record, only, tensors.leaves)
-    return found
-
-
-def _under(leaf: Leaf, only: Sequence[str]) -> Leaf | None:
-    """A leaf under the names that were asked for: a tie may have some of its names elsewhere. None where it
-    has none of them."""
-    names = [name for name in (leaf.name, *leaf.aliases) if _is_chosen(name, only)]
-    if not names:
-        return None
-    return replace(leaf, name=names[0], aliases=tuple(names[1:]), box=None, offset=-1)
-
-
-def _no_leaf(record: StepRecord, only: Sequence[str], leaves: Iterable[Leaf]) -> NoSuchStepError:
-    there = sorted({leaf.name.partition(".")[0] for leaf in leaves})
-    return NoSuchStepError(
-        f"step {record.step} has no leaf under {' or '.join(only) or 'any name'}. Nothing was written. "
-        f"It has: {', '.join(there)}.",
-        step=record.step,
-    )
-
-
-def _selected(record: StepRecord, rank: int, only: Sequence[str]) -> list[StoredLeaf]:
-    """The leaves of a rank; with `only`, those under one of these names (`model` takes `model.weight`).
-
-    NoSuchStepError where the step has none of that name.
-    """
-    sources = []
-    readers = {
-        contents.shard.file: BoxReader(record.store, path, contents) for path, contents in record.files(rank)
-    }
-    for file, leaf, digest in record.rank(rank).counted():
-        if (taken := _under(leaf, only)) is not None:
-            sources.append(StoredLeaf(readers[file], taken, leaf, digest))
-    if not sources:
-        raise _no_leaf(record, only, (leaf for _, c in record.files(rank) for leaf in c.leaves))
-    return sorted(sources, key=lambda each: each.leaf.name)
-
-
-def _check_whole(record: StepRecord, ranks: Sequence[int], progress: Progress) -> None:
-    """Read every byte of these ranks' files. DamagedError, before anything is written."""
-    files = [(rank, *file) for rank in ranks for file in record.files(rank)]
-    total, done = sum(contents.shard.num_bytes for _, _, contents in files), 0
-    for rank, path, contents in files:
-        status, detail = verify_file(record.store, path, contents)
-        if status != "ok":
-            raise DamagedError(
-                f"{path} is {status}: {detail}. Nothing was written. Name another step: `flashckpt verify` "
-                "says which are whole.",
-                step=record.step,
-                rank=rank,
-                path=path,
+def _chosen(record: StepRecord, request: Request, *, by_rank: bool) -> list[Selected]:
+    folder = os.path.dirname(os.path.abspath(request.out))
+    if by_rank:
+        ranks = sorted(rank.rank for part in record.parts for rank in part.ranks)
+        return [
+            Selected(
+                record,
+                select_rank(record, rank, request.only, request.dtype),
+                rank,
+                folder,
+                request.progress,
             )
-        done += contents.shard.num_bytes
-        progress(done, total)
-
-
-def _is_chosen(name: str, only: Sequence[str]) -> bool:
-    return not only or any(name == each or name.startswith(f"{each}.") for each in only)
-
-
-def _written(
-    out: str,
-    record: StepRecord,
-    chosen: Mapping[int, Sequence[SelectedLeaf]],
-    format: str,
-    progress: Progress,
-    *,
-    force: bool,
-) -> list[tuple[str, int]]:
-    def write(path: str, rank: int) -> int:
-        if format == "torch":
-            return write_torch(path, chosen[rank])
-        return write_safetensors(path, record, rank, chosen[rank], progress)
-
-    with put_in_place(out, force=force) as temporary:
-        if len(chosen) == 1:
-            return [(os.path.basename(out), write(temporary, *chosen))]
-        os.mkdir(temporary)
-        names = {rank: rank_file(rank, SUFFIXES[format]) for rank in chosen}
-        return [(name, write(os.path.join(temporary, name), rank)) for rank, name in names.items()]
+            for rank in ranks
+        ]
+    only = request.only
+    if request.one_module:
+        only = (only_module(record, only, request.format),)
+    return [Selected(record, select(record, only, request.dtype), 0, folder, request.progress)]

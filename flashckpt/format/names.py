@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 RUN = "run.json"
+ASSETS = "assets.json"
 ATTEMPTS = "attempts"
 STEPS = "steps"
 EVENTS = "events"

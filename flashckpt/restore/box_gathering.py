@@ -60,8 +60,9 @@ class Gathering:
             found.take(leaf, layout.data_start + leaf.offset, made_of)
         return found
 
-    def take(self, leaf: Leaf, target: int, parts: Parts) -> None:
-        """Also this leaf, which begins at `target` of the image."""
+    def take(self, leaf: Leaf, target: int, parts: Parts, sliced: SlicedDigests | None = None) -> None:
+        """Also this leaf, which begins at `target` of the image. sliced: takes the digests of pieces of which
+        this leaf has some rows; the caller checks them after the last row."""
         wanted = BoxRegion.of(leaf)
         self.num_bytes += leaf.num_bytes
         for piece, common in parts:
@@ -74,8 +75,13 @@ class Gathering:
             whole = copy_of(piece.leaf, begin, piece.region, wanted, target, common)
             for number, copy in cut(whole, block_bytes, shard.chunk_bytes):
                 self._at(piece.file, number).copies.append(copy)
-            if common == piece.region:
-                self._digest(piece, begin, block_bytes)
+            if sliced is not None:
+                low, high = piece.rows(common)
+                self._digest(sliced.of(piece, begin), begin + low, begin + high, block_bytes)
+            elif common == piece.region:
+                digest = PieceDigest(piece, begin)
+                self._digests.append(digest)
+                self._digest(digest, begin, begin + piece.leaf.num_bytes, block_bytes)
 
     def needs(self) -> Iterator[tuple[str, Contents, int, int]]:
         """The chunks that are read, in runs, in order: of which file, the first and the one behind the
@@ -103,9 +109,8 @@ class Gathering:
             digest.check(source.url)
         return sum(read)
 
-    def _digest(self, piece: Piece, begin: int, block_bytes: int) -> None:
-        digest, stop = PieceDigest(piece, begin), begin + piece.leaf.num_bytes
-        self._digests.append(digest)
+    def _digest(self, digest: PieceDigest, begin: int, stop: int, block_bytes: int) -> None:
+        piece = digest.piece
         for number in range(begin // block_bytes, -(-stop // block_bytes)):
             first, last = max(begin, number * block_bytes), min(stop, (number + 1) * block_bytes)
             self._at(piece.file, number).digests.append((first, last, digest))
@@ -192,12 +197,12 @@ class PieceDigest:
     begins in its file."""
 
     def __init__(self, piece: Piece, begin: int) -> None:
-        self._piece, self._begin = piece, begin
+        self.piece, self._begin = piece, begin
         self.reset()
 
     def reset(self) -> None:
         """Nothing has come yet."""
-        self._digest = LeafDigest(self._piece.leaf.num_bytes)
+        self._digest = LeafDigest(self.piece.leaf.num_bytes)
 
     def add(self, offset: int, data: memoryview) -> None:
         """Bytes that stand at `offset` of the file."""
@@ -205,10 +210,28 @@ class PieceDigest:
 
     def check(self, url: str) -> None:
         """DamagedError where it is not that of the boundary."""
-        if self._digest.value() != self._piece.digest:
-            where = f"{url}/{self._piece.file.path}"
+        if self._digest.value() != self.piece.digest:
+            where = f"{url}/{self.piece.file.path}"
             raise DamagedError(
-                f"{where} is damaged: {self._piece.leaf.name} is not what was captured. Nothing of it was "
+                f"{where} is damaged: {self.piece.leaf.name} is not what was captured. Nothing of it was "
                 "loaded.",
                 path=where,
             )
+
+
+class SlicedDigests:
+    """The digests of pieces whose bytes come in several gatherings, each byte once."""
+
+    def __init__(self) -> None:
+        self._by_piece: dict[tuple[str, str], PieceDigest] = {}
+
+    def of(self, piece: Piece, begin: int) -> PieceDigest:
+        key = piece.file.path, piece.leaf.name
+        if key not in self._by_piece:
+            self._by_piece[key] = PieceDigest(piece, begin)
+        return self._by_piece[key]
+
+    def check(self, url: str) -> None:
+        """DamagedError where one is not that of the boundary, once all bytes have come."""
+        for digest in self._by_piece.values():
+            digest.check(url)

@@ -14,6 +14,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.records import Contents
 from flashckpt.store.base import LengthError, Store
+from flashckpt.store.image_sums import LeafDigest
 
 _KEPT_CHUNKS = 4
 Box = Sequence[tuple[int, int]]
@@ -50,8 +51,15 @@ class BoxReader:
         return data
 
     def pieces(self, leaf: Leaf) -> Iterator[memoryview]:
-        """All bytes of such a leaf, a chunk at a time. Raises as `box` does."""
-        return self._range(self._contents.shard.data_start + leaf.offset, leaf.num_bytes)
+        """All bytes of such a leaf, a chunk at a time. Raises as `box` does, and after the last piece
+        DamagedError where their digest is another."""
+        digest, done = LeafDigest(leaf.num_bytes), 0
+        for piece in self._range(self._contents.shard.data_start + leaf.offset, leaf.num_bytes):
+            digest.add(done, piece)
+            done += len(piece)
+            yield piece
+        if digest.value() != self._digests[leaf.name]:
+            raise self._damaged(f"{leaf.name} is not what was captured")
 
     def _range(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         chunk_bytes = self._contents.shard.chunk_bytes

@@ -17,9 +17,9 @@ from flashckpt.commit.verification import verify_file
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.records import Contents
-from flashckpt.format.typed import decode
 from flashckpt.memory.control_page import round_up
 from flashckpt.restore.snapshot import leaf_view
+from flashckpt.restore.state_names import entry_of
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.state.leaves import Filling, Saved, leaf_names
 from flashckpt.state.values import Settling, references
@@ -48,6 +48,19 @@ def under(leaves: Mapping[str, torch.Tensor], only: str, step: int | None) -> di
     return found
 
 
+def views_of_files(record: StepRecord, rank: int) -> dict[str, torch.Tensor] | None:
+    """The leaves in a rank's own files by their names, mapped and not verified; None where a file is not on
+    this machine."""
+    files = record.files(rank)
+    if not all(_is_here(record.store, path, contents.shard.num_bytes) for path, contents in files):
+        return None
+    views = {
+        contents.shard.file: _views(record.store.view(path, contents.shard.num_bytes), contents.layout())
+        for path, contents in files
+    }
+    return {leaf.name: views[file][leaf.name] for file, leaf, _ in record.rank(rank).counted()}
+
+
 def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[str, Any]:
     """What `load_state_dict` of the module `only` takes: its leaves under the names that they have in it,
     without the buffers that its state_dict leaves out, and its extra state.
@@ -57,7 +70,7 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
     record, (leaves, recorded) = read_whole(
         store, step, read=lambda record: (record, _leaves_of(record, rank))
     )
-    value, entry = _entry_of(record, rank, only)
+    value, entry = entry_of(record, rank, only)
     if entry.get("kind") != "module":
         modules = [n for n, each in value["entries"].items() if each["kind"] == "module"]
         raise OptionError(
@@ -78,18 +91,6 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
     for left_out in entry.get("transient", ()):
         state.pop(left_out, None)
     return {name.removeprefix(f"{only}."): each for name, each in state.items()}
-
-
-def _entry_of(record: StepRecord, rank: int, only: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of a rank's state, and what they have of a part of it: of another rank where this one has no
-    such part."""
-    ranks = sorted((each.rank for part in record.parts for each in part.ranks), key=lambda r: (r != rank, r))
-    for each in ranks:
-        value = decode(dict(record.rank(each).values))["state"]
-        for name, entry in value["entries"].items():
-            if f"{only}.".startswith(f"{name}."):
-                return value, entry
-    return decode(dict(record.rank(rank).values))["state"], {}
 
 
 _Leaves = tuple[dict[str, torch.Tensor], dict[str, Leaf]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import RankRecord
 from flashckpt.format.typed import decode
@@ -36,6 +37,31 @@ def full_names(record: RankRecord) -> dict[str, str]:
             rank=record.rank,
         ) from error
     return renamed
+
+
+def entry_of(record: StepRecord, rank: int, part: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a rank's state, and the entry that has a part of it ("model.encoder" is in "model"): from
+    another rank where this one has no such part, empty where no rank has."""
+    ranks = sorted((each.rank for held in record.parts for each in held.ranks), key=lambda r: (r != rank, r))
+    for each in ranks:
+        value = _state_of(record, each)
+        for name, entry in value["entries"].items():
+            if f"{part}.".startswith(f"{name}."):
+                return value, entry
+    return _state_of(record, rank), {}
+
+
+def _state_of(record: StepRecord, rank: int) -> dict[str, Any]:
+    """The decoded values of a rank's state; without entries in a step that was written by hand."""
+    state = decode(dict(record.rank(rank).values)).get(_STATE)
+    return state if isinstance(state, dict) and "entries" in state else {"entries": {}}
+
+
+def transient_names(record: StepRecord) -> frozenset[str]:
+    """The buffers that no module's state_dict has, of all ranks."""
+    ranks = (rank for part in record.parts for rank in part.ranks)
+    entries = (entry for rank in ranks for entry in _entries(rank.values).values())
+    return frozenset(name for entry in entries for name in entry.get("transient", ()))
 
 
 def short_names(optimizer: str, groups: Sequence[Sequence[str]], parts: Iterable[str]) -> dict[str, str]:

@@ -84,6 +84,14 @@ class Piece:
     leaf: Leaf
     digest: int
 
+    def rows(self, common: BoxRegion) -> tuple[int, int]:
+        """The range of its bytes that holds `common`: some of its rows, each whole."""
+        if common == self.region:
+            return 0, self.leaf.num_bytes
+        row_bytes = self.leaf.num_bytes // self.region.shape[0]
+        low = (common.start[0] - self.region.start[0]) * row_bytes
+        return low, low + common.shape[0] * row_bytes
+
 
 Parts = Sequence[tuple[Piece, BoxRegion]]
 """Pieces that make up a box, and what of each belongs to it."""

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from flashckpt.commit.steps import StepRecord
-from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.printable import escaped
-from flashckpt.restore.box_gathering import gather
+from flashckpt.restore.box_gathering import Gathering, SlicedDigests, gather
 from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor, shape_of
 from flashckpt.restore.step_ranks import StepRanks
 
 log = logging.getLogger(__name__)
 
 _ALL = 1 << 62
+_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 20, 64 << 20
 
 
 class WholeTensors:
@@ -52,12 +54,19 @@ class WholeTensors:
         parts = [self._parts[leaf.name] for leaf in layout.leaves]
         return gather(self._record.store, layout, parts, into, threads)
 
-    def leaf(self, leaf: Leaf, threads: int) -> memoryview:
-        """The bytes of one of `leaves`, row-major, verified. Raises what `gather` does."""
-        layout = self.layout([leaf])
-        image = memoryview(bytearray(layout.num_bytes))
-        self.read(layout, image, threads)
-        return image[layout.data_start :]
+    def pieces(self, leaf: Leaf, threads: int, piece_bytes: int = _PIECE_BYTES) -> Iterator[memoryview]:
+        """The bytes of one of `leaves`, row-major, in pieces of about `piece_bytes`. A chunk is verified
+        before a byte of it is given, the digests after the last piece. Raises what `gather` does."""
+        parts, digests = self._parts[leaf.name], SlicedDigests()
+        # Ranks that have columns give a part of each row: few rows at a time would read each chunk many
+        # times.
+        beside = sum(not any(region.start[:1]) for _, region in parts)
+        for rows in _slices(leaf, min(piece_bytes * beside, _MOST_PIECE_BYTES)):
+            gathering, image = Gathering(), memoryview(bytearray(rows.num_bytes))
+            gathering.take(rows, 0, _common(leaf, rows, parts), digests)
+            gathering.run(self._record.store, image, threads)
+            yield image
+        digests.check(self._record.store.url)
 
     def _stored(self) -> list[tuple[list[str], StepTensor]]:
         """Each tensor once, with its names."""
@@ -99,3 +108,30 @@ class WholeTensors:
 
 def _unplaced(leaf: Leaf) -> Leaf:
     return Leaf(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, aliases=leaf.aliases)
+
+
+def _slices(leaf: Leaf, most_bytes: int) -> Iterator[Leaf]:
+    """Rows of a leaf, in order: as many at a time as fit, at least one."""
+    if not leaf.shape or leaf.num_bytes <= most_bytes:
+        yield leaf
+        return
+    count = max(1, most_bytes * leaf.shape[0] // leaf.num_bytes)
+    for first in range(0, leaf.shape[0], count):
+        shape = (min(count, leaf.shape[0] - first), *leaf.shape[1:])
+        box = Box(shape=leaf.shape, start=(first, *(0 for _ in leaf.shape[1:])))
+        yield replace(leaf, shape=shape, box=box)
+
+
+def _common(leaf: Leaf, rows: Leaf, parts: Parts) -> Parts:
+    """The pieces that make up these rows, and the slice of each that belongs to them."""
+    found = []
+    for piece, region in parts:
+        wanted: BoxRegion | None = BoxRegion.of(rows)
+        if len(region.shape) != len(leaf.shape):
+            # FSDP1 stores it in one dimension.
+            wanted = BoxRegion.of(rows).flat(leaf.shape)
+        assert wanted is not None, leaf.name
+        common = region.common(wanted)
+        if common is not None:
+            found.append((piece, common))
+    return found

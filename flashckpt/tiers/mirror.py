@@ -7,6 +7,7 @@ to say.
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,16 +16,19 @@ from functools import partial
 
 from flashckpt import _native
 from flashckpt.commit import attempts, holder, retention
+from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.attempts import newest_claimed, newest_started, open_run, ranks_here
 from flashckpt.commit.cut_off import remove_cut_off
 from flashckpt.commit.lineage import VisibleStep, newest_first
-from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, RunHeldError
+from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, RunError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.options import Remote
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.tiers.node_parts import Begun, NodeParts
 from flashckpt.tiers.step_copy import Copied, Outcome, StepCopier
+
+log = logging.getLogger(__name__)
 
 _TRIES = 4
 # So long retention here leaves a step that others have begun, while the remote takes nothing of its part.
@@ -72,6 +76,7 @@ class Mirror:
         self._newest: VisibleStep | None = None
         # The newest attempt of the source whose records are in the target.
         self._settled: AttemptName | None = None
+        self._has_assets = False
 
     @property
     def progress_bytes(self) -> int:
@@ -151,7 +156,7 @@ class Mirror:
                 self._target = target
         if found is None or self._copier is None:
             found = open_run(target, create=True, run_id=run_id)
-            self._settled = None
+            self._settled, self._has_assets = None, False
         if found.run_id != run_id:
             raise RunError(
                 f"{target.url} holds another run ({found.run_id}) than {self._source.url} ({run_id}). Nothing"
@@ -249,6 +254,7 @@ class Mirror:
         """None where the step was deleted here."""
         began, before = time.monotonic(), self.progress_bytes
         self.copying = each
+        self._copy_assets()
         if self._failed is None or self._failed[0] != each:
             self._failed = each, began
         try:
@@ -304,6 +310,7 @@ class Mirror:
                 return None
             # From here on retention leaves it. Where it was faster there is a newer one.
             self.copying = each
+            self._copy_assets()
             try:
                 copied = copier.copy(each.step, each.attempt)
             except NoSuchStepError:
@@ -317,6 +324,17 @@ class Mirror:
                 self._newest = each
             return copied
         return None
+
+    def _copy_assets(self) -> None:
+        """Before a step, since the trainer writes them after its attempt has started."""
+        if self._has_assets or self._target is None:
+            return
+        try:
+            self._has_assets = copy_assets(self._source, self._target)
+        except DamagedError as error:
+            # Steps are worth more than a config.
+            log.warning("the assets of the run are not copied to the remote: %s", error)
+            self._has_assets = True
 
     def _check_seen(self, each: VisibleStep) -> None:
         """RunError where another job has gone on there while the step was copied, and without it. It stays:

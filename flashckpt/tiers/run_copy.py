@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashckpt import _native
+from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.attempts import bounds, open_run, ranks_here, read_start
 from flashckpt.commit.lineage import VisibleStep, check_records, newest_first, resolve
 from flashckpt.commit.steps import read_manifest
@@ -102,6 +103,8 @@ def copy_run(
         return found
 
     rows = _watched(deed, word, _total(source, chosen), progress)
+    # After the steps, which damaged assets must not keep from being copied.
+    copy_assets(source, target, repairs=repairs)
     lineage = {bound.attempt: bound.last_step for bound in bounds(target)}
     return RunCopy(
         run_id=run_id,

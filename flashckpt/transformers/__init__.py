@@ -1,6 +1,7 @@
 """flashckpt inside the trainers of transformers and trl. `import transformers` in this package is theirs.
 
-flashckpt.transformers.train(trainer, "runs/gpt")      # in the place of trainer.train()
+flashckpt.transformers.train(trainer, "runs/gpt")           # in the place of trainer.train()
+flashckpt.transformers.export("runs/gpt", "gpt-folder")     # for from_pretrained
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 # Modules have other names than the functions: an imported submodule takes its name in the package.
-_PLACES = {"train": "training", "export": "exporting"}
+_PLACES = {"train": "training", "export": "exporting", "assets_of": "exporting"}
 
 __all__ = sorted(_PLACES)
 
 if TYPE_CHECKING:
+    from flashckpt.transformers.exporting import assets_of as assets_of
+    from flashckpt.transformers.exporting import export as export
     from flashckpt.transformers.training import train as train
 
 

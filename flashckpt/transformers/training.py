@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from flashckpt.checkpointer.trainer_run import TrainerRun, attach_trainer  # noq
 from flashckpt.checkpointer.unsaved import Unsaved  # noqa: E402
 from flashckpt.errors import MismatchError, OptionError  # noqa: E402
 from flashckpt.transformers.checks import OVERRIDDEN, SKIP, check_release, check_trainer  # noqa: E402
+from flashckpt.transformers.exporting import assets_of  # noqa: E402
 from flashckpt.transformers.state import TrainerPart  # noqa: E402
 
 log = logging.getLogger(__name__)
@@ -242,6 +244,7 @@ class _Training:
             {**state, **modules, "trainer": self._part},
             integration="transformers",
             on_stop=self._on_stop,
+            assets=partial(assets_of, trainer.model, trainer.processing_class),
             **self._options,
         )
         self._attached = True
@@ -361,7 +364,7 @@ class _Training:
                     yield f"{type(callback).__name__}-{name}", value
 
 
-class _Begins(TrainerCallback):
+class _Begins(TrainerCallback):  # type: ignore[misc]  # their types are not read
     """Called after all other callbacks where training begins."""
 
     def __init__(self, begun: Callable[[], None]) -> None:

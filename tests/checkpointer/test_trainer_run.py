@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import flashckpt
 from flashckpt import BoundaryError, MismatchError, OptionError, StateError
 from flashckpt.checkpointer.trainer_run import Deferred, DisabledRun, TrainerRun, attach_trainer
+from flashckpt.commit.assets import read_assets
+from flashckpt.store import open_store
 from tests.waiting import until_room, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -445,3 +447,35 @@ def test_switched_off_is_the_plain_loop(tmp_path: Path, caplog: pytest.LogCaptur
     assert not (tmp_path / "off").exists()
     assert {**off_result, "step": None} == {**on_result, "step": None}
     assert off.seen == on.seen
+
+
+def test_assets_are_those_of_the_first_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made: list[str] = []
+
+    def assets(name: str) -> Callable[[], dict[str, bytes]]:
+        def make() -> dict[str, bytes]:
+            made.append(name)
+            return {"config.json": name.encode()}
+
+        return make
+
+    for name in ("first", "second"):
+        state = {"model": nn.Linear(2, 2)}
+        run = attach_trainer(
+            tmp_path / "run", state, integration="tests", on_stop=list, every=None, assets=assets(name)
+        )
+        run.close()
+    assert made == ["first"]
+    assert read_assets(open_store(tmp_path / "run")) == {"config.json": b"first"}
+
+
+def test_assets_that_cannot_be_kept_do_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"model": nn.Linear(2, 2)}
+    run = attach_trainer(
+        tmp_path / "run", state, integration="tests", on_stop=list, every=None, assets=lambda: {"../x": b""}
+    )
+    run.close()
+    assert "needs --config" in caplog.text
+    assert read_assets(open_store(tmp_path / "run")) == {}

@@ -21,11 +21,14 @@ from flashckpt.commit import attempts
 from flashckpt.commit.holder import here
 from flashckpt.commit.steps import commit
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
+from flashckpt.export.destination import LIST
+from flashckpt.export.formats import INDEX
 from flashckpt.export.step import export
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import leaves_of, new_run, publish
 from tests.keeper.test_keeper_deaths import flip_image
+from tests.memory.mounts import small_tmpfs
 from tests.recovery.scene import whole_tree
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +48,8 @@ class Net(nn.Module):
         self.register_buffer("bf16", torch.randn(3).to(torch.bfloat16))
         self.register_buffer("mask", torch.tensor([True, False, True]))
         self.register_buffer("wave", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("table", torch.arange(2048.0), persistent=False)
+        self.register_buffer("mean", torch.arange(2048.0))
 
 
 @pytest.fixture
@@ -87,10 +92,13 @@ def test_safetensors_opens_with_the_stock_library(run: Path, model: Net, tmp_pat
     aliases, dtypes = json.loads(metadata["flashckpt.aliases"]), json.loads(metadata["flashckpt.dtypes"])
     assert metadata["format"] == "pt"
     assert (metadata["flashckpt.step"], metadata["flashckpt.attempt"]) == (str(done.step), str(done.attempt))
-    assert set(loaded) | set(aliases) == set(state)
+    assert set(loaded) | set(aliases) == set(state) - {"model.table"}, (
+        "all but buffers that are not persistent"
+    )
     assert aliases == {"model.outer.weight": "model.embed.weight"} or aliases == {
         "model.embed.weight": "model.outer.weight"
     }
+    del state["model.table"]
     for name, tensor in state.items():
         stored = loaded[aliases.get(name, name)]
         if name in dtypes:
@@ -104,6 +112,7 @@ def test_torch_opens_with_weights_only(run: Path, model: Net, tmp_path: Path) ->
     out = tmp_path / "weights.pt"
     export(open_store(run), str(out), format="torch")
     loaded, state = torch.load(out, weights_only=True), flashckpt.load(run)
+    del state["model.table"]
     assert set(loaded) == set(state)
     assert all(is_same(loaded[name], tensor) for name, tensor in state.items())
     assert loaded["model.embed.weight"].data_ptr() == loaded["model.outer.weight"].data_ptr()
@@ -115,13 +124,116 @@ def test_torch_opens_with_weights_only(run: Path, model: Net, tmp_path: Path) ->
     assert all(is_same(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
 
 
+def test_a_module_takes_its_export_strictly(run: Path, model: Net, tmp_path: Path) -> None:
+    export(open_store(run), str(tmp_path / "model.pt"), format="torch", only=["model"])
+    fresh = Net()
+    fresh.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
+    assert all(is_same(each, fresh.state_dict()[name]) for name, each in model.state_dict().items())
+    export(open_store(run), str(tmp_path / "part"), only=["model.embed"])
+    assert set(load_file(tmp_path / "part")) == {"weight"}
+    export(open_store(run), str(tmp_path / "several"), only=["model.embed", "model.mask"])
+    assert set(load_file(tmp_path / "several")) == {"model.embed.weight", "model.mask"}
+
+
+@pytest.mark.parametrize("format", ["safetensors", "torch"])
+def test_a_cast_changes_floating_point_tensors_alone(
+    run: Path, model: Net, tmp_path: Path, format: str
+) -> None:
+    export(open_store(run), str(tmp_path / "out"), format=format, only=["model"], dtype="bf16")
+    read = load_file if format == "safetensors" else lambda path: torch.load(path, weights_only=True)
+    found = read(tmp_path / "out")
+    for name, each in model.state_dict().items():
+        if name not in ("wave", "outer.weight") and (name in found or format == "torch"):
+            assert is_same(found[name], each.bfloat16() if each.is_floating_point() else each), name
+    assert found["scalar"].dtype == torch.int64
+    export(open_store(run), str(tmp_path / "object"), dtype=torch.float16, only=["model.mean"])
+    assert load_file(tmp_path / "object")["model.mean"].dtype == torch.float16
+    with pytest.raises(OptionError, match="dtype='int8': one of bfloat16, float16"):
+        export(open_store(run), str(tmp_path / "other"), dtype="int8")
+
+
+def test_shards_have_an_index(run: Path, tmp_path: Path) -> None:
+    export(open_store(run), str(tmp_path / "whole"), only=["model"])
+    done = export(open_store(run), str(tmp_path / "out"), only=["model"], max_shard_size="200B")
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    whole = load_file(tmp_path / "whole")
+    assert index["weight_map"].keys() == whole.keys()
+    assert index["metadata"]["total_size"] == sum(each.nbytes for each in whole.values())
+    names = {name for name, _ in done.files if name != INDEX}
+    assert set(index["weight_map"].values()) == names
+    assert len(names) > 1
+    for file in names:
+        held = load_file(tmp_path / "out" / file)
+        assert (
+            sum(map(bool, map(torch.numel, held.values()))) == 1
+            or sum(each.nbytes for each in held.values()) <= 200
+        )
+        assert all(is_same(each, whole[name]) for name, each in held.items())
+    export(open_store(run), str(tmp_path / "one"), only=["model"], max_shard_size="1GiB")
+    assert sorted(os.listdir(tmp_path / "one")) == [LIST, "model.safetensors"]
+
+
+def test_dcp_is_read_by_torch(run: Path, model: Net, tmp_path: Path) -> None:
+    program = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+from tests.export.test_export import Net, is_same
+fresh, expected = Net(), torch.load(sys.argv[2], weights_only=True)
+state = fresh.state_dict()
+dcp.load(state, checkpoint_id=sys.argv[1], no_dist=True)
+assert state.keys() == expected.keys()
+assert all(is_same(each, expected[name]) for name, each in state.items())
+"""
+    export(open_store(run), str(tmp_path / "dcp"), format="dcp", only=["model"])
+    torch.save(model.state_dict(), tmp_path / "expected.pt")
+    command = [sys.executable, "-c", program, str(tmp_path / "dcp"), str(tmp_path / "expected.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("options", [{"format": "dcp"}, {"max_shard_size": "1GB"}], ids=["dcp", "shards"])
+def test_a_folder_that_is_not_empty_is_not_replaced(
+    run: Path, tmp_path: Path, options: dict[str, str]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    export(open_store(run), str(out), only=["model"], **options)  # type: ignore[arg-type]
+    before = whole_tree(out)
+    with pytest.raises(OptionError, match="is not empty. Nothing was written"):
+        export(open_store(run), str(out), only=["model"], **options)  # type: ignore[arg-type]
+    assert whole_tree(out) == before
+    export(open_store(run), str(out), only=["model"], force=True, **options)  # type: ignore[arg-type]
+    (out / "notes").write_text("weeks of work")
+    with pytest.raises(OptionError, match="more than an earlier export"):
+        export(open_store(run), str(out), only=["model"], force=True, **options)  # type: ignore[arg-type]
+    assert (out / "notes").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": "torch", "max_shard_size": "1GB"},
+        {"format": "dcp", "max_shard_size": "1GB"},
+        {"format": "dcp", "by_rank": True},
+        {"max_shard_size": "large"},
+        {"max_shard_size": 0},
+    ],
+)
+def test_options_that_do_not_go_together(run: Path, tmp_path: Path, options: dict[str, object]) -> None:
+    with pytest.raises(OptionError, match="Nothing was written"):
+        export(open_store(run), str(tmp_path / "out"), **options)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
 def test_only_a_part(run: Path, tmp_path: Path, format: str) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
     export(open_store(run), str(whole), format=format)
     export(open_store(run), str(part), format=format, only=["model"])
     read = load_file if format == "safetensors" else lambda path: torch.load(path, weights_only=True)
-    assert set(read(part)) == {name for name in read(whole) if name.startswith("model.")}
+    names = {name.removeprefix("model.") for name in read(whole) if name.startswith("model.")}
+    assert set(read(part)) == names, "names are as the module has them"
+    assert "table" not in names
     assert part.stat().st_size < whole.stat().st_size
     other = tmp_path / "other"
     export(open_store(run), str(other), format=format, only=["model.outer.weight"])
@@ -141,10 +253,10 @@ def test_a_step_that_is_named(run: Path, tmp_path: Path) -> None:
 def test_a_damaged_step_gives_no_file(run: Path, tmp_path: Path, format: str) -> None:
     step = flashckpt.steps(run)[-1]
     flip_image(next(run.glob(f"steps/{step:012d}/*/shard-*")))
-    before = whole_tree(tmp_path)
-    with pytest.raises(DamagedError, match="Nothing was written"):
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DamagedError, match=r"Nothing was .*written"):
         export(open_store(run), str(tmp_path / "out"), format=format)
-    assert whole_tree(tmp_path) == before
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_is_there_is_not_replaced(run: Path, tmp_path: Path) -> None:
@@ -187,7 +299,7 @@ def test_several_ranks_give_a_folder_by_rank(tmp_path: Path, format: str) -> Non
         done = export(store, str(out), format=format, force=force, by_rank=True)
         suffix = "safetensors" if format == "safetensors" else "pt"
         assert [name for name, _ in done.files] == [f"rank-0000{rank}.{suffix}" for rank in (0, 1)]
-        assert sorted(os.listdir(out)) == [name for name, _ in done.files]
+        assert sorted(os.listdir(out)) == [LIST, *(name for name, _ in done.files)]
         for rank, (name, num_bytes) in enumerate(done.files):
             assert (out / name).stat().st_size == num_bytes
             read = load_file if format == "safetensors" else lambda path: torch.load(path, weights_only=True)
@@ -208,6 +320,7 @@ def test_force_deletes_nothing_but_an_earlier_export(tmp_path: Path, out: str) -
     models = tmp_path / "here" / "models"
     models.mkdir()
     (models / "rank-00000.safetensors").write_text("an export")
+    (models / LIST).write_text('{"files": {"rank-00000.safetensors": 9}}')
     (models / "notes").write_text("weeks of work")
     (tmp_path / "here" / "link").symlink_to("run")
     before = whole_tree(tmp_path)
@@ -243,40 +356,57 @@ step_export.export(open_store(sys.argv[1]), sys.argv[2], by_rank=True, force=Tru
     command = [sys.executable, "-c", program, str(tmp_path / "run"), str(home / "out"), str(is_first)]
     assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
     whole = [sorted(os.listdir(each)) for each in home.iterdir()]
-    assert whole == [["rank-00000.safetensors", "rank-00001.safetensors"]] * 2
-    assert all(load_file(file) for folder in home.iterdir() for file in folder.iterdir())
+    assert whole == [[LIST, "rank-00000.safetensors", "rank-00001.safetensors"]] * 2
+    assert all(load_file(file) for file in home.glob("*/rank-*"))
 
 
-def test_killed_while_it_writes_leaves_no_half_file(tmp_path: Path, run: Path) -> None:
-    """Before the rename the name is not there, after it the file is whole."""
-    program = """
-import os, sys, time
-from flashckpt.export import step as step_export
+KILLED = """
+import json, sys
+from flashckpt.export.step import export
 from flashckpt.store import open_store
-write = step_export.write_safetensors
-def slow(*arguments):
-    size = write(*arguments)
-    print("written", flush=True)
-    sys.stdin.readline()
-    return size
-step_export.write_safetensors = slow
-step_export.export(open_store(sys.argv[1]), sys.argv[2])
+def progress(done, total):
+    if done > int(sys.argv[3]) * total // 100 and sys.stdin:
+        print("writing", flush=True)
+        sys.stdin.readline()
+export(open_store(sys.argv[1]), sys.argv[2], progress=progress, **json.loads(sys.argv[4]))
 """
-    out = tmp_path / "out"
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(run), str(out)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "written\n"
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    assert not out.exists()
-    export(open_store(run), str(out))
-    assert load_file(out)
+WAYS: dict[str, dict[str, object]] = {
+    "safetensors": {},
+    "sharded": {"only": ["model"], "max_shard_size": 200},
+    "cast": {"only": ["model"], "dtype": "bf16", "format": "torch"},
+    "dcp": {"format": "dcp"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.process
+def test_killed_while_it_writes_leaves_nothing_of_that_name(tmp_path: Path, run: Path, way: str) -> None:
+    out = tmp_path / "here" / "out"
+    out.parent.mkdir()
+    for percent in (0, 50, 99):
+        command = [sys.executable, "-c", KILLED, str(run), str(out), str(percent), json.dumps(WAYS[way])]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "writing\n"
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        assert not out.exists()
+        assert all(
+            each.name.startswith(".out.") and each.name.endswith(".tmp") for each in out.parent.iterdir()
+        )
+    export(open_store(run), str(out), **WAYS[way])  # type: ignore[arg-type]
+    assert out.exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_full_disk_leaves_nothing(tmp_path: Path, run: Path, way: str) -> None:
+    with small_tmpfs(4096) as disk:
+        try:
+            with pytest.raises(OSError, match="No space left"):
+                export(open_store(run), str(disk / "out"), **WAYS[way])  # type: ignore[arg-type]
+        finally:
+            left = os.listdir(disk)
+    assert left == []
 
 
 def test_the_shell_needs_no_torch_for_safetensors(tmp_path: Path, run: Path) -> None:

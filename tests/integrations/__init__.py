@@ -1,0 +1,1 @@
+"""flashckpt inside the frameworks that people use."""

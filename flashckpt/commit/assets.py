@@ -1,0 +1,100 @@
+"""The assets of a run: small files of the training program (a model's config, its tokenizer) that belong to
+all of its steps. Owns `assets.json`, which holds them all and is written once: it exists whole or not at all.
+
+Nothing here is loaded or run as code. Copies and remotes of a run have the same file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashckpt.errors import DamagedError, OptionError
+from flashckpt.format.checked_json import Fields, JsonRecord
+from flashckpt.format.names import ASSETS
+from flashckpt.store.base import Store
+
+# A path of plain names: each asset can be written below any folder.
+_NAME = re.compile(r"(?!\.)[A-Za-z0-9._ -]{1,200}(?:/(?!\.)[A-Za-z0-9._ -]{1,200}){0,3}")
+MAX_BYTES = 128 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assets(JsonRecord):
+    """The file of the assets, by name."""
+
+    KIND = "assets"
+    MAX_BYTES = 2 * MAX_BYTES
+    files: Mapping[str, bytes] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"files": [[name, base64.b64encode(data).decode()] for name, data in self.files.items()]}
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Assets:
+        files = {}
+        for row in fields.rows("files", "name", "data", max_items=1000):
+            name = row.text("name", pattern=_NAME)
+            try:
+                files[name] = base64.b64decode(row.text("data", max_chars=cls.MAX_BYTES), validate=True)
+            except binascii.Error:
+                fields.refuse(f"{name!r} is not base64")
+        return cls(files=files)
+
+
+def write_assets(store: Store, files: Mapping[str, bytes]) -> bool:
+    """Keep these files in a run that has none yet. Returns whether they were written: a run keeps the assets
+    of its first attempt. Durable when this returns.
+
+    Raises OptionError for a name that is not a relative path of plain characters and for more than 128 MiB in
+    all; OSError.
+    """
+    for name in files:
+        if _NAME.fullmatch(name) is None:
+            raise OptionError(
+                f"assets: {name!r} is not a relative path of letters, digits, '.', '_', '-' and spaces. No "
+                "asset was written."
+            )
+    num_bytes = sum(map(len, files.values()))
+    if num_bytes > MAX_BYTES:
+        raise OptionError(
+            f"assets: {num_bytes} bytes, where a run can keep at most {MAX_BYTES}. No asset was written."
+        )
+    return not has_assets(store) and store.create(ASSETS, Assets(files=files).to_bytes())
+
+
+def has_assets(store: Store) -> bool:
+    return store.exists(ASSETS)
+
+
+def read_assets(store: Store) -> dict[str, bytes]:
+    """The assets of a run by name, verified; empty where it has none. Raises DamagedError, FormatError,
+    OSError."""
+    try:
+        data = store.read(ASSETS, Assets.MAX_BYTES)
+    except FileNotFoundError:
+        return {}
+    return dict(Assets.from_bytes(data, ASSETS).files)
+
+
+def copy_assets(source: Store, target: Store, *, repairs: bool = False) -> bool:
+    """Give a copy of a run the assets of the run, where it has none; with `repairs` also where those that it
+    has are damaged. Returns whether the source has any. Raises as `read_assets` does of the source: damaged
+    assets are not copied."""
+    try:
+        data = source.read(ASSETS, Assets.MAX_BYTES)
+    except FileNotFoundError:
+        return False
+    Assets.from_bytes(data, ASSETS)
+    if not has_assets(target):
+        target.create(ASSETS, data)
+    elif repairs:
+        try:
+            read_assets(target)
+        except DamagedError:
+            target.replace(ASSETS, data)
+    return True

@@ -1,0 +1,108 @@
+"""The assets of a run: written once, verified when read, and the same in every copy of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit.assets import copy_assets, read_assets, write_assets
+from flashckpt.commit.steps import commit
+from flashckpt.errors import DamagedError, OptionError
+from flashckpt.format.names import ASSETS
+from flashckpt.options import Remote
+from flashckpt.store.local import LocalStore
+from flashckpt.tiers.mirror import Mirror
+from flashckpt.tiers.run_copy import copy_run
+from tests.commit.runs import attempt_at, new_run, publish
+
+FILES = {"config.json": b'{"model_type": "gpt2"}', "tokenizer.model": bytes(range(256)), "other/a.json": b""}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    """A run with a committed step."""
+    store = new_run(tmp_path / "run")
+    name = attempt_at(store)
+    publish(store, 5, name)
+    assert commit(store, 5, name, 1)
+    return store
+
+
+def flip(folder: Path) -> None:
+    data = bytearray((folder / ASSETS).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / ASSETS).write_bytes(data)
+
+
+def test_written_once_and_read_back(store: LocalStore) -> None:
+    assert read_assets(store) == {}
+    assert write_assets(store, FILES)
+    assert not write_assets(store, {"config.json": b"another"})
+    assert read_assets(store) == FILES
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/passwd", "../run.json", "a/../b", ".hidden", "a//b", "", "a\0b", "x" * 300]
+)
+def test_a_name_that_leads_elsewhere_is_refused(store: LocalStore, name: str) -> None:
+    with pytest.raises(OptionError, match="No asset was written"):
+        write_assets(store, {"config.json": b"", name: b""})
+    assert read_assets(store) == {}
+
+
+def test_more_than_a_run_keeps_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashckpt.commit.assets.MAX_BYTES", 10)
+    with pytest.raises(OptionError, match="at most 10"):
+        write_assets(store, FILES)
+
+
+def test_a_flipped_bit_is_found(store: LocalStore, tmp_path: Path) -> None:
+    write_assets(store, FILES)
+    flip(tmp_path / "run")
+    with pytest.raises(DamagedError, match=ASSETS):
+        read_assets(store)
+
+
+def test_a_copy_has_them(store: LocalStore, tmp_path: Path) -> None:
+    write_assets(store, FILES)
+    target = LocalStore(str(tmp_path / "copy"))
+    copy_run(store, target)
+    assert read_assets(target) == FILES
+    flip(tmp_path / "copy")
+    copy_run(store, target)
+    with pytest.raises(DamagedError):
+        read_assets(target)
+    copy_run(store, target, repairs=True)
+    assert read_assets(target) == FILES
+
+
+def test_damaged_ones_are_not_copied_and_steps_are(store: LocalStore, tmp_path: Path) -> None:
+    write_assets(store, FILES)
+    flip(tmp_path / "run")
+    target = LocalStore(str(tmp_path / "copy"))
+    with pytest.raises(DamagedError, match=ASSETS):
+        copy_run(store, target)
+    assert list((tmp_path / "copy" / "steps").iterdir())
+    assert not (tmp_path / "copy" / ASSETS).exists()
+    assert not copy_assets(target, LocalStore(str(tmp_path / "other")))
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_remote_has_them_also_where_they_come_after_the_start(
+    store: LocalStore, tmp_path: Path, is_damaged: bool
+) -> None:
+    mirror = Mirror(store, Remote(url=str(tmp_path / "remote")))
+    mirror.bring(None, lambda newest, step: newest != step)
+    remote = LocalStore(str(tmp_path / "remote"))
+    assert read_assets(remote) == {}
+    write_assets(store, FILES)
+    if is_damaged:
+        flip(tmp_path / "run")
+    name = attempt_at(store)
+    publish(store, 6, name)
+    assert commit(store, 6, name, 1)
+    done = mirror.bring(None, lambda newest, step: newest != step)
+    assert done.newest is not None
+    assert done.newest.step == 6, "steps are worth more than a config"
+    assert read_assets(remote) == ({} if is_damaged else FILES)

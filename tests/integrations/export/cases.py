@@ -1,0 +1,304 @@
+"""One process that imports transformers once and forks each case: a model is trained for a step in a run,
+exported, and loaded again by `from_pretrained`. Prints `{case: "" or what is wrong}`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from torch import distributed as dist
+from torch import nn
+
+import flashckpt
+from flashckpt.commit.assets import write_assets
+from flashckpt.errors import DamagedError, FlashckptError, MismatchError, NoSuchStepError, OptionError
+from flashckpt.export.destination import LIST
+from flashckpt.store import open_store
+from flashckpt.transformers import assets_of, export
+
+WORLD = 2
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(**options: Any) -> Any:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL | options))
+
+
+def mixtral() -> Any:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_local_experts=4))
+
+
+def lora(base: Any, **options: Any) -> Any:
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], **options)
+    return peft.get_peft_model(base, config)
+
+
+def trained(folder: Path, model: Any, tokenizer: Any = None, *, keep: bool = True, **state: Any) -> Any:
+    """A step of training in a run, with the assets that a trainer's integration keeps."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    options: dict[str, Any] = {"every": None, "persist_every": None}
+    named = {"model": model, "optimizer": optimizer, **state}
+    with flashckpt.attach(folder, state=named, **options) as job:
+        ids = torch.arange(16).view(2, 8)
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        job.step()
+        job.save()
+        job.wait()
+    if keep and (not dist.is_initialized() or dist.get_rank() == 0):
+        write_assets(open_store(folder), assets_of(model, tokenizer))
+    return model
+
+
+def check_same(loaded: Any, expected: dict[str, torch.Tensor]) -> None:
+    found = loaded.state_dict()
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, each in expected.items():
+        assert found[name].dtype == each.dtype, name
+        assert torch.equal(found[name], each), name
+
+
+def loaded_from(out: Path, kind: Any = transformers.AutoModelForCausalLM) -> Any:
+    model, report = kind.from_pretrained(out, dtype="auto", output_loading_info=True)
+    assert not any(report[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model
+
+
+def raised(kind: type[FlashckptError], call: Callable[[], object]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def case_tied(home: Path) -> None:
+    tokenizer = made_tokenizer()
+    model = gpt2()
+    model.generation_config.max_new_tokens = 7
+    trained(home / "run", model, tokenizer)
+    done = export(home / "run", home / "out")
+    assert done.format == "hf"
+    assert {name for name, _ in done.files} >= {"config.json", "generation_config.json", "model.safetensors"}
+    loaded = loaded_from(home / "out")
+    check_same(loaded, model.state_dict())
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    assert loaded.generation_config.max_new_tokens == 7
+    again = transformers.AutoTokenizer.from_pretrained(home / "out")
+    assert again("a c b").input_ids == tokenizer("a c b").input_ids
+
+
+def made_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2, "c": 3}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
+
+
+def case_sharded(home: Path) -> None:
+    model = trained(home / "run", llama(tie_word_embeddings=False))
+    export(home / "run", home / "out", max_shard_size="4KB")
+    index = json.loads((home / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    check_same(loaded_from(home / "out"), model.state_dict())
+    # The module's own names, streamed without transformers.
+    from flashckpt.export.step import export as plain
+
+    plain(open_store(home / "run"), str(home / "plain"), only=["model"], max_shard_size="4KB")
+    (home / "plain" / "config.json").write_bytes((home / "out" / "config.json").read_bytes())
+    check_same(loaded_from(home / "plain"), model.state_dict())
+
+
+def case_experts(home: Path) -> None:
+    model = trained(home / "run", mixtral())
+    export(home / "run", home / "out", max_shard_size="8KB")
+    names = json.loads((home / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any("experts.3.w2.weight" in name for name in names), "as on the hub, and not fused"
+    check_same(loaded_from(home / "out"), model.state_dict())
+
+
+def case_bf16(home: Path) -> None:
+    model = trained(home / "run", llama().to(torch.bfloat16))
+    export(home / "run", home / "out")
+    check_same(loaded_from(home / "out"), model.state_dict())
+
+
+def case_cast(home: Path) -> None:
+    model = trained(home / "run", llama())
+    export(home / "run", home / "out", dtype=torch.bfloat16)
+    check_same(loaded_from(home / "out"), model.bfloat16().state_dict())
+    assert json.loads((home / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def case_lora(home: Path) -> None:
+    base = llama()
+    fresh = copy.deepcopy(base)
+    model = trained(home / "run", lora(base, modules_to_save=["lm_head"]), made_tokenizer())
+    export(home / "run", home / "out")
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(
+        os.listdir(home / "out")
+    )
+    assert not (home / "out" / "config.json").exists()
+    check_same(peft.PeftModel.from_pretrained(fresh, home / "out"), model.state_dict())
+    config = peft.PeftConfig.from_pretrained(home / "out")
+    assert config.init_lora_weights is True
+    assert config.r == 2
+    assert "max_shard_size" in raised(
+        OptionError, lambda: export(home / "run", home / "o", max_shard_size="1GB")
+    )
+
+
+def case_adapters(home: Path) -> None:
+    base = llama()
+    fresh = copy.deepcopy(base)
+    model = lora(base)
+    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["k_proj"]))
+    trained(home / "run", model)
+    export(home / "run", home / "out")
+    loaded = peft.PeftModel.from_pretrained(fresh, home / "out")
+    loaded.load_adapter(home / "out" / "other", "other")
+    check_same(loaded, model.state_dict())
+
+
+def case_refusals(home: Path) -> None:
+    run, out = home / "run", home / "out"
+    model = trained(run, gpt2(), keep=False, other=nn.Linear(2, 2))
+    text = raised(OptionError, lambda: export(run, out))
+    assert "--config FOLDER" in text, text
+    model.config.architectures = ["GPT2LMHeadModel"]
+    model.config.save_pretrained(home / "config")
+    text = raised(OptionError, lambda: export(run, out, config=home / "config"))
+    assert "has model, other" in text, text
+    raised(NoSuchStepError, lambda: export(run, out, 77, config=home / "config", only="model"))
+    text = raised(OptionError, lambda: export(run, out, config=home / "config", only="optimizer"))
+    assert "exports one module" in text, text
+    text = raised(MismatchError, lambda: export(run, out, config=home / "config", only="other"))
+    assert "does not fit the model" in text, text
+    table = json.loads((home / "config" / "config.json").read_text())
+    (home / "unknown").mkdir()
+    (home / "unknown" / "config.json").write_text(json.dumps({**table, "model_type": "gpt77"}))
+    assert "does not know" in raised(
+        OptionError, lambda: export(run, out, config=home / "unknown", only="model")
+    )
+    (home / "unknown" / "config.json").write_text(json.dumps({**table, "architectures": ["MyModel"]}))
+    text = raised(OptionError, lambda: export(run, out, config=home / "unknown", only="model"))
+    assert "MyModel is not one of transformers" in text, text
+    assert not out.exists()
+    assert not [each for each in os.listdir(home) if each.endswith(".tmp")]
+    export(run, out, config=home / "unknown", only="model", model_class=transformers.GPT2LMHeadModel)
+    check_same(loaded_from(out), model.state_dict())
+    assert "is not empty" in raised(
+        OptionError, lambda: export(run, out, config=home / "config", only="model")
+    )
+    export(run, out, config=home / "config", only="model", force=True)
+    assert (out / LIST).exists()
+
+
+def case_untied(home: Path) -> None:
+    """The config ties what the run has trained apart: one of the two would be lost."""
+    model = gpt2()
+    model.lm_head.weight = nn.Parameter(torch.randn(64, 16))
+    trained(home / "run", model)
+    assert "ties" in raised(MismatchError, lambda: export(home / "run", home / "out"))
+    assert not (home / "out").exists()
+
+
+def case_damaged(home: Path) -> None:
+    trained(home / "run", llama())
+    path = next(home.glob("run/steps/*/*/shard-*"))
+    with open(path, "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    # The last bytes are of the optimizer or of the model: all of it is exported to meet them.
+    from flashckpt.export.step import export as plain
+
+    raised(DamagedError, lambda: plain(open_store(home / "run"), str(home / "all"), format="dcp"))
+    data = bytearray((home / "run" / "assets.json").read_bytes())
+    data[len(data) // 2] ^= 1
+    (home / "run" / "assets.json").write_bytes(data)
+    assert "assets.json" in raised(DamagedError, lambda: export(home / "run", home / "out"))
+    assert sorted(os.listdir(home)) == ["run"]
+
+
+def case_ranks(home: Path) -> None:
+    """FSDP2 on two ranks: whole tensors from their shards, with a tie."""
+    ranks = [forked(lambda rank=rank: fsdp2(home, rank)) for rank in range(WORLD)]
+    wrong = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    assert wrong == [0] * WORLD, wrong
+    expected = torch.load(home / "expected.pt", weights_only=True)
+    export(home / "run", home / "out", max_shard_size="4KB")
+    check_same(loaded_from(home / "out"), expected)
+    export(home / "run", home / "half", dtype="bf16")
+    check_same(loaded_from(home / "half"), {name: each.bfloat16() for name, each in expected.items()})
+
+
+def fsdp2(home: Path, rank: int) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD)
+    )
+    dist.init_process_group("gloo", f"file://{home}/store", world_size=WORLD, rank=rank)
+    torch.manual_seed(5)
+    model = llama(tie_word_embeddings=True)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    trained(home / "run", model)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        torch.save(state, home / "expected.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def forked(program: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        program()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main(home: Path) -> None:
+    torch.set_num_threads(1)
+    cases = {name.removeprefix("case_"): each for name, each in globals().items() if name.startswith("case_")}
+    chosen = sys.argv[2:] or list(cases)
+    for name in chosen:
+        (home / name).mkdir()
+        torch.manual_seed(3)
+        status = os.waitpid(forked(lambda name=name: cases[name](home / name)), 0)[1]  # type: ignore[misc]
+        print(json.dumps([name, os.waitstatus_to_exitcode(status)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
