@@ -54,13 +54,15 @@ class TrainerPart(Deferred):
     each root that has one of this name.
 
     evaluated: the names of evaluation loaders whose persistent workers the run has started. drawn: batches of
-    this epoch that were trained on, as the loader under the trainer's counts them."""
+    this epoch that were trained on, as the loader under the trainer's counts them. first_rows: of the epoch,
+    where Accelerate's dispatcher fills up the last batch with them."""
 
     def __init__(self, trainer: Any, own: Iterable[str]) -> None:
         self._trainer = trainer
         self.own = tuple(own)
         self.evaluated: set[str] = set()
         self.drawn = 0
+        self.first_rows: Any = None
         self._owned()
 
     def roots(self) -> dict[str, Any]:
@@ -96,6 +98,7 @@ class TrainerPart(Deferred):
             "accelerator_step": trainer.accelerator.step,
             "evaluated": sorted(self.evaluated),
             "drawn": self.drawn,
+            "first_rows": _plain(self.first_rows),
         }
 
     def put(self, state: dict[str, Any]) -> None:
@@ -113,6 +116,7 @@ class TrainerPart(Deferred):
             setattr(root, attribute, _put(getattr(root, attribute), state["own"][name]))
         trainer.accelerator.step = state["accelerator_step"]
         self.evaluated, self.drawn = set(state["evaluated"]), state["drawn"]
+        self.first_rows = state["first_rows"]
 
     def put_counts(self, state: dict[str, Any]) -> None:
         """What callbacks read at the beginning of training: the counters that logs and saves go by."""

@@ -84,6 +84,8 @@ class _Training:
         self._given = 0  # batches of this epoch, as the trainer counts them
         self._continues: int | None = None  # the epoch in whose middle the run stands, until it begins
         self._initial_rng = False
+        self._is_first_slice = False
+        self._slice: Callable[..., Any] | None = None
         self._modules: set[str] = set()
 
     def train(self) -> TrainOutput:
@@ -115,6 +117,8 @@ class _Training:
             vars(trainer).update(kept)
             if hasattr(self._loader, "base_dataloader") and self._tap is not None:
                 self._loader.base_dataloader = self._drawn_from
+                if self._slice is not None:
+                    self._loader.slice_fn = self._slice
 
     # ---- in the place of Trainer's methods, in the order in which it calls them
 
@@ -190,7 +194,7 @@ class _Training:
 
     def run_epoch(self, **arguments: Any) -> None:
         trainer, epoch = self._trainer, arguments["epoch"]
-        self._given = 0
+        self._given, self._is_first_slice = 0, not getattr(self._prepared[1], "_drop_last", True)
         continues, self._continues = self._continues == epoch, None
         if continues:
             self._given = arguments["steps_trained_in_current_epoch"]
@@ -254,6 +258,8 @@ class _Training:
             # Accelerate's loaders draw a batch ahead of the one that they give.
             self._drawn_from = loader.base_dataloader
             self._tap = loader.base_dataloader = self.run.tap(self._drawn_from)
+            if hasattr(loader, "_fetch_batches") and loader.state.num_processes > 1:
+                self._keep_first_rows(loader)
         else:
             loader = self._tap = self.run.tap(loader)
         trainer.callback_handler.train_dataloader = loader
@@ -305,7 +311,7 @@ class _Training:
             # Batches are left: with more steps the run would continue in this epoch, as theirs does.
             self.run.end_iteration(trained=self._count(), last=True)
         else:
-            self._part.drawn = 0
+            self._part.drawn, self._part.first_rows = 0, None
             self.run.end_epoch(last=is_last)
 
     def _on_stop(self) -> None:
@@ -329,6 +335,21 @@ class _Training:
         """Batches of the tap that were trained on in this epoch."""
         self._part.drawn = self._given * max(1, self._joined())
         return self._part.drawn
+
+    def _keep_first_rows(self, loader: Any) -> None:
+        """The dispatcher fills up an epoch's last batch from its first one: the rows are state."""
+        self._slice, part = loader.slice_fn, self._part
+
+        def sliced(data: Any, rows: Any, **place: Any) -> Any:
+            found = self._slice(data, rows, **place) if self._slice is not None else data
+            if self._is_first_slice:
+                self._is_first_slice = False
+                if part.first_rows is None:
+                    part.first_rows = found
+                return part.first_rows
+            return found
+
+        loader.slice_fn = sliced
 
     def _stands_at(self) -> int:
         """The trainer's batches of the epoch in which the run resumes."""

@@ -15,6 +15,7 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 import datasets
 import numpy as np
 import peft
+import pytest
 import torch
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -31,7 +32,9 @@ from transformers import (
 )
 from transformers.trainer_callback import ExportableState
 
+import flashckpt
 import flashckpt.transformers
+from flashckpt.transformers.checks import OVERRIDDEN
 from tests.integrations.job import (
     ACCUMULATION,
     BETWEEN,
@@ -44,6 +47,7 @@ from tests.integrations.job import (
     moment,
     random_numbers,
 )
+from tests.waiting import until
 
 Make = Callable[[Path], Trainer]
 Case = Callable[[Job], dict[str, Any]]
@@ -376,9 +380,117 @@ def case_of(make: Make) -> Case:
     return lambda job: train(job, make)
 
 
+def two_ranks(folder: Path) -> Trainer:
+    args = arguments(
+        folder,
+        gradient_accumulation_steps=2,
+        eval_strategy="epoch",
+        ddp_backend="gloo",
+        dataloader_num_workers=1,
+    )
+    return Trainer(model(), args, train_dataset=Sentences(60), eval_dataset=Sentences(8, False))
+
+
+def stream_on_ranks(folder: Path) -> Trainer:
+    """Its last batch is filled up with the first one's rows."""
+    args = arguments(folder, max_steps=9, ddp_backend="gloo")
+    return Trainer(model(), args, train_dataset=Stream(41))
+
+
+def saves(folder: Path) -> Trainer:
+    args = arguments(folder, save_strategy="steps", save_steps=6)
+    return Trainer(model(), args, train_dataset=Sentences(40, False))
+
+
+class Counts(TrainerCallback):
+    count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += 1
+        if control is not None:
+            moment("counted")
+
+
+class Seeing(Trainer):
+    seen = 0
+
+    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        self.seen += 1
+        return super().training_step(*arguments, **named)
+
+
+def case_of_steps(job: Job) -> dict[str, Any]:
+    steps = int(job.options["steps"])
+
+    def make(folder: Path) -> Trainer:
+        args = arguments(folder, max_steps=steps, lr_scheduler_type="constant", warmup_steps=0)
+        return Trainer(model(), args, train_dataset=Sentences(40))
+
+    # Its last log is of each start.
+    return {name: value for name, value in train(job, make).items() if name not in ("history", "returned")}
+
+
+def case_from_initial(job: Job) -> dict[str, Any]:
+    return train(job, saves, initial=job.options["initial"])
+
+
+def case_noticed(job: Job) -> dict[str, Any]:
+    notice = job.folder / "notice"
+    notice.unlink(missing_ok=True)
+
+    job.remember_checkpointer()
+
+    class Notices(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == job.options.get("notice"):
+                notice.touch()
+                until(lambda: job._checkpointer.stopping, "the notice")
+
+    def make(folder: Path) -> Trainer:
+        trainer = accumulates_in_workers(folder)
+        trainer.add_callback(Notices())
+        return trainer
+
+    return train(job, make, options=flashckpt.Options(notice_file=str(notice)))
+
+
+def case_with_counters(job: Job) -> dict[str, Any]:
+    made: list[Any] = []
+
+    def make(folder: Path) -> Trainer:
+        counts = Counts()
+        counts.count = 0
+        trainer = Seeing(model(), arguments(folder), train_dataset=Sentences(40), callbacks=[counts])
+        trainer.seen = 0
+        made.extend([trainer, counts])
+        return trainer
+
+    record = train(job, make, own=job.options.get("own", ()))
+    return {**record, "counted": [made[0].seen, made[1].count]}
+
+
+def case_used_afterwards(job: Job) -> dict[str, Any]:
+    trainer = evaluates_and_saves(job.folder)
+    before = set(vars(trainer))
+    with pytest.raises(flashckpt.OptionError, match=r"trainer_state\.json"):
+        flashckpt.transformers.train(trainer, job.run, initial=job.folder / "nothing")
+    flashckpt.transformers.train(trainer, job.run, every=1)
+    left = set(vars(trainer)) - before
+    assert not left & set(OVERRIDDEN), left
+    assert not any("flashckpt" in type(c).__module__ for c in trainer.callback_handler.callbacks)
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(str(job.folder / "saved"))
+    assert (job.folder / "saved" / "model.safetensors").is_file()
+    exported = job.folder / "exported"
+    flashckpt.transformers.export(job.run, exported)
+    assert GPT2LMHeadModel.from_pretrained(exported).config.n_embd == 16
+    trainer.train()  # by the trainer's own loop, from its start
+    return {}
+
+
 MAKES: tuple[Make, ...] = (
     evaluates_and_saves, stops_early, accumulates_in_workers, persistent_workers, stream, stream_of_steps,
-    steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo,
+    steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,
 )  # fmt: skip
 # The harness finds a case by its name in this module.
 globals().update({f"case_{make.__name__}": case_of(make) for make in MAKES})
