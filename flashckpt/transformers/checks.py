@@ -7,19 +7,15 @@ starts: another signature means another loop, and boundaries in the wrong place.
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import transformers
 from transformers.trainer import Trainer
 
+from flashckpt.checkpointer.extras import check_overridden
 from flashckpt.errors import OptionError
 
-log = logging.getLogger(__name__)
-
-OLDEST = (5, 3)
-TESTED = ((5, 22), (5, 23))
+TESTED = ("5.22", "5.23")
 
 # Of Trainer: replaced on the trainer object while it trains.
 OVERRIDDEN = {
@@ -49,38 +45,22 @@ CALLED = {
 # Of transformers.trainer: replaced until the first epoch after a resume has called it.
 SKIP = "skip_first_batches"
 
+_RELIED_ON = {
+    **{
+        f"transformers.trainer:Trainer.{name}": ("self", *parameters)
+        for name, parameters in OVERRIDDEN.items()
+    },
+    **{f"transformers.trainer:Trainer.{name}": ("self", *parameters) for name, parameters in CALLED.items()},
+    f"transformers.trainer:{SKIP}": ("dataloader", "num_batches"),
+}
+
 # A subclass with loops of its own would call the names above elsewhere, or never.
 _LOOPS = ("train", "_inner_training_loop", "_run_epoch")
 
-_warned: set[str] = set()
-
 
 def check_release() -> None:
-    """Raise OptionError where the installed release lacks what is replaced. Warns once of an untested
-    one."""
-    version = transformers.__version__
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    if numbers < OLDEST:
-        raise OptionError(
-            f"flashckpt.transformers needs transformers {_shown(OLDEST)} or newer, and {version} is "
-            "installed: its training loop has other parts. Nothing was started. Install a newer release, or "
-            "write the loop with flashckpt.loop."
-        )
-    wrong = list(_differences())
-    if wrong:
-        raise OptionError(
-            f"transformers {version} has another training loop than flashckpt knows: {'; '.join(wrong)}. "
-            "Nothing was started. Install one of the releases "
-            f"{', '.join(map(_shown, TESTED))}, or a newer flashckpt."
-        )
-    if numbers not in TESTED and version not in _warned:
-        _warned.add(version)
-        log.warning(
-            "transformers %s has all names that flashckpt replaces, but its training loop was not tested; "
-            "tested are %s.",
-            version,
-            ", ".join(map(_shown, TESTED)),
-        )
+    """Raise OptionError where the installed release lacks what is replaced or called."""
+    check_overridden("transformers", "transformers", TESTED, _RELIED_ON)
 
 
 def check_trainer(trainer: Any) -> None:
@@ -121,23 +101,6 @@ def _refused(trainer: Any) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _differences() -> Iterator[str]:
-    for name, expected in {**OVERRIDDEN, **CALLED}.items():
-        function = getattr(Trainer, name, None)
-        if function is None:
-            yield f"Trainer.{name} is missing"
-            continue
-        found = tuple(inspect.signature(function).parameters)[1:]
-        if found != expected:
-            yield f"Trainer.{name} takes ({', '.join(found)}) and not ({', '.join(expected)})"
-    if not hasattr(inspect.getmodule(Trainer), SKIP):
-        yield f"transformers.trainer.{SKIP} is missing"
-
-
 def _function(kind: type, name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = inspect.unwrap(getattr(kind, name))
     return function
-
-
-def _shown(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))

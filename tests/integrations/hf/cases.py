@@ -419,6 +419,40 @@ class Seeing(Trainer):
         return super().training_step(*arguments, **named)
 
 
+class Numbered(Dataset[dict[str, torch.Tensor]]):
+    """Items that have their own number in them."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([index // WORDS, index % WORDS, 1, 2])
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def case_on_other_ranks(job: Job) -> dict[str, Any]:
+    """As many items in a step on one rank as on two; each logs those that it trains on, by the epoch."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+
+    class Logs(Trainer):
+        batches = 0
+
+        def training_step(self, model: Any, inputs: Any, *others: Any) -> torch.Tensor:
+            self.batches += 1
+            numbers = inputs["input_ids"][:, 0] * WORDS + inputs["input_ids"][:, 1]
+            place = f"{int(self.state.epoch or 0)} {job.task.attempt} {self.batches}"
+            job.log(place, {"items": numbers.tolist()})
+            return super().training_step(model, inputs, *others)
+
+    def make(folder: Path) -> Trainer:
+        args = arguments(
+            folder, gradient_accumulation_steps=2 // world, ddp_backend="gloo" if world > 1 else None
+        )
+        return Logs(model(), args, train_dataset=Numbered())
+
+    return train(job, make)
+
+
 def case_of_steps(job: Job) -> dict[str, Any]:
     steps = int(job.options["steps"])
 

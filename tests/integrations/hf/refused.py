@@ -59,21 +59,12 @@ def _other_signature(self: Any, iterator: Any, number: int) -> None:
 
 def releases(job: Job) -> dict[str, Any]:
     trainer = trainer_of(job)
-    with mock.patch.object(transformers, "__version__", "5.2.1"):
-        refuses(job, trainer, r"needs transformers 5\.3 or newer, and 5\.2\.1")
     with mock.patch.object(Trainer, "get_batch_samples", _other_signature):
-        refuses(job, trainer, r"get_batch_samples takes \(iterator, number\)")
+        refuses(job, trainer, r"get_batch_samples of .* takes \(self, iterator, number\)")
     theirs = Trainer._load_scaler
     del Trainer._load_scaler
-    refuses(job, trainer, r"Trainer\._load_scaler is missing")
+    refuses(job, trainer, r"Trainer\._load_scaler of .* is missing")
     Trainer._load_scaler = theirs
-    with (
-        mock.patch.object(transformers, "__version__", "5.99.0"),
-        mock.patch.object(checks.log, "warning") as said,
-    ):
-        checks.check_release()
-        checks.check_release()
-    assert said.call_count == 1
     return {}
 
 
@@ -90,12 +81,10 @@ def other_integrations(job: Job) -> dict[str, Any]:
 
 def names(job: Job) -> dict[str, Any]:
     """The installed release is one of those that were tested, and has what is replaced and called."""
-    installed = tuple(map(int, transformers.__version__.split(".")[:2]))
+    installed = transformers.__version__.rpartition(".")[0]
     assert installed in checks.TESTED
-    assert job.options.get("release") in (None, ".".join(map(str, installed)))
-    for name, parameters in {**checks.OVERRIDDEN, **checks.CALLED}.items():
-        assert tuple(inspect.signature(getattr(Trainer, name)).parameters)[1:] == parameters, name
-    assert hasattr(transformers.trainer, checks.SKIP)
+    assert job.options.get("release") in (None, installed)
+    checks.check_release()
     assert flashckpt.transformers.__all__ == ["assets_of", "export", "train"]
     taken = inspect.signature(flashckpt.transformers.train).parameters
     assert list(taken) == ["trainer", "path", "own", "initial", "options"]

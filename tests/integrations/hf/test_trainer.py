@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from tests.integrations import harness
 from tests.integrations.harness import Run
-from tests.integrations.job import BETWEEN, PLAIN, STEP, WHOLE, Kill
+from tests.integrations.job import BETWEEN, KILLED, PLAIN, STEP, WHOLE, Kill
 from tests.zygote import Zygote
 
 CASES, REFUSED = "tests.integrations.hf.cases", "tests.integrations.hf.refused"
@@ -85,6 +86,34 @@ def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
 def test_a_stream_on_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """Rank 0 draws for both."""
     harness.check(f"{CASES}:case_stream_on_ranks", framework, tmp_path, runtime, ranks=2, again=False)
+
+
+@pytest.mark.dist
+def test_another_number_of_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """An epoch of 6 steps is begun on two ranks, continued on one, and ended on two: each item once."""
+    run = Run(f"{CASES}:case_on_other_ranks", framework, tmp_path, runtime, KILLED)
+    run.attempt(Kill(STEP, 2, number=signal.SIGTERM), ranks=2)
+    seen = _items(run, 2)
+    run.attempt(Kill(STEP, 4, number=signal.SIGTERM), ranks=1)
+    seen += _items(run, 1)
+    run.finish(ranks=2)
+    seen += _items(run, 2)
+    assert run.outcome.ends == [[-signal.SIGTERM] * 2, [-signal.SIGTERM], [0, 0]], run.said()
+    assert not run.outcome.repeated()
+    for epoch in range(2):
+        items = [item for place, attempt, each in seen for item in each if place == epoch]
+        assert sorted(items) == list(range(48)), f"epoch {epoch}: {sorted(items)}"
+
+
+def _items(run: Run, ranks: int) -> list[tuple[int, int, list[int]]]:
+    """Of the last attempt: the epoch and the items of each batch."""
+    last, found = len(run.outcome.ends) - 1, []
+    for rank in range(ranks):
+        for line in (run.files / f"logged-{rank}").read_text().splitlines():
+            attempt, place, text = json.loads(line)
+            if attempt == last and place.endswith(" items"):
+                found.append((int(place.split()[0]), attempt, json.loads(text)))
+    return found
 
 
 def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
