@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flashckpt.transformers.exporting import assets_of as assets_of
     from flashckpt.transformers.exporting import export as export
     from flashckpt.transformers.exporting import keep_config as keep_config
+    from flashckpt.transformers.training import train as train
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,530 @@
+"""Trainers of transformers and trl that train in about a second, and what of them has to be equal."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import torch
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils.data import Dataset, IterableDataset
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_callback import ExportableState
+
+import flashckpt
+import flashckpt.transformers
+from flashckpt.transformers.checks import OVERRIDDEN
+from tests.integrations.job import (
+    ACCUMULATION,
+    BETWEEN,
+    DRAW,
+    EPOCH_END,
+    SAVE,
+    VALIDATION,
+    Job,
+    gradients,
+    moment,
+    random_numbers,
+)
+from tests.waiting import until
+
+Make = Callable[[Path], Trainer]
+Case = Callable[[Job], dict[str, Any]]
+
+WORDS = 24
+# Of logged values, those that are times.
+TIMES = ("runtime", "per_second", "elapsed", "step_time")
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """With random augmentation by Python, NumPy and torch."""
+
+    def __init__(self, number: int, augmented: bool = True) -> None:
+        self.augmented = augmented
+        self.ids = torch.randint(0, WORDS, (number, 8), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = self.ids[index].clone()
+        if self.augmented:
+            moment(DRAW)
+            ids[torch.randint(0, 8, ())] = random.randrange(WORDS)
+            ids[np.random.randint(8)] = 7
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    def __init__(self, number: int, augmented: bool = True) -> None:
+        self.items = Sentences(number, augmented)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self.items[index] for index in range(len(self.items)))
+
+
+def model() -> GPT2LMHeadModel:
+    set_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1
+    )
+    return GPT2LMHeadModel(config)
+
+
+def options(folder: Path, **changed: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder / "out"),
+        "per_device_train_batch_size": 4,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 3,
+        "report_to": [],
+        "use_cpu": True,
+        "seed": 0,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 3,
+        "dataloader_pin_memory": False,
+        **changed,
+    }
+
+
+def arguments(folder: Path, **changed: Any) -> TrainingArguments:
+    return TrainingArguments(**options(folder, **changed))
+
+
+def lora() -> peft.LoraConfig:
+    return peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{f"w{i}": 3 + i for i in range(WORDS - 3)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+def texts(number: int, seed: int = 0) -> list[str]:
+    chosen = random.Random(seed)
+    return [
+        " ".join(f"w{chosen.randrange(WORDS - 3)}" for _ in range(chosen.randrange(3, 8)))
+        for _ in range(number)
+    ]
+
+
+# ---- trainers of transformers
+
+
+def evaluates_and_saves(folder: Path) -> Trainer:
+    """Its own checkpoints, the best model, a callback with state."""
+    args = arguments(
+        folder,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_strategy="steps",
+        save_steps=4,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        eval_on_start=True,
+    )
+    stopping = EarlyStoppingCallback(50)
+    return Trainer(
+        model(), args, train_dataset=Sentences(40), eval_dataset=Sentences(6, False), callbacks=[stopping]
+    )
+
+
+def stops_early(folder: Path) -> Trainer:
+    args = arguments(
+        folder,
+        num_train_epochs=4,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="best",
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        save_only_model=True,
+        save_total_limit=1,
+        learning_rate=0.2,
+    )
+    stopping = EarlyStoppingCallback(2)
+    return Trainer(
+        model(), args, train_dataset=Sentences(28), eval_dataset=Sentences(6, False), callbacks=[stopping]
+    )
+
+
+def accumulates_in_workers(folder: Path) -> Trainer:
+    args = arguments(
+        folder,
+        gradient_accumulation_steps=3,
+        dataloader_num_workers=2,
+        eval_strategy="epoch",
+        logging_steps=2,
+    )
+    return Trainer(model(), args, train_dataset=Sentences(46), eval_dataset=Sentences(6, False))
+
+
+def persistent_workers(folder: Path) -> Trainer:
+    args = arguments(
+        folder,
+        gradient_accumulation_steps=2,
+        dataloader_num_workers=2,
+        dataloader_persistent_workers=True,
+        num_train_epochs=3,
+        eval_strategy="epoch",
+    )
+    return Trainer(model(), args, train_dataset=Sentences(34), eval_dataset=Sentences(6, False))
+
+
+def stream(folder: Path) -> Trainer:
+    args = arguments(folder, max_steps=11, gradient_accumulation_steps=2)
+    return Trainer(model(), args, train_dataset=Stream(38))
+
+
+def stream_of_steps(folder: Path) -> Trainer:
+    args = arguments(folder, max_steps=14, eval_strategy="steps", eval_steps=3)
+    return Trainer(model(), args, train_dataset=Stream(24), eval_dataset=Sentences(6, False))
+
+
+def steps_in_bf16(folder: Path) -> Trainer:
+    """Ends in the middle of an epoch."""
+    args = arguments(folder, max_steps=15, bf16=True, include_num_input_tokens_seen=True)
+    return Trainer(model(), args, train_dataset=Sentences(40))
+
+
+def compiled(folder: Path) -> Trainer:
+    args = arguments(folder, torch_compile=True, torch_compile_backend="aot_eager")
+    return Trainer(model(), args, train_dataset=Sentences(36))
+
+
+def plateau(folder: Path) -> Trainer:
+    args = arguments(
+        folder,
+        neftune_noise_alpha=5.0,
+        optim="sgd",
+        lr_scheduler_type="reduce_lr_on_plateau",
+        eval_strategy="steps",
+        eval_steps=3,
+        metric_for_best_model="loss",
+    )
+    return Trainer(model(), args, train_dataset=Sentences(36), eval_dataset=Sentences(6, False))
+
+
+def adapter(folder: Path) -> Trainer:
+    args = arguments(folder, save_strategy="steps", save_steps=7)
+    return Trainer(peft.get_peft_model(model(), lora()), args, train_dataset=Sentences(36))
+
+
+# ---- trainers of trl
+
+
+def sft(folder: Path) -> Trainer:
+    given = options(
+        folder, gradient_accumulation_steps=2, max_length=8, bf16=False, gradient_checkpointing=False
+    )
+    data = datasets.Dataset.from_list([{"text": text} for text in texts(56)])
+    return trl.SFTTrainer(
+        model(),
+        trl.SFTConfig(**given),
+        train_dataset=data,
+        processing_class=tokenizer(),
+        peft_config=lora(),
+    )
+
+
+def dpo(folder: Path) -> Trainer:
+    given = options(
+        folder,
+        max_length=16,
+        bf16=False,
+        gradient_checkpointing=False,
+        sync_ref_model=True,
+        ref_model_sync_steps=4,
+        num_train_epochs=1,
+    )
+    rows = zip(texts(40, 1), texts(40, 2), texts(40, 3), strict=True)
+    data = datasets.Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in rows])
+    return trl.DPOTrainer(
+        model(),
+        ref_model=model(),
+        args=trl.DPOConfig(**given),
+        train_dataset=data,
+        processing_class=tokenizer(),
+    )
+
+
+def even_words(completions: list[str], **_: Any) -> list[float]:
+    return [
+        float(sum(word[-1:] in "02468" for word in text.split())) + random.random() for text in completions
+    ]
+
+
+def grpo(folder: Path) -> Trainer:
+    """Generates once for several steps."""
+    given = options(
+        folder,
+        num_generations=2,
+        max_completion_length=4,
+        bf16=False,
+        gradient_checkpointing=False,
+        num_iterations=2,
+        steps_per_generation=2,
+        num_train_epochs=1,
+    )
+    data = datasets.Dataset.from_list([{"prompt": text} for text in texts(12, 4)])
+    return trl.GRPOTrainer(
+        model(),
+        reward_funcs=even_words,
+        args=trl.GRPOConfig(**given),
+        train_dataset=data,
+        processing_class=tokenizer(),
+    )
+
+
+# ---- what is reported and compared
+
+
+class Moments(TrainerCallback):
+    """Reports to the job of the process."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.job.step(state.global_step + 1)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        moment(ACCUMULATION)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        moment(VALIDATION)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        moment(BETWEEN)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.job.log(state.global_step, without_times(logs))
+
+
+def without_times(logs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in logs.items() if not any(part in name for part in TIMES)}
+
+
+def train(job: Job, make: Make, **more: Any) -> dict[str, Any]:
+    """One attempt. Options of the job: `every`."""
+    trainer = make(job.folder)
+    trainer.add_callback(Moments(job))
+    job.moments_in(trainer, "_save_optimizer_and_scheduler", SAVE)
+    job.moments_in(trainer, "_run_epoch", EPOCH_END, after=True)
+    if job.flashckpt:
+        every = job.options.get("every", 1)
+        output = flashckpt.transformers.train(trainer, job.run, every=every, persist_every=5, **more)
+    else:
+        output = trainer.train(resume_from_checkpoint=more.get("initial"))
+    return result(trainer, output)
+
+
+def result(trainer: Trainer, output: Any) -> dict[str, Any]:
+    """All that training has made, and the names of the trainer's own checkpoints."""
+    state, folder = trainer.state, Path(trainer.args.output_dir)
+    kept = (
+        "epoch", "global_step", "max_steps", "num_input_tokens_seen", "total_flos", "best_metric",
+        "best_global_step",
+    )  # fmt: skip
+    reference = getattr(trainer, "ref_model", None)
+    return {
+        "model": trainer.model.state_dict(),
+        "reference": reference.state_dict() if reference is not None else {},
+        "gradients": gradients(trainer.model),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "random": random_numbers(),
+        "state": {name: getattr(state, name) for name in kept},
+        "control": vars(trainer.control),
+        "callbacks": [[type(c).__name__, c.state()] for c in exportable(trainer)],
+        "history": [without_times(entry) for entry in state.log_history],
+        "best": os.path.basename(state.best_model_checkpoint or ""),
+        "checkpoints": sorted(each.name for each in folder.glob("checkpoint*")),
+        "returned": [output.global_step, output.training_loss],
+    }
+
+
+def exportable(trainer: Trainer) -> list[ExportableState]:
+    return [c for c in trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
+
+
+def case_of(make: Make) -> Case:
+    return lambda job: train(job, make)
+
+
+def two_ranks(folder: Path) -> Trainer:
+    args = arguments(
+        folder,
+        gradient_accumulation_steps=2,
+        eval_strategy="epoch",
+        ddp_backend="gloo",
+        dataloader_num_workers=1,
+    )
+    return Trainer(model(), args, train_dataset=Sentences(60), eval_dataset=Sentences(8, False))
+
+
+def stream_on_ranks(folder: Path) -> Trainer:
+    """Its last batch is filled up with the first one's rows."""
+    args = arguments(folder, max_steps=9, ddp_backend="gloo")
+    return Trainer(model(), args, train_dataset=Stream(41))
+
+
+def saves(folder: Path) -> Trainer:
+    args = arguments(folder, save_strategy="steps", save_steps=6)
+    return Trainer(model(), args, train_dataset=Sentences(40, False))
+
+
+class Counts(TrainerCallback):
+    count = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.count += 1
+        if control is not None:
+            moment("counted")
+
+
+class Seeing(Trainer):
+    seen = 0
+
+    def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        self.seen += 1
+        return super().training_step(*arguments, **named)
+
+
+class Numbered(Dataset[dict[str, torch.Tensor]]):
+    """Items that have their own number in them."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([index // WORDS, index % WORDS, 1, 2])
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def case_on_other_ranks(job: Job) -> dict[str, Any]:
+    """As many items in a step on one rank as on two; each logs those that it trains on, by the epoch."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+
+    class Logs(Trainer):
+        batches = 0
+
+        def training_step(self, model: Any, inputs: Any, *others: Any) -> torch.Tensor:
+            self.batches += 1
+            numbers = inputs["input_ids"][:, 0] * WORDS + inputs["input_ids"][:, 1]
+            place = f"{int(self.state.epoch or 0)} {job.task.attempt} {self.batches}"
+            job.log(place, {"items": numbers.tolist()})
+            return super().training_step(model, inputs, *others)
+
+    def make(folder: Path) -> Trainer:
+        args = arguments(
+            folder, gradient_accumulation_steps=2 // world, ddp_backend="gloo" if world > 1 else None
+        )
+        return Logs(model(), args, train_dataset=Numbered())
+
+    return train(job, make)
+
+
+def case_of_steps(job: Job) -> dict[str, Any]:
+    steps = int(job.options["steps"])
+
+    def make(folder: Path) -> Trainer:
+        args = arguments(folder, max_steps=steps, lr_scheduler_type="constant", warmup_steps=0)
+        return Trainer(model(), args, train_dataset=Sentences(40))
+
+    # Its last log is of each start.
+    return {name: value for name, value in train(job, make).items() if name not in ("history", "returned")}
+
+
+def case_from_initial(job: Job) -> dict[str, Any]:
+    return train(job, saves, initial=job.options["initial"])
+
+
+def case_noticed(job: Job) -> dict[str, Any]:
+    notice = job.folder / "notice"
+    notice.unlink(missing_ok=True)
+
+    job.remember_checkpointer()
+
+    class Notices(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == job.options.get("notice"):
+                notice.touch()
+                until(lambda: job._checkpointer.stopping, "the notice")
+
+    def make(folder: Path) -> Trainer:
+        trainer = accumulates_in_workers(folder)
+        trainer.add_callback(Notices())
+        return trainer
+
+    return train(job, make, options=flashckpt.Options(notice_file=str(notice)))
+
+
+def case_with_counters(job: Job) -> dict[str, Any]:
+    made: list[Any] = []
+
+    def make(folder: Path) -> Trainer:
+        counts = Counts()
+        counts.count = 0
+        trainer = Seeing(model(), arguments(folder), train_dataset=Sentences(40), callbacks=[counts])
+        trainer.seen = 0
+        made.extend([trainer, counts])
+        return trainer
+
+    record = train(job, make, own=job.options.get("own", ()))
+    return {**record, "counted": [made[0].seen, made[1].count]}
+
+
+def case_used_afterwards(job: Job) -> dict[str, Any]:
+    trainer = evaluates_and_saves(job.folder)
+    before = set(vars(trainer))
+    with pytest.raises(flashckpt.OptionError, match=r"trainer_state\.json"):
+        flashckpt.transformers.train(trainer, job.run, initial=job.folder / "nothing")
+    flashckpt.transformers.train(trainer, job.run, every=1)
+    left = set(vars(trainer)) - before
+    assert not left & set(OVERRIDDEN), left
+    assert not any("flashckpt" in type(c).__module__ for c in trainer.callback_handler.callbacks)
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(str(job.folder / "saved"))
+    assert (job.folder / "saved" / "model.safetensors").is_file()
+    exported = job.folder / "exported"
+    flashckpt.transformers.export(job.run, exported)
+    assert GPT2LMHeadModel.from_pretrained(exported).config.n_embd == 16
+    trainer.train()  # by the trainer's own loop, from its start
+    return {}
+
+
+MAKES: tuple[Make, ...] = (
+    evaluates_and_saves, stops_early, accumulates_in_workers, persistent_workers, stream, stream_of_steps,
+    steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,
+)  # fmt: skip
+# The harness finds a case by its name in this module.
+globals().update({f"case_{make.__name__}": case_of(make) for make in MAKES})

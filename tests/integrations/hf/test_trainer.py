@@ -1,0 +1,187 @@
+"""flashckpt.transformers.train: killed anywhere, a run ends as one that was never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integrations import harness
+from tests.integrations.harness import Run
+from tests.integrations.job import BETWEEN, KILLED, PLAIN, STEP, WHOLE, Kill
+from tests.zygote import Zygote
+
+CASES, REFUSED = "tests.integrations.hf.cases", "tests.integrations.hf.refused"
+OLDER = "5.22"
+MODULES = ("transformers.trainer", CASES, REFUSED)
+
+
+@pytest.fixture(scope="module")
+def framework() -> Iterator[Zygote]:
+    """transformers, trl and peft are imported once."""
+    yield from harness.framework(*MODULES)
+
+
+LONG = [pytest.mark.long, pytest.mark.timeout(1200)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "evaluates_and_saves",
+        "accumulates_in_workers",
+        "persistent_workers",
+        "stream",
+        "steps_in_bf16",
+        "adapter",
+        "sft",
+        "grpo",
+        *(
+            pytest.param(case, marks=LONG)
+            for case in ("stops_early", "stream_of_steps", "compiled", "plateau", "dpo")
+        ),
+    ],
+)
+def test_killed(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> None:
+    harness.check(f"{CASES}:case_{case}", framework, tmp_path, runtime)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_release_before(tmp_path: Path, runtime: Path) -> None:
+    """The same with the oldest release that is tested; it is installed into a folder of its own."""
+    folder = tmp_path / "packages"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+    subprocess.run([*install, f"transformers=={OLDER}.*"], check=True, timeout=300)
+    for older in harness.framework(*MODULES, environment={"PYTHONPATH": str(folder)}):
+        Run(f"{REFUSED}:names", older, tmp_path / "names", runtime, WHOLE, release=OLDER).finish()
+        harness.check(f"{CASES}:case_evaluates_and_saves", older, tmp_path, runtime)
+
+
+def test_snapshots_now_and_then(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """Steps after the last snapshot are trained again, with the same numbers."""
+    case = f"{CASES}:case_accumulates_in_workers"
+    harness.check(case, framework, tmp_path, runtime, plain=False, again=False, every=3)
+
+
+@pytest.mark.parametrize("case", ["accumulates_in_workers", pytest.param("evaluates_and_saves", marks=LONG)])
+def test_terminated(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> None:
+    _, stopped = harness.check_terminated(f"{CASES}:case_{case}", framework, tmp_path, runtime)
+    assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
+
+
+@pytest.mark.dist
+def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    harness.check(f"{CASES}:case_two_ranks", framework, tmp_path, runtime, ranks=2, again=False)
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_stream_on_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """Rank 0 draws for both."""
+    harness.check(f"{CASES}:case_stream_on_ranks", framework, tmp_path, runtime, ranks=2, again=False)
+
+
+@pytest.mark.dist
+def test_another_number_of_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """An epoch of 6 steps is begun on two ranks, continued on one, and ended on two: each item once."""
+    run = Run(f"{CASES}:case_on_other_ranks", framework, tmp_path, runtime, KILLED)
+    run.attempt(Kill(STEP, 2, number=signal.SIGTERM), ranks=2)
+    seen = _items(run, 2)
+    run.attempt(Kill(STEP, 4, number=signal.SIGTERM), ranks=1)
+    seen += _items(run, 1)
+    run.finish(ranks=2)
+    seen += _items(run, 2)
+    assert run.outcome.ends == [[-signal.SIGTERM] * 2, [-signal.SIGTERM], [0, 0]], run.said()
+    assert not run.outcome.repeated()
+    for epoch in range(2):
+        items = [item for place, attempt, each in seen for item in each if place == epoch]
+        assert sorted(items) == list(range(48)), f"epoch {epoch}: {sorted(items)}"
+
+
+def _items(run: Run, ranks: int) -> list[tuple[int, int, list[int]]]:
+    """Of the last attempt: the epoch and the items of each batch."""
+    last, found = len(run.outcome.ends) - 1, []
+    for rank in range(ranks):
+        for line in (run.files / f"logged-{rank}").read_text().splitlines():
+            attempt, place, text = json.loads(line)
+            if attempt == last and place.endswith(" items"):
+                found.append((int(place.split()[0]), attempt, json.loads(text)))
+    return found
+
+
+def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """A run of 7 steps that is started again with 12 ends as one of 12 steps."""
+    case = f"{CASES}:case_of_steps"
+    run = Run(case, framework, tmp_path, runtime, WHOLE, steps=7)
+    run.finish()
+    run.options["steps"] = 12
+    more = run.finish()
+    assert more.iterations(1) == [8, 9, 10, 11, 12]
+    plain = Run(case, framework, tmp_path, runtime, PLAIN, steps=12).finish()
+    assert not harness.differences(plain.records, more.records)
+
+
+def test_a_checkpoint_of_the_trainer_is_loaded_once(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """As the trainer's own resume has it, killed or not."""
+    origin = Run(f"{CASES}:case_saves", framework, tmp_path / "origin", runtime, PLAIN)
+    origin.finish()
+    initial = str(origin.folder / "out" / "checkpoint-6")
+    case = f"{CASES}:case_from_initial"
+    harness.check(case, framework, tmp_path, runtime, kills=5, initial=initial)
+    theirs = Run(case, framework, tmp_path, runtime, PLAIN, initial=initial)
+    assert theirs.finish().iterations(0)[0] == 7
+
+
+def test_a_stop_ends_in_the_trainers_way(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """The notice file ends train(), which returns; the epoch's end is left for the next start."""
+    case = f"{CASES}:case_noticed"
+    run = Run(case, framework, tmp_path, runtime, WHOLE, notice=2)
+    first = run.finish()
+    assert first.iterations(0) == [1, 2]
+    assert BETWEEN not in {name for name, _ in first.moments[0][0]}
+    del run.options["notice"]
+    whole = run.finish()
+    assert whole.iterations(1)[0] == 3
+    unstopped = Run(case, framework, tmp_path / "other", runtime, WHOLE).finish()
+    assert not harness.differences(unstopped.records, whole.records)
+
+
+def test_changes_that_are_not_saved(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """A counter in the trainer and one in a callback are found; with own= they are saved."""
+    case = f"{CASES}:case_with_counters"
+    run = Run(case, framework, tmp_path, runtime, WHOLE)
+    run.finish()
+    assert "Seeing.seen (trainer)" in run.said()
+    assert "Counts.count" in run.said()
+    own = ["seen", "Counts.count"]
+    killed = Run(case, framework, tmp_path / "own", runtime, WHOLE, own=own)
+    killed.attempt(Kill(STEP, 5))
+    found = killed.finish()
+    harness.assert_same(run.outcome, found, "unkilled", "killed")
+    assert "are not saved" not in killed.said()
+
+
+def test_the_detector_reports_nothing_of_these_trainers(
+    framework: Zygote, tmp_path: Path, runtime: Path
+) -> None:
+    for case in ("evaluates_and_saves", "plateau", "sft", "dpo", "grpo"):
+        run = Run(f"{CASES}:case_{case}", framework, tmp_path / case, runtime, WHOLE)
+        run.finish()
+        assert "are not saved" not in run.said(), run.said()
+
+
+def test_usable_afterwards(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """The trainer evaluates, saves and trains by itself after train(); an error leaves nothing on it."""
+    Run(f"{CASES}:case_used_afterwards", framework, tmp_path, runtime, WHOLE).finish()
+
+
+@pytest.mark.parametrize("what", ["trainers", "releases", "other_integrations", "names"])
+def test_refused(framework: Zygote, tmp_path: Path, runtime: Path, what: str) -> None:
+    Run(f"{REFUSED}:{what}", framework, tmp_path, runtime, WHOLE).finish()
