@@ -1,8 +1,8 @@
 """The callback `Checkpoint`: which methods of a trainer's loops are replaced while it trains, and where the
 boundaries are.
 
-Owns the order of a fit: attach, restore, taps, boundaries, end. What is replaced is replaced on the objects of
-one trainer, and put back when its fit ends.
+Owns the order of a fit: attach, restore, taps, boundaries, end. What is replaced is replaced on the objects
+of one trainer, and put back when its fit ends.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.trainer_run import TrainerRun, attach_trainer
+from flashckpt.checkpointer.unsaved import Unsaved
 from flashckpt.errors import BoundaryError
 from flashckpt.lightning.package import PACKAGE, check_release, check_trainer, named
 from flashckpt.lightning.state import TrainerState, UserState
@@ -31,8 +32,9 @@ class Checkpoint(Callback):  # type: ignore[misc]  # Lightning's types are not r
     """Save the state of `Trainer.fit` in the run at `path`, and resume from it: the same line does both.
 
     path, options: as `flashckpt.attach` has them. own: attributes that change and that nothing else saves, as
-    "MyCallback.name", "module.name" or "datamodule.name". Raises OptionError for a release of Lightning that
-    has other loops, and in `fit` for a trainer that cannot be continued exactly, before anything starts.
+    "name", "MyCallback.name", "module.name" or "datamodule.name". Raises OptionError for a release of
+    Lightning that has other loops, and in `fit` for a trainer that cannot be continued exactly, before
+    anything starts.
 
     Saved are the module, optimizers, schedulers, gradients, random numbers, positions of the loaders, all
     counters, the running means of self.log, the state of callbacks and their modules. A stop that asks for
@@ -63,9 +65,12 @@ class Checkpoint(Callback):  # type: ignore[misc]  # Lightning's types are not r
             return
         self._fit = _Fit(trainer, self)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if self._fit is not None:
             self._fit.put_back()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module, "fit")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_fit": None}
@@ -139,9 +144,12 @@ class _Fit:
         trainer, callback, loop, epoch = self._trainer, self._callback, self._loop, self._epoch
         self._counters = TrainerState(trainer)
         self._users = UserState(trainer, callback, callback._own)
+        state = self._state()
         self.run = run = attach_trainer(
-            callback._path, self._state(), integration="lightning", on_stop=self._stop, **callback._options
+            callback._path, state, integration="lightning", on_stop=self._stop, **callback._options
         )
+        users = self._users
+        self._unsaved = Unsaved(users.roots, users.known(), callback._own, state.values())
         self._is_within_epoch = self._counters.is_within_epoch
         self._counters.put_early()
         self._users.put_early()
@@ -176,7 +184,8 @@ class _Fit:
         self._loaders = list(combined.flattened)
         names = ["train", *(f"train.{number}" for number in range(1, len(self._loaders)))]
         self._taps = {
-            name: self.run.tap(loader, name) for name, loader in zip(names, self._loaders, strict=True)
+            name: self.run.tap(loader, name, opens=True)
+            for name, loader in zip(names, self._loaders, strict=True)
         }
         # Where no length is known, the iterator that setup_data makes draws a batch: too early, but in the
         # first epoch, where Lightning makes no other.
@@ -226,6 +235,7 @@ class _Fit:
     def _on_batch_end(self, data_fetcher: Any) -> None:
         assert self.run is not None
         interrupt = _interrupted(self._original, self._epoch, "on_advance_end", data_fetcher)
+        self._unsaved.observe()
         if not self._epoch.done:  # else the epoch's end follows, and the boundary is there
             ready = self._epoch.batch_progress.current.ready
             # Loaders beside a longer one may have given fewer batches.

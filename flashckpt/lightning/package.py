@@ -72,7 +72,8 @@ USED = {
 
 # Callbacks that change what was attached while the run goes: schedulers, or the optimizer's groups.
 _REFUSED_CALLBACKS = {
-    "StochasticWeightAveraging": "it replaces the schedulers in the middle of the run; use EMAWeightAveraging",
+    "StochasticWeightAveraging": "it replaces the schedulers in the middle of the run; use "
+    "EMAWeightAveraging",
     "BaseFinetuning": "it adds groups to the optimizer in the middle of the run; give it all parameters with "
     "requires_grad=False",
 }

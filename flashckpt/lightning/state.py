@@ -156,8 +156,8 @@ def _read_result(key: str, result: Any) -> dict[str, Any]:
     reduction = next((name for name, each in _REDUCTIONS.items() if each is meta.reduce_fx), None)
     if reduction is None:
         raise StateError(
-            f"self.log({meta.name!r}) has the reduce_fx {meta.reduce_fx!r} of its own, which cannot be saved. "
-            "Nothing was captured. Use mean, sum, max or min, or log a torchmetrics.Metric."
+            f"self.log({meta.name!r}) has the reduce_fx {meta.reduce_fx!r} of its own, which cannot be "
+            "saved. Nothing was captured. Use mean, sum, max or min, or log a torchmetrics.Metric."
         )
     if sync._group is not None:
         raise StateError(
@@ -191,8 +191,8 @@ def _make_result(saved: dict[str, Any], trainer: Any) -> Any:
 
 class UserState(Deferred):
     """State of callbacks, the data module and the user's module: their state_dict, what their hooks for
-    checkpoints add, and plain attributes, among them `own` ("Callback.name", "module.name",
-    "datamodule.name"). It is put in place as their own code does it, so it is not compared afterwards."""
+    checkpoints add, and plain attributes, among them `own` ("name", "module.name", "datamodule.name",
+    "CallbackClass.name"). It is put in place as their own code does it, so it is not compared afterwards."""
 
     def __init__(self, trainer: Any, me: object, own: Iterable[str]) -> None:
         self._trainer = trainer
@@ -201,23 +201,26 @@ class UserState(Deferred):
         self.roots = {"trainer": trainer, "module": trainer.lightning_module, **self.callbacks}
         if trainer.datamodule is not None:
             self.roots["datamodule"] = trainer.datamodule
-        self._attributes = {label: _of_kind(_OF_CALLBACKS, each) for label, each in self.callbacks.items()}
         self._own = tuple(own)
-        for name in self._own:
-            label, _, attribute = name.rpartition(".")
-            if not label or not hasattr(self.roots.get(label), attribute):
-                raise OptionError(
-                    f"own={name!r} names no attribute. Nothing was started. Write one of "
-                    f"{', '.join(self.roots)}, a dot and the attribute."
-                )
-            self._attributes.setdefault(label, []).append(attribute)
+        labels = {name.rpartition(".")[0] for name in self._own} - {"", *self.roots}
+        if labels:
+            raise OptionError(
+                f"own names {', '.join(sorted(labels))}, which this trainer does not have. Nothing was "
+                f"started. Write one of {', '.join(self.roots)}, a dot and the attribute."
+            )
 
     def known(self) -> dict[str, set[str]]:
         """Attributes of the roots that are saved here, or need not be."""
         return {
-            label: {*self._attributes.get(label, ()), *_of_kind(_TRANSIENT, root)}
+            label: {*_of_kind(_OF_CALLBACKS, root), *_of_kind(_TRANSIENT, root)}
             for label, root in self.roots.items()
         }
+
+    def _attributes(self, label: str) -> list[str]:
+        """Those of a root that are saved: of the class, and the user's own, as far as they are set."""
+        root = self.roots[label]
+        own = [name.rpartition(".")[2] for name in self._own if name.rpartition(".")[0] in ("", label)]
+        return [name for name in (*_of_kind(_OF_CALLBACKS, root), *own) if name in vars(root)]
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules that are attributes of callbacks (averages of weights, metrics), with names for them."""
@@ -245,9 +248,8 @@ class UserState(Deferred):
             "datamodule": {} if datamodule is None else datamodule.state_dict(),
             "hooks": {label: self._added(each) for label, each in self._hooked("on_save_checkpoint")},
             "attributes": {
-                label: {name: _contained(getattr(self.roots[label], name)) for name in names}
-                for label, names in self._attributes.items()
-                if names
+                label: {name: _contained(vars(root)[name]) for name in self._attributes(label)}
+                for label, root in self.roots.items()
             },
         }
 
@@ -308,8 +310,7 @@ def _labelled(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _of_kind(table: Mapping[str, tuple[str, ...]], value: object) -> list[str]:
-    found = [name for base in type(value).__mro__ for name in table.get(base.__name__, ())]
-    return [name for name in found if hasattr(value, name)]
+    return [name for base in type(value).__mro__ for name in table.get(base.__name__, ())]
 
 
 def _is_lightnings(function: Any) -> bool:

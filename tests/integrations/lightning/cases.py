@@ -1,0 +1,279 @@
+"""Cases of Lightning's Trainer. Each is a function of its job; see harness.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as lp
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader
+
+import flashckpt.lightning
+from tests.integrations import data
+from tests.integrations.job import (
+    ACCUMULATION,
+    BETWEEN,
+    EPOCH_END,
+    SAVE,
+    VALIDATION,
+    Job,
+    gradients,
+    random_numbers,
+)
+
+Loader = Callable[[], Any]
+_jobs: list[Job] = []
+
+
+class Model(lp.LightningModule):
+    """Logs means, a maximum, and a value of some batches alone; validates with random numbers."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        schedule: str = "step",
+        manual: bool = False,
+        metric: bool = False,
+    ) -> None:
+        super().__init__()
+        self.net, self.loader, self.schedule = data.model(), loader, schedule
+        self.automatic_optimization = not manual
+        self.metric = torchmetrics.MeanMetric() if metric else None
+
+    @property
+    def job(self) -> Job:
+        """No attribute: callbacks copy the module."""
+        return _jobs[-1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        number = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self.job.step(number)
+        self.job.batch(number, batch)
+        loss = self.loss(batch)
+        self.log("train", loss, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        if batch_idx % 3 == 0:
+            self.log("some", loss, on_step=False, on_epoch=True)
+        if self.metric is not None:
+            self.metric(loss)
+            self.log("metric", self.metric, on_step=True, on_epoch=True)
+        if not self.automatic_optimization:
+            return self.step_both(batch, loss)
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches:
+            self.job.moment(ACCUMULATION)
+        return loss
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        rows = batch if isinstance(batch, list | tuple) else [batch]
+        return torch.stack([data.loss_of(self.net, each) for each in rows if each is not None]).mean()
+
+    def step_both(self, batch: Any, loss: torch.Tensor) -> None:
+        first, second = self.optimizers()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        loss = self.loss(batch)
+        second.zero_grad()
+        self.manual_backward(loss)
+        second.step()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.job.moment(VALIDATION)
+        self.log("val", self.loss(batch) + 0.1 * torch.randn(()))
+
+    def on_train_epoch_end(self) -> None:
+        self.job.moment(EPOCH_END)
+
+    def configure_optimizers(self) -> Any:
+        if not self.automatic_optimization:
+            return [
+                torch.optim.AdamW(self.net[0].parameters(), 1e-2),
+                torch.optim.SGD(self.net[3].parameters(), 1e-3, momentum=0.9),
+            ]
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        if self.schedule == "plateau":
+            schedule: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            how = {"scheduler": schedule, "monitor": "val", "interval": "epoch"}
+        else:
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+            how = {"scheduler": schedule, "interval": self.schedule}
+        return {"optimizer": optimizer, "lr_scheduler": how}
+
+    def train_dataloader(self) -> Any:
+        return self.loader()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data.Rows(8, augment=False, name=None), 4)
+
+
+class Log(Logger):
+    """Passes on to the job what is logged: after a batch, and in a validation that follows it."""
+
+    name, version = "log", "0"
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    def log_metrics(self, metrics: Any, step: Any = None) -> None:
+        batches = self.model.trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self.model.job.log(f"step {step}, batch {batches}", metrics)
+
+    def log_hyperparams(self, *arguments: Any, **named: Any) -> None:
+        """There are none."""
+
+
+class Ends(Callback):
+    """Reports the place behind the last batch of an epoch."""
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.job.moment(BETWEEN)
+
+
+def fit(
+    job: Job, model: Model, *callbacks: Callback, own: Any = (), datamodule: Any = None, **options: Any
+) -> Any:
+    """Train, and return the record."""
+    _jobs.append(job)
+    every = [*callbacks, Ends()]
+    if job.flashckpt:
+        every.append(flashckpt.lightning.Checkpoint(job.run, own=own, every=1, persist_every=5))
+    named: dict[str, Any] = {
+        "max_epochs": 3, "accelerator": "cpu", "devices": 1, "logger": Log(model), "log_every_n_steps": 2,
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": job.folder,
+        "enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in callbacks),
+    }  # fmt: skip
+    trainer = lp.Trainer(callbacks=every, **{**named, **options})
+    job.moments_in(trainer.strategy, "save_checkpoint", SAVE)
+    trainer.fit(model, datamodule=datamodule)
+    return record(trainer, model, callbacks)
+
+
+def record(trainer: Any, model: Model, callbacks: Any) -> dict[str, Any]:
+    folder = Path(trainer.default_root_dir, "theirs")
+    return {
+        "model": model.state_dict(),
+        # Lightning drops them before it makes others: a resume brings back which there are, not their values.
+        "gradients": [name for name, each in gradients(model).items() if each is not None],
+        "optimizers": [each.state_dict() for each in trainer.optimizers],
+        "schedules": [each.scheduler.state_dict() for each in trainer.lr_scheduler_configs],
+        "random": random_numbers(),
+        "metrics": dict(trainer.callback_metrics),
+        "logged": dict(trainer.logged_metrics),
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "loops": trainer.fit_loop.state_dict(),
+        "callbacks": [_named(each.state_dict()) for each in callbacks],
+        "averages": [
+            each.state_dict()
+            for callback in callbacks
+            for each in vars(callback).values()
+            if isinstance(each, nn.Module)
+        ],
+        "files": sorted(os.listdir(folder)) if folder.exists() else [],
+    }
+
+
+def _named(state: Any) -> Any:
+    """Paths by their last part: the folder of a run is its own."""
+    if isinstance(state, dict):
+        return {_named(key): _named(value) for key, value in state.items()}
+    return os.path.basename(state) if isinstance(state, str) else state
+
+
+def rows(count: int = 26, *, stream: bool = False, augment: bool = True, **options: Any) -> Loader:
+    """A loader of batches of 4."""
+
+    def make() -> DataLoader[Any]:
+        made = data.Rows(count, augment=augment)
+        if stream:
+            return DataLoader(data.Stream(made), 4, **options)
+        return DataLoader(made, 4, shuffle=True, **options)
+
+    return make
+
+
+# ---- cases
+
+
+def map_style(job: Job) -> Any:
+    data.seed()
+    return fit(job, Model(rows()))
+
+
+def workers(job: Job) -> Any:
+    """Accumulation and validation in mid-epoch, too."""
+    data.seed()
+    model = Model(rows(num_workers=2), schedule="epoch")
+    return fit(job, model, accumulate_grad_batches=3, val_check_interval=5)
+
+
+def accumulated(job: Job) -> Any:
+    data.seed()
+    model = Model(rows(), schedule="epoch")
+    return fit(job, model, accumulate_grad_batches=3, val_check_interval=2)
+
+
+def persistent_workers(job: Job) -> Any:
+    data.seed()
+    return fit(job, Model(rows(num_workers=2, persistent_workers=True)))
+
+
+def plateau(job: Job) -> Any:
+    """ModelCheckpoint and EarlyStopping, which ends the run."""
+    data.seed()
+    save = ModelCheckpoint(
+        job.folder / "theirs", monitor="val", save_top_k=2, save_last=True, enable_version_counter=False
+    )
+    model = Model(rows(), schedule="plateau")
+    return fit(job, model, save, EarlyStopping("val", patience=1), max_epochs=6)
+
+
+def manual(job: Job) -> Any:
+    data.seed()
+    return fit(job, Model(rows(), manual=True))
+
+
+def stream(job: Job) -> Any:
+    data.seed()
+    return fit(job, Model(rows(stream=True)))
+
+
+def plain_stream(job: Job) -> Any:
+    data.seed()
+    return fit(job, Model(rows(stream=True, augment=False)), limit_train_batches=5)
+
+
+def max_steps(job: Job) -> Any:
+    data.seed()
+    return fit(job, Model(rows()), max_epochs=-1, max_steps=18)
+
+
+def average(job: Job) -> Any:
+    data.seed()
+    return fit(job, Model(rows()), EMAWeightAveraging(decay=0.9))
+
+
+def metrics(job: Job) -> Any:
+    data.seed()
+    return fit(job, Model(rows(), metric=True))
+
+
+def several_loaders(job: Job) -> Any:
+    """options: `mode`, and `stream` for loaders without a length."""
+    data.seed()
+    stream = bool(job.options.get("stream"))
+
+    def loaders() -> CombinedLoader:
+        return CombinedLoader([rows(24, stream=stream)(), rows(12, stream=stream)()], job.options["mode"])
+
+    return fit(job, Model(loaders))
