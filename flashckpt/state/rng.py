@@ -45,7 +45,8 @@ def _globals() -> dict[str, Any]:
 
 def capture() -> State:
     """The global generators' states now: Python, NumPy, torch CPU, each CUDA device if CUDA is in use."""
-    return _packed(_record())
+    state: State = _packed(_record())
+    return state
 
 
 def capture_cpu() -> State:
