@@ -1,8 +1,8 @@
 """A list to which a program only appends (the log of a trainer), with each entry encoded once.
 
-Owns the blocks of encoded entries: texts of typed JSON, one a line, compressed once `_BLOCK_BYTES` of them are
-there, and joined so that a list of n entries has about log2(n) of them. The newest entries stay apart from the
-blocks. Large blocks are bytes that become leaves, copied without being encoded again.
+Owns the blocks of encoded entries: texts of typed JSON, one a line, compressed once `_BLOCK_BYTES` of them
+are there, and joined so that a list of n entries has about log2(n) of them. The newest entries stay apart
+from the blocks. Large blocks are bytes that become leaves, copied without being encoded again.
 
 What is relied on, beside appending: a program may still change the newest `_OPEN` entries. Of the older ones
 `_AUDITED` are compared at each call, in turns; where one differs, the whole list is encoded again. Until its
