@@ -8,6 +8,7 @@ each is killed between two checkpoints, started again, and killed again.
 from __future__ import annotations
 
 import json
+import os
 import random
 import select
 import signal
@@ -45,6 +46,8 @@ class Training:
         """Start it, and wait until its first step is done. Returns seconds from the start of the process to
         its imports' end and to the first step's, and the number of the step at which it began."""
         Path(self.job.folder).mkdir(parents=True, exist_ok=True)
+        environment = self.session.environment()
+        os.makedirs(environment["FLASHCKPT_RUNTIME"], mode=0o700, exist_ok=True)
         with open(self._log, "w") as log:
             self._asked_s = time.monotonic()
             self._process = subprocess.Popen(
@@ -55,7 +58,7 @@ class Training:
                 text=True,
                 bufsize=1,
                 start_new_session=True,
-                env=self.session.environment(),
+                env=environment,
             )
         found = self._hear()
         return {

@@ -88,9 +88,28 @@ class _Binding:
         names = [name for leaf in leaves for name in (leaf.name, *leaf.aliases)]
         if len(set(names)) != len(names):
             raise ValueError("two of its tensors have one name in the live state")
+        self._check_parameters(set(names))
         return replace(
             self._rank, leaves=leaves, values=strict_loads(encode_json(self._values), what="values")
         )
+
+    def _check_parameters(self, names: set[str]) -> None:
+        """Raise MismatchError for an optimizer whose parameters were not imported: state is restored beside
+        its parameter, and this would be left out."""
+        modules = [each.name for each in self._tree.entries.values() if isinstance(each, ModuleEntry)]
+        # What lacks in a module that was imported is told by the comparison.
+        known = tuple(f"{name}." for name in modules if name in self._entries)
+        for entry in self._tree.entries.values():
+            if isinstance(entry, OptimizerEntry) and entry.name in self._entries:
+                held = [full for group in entry.places() for full, _, _ in group if full not in names]
+                lacking = [full for full in held if not full.startswith(known)]
+                if lacking:
+                    raise MismatchError(
+                        f"The import has {entry.name}, and not {len(lacking)} of its parameters "
+                        f"({', '.join(lacking[:5])}). Nothing was loaded or changed. Import an optimizer "
+                        "together with its modules, under the names that the program gives them.",
+                        differences=tuple((full, "missing", "a parameter") for full in lacking),
+                    )
 
     def _leave_out_plain(self) -> None:
         """A number or a text that is a part of its own cannot be named by a program."""

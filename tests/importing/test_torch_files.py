@@ -153,6 +153,16 @@ def test_another_optimizer_is_a_mismatch(tmp_path: Path, runtime: Path) -> None:
         flashckpt.attach(tmp_path / "run", state=training.state)
 
 
+def test_an_optimizer_without_its_module_is_a_mismatch(tmp_path: Path, runtime: Path) -> None:
+    """Not a resume that leaves its state out."""
+    source = trained()
+    file = saved(tmp_path / "last.pt", source.state_dicts)
+    import_checkpoint(file, tmp_path / "run", Mapped(state={"optimizer": "optimizer"}))
+    training = Training.made(seed=4)
+    with pytest.raises(MismatchError, match=r"has optimizer, and not .* of its parameters"):
+        flashckpt.attach(tmp_path / "run", state=training.state)
+
+
 def test_what_needs_code_is_named_and_skipped_on_demand(tmp_path: Path) -> None:
     value = {
         "model": {"weight": torch.ones(2)},
