@@ -153,8 +153,11 @@ def _unpack(assets: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _unwrapped(model: Any) -> Any:
-    while (inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None)) is not None:
-        model = inner
+    """The model inside torch.compile and DistributedDataParallel."""
+    if (compiled := getattr(model, "_orig_mod", None)) is not None:
+        return _unwrapped(compiled)
+    if not hasattr(model, "save_pretrained") and hasattr(model, "module"):
+        return _unwrapped(model.module)
     return model
 
 
@@ -196,9 +199,8 @@ def _is_of_tokenizer(name: str) -> bool:
     code and a repository's own files."""
     if name in (_CONFIG, _GENERATION) or any(part.startswith(".") for part in name.split("/")):
         return False
-    return name.endswith((".json", ".model", ".txt", ".jinja", ".tiktoken")) and not name.endswith(
-        ".index.json"
-    )
+    suffixes = (".json", ".model", ".txt", ".jinja", ".tiktoken")
+    return name.endswith(suffixes) and not name.endswith(".index.json")
 
 
 def _adapters(source: Path) -> dict[str, str]:

@@ -111,6 +111,17 @@ def made_tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]")
 
 
+def case_wrapped(home: Path) -> None:
+    """A compiled model in DistributedDataParallel: names and config are those of the model itself."""
+    dist.init_process_group("gloo", f"file://{home}/store", world_size=1, rank=0)
+    model = gpt2()
+    wrapped = nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))
+    trained(home / "run", wrapped)
+    dist.destroy_process_group()
+    export(home / "run", home / "out")
+    check_same(loaded_from(home / "out"), model.state_dict())
+
+
 def case_sharded(home: Path) -> None:
     model = trained(home / "run", llama(tie_word_embeddings=False))
     export(home / "run", home / "out", max_shard_size="4KB")

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 CASES = [
-    "tied", "sharded", "experts", "bf16", "cast", "lora", "adapters", "ranks",
+    "tied", "sharded", "experts", "bf16", "cast", "lora", "adapters", "ranks", "wrapped",
     "refusals", "untied", "damaged",
 ]  # fmt: skip
 
