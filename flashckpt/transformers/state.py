@@ -24,6 +24,7 @@ _BY_ARGUMENTS = {
     "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs",
     "is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params",
     "stateful_callbacks",
+    "log_history",  # an object of its own in the run: it only grows
 }  # fmt: skip
 _FIELDS = [field.name for field in dataclasses.fields(TrainerState)]
 _COUNTED = [name for name in _FIELDS if name not in _BY_ARGUMENTS]

@@ -29,6 +29,7 @@ from transformers.trainer_utils import TrainOutput  # noqa: E402
 from flashckpt.checkpointer.trainer_run import TrainerRun, attach_trainer  # noqa: E402
 from flashckpt.checkpointer.unsaved import Unsaved  # noqa: E402
 from flashckpt.errors import MismatchError, OptionError  # noqa: E402
+from flashckpt.state.growing import GrowingList  # noqa: E402
 from flashckpt.transformers.checks import OVERRIDDEN, SKIP, check_release, check_trainer  # noqa: E402
 from flashckpt.transformers.exporting import assets_of  # noqa: E402
 from flashckpt.transformers.state import TrainerPart  # noqa: E402
@@ -84,7 +85,7 @@ class _Training:
         self._given = 0  # batches of this epoch, as the trainer counts them
         self._continues: int | None = None  # the epoch in whose middle the run stands, until it begins
         self._initial_rng = False
-        self._is_first_slice = False
+        self._is_first_slice = self._redoes_seed = False
         self._slice: Callable[..., Any] | None = None
         self._modules: set[str] = set()
 
@@ -115,7 +116,7 @@ class _Training:
             for name in OVERRIDDEN:
                 delattr(trainer, name)
             vars(trainer).update(kept)
-            if hasattr(self._loader, "base_dataloader") and self._tap is not None:
+            if hasattr(self._loader, "base_dataloader") and self._attached:
                 self._loader.base_dataloader = self._drawn_from
                 if self._slice is not None:
                     self._loader.slice_fn = self._slice
@@ -201,6 +202,7 @@ class _Training:
             if not self._initial_rng:
                 self._part.apply()
                 self.run.restore_again()
+                self._redoes_seed = not self._draws_here(self._prepared[1])
         try:
             if continues or self._initial_rng:
                 arguments["resume_from_checkpoint"] = "flashckpt"
@@ -221,6 +223,10 @@ class _Training:
             if self._stops:
                 raise _Stopped
         samples = self._theirs["get_batch_samples"](epoch_iterator, num_batches, device)
+        if self._redoes_seed:
+            # A rank that draws no batches has drawn the seed of the epoch's iterator again.
+            self._redoes_seed = False
+            self.run.restore_again()
         # A loader without a length is asked on after its end: an empty answer is no iteration.
         if samples[0]:
             self._given += len(samples[0])
@@ -245,7 +251,12 @@ class _Training:
         self._modules = set(modules)
         self.run = attach_trainer(
             self._path,
-            {**state, **modules, "trainer": self._part},
+            {
+                **state,
+                **modules,
+                "trainer": self._part,
+                "log": GrowingList(lambda: trainer.state.log_history),
+            },
             integration="transformers",
             on_stop=self._on_stop,
             assets=partial(assets_of, trainer.model, trainer.processing_class),
@@ -257,7 +268,8 @@ class _Training:
         if hasattr(loader, "base_dataloader"):
             # Accelerate's loaders draw a batch ahead of the one that they give.
             self._drawn_from = loader.base_dataloader
-            self._tap = loader.base_dataloader = self.run.tap(self._drawn_from)
+            if self._draws_here(loader):
+                self._tap = loader.base_dataloader = self.run.tap(self._drawn_from)
             if hasattr(loader, "_fetch_batches") and loader.state.num_processes > 1:
                 self._keep_first_rows(loader)
         else:
@@ -324,6 +336,10 @@ class _Training:
         """Whether Accelerate's loader has given its last batch. Another loader does not know."""
         return bool(getattr(self._prepared[1], "end_of_dataloader", False))
 
+    def _draws_here(self, loader: Any) -> bool:
+        """Accelerate's dispatcher draws on rank 0 alone."""
+        return not hasattr(loader, "_fetch_batches") or loader.state.process_index == 0
+
     def _joined(self) -> int:
         """Batches that are joined to one of the trainer's. 0: this loader draws each by itself."""
         loader = self._prepared[1]
@@ -343,7 +359,7 @@ class _Training:
         def sliced(data: Any, rows: Any, **place: Any) -> Any:
             found = self._slice(data, rows, **place) if self._slice is not None else data
             if self._is_first_slice:
-                self._is_first_slice = False
+                self._is_first_slice = self._redoes_seed = False
                 if part.first_rows is None:
                     part.first_rows = found
                 return part.first_rows
