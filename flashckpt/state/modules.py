@@ -1,10 +1,10 @@
 """Modules: parameters, buffers, extra state. Owns how they are found, named and put back.
 
 Buffers that `state_dict` leaves out (persistent=False) are saved too: a resume to the bit needs those
-that change. Attributes that are neither are not state, as in torch. Never calls `state_dict` of a module
-after it was attached: hooks there gather, copy and rename. It is looked into once, for what a module saves
-beyond these by overriding it or by hooks: that would come back as it was built, and is refused. One that only
-renames, hides or nests what is saved anyway is let through.
+that change. Attributes that are neither are not state, as in torch, but for those of metrics. Never calls
+`state_dict` of a module after it was attached: hooks there gather, copy and rename. It is looked into once,
+for what a module saves beyond these by overriding it or by hooks: that would come back as it was built, and
+is refused. One that only renames, hides or nests what is saved anyway is let through.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from flashckpt.state.leaves import (
     leaf_names,
     step_name,
 )
+from flashckpt.state.metrics import is_metric, metric_state, put_metric_state
 from flashckpt.state.objects import MISSING, Row, StateEntry, misfit
 from flashckpt.state.sharding import FlatPiece, Ranks, TensorBox, flat_pieces, has_unreduced_gradients
 from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
@@ -91,8 +92,9 @@ class _Around(NamedTuple):
 
 
 class ModuleEntry(StateEntry):
-    """One named module. As of the last walk: `extras` are the modules that have a get_extra_state; `flat`
-    says of parameters that FSDP1 lays out in one dimension what they are (`FlatPiece.whole`)."""
+    """One named module. As of the last walk: `extras` are the metrics and the modules that have a
+    get_extra_state; `flat` says of parameters that FSDP1 lays out in one dimension what they are
+    (`FlatPiece.whole`)."""
 
     kind = "module"
 
@@ -132,7 +134,7 @@ class ModuleEntry(StateEntry):
             value["resized"] = sorted(self._resized)
         if self.extras:
             value["extra"] = {
-                path: survey(module.get_extra_state(), join(path, _EXTRA), Place("other", module), sink)
+                path: survey(_extra_state(module), join(path, _EXTRA), Place("other", module), sink)
                 for path, module in self.extras
             }
         return value
@@ -159,7 +161,7 @@ class ModuleEntry(StateEntry):
                 self._transient.append(name)
             elif self._shapes.setdefault(name, buffer.shape) != buffer.shape:
                 self._resized.add(name)
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if is_metric(module) or _has_extra_state(module):
             self.extras.append((path, module))
         walk.guard(module._modules)
         for child_name, child in module._modules.items():
@@ -287,10 +289,30 @@ class ModuleEntry(StateEntry):
         before = len(filling.filled)
         for path, module in self.extras:
             if path in value.get("extra", {}):
-                module.set_extra_state(
-                    Settling(filling).settle(value["extra"][path], None, join(path, _EXTRA))
-                )
+                saved_one = Settling(filling).settle(value["extra"][path], None, join(path, _EXTRA))
+                _set_extra_state(module, saved_one)
         return filling.filled[before:]
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def _extra_state(module: nn.Module) -> Any:
+    """What a module has beside parameters and buffers: by its own method, and the states of a metric."""
+    if not is_metric(module):
+        return module.get_extra_state()
+    state = metric_state(module)
+    return {**state, "own": module.get_extra_state()} if _has_extra_state(module) else state
+
+
+def _set_extra_state(module: nn.Module, state: Any) -> None:
+    if not is_metric(module):
+        module.set_extra_state(state)
+        return
+    put_metric_state(module, state)
+    if "own" in state:
+        module.set_extra_state(state["own"])
 
 
 def tie_differences(saved: Saved, live: Walk) -> list[Row]:
@@ -315,7 +337,9 @@ def tie_differences(saved: Saved, live: Walk) -> list[Row]:
 
 def check_own_saving(modules: Mapping[str, nn.Module], leaves: Iterable[LiveLeaf]) -> None:
     """Raise StateError for a module (path -> module) whose `state_dict` holds what no leaf holds."""
-    suspects = [(path, module) for path, module in modules.items() if saves_its_own(module)]
+    # A metric's own code gives copies of its states.
+    own = [(path, module) for path, module in modules.items() if saves_its_own(module)]
+    suspects = [(path, module) for path, module in own if not is_metric(module)]
     if not suspects:
         return
     held = LeafMemory(leaves, modules.values())

@@ -30,7 +30,7 @@ def run(title: str, folder: Path, runtime: Path, kill_at: int = -1) -> tuple[int
 
 
 def test_there_are_recipes() -> None:
-    assert len(recipes()) == 7
+    assert len(recipes()) == 8
 
 
 @pytest.mark.parametrize("title", sorted(recipes()))

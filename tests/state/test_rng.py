@@ -44,6 +44,65 @@ def test_the_same_numbers_again(drawn_before: int) -> None:
     assert draws() == expected
 
 
+@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
+def test_a_record_is_immune_to_later_draws(drawn_before: int) -> None:
+    own = {
+        "torch": torch.Generator(), "python": random.Random(1), "state": np.random.RandomState(1),
+        "pcg": np.random.default_rng(1), "twister": np.random.Generator(np.random.MT19937(1)),
+        "philox": np.random.Generator(np.random.Philox(1)), "sfc": np.random.Generator(np.random.SFC64(1)),
+    }  # fmt: skip
+    generators = rng.Generators(own)
+    scramble(1)
+    for _ in range(drawn_before):
+        random.gauss(0, 1), np.random.randn(), torch.randn(1)
+    expected, recorded = generators.capture_all(), generators.record_all()
+    for _ in range(3):
+        draws()
+        torch.rand(3, generator=own["torch"]), own["python"].random()
+        for name in ("state", "pcg", "twister", "philox", "sfc"):
+            own[name].normal(size=1000)
+    assert recorded.value() == expected
+    assert generators.capture_all() != expected
+
+
+def test_a_record_sees_each_change_of_numpys_generator() -> None:
+    """Also those that leave the words of its twister as they are."""
+    generators = rng.Generators({})
+
+    def recorded() -> object:
+        return generators.record_all().value()["global"]["numpy"]
+
+    def true() -> object:
+        return rng.capture_one(_copy_of(np.random.get_state()))
+
+    np.random.seed(3)
+    for draw in (np.random.rand, np.random.randn, np.random.randn, np.random.randn, np.random.rand) * 2:
+        draw()
+        assert recorded() == true()
+        assert recorded() == true()
+    np.random.seed(3)
+    np.random.randn()
+    middle = np.random.get_state()
+    assert recorded() == true()
+    np.random.randn()
+    assert recorded() == true()
+    np.random.set_state(middle)
+    assert recorded() == true()
+    before = rng.capture()
+    np.random.randn()
+    assert recorded() == true()
+    rng.restore(before)
+    assert recorded() == true()
+    np.random.seed(3)
+    assert recorded() == true()
+
+
+def _copy_of(state: object) -> np.random.RandomState:
+    made = np.random.RandomState()
+    made.set_state(state)
+    return made
+
+
 def test_states_are_plain_and_compact() -> None:
     state = rng.capture_cpu()
     assert all(type(value) is bytes for value in state.values())

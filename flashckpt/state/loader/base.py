@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
@@ -26,6 +26,39 @@ from flashckpt.state.loader.position import Position, Share, is_at_end
 from flashckpt.state.loader.share import LiveLoader, says_global, share_of
 
 log = logging.getLogger(__name__)
+
+
+Numbers = dict[str, Any] | rng.Recorded
+
+
+class Record(NamedTuple):
+    """A position (`Position` says what its parts are) before it is encoded. Later draws do not change it: all
+    that it holds is immutable, or is replaced by its source and never written into."""
+
+    kind: str
+    epoch: int | None
+    batches_taken: int
+    over: bool
+    length: int | None
+    made_of: dict[str, Any]
+    share: Share | None
+    start: dict[str, Any] | None
+    parts: dict[str, Any]
+    now: Numbers
+    ahead: list[Numbers]
+    has_ended: bool
+
+    def value(self) -> dict[str, Any]:
+        """Plain values, for `Position.read`."""
+        value = self._asdict()
+        share = value.pop("share")
+        if share is not None:
+            value["made_of"] = {**self.made_of, "share": share.value()}
+        return {**value, "now": _packed(self.now), "ahead": [_packed(each) for each in self.ahead]}
+
+
+def _packed(marks: Numbers) -> dict[str, Any]:
+    return marks.value() if isinstance(marks, rng.Recorded) else marks
 
 
 class Source:
@@ -63,7 +96,7 @@ class Source:
         # trained on, the positions before the newest draws, and the random numbers of those that are to be
         # drawn again.
         self._trained: int | None = None
-        self._before_draws: deque[dict[str, Any]] = deque()
+        self._before_draws: deque[Record] = deque()
         self._redraws: deque[dict[str, Any]] = deque()
         self._ends_after_redraws = False
 
@@ -138,7 +171,7 @@ class Source:
         if self._over:
             raise StopIteration
         try:
-            before = None if self._trained is None else self._position_now()
+            before = None if self._trained is None else self._record_now()
             batch = self._fetch()
             if before is not None:
                 self._before_draws.append(before)
@@ -199,30 +232,33 @@ class Source:
 
     def position(self) -> dict[str, Any]:
         """Where the loader stands, for `Position` to read. For boundaries: between two calls of `next`."""
-        if not self._before_draws:
-            return self._position_now()
-        first, *others = self._before_draws
-        ahead = [*(each["now"] for each in others), self.generators.capture_all()]
-        return {**first, "ahead": ahead, "has_ended": self._over}
+        return self.record().value()
 
-    def _position_now(self) -> dict[str, Any]:
+    def record(self) -> Record:
+        """The same, encoded only when its value is asked for."""
+        if not self._before_draws:
+            return self._record_now()
+        first, *others = self._before_draws
+        ahead = [*(each.now for each in others), self.generators.record_all()]
+        return first._replace(ahead=ahead, has_ended=self._over)
+
+    def _record_now(self) -> Record:
         # First: a loader that is asked for its state may draw.
         over, parts = self._parts()
-        return {
-            "kind": self.kind,
-            "epoch": self._epoch,
-            "batches_taken": self.batches_taken,
-            "over": over,
-            "length": self._length,
-            "made_of": self._made_of
-            if self._share is None
-            else {**self._made_of, "share": self._share.value()},
-            "start": None if over else self._start,
-            "parts": parts,
-            "now": self.generators.capture_all() if self._due is None else self._due,
-            "ahead": list(self._redraws),
-            "has_ended": self._ends_after_redraws and bool(self._redraws),
-        }
+        return Record(
+            kind=self.kind,
+            epoch=self._epoch,
+            batches_taken=self.batches_taken,
+            over=over,
+            length=self._length,
+            made_of=self._made_of,
+            share=self._share,
+            start=None if over else self._start,
+            parts=parts,
+            now=self.generators.record_all() if self._due is None else self._due,
+            ahead=list(self._redraws),
+            has_ended=self._ends_after_redraws and bool(self._redraws),
+        )
 
     def close(self) -> None:
         """End the worker processes; the user's loader stays as it is."""

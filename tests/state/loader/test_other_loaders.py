@@ -480,3 +480,42 @@ def test_a_state_that_cannot_be_saved_is_refused_with_its_place(value: object) -
 @pytest.fixture(autouse=True)
 def _warnings_seen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger="flashckpt")
+
+
+RECORDED: dict[str, Callable[[], Any]] = {
+    **{name: functools.partial(make, "/dev/null") for name, make in runs.LOADERS.items() if "main" in name},
+    "2 workers": functools.partial(runs.LOADERS["2 workers, shuffled"], "/dev/null"),
+    "2 persistent": functools.partial(runs.LOADERS["2 persistent by its own"], "/dev/null"),
+    "replayed": lambda: DataLoader(Stream(), batch_size=4),
+    "list": lambda: list(range(9)),
+    "stateful": lambda: DataLoader(StatefulStream(), batch_size=4),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_record_is_immune_to_later_draws(name: str) -> None:
+    """Also one of batches drawn ahead, and in the epoch after."""
+    runs.seed(3)
+    source = source_of(RECORDED[name]())
+    source.count_trained()
+    source.begin(0)
+    kept: list[tuple[Any, bytes]] = []
+
+    def keep() -> None:
+        kept.append((source.record(), encode_json(source.record().value())))
+
+    for batches in range(4):
+        source.next()
+        runs.loop_draws()
+        if batches != 1:
+            source.count_trained(batches)
+        keep()
+    source.begin(1)
+    keep()
+    source.next()
+    runs.loop_draws()
+    source.close()
+    assert len({text for _, text in kept}) == 5
+    for record, text in kept:
+        assert encode_json(record.value()) == text

@@ -1,0 +1,150 @@
+"""A list that only grows is encoded once per entry, and comes back as it is."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from flashckpt.errors import StateError
+from flashckpt.format.typed import decode_json, encode_json
+from flashckpt.state import growing
+from flashckpt.state.growing import GrowingList
+from flashckpt.state.tree import Tree
+from tests.state.image import Image, capture, restore
+
+
+def entry(step: int) -> dict[str, Any]:
+    return {"loss": random.random(), "grad_norm": random.random() / 3, "epoch": step / 7, "step": step}
+
+
+class Holder:
+    def __init__(self, entries: list[Any] | None = None) -> None:
+        self.entries: list[Any] = [] if entries is None else entries
+        self.list = GrowingList(lambda: self.entries)
+
+    def saved(self) -> Any:
+        """The state as it comes back from a snapshot."""
+        return decode_json(encode_json(self.list.state_dict()))
+
+
+def loaded(saved: Any) -> Holder:
+    holder = Holder([{"of": "the new process"}])
+    holder.list.load_state_dict(saved)
+    return holder
+
+
+@pytest.mark.parametrize("length", [0, 1, 16, 17, 900, 6000])
+def test_what_is_saved_comes_back_and_continues(length: int) -> None:
+    holder = Holder()
+    for step in range(length):
+        holder.entries.append(entry(step))
+        if step % 50 == 0:
+            holder.list.state_dict()
+    saved = holder.saved()
+    again = loaded(saved)
+    assert again.entries == holder.entries
+    assert again.saved() == saved
+    for step in range(1500):
+        for each in (holder, again):
+            each.entries.append({"step": step})
+    assert loaded(again.saved()).entries == holder.entries == loaded(holder.saved()).entries
+
+
+def test_values_keep_their_types() -> None:
+    entries = [1, -0.0, float("nan"), None, "a\nb", "\u2028ü", b"\n", (1, [2]), {3: 4}, {"!x": 1}, 10**400]
+    holder = Holder(entries * 3000)
+    assert repr(loaded(holder.saved()).entries) == repr(entries * 3000)
+
+
+def test_each_entry_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = Holder([entry(step) for step in range(5000)])
+    holder.list.state_dict()
+    encoded: list[Any] = []
+
+    def counting(value: Any) -> bytes:
+        encoded.append(value)
+        return encode_json(value)
+
+    monkeypatch.setattr(growing, "encode_json", counting)
+    holder.entries.append(entry(5000))
+    holder.list.state_dict()
+    assert len(encoded) <= 50
+
+
+def test_blocks_are_few() -> None:
+    holder = Holder()
+    for step in range(30_000):
+        holder.entries.append(entry(step))
+        if step % 1000 == 0:
+            holder.list.state_dict()
+    assert len(holder.list.state_dict()["blocks"]) <= 8
+
+
+@pytest.mark.parametrize("length", [20, 4000])
+def test_another_list_and_a_shorter_one_are_encoded_anew(length: int) -> None:
+    holder = Holder([entry(step) for step in range(length)])
+    holder.list.state_dict()
+    del holder.entries[length // 2 :]
+    assert loaded(holder.saved()).entries == holder.entries
+    holder.entries += [entry(-step) for step in range(length)]
+    assert loaded(holder.saved()).entries == holder.entries
+    del holder.entries[5:]
+    holder.entries += [entry(-step) for step in range(2 * length)]
+    assert loaded(holder.saved()).entries == holder.entries
+    holder.entries = [entry(step) for step in range(3 * length)]
+    assert loaded(holder.saved()).entries == holder.entries
+    holder.entries.clear()
+    assert loaded(holder.saved()).entries == []
+
+
+def test_the_newest_entries_may_change() -> None:
+    holder = Holder([entry(step) for step in range(100)])
+    holder.list.state_dict()
+    holder.entries[-16]["eval_loss"] = 1.5
+    holder.entries[-1] = {"other": 1}
+    assert loaded(holder.saved()).entries == holder.entries
+
+
+def test_an_older_entry_that_changes_is_found_in_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    holder = Holder([entry(step) for step in range(200)])
+    holder.list.state_dict()
+    holder.entries[70]["eval_loss"] = 1.5
+    for _ in range(200 // 16 + 1):
+        saved = holder.saved()
+    assert loaded(saved).entries == holder.entries
+    assert "entry 70" in caplog.text
+
+
+def test_a_snapshot_of_it_comes_back() -> None:
+    """Its large blocks are leaves, and the newest entries are read again between two walks."""
+    holder, other = Holder([entry(step) for step in range(9000)]), Holder()
+    tree = Tree({"log": holder.list})
+    assert capture(tree).layout.leaves
+    for step in range(700):
+        holder.entries.append(entry(step))
+        if step % 100 == 0:
+            values = tree.values()
+    values = tree.values()
+    assert tree.current is not None
+    image = Image.of(tree.current, values)
+    restore(Tree({"log": other.list}), image)
+    assert other.entries == holder.entries
+
+
+def test_what_cannot_be_saved_is_refused() -> None:
+    with pytest.raises(StateError, match="no exact encoding"):
+        Holder([object()]).list.state_dict()
+    with pytest.raises(StateError, match="returned a tuple"):
+        GrowingList(lambda: ()).state_dict()  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda b: b[:-3], lambda b: b[:90] + b"\0\0\0" + b[93:], lambda b: b + b"x"]
+)
+def test_damaged_blocks_are_refused(spoil: Any) -> None:
+    saved = Holder([entry(step) for step in range(2000)]).saved()
+    saved["blocks"][0] = spoil(saved["blocks"][0])
+    with pytest.raises(ValueError, match="block"):
+        loaded(saved)
