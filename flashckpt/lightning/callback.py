@@ -107,7 +107,7 @@ class _Fit:
         """Let the trainer be what it was before."""
         while self._replaced:
             owner, name = self._replaced.pop()
-            delattr(owner, name)
+            vars(owner).pop(name, None)
         if self._loaders and self._loop._combined_loader is not None:
             self._loop._combined_loader.flattened = self._loaders
         self._loaders = []

@@ -211,10 +211,16 @@ class UserState(Deferred):
 
     def known(self) -> dict[str, set[str]]:
         """Attributes of the roots that are saved here, or need not be."""
-        return {
+        saved = self.read()
+        names = {
             label: {*_of_kind(_OF_CALLBACKS, root), *_of_kind(_TRANSIENT, root)}
             for label, root in self.roots.items()
         }
+        # Their own code saves what has the name of an attribute.
+        for part in (saved["callbacks"], saved["hooks"], {"datamodule": saved["datamodule"]}):
+            for label, keys in part.items():
+                names.setdefault(label, set()).update(each for key in keys for each in (key, f"_{key}"))
+        return names
 
     def _attributes(self, label: str) -> list[str]:
         """Those of a root that are saved: of the class, and the user's own, as far as they are set."""

@@ -10,9 +10,16 @@ from typing import Any
 import lightning.pytorch as lp
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -30,6 +37,7 @@ from tests.integrations.job import (
 )
 
 Loader = Callable[[], Any]
+TERMINATED = 7
 _jobs: list[Job] = []
 
 
@@ -154,7 +162,10 @@ def fit(
     }  # fmt: skip
     trainer = lp.Trainer(callbacks=every, **{**named, **options})
     job.moments_in(trainer.strategy, "save_checkpoint", SAVE)
-    trainer.fit(model, datamodule=datamodule)
+    try:
+        trainer.fit(model, datamodule=datamodule)
+    except SIGTERMException:
+        raise SystemExit(TERMINATED) from None  # its own status is that of success
     return record(trainer, model, callbacks)
 
 
@@ -277,3 +288,180 @@ def several_loaders(job: Job) -> Any:
         return CombinedLoader([rows(24, stream=stream)(), rows(12, stream=stream)()], job.options["mode"])
 
     return fit(job, Model(loaders))
+
+
+def ranks(job: Job) -> Any:
+    """DDP on gloo; each rank has random numbers of its own."""
+    data.seed(job.rank + 1)
+    model = Model(rows(52))
+    return fit(job, model, accumulate_grad_batches=2, devices=2, strategy="ddp", use_distributed_sampler=True)
+
+
+class Counts(Callback):
+    """State in all the ways that a callback can have it."""
+
+    def __init__(self) -> None:
+        self.batches, self.added, self.plain = 0, 0, 0
+        self.recent: list[float] = []
+        self.metric = torchmetrics.MeanMetric()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        torch.randn(3)
+        self.plain = 0
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        torch.randn(2)
+        self.recent = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, index: int) -> None:
+        self.batches, self.added, self.plain = self.batches + 1, self.added + 2, self.plain + 3
+        self.recent.append(float(outputs["loss"]))
+        self.metric.update(outputs["loss"].detach())
+        pl_module.seen += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = (self.added, len(checkpoint["state_dict"]))
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.added = checkpoint["added"][0]
+
+
+class Hooked(Model):
+    seen = 0
+    last = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.last = self.last / 2 + loss.item()
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["last"] = torch.tensor(self.last, dtype=torch.float64)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.last = checkpoint["last"].item()
+
+
+class Rows(lp.LightningDataModule):
+    draws = 0
+
+    def train_dataloader(self) -> Any:
+        return rows()()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(data.Rows(8, augment=False, name=None), 4)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.draws += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"draws": self.draws}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.draws = state_dict["draws"]
+
+
+def hooks(job: Job) -> Any:
+    data.seed()
+    model, counts, loaders = Hooked(rows()), Counts(), Rows()
+    model.train_dataloader, model.val_dataloader = loaders.train_dataloader, loaders.val_dataloader
+    own = () if job.options.get("forget") else ("Counts.plain", "recent", "module.seen")
+    found = fit(job, model, counts, own=own, datamodule=loaders)
+    state = {name: vars(counts)[name] for name in ("batches", "added", "plain", "recent")}
+    return {**found, "counts": state, "seen": model.seen, "last": model.last, "draws": loaders.draws}
+
+
+def continued(job: Job) -> Any:
+    """What `map_style` does, by three calls of fit: one is stopped, one ends after fewer epochs."""
+    _jobs.append(job)
+    data.seed()
+    checkpoint = flashckpt.lightning.Checkpoint(job.run, every=1, persist_every=5)
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+            if trainer.global_step == 9:
+                checkpoint.checkpointer.stop()
+
+    def trainer_of(model: Model, *callbacks: Callback) -> lp.Trainer:
+        return lp.Trainer(
+            callbacks=[*callbacks, checkpoint], max_epochs=2, accelerator="cpu", devices=1, logger=Log(model),
+            log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=job.folder, enable_checkpointing=False,
+        )  # fmt: skip
+
+    model = Model(rows())
+    trainer = trainer_of(model, Stop())
+    trainer.fit(model)
+    stopped = trainer.global_step, trainer.state.status.value, checkpoint.checkpointer.stop_reason
+    model = Model(rows())
+    trainer = trainer_of(model)
+    trainer.fit(model)
+    ended = trainer.global_step
+    trainer.validate(model, verbose=False)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model)
+    overridden = [name for name in ("_run_stage",) if name in vars(trainer)]
+    overridden += [name for name in vars(trainer.fit_loop.epoch_loop) if name.startswith("on_")]
+    loader = type(trainer.train_dataloader).__name__
+    return {
+        **record(trainer, model, ()), "stopped": stopped, "ended": ended, "overridden": overridden,
+        "loader": loader,
+    }  # fmt: skip
+
+
+def refused(job: Job) -> Any:
+    """The message of each refusal, by name."""
+    _jobs.append(job)
+    found: dict[str, str] = {}
+
+    class Iterates(Model):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return None
+
+    def attempt(name: str, *callbacks: Callback, model: Any = None, how: Any = None, **named: Any) -> None:
+        data.seed()
+        checkpoint = flashckpt.lightning.Checkpoint(f"{job.run}-{name}", every=1, **named)
+        trainer = lp.Trainer(
+            callbacks=[*callbacks, checkpoint], max_epochs=1, accelerator="cpu", devices=1, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=job.folder,
+            enable_checkpointing=False,
+        )  # fmt: skip
+        try:
+            trainer.fit(Model(rows()) if model is None else model, **(how or {}))
+        except Exception as error:
+            made = os.path.exists(f"{job.run}-{name}")
+            found[name] = f"{type(error).__name__}: {error} {'Made a run.' if made else ''}"
+
+    theirs = job.folder / "theirs.ckpt"
+    trainer = lp.Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, default_root_dir=job.folder,
+    )  # fmt: skip
+    trainer.fit(Model(rows()))
+    trainer.save_checkpoint(theirs)
+    attempt("two", flashckpt.lightning.Checkpoint(f"{job.run}-two"))
+    attempt("ckpt_path", how={"ckpt_path": theirs, "weights_only": False})
+    attempt("swa", StochasticWeightAveraging(1e-3))
+    attempt("dataloader_iter", model=Iterates(rows()))
+    attempt("own", own=("Nobody.count",))
+    attempt("option", colour="red")
+    attempt("sequential", model=Model(lambda: CombinedLoader([rows()(), rows()()], "sequential")))
+
+    def on_advance_end(self: Any, data_fetcher: Any, more: Any = None) -> None:
+        """Another release's."""
+
+    loop = type(trainer.fit_loop.epoch_loop)
+    original, loop.on_advance_end = loop.on_advance_end, on_advance_end
+    try:
+        flashckpt.lightning.Checkpoint(job.run)
+    except Exception as error:
+        found["signature"] = f"{type(error).__name__}: {error}"
+    loop.on_advance_end = original
+    return found

@@ -12,11 +12,17 @@ from tests.zygote import Zygote
 
 pytestmark = pytest.mark.process
 CASES = "tests.integrations.lightning.cases"
+TERMINATED = 7  # as in cases.py, which imports Lightning
+CHANGED = "Attributes change while training"
 
 
 @pytest.fixture(scope="module")
 def framework() -> Iterator[Zygote]:
     yield from harness.framework(CASES)
+
+
+def said(folder: Path) -> str:
+    return "\n".join(each.read_text(errors="replace") for each in folder.glob("*-files/said-*"))
 
 
 @pytest.mark.parametrize(
@@ -26,9 +32,10 @@ def framework() -> Iterator[Zygote]:
         "plateau",
         "manual",
         "stream",
-        "max_steps",
         "average",
+        "hooks",
         "metrics",
+        pytest.param("max_steps", marks=pytest.mark.long),
         pytest.param("map_style", marks=pytest.mark.long),
         pytest.param("workers", marks=pytest.mark.long),
         pytest.param("persistent_workers", marks=pytest.mark.long),
@@ -39,9 +46,75 @@ def test_a_killed_fit_ends_as_a_plain_one(
     framework: Zygote, tmp_path: Path, runtime: Path, case: str
 ) -> None:
     harness.check(f"{CASES}:{case}", framework, tmp_path, runtime)
+    assert CHANGED not in said(tmp_path)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
+@pytest.mark.parametrize(
+    ("mode", "stream"),
+    [
+        ("max_size_cycle", True),
+        *[
+            pytest.param(mode, stream, marks=pytest.mark.long)
+            for mode, stream in (
+                ("max_size_cycle", False),
+                ("max_size", False),
+                ("max_size", True),
+                ("min_size", False),
+                ("min_size", True),
+            )
+        ],
+    ],
+)
 def test_several_loaders(framework: Zygote, tmp_path: Path, runtime: Path, mode: str, stream: bool) -> None:
     harness.check(f"{CASES}:several_loaders", framework, tmp_path, runtime, mode=mode, stream=stream)
+
+
+@pytest.mark.parametrize("case", ["accumulated", pytest.param("stream", marks=pytest.mark.long)])
+def test_a_terminated_fit_repeats_no_iteration(
+    framework: Zygote, tmp_path: Path, runtime: Path, case: str
+) -> None:
+    _, stopped = harness.check_terminated(f"{CASES}:{case}", framework, tmp_path, runtime)
+    # Lightning's own handler is called at the boundary: fit ends by its SIGTERMException.
+    assert [end for ends in stopped.ends for end in ends][:-1] == [TERMINATED] * len(stopped.hits)
+
+
+@pytest.mark.dist
+def test_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    harness.check(f"{CASES}:ranks", framework, tmp_path, runtime, ranks=2, victims=[1])
+
+
+def test_fit_continues_a_stopped_and_a_finished_run(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    plain = harness.Run(f"{CASES}:map_style", framework, tmp_path, runtime, "plain").finish()
+    found = harness.Run(f"{CASES}:continued", framework, tmp_path, runtime, "whole").finish()
+    [record] = found.records
+    assert (record.pop("stopped"), record.pop("ended")) == ([9, "finished", "stop"], 14)
+    assert (record.pop("overridden"), record.pop("loader")) == ([], "DataLoader")
+    del found.logged[:], plain.logged[:]
+    harness.assert_same(plain, found)
+
+
+def test_attributes_that_nothing_saves_are_named(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    harness.Run(f"{CASES}:hooks", framework, tmp_path, runtime, "whole", forget=True).finish()
+    [line] = [each for each in said(tmp_path).splitlines() if CHANGED in each]
+    for name in ("Counts.plain", "Counts.recent", "Hooked.seen"):
+        assert name in line
+    for name in ("metric", "added"):
+        assert f'"{name}"' not in line
+
+
+def test_refusals(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    [found] = harness.Run(f"{CASES}:refused", framework, tmp_path, runtime, "plain").finish().records
+    for name, words in {
+        "two": "two callbacks",
+        "ckpt_path": "load_from_checkpoint before fit",
+        "swa": "StochasticWeightAveraging: it replaces the schedulers",
+        "dataloader_iter": "training_step draws batches by itself",
+        "own": "own names Nobody",
+        "option": "no option colour",
+        "signature": "_TrainingEpochLoop.on_advance_end takes (data_fetcher, more) and not (data_fetcher)",
+    }.items():
+        assert found[name].startswith("OptionError: "), found[name]
+        assert words in found[name]
+        assert "Nothing was started" in found[name]
+        assert "Made a run" not in found[name]
+    assert 'does not support the `CombinedLoader(mode="sequential")`' in found["sequential"]
