@@ -147,9 +147,18 @@ class _Counters:
             if number in self._loaders:
                 loader = self._loaders[number]
                 loader.iteration = passes
+                if passes and "StatefulDataLoader" in {
+                    kind.__name__ for kind in type(_inside(loader)).__mro__
+                }:
+                    # prepare() has made an iterator, which only the run's first pass uses.
+                    _inside(loader).load_state_dict({})
                 generator = getattr(loader, "synchronized_generator", None)
                 if generator is not None and drawn is not None:
                     generator.set_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
+
+
+def _inside(loader: Any) -> Any:
+    return vars(loader).get("base_dataloader")
 
 
 def _moves(loader: Any) -> list[Any]:

@@ -40,13 +40,15 @@ class StatefulSource(Source):
     torchdata's does, and draws random numbers for it."""
 
     kind = "stateful"
-    parts = frozenset({"state", "left", "first", "opened"})
+    parts = frozenset({"state", "left", "first", "opened", "made_before"})
 
     def __init__(self, loader: Any, *, makes_ahead: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))
         self._makes_ahead = makes_ahead
         # The state between two epochs, and whether the earlier one was left before its end.
         self._between: Encoded | None = None
+        # Whether the epoch's iterator existed when the epoch began: torchdata draws a seed for each.
+        self._made_before = False
         self._left = False
         # Of the run: its state before the first `iter()`, and what the first batch of all moved.
         self._first: list[Encoded] = []
@@ -64,7 +66,7 @@ class StatefulSource(Source):
             self._first = self._before_any()
         loaded, self._loaded = self._loaded, ""
         if not loaded:
-            return iterate(self._loader)
+            return self._iterate()
         marks = self.generators.capture_all()
         if loaded == "left":
             return self._after_left(marks)
@@ -80,6 +82,13 @@ class StatefulSource(Source):
         if loaded == "middle" and begun.mark is not None and begun.mark == self._moved_since:
             return self._afresh(marks)
         return begun
+
+    def _iterate(self) -> Iterator[Any]:
+        before = self.generators.capture_all() if self._makes_ahead else None
+        iterator = iterate(self._loader)
+        # Accelerate asks each loader for its state when it prepares it: the iterator was made there.
+        self._made_before = before is not None and before == self.generators.capture_all()
+        return iterator
 
     def _after_left(self, marks: dict[str, Any]) -> Iterator[Any]:
         """An epoch was left before its end: does the loader go on from there, or begin anew?"""
@@ -100,7 +109,7 @@ class StatefulSource(Source):
     def _begin_again(self, marks: dict[str, Any]) -> _Begun | None:
         """A new iterator with its first batch; None if it has none."""
         self.generators.restore_all(marks)
-        iterator = iterate(self._loader)
+        iterator = self._iterate()
         try:
             first = next(iterator)
         except StopIteration:
@@ -171,6 +180,9 @@ class StatefulSource(Source):
         self._put(taken(position.parts["state"]), asked_for=False)
         with not_restarting(self._loader):
             self._iterator = iterate(self._loader)
+        self._made_before = position.parts["made_before"]
+        if self._made_before:
+            self.generators.restore_all(position.start)
         draw_skipped(self._iterator)
         if self._makes_ahead and not self._loader.num_workers:
             # torchdata counts the batches of a data set without a state a second time as it skips them: the
@@ -259,6 +271,7 @@ class StatefulSource(Source):
             "left": False if here else self._left,
             "first": self._first,
             "opened": self._opened,
+            "made_before": here and self._made_before,
         }
 
 

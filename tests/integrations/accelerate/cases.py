@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import Any
 
 import torch
@@ -171,3 +172,29 @@ def several(job: Job) -> dict[str, Any]:
         "nets": [net.state_dict() for net in nets], "own": own, "random": random_numbers(),
         "optimizers": [each.state_dict() for each in optimizers], "scaler": accelerator.scaler.state_dict(),
     }  # fmt: skip
+
+
+def rows(job: Job) -> dict[str, Any]:
+    """Two epochs over 40 numbered rows; each attempt's batches, with their iteration, are in its folder."""
+    accelerator = _accelerator({"seedable": True})
+    data.seed()
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-4)
+    loader = DataLoader(torch.arange(40.0).reshape(40, 1), 4, shuffle=True)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    own = {"iterations": 0}
+    with _run(job, accelerator, own, {}) as run:
+        for epoch in run.epochs(2):
+            for batch in run.batches(loader):
+                own["iterations"] += 1
+                if own["iterations"] == 2:
+                    run.save()
+                elif own["iterations"] == 3:
+                    run.wait()  # another number of ranks continues from storage
+                job.step(own["iterations"])
+                with open(job.folder / f"rows-{job.task.attempt}-{job.rank}", "a") as given:
+                    print(json.dumps([epoch, own["iterations"], batch.flatten().tolist()]), file=given)
+                accelerator.backward(net(batch).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return own

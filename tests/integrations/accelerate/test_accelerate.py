@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integrations import harness
-from tests.integrations.job import WHOLE
+from tests.integrations.job import KILLED, STEP, WHOLE, Kill
 from tests.zygote import Zygote
 
 TRAIN = "tests.integrations.accelerate.cases:train"
@@ -23,7 +24,13 @@ CASES: dict[str, dict[str, Any]] = {
     "stateful": {"accumulated": 2, "stateful": True},
     "stateful stream": {"accumulated": 2, "stateful": True, "stream": True},
     # Random numbers that are drawn inside of its workers are lost, as in a plain loop.
-    "stateful workers": {"accumulated": 2, "stateful": True, "workers": 2, "augment": False},
+    "stateful workers": {
+        "accumulated": 2,
+        "stateful": True,
+        "workers": 2,
+        "augment": False,
+        "seedable": True,
+    },
     "left early": {"accumulated": 2, "leave_after": 4, "seedable": True},
     "plain loop": {"accumulated": 1, "plain_loop": True, "seedable": True},
 }
@@ -76,3 +83,24 @@ def test_random_numbers_in_the_workers_of_a_stateful_loader_are_warned_of(
     run = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, stateful=True, workers=1, epochs=1)
     run.finish()
     assert "does not keep its workers' random numbers" in run.said()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
+def test_an_epoch_continues_on_another_number_of_ranks(
+    framework: Zygote, tmp_path: Path, runtime: Path, before: int, after: int
+) -> None:
+    case = "tests.integrations.accelerate.cases:rows"
+    run = harness.Run(case, framework, tmp_path, runtime, KILLED)
+    assert -signal.SIGKILL in run.attempt(Kill(STEP, 3), ranks=before)
+    outcome = run.finish(ranks=after)
+    first = outcome.iterations(1)[0]
+    assert first == 3
+    given: dict[int, list[float]] = {0: [], 1: []}
+    for path in run.folder.glob("rows-*"):
+        for line in path.read_text().splitlines():
+            epoch, iteration, rows = json.loads(line)
+            # What was trained on after the snapshot is trained on again.
+            if path.name.startswith("rows-1") or iteration < first:
+                given[epoch] += rows
+    assert {epoch: sorted(rows) for epoch, rows in given.items()} == dict.fromkeys(given, list(range(40)))

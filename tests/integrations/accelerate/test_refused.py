@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -90,27 +89,6 @@ def test_switched_off_it_gives_the_loops_as_they_are(accelerator: Any, tmp_path:
 
 def test_overridden_names_are_those_of_the_installed_release() -> None:
     extras.check_overridden("accelerate", "accelerate", TESTED, OVERRIDDEN)
-
-
-def test_a_release_without_a_name_is_refused_and_an_untested_one_is_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for changed in (
-        {"accelerate:Accelerator.gone": ("self",)},
-        {"accelerate:Accelerator._do_sync": ("a", "b")},
-    ):
-        with pytest.raises(OptionError, match=next(iter(changed))):
-            extras.check_overridden("accelerate", "accelerate", TESTED, changed)
-    with caplog.at_level(logging.WARNING, "flashckpt"):
-        for _ in range(2):
-            extras.check_overridden("accelerate", "accelerate", ("0.1",), OVERRIDDEN)
-    assert [record.message.count("and not with") for record in caplog.records] == [1]
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(OptionError, match=r"pip install 'flashckpt\[accelerate\]'"):
-        extras.require("accelerate", "accelerate")
 
 
 def test_the_public_name() -> None:
