@@ -79,6 +79,7 @@ class _Training:
         self._loader: Any = None
         self._prepared: tuple[Any, Any] = (None, None)
         self._tap: Any = None
+        self._drawn_from: Any = None  # inside of Accelerate's loader
         self._attached = False
         self._is_open = False  # batches were given for an iteration whose boundary is still to come
         self._stops = False
@@ -116,7 +117,7 @@ class _Training:
             for name in OVERRIDDEN:
                 delattr(trainer, name)
             vars(trainer).update(kept)
-            if hasattr(self._loader, "base_dataloader") and self._attached:
+            if self._drawn_from is not None:
                 self._loader.base_dataloader = self._drawn_from
 
     # ---- in the place of Trainer's methods, in the order in which it calls them
