@@ -54,16 +54,16 @@ class TrainerPart(Deferred):
     """The state of `trainer`, with the attributes `own`: "root.attribute" (see `roots`), or "attribute" for
     each root that has one of this name.
 
-    evaluated: the names of evaluation loaders whose persistent workers the run has started. drawn: batches of
-    this epoch that were trained on, as the loader under the trainer's counts them. first_rows: of the epoch,
-    where Accelerate's dispatcher fills up the last batch with them."""
+    evaluated: the names of evaluation loaders whose persistent workers the run has started. batches: those of
+    this epoch that were trained on, as the trainer counts them. ranks_before: how many ranks had them.
+    """
 
     def __init__(self, trainer: Any, own: Iterable[str]) -> None:
         self._trainer = trainer
         self.own = tuple(own)
         self.evaluated: set[str] = set()
-        self.drawn = 0
-        self.first_rows: Any = None
+        self.batches = 0
+        self._ranks = self.ranks_before = int(trainer.args.world_size)
         self._owned()
 
     def roots(self) -> dict[str, Any]:
@@ -98,8 +98,8 @@ class TrainerPart(Deferred):
             "own": {name: _plain(getattr(*place)) for name, place in self._owned().items()},
             "accelerator_step": trainer.accelerator.step,
             "evaluated": sorted(self.evaluated),
-            "drawn": self.drawn,
-            "first_rows": _plain(self.first_rows),
+            "batches": self.batches,
+            "ranks": self._ranks,
         }
 
     def put(self, state: dict[str, Any]) -> None:
@@ -116,8 +116,7 @@ class TrainerPart(Deferred):
         for name, (root, attribute) in self._owned().items():
             setattr(root, attribute, _put(getattr(root, attribute), state["own"][name]))
         trainer.accelerator.step = state["accelerator_step"]
-        self.evaluated, self.drawn = set(state["evaluated"]), state["drawn"]
-        self.first_rows = state["first_rows"]
+        self.evaluated, self.batches = set(state["evaluated"]), state["batches"]
 
     def put_counts(self, state: dict[str, Any]) -> None:
         """What callbacks read at the beginning of training: the counters that logs and saves go by."""
@@ -146,6 +145,7 @@ class TrainerPart(Deferred):
                 row[1] = {**row[1], **found[1]}
         _warn_lost([name for name, _ in left])
         saved["callbacks"] = now["callbacks"]
+        saved["ranks"], self.ranks_before = now["ranks"], saved["ranks"]
         saved["max_steps"], before = now["max_steps"], saved["max_steps"]
         if saved["state"]["global_step"] >= before:
             # The end of the steps has stopped it, and there may be more of them now.

@@ -52,8 +52,8 @@ def train(
     warning names them. initial: a checkpoint folder of the trainer's own, from which a run without a step
     begins; ignored once it has one. options: those of `flashckpt.attach`.
 
-    A signal ends the process at a step; `stop()` and a notice file end training as `should_training_stop`
-    does, without the epoch's end. Raises OptionError for trainers and releases that cannot be continued
+    A signal ends the process at a step; a notice file ends training as `should_training_stop` does, without
+    the epoch's end. Raises OptionError for trainers and releases that cannot be continued
     exactly, before anything starts, and else what `attach` and `trainer.train()` raise.
     """
     check_release()
@@ -79,14 +79,15 @@ class _Training:
         self._loader: Any = None
         self._prepared: tuple[Any, Any] = (None, None)
         self._tap: Any = None
+        self._drawn_from: Any = None  # inside of Accelerate's loader
         self._attached = False
         self._is_open = False  # batches were given for an iteration whose boundary is still to come
         self._stops = False
         self._given = 0  # batches of this epoch, as the trainer counts them
+        self._offset = 0  # what the tap counts beyond them
+        self._divides_anew = False
         self._continues: int | None = None  # the epoch in whose middle the run stands, until it begins
         self._initial_rng = False
-        self._is_first_slice = self._redoes_seed = False
-        self._slice: Callable[..., Any] | None = None
         self._modules: set[str] = set()
 
     def train(self) -> TrainOutput:
@@ -116,10 +117,8 @@ class _Training:
             for name in OVERRIDDEN:
                 delattr(trainer, name)
             vars(trainer).update(kept)
-            if hasattr(self._loader, "base_dataloader") and self._attached:
+            if self._drawn_from is not None:
                 self._loader.base_dataloader = self._drawn_from
-                if self._slice is not None:
-                    self._loader.slice_fn = self._slice
 
     # ---- in the place of Trainer's methods, in the order in which it calls them
 
@@ -195,14 +194,15 @@ class _Training:
 
     def run_epoch(self, **arguments: Any) -> None:
         trainer, epoch = self._trainer, arguments["epoch"]
-        self._given, self._is_first_slice = 0, not getattr(self._prepared[1], "_drop_last", True)
+        self._given = self._offset = 0
+        self._divides_anew = False
         continues, self._continues = self._continues == epoch, None
         if continues:
             self._given = arguments["steps_trained_in_current_epoch"]
             if not self._initial_rng:
+                self._divides_anew = self._part.ranks_before != self._trainer.args.world_size
                 self._part.apply()
                 self.run.restore_again()
-                self._redoes_seed = not self._draws_here(self._prepared[1])
         try:
             if continues or self._initial_rng:
                 arguments["resume_from_checkpoint"] = "flashckpt"
@@ -219,17 +219,19 @@ class _Training:
         if self._is_open and not self._is_exhausted():
             self._is_open = False
             self._unsaved.observe()
-            self.run.end_iteration(trained=self._count())
+            self._part.batches = self._given
+            self.run.end_iteration(trained=self._given + self._offset)
             if self._stops:
                 raise _Stopped
         samples = self._theirs["get_batch_samples"](epoch_iterator, num_batches, device)
-        if self._redoes_seed:
-            # A rank that draws no batches has drawn the seed of the epoch's iterator again.
-            self._redoes_seed = False
-            self.run.restore_again()
         # A loader without a length is asked on after its end: an empty answer is no iteration.
         if samples[0]:
             self._given += len(samples[0])
+            if self._divides_anew:
+                # On other ranks than before the tap counts from where it divides what is left of the epoch.
+                self._divides_anew = False
+                ahead = hasattr(self._prepared[1], "base_dataloader") and not self._is_exhausted()
+                self._offset = self._tap.drawn - int(ahead) - self._given
             self._is_open = True
             self.run.begin()
         return samples
@@ -243,6 +245,12 @@ class _Training:
 
     def _attach(self, model: Any, loader: Any) -> None:
         trainer = self._trainer
+        if hasattr(loader, "_fetch_batches") and trainer.args.world_size > 1:
+            raise OptionError(
+                "Accelerate draws this data set on rank 0 for all ranks, and flashckpt cannot continue that "
+                "exactly. No batch was trained on. Let each rank draw its own: "
+                'TrainingArguments(accelerator_config={"dispatch_batches": False}).'
+            )
         state = {"model": model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:
@@ -268,10 +276,7 @@ class _Training:
         if hasattr(loader, "base_dataloader"):
             # Accelerate's loaders draw a batch ahead of the one that they give.
             self._drawn_from = loader.base_dataloader
-            if self._draws_here(loader):
-                self._tap = loader.base_dataloader = self.run.tap(self._drawn_from)
-            if hasattr(loader, "_fetch_batches") and loader.state.num_processes > 1:
-                self._keep_first_rows(loader)
+            self._tap = loader.base_dataloader = self.run.tap(self._drawn_from)
         else:
             loader = self._tap = self.run.tap(loader)
         trainer.callback_handler.train_dataloader = loader
@@ -310,7 +315,7 @@ class _Training:
         epoch, batches = set_up(folder)
         trainer._load_optimizer_and_scheduler(folder)
         trainer._load_scaler(folder)
-        self.run.begin_at(trainer.state.global_step, epoch, batches * max(1, self._joined()))
+        self.run.begin_at(trainer.state.global_step, epoch, batches)
         self._continues = epoch if batches else None
         self._initial_rng = True
         return epoch, batches
@@ -321,9 +326,10 @@ class _Training:
         was_open, self._is_open = self._is_open, False
         if is_last and was_open and self._given < steps_in_epoch and not self._is_exhausted():
             # Batches are left: with more steps the run would continue in this epoch, as theirs does.
-            self.run.end_iteration(trained=self._count(), last=True)
+            self._part.batches = self._given
+            self.run.end_iteration(trained=self._given + self._offset, last=True)
         else:
-            self._part.drawn, self._part.first_rows = 0, None
+            self._part.batches = 0
             self.run.end_epoch(last=is_last)
 
     def _on_stop(self) -> None:
@@ -336,43 +342,21 @@ class _Training:
         """Whether Accelerate's loader has given its last batch. Another loader does not know."""
         return bool(getattr(self._prepared[1], "end_of_dataloader", False))
 
-    def _draws_here(self, loader: Any) -> bool:
-        """Accelerate's dispatcher draws on rank 0 alone."""
-        return not hasattr(loader, "_fetch_batches") or loader.state.process_index == 0
-
-    def _joined(self) -> int:
-        """Batches that are joined to one of the trainer's. 0: this loader draws each by itself."""
-        loader = self._prepared[1]
-        if not hasattr(loader, "_fetch_batches"):
-            return 0
-        return 1 if loader.split_batches else int(loader.state.num_processes)
-
-    def _count(self) -> int:
-        """Batches of the tap that were trained on in this epoch."""
-        self._part.drawn = self._given * max(1, self._joined())
-        return self._part.drawn
-
-    def _keep_first_rows(self, loader: Any) -> None:
-        """The dispatcher fills up an epoch's last batch from its first one: the rows are state."""
-        self._slice, part = loader.slice_fn, self._part
-
-        def sliced(data: Any, rows: Any, **place: Any) -> Any:
-            found = self._slice(data, rows, **place) if self._slice is not None else data
-            if self._is_first_slice:
-                self._is_first_slice = self._redoes_seed = False
-                if part.first_rows is None:
-                    part.first_rows = found
-                return part.first_rows
-            return found
-
-        loader.slice_fn = sliced
-
     def _stands_at(self) -> int:
-        """The trainer's batches of the epoch in which the run resumes."""
+        """The trainer's batches of the epoch in which the run resumes, on as many ranks as there are."""
         assert self._part.pending is not None
-        # Accelerate's dispatcher draws on rank 0 alone, and all ranks count there.
-        joined, drawn = self._joined(), int(self._part.pending["drawn"])
-        return drawn // joined if joined else self.run.trained
+        saved, before, ranks = (
+            self._part.pending["batches"], self._part.ranks_before, self._trainer.args.world_size,
+        )  # fmt: skip
+        batches, rest = divmod(saved * before, ranks)
+        if rest:
+            raise MismatchError(
+                f"The run stands behind {saved} batches of an epoch on each of {before} "
+                f"ranks, which {ranks} ranks cannot divide. The state was loaded; no batch was trained on. "
+                "Train with the former number of ranks for some steps more.",
+                differences=(("ranks", str(before), str(ranks)),),
+            )
+        return int(batches)
 
     @contextmanager
     def _without_skipping(self) -> Iterator[None]:

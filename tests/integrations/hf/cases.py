@@ -392,8 +392,8 @@ def two_ranks(folder: Path) -> Trainer:
 
 
 def stream_on_ranks(folder: Path) -> Trainer:
-    """Its last batch is filled up with the first one's rows."""
-    args = arguments(folder, max_steps=9, ddp_backend="gloo")
+    """Each rank draws its own batches."""
+    args = arguments(folder, max_steps=9, ddp_backend="gloo", accelerator_config={"dispatch_batches": False})
     return Trainer(model(), args, train_dataset=Stream(41))
 
 

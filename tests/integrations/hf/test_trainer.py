@@ -84,7 +84,6 @@ def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_a_stream_on_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    """Rank 0 draws for both."""
     harness.check(f"{CASES}:case_stream_on_ranks", framework, tmp_path, runtime, ranks=2, again=False)
 
 
