@@ -217,8 +217,8 @@ class _Reading:
 
 
 def _bytes_of(value: Any) -> bytes | None:
-    """Those of a plain value, None for any other. Of a subclass (an enumeration of strings) those of its value:
-    its own methods are the user's code."""
+    """Those of a plain value, None for any other. Of a subclass (an enumeration of strings) those of its
+    value: its own methods are the user's code."""
     for kind in (bool, int, float, complex, str):
         if _is(value, kind):
             return f"{kind.__name__} {kind.__repr__(value)}".encode("utf-8", "surrogatepass")

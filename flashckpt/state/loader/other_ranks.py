@@ -137,8 +137,14 @@ def _is_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return encode_json(one["parts"]["state"]) == encode_json(other["parts"].get("state"))
     if not _is_drawn(one["made_of"].get("share")) or one["start"] is None or other["start"] is None:
         return True
-    mine, its = ((p["start"]["global"]["torch"], p["start"]["own"]) for p in (one, other))
-    return mine == its
+    return bool(_drawn_from(one) == _drawn_from(other))
+
+
+def _drawn_from(position: Mapping[str, Any]) -> Any:
+    """The states that decide the order: that of the sampler's own generator, where it has one. The global
+    ones are no part of it then, and a program may seed them by rank."""
+    sampler, start = position["made_of"]["share"]["order"]["sampler"], position["start"]
+    return (start["global"]["torch"], start["own"]) if sampler is None else start["own"][sampler]
 
 
 def _is_drawn(share: Any) -> bool:

@@ -2,8 +2,9 @@
 it gives, where ranks divide them among themselves; and that it was taken on another layout of ranks.
 
 Data-parallel rank and size are those of the sampler: ranks that share the data (tensor or pipeline parallel)
-have one of the same numbers. torch's samplers give rank r of W the entries r, r + W, … of one order: after k
-batches of B samples on each rank, the first k·B·W of it were given. What is left of it can be divided among
+have one of the same numbers. torch's samplers give rank r of W the entries r, r + W, … of one order, and
+Accelerate's give it the batches r, r + W, …: in both, after k batches of B samples on each rank, the first
+k·B·W entries were given. What is left of it can be divided among
 any number of ranks: no sample is given twice or missed, but for the end's padding or dropping, as torch's.
 
 Owns that arithmetic. Draws nothing but from copies of generators.
@@ -26,6 +27,9 @@ _EXPLAINED = {
     "stateful": "a loader that keeps its own state",
     "replayed": "an iterable that is replayed",
 }
+
+
+BY_SAMPLES, BY_BATCHES, BY_BATCHES_UNPADDED = "samples", "batches", "batches, unpadded"
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ class Share:
     where batches are made by code that is not known. even: what cannot be divided evenly is left out
     (`drop_last` of the sampler), not padded. whole: a batch that is not full is left out (`drop_last` of the
     loader). order: None where it is not known. samples, batches: of the epoch, given by all ranks together,
-    and by each of them, before they divided the rest as they do now.
+    and by each of them, before they divided the rest as they do now. by: the entries of the order that ranks
+    take in turn: single samples, or batches of consecutive samples, where the last round is padded or not.
     """
 
     ranks: int
@@ -96,6 +101,7 @@ class Share:
     order: Order | None = None
     samples: int = 0
     batches: int = 0
+    by: str = BY_SAMPLES
 
     def value(self) -> dict[str, Any]:
         """Plain values, for `read`."""
@@ -121,6 +127,10 @@ class Share:
             return False
         if self.batch_size is not None and (type(self.batch_size) is not int or self.batch_size < 1):
             return False
+        if self.by != BY_SAMPLES and (
+            self.by not in (BY_BATCHES, BY_BATCHES_UNPADDED) or not self.batch_size
+        ):
+            return False
         if order is None:
             return self.samples == 0 == self.batches
         by_seed = type(order.seed) in (int, bytes)
@@ -135,7 +145,7 @@ class Share:
 
     def divides_as(self, other: Share) -> bool:
         """Whether both give the same entries of an order, in the same batches."""
-        mine, its = ((s.ranks, s.rank, s.batch_size, s.even) for s in (self, other))
+        mine, its = ((s.ranks, s.rank, s.batch_size, s.even, s.by) for s in (self, other))
         return mine == its
 
     def given(self, batches_taken: int) -> int:
@@ -151,10 +161,33 @@ class Share:
 
     @property
     def own_samples(self) -> int:
-        """Samples that this rank gives of what was left when the ranks divided it: as many as each other."""
+        """Samples that this rank gives of what was left when the ranks divided it: as many as each other,
+        unless batches are not padded."""
         assert self.order is not None
         left = max(0, self.order.length - self.samples)
-        return left // self.ranks if self.even else math.ceil(left / self.ranks)
+        if self.by == BY_SAMPLES:
+            return left // self.ranks if self.even else math.ceil(left / self.ranks)
+        assert self.batch_size is not None
+        rounds, beyond = divmod(left, self.batch_size * self.ranks)
+        if not self.whole and self.by == BY_BATCHES_UNPADDED:
+            beyond -= self.rank * self.batch_size
+            return rounds * self.batch_size + min(max(beyond, 0), self.batch_size)
+        return (rounds + (beyond > 0 and not self.whole)) * self.batch_size
+
+    def own_indices(self) -> list[int]:
+        """Those samples. Where that takes more than there are, those that the order begins with are given
+        once more, as by torch's and Accelerate's samplers."""
+        assert self.order is not None
+        numbers, size = range(self.own_samples), self.batch_size or 1
+        if self.by == BY_SAMPLES:
+            entries = [self.samples + self.rank + number * self.ranks for number in numbers]
+        else:
+            entries = [
+                self.samples + (number // size * self.ranks + self.rank) * size + number % size
+                for number in numbers
+            ]
+        indices, length = self.order.indices(), self.order.length
+        return [indices[entry % length] for entry in entries]
 
     @property
     def all_batches(self) -> int:

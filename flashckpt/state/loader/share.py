@@ -13,29 +13,19 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sa
 
 from flashckpt.errors import MismatchError
 from flashckpt.state import rng
-from flashckpt.state.loader.position import Moved, Order, Position, Share
+from flashckpt.state.loader.position import BY_BATCHES, BY_BATCHES_UNPADDED, Moved, Order, Position, Share
 
 log = logging.getLogger(__name__)
 
 
 class Rest(Sampler[int]):
-    """What was left of an epoch's order when ranks divided it, for one of them: every `ranks`-th entry. Each
-    rank gives as many. Where that takes more samples than there are, those that the order begins with are
-    given once more, as by DistributedSampler."""
+    """What was left of an epoch's order when ranks divided it, for one of them."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
 
     def __iter__(self) -> Iterator[int]:
-        share, count = self._share, len(self)
-        assert share.order is not None
-        indices, length = share.order.indices(), share.order.length
-        stop = min(length, share.samples + count * share.ranks)
-        own = list(indices[share.samples + share.rank : stop : share.ranks])
-        for number in range(len(own), count):
-            beyond = share.samples + share.rank + number * share.ranks - length
-            own.append(indices[beyond % length])
-        return iter(own)
+        return iter(self._share.own_indices())
 
     def __len__(self) -> int:
         return self._share.own_samples
@@ -45,6 +35,8 @@ def share_of(loader: Any, generators: rng.Generators | None = None) -> Share | N
     """How a loader's samples are divided among ranks: as its sampler says, or whatever else of it names
     `num_replicas` (or `world_size`) and `rank`; None where nothing does. generators: those of its parts."""
     batches = getattr(loader, "batch_sampler", None)
+    if _is_accelerate_s("BatchSamplerShard", batches):
+        return _share_of_shard(batches, loader, generators)
     batch_size = getattr(batches, "batch_size", None) if batches is not None else 1
     if batches is None or _is_batch_sampler(batches):
         sampler = getattr(loader if batches is None else batches, "sampler", None)
@@ -62,6 +54,29 @@ def share_of(loader: Any, generators: rng.Generators | None = None) -> Share | N
     return None
 
 
+def _share_of_shard(shard: Any, loader: Any, generators: rng.Generators | None) -> Share:
+    """Of Accelerate's sampler that gives each rank whole batches, or pieces of them (`split_batches`), of a
+    sampler that is the same on all ranks: round k has the entries k·B·W to (k + 1)·B·W of its order, rank by
+    rank."""
+    ranks, rank, size = shard.num_processes, shard.process_index, shard.batch_size
+    batches, found = shard.batch_sampler, None
+    if type(size) is int and _is_batch_sampler(batches):
+        size = size // ranks if shard.split_batches else size
+        found = _share_of_sampler(batches.sampler, loader, generators)
+    if found is None or found.ranks > 1:
+        return Share(ranks, rank)  # of an order that is not known
+    by = BY_BATCHES if shard.even_batches else BY_BATCHES_UNPADDED
+    return replace(found, ranks=ranks, rank=rank, batch_size=size, whole=bool(shard.drop_last), by=by)
+
+
+def _is_accelerate_s(name: str, value: object) -> bool:
+    """Whether a value iterates as this class of Accelerate does, which is not imported for it."""
+    import sys
+
+    kind = getattr(sys.modules.get("accelerate.data_loader"), name, None)
+    return kind is not None and isinstance(value, kind) and type(value).__iter__ is kind.__iter__
+
+
 def _is_batch_sampler(batches: object) -> bool:
     known = (BatchSampler.__iter__, *_torchdata_s("BatchSampler"))
     return isinstance(batches, BatchSampler) and type(batches).__iter__ in known
@@ -75,7 +90,7 @@ def _torchdata_s(name: str) -> list[Any]:
     return [getattr(module, name).__iter__] if hasattr(module, name) else []
 
 
-def _share_of_sampler(sampler: object, loader: Any, generators: rng.Generators | None) -> Share | None:
+def _share_of_sampler(sampler: Any, loader: Any, generators: rng.Generators | None) -> Share | None:
     """Of the samplers of torch whose order is known."""
     if isinstance(sampler, DistributedSampler):
         order: Order | None = None
@@ -84,6 +99,10 @@ def _share_of_sampler(sampler: object, loader: Any, generators: rng.Generators |
             seed = sampler.seed + sampler.epoch
             order = Order("seeded", length, seed) if sampler.shuffle else Order("sequential", length)
         return Share(sampler.num_replicas, sampler.rank, even=sampler.drop_last, order=order)
+    if _is_accelerate_s("SeedableRandomSampler", sampler):
+        length, seed = len(sampler.data_source), sampler.initial_seed + sampler.epoch
+        known = not sampler.replacement and sampler.num_samples == length
+        return Share(1, 0, order=Order("seeded", length, seed) if known else None)
     if type(sampler) is SequentialSampler:
         return Share(1, 0, order=Order("sequential", len(sampler.data_source)))
     if type(sampler) is not RandomSampler:
@@ -179,9 +198,9 @@ class LiveLoader:
             f"divided among {before}, and {self.name} divides them among {here}: what is left cannot be "
             "divided anew, so samples would be given twice or left out. The model and all else were put "
             "back; no batch was drawn. Go on with the ranks and the data of before, or from a step at an "
-            "epoch's end (flashckpt branch). A DataLoader with torch's DistributedSampler goes on on any "
-            "number of ranks; a loader whose position means the same on every rank says so by "
-            "position_is_global = True.",
+            "epoch's end (flashckpt branch). A DataLoader with torch's DistributedSampler, or that of "
+            "Accelerate, resumes on any number of ranks; a loader whose position means the same on every "
+            "rank says so by position_is_global = True.",
             differences=(("loader", before, here),),
         )
 

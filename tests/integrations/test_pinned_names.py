@@ -1,0 +1,98 @@
+"""The names of frameworks that integrations replace are pinned: a changed one is refused by its name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashckpt.checkpointer import extras
+from flashckpt.checkpointer.extras import check_overridden
+from flashckpt.errors import OptionError
+
+NAMES: dict[str, tuple[str, ...] | None] = {
+    "framework_x.loop:Trainer.run": ("self", "model", "steps"),
+    "framework_x.loop:skip": ("loader", "count"),
+    "framework_x.loop:Trainer.done": None,
+}
+SOURCE = """
+class Trainer:
+    done = property(lambda self: True)
+    def run(self, model, steps=3): ...
+def skip(loader, count=0): ...
+"""
+
+
+@pytest.fixture
+def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Install a release of the framework."""
+    monkeypatch.syspath_prepend(tmp_path)
+    extras._warn_untested.cache_clear()
+
+    def install(version: str, source: str) -> None:
+        package, about = tmp_path / "framework_x", tmp_path / "framework_x.dist-info"
+        for each in (package, about):
+            each.mkdir()
+        (package / "__init__.py").touch()
+        (package / "loop.py").write_text(source)
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: framework-x\nVersion: {version}\n")
+        for name in ("framework_x", "framework_x.loop"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+
+    return install
+
+
+def check() -> None:
+    check_overridden("x", "framework-x", ("1.14", "1.15"), NAMES)
+
+
+def test_a_tested_release_is_accepted(
+    release: Callable[[str, str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    release("1.15.2", SOURCE)
+    check()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (
+            "model, steps=3",
+            "model",
+            r"Trainer.run of framework_x.loop takes \(self, model\) and not \(self, model, ",
+        ),
+        ("def run", "def go", "Trainer.run of framework_x.loop is missing"),
+        ("done =", "over =", "Trainer.done of framework_x.loop is missing"),
+        ("def skip(loader, count=0): ...", "skip = 3", "skip of framework_x.loop is not a function"),
+        ("class Trainer", "class Worker", "Trainer.run .* is missing; Trainer.done .* is missing"),
+    ],
+)
+def test_a_changed_name_is_refused(
+    release: Callable[[str, str], None], old: str, new: str, named: str
+) -> None:
+    release("1.15.2", SOURCE.replace(old, new))
+    with pytest.raises(OptionError, match=f"framework-x 1.15.2 .*{named}.*Nothing was started"):
+        check()
+
+
+def test_a_missing_module_is_refused(release: Callable[[str, str], None]) -> None:
+    release("1.15.0", SOURCE)
+    with pytest.raises(OptionError, match="go of framework_x.gone is missing"):
+        check_overridden("x", "framework-x", ("1.15",), {"framework_x.gone:go": ()})
+
+
+@pytest.mark.parametrize("version", ["1.16.0", "1.1", "1.150"])
+def test_an_untested_release_warns_once(
+    release: Callable[[str, str], None], caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    release(version, SOURCE)
+    check()
+    check()
+    (record,) = caplog.records
+    assert f"tested with framework-x 1.14 and 1.15, and not with {version}" in record.getMessage()
