@@ -50,9 +50,8 @@ def main() -> None:
         print(f"{name:48}{fastest_us(call):8.1f} us")
     for length in (0, 10_000, 100_000):
         newest, whole = log_us(length)
-        print(
-            f"{f'a log of {length:,} entries, and one more':48}{newest:8.1f} us (encoded anew: {whole:,.0f} us)"
-        )
+        name = f"a log of {length:,} entries, and one more"
+        print(f"{name:48}{newest:8.1f} us (encoded anew: {whole:,.0f} us)")
 
 
 def log_us(length: int) -> tuple[float, float]:
