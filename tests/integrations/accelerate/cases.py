@@ -56,7 +56,10 @@ def train(job: Job) -> dict[str, Any]:
     source = data.Stream(rows) if options.get("stream") else rows
     data.seed(job.rank + 1)
     loader = DataLoader(
-        source, 4, shuffle=None if options.get("stream") else True, num_workers=int(options.get("workers", 0))
+        source,
+        4,
+        shuffle=None if options.get("stream") else not options.get("ordered"),
+        num_workers=int(options.get("workers", 0)),
     )
     # What a plain loop iterates over by itself is not resumed: here it has one order.
     plain_loop = bool(options.get("plain_loop"))

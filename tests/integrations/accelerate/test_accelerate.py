@@ -23,13 +23,14 @@ CASES: dict[str, dict[str, Any]] = {
     "stream": {"accumulated": 2, "stream": True, "dispatch": False},
     "stateful": {"accumulated": 2, "stateful": True},
     "stateful stream": {"accumulated": 2, "stateful": True, "stream": True},
-    # Random numbers that are drawn inside of its workers are lost, as in a plain loop.
+    # Random numbers that are drawn inside of its workers are lost, as in a plain loop; the order of a shuffle
+    # is drawn in prepare().
     "stateful workers": {
         "accumulated": 2,
         "stateful": True,
         "workers": 2,
         "augment": False,
-        "seedable": True,
+        "ordered": True,
     },
     "left early": {"accumulated": 2, "leave_after": 4, "seedable": True},
     "plain loop": {"accumulated": 1, "plain_loop": True, "seedable": True},
