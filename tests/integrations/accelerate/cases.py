@@ -93,7 +93,7 @@ def train(job: Job) -> dict[str, Any]:
         "net": bare.state_dict(), "optimizer": optimizer.state_dict(), "schedule": schedule.state_dict(),
         "own": own, "average": average.state_dict(), "gradients": gradients(bare), "random": random_numbers(),
         "accelerator": None if plain_loop else [accelerator.step, loader.iteration, held.iteration],
-        "saved": sorted(each.name for each in job.folder.glob("epoch-*")),
+        "saved": sorted(each.name for each in job.folder.glob(f"epoch-*-{job.rank}")),
     }  # fmt: skip
 
 
