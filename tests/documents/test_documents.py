@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,8 @@ def test_python_examples_parse(name: str) -> None:
 def test_public_names_in_examples_exist(name: str) -> None:
     for block in re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL):
         for public in re.findall(r"\bflashckpt\.(\w+)", block):
-            assert public in flashckpt.__all__, public
+            # A module of its own is one of an integration, or of the state.
+            assert public in flashckpt.__all__ or find_spec(f"flashckpt.{public}"), public
 
 
 def test_make_targets_in_the_documents_exist() -> None:
