@@ -39,6 +39,7 @@ _OF_CALLBACKS = {
 
 # Change, and need not be saved: times, and logs of what was logged.
 _TRANSIENT = {
+    "Trainer": ("_last_val_time",),
     "ModelCheckpoint": ("_last_time_checked",),
     "LearningRateMonitor": ("lrs", "last_momentum_values", "last_weight_decay_values"),
 }
