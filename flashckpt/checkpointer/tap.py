@@ -1,6 +1,6 @@
 """Taps: what a trainer iterates over in the place of its loader, so that each draw is recorded.
 
-A tap draws nothing before its first `next`, may be iterated again, and need not be exhausted. It passes for
+A tap draws no batch before its first `next`, may be iterated again, and need not be exhausted. It passes for
 the loader: attributes and `isinstance` are the loader's. Owns no position: that is the run's.
 """
 
@@ -21,6 +21,12 @@ class Draws(Protocol):
     def next(self, tap: Tap) -> Any:
         """The next batch. Raises StopIteration."""
 
+    def resumes(self, name: str) -> bool:
+        """Whether the next pass of the tap begins within an epoch that was saved."""
+
+    def make_iterator(self, name: str) -> None:
+        """Make the loader's iterator of the open pass, which may draw random numbers."""
+
     def drawn(self, name: str) -> int: ...
 
     def passes(self, name: str) -> int: ...
@@ -28,15 +34,18 @@ class Draws(Protocol):
 
 class Tap:
     """In the place of `loader`. name: under which a resume finds its position. on_first: called right before
-    the first draw of each pass.
+    the first draw of each pass. opens: the loader's iterator is made with that of the tap, where no resume
+    continues: of several loaders, each draws its seed before the first gives a batch.
 
     drawn: batches given in this epoch; where the tap has not drawn since a resume, those that were trained
     on. passes: those over the loader that have come to their end in this epoch.
     """
 
-    def __init__(self, draws: Draws, loader: Any, name: str, on_first: Callable[[], object] | None) -> None:
+    def __init__(
+        self, draws: Draws, loader: Any, name: str, on_first: Callable[[], object] | None, opens: bool
+    ) -> None:
         own = {"_draws": draws, "_loader": loader, "_name": name, "_on_first": on_first, "_newest": None}
-        self.__dict__.update(own)
+        self.__dict__.update(own, _opens=opens)
 
     @property
     def drawn(self) -> int:
@@ -64,7 +73,11 @@ class Tap:
         return len(self.__dict__["_loader"])
 
     def __iter__(self) -> Iterator[Any]:
-        newest = self.__dict__["_newest"] = _Pass(self)
+        inside = self.__dict__
+        newest = inside["_newest"] = _Pass(self)
+        if inside["_opens"] and not inside["_draws"].resumes(inside["_name"]):
+            newest.begin()
+            inside["_draws"].make_iterator(inside["_name"])
         return newest
 
 
@@ -85,17 +98,21 @@ class _Pass(Iterator[Any]):
                 "one was made. Nothing was captured, and the newer one stands where it was. Draw from one "
                 "iterator of a loader at a time."
             )
-        draws: Draws = inside["_draws"]
         if not self._begun:
-            self._begun = True
-            if inside["_on_first"] is not None:
-                inside["_on_first"]()
-            draws.open(self._tap)
+            self.begin()
+        draws: Draws = inside["_draws"]
         try:
             return draws.next(self._tap)
         except StopIteration:
             self._ended = True
             raise
+
+    def begin(self) -> None:
+        inside = self._tap.__dict__
+        self._begun = True
+        if inside["_on_first"] is not None:
+            inside["_on_first"]()
+        inside["_draws"].open(self._tap)
 
 
 def inside(tap: Tap) -> tuple[str, Iterable[Any]]:

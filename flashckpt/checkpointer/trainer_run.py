@@ -117,13 +117,21 @@ class TrainerRun:
         before the first draw."""
         return self._progress.is_at_end_of(0)
 
-    def tap(self, loader: Any, name: str = "train", on_first: Callable[[], object] | None = None) -> Tap:
+    def tap(
+        self,
+        loader: Any,
+        name: str = "train",
+        on_first: Callable[[], object] | None = None,
+        *,
+        opens: bool = False,
+    ) -> Tap:
         """A tap in the place of `loader`. name: one for each loader that is open at the same time. on_first:
-        called right before the first draw of each pass."""
+        called right before the first draw of each pass. opens: `iter(tap)` makes an iterator of the loader,
+        as the trainer would."""
         if is_tap(loader):
             loader = inside(loader)[1]
         self._progress.phase_of(name)
-        return Tap(self._draws, loader, name, on_first)
+        return Tap(self._draws, loader, name, on_first, opens)
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
         """Begin a run that has no step at this place: so many steps done, `batches` batches of `epoch`
@@ -287,6 +295,12 @@ class _Draws:
         self.drew_new = self.drew_new or not is_redraw
         return batch
 
+    def resumes(self, name: str) -> bool:
+        return self._progress.stands_in(self._progress.phase_of(name))
+
+    def make_iterator(self, name: str) -> None:
+        self._sources[name].make_iterator()
+
     def drawn(self, name: str) -> int:
         return self._progress.drawn(name)
 
@@ -314,7 +328,14 @@ class DisabledRun(TrainerRun):
     resumed = None
     epoch, trained, at_end = 0, 0, False
 
-    def tap(self, loader: Any, name: str = "train", on_first: Callable[[], object] | None = None) -> Any:
+    def tap(
+        self,
+        loader: Any,
+        name: str = "train",
+        on_first: Callable[[], object] | None = None,
+        *,
+        opens: bool = False,
+    ) -> Any:
         return loader
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:

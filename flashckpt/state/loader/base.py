@@ -272,10 +272,16 @@ class Source:
         """End the worker processes; the user's loader stays as it is."""
         self._iterator = None
 
-    def _fetch(self) -> Any:
+    def make_iterator(self) -> None:
+        """Make the iterator of an epoch that begins now, as `iter(loader)` does: it may draw random numbers.
+        Else the first batch's fetch makes it."""
         if self._iterator is None:
             self._start = self.generators.capture_all()
             self._iterator = self._open()
+
+    def _fetch(self) -> Any:
+        self.make_iterator()
+        assert self._iterator is not None
         batch = next(self._iterator)
         if self._unpacks:
             batch = self._unpack(batch)

@@ -45,9 +45,7 @@ def said(folder: Path) -> str:
 def test_a_killed_fit_ends_as_a_plain_one(
     framework: Zygote, tmp_path: Path, runtime: Path, case: str
 ) -> None:
-    # Its hooks draw random numbers between the making of Lightning's first iterator and the first batch;
-    # ours is made with the first batch.
-    harness.check(f"{CASES}:{case}", framework, tmp_path, runtime, plain=case != "hooks")
+    harness.check(f"{CASES}:{case}", framework, tmp_path, runtime)
     assert CHANGED not in said(tmp_path)
 
 
@@ -68,10 +66,7 @@ def test_a_killed_fit_ends_as_a_plain_one(
     ],
 )
 def test_several_loaders(framework: Zygote, tmp_path: Path, runtime: Path, mode: str, stream: bool) -> None:
-    # Not as a plain run: Lightning makes all iterators before the first batch, and each draws a seed.
-    harness.check(
-        f"{CASES}:several_loaders", framework, tmp_path, runtime, plain=False, mode=mode, stream=stream
-    )
+    harness.check(f"{CASES}:several_loaders", framework, tmp_path, runtime, mode=mode, stream=stream)
 
 
 @pytest.mark.parametrize("case", ["accumulated", pytest.param("stream", marks=pytest.mark.long)])
