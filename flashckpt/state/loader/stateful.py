@@ -171,6 +171,7 @@ class StatefulSource(Source):
         self._put(taken(position.parts["state"]), asked_for=False)
         with not_restarting(self._loader):
             self._iterator = iterate(self._loader)
+        self._before_first(position)
         draw_skipped(self._iterator)
         if self._makes_ahead and not self._loader.num_workers:
             # torchdata counts the batches of a data set without a state a second time as it skips them: the
