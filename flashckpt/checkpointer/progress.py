@@ -48,11 +48,13 @@ class Progress:
     this epoch. `is_cut`: a stop kept a phase of this epoch from beginning, so that the epoch is not over.
 
     Of a trainer that draws by taps, the phase of a tap is its number, and any number of them may be open.
-    `taps`: their names, in the order in which they were made. `integration`: the trainer's name, empty for a
-    loop of the program's own. A run belongs to one."""
+    `taps`: their names, in the order in which they were made. `to_skip`: batches that the first pass of the
+    first one drops: a run that begins elsewhere has trained on them. `integration`: the trainer's name, empty
+    for a loop of the program's own. A run belongs to one."""
 
     def __init__(self, integration: str = "") -> None:
         self.integration = integration
+        self.to_skip = 0
         self.taps: dict[str, Passes] = {}
         self.step = 0
         self.epoch = 0
@@ -74,15 +76,16 @@ class Progress:
             "iterated": self.iterated,
             "integration": self.integration,
             "taps": [[name, *passes] for name, passes in self.taps.items()],
+            "to_skip": self.to_skip,
             "sources": self._sources.value(),
         }
 
     def restore(self, value: dict[str, Any]) -> None:
         """Take up saved progress. Raises DamagedError if it is none, and then has changed nothing."""
-        counts: list[Any] = [value.get(name) for name in ("step", "epoch", "phase")]
+        counts: list[Any] = [value.get(name) for name in ("step", "epoch", "phase", "to_skip")]
         try:
             if not all(map(_is_count, counts)):
-                raise ValueError("step, epoch and phase are no counts")
+                raise ValueError("step, epoch, phase and to_skip are no counts")
             if not isinstance(value.get("open"), list) or not all(map(_is_count, value["open"])):
                 raise ValueError("the open phases are no counts")
             if type(value.get("iterated")) is not bool:
@@ -95,7 +98,7 @@ class Progress:
                 f"The saved progress cannot be read ({error}). No loader was touched. Resume from an older "
                 "step."
             ) from error
-        self.step, self.epoch, self.phase = counts
+        self.step, self.epoch, self.phase, self.to_skip = counts
         self._resumes_in, self.iterated, self.taps = set(value["open"]), value["iterated"], taps
 
     def _check_integration(self, saved: Any) -> None:
@@ -185,15 +188,19 @@ class Progress:
 
     def end_pass(self, name: str) -> None:
         """The tap's loader has given its last batch."""
-        source = self._open[self.phase_of(name)]
-        if not source.was_over:  # a resumed position behind the last batch was counted already
+        source = self._open.get(self.phase_of(name))
+        # A resumed position behind the last batch was counted already, and an epoch may have ended before its
+        # iterator was asked for more than it has.
+        if source is not None and not source.was_over:
             passes, drawn = self.taps[name]
             self.taps[name] = Passes(passes + 1, drawn)
 
     def drawn(self, name: str) -> int:
         """Batches that a tap has given in this epoch; where it has not drawn since a resume, those of them
         that were trained on."""
-        return self.taps[name].drawn_before + self.taken_in(self.phase_of(name))
+        phase = self.phase_of(name)
+        skipped = self.to_skip if phase == 0 else 0
+        return self.taps[name].drawn_before + self.taken_in(phase) + skipped
 
     def count_trained(self, trained: int | Mapping[str, int] | None) -> None:
         """So many of the batches of this epoch were trained on; None: all that were drawn."""
@@ -201,7 +208,17 @@ class Progress:
             source = self._open.get(self.phase_of(name))
             if source is not None:
                 count = trained.get(name) if isinstance(trained, Mapping) else trained
-                source.count_trained(source.batches_taken if count is None else max(0, count - before))
+                if count is not None and count < before:
+                    raise BoundaryError(
+                        f"The loader {name!r} was begun anew while {before - count} batches of its pass "
+                        "before were drawn and not trained on: a resume could not draw them again. Nothing "
+                        "was captured at this boundary. Draw fewer batches ahead."
+                    )
+                source.count_trained(source.batches_taken if count is None else count - before)
+
+    def is_open(self, name: str) -> bool:
+        """Whether a pass of the tap has begun in this epoch."""
+        return self.phase_of(name) in self._open
 
     @property
     def has_open_sources(self) -> bool:
@@ -230,7 +247,7 @@ class Progress:
     def next_epoch(self) -> None:
         """The epoch has ended; its phases begin anew."""
         self.epoch += 1
-        self.phase = self._calls = 0
+        self.phase = self._calls = self.to_skip = 0
         self.iterated = self.is_cut = False
         self._resumes_in.clear()
         self.taps = dict.fromkeys(self.taps, Passes())

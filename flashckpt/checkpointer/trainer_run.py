@@ -26,7 +26,7 @@ from flashckpt.checkpointer.attached_run import Call, Resumed
 from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.tap import Tap, inside, is_tap
 from flashckpt.commit.assets import has_assets, write_assets
-from flashckpt.errors import BoundaryError, FlashckptError, MismatchError, OptionError, StateError
+from flashckpt.errors import BoundaryError, MismatchError, OptionError, StateError
 from flashckpt.options import Options
 from flashckpt.state import rng
 from flashckpt.state.deferred import Deferred as Deferred
@@ -73,7 +73,7 @@ def _keep_assets(session: Session, assets: Callable[[], Mapping[str, bytes]]) ->
     try:
         if session.environment.rank == 0 and not has_assets(session.store):
             write_assets(session.store, assets())
-    except (OSError, FlashckptError) as error:
+    except Exception as error:  # `assets` is code of the framework: a config that does not validate raises
         log.warning(
             "The config and tokenizer could not be kept in %s: %s. Steps are saved as always; `flashckpt "
             "export --format hf` of this run needs --config.",
@@ -143,7 +143,7 @@ class TrainerRun:
                 f"{step} of something else. Nothing was changed. Import into an empty run."
             )
         self._progress.step, self._progress.epoch = step, epoch
-        self._draws.to_skip = batches
+        self._progress.to_skip = batches
 
     def restore_again(self) -> None:
         """Called once, where the loop continues, before it draws a new batch: set the random numbers, and
@@ -253,13 +253,11 @@ class TrainerRun:
 
 
 class _Draws:
-    """The taps' draws. to_skip: batches that the first pass drops. drew_new: a batch was drawn that the run
-    had not drawn before it was saved."""
+    """The taps' draws. drew_new: a batch was drawn that the run had not drawn before it was saved."""
 
     def __init__(self, run: TrainerRun) -> None:
         self._run, self._progress = run, run._progress
         self._sources: dict[str, Source] = {}
-        self.to_skip = 0
         self._has_drawn = self.drew_new = False
 
     def open(self, tap: Tap) -> None:
@@ -268,7 +266,7 @@ class _Draws:
             rng.restore(self._run._due_rng)
         source = self._progress.open_tap(name, loader, beside=self._has_drawn)
         self._sources[name] = source
-        skipped, self.to_skip = self.to_skip, 0
+        skipped = self._progress.to_skip if name == next(iter(self._progress.taps)) else 0
         for number in range(skipped):
             try:
                 source.next()
@@ -280,6 +278,7 @@ class _Draws:
                     differences=(("batches of the loader", str(skipped), str(number)),),
                 ) from None
         if skipped:
+            self._progress.to_skip = 0
             source.count_trained(skipped)
 
     def next(self, tap: Tap) -> Any:
@@ -291,6 +290,11 @@ class _Draws:
         except StopIteration:
             self._progress.end_pass(name)
             raise
+        if not self._progress.is_open(name):
+            raise BoundaryError(
+                f"The loader {name!r} was asked for a batch by an iterator of an epoch that has ended, so "
+                "the batch belongs to no epoch. What was captured is whole. Make an iterator in each epoch."
+            )
         self._has_drawn = True
         self.drew_new = self.drew_new or not is_redraw
         return batch

@@ -84,10 +84,15 @@ class Unsaved:
         for root, holder in self._roots.items():
             known = self._known.get(root, frozenset()) | self._own
             for name, value in _attributes(holder):
-                if name not in known and f"{root}.{name}" not in known:
+                if name in known or f"{root}.{name}" in known:
+                    continue
+                try:
                     mark = reader.mark(value)
-                    if mark is not None:
-                        marks[root, name] = mark
+                except Exception:  # of one attribute: the others are compared
+                    log.debug("%s.%s cannot be compared", root, name, exc_info=True)
+                    continue
+                if mark is not None:
+                    marks[root, name] = mark
         return marks
 
     def _compare(self, now: Mapping[tuple[str, str], Mark]) -> None:

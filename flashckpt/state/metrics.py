@@ -15,11 +15,11 @@ from flashckpt.format.typed import SEQUENCES, children
 from flashckpt.state.values import SIMPLE
 
 _KINDS = ("Metric", "MetricCollection")
-# Of all metrics; of MetricCollection; of Running, MinMaxMetric and MetricTracker.
+# Of all metrics; of MetricCollection; of Running and MinMaxMetric.
 _ATTRIBUTES = (
     "_update_count", "_computed", "_forward_cache", "_is_synced", "_cache",
     "_groups_checked", "_groups", "_state_is_copy",
-    "_num_vals_seen", "min_val", "max_val", "_increment_called",
+    "_num_vals_seen", "min_val", "max_val",
 )  # fmt: skip
 
 

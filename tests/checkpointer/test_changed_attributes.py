@@ -237,6 +237,11 @@ def test_an_error_ends_the_comparison_and_not_the_loop() -> None:
     assert found_after(Holder(module=module), lambda n: None) == ()
 
 
+def test_an_attribute_that_cannot_be_read_hides_no_other() -> None:
+    holder = Holder(odd=torch.zeros(2, dtype=torch.complex64).conj(), value=0)
+    assert found_after(holder, set_to(holder, lambda n: n)) == ("trainer.value",)
+
+
 def test_nothing_is_kept_alive() -> None:
     holder = Holder(value=torch.zeros(1 << 19), rows=[torch.zeros(8)])
     unsaved = Unsaved({"trainer": holder}, {}, saved=[holder])

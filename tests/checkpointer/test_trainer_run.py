@@ -236,6 +236,76 @@ def test_two_loaders_in_lockstep(ahead: int, tmp_path: Path) -> None:
         assert after_cut(tmp_path / f"cut{cut}", cut, "shuffled", ahead, 2).fit() == expected
 
 
+def test_batches_are_drawn_again_one_at_a_time(tmp_path: Path) -> None:
+    """A loop that trains between two of them keeps its own random numbers."""
+    plain = Trainer(tmp_path / "plain", "shuffled", 2)
+    plain.fit()
+    for cut in (3, 4):
+        path = tmp_path / f"cut{cut}"
+        first = Trainer(path, "shuffled", 2)
+        until_slots(first.run.checkpointer)
+        with pytest.raises(Cut):
+            first.fit(3)
+        trainer = Trainer(path, "shuffled", 0)
+        if cut == 4:  # a boundary at which one of the two is still to be drawn again
+            with pytest.raises(Cut):
+                trainer.fit(1)
+            trainer = Trainer(path, "shuffled", 0)
+        trainer.fit(epochs=1)
+        assert sorted(trainer.seen) == [(0, number) for number in range(cut, BATCHES)]
+        assert trainer.seen == {key: plain.seen[key] for key in trainer.seen}
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "over one loader", "workers", "stateful stream"])
+@pytest.mark.process
+def test_iterators_that_are_made_before_the_first_batch(kind: str, tmp_path: Path) -> None:
+    """A shuffle is drawn with the first batch, after the iterators of others were made."""
+
+    def made(path: Path, **options: Any) -> Trainer:
+        trainer = Trainer(path, "shuffled" if kind == "over one loader" else kind, 0, 2, **options)
+        if kind == "over one loader":
+            trainer.loaders[1] = trainer.loaders[0]
+        return trainer
+
+    def lockstep(trainer: Trainer, first: int, stop: int) -> list[Any]:
+        named = enumerate(trainer.loaders)
+        taps = [trainer.run.tap(loader, f"loader{number}", opens=True) for number, loader in named]
+        trainer.counters.apply()
+        trainer.run.restore_again()
+        draws = zip(*taps, strict=True)
+        trainer.noise()
+        for number in range(first, stop):
+            batches = next(draws)
+            trainer.run.begin()
+            trainer.train(batches, (0, number))
+            trainer.end_iteration(number + 1)
+        trainer.run.abandon()
+        return [trainer.seen[0, number] for number in range(first, stop)]
+
+    whole = lockstep(made(tmp_path / "plain", enabled=False), 0, BATCHES)
+    for cut in (1, 3):
+        trainer = made(tmp_path / f"cut{cut}")
+        until_slots(trainer.run.checkpointer)
+        assert lockstep(trainer, 0, cut) == whole[:cut]
+        assert lockstep(made(tmp_path / f"cut{cut}"), cut, BATCHES) == whole[cut:]
+
+
+def test_an_iterator_of_an_epoch_that_has_ended_gives_no_batch(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "run", "shuffled", 0)
+    for epoch, batches in enumerate((BATCHES, 2)):
+        draws = iter(trainer.taps[0])
+        for number in range(batches):
+            batch = next(draws)
+            trainer.run.begin()
+            trainer.train([batch], (epoch, number))
+            if number < batches - 1:
+                trainer.end_iteration(number + 1)
+        trainer.run.end_epoch()
+        with pytest.raises(StopIteration) if batches == BATCHES else pytest.raises(BoundaryError):
+            next(draws)
+    trainer.run.abandon()
+
+
 def test_a_resume_that_is_cut_before_its_first_iteration_changes_nothing(tmp_path: Path) -> None:
     expected = Trainer(tmp_path / "plain", "shuffled", 1).fit()
     after_cut(tmp_path / "run", 3, "shuffled", 1).run.abandon()
@@ -316,6 +386,22 @@ def test_a_run_that_begins_elsewhere_counts_and_resumes(tmp_path: Path) -> None:
     assert second.result() == expected
 
 
+def test_a_run_that_begins_elsewhere_and_is_saved_before_its_first_draw(tmp_path: Path) -> None:
+    first = Trainer(tmp_path / "run", "shuffled", 0)
+    first.run.begin_at(step=2, epoch=0, batches=2)
+    assert (first.run.trained, first.taps[0].drawn) == (2, 2)
+    first.run.checkpointer.save()
+    first.run.checkpointer.wait()
+    first.run.abandon()
+    second = Trainer(tmp_path / "run", "shuffled", 0)
+    assert (second.run.trained, second.taps[0].drawn) == (2, 2)
+    second.counters.apply()
+    second.run.restore_again()
+    assert len([*second.taps[0]]) == BATCHES - 2
+    assert second.taps[0].drawn == BATCHES
+    second.run.abandon()
+
+
 def test_skipping_beyond_the_end_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "run", "shuffled", 1)
     trainer.run.begin_at(step=9, epoch=0, batches=BATCHES + 1)
@@ -378,6 +464,17 @@ def test_a_loader_that_is_repeated_within_an_epoch(ahead: int, tmp_path: Path) -
         assert cycled(second, cut, 13) == expected[cut:]
         assert second.taps[0].passes == 2
         second.run.abandon()
+
+
+def test_batches_ahead_of_a_loader_that_is_begun_anew_are_refused(tmp_path: Path) -> None:
+    """Only one pass of a loader has a position."""
+    trainer = Trainer(tmp_path / "run", "shuffled", 0)
+    trainer.run.begin()
+    trainer.train([[*trainer.taps[0]][0]], (0, 0))
+    next(iter(trainer.taps[0]))
+    with pytest.raises(BoundaryError, match=f"{BATCHES - 1} batches of its pass before"):
+        trainer.run.end_iteration(trained=1)
+    trainer.run.abandon()
 
 
 def test_gradients_that_the_trainer_has_dropped_come_back(tmp_path: Path) -> None:
@@ -469,12 +566,17 @@ def test_assets_are_those_of_the_first_attempt(tmp_path: Path, caplog: pytest.Lo
     assert read_assets(open_store(tmp_path / "run")) == {"config.json": b"first"}
 
 
+def fail() -> dict[str, bytes]:
+    raise ValueError("the generation config is not valid")
+
+
+@pytest.mark.parametrize("assets", [lambda: {"../x": b""}, fail], ids=["name", "raises"])
 def test_assets_that_cannot_be_kept_do_not_stop_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    assets: Callable[[], dict[str, bytes]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"model": nn.Linear(2, 2)}
     run = attach_trainer(
-        tmp_path / "run", state, integration="tests", on_stop=list, every=None, assets=lambda: {"../x": b""}
+        tmp_path / "run", state, integration="tests", on_stop=list, every=None, assets=assets
     )
     run.close()
     assert "needs --config" in caplog.text

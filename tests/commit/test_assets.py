@@ -9,6 +9,7 @@ import pytest
 from flashckpt.commit.assets import copy_assets, read_assets, write_assets
 from flashckpt.commit.steps import commit
 from flashckpt.errors import DamagedError, OptionError
+from flashckpt.format.checked_json import NEWEST_FORMAT, dump
 from flashckpt.format.names import ASSETS
 from flashckpt.options import Remote
 from flashckpt.store.local import LocalStore
@@ -88,21 +89,23 @@ def test_damaged_ones_are_not_copied_and_steps_are(store: LocalStore, tmp_path: 
     assert not copy_assets(target, LocalStore(str(tmp_path / "other")))
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
+@pytest.mark.parametrize("what", ["whole", "damaged", "of a newer version"])
 def test_a_remote_has_them_also_where_they_come_after_the_start(
-    store: LocalStore, tmp_path: Path, is_damaged: bool
+    store: LocalStore, tmp_path: Path, what: str
 ) -> None:
     mirror = Mirror(store, Remote(url=str(tmp_path / "remote")))
     mirror.bring(None, lambda newest, step: newest != step)
     remote = LocalStore(str(tmp_path / "remote"))
     assert read_assets(remote) == {}
     write_assets(store, FILES)
-    if is_damaged:
+    if what == "damaged":
         flip(tmp_path / "run")
+    elif what != "whole":
+        store.replace(ASSETS, dump({"files": []}, version=NEWEST_FORMAT + 1))
     name = attempt_at(store)
     publish(store, 6, name)
     assert commit(store, 6, name, 1)
     done = mirror.bring(None, lambda newest, step: newest != step)
     assert done.newest is not None
     assert done.newest.step == 6, "steps are worth more than a config"
-    assert read_assets(remote) == ({} if is_damaged else FILES)
+    assert read_assets(remote) == (FILES if what == "whole" else {})

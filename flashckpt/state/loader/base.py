@@ -43,6 +43,7 @@ class Record(NamedTuple):
     made_of: dict[str, Any]
     share: Share | None
     start: dict[str, Any] | None
+    first: dict[str, Any] | None
     parts: dict[str, Any]
     now: Numbers
     ahead: list[Numbers]
@@ -85,6 +86,10 @@ class Source:
         self._iterator: Iterator[Any] | None = None
         self._unpacks = False  # by `_unpack`
         self._start: dict[str, Any] | None = None
+        # The iterator was made before the first batch is asked for (`make_iterator`); others may draw from
+        # the same generators in between. `_opening`: those of the moment before that batch.
+        self._is_made_early = False
+        self._opening: dict[str, Any] | None = None
         self._due: dict[str, Any] | None = None
         self._length = length_of(loader)
         self._made_of = made_of(loader)
@@ -144,18 +149,17 @@ class Source:
         self.close()
         if carry or position.epoch != epoch:
             return self._carry(position, epoch, leave)
-        around = rng.capture() if beside and not position.ahead else None
+        around = rng.capture() if beside else position.boundary["global"]
         self._take_up(position, carried=False)
         self.was_over = self._over
         if self._trained is not None:
             self._trained = self.batches_taken
         self._redraws.extend(position.ahead)
         self._ends_after_redraws = position.has_ended
-        self.generators.restore_all(position.now)
-        if around is None:
+        self.generators.restore(position.now["own"])
+        rng.restore(around)
+        if position.ahead or not beside:
             self._due = position.now
-        else:
-            rng.restore(around)
         return None
 
     def next(self) -> Any:
@@ -167,6 +171,8 @@ class Source:
                 "stands is not known. Snapshots taken before are whole. Start the loop again to go on from "
                 "them."
             )
+        # The loop may have trained since the batch before this one was drawn again.
+        around = rng.capture() if self._redraws else {}
         if self._due is not None:
             # Again, as the last thing before the fetch: what was drawn since `begin` is no part of the run.
             due, self._due = self._due, None
@@ -179,7 +185,7 @@ class Source:
             if before is not None:
                 self._before_draws.append(before)
             if self._redraws:
-                self._redrawn()
+                self._redrawn(around)
             if not self._can_be_saved:
                 # Now, and not at the boundary: nobody has trained on anything yet.
                 check_roundtrip(self.position(), "loader")
@@ -189,7 +195,7 @@ class Source:
             self._over = True
             self._leave(ended=True)
             if self._redraws:  # other ranks have divided the rest: this one has no batch to draw again
-                self.generators.restore_all(self._redraws[-1])
+                self.generators.restore_all({**self._redraws[-1], "global": around})
                 self._redraws.clear()
                 self.was_over = self._ends_after_redraws
             raise
@@ -215,13 +221,13 @@ class Source:
         """Whether the next batch is one that was drawn ahead before the run was saved."""
         return bool(self._redraws)
 
-    def _redrawn(self) -> None:
-        """A batch was drawn again under its own random numbers: set those of the next such draw, or after
-        the last of them those of the boundary."""
+    def _redrawn(self, around: rng.State) -> None:
+        """A batch was drawn again under its own random numbers: set the global ones of before, and the
+        loader's own of the next such draw, or after the last of them those of the boundary."""
         states = self._redraws.popleft()
         if not self._redraws and self._ends_after_redraws:
             self._end_again()
-        self.generators.restore_all(states)
+        self.generators.restore_all({**states, "global": around})
         self._due = states if self._redraws else None
 
     def _end_again(self) -> None:
@@ -247,12 +253,21 @@ class Source:
         if not self._before_draws:
             return self._record_now()
         first, *others = self._before_draws
-        ahead = [*(each.now for each in others), self.generators.record_all()]
-        return first._replace(ahead=ahead, has_ended=self._over)
+        has_ended = self._over or (self._ends_after_redraws and bool(self._redraws))
+        return first._replace(ahead=[*(each.now for each in others), *self._numbers()], has_ended=has_ended)
+
+    def _numbers(self) -> list[Numbers]:
+        """Those of each batch that is still to be drawn again, and last those of now."""
+        now = self.generators.record_all() if self._due is None else self._due
+        if not self._redraws:
+            return [now]
+        *others, last = self._redraws
+        return [now, *others, {**last, "global": rng.capture()}]
 
     def _record_now(self) -> Record:
         # First: a loader that is asked for its state may draw.
         over, parts = self._parts()
+        now, *ahead = self._numbers()
         return Record(
             kind=self.kind,
             epoch=self._epoch,
@@ -262,9 +277,10 @@ class Source:
             made_of=self._made_of,
             share=self._share,
             start=None if over else self._start,
+            first=None if over else self._opening,
             parts=parts,
-            now=self.generators.record_all() if self._due is None else self._due,
-            ahead=list(self._redraws),
+            now=now,
+            ahead=ahead,
             has_ended=self._ends_after_redraws and bool(self._redraws),
         )
 
@@ -275,14 +291,20 @@ class Source:
     def make_iterator(self) -> None:
         """Make the iterator of an epoch that begins now, as `iter(loader)` does: it may draw random numbers.
         Else the first batch's fetch makes it."""
+        self._make_iterator()
+        self._is_made_early = self.batches_taken == 0
+
+    def _make_iterator(self) -> Iterator[Any]:
         if self._iterator is None:
             self._start = self.generators.capture_all()
             self._iterator = self._open()
+        return self._iterator
 
     def _fetch(self) -> Any:
-        self.make_iterator()
-        assert self._iterator is not None
-        batch = next(self._iterator)
+        if self._is_made_early:
+            self._is_made_early, self._opening = False, self.generators.capture_all()
+        iterator = self._make_iterator()
+        batch = next(iterator)
         if self._unpacks:
             batch = self._unpack(batch)
         self.batches_taken += 1
@@ -290,7 +312,8 @@ class Source:
 
     def _enter(self, epoch: int) -> None:
         self._epoch, self.batches_taken, self._over, self._broken = epoch, 0, False, False
-        self._start = self._due = None
+        self._start = self._opening = self._due = None
+        self._is_made_early = False
         self._before_draws.clear()
         self._redraws.clear()
         self._ends_after_redraws = False
@@ -339,8 +362,9 @@ class Source:
             return self._leave_out(position)
         self._load(position, carried=carried)
         if is_open and (self._keeps_workers() or not carried):
-            self._start = position.start
+            self._start, self._opening = position.start, position.first
             self._reopen(position)
+            self._is_made_early = position.batches_taken == 0
         return None
 
     def _divide_anew(self, position: Position) -> None:
@@ -350,7 +374,8 @@ class Source:
         assert share is not None
         assert share.order is not None
         assert position.start is not None
-        order = share.order.settled(position.start, base_seed=not position.parts["seeded_before"])
+        early, seeded = position.first is not None, position.parts["seeded_before"]
+        order = share.order.settled(position.first or position.start, base_seed=not (early or seeded))
         share = self._share = replace(share, order=order)
         self._length = taken if is_at_end(position) else share.all_batches
         log.info(
@@ -361,7 +386,7 @@ class Source:
         self._over = self._length <= taken
         if not self._over:
             self._start = position.now
-            self._reopen(replace(position, start=position.now))
+            self._reopen(replace(position, start=position.now, first=None))
 
     def _here(self, position: Position) -> LiveLoader:
         name, share = type(self._loader).__name__, self._share
@@ -397,6 +422,11 @@ class Source:
     def _reopen(self, position: Position) -> None:
         """Set the iterator so that its next batch is the one after `position`."""
         raise NotImplementedError
+
+    def _before_first(self, position: Position) -> None:
+        """In `_reopen`: the iterator is made, and its first batch is to be drawn again."""
+        if position.first is not None:
+            self.generators.restore_all(position.first)
 
     def _unpack(self, item: Any) -> Any:
         """The batch in what the iterator gave."""
@@ -514,6 +544,7 @@ class ReplayedSource(Source):
                 "iterable that begins anew at each iter()."
             )
         self._iterator = iterator
+        self._before_first(position)
         if not at_hand:
             log.warning(
                 "%s keeps no state, so %d batches of epoch %d are drawn again and dropped. Not exact if it "

@@ -129,6 +129,7 @@ class DataLoaderSource(Source):
         self._indices.after_draw = self._note_settled
         self._iterator = self._made()
         if not self._workers:
+            self._before_first(position)
             self._indices.prime()
         try:
             for self.batches_taken in range(total - open_round, total):

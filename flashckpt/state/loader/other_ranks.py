@@ -22,7 +22,7 @@ from flashckpt.format.typed import encode_json
 from flashckpt.state import rng
 from flashckpt.state.loader.position import Moved
 
-_SAME = ("step", "epoch", "phase", "open", "iterated", "taps")
+_SAME = ("step", "epoch", "phase", "open", "iterated", "taps", "to_skip")
 
 
 def merged_progress(
@@ -143,7 +143,7 @@ def _is_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def _drawn_from(position: Mapping[str, Any]) -> Any:
     """The states that decide the order: that of the sampler's own generator, where it has one. The global
     ones are no part of it then, and a program may seed them by rank."""
-    sampler, start = position["made_of"]["share"]["order"]["sampler"], position["start"]
+    sampler, start = position["made_of"]["share"]["order"]["sampler"], position["first"] or position["start"]
     return (start["global"]["torch"], start["own"]) if sampler is None else start["own"][sampler]
 
 

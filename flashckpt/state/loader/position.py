@@ -233,6 +233,7 @@ class Position:
     made_of: batch size and the like, which must not change; and, where they are known, how ranks divide the
     samples ("share"), and that it was taken on another layout of ranks ("moved").
     start: random numbers at the epoch's start, None where nothing was drawn yet or nothing will be redrawn.
+    first: those before the first batch, where others may have drawn since the iterator was made; else None.
     now: random numbers at the boundary. parts: what this kind of source needs beside that.
     ahead: empty, unless batches were drawn and not yet trained on at the boundary. Then the position is that
     before the first of them, `now` are the random numbers under which it was drawn, and `ahead` has those
@@ -247,6 +248,7 @@ class Position:
     length: int | None
     made_of: dict[str, Any]
     start: dict[str, Any] | None
+    first: dict[str, Any] | None
     now: dict[str, Any]
     parts: dict[str, Any]
     ahead: list[dict[str, Any]]
@@ -279,7 +281,7 @@ class Position:
 
 _TYPES: dict[str, Any] = {
     "kind": str, "epoch": int | None, "batches_taken": int, "over": bool, "length": int | None,
-    "made_of": dict, "start": dict | None, "now": dict, "parts": dict,
+    "made_of": dict, "start": dict | None, "first": dict | None, "now": dict, "parts": dict,
     "ahead": list, "has_ended": bool,
 }  # fmt: skip
 
@@ -299,7 +301,8 @@ def _problem(saved: Mapping[str, Any], parts: frozenset[str]) -> str:
         Moved.read(saved["made_of"].get("moved"))
     except ValueError as error:
         return str(error)
-    marks = [mark for mark in (saved["now"], saved["start"], *saved["ahead"]) if mark is not None]
+    all_marks = (saved["now"], saved["start"], saved["first"], *saved["ahead"])
+    marks = [mark for mark in all_marks if mark is not None]
     is_whole = all(isinstance(mark, dict) and mark.keys() == {"global", "own"} for mark in marks)
     return "" if is_whole else "random numbers are missing"
 

@@ -177,7 +177,11 @@ class Sources:
     ) -> Source:
         """Begin a phase. in_place: it is the one that was open when the run was saved. counts_trained:
         batches may be drawn ahead. beside: as in `Source.begin`."""
-        kept = self._chosen(loader, phase, in_place=in_place)
+        # Several taps may be open over one loader, each with a place of its own in it.
+        known = self._by_phase.get(phase) if counts_trained else self._of(loader)
+        if known is not None and known.loader() is not loader:
+            known = None
+        kept = self._chosen(known, phase, in_place=in_place)
         # A source may not know its length: it is neither true nor false.
         source = kept.placed if kept.source is None else kept.source
         source = source_of(loader) if source is None else source
@@ -191,7 +195,7 @@ class Sources:
             raise
         kept.source, kept.position, kept.placed, kept.retired = source, None, None, False
         kept.loader, kept.epoch, kept.phase = lambda: loader, epoch, phase
-        self._take(phase, kept)
+        self._take(phase, kept, merges=not counts_trained)
         return source
 
     def ended(self, phase: int) -> None:
@@ -224,8 +228,8 @@ class Sources:
         self._all.clear()
         self._by_phase.clear()
 
-    def _chosen(self, loader: object, phase: int, *, in_place: bool) -> _Kept:
-        before, known = self._by_phase.get(phase), self._of(loader)
+    def _chosen(self, known: _Kept | None, phase: int, *, in_place: bool) -> _Kept:
+        before = self._by_phase.get(phase)
         if in_place and before is not None:
             return before
         if known is not None:
@@ -240,8 +244,8 @@ class Sources:
     def _of(self, loader: object) -> _Kept | None:
         return next((kept for kept in self._all if kept.loader() is loader), None)
 
-    def _take(self, phase: int, kept: _Kept) -> None:
-        for other in list(self._all):
+    def _take(self, phase: int, kept: _Kept, *, merges: bool) -> None:
+        for other in list(self._all) if merges else ():
             if other is not kept and other.loader() is kept.loader():
                 # Older than what this loader was taken up from.
                 for number in [n for n, used in self._by_phase.items() if used is other]:

@@ -183,6 +183,7 @@ class StatefulSource(Source):
         self._made_before = position.parts["made_before"]
         if self._made_before:
             self.generators.restore_all(position.start)
+        self._before_first(position)
         draw_skipped(self._iterator)
         if self._makes_ahead and not self._loader.num_workers:
             # torchdata counts the batches of a data set without a state a second time as it skips them: the
