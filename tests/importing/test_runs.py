@@ -59,6 +59,17 @@ def test_a_killed_import_is_no_run(
     assert flashckpt.verify(run).ok
 
 
+def test_a_run_that_another_process_has_made_meanwhile_stays(source: Path, tmp_path: Path) -> None:
+    import_checkpoint(source, tmp_path / "other")
+
+    def become_a_run(done: int, total: int) -> None:
+        shutil.copyfile(tmp_path / "other" / "run.json", tmp_path / "run" / "run.json")
+
+    with pytest.raises(RunError, match="has become a run of another process"):
+        import_checkpoint(source, tmp_path / "run", progress=become_a_run)
+    assert flashckpt.steps(tmp_path / "run") == [0]
+
+
 def test_two_ranks_take_up_an_import(source: Path, tmp_path: Path, launcher: Launcher) -> None:
     for name in ("run", "run-ddp"):
         import_checkpoint(source, tmp_path / name)
