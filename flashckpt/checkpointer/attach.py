@@ -82,8 +82,8 @@ _CALL_OPTIONS = {
 
 
 def append(path: str | os.PathLike[str], state: Mapping[str, object]) -> Checkpointer:
-    """Attach to add steps: the run's newest step is neither read nor restored, and may be of another state.
-    Each `save()` is committed. Otherwise as `attach`."""
+    """Attach to add steps: the run's newest step is not restored. Its parts have the same names,
+    and may have another form. Each `save()` is committed. Otherwise as `attach`."""
     remote = RemoteCall(path=None, every=None, keep=None)
     return _attach(path, None, None, _KEEP, remote, _OPTIONS, True, state, {}, _no_loop, restores=False)
 

@@ -30,6 +30,9 @@ from flashckpt.state.tree import Tree
 # Of a leaf: its dtype, its shape and the digest of its bytes, which say nothing of the first two.
 Content = tuple[str, tuple[int, ...], int]
 
+ANY_LOOP = "any"
+"""What an import records in the place of an integration: the first loop that attaches takes the run up."""
+
 _BATCHES_CHECKED = 8  # more than any sensible read-ahead draws before it trains
 
 
@@ -104,7 +107,7 @@ class Progress:
     def _check_integration(self, saved: Any) -> None:
         if not isinstance(saved, str):
             raise ValueError("it does not say which loop made it")
-        if saved != self.integration:
+        if saved not in (self.integration, ANY_LOOP):
             then, now = (
                 f"flashckpt.{n}" if n else "a loop of the program" for n in (saved, self.integration)
             )

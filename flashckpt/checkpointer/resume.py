@@ -147,7 +147,7 @@ def attach_to(
         if restores:
             taken = _resume(session, tree, progress, options, began, early)
         else:
-            taken = _continue_after(session, progress)
+            taken = _continue_after(session, tree, progress)
 
         def make() -> None:
             made.append(_checkpointer(session, tree, progress, options, every, persist_every, taken))
@@ -305,15 +305,17 @@ def _resume(
             region.close()
 
 
-def _continue_after(session: Session, progress: Progress) -> _Taken:
-    """Write start.json after the newest committed step, which all ranks must find alike. The live state
-    stays."""
+def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Taken:
+    """Write start.json after the newest committed step, which all ranks must find alike and which must have
+    parts of the same names. The live state stays."""
 
     def found() -> StepRecord | None:
         _saved_by_keeper(session)  # what a killed job has sealed comes before what is added
         record = lineage.resolve(session.store) if lineage.steps(session.store) else None
         if session.leads:
             _check_reached(session, None if record is None else record.step)
+        if record is not None:
+            _check_same_parts(session, tree, record)
         return record
 
     newest = session.group.together("the step to continue after", found, loads=True)
@@ -326,6 +328,18 @@ def _continue_after(session: Session, progress: Progress) -> _Taken:
         progress.step = newest.step
         _start(session, newest.attempt, newest.step, newest.boundary)
     return _Taken()
+
+
+def _check_same_parts(session: Session, tree: Tree, record: StepRecord) -> None:
+    """Raise OptionError for the run of a training: steps that are added would displace its own (`keep`), and
+    it could not resume from them."""
+    first = record.rank(record.parts.heads[0].ranks[0].rank)
+    held = first.values["state"]["entries"].keys()
+    if held != tree.entries.keys():
+        raise OptionError(
+            f"{session.store.url} has steps of {', '.join(sorted(held))}: it is the run of a training, which "
+            "could not resume from what is saved here. Nothing was saved. Name another folder."
+        )
 
 
 def _check_reached(session: Session, step: int | None) -> None:

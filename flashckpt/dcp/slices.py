@@ -7,6 +7,7 @@ those of all other ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,8 @@ def sliced(value: Any, name: str) -> Any:
         for whole, here, size in zip(
             value.global_offsets, value.local_offsets, value.local_sizes, strict=True
         )
+        # An empty slice may begin where another one begins. Of a tensor without elements there is no other.
+        if math.prod(size) or not made.whole.numel()
     ]
     return made
 

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor, frombuffer, uint8
+from torch import Size, Tensor, frombuffer, uint8
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as AnyPlanner
@@ -87,7 +88,8 @@ class Writer(StorageWriter, Stager):
             )
         results: list[WriteResult] = []
         if plan.items or self._is_coordinator:
-            rows = sorted((_row(item, planner) for item in plan.items), key=lambda row: image_order(row[0]))
+            items = [item for item in plan.items if not _is_empty_shard(item)]
+            rows = sorted((_row(item, planner) for item in items), key=lambda row: image_order(row[0]))
 
             def tensors() -> Iterator[Tensor]:
                 for _, item, data in rows:
@@ -113,6 +115,11 @@ class Writer(StorageWriter, Stager):
         return self.path
 
 
+def _is_empty_shard(item: WriteItem) -> bool:
+    """Whether it has no elements. Its first index may be that of a shard that has some."""
+    return item.type == WriteItemType.SHARD and not item.tensor_data.chunk.sizes.numel()  # type: ignore[union-attr]
+
+
 def _row(item: WriteItem, planner: SavePlanner) -> tuple[Leaf, WriteItem, Tensor | None]:
     """The leaf of an item in the rank's file, and its bytes where it is a value. A tensor is fetched when it
     is written: all of them at once may not fit into host memory."""
@@ -125,10 +132,22 @@ def _row(item: WriteItem, planner: SavePlanner) -> tuple[Leaf, WriteItem, Tensor
     assert item.tensor_data is not None
     # The name of a shard is its tensor's, with its first index: several of one tensor may be in a file.
     is_shard = item.type == WriteItemType.SHARD and offset is not None
-    name = f"{fqn}@{','.join(map(str, offset))}" if is_shard and offset is not None else fqn
-    name = f"{name}@" if name == RESERVED else name
+    if is_shard and offset is not None:
+        name = f"{fqn}@{','.join(map(str, offset))}"
+    else:  # no other item may have the name of a shard
+        name = f"{fqn}@" if "@" in fqn or fqn == RESERVED else fqn
     dtype = DTYPE_NAMES[item.tensor_data.properties.dtype]
     return Leaf(name=name, dtype=dtype, shape=tuple(item.tensor_data.chunk.sizes)), item, None
+
+
+def _check_whole(fqn: str, shape: Size, chunks: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """torch checks that chunks do not overlap, and that they are all of the tensor only for several ranks."""
+    if sum(math.prod(sizes) for _, sizes in chunks) != shape.numel():
+        raise PersistError(
+            f"{fqn} was given in part: its chunks are not all of its {list(shape)}. Nothing was committed; "
+            "the checkpoint before stays as it was. Save on all ranks that hold a part of it, together: "
+            "without no_dist, and with a process_group that has them."
+        )
 
 
 def _saved(metadata: Metadata, results: list[list[WriteResult]]) -> Saved:
@@ -142,7 +161,9 @@ def _saved(metadata: Metadata, results: list[list[WriteResult]]) -> Saved:
             chunks = {
                 (tuple(chunk.offsets), tuple(chunk.sizes)): places[MetadataIndex(fqn, chunk.offsets)]
                 for chunk in each.chunks
+                if chunk.sizes.numel()
             }
+            _check_whole(fqn, each.size, chunks)
             tensors[fqn] = StoredTensor(DTYPE_NAMES[each.properties.dtype], tuple(each.size), chunks)
     except KeyError as error:
         raise PersistError(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flashckpt.checkpointer.progress import Progress
+from flashckpt.checkpointer.progress import ANY_LOOP, Progress
 from flashckpt.errors import OptionError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import MAX_STEP
@@ -168,7 +168,7 @@ def _left_out(source: Source, mapped: Mapped) -> list[str]:
 
 def _progress(step: int, epoch: int) -> dict[str, Any]:
     """At the beginning of an epoch: where a loader of another library stands in it is not known."""
-    progress = Progress()
+    progress = Progress(ANY_LOOP)
     progress.step, progress.epoch = step, epoch
     return progress.value()
 

@@ -118,17 +118,26 @@ def _write(store: Store, content: Content, progress: Progress, source: str) -> A
         steps.commit(store, content.step, attempt, 1)
         attempts.mark_ended(store, attempt, "closed")
         crashpoints.point("import.committed")
-        if not store.create(RUN, Run(run_id=secrets.token_hex(8)).to_bytes()):
-            raise RunError(
-                f"{store.url} has become a run meanwhile. Import into another folder.", path=store.url
-            )
     except BaseException:
-        with suppress(OSError, FlashckptError):
+        _give_up(store)
+        raise
+    # What follows has no way back: the run may be there, and trained on.
+    if not store.create(RUN, Run(run_id=secrets.token_hex(8)).to_bytes()):
+        raise RunError(
+            f"{store.url} has become a run of another process meanwhile, and has a step of this import in "
+            "it. Nothing was removed. Import into another folder.",
+            path=store.url,
+        )
+    return attempt
+
+
+def _give_up(store: Store) -> None:
+    """Remove the rest of an import that failed. What another process has made a run stays."""
+    with suppress(OSError, FlashckptError):
+        if not store.exists(RUN):
             for folder in (STEPS, ATTEMPTS):
                 store.remove_tree(folder)
                 store.remove(folder)
-        raise
-    return attempt
 
 
 def _write_shard(

@@ -13,12 +13,11 @@ import zipfile
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from flashckpt.errors import StateError
-from flashckpt.format.typed import MAX_DEPTH, check_roundtrip, children
+from flashckpt.errors import DamagedError, StateError
+from flashckpt.format.typed import MAX_DEPTH, check_roundtrip, children, decode
 from flashckpt.importing.source import SourceTensor, Unreadable, damaged
 from flashckpt.state.tensors import DTYPE_NAMES, check, is_wrapper, strides
 from flashckpt.state.values import CONTAINERS, join, rebuild
@@ -55,7 +54,7 @@ _HOSTILE_BUILTINS = (
 class _Placeholder:
     """Takes whatever a pickle gives to the class that it stands for, and does nothing with it."""
 
-    name = ""
+    name = "numpy.ndarray"
 
     def __new__(cls, *args: object, **kwargs: object) -> _Placeholder:
         return object.__new__(cls)
@@ -101,7 +100,7 @@ def load_safely(file: BinaryIO, path: str, *, is_archive: bool, mapped: str | No
     """What `torch.load(weights_only=True)` gives, with placeholders for classes that it refuses. `mapped`:
     the file's path, where tensors are to be views of the file."""
     try:
-        with torch.serialization.safe_globals(_numpy_globals()):
+        with torch.serialization.safe_globals(_numpy_stand_ins()):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if is_archive else []
             _check_not_hostile(path, names)
             file.seek(0)
@@ -131,24 +130,63 @@ def _check_not_hostile(path: str, names: list[str]) -> None:
 def _first_sentence(error: Exception) -> str:
     """Of torch's advice, which recommends to allow what the file names, only the reason."""
     text = str(error)
-    for line in text.splitlines():
-        if "GLOBAL" in line or "rror:" in line:
-            return line.strip().partition(" was not an allowed")[0][:300]
-    return text.splitlines()[0][:300] if text else type(error).__name__
+    reason = (text.partition("WeightsUnpickler error:")[2] or text).strip()
+    return reason.partition("\n")[0].partition(" was not an allowed")[0][:300] or type(error).__name__
 
 
-def _numpy_globals() -> list[_Global]:
-    """What a NumPy array or number needs, under the names of NumPy 1 and 2."""
-    core: Any = np._core if hasattr(np, "_core") else np.core
-    names = {
-        "multiarray._reconstruct": core.multiarray._reconstruct,
-        "multiarray.scalar": core.multiarray.scalar,
-    }
-    found: list[_Global] = [np.ndarray, np.dtype]
-    for name, function in names.items():
-        found += [(function, f"numpy._core.{name}"), (function, f"numpy.core.{name}")]
-    dtypes: Any = getattr(np, "dtypes", None)
-    found += [each for name, each in vars(dtypes).items() if name.endswith("DType")] if dtypes else []
+class _NumpyType(_Placeholder):
+    """Stands for numpy.dtype. NumPy believes what a pickle says of a dtype and of an array's memory: a file
+    could make it follow any address. So NumPy sees no more than a checked name, a shape and bytes."""
+
+    name, text = "numpy.dtype", ""
+
+    def __init__(self, name: object, *_: object) -> None:
+        self._name = name
+
+    def __setstate__(self, state: Any) -> None:
+        # Of fields, a subarray or a unit of time there would be more.
+        if len(state) == 8 and state[2:5] == (None, None, None):
+            self.text = f"{state[1]}{self._name}"
+
+
+class _NumpyValue:
+    """Stands for an array or a number of NumPy."""
+
+    plain: object = None
+
+    def made(self) -> Any:
+        """The value. DamagedError where it is none of those that have an exact encoding."""
+        if self.plain is None:
+            raise DamagedError("It has fields, objects or units of time.")
+        return decode(self.plain)
+
+
+class _NumpyScalar(_NumpyValue):
+    def __init__(self, kind: object, data: object = None) -> None:
+        if isinstance(kind, _NumpyType) and type(data) is bytes:
+            self.plain = {"!numpy.scalar": [kind.text, data]}
+
+
+class _NumpyArray(_NumpyValue):
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, is_fortran, data = state
+        if isinstance(kind, _NumpyType) and type(data) is bytes:
+            self.plain = {"!numpy.array": [kind.text, list(shape), data, bool(is_fortran)]}
+
+
+def _no_bytes() -> bytes:
+    """Stands for `bytes`, which a pickle calls for the empty ones."""
+    return b""
+
+
+def _numpy_stand_ins() -> list[_Global]:
+    """For what a NumPy array or number needs, under the names of NumPy 1 and 2."""
+    found: list[_Global] = [(_NumpyType, "numpy.dtype"), (_Placeholder, "numpy.ndarray")]
+    found += [(_no_bytes, "builtins.bytes"), (_no_bytes, "__builtin__.bytes")]
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+        found += [(_NumpyArray, f"{module}._reconstruct"), (_NumpyScalar, f"{module}.scalar")]
     return found
 
 
@@ -159,6 +197,11 @@ def plain(value: Any, name: str, depth: int = 0) -> Any:
     """A nested value with a SourceTensor for each tensor and an Unreadable for what has no exact encoding."""
     if isinstance(value, Tensor):
         return tensor_of(value, name)
+    if isinstance(value, _NumpyValue):
+        try:
+            return value.made()
+        except DamagedError:
+            return Unreadable("is a NumPy value that has no exact encoding")
     if isinstance(value, _Placeholder):
         return Unreadable(f"is a {type(value).name}, which cannot be read without its code")
     if isinstance(value, type) and issubclass(value, _Placeholder):

@@ -153,6 +153,18 @@ def test_a_run_and_a_folder_of_a_writer_are_not_mixed(tmp_path: Path) -> None:
     assert equal(loaded(tmp_path / "folder"), state(1))
 
 
+def test_a_run_of_a_training_keeps_its_steps(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with flashckpt.attach(tmp_path, every=None, model=model) as checkpointer:
+        checkpointer.save()
+    before = flashckpt.steps(tmp_path)
+    with pytest.raises(OptionError, match="has steps of model: it is the run of a training"):
+        dcp.save(state(1), checkpoint_id=tmp_path)
+    assert flashckpt.steps(tmp_path) == before
+    with flashckpt.attach(tmp_path, every=None, model=model) as checkpointer:
+        assert checkpointer.resumed is not None
+
+
 def test_what_cannot_be_saved_is_refused_and_the_next_save_works(tmp_path: Path) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path)
     with pytest.raises(StateError, match=r"mine\.odd.*Custom"):

@@ -18,7 +18,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 
 import flashckpt.dcp as dcp
 from flashckpt.dcp import reader, writer
-from flashckpt.errors import DamagedError, MismatchError, NoSuchStepError, OptionError, RunError, StateError
+from flashckpt.errors import (
+    DamagedError,
+    MismatchError,
+    NoSuchStepError,
+    OptionError,
+    PersistError,
+    RunError,
+    StateError,
+)
 from flashckpt.store import open_store
 from tests.dcp.states import copied, equal, state
 
@@ -463,3 +471,33 @@ def test_slices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     given: Any = sliced(torch.zeros(7, 3), (0, 2))
     given.global_offsets = ((6, 0),)
     assert "w has global_shape" in refused(lambda: save({"w": given}, tmp_path), StateError)
+
+
+def test_a_tensor_that_is_called_as_a_slice(tmp_path: Path) -> None:
+    given = {"w": torch.arange(6.0).reshape(3, 2), "w@0,0": torch.full((2, 2), 7.0), "w@0,0@": torch.ones(2)}
+    save({**given, "w": sliced(given["w"], (0, 2), (2, 3))}, tmp_path)
+    found = {name: torch.zeros_like(each) for name, each in given.items()}
+    load(found, tmp_path)
+    assert equal(found, given)
+
+
+def test_a_slice_without_rows(tmp_path: Path) -> None:
+    """It begins where another one begins."""
+    whole = torch.randn(4, 3)
+    given = {"w": sliced(whole, (0, 2), (2, 2), (2, 4)), "none": sliced(whole[:0], (0, 0), (0, 0))}
+    save(given, tmp_path)
+    found = {"w": torch.zeros(4, 3), "none": torch.zeros(0, 3)}
+    load(found, tmp_path)
+    assert torch.equal(found["w"], whole)
+
+
+def test_a_part_of_a_tensor_is_not_committed(tmp_path: Path) -> None:
+    """A rank that saves alone: a load would leave the rest of the tensor as it is."""
+    whole = torch.randn(7, 3)
+    save({"w": whole}, tmp_path)
+    part: Any = sliced(whole, (0, 2))
+    part.global_shape = (7, 3)
+    assert "w was given in part" in refused(lambda: save({"w": part}, tmp_path), PersistError)
+    found = {"w": torch.zeros(7, 3)}
+    load(found, tmp_path)
+    assert torch.equal(found["w"], whole)

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 import flashckpt
+from flashckpt.checkpointer.trainer_run import TrainerRun, attach_trainer
 from flashckpt.cli.command import ExitCode
 from flashckpt.crashpoints import POINTS
-from flashckpt.errors import RunError, UnusableRunError
+from flashckpt.errors import MismatchError, RunError, UnusableRunError
+from flashckpt.importing.parts import Mapped
 from flashckpt.importing.run import import_checkpoint
 from tests.importing.ranks import made
 from tests.ranks.conftest import launcher as launcher
@@ -57,6 +59,17 @@ def test_a_killed_import_is_no_run(
     assert flashckpt.verify(run).ok
 
 
+def test_a_run_that_another_process_has_made_meanwhile_stays(source: Path, tmp_path: Path) -> None:
+    import_checkpoint(source, tmp_path / "other")
+
+    def become_a_run(done: int, total: int) -> None:
+        shutil.copyfile(tmp_path / "other" / "run.json", tmp_path / "run" / "run.json")
+
+    with pytest.raises(RunError, match="has become a run of another process"):
+        import_checkpoint(source, tmp_path / "run", progress=become_a_run)
+    assert flashckpt.steps(tmp_path / "run") == [0]
+
+
 def test_two_ranks_take_up_an_import(source: Path, tmp_path: Path, launcher: Launcher) -> None:
     for name in ("run", "run-ddp"):
         import_checkpoint(source, tmp_path / name)
@@ -64,6 +77,31 @@ def test_two_ranks_take_up_an_import(source: Path, tmp_path: Path, launcher: Lau
     for rank in ranks:
         assert rank.out == ["at 0: []", "after 1, seeded True"] * 2
     assert flashckpt.verify(tmp_path / "run").ok
+
+
+def test_the_first_loop_takes_up_an_import(source: Path, tmp_path: Path, runtime: Path) -> None:
+    """A trainer of any integration, after which the run is that integration's."""
+    import_checkpoint(source, tmp_path / "run", Mapped(step="7", epoch="2"))
+    model, optimizer = made()
+    state = {"model": model, "optimizer": optimizer}
+
+    def attached(integration: str) -> TrainerRun:
+        return attach_trainer(
+            tmp_path / "run", state, integration=integration, on_stop=lambda: None, every=1, persist_every=1
+        )
+
+    trainer = attached("testing")
+    assert (trainer.checkpointer.completed, trainer.epoch, trainer.trained) == (7, 2, 0)
+    assert (trainer.at_end, optimizer.state[model[0].weight]["step"].item()) == (False, 2)
+    assert list(trainer.tap([1, 2])) == [1, 2]
+    trainer.begin()
+    trainer.end_epoch()
+    trainer.close()
+    with pytest.raises(MismatchError, match=r"made by flashckpt\.testing, and flashckpt\.other now"):
+        attached("other")
+    trainer = attached("testing")
+    assert (trainer.checkpointer.completed, trainer.epoch) == (8, 3)
+    trainer.close()
 
 
 def test_the_shell(source: Path, tmp_path: Path) -> None:

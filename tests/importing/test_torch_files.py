@@ -16,7 +16,9 @@ import flashckpt
 from flashckpt.errors import DamagedError, MismatchError, OptionError, RunError
 from flashckpt.importing.parts import Mapped
 from flashckpt.importing.run import import_checkpoint
+from flashckpt.importing.source import Unreadable, open_source
 from tests.importing.training import Training, check_goes_on, is_free, same, seed_all, trained
+from tests.zygote import Zygote
 
 pytestmark = pytest.mark.process
 
@@ -206,6 +208,46 @@ def test_a_hostile_file_is_refused_by_name(tmp_path: Path) -> None:
         import_checkpoint(file, tmp_path / "run", Mapped(skip_unreadable=True))
     assert not Path("/tmp/flashckpt-import-was-here").exists()
     assert is_free(tmp_path / "run")
+
+
+class Reduced:
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+def test_numpy_follows_no_address_of_a_file(tmp_path: Path, zygote: Zygote) -> None:
+    """NumPy itself would take eight bytes of the file for the address of an object."""
+    objects = Reduced(np.ndarray, ((1,), np.dtype("O"), b"A" * 8))
+    saved(tmp_path / "evil.pt", {"model": {"w": torch.ones(2)}, "x": Reduced(np.ndarray, (objects,))})
+    ended = zygote.run(["tests.importing.reading", str(tmp_path / "evil.pt")])
+    assert ended.returncode == 0, ended.stderr
+    assert "x is a numpy.ndarray, which cannot be read without its code" in ended.stdout
+
+
+def test_values_of_numpy(tmp_path: Path) -> None:
+    kinds = ["<f4", "<f8", "<i8", "|u1", "|b1", ">i4", "<c16"]
+    given: dict[str, Any] = {kind: np.arange(6).astype(kind).reshape(2, 3) for kind in kinds}
+    given |= {"fortran": np.asfortranarray(given["<f4"]), "none": np.zeros((0, 3)), "one": np.float32(0.1)}
+    saved(tmp_path / "last.pt", {"log": given, "dates": np.zeros(2, "M8[ns]")})
+    tree = open_source(tmp_path / "last.pt").tree
+    assert tree["log"].keys() == given.keys()
+    for name, value in given.items():
+        found = tree["log"][name]
+        assert type(found) is type(value)
+        assert found.dtype == value.dtype
+        assert np.array_equal(found, value)
+    assert tree["log"]["fortran"].flags.f_contiguous
+    assert type(tree["dates"]) is Unreadable
+    saved(tmp_path / "own.pt", Named(a=1))
+    with pytest.raises(DamagedError, match="Can only SETITEM for dict"):
+        open_source(tmp_path / "own.pt")
+
+
+class Named(dict[str, Any]):
+    """As EasyDict and others, which torch cannot read as anything else."""
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "compressed", "a list", "no pickle"])
