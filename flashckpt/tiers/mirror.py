@@ -20,7 +20,7 @@ from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.attempts import newest_claimed, newest_started, open_run, ranks_here
 from flashckpt.commit.cut_off import remove_cut_off
 from flashckpt.commit.lineage import VisibleStep, newest_first
-from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, RunError, RunHeldError
+from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.options import Remote
 from flashckpt.store import open_store
@@ -331,8 +331,8 @@ class Mirror:
             return
         try:
             self._has_assets = copy_assets(self._source, self._target)
-        except DamagedError as error:
-            # Steps are worth more than a config.
+        except (FlashckptError, OSError) as error:
+            # Steps are worth more than a config. The next start of the keeper tries again.
             log.warning("the assets of the run are not copied to the remote: %s", error)
             self._has_assets = True
 
