@@ -20,7 +20,7 @@ from flashckpt.store.base import Store
 
 # A path of plain names: each asset can be written below any folder.
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._ -]{1,200}(?:/(?!\.)[A-Za-z0-9._ -]{1,200}){0,3}")
-MAX_BYTES = 128 << 20
+MAX_BYTES, MAX_FILES = 128 << 20, 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Assets(JsonRecord):
     @classmethod
     def from_fields(cls, fields: Fields) -> Assets:
         files = {}
-        for row in fields.rows("files", "name", "data", max_items=1000):
+        for row in fields.rows("files", "name", "data", max_items=MAX_FILES):
             name = row.text("name", pattern=_NAME)
             try:
                 files[name] = base64.b64decode(row.text("data", max_chars=cls.MAX_BYTES), validate=True)
@@ -47,11 +47,11 @@ class Assets(JsonRecord):
 
 
 def write_assets(store: Store, files: Mapping[str, bytes]) -> bool:
-    """Keep these files in a run that has none yet. Returns whether they were written: a run keeps the assets
-    of its first attempt. Durable when this returns.
+    """Keep these files in a run that has none yet. Returns whether they were written: a run keeps the first
+    files that it is given. Durable when this returns.
 
-    Raises OptionError for a name that is not a relative path of plain characters and for more than 128 MiB in
-    all; OSError.
+    Raises OptionError for a name that is not a relative path of plain characters and for more than 128 MiB or
+    1000 files in all; OSError.
     """
     for name in files:
         if _NAME.fullmatch(name) is None:
@@ -60,11 +60,12 @@ def write_assets(store: Store, files: Mapping[str, bytes]) -> bool:
                 "asset was written."
             )
     num_bytes = sum(map(len, files.values()))
-    if num_bytes > MAX_BYTES:
+    if num_bytes > MAX_BYTES or len(files) > MAX_FILES:
         raise OptionError(
-            f"assets: {num_bytes} bytes, where a run can keep at most {MAX_BYTES}. No asset was written."
+            f"assets: {len(files)} files of {num_bytes} bytes; a run can keep at most {MAX_FILES} files "
+            f"of {MAX_BYTES} bytes. No asset was written."
         )
-    return not has_assets(store) and store.create(ASSETS, Assets(files=files).to_bytes())
+    return bool(files) and not has_assets(store) and store.create(ASSETS, Assets(files=files).to_bytes())
 
 
 def has_assets(store: Store) -> bool:

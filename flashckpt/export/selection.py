@@ -83,7 +83,7 @@ class CastLeaf:
         import torch
 
         before, after = getattr(torch, self.source.leaf.dtype), getattr(torch, self.leaf.dtype)
-        for piece in self.source.pieces():
+        for piece in filter(len, self.source.pieces()):
             # A piece never ends inside an element: chunks and leaves begin at multiples of 8 bytes.
             values = torch.frombuffer(bytearray(piece), dtype=before).to(after)
             yield values.view(torch.uint8).numpy().data

@@ -20,14 +20,7 @@ from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.attempts import newest_claimed, newest_started, open_run, ranks_here
 from flashckpt.commit.cut_off import remove_cut_off
 from flashckpt.commit.lineage import VisibleStep, newest_first
-from flashckpt.errors import (
-    DamagedError,
-    FlashckptError,
-    FormatError,
-    NoSuchStepError,
-    RunError,
-    RunHeldError,
-)
+from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.options import Remote
 from flashckpt.store import open_store
@@ -338,10 +331,10 @@ class Mirror:
             return
         try:
             self._has_assets = copy_assets(self._source, self._target)
-        except (DamagedError, FormatError) as error:
-            # Steps are worth more than a config.
+        except (FlashckptError, OSError) as error:
+            # Steps are worth more than a config. Storage that fails is tried again with the next step.
             log.warning("the assets of the run are not copied to the remote: %s", error)
-            self._has_assets = True
+            self._has_assets = not isinstance(error, OSError)
 
     def _check_seen(self, each: VisibleStep) -> None:
         """RunError where another job has gone on there while the step was copied, and without it. It stays:

@@ -96,6 +96,11 @@ def _refused(trainer: Any) -> Iterator[tuple[bool, str]]:
         "auto_find_batch_size begins the loop again with other batches; set per_device_train_batch_size",
     )
     yield (
+        bool(getattr(args, "enable_jit_checkpoint", False)),
+        "enable_jit_checkpoint ends training as a callback does that has seen enough, so the next start "
+        "would train nothing; set it to False, flashckpt saves at a signal",
+    )
+    yield (
         trainer.hp_search_backend is not None,
         "a hyper-parameter search trains many models in one trainer; train the best one in a run of its own",
     )

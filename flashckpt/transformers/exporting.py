@@ -113,8 +113,19 @@ def export_step(
 
 def assets_of(model: Any, processing_class: Any = None) -> dict[str, bytes]:
     """The files of a model and its tokenizer (or processor) that a run keeps for `export`, by name: config,
-    generation config, adapter configs, tokenizer files. Each object writes its own by `save_pretrained`."""
-    model = _unwrapped(model)
+    generation config, adapter configs, tokenizer files. Each object writes its own by `save_pretrained`;
+    raises OptionError where that fails."""
+    try:
+        return _assets_of(_unwrapped(model), processing_class)
+    except Exception as error:
+        # Of their code: a generation config that is not valid, a config with a value that JSON does not have.
+        raise OptionError(
+            f"The config or the tokenizer cannot be written by its save_pretrained: {error!r}. No file of it "
+            "was kept. Correct it, and call flashckpt.transformers.keep_config."
+        ) from error
+
+
+def _assets_of(model: Any, processing_class: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory(prefix="flashckpt-assets-") as temporary:
         folder = Path(temporary)
         base = model.get_base_model() if _is_peft(model) else model

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -68,16 +70,14 @@ class TrainerPart(Deferred):
 
     def roots(self) -> dict[str, Any]:
         """The objects whose attributes may be state, by the names that `own` has for them."""
-        roots = {"trainer": self._trainer, "state": self._trainer.state}
-        for callback in self._trainer.callback_handler.callbacks:
-            roots.setdefault(type(callback).__name__, callback)
-        return roots
+        return {"trainer": self._trainer, "state": self._trainer.state, **named_callbacks(self._trainer)}
 
     def known(self) -> dict[str, set[str]]:
         """Attributes of the roots that are saved here, or need not be."""
         known = {"trainer": {*COUNTERS, *TRL, *TRANSIENT}, "state": set(_FIELDS)}
-        for callback in self._exportable():
-            known[type(callback).__name__] = set(callback.state()["attributes"])
+        for name, callback in named_callbacks(self._trainer).items():
+            if isinstance(callback, ExportableState):
+                known[name] = set(callback.state()["attributes"])
         for name in ("ProgressCallback", "NotebookProgressCallback", "RichProgressCallback"):
             known[name] = {"current_step", "first_column", "_force_next_update"}
         return known
@@ -147,10 +147,22 @@ class TrainerPart(Deferred):
         saved["callbacks"] = now["callbacks"]
         saved["ranks"], self.ranks_before = now["ranks"], saved["ranks"]
         saved["max_steps"], before = now["max_steps"], saved["max_steps"]
-        if saved["state"]["global_step"] >= before:
-            # The end of the steps has stopped it, and there may be more of them now.
-            is_over = saved["state"]["global_step"] >= now["max_steps"]
-            saved["control"]["should_training_stop"] = is_over
+        step = saved["state"]["global_step"]
+        if step >= before or now["max_steps"] > before:
+            # The end of the steps has stopped it, or a callback has; and more of them are asked for now.
+            saved["control"]["should_training_stop"] = step >= now["max_steps"]
+        elif saved["control"]["should_training_stop"]:
+            log.warning(
+                "A callback has ended this run at step %d of %d (should_training_stop): nothing is trained. "
+                "To continue it, start it with more steps or epochs.",
+                step,
+                now["max_steps"],
+            )
+        best = saved["state"]["best_model_checkpoint"]
+        if best is not None and not os.path.isdir(best):
+            # As the trainer's own resume has it. Its end compares this folder with those that are there.
+            log.warning("The best checkpoint %s does not exist any more: it is forgotten.", best)
+            saved["state"]["best_model_checkpoint"] = None
 
     def check_counters(self) -> None:
         """Raise StateError where the trainer has not set a counter by the time its loop begins."""
@@ -182,6 +194,17 @@ class TrainerPart(Deferred):
                 )
             owned.update(found)
         return owned
+
+
+def named_callbacks(trainer: Any) -> dict[str, Any]:
+    """The callbacks of a trainer by their classes' names; the second one of a class is NAME-2."""
+    named: dict[str, Any] = {}
+    counts: Counter[str] = Counter()
+    for callback in trainer.callback_handler.callbacks:
+        name = type(callback).__name__
+        counts[name] += 1
+        named[name if counts[name] == 1 else f"{name}-{counts[name]}"] = callback
+    return named
 
 
 def _warn_lost(names: list[str]) -> None:

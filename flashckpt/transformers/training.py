@@ -32,7 +32,7 @@ from flashckpt.errors import MismatchError, OptionError  # noqa: E402
 from flashckpt.state.growing import GrowingList  # noqa: E402
 from flashckpt.transformers.checks import OVERRIDDEN, SKIP, check_release, check_trainer  # noqa: E402
 from flashckpt.transformers.exporting import assets_of  # noqa: E402
-from flashckpt.transformers.state import TrainerPart  # noqa: E402
+from flashckpt.transformers.state import TrainerPart, named_callbacks  # noqa: E402
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class _Training:
         self._divides_anew = False
         self._continues: int | None = None  # the epoch in whose middle the run stands, until it begins
         self._initial_rng = False
-        self._modules: set[str] = set()
+        self._modules: dict[str, torch.nn.Module] = {}
 
     def train(self) -> TrainOutput:
         with self._overridden():
@@ -118,7 +118,7 @@ class _Training:
                 delattr(trainer, name)
             vars(trainer).update(kept)
             if self._drawn_from is not None:
-                self._loader.base_dataloader = self._drawn_from
+                self._prepared[1].base_dataloader = self._drawn_from
 
     # ---- in the place of Trainer's methods, in the order in which it calls them
 
@@ -170,7 +170,7 @@ class _Training:
     def _on_train_begin(self) -> None:
         """The trainer has set its counters, and dropped gradients."""
         self._part.check_counters()
-        made = [name for name, _ in self._callbacks_modules() if name not in self._modules]
+        made = [name for name, module in self._callbacks_modules() if self._modules.get(name) is not module]
         if made:
             raise OptionError(
                 f"A callback has made {', '.join(made)} when training began, after the state was attached: "
@@ -255,13 +255,12 @@ class _Training:
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:
             state["scaler"] = scaler
-        modules = dict(self._callbacks_modules())
-        self._modules = set(modules)
+        self._modules = dict(self._callbacks_modules())
         self.run = attach_trainer(
             self._path,
             {
                 **state,
-                **modules,
+                **self._modules,
                 "trainer": self._part,
                 "log": GrowingList(lambda: trainer.state.log_history),
             },
@@ -379,10 +378,10 @@ class _Training:
     def _callbacks_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
         """Modules that callbacks hold and train: means of weights, a reference that follows the model."""
         trained = set(self._trainer.model.modules()) | set(self._trainer.model_wrapped.modules())
-        for callback in self._trainer.callback_handler.callbacks:
+        for kind, callback in named_callbacks(self._trainer).items():
             for name, value in vars(callback).items():
                 if isinstance(value, torch.nn.Module) and value not in trained:
-                    yield f"{type(callback).__name__}-{name}", value
+                    yield f"{kind}-{name}", value
 
 
 class _Begins(TrainerCallback):  # type: ignore[misc]  # their types are not read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from flashckpt.errors import DamagedError, OptionError
 from flashckpt.format.checked_json import NEWEST_FORMAT, dump
 from flashckpt.format.names import ASSETS
 from flashckpt.options import Remote
+from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from flashckpt.tiers.mirror import Mirror
 from flashckpt.tiers.run_copy import copy_run
@@ -38,6 +40,7 @@ def flip(folder: Path) -> None:
 
 def test_written_once_and_read_back(store: LocalStore) -> None:
     assert read_assets(store) == {}
+    assert not write_assets(store, {}), "a run keeps its first files, and these are none"
     assert write_assets(store, FILES)
     assert not write_assets(store, {"config.json": b"another"})
     assert read_assets(store) == FILES
@@ -53,8 +56,12 @@ def test_a_name_that_leads_elsewhere_is_refused(store: LocalStore, name: str) ->
 
 
 def test_more_than_a_run_keeps_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flashckpt.commit.assets.MAX_FILES", 2)
+    with pytest.raises(OptionError, match="at most 2 files"):
+        write_assets(store, FILES)
+    monkeypatch.setattr("flashckpt.commit.assets.MAX_FILES", 3)
     monkeypatch.setattr("flashckpt.commit.assets.MAX_BYTES", 10)
-    with pytest.raises(OptionError, match="at most 10"):
+    with pytest.raises(OptionError, match="of 10 bytes"):
         write_assets(store, FILES)
 
 
@@ -89,23 +96,29 @@ def test_damaged_ones_are_not_copied_and_steps_are(store: LocalStore, tmp_path: 
     assert not copy_assets(target, LocalStore(str(tmp_path / "other")))
 
 
-@pytest.mark.parametrize("what", ["whole", "damaged", "of a newer version"])
+def refuse(source: Store, target: Store) -> bool:
+    raise PermissionError(errno.EACCES, "the remote takes no such name")
+
+
+@pytest.mark.parametrize("why", ["", "damaged", "of a newer version", "refused"])
 def test_a_remote_has_them_also_where_they_come_after_the_start(
-    store: LocalStore, tmp_path: Path, what: str
+    store: LocalStore, tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = Mirror(store, Remote(url=str(tmp_path / "remote")))
     mirror.bring(None, lambda newest, step: newest != step)
     remote = LocalStore(str(tmp_path / "remote"))
     assert read_assets(remote) == {}
     write_assets(store, FILES)
-    if what == "damaged":
+    if why == "damaged":
         flip(tmp_path / "run")
-    elif what != "whole":
+    elif why == "of a newer version":
         store.replace(ASSETS, dump({"files": []}, version=NEWEST_FORMAT + 1))
+    elif why == "refused":
+        monkeypatch.setattr("flashckpt.tiers.mirror.copy_assets", refuse)
     name = attempt_at(store)
     publish(store, 6, name)
     assert commit(store, 6, name, 1)
     done = mirror.bring(None, lambda newest, step: newest != step)
     assert done.newest is not None
     assert done.newest.step == 6, "steps are worth more than a config"
-    assert read_assets(remote) == (FILES if what == "whole" else {})
+    assert read_assets(remote) == ({} if why else FILES)

@@ -97,6 +97,16 @@ def test_tensors_come_out_whole_under_the_names_of_the_state(
     assert all(is_same(loaded[name], each) for name, each in tensors.items())
 
 
+def test_an_empty_tensor_is_cast(store: LocalStore, tmp_path: Path) -> None:
+    empty, full = np.zeros((0, 3), "float32"), np.ones(2, "float32")
+    held = [Held("model.none", empty, whole(empty)), Held("model.full", full, whole(full))]
+    committed(store, [held] * WORLD)
+    export(store, str(tmp_path / "out"), dtype="bf16")
+    found = load_file(tmp_path / "out")
+    assert found["model.none"].dtype == found["model.full"].dtype == torch.bfloat16
+    assert found["model.none"].shape == (0, 3)
+
+
 def test_only_a_part_of_the_state(store: LocalStore, tmp_path: Path) -> None:
     tensors, ranks = state()
     committed(store, ranks)

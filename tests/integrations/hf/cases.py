@@ -522,6 +522,78 @@ def case_used_afterwards(job: Job) -> dict[str, Any]:
     return {}
 
 
+def case_without_its_best(job: Job) -> dict[str, Any]:
+    """A finished run whose best checkpoint is deleted is started again: its end does not look for it."""
+
+    def run() -> Trainer:
+        trainer = stops_early(job.folder)
+        flashckpt.transformers.train(trainer, job.run, every=1)
+        return trainer
+
+    best = run().state.best_model_checkpoint
+    os.rename(best, job.folder / "moved")
+    (job.folder / "out" / "checkpoint-99").mkdir()
+    assert run().state.best_model_checkpoint is None
+    return {}
+
+
+class Mean(TrainerCallback):
+    """Holds a module that follows the model's first weight."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.mean, self.steps = rate, torch.nn.Linear(1, 1), 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.steps += int(1 / self.rate)
+        with torch.no_grad():
+            self.mean.weight.lerp_(next(model.parameters())[:1, :1], self.rate)
+
+
+def case_with_means_of_weights(job: Job) -> dict[str, Any]:
+    """Two callbacks of one class: each has its own module, and its own attributes."""
+
+    def run() -> list[tuple[float, int]]:
+        trainer = steps_in_bf16(job.folder)
+        means = [Mean(0.5), Mean(0.1)]
+        for each in means:
+            trainer.add_callback(each)
+        flashckpt.transformers.train(trainer, job.run, every=1, own=["steps"])
+        return [(each.mean.weight.item(), each.steps) for each in means]
+
+    first = run()
+    assert run() == first
+    assert first[0] != first[1]
+    return {}
+
+
+def case_with_an_invalid_config(job: Job) -> dict[str, Any]:
+    """What their code refuses to write is missing in an export; the run trains."""
+    trainer = steps_in_bf16(job.folder)
+    trainer.model.generation_config.num_return_sequences = 3
+    assert flashckpt.transformers.train(trainer, job.run, every=1).global_step == 15
+    trainer.model.generation_config.num_return_sequences = 1
+    assert flashckpt.transformers.keep_config(job.run, trainer.model)
+    return {}
+
+
+def case_ended_by_a_callback(job: Job) -> dict[str, Any]:
+    """A run that a callback has ended stays ended, and continues where more steps are asked for."""
+
+    class Ends(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    def run(steps: int) -> int:
+        trainer = steps_in_bf16(job.folder)
+        trainer.args.max_steps = steps
+        trainer.add_callback(Ends())
+        step: int = flashckpt.transformers.train(trainer, job.run, every=1).global_step
+        return step
+
+    assert [run(8), run(8), run(10)] == [4, 4, 10]
+    return {}
+
+
 MAKES: tuple[Make, ...] = (
     evaluates_and_saves, stops_early, accumulates_in_workers, persistent_workers, stream, stream_of_steps,
     steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,

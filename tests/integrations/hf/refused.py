@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import transformers
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 import flashckpt
 from flashckpt.transformers import checks
-from tests.integrations.hf.cases import Sentences, arguments, model
+from tests.integrations.hf.cases import Sentences, Stream, arguments, model
 from tests.integrations.job import Job
 
 
@@ -40,6 +40,7 @@ def trainers(job: Job) -> dict[str, Any]:
     search = trainer_of(job)
     search.hp_search_backend = "optuna"
     refuses(job, search, "hyper-parameter search")
+    refuses(job, trainer_of(job, enable_jit_checkpoint=True), "enable_jit_checkpoint")
     running = trainer_of(job)
     running.is_in_train = True
     refuses(job, running, "training already")
@@ -50,6 +51,32 @@ def trainers(job: Job) -> dict[str, Any]:
 
     refuses(job, Other(model(), arguments(job.folder)), "Other has its own _inner_training_loop")
     refuses(job, trainer_of(job), "own='nothing'", own=("nothing",))
+    return {}
+
+
+def dispatched(job: Job) -> dict[str, Any]:
+    """On two ranks Accelerate draws an iterable data set on rank 0 for both, unless it is asked not to."""
+    args = arguments(job.folder, max_steps=2, ddp_backend="gloo")
+    trainer = Trainer(model(), args, train_dataset=Stream(16))
+    refuses(job, trainer, '"dispatch_batches": False')
+    assert not trainer.is_in_train
+    return {}
+
+
+def replaced_modules(job: Job) -> dict[str, Any]:
+    """A module that takes the place of the one that is attached would not be saved."""
+
+    class Replaces(TrainerCallback):
+        def __init__(self) -> None:
+            self.net = torch.nn.Linear(1, 1)
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.net = torch.nn.Linear(1, 1)
+
+    trainer = trainer_of(job)
+    trainer.add_callback(Replaces())
+    with pytest.raises(flashckpt.OptionError, match="A callback has made Replaces-net"):
+        flashckpt.transformers.train(trainer, job.run)
     return {}
 
 
@@ -85,7 +112,7 @@ def names(job: Job) -> dict[str, Any]:
     assert installed in checks.TESTED
     assert job.options.get("release") in (None, installed)
     checks.check_release()
-    assert flashckpt.transformers.__all__ == ["assets_of", "export", "train"]
+    assert flashckpt.transformers.__all__ == ["assets_of", "export", "keep_config", "train"]
     taken = inspect.signature(flashckpt.transformers.train).parameters
     assert list(taken) == ["trainer", "path", "own", "initial", "options"]
     return {}

@@ -181,6 +181,20 @@ def test_usable_afterwards(framework: Zygote, tmp_path: Path, runtime: Path) -> 
     Run(f"{CASES}:case_used_afterwards", framework, tmp_path, runtime, WHOLE).finish()
 
 
-@pytest.mark.parametrize("what", ["trainers", "releases", "other_integrations", "names"])
+@pytest.mark.parametrize("what", ["trainers", "releases", "other_integrations", "names", "replaced_modules"])
 def test_refused(framework: Zygote, tmp_path: Path, runtime: Path, what: str) -> None:
     Run(f"{REFUSED}:{what}", framework, tmp_path, runtime, WHOLE).finish()
+
+
+@pytest.mark.dist
+def test_a_data_set_that_rank_0_draws_for_all_is_refused(
+    framework: Zygote, tmp_path: Path, runtime: Path
+) -> None:
+    Run(f"{REFUSED}:dispatched", framework, tmp_path, runtime, WHOLE).finish(ranks=2)
+
+
+@pytest.mark.parametrize(
+    "case", ["without_its_best", "with_means_of_weights", "with_an_invalid_config", "ended_by_a_callback"]
+)
+def test_started_again(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> None:
+    Run(f"{CASES}:case_{case}", framework, tmp_path, runtime, WHOLE).finish()
