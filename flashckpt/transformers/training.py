@@ -284,8 +284,9 @@ class _Training:
     def _resume(self, max_steps: int, num_train_epochs: int) -> tuple[int, int]:
         """The epoch and its batches where the trainer continues."""
         part, run = self._part, self.run
+        if part.pending is None:
+            return run.epoch, 0  # an imported run: the trainer counts its steps from the beginning
         part.fit_pending()
-        assert part.pending is not None
         part.put_counts(part.pending)
         if self._trainer.state.global_step >= max_steps or part.pending["control"]["should_training_stop"]:
             return num_train_epochs, 0  # it has ended: no epoch is left
