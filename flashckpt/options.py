@@ -247,6 +247,9 @@ class Environment:
 
     rank: int = 0
     world: int = 1
+    names_rank: bool = True
+    """False where WORLD_SIZE is set and RANK is not, as in processes that Lightning's launcher starts: only
+    torch.distributed knows the rank."""
     local_rank: int = 0
     local_world: int = 1
     job_id: str = ""
@@ -268,6 +271,7 @@ class Environment:
         return cls(
             rank=_number("RANK", 0),
             world=_number("WORLD_SIZE", 1),
+            names_rank="RANK" in os.environ or "WORLD_SIZE" not in os.environ,
             local_rank=_number("LOCAL_RANK", 0),
             local_world=_number("LOCAL_WORLD_SIZE", 1),
             job_id=f"{get('SLURM_CLUSTER_NAME', '')}/{slurm_job}" if slurm_job else "",

@@ -219,6 +219,8 @@ def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | 
     from flashckpt.store import open_store
 
     environment = Environment.read()
+    if not environment.names_rank:
+        return None  # whose part is to be read is not known
     # Of a machine's ranks one starts the keeper that all of them find.
     is_new = "flashckpt.checkpointer.resume" not in sys.modules and environment.local_rank == 0
     in_memory = False

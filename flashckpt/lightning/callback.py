@@ -45,20 +45,25 @@ class Checkpoint(Callback):  # type: ignore[misc]  # Lightning's types are not r
         check_release()
         self._path, self._own, self._options = path, tuple(own), options
         self._fit: _Fit | None = None
+        self._run: TrainerRun | None = None
 
     @property
     def checkpointer(self) -> Checkpointer:
         """That of the fit that runs, or ran last. Raises BoundaryError before the first one is attached."""
-        if self._fit is None or self._fit.run is None:
+        if self._run is None:
             raise BoundaryError(
                 "No fit is attached to the run yet: that happens after all on_fit_start hooks. Nothing was "
                 "changed. Ask for the checkpointer from on_train_start on."
             )
-        return self._fit.run.checkpointer
+        return self._run.checkpointer
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        is_off = not self._options.get("enabled", True) or is_switched_off()
-        if stage != "fit" or is_off:
+        if stage != "fit":
+            return
+        if not self._options.get("enabled", True) or is_switched_off():
+            self._run = attach_trainer(
+                self._path, {}, integration="lightning", on_stop=lambda: None, **self._options
+            )
             return
         if trainer.fast_dev_run:
             log.warning("fast_dev_run: flashckpt saves and resumes nothing.")
@@ -73,7 +78,7 @@ class Checkpoint(Callback):  # type: ignore[misc]  # Lightning's types are not r
         self.teardown(trainer, pl_module, "fit")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fit": None}
+        return {**self.__dict__, "_fit": None, "_run": None}
 
 
 class _Stopped(BaseException):
@@ -145,7 +150,7 @@ class _Fit:
         self._counters = TrainerState(trainer)
         self._users = UserState(trainer, callback, callback._own)
         state = self._state()
-        self.run = run = attach_trainer(
+        self.run = run = callback._run = attach_trainer(
             callback._path, state, integration="lightning", on_stop=self._stop, **callback._options
         )
         users = self._users

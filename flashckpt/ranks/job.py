@@ -314,7 +314,8 @@ def meet(environment: Environment, patience_s: float = PATIENCE_S) -> Job | None
         _check_alone(environment)
         return None
     rank, world = distributed.get_rank(), distributed.get_world_size()
-    if environment.world > 1 and (environment.rank, environment.world) != (rank, world):
+    given = environment.rank if environment.names_rank else rank
+    if environment.world > 1 and (given, environment.world) != (rank, world):
         raise OptionError(
             f"RANK={environment.rank} of WORLD_SIZE={environment.world}, and torch.distributed says rank "
             f"{rank} of {world}. Nothing was started. All processes of the launcher's job must be in the "

@@ -44,11 +44,12 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
     if missing:
         raise BoundaryError(
             f"{name} of this release of Accelerate has no {', '.join(missing)}, so its position could not be "
-            "saved. Nothing was started. Install an accelerate release between 1.14 and 1.15."
+            "saved. Nothing was started. Install accelerate 1.15."
         )
-    if loader.skip_batches:
+    skipped = loader.skip_batches or _skipped_by_sampler(loader)
+    if skipped:
         raise BoundaryError(
-            f"This loader skips its first {loader.skip_batches} batches (skip_first_batches). A resume here "
+            f"This loader skips its first {skipped} batches (skip_first_batches). A resume here "
             "goes to the saved batch by itself, so the skipped ones would be missing twice. Nothing was "
             "started. Pass the prepared loader."
         )
@@ -65,6 +66,14 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
             "makes it exact."
         )
     return PreparedSource(loader, inside, per_batch=per_batch)
+
+
+def _skipped_by_sampler(loader: Any) -> int:
+    """Batches that `skip_first_batches` drops from a loader with samplers: a batch sampler drops them."""
+    for sampler in (loader.sampler, loader.batch_sampler):
+        if type(sampler).__name__ == "SkipBatchSampler":
+            return int(sampler.skip_batches)
+    return 0
 
 
 class PreparedSource(Source):

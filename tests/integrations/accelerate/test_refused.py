@@ -67,6 +67,9 @@ def test_a_loader_that_skips_batches_is_refused(accelerator: Any) -> None:
     with pytest.raises(BoundaryError, match="takes batches in a way that is not known"):
         source_of(accelerate.data_loader.SkipDataLoader(list(range(20)), skip_batches=1, batch_size=4))
     assert len(source_of(loader)) == 5
+    for each in (loader, accelerator.prepare(DataLoader(list(range(20)), 4, shuffle=True))):
+        with pytest.raises(BoundaryError, match="skips its first 2 batches"):
+            source_of(accelerate.skip_first_batches(each, 2))
 
 
 @pytest.mark.process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -295,6 +297,62 @@ def ranks(job: Job) -> Any:
     data.seed(job.rank + 1)
     model = Model(rows(52))
     return fit(job, model, accumulate_grad_batches=2, devices=2, strategy="ddp", use_distributed_sampler=True)
+
+
+def own_launcher(job: Job) -> Any:
+    """In the environment that Lightning's own launcher makes: WORLD_SIZE and LOCAL_RANK without RANK."""
+    del os.environ["RANK"]
+    data.seed(job.rank + 1)
+    how = {"devices": 2, "strategy": "ddp", "plugins": LightningEnvironment(), "max_epochs": 1}
+    return fit(job, Model(rows(16)), **how)
+
+
+class Raises(Callback):
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        if trainer.global_step == 9:
+            raise ValueError("a failure in mid-epoch")
+
+
+def failed(job: Job) -> Any:
+    """What `map_style` does, by two calls of fit on one trainer: the first one fails."""
+    _jobs.append(job)
+    data.seed()
+    model, checkpoint = Model(rows()), flashckpt.lightning.Checkpoint(job.run, every=1)
+    trainer = lp.Trainer(
+        callbacks=[Raises(), checkpoint], max_epochs=3, accelerator="cpu", devices=1, logger=Log(model),
+        log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=job.folder, enable_checkpointing=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(model)
+    except ValueError:
+        del trainer.callbacks[0]
+    loops = (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop)
+    overridden = [
+        name for each in loops for name in vars(each) if inspect.isfunction(vars(type(each)).get(name))
+    ]
+    trainer.fit(model)
+    return {**record(trainer, model, ()), "overridden": overridden}
+
+
+def switched_off(job: Job) -> Any:
+    _jobs.append(job)
+    data.seed()
+    checkpoint = flashckpt.lightning.Checkpoint(job.run, enabled=False)
+    found: list[Any] = []
+
+    class Asks(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            checkpoint.checkpointer.save()
+            found.append([checkpoint.checkpointer.stopping, checkpoint.checkpointer.resumed])
+
+    trainer = lp.Trainer(
+        callbacks=[Asks(), checkpoint], max_epochs=1, accelerator="cpu", devices=1, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=job.folder,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Model(rows(8)))
+    return {"found": found, "made": os.path.exists(job.run)}
 
 
 class Counts(Callback):

@@ -83,6 +83,27 @@ def test_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     harness.check(f"{CASES}:ranks", framework, tmp_path, runtime, ranks=2, victims=[1])
 
 
+@pytest.mark.dist
+def test_ranks_of_lightnings_own_launcher(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    harness.Run(f"{CASES}:own_launcher", framework, tmp_path, runtime, "whole").finish(ranks=2)
+
+
+def test_fit_can_be_called_again_after_an_exception(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    plain = harness.Run(f"{CASES}:map_style", framework, tmp_path, runtime, "plain").finish()
+    found = harness.Run(f"{CASES}:failed", framework, tmp_path, runtime, "whole").finish()
+    assert found.records[0].pop("overridden") == []
+    del found.logged[:], plain.logged[:]
+    harness.assert_same(plain, found)
+
+
+def test_the_checkpointer_of_a_callback_that_is_switched_off(
+    framework: Zygote, tmp_path: Path, runtime: Path
+) -> None:
+    run = harness.Run(f"{CASES}:switched_off", framework, tmp_path, runtime, "whole")
+    assert run.finish().records == [{"found": [[False, None]], "made": False}]
+    assert "nothing is saved" in run.said()
+
+
 def test_fit_continues_a_stopped_and_a_finished_run(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     plain = harness.Run(f"{CASES}:map_style", framework, tmp_path, runtime, "plain").finish()
     found = harness.Run(f"{CASES}:continued", framework, tmp_path, runtime, "whole").finish()

@@ -116,8 +116,9 @@ class Trainer:
 
     def train_step(self, batches: Any) -> None:
         self.optimizers.zero_grad()
-        self.job.step(self.step)
         drawn = [next(batches) for _ in range(self.accumulated)]
+        # The boundary of the iteration before is at the first draw.
+        self.job.step(self.step)
         self.job.batch(self.step, drawn)
         total = 0.0
         for inputs, labels in drawn:

@@ -50,9 +50,9 @@ def test_a_run_that_is_stopped_ends_as_at_the_end_of_its_data(
     plain = harness.Run(TRAIN, framework, tmp_path, runtime, PLAIN).finish()
     run = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, stop_at=6)
     stopped = run.finish()
-    # The trainer has counted the step that it began.
+    # The trainer counted a step before its draw, which is taken back.
     assert stopped.records[0]["trainer"]["step"] == 6
-    assert stopped.iterations(0) == [1, 2, 3, 4, 5, 6, 7]
+    assert stopped.iterations(0) == [1, 2, 3, 4, 5, 6]
     resumed = run.finish()
     assert resumed.iterations(1)[0] == 7
     harness.assert_same(plain, resumed)
