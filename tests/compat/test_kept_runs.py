@@ -69,7 +69,9 @@ def test_what_was_about_to_go_comes_back_as_it_was(run: Path, expected: Any) -> 
     assert contents(run) == expected
 
 
-def test_training_goes_on_from_it(run: Path, expected: Any, runtime: Path) -> None:
+def test_training_goes_on_from_it(run: Path, kept: Path, expected: Any, runtime: Path) -> None:
+    if not kept.name.startswith("v4"):
+        pytest.skip("positions of loaders had another form when it was written")
     job, newest = Job(seed=9), str(expected["visible"][-1])
     with flashckpt.attach(
         run, every=None, persist_every=None, keep=Keep(last=9), **job.named
