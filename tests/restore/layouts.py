@@ -274,7 +274,7 @@ def _encoded(state: object, world: int) -> Mapping[str, Any]:
         "rng": rng.capture(),
         "progress": {
             "step": 7, "epoch": 1, "phase": 0, "open": [], "iterated": True,
-            "integration": "", "taps": [], "sources": []
+            "integration": "", "taps": [], "to_skip": 0, "sources": []
         },
         "environment": {"world": world},
     }  # fmt: skip
