@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "left early": {"accumulated": 2, "leave_after": 4, "seedable": True},
     "plain loop": {"accumulated": 1, "plain_loop": True, "seedable": True},
 }
-IN_SHORT = ("workers", "dispatched", "plain loop")
+IN_SHORT = ("dispatched", "plain loop")
 
 
 def _marks(name: str) -> Any:
