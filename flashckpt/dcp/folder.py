@@ -138,6 +138,16 @@ def commit(store: Store, saved: Saved, leftovers: Iterable[str]) -> None:
             path=store.url,
         )
     store.replace(METADATA, data)
+    # Between the check and the replacement a save of another job can remove these files as those of an
+    # earlier save: it was there before they were committed.
+    remaining = files_in(store)
+    if lost := sorted(saved.files.keys() - remaining):
+        raise PersistError(
+            f"{store.url}: another save to this folder removed {lost[0]} and {len(lost) - 1} other files of "
+            "this one while both committed. The folder has no whole checkpoint now, and a load refuses it. "
+            "Save again, by one job and one save at a time.",
+            path=store.url,
+        )
     try:
         store.remove_files(sorted(set(leftovers) - saved.files.keys()))
     except OSError as error:  # the save is done; the next one removes them

@@ -28,6 +28,7 @@ from flashckpt.errors import (
     StateError,
 )
 from flashckpt.store import open_store
+from flashckpt.store.local import LocalStore
 from tests.dcp.states import copied, equal, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -396,7 +397,9 @@ def test_metadata_with_its_own_checksum_is_not_believed(tmp_path: Path) -> None:
         obj = json.loads(json.dumps(good))
         change(obj)
         path.write_bytes(dump(obj))
-        refused(lambda: load({"a": torch.zeros(4)}, tmp_path), DamagedError)
+        live = {"a": torch.zeros(4)}
+        assert refused(lambda: load(live, tmp_path), DamagedError)
+        assert not live["a"].any(), "nothing of it was loaded"
 
     hostile(lambda obj: obj["files"][0].__setitem__(0, "../../etc/passwd"))
     hostile(lambda obj: obj["tensors"][0].__setitem__(1, "load"))
@@ -501,3 +504,25 @@ def test_a_part_of_a_tensor_is_not_committed(tmp_path: Path) -> None:
     found = {"w": torch.zeros(7, 3)}
     load(found, tmp_path)
     assert torch.equal(found["w"], whole)
+
+
+def test_a_save_that_another_one_overtakes_reports_its_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second save begins once the first has written its files, and commits between the check of these files
+    and the replacement of the metadata: it removes them as those of an earlier save."""
+    replace, overtaken = LocalStore.replace, []
+
+    def overtake(store: LocalStore, path: str, data: bytes, *, durable: bool = True) -> None:
+        if path == "metadata.json" and not overtaken:
+            overtaken.append(path)
+            save(state(2), tmp_path)
+        replace(store, path, data, durable=durable)
+
+    monkeypatch.setattr(LocalStore, "replace", overtake)
+    said = refused(lambda: save(state(1), tmp_path), PersistError)
+    assert "another save to this folder removed" in said
+    assert overtaken
+    assert "is not there" in refused(lambda: load(state(9), tmp_path), DamagedError)
+    save(state(3), tmp_path)
+    assert equal(loaded(tmp_path), state(3))
