@@ -38,7 +38,7 @@ def check_overridden(
     "module:Class.function" the names of its parameters, `self` included; None where it need only be there.
 
     Raises OptionError, with each name that is missing or takes other parameters. Warns, once in a process,
-    where the release is none of `tested`.
+    where the release is not among `tested`.
     """
     version = importlib.metadata.version(package)
     changed = list(_changes(overridden))

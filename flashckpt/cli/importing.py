@@ -70,7 +70,7 @@ def import_(
     skip_unreadable: Skip = False,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Write a new run whose first step holds the checkpoint SRC: training that names its parts goes on from
+    """Write a new run whose first step holds the checkpoint SRC: training that names its parts resumes from
     it.
 
     No code of SRC is run. What cannot be read without is named, and then nothing is written.

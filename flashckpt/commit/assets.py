@@ -1,5 +1,5 @@
 """The assets of a run: small files of the training program (a model's config, its tokenizer) that belong to
-all of its steps. Owns `assets.json`, which holds them all and is written once: it exists whole or not at all.
+all of its steps. Owns `assets.json`, which holds all of them. It is written once, atomically.
 
 Nothing here is loaded or run as code. Copies and remotes of a run have the same file.
 """

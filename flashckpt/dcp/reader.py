@@ -37,7 +37,7 @@ from flashckpt.store.base import Store
 
 
 class Source(Protocol):
-    """A checkpoint that is read. `identity`: what all ranks must read alike."""
+    """An open checkpoint. `identity`: equal on all ranks that read the same one."""
 
     identity: str
 
@@ -69,7 +69,7 @@ class Reader(StorageReader):
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
 
-    # No parameter is named `kwargs`: DCP would then read metadata by rank where there is none.
+    # No parameter may be called `kwargs`: DCP would then ask for a metadata file of each rank.
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         if self.path is None:
             raise OptionError(

@@ -27,7 +27,7 @@ def has_slices(value: object) -> bool:
 
 
 def slices_in(value: Any, name: str = "") -> str | None:
-    """The name of such a tensor in nested dicts and lists. None where there is none."""
+    """Return the name of the first such tensor in nested dicts and lists, or None."""
     if has_slices(value):
         return name
     pairs = (

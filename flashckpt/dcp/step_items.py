@@ -119,7 +119,7 @@ class StepItems:
         has items itself."""
         if type(value) is LeafRef and not is_stored(value):
             leaf_name = name if name in self._leaves else (renamed or {}).get(name, name)
-            if leaf_name in self._leaves:  # a tensor subclass of several leaves is none of torch's items
+            if leaf_name in self._leaves:  # torch has no item for a tensor subclass of several leaves
                 self._add_tensor(path, leaf_name)
         elif isinstance(value, Mapping):
             for key, item in value.items():

@@ -1,5 +1,5 @@
-"""A new file or folder, whole or not at all. Owns the temporary name, the rename, and the list of an exported
-folder's files."""
+"""A new file or folder that appears atomically. Owns the temporary name, the rename, and the list of an
+exported folder's files."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class _Within:
 
 
 def select(record: StepRecord, only: Sequence[str], dtype: str | None) -> list[SelectedLeaf]:
-    """The tensors of a step, each whole. NoSuchStepError where the step has none of these names."""
+    """Return the tensors of a step, each whole. Raises NoSuchStepError where no tensor has such a name."""
     names = Names.of(record, only)
     found = _stored(record, 0, names) if record.world == 1 else _assembled(record, names)
     return found if dtype is None else [_cast(each, dtype) for each in found]

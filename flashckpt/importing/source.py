@@ -152,9 +152,9 @@ def without_unreadable(value: Any) -> Any:
 
 
 def lookup(tree: Any, key: str) -> Any:
-    """The value of a key; of `model.encoder` the key of that name, what stands under `encoder` in `model`, or
-    all whose names begin with `model.encoder.`, under the rest of their names. KeyError where there is none.
-    An empty key is the whole."""
+    """Return the value of a key. `model.encoder` means, in this order, the key of that name, the value of
+    `encoder` in `model`, or all values whose names begin with `model.encoder.`, by the rest of their names.
+    An empty key means the whole tree. Raises KeyError where nothing matches."""
     if not key:
         return tree
     if not isinstance(tree, dict):

@@ -155,7 +155,7 @@ class _NumpyValue:
     plain: object = None
 
     def made(self) -> Any:
-        """The value. DamagedError where it is none of those that have an exact encoding."""
+        """Return the value. Raises DamagedError where it has no exact encoding."""
         if self.plain is None:
             raise DamagedError("It has fields, objects or units of time.")
         return decode(self.plain)

@@ -97,7 +97,7 @@ class _Binding:
         """Raise MismatchError for an optimizer whose parameters were not imported: state is restored beside
         its parameter, and this would be left out."""
         modules = [each.name for each in self._tree.entries.values() if isinstance(each, ModuleEntry)]
-        # What lacks in a module that was imported is told by the comparison.
+        # The comparison reports what an imported module lacks.
         known = tuple(f"{name}." for name in modules if name in self._entries)
         for entry in self._tree.entries.values():
             if isinstance(entry, OptimizerEntry) and entry.name in self._entries:

@@ -135,6 +135,7 @@ def test_an_average_that_a_thread_keeps_beside_the_loop_is_found(run: Run) -> No
     finally:
         ends.set()
         thread.join()
+    assert lost(run)
 
 
 def test_leaves_that_are_not_row_major_are_read_again_in_turn(

@@ -178,23 +178,27 @@ def test_the_detector_reports_nothing_of_these_trainers(
 
 def test_usable_afterwards(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """The trainer evaluates, saves and trains by itself after train(); an error leaves nothing on it."""
-    Run(f"{CASES}:case_used_afterwards", framework, tmp_path, runtime, WHOLE).finish()
+    ended = Run(f"{CASES}:case_used_afterwards", framework, tmp_path, runtime, WHOLE).finish()
+    assert ended.records == [{}], "each assertion of the case held"
 
 
 @pytest.mark.parametrize("what", ["trainers", "releases", "other_integrations", "names", "replaced_modules"])
 def test_refused(framework: Zygote, tmp_path: Path, runtime: Path, what: str) -> None:
-    Run(f"{REFUSED}:{what}", framework, tmp_path, runtime, WHOLE).finish()
+    ended = Run(f"{REFUSED}:{what}", framework, tmp_path, runtime, WHOLE).finish()
+    assert ended.records == [{}], "each assertion of the case held"
 
 
 @pytest.mark.dist
 def test_a_data_set_that_rank_0_draws_for_all_is_refused(
     framework: Zygote, tmp_path: Path, runtime: Path
 ) -> None:
-    Run(f"{REFUSED}:dispatched", framework, tmp_path, runtime, WHOLE).finish(ranks=2)
+    ended = Run(f"{REFUSED}:dispatched", framework, tmp_path, runtime, WHOLE).finish(ranks=2)
+    assert ended.records == [{}, {}], "both ranks were refused"
 
 
 @pytest.mark.parametrize(
     "case", ["without_its_best", "with_means_of_weights", "with_an_invalid_config", "ended_by_a_callback"]
 )
 def test_started_again(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> None:
-    Run(f"{CASES}:case_{case}", framework, tmp_path, runtime, WHOLE).finish()
+    ended = Run(f"{CASES}:case_{case}", framework, tmp_path, runtime, WHOLE).finish()
+    assert ended.records == [{}], "each assertion of the case held"

@@ -85,7 +85,9 @@ def test_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
 
 @pytest.mark.dist
 def test_ranks_of_lightnings_own_launcher(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    harness.Run(f"{CASES}:own_launcher", framework, tmp_path, runtime, "whole").finish(ranks=2)
+    plain = harness.Run(f"{CASES}:own_launcher", framework, tmp_path, runtime, "plain").finish(ranks=2)
+    found = harness.Run(f"{CASES}:own_launcher", framework, tmp_path, runtime, "whole").finish(ranks=2)
+    harness.assert_same(plain, found)
 
 
 def test_fit_can_be_called_again_after_an_exception(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
