@@ -148,7 +148,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return
         if self._is_done:
             self._end_iteration(run, last=True)
-        run.close()
+        run.close(out_of_data=self._in_iteration)
 
     # ---- draws
 

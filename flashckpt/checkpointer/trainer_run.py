@@ -225,14 +225,18 @@ class TrainerRun:
 
     # ---- the end
 
-    def close(self) -> None:
+    def close(self, *, out_of_data: bool = False) -> None:
         """The trainer has ended in order: wait until what is captured is committed, and let the run go.
-        Raises PersistError where it cannot be."""
+        Raises PersistError where it cannot be. out_of_data: the loader ended where an iteration had begun,
+        and nothing was trained on since the boundary before, which is captured and committed."""
         checkpointer = self.checkpointer
         checkpointer._capture.heartbeat.rest()
+        capture = self._capture_last if out_of_data and self.begun and checkpointer.completed else _nothing
         with self._call():
+            if out_of_data:
+                checkpointer._abandon_iteration()
             if self.begun and not self._stopped:
-                checkpointer._end_loop(lambda: checkpointer._end(_nothing))
+                checkpointer._end_loop(lambda: checkpointer._end(capture))
             else:
                 checkpointer._end(_nothing)
 
@@ -360,7 +364,7 @@ class DisabledRun(TrainerRun):
     def end_epoch(self, *, trained: int | Mapping[str, int] | None = None, last: bool = False) -> None:
         """There is no boundary."""
 
-    def close(self) -> None:
+    def close(self, *, out_of_data: bool = False) -> None:
         """There is nothing to release."""
 
     def abandon(self) -> None:

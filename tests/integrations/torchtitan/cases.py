@@ -92,7 +92,9 @@ class Trainer:
             dp_rank=0, dp_world_size=1, batch_size=4,
             num_workers=int(job.options.get("workers", 0)), snapshot_every_n_steps=5 * self.accumulated,
         )  # fmt: skip
-        config = FlashCheckpointManager.Config(enable=True, every=1, interval=5) if job.flashckpt else None
+        every = int(job.options.get("every", 1))
+        ours = FlashCheckpointManager.Config(enable=True, every=every, interval=5 * every)
+        config = ours if job.flashckpt else None
         self.checkpointer = (config or Nothing.Config()).build(
             dataloader=self.dataloader, model_parts=[self.net], optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers, states={"train_state": self}, sd_adapter=None,
@@ -177,7 +179,8 @@ class Nothing(BaseCheckpointManager):  # type: ignore[misc]
 
 
 def train(job: Job) -> dict[str, Any]:
-    """options: accumulated, workers, documents, stop_at (a step after which the first attempt is stopped)."""
+    """options: accumulated, workers, documents, every (steps from one snapshot to the next), stop_at (a step
+    after which the first attempt is stopped)."""
     trainer = Trainer(job)
     try:
         trainer.train()

@@ -11,6 +11,7 @@ import pytest
 
 from tests.integrations import harness
 from tests.integrations.job import PLAIN, WHOLE
+from tests.integrations.torchtitan.cases import STEPS
 from tests.zygote import Zygote
 
 TRAIN = "tests.integrations.torchtitan.cases:train"
@@ -58,7 +59,19 @@ def test_a_run_that_is_stopped_ends_as_at_the_end_of_its_data(
     harness.assert_same(plain, resumed)
 
 
-def test_data_that_end(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    plain = harness.Run(TRAIN, framework, tmp_path, runtime, PLAIN, documents=80).finish()
-    whole = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, documents=80).finish()
+@pytest.mark.parametrize("documents", [118, 126], ids=["after an iteration", "within an iteration"])
+def test_data_that_end_between_two_snapshots(
+    framework: Zygote, tmp_path: Path, runtime: Path, documents: int
+) -> None:
+    """The last iteration is canceled, and the one before it is committed though no snapshot was due."""
+    options = {"documents": documents, "accumulated": 2, "every": 1000}
+    plain = harness.Run(TRAIN, framework, tmp_path, runtime, PLAIN, **options).finish()
+    run = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, **options)
+    whole = run.finish()
     harness.assert_same(plain, whole)
+    trained = whole.iterations(0)
+    assert 5 < len(trained) < STEPS
+    # Another attempt finds the end of its data, and trains nothing.
+    again = run.finish()
+    assert again.iterations(1) == []
+    harness.assert_same(plain, again)
