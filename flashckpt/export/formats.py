@@ -92,9 +92,8 @@ def write_torch(path: str, selected: Selected) -> None:
 
     from flashckpt.export.mapped import mapped_tensors
 
-    tensors = mapped_tensors(selected)
     # By a file object: with a path, a full disk is a RuntimeError without errno.
-    with open(path, "xb") as file:
+    with mapped_tensors(selected) as tensors, open(path, "xb") as file:
         torch.save(tensors, file)
 
 
@@ -105,9 +104,8 @@ def write_dcp(folder: str, selected: Selected) -> None:
 
     from flashckpt.export.mapped import mapped_tensors
 
-    tensors = mapped_tensors(selected)
     try:
-        with warnings.catch_warnings():
+        with mapped_tensors(selected) as tensors, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")
             save(tensors, checkpoint_id=folder, no_dist=True)
     except CheckpointException as error:

@@ -189,16 +189,15 @@ def _write(
             "max_shard_size= is not for adapters, whose weights PEFT writes to one file. Nothing was written."
         )
     model, configs = _build(source, model_class, adapters)
-    tensors = _load(model, selected, _adapter_names(model, adapters) if adapters else None)
-    options: dict[str, Any] = {}
-    if max_shard_size is not None:
-        options["max_shard_size"] = max_shard_size
-    if adapters:
-        model.peft_config.update(configs)
-    else:
-        _check_filled(model, selected, tensors)
-    os.mkdir(path)
-    model.save_pretrained(path, **options)
+    names = _adapter_names(model, adapters) if adapters else None
+    with mapped_tensors(_in_order(selected, model, names)) as mapped:
+        tensors = _load(model, selected, mapped, names)
+        if adapters:
+            model.peft_config.update(configs)
+        else:
+            _check_filled(model, selected, tensors)
+        os.mkdir(path)
+        model.save_pretrained(path, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     for file in source.rglob("*"):
         name = file.relative_to(source).as_posix()
         if file.is_file() and name not in adapters.values() and _is_of_tokenizer(name):
@@ -289,16 +288,27 @@ def _adapter_names(model: Any, adapters: Iterable[str]) -> set[str]:
     return found | {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in mine}
 
 
-def _load(model: Any, selected: Selected, names: Set[str] | None) -> dict[str, Any]:
-    """Fill the model with the step's tensors, or with those of these names alone. Returns them by their names
+def _in_order(selected: Selected, model: Any, names: Set[str] | None) -> Selected:
+    """The leaves in the order in which `save_pretrained` writes them; those that have one of these names in
+    the model, all if None."""
+    inside = _inside(selected)
+    order = {name: number for number, name in enumerate(model.state_dict())}
+    found = []
+    for each in selected.leaves:
+        its_names = {inside(name) for name in (each.leaf.name, *each.leaf.aliases)}
+        if names is None or its_names & names:
+            found.append((min(order.get(name, len(order)) for name in its_names), each))
+    found.sort(key=lambda pair: pair[0])
+    return replace(selected, leaves=[each for _, each in found])
+
+
+def _load(
+    model: Any, selected: Selected, mapped: Mapping[str, Any], names: Set[str] | None
+) -> dict[str, Any]:
+    """Fill the model with the mapped tensors, or with those of these names alone. Returns them by their names
     in the model."""
     inside = _inside(selected)
-    leaves = [
-        each
-        for each in selected.leaves
-        if names is None or any(inside(name) in names for name in (each.leaf.name, *each.leaf.aliases))
-    ]
-    tensors = {inside(n): each for n, each in mapped_tensors(replace(selected, leaves=leaves)).items()}
+    tensors = {inside(name): each for name, each in mapped.items()}
     if names is not None:
         tensors = {name: each for name, each in tensors.items() if name in names}
     try:
