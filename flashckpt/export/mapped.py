@@ -8,16 +8,22 @@ import mmap
 import os
 import tempfile
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from flashckpt import _native
 from flashckpt.export.formats import Selected, in_file_order, write_image
 from flashckpt.export.selection import StoredLeaf
 from flashckpt.format.layout import Leaf
 from flashckpt.restore.mapping import views_of_files
 from flashckpt.restore.snapshot import leaf_view
+
+_THREADS = 2
+# Native code reads a batch without the interpreter's lock, which safetensors holds while it writes a file.
+_BATCH_BYTES = 1 << 30
 
 
 @contextlib.contextmanager
@@ -33,7 +39,7 @@ def mapped_tensors(selected: Selected) -> Iterator[dict[str, torch.Tensor]]:
     if stored is None:
         yield _by_name(_in_scratch_file(selected))
     else:
-        with _verified(selected, [each for each, _ in stored]):
+        with _verified(selected, stored):
             yield _by_name([(each.leaf, tensor) for each, tensor in stored])
 
 
@@ -51,20 +57,20 @@ def _in_files(selected: Selected) -> list[tuple[StoredLeaf, torch.Tensor]] | Non
 
 
 @contextlib.contextmanager
-def _verified(selected: Selected, stored: Sequence[StoredLeaf]) -> Iterator[None]:
-    """A thread verifies the leaves in this order, which should be that in which the block writes: it then
-    reads each from the disk first. The end of the block waits for it."""
+def _verified(selected: Selected, stored: Sequence[tuple[StoredLeaf, torch.Tensor]]) -> Iterator[None]:
+    """A thread computes the digests of what is mapped, in this order. It should be that in which the block
+    writes: the thread then reads each tensor from the disk first. The end of the block waits for it."""
     is_left = threading.Event()
-    done, total = 0, selected.num_bytes
 
     def verify() -> None:
-        nonlocal done
-        for each in stored:
-            for piece in each.pieces():
-                if is_left.is_set():
-                    return
-                done += len(piece)
-                selected.progress(done, total)
+        done = 0
+        for batch in _batches(stored):
+            if is_left.is_set():
+                return
+            for (leaf, _), digest in zip(batch, _digests([tensor for _, tensor in batch]), strict=True):
+                leaf.check(digest)
+                done += leaf.leaf.num_bytes
+            selected.progress(done, selected.num_bytes)
 
     with ThreadPoolExecutor(1, "flashckpt-verify") as pool:
         verified = pool.submit(verify)
@@ -74,6 +80,28 @@ def _verified(selected: Selected, stored: Sequence[StoredLeaf]) -> Iterator[None
             is_left.set()
             raise
         verified.result()
+
+
+def _batches(
+    stored: Sequence[tuple[StoredLeaf, torch.Tensor]],
+) -> Iterator[list[tuple[StoredLeaf, torch.Tensor]]]:
+    batch, num_bytes = list[tuple[StoredLeaf, torch.Tensor]](), 0
+    for each in stored:
+        batch.append(each)
+        num_bytes += each[0].leaf.num_bytes
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> array[int]:
+    addresses = array("Q", [tensor.data_ptr() for tensor in tensors])
+    sizes = array("Q", [tensor.nbytes for tensor in tensors])
+    found = array("Q", bytes(8 * len(tensors)))
+    _native.digest_many(addresses, sizes, _native.address_of(found), _THREADS)
+    return found
 
 
 def _in_scratch_file(selected: Selected) -> Sequence[tuple[Leaf, torch.Tensor]]:

@@ -51,6 +51,10 @@ class StoredLeaf:
     def pieces(self) -> Iterator[memoryview]:
         return self.reader.pieces(self.stored)
 
+    def check(self, digest: int) -> None:
+        """Raise DamagedError where the digest of the bytes that were read is not that of the capture."""
+        self.reader.check(self.stored, digest)
+
 
 @dataclass(frozen=True, slots=True)
 class WholeLeaf:

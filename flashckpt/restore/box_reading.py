@@ -34,9 +34,13 @@ class BoxReader:
     def leaf(self, leaf: Leaf) -> bytearray:
         """All bytes of one of `contents.layout().leaves`. Raises as `box` does."""
         data = self.box(leaf, [(0, size) for size in leaf.shape])
-        if _native.digest(_native.address_of(data), leaf.num_bytes) != self._digests[leaf.name]:
-            raise self._damaged(f"{leaf.name} is not what was captured")
+        self.check(leaf, _native.digest(_native.address_of(data), leaf.num_bytes))
         return data
+
+    def check(self, leaf: Leaf, digest: int) -> None:
+        """Raise DamagedError where this is not the digest that such a leaf had when it was captured."""
+        if digest != self._digests[leaf.name]:
+            raise self._damaged(f"{leaf.name} is not what was captured")
 
     def box(self, leaf: Leaf, box: Box) -> bytearray:
         """The bytes of a box of such a leaf, row-major. DamagedError where they are missing or not what was
@@ -58,8 +62,7 @@ class BoxReader:
             digest.add(done, piece)
             done += len(piece)
             yield piece
-        if digest.value() != self._digests[leaf.name]:
-            raise self._damaged(f"{leaf.name} is not what was captured")
+        self.check(leaf, digest.value())
 
     def _range(self, offset: int, num_bytes: int) -> Iterator[memoryview]:
         chunk_bytes = self._contents.shard.chunk_bytes
