@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integrations import harness
+from tests.integrations.job import KILLED, STEP, WHOLE, Kill
 from tests.zygote import Zygote
 
 pytestmark = pytest.mark.process
@@ -76,6 +78,20 @@ def test_a_terminated_fit_repeats_no_iteration(
     _, stopped = harness.check_terminated(f"{CASES}:{case}", framework, tmp_path, runtime)
     # Lightning's own handler is called at the boundary: fit ends by its SIGTERMException.
     assert [end for ends in stopped.ends for end in ends][:-1] == [TERMINATED] * len(stopped.hits)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["max_steps", "plateau"])
+def test_a_signal_in_the_last_iteration_ends_a_fit_that_is_finished(
+    framework: Zygote, tmp_path: Path, runtime: Path, case: str
+) -> None:
+    """The limit of steps or EarlyStopping ends it there, too: another attempt trains nothing."""
+    whole = harness.Run(f"{CASES}:{case}", framework, tmp_path, runtime, WHOLE).finish()
+    run = harness.Run(f"{CASES}:{case}", framework, tmp_path, runtime, KILLED)
+    stopped = run.finish_killed([Kill(STEP, whole.iterations(0)[-1], number=signal.SIGTERM)])
+    assert stopped.ends == [[TERMINATED], [0]]
+    assert stopped.iterations(1) == []
+    harness.assert_same(whole, stopped)
 
 
 @pytest.mark.dist
