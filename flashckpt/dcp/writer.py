@@ -8,6 +8,7 @@ import dataclasses
 import io
 import math
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,23 +29,41 @@ from flashckpt.state.tensors import DTYPE_NAMES
 from flashckpt.store import open_store
 
 
+class _Save(threading.local):
+    """What belongs to one save. torch makes each in one thread, and an async_save in a new one."""
+
+    path: str | None = None
+    is_coordinator = True
+    leftovers: frozenset[str] = frozenset()
+
+
 class Writer(StorageWriter, Stager):
     """Writes a checkpoint to a folder or URL: typed JSON and safetensors. For `save` and `async_save` of
     torch.distributed.checkpoint, with `planner=flashckpt.dcp.SavePlanner()`.
 
     A save to a folder that has a checkpoint replaces it in one step; until then that one stays loadable.
-    Raises OptionError for another planner and for use_collectives=False, PersistError where files cannot be
-    committed.
+    Several saves may use one Writer at a time, each to a folder of its own. Raises OptionError for another
+    planner and for use_collectives=False, PersistError where files cannot be committed.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self.path = None if path is None else os.fspath(path)
-        self._is_coordinator = True
-        self._leftovers: set[str] = set()
+        self._given = None if path is None else os.fspath(path)
+        self._own = _Save()
+
+    def __getstate__(self) -> str | None:  # to a process that saves
+        return self.path
+
+    def __setstate__(self, path: str | None) -> None:
+        self._given, self._own = path, _Save()
+
+    @property
+    def path(self) -> str | None:
+        """The folder of the save that this thread is about to make, or has made last."""
+        return self._own.path or self._given
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self.path = os.fspath(checkpoint_id)
+            self._own.path = os.fspath(checkpoint_id)
 
     # DCP passes rank= and use_collectives= to a parameter of the name `kwargs` alone.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -59,7 +78,7 @@ class Writer(StorageWriter, Stager):
                 "flashckpt.dcp.Writer has no folder. Nothing was written. Give it one: Writer(path), or "
                 "checkpoint_id=."
             )
-        self._is_coordinator = is_coordinator
+        self._own.is_coordinator = is_coordinator
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.path)
@@ -76,7 +95,7 @@ class Writer(StorageWriter, Stager):
                 "checkpoint_id=…)."
             )
         # All ranks wait for this plan: no file that is there now is one of this save.
-        self._leftovers = files_in(store)
+        self._own.leftovers = frozenset(files_in(store))
         return [dataclasses.replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: AnyPlanner) -> Future[list[WriteResult]]:
@@ -87,7 +106,7 @@ class Writer(StorageWriter, Stager):
                 "planner=flashckpt.dcp.SavePlanner()."
             )
         results: list[WriteResult] = []
-        if plan.items or self._is_coordinator:
+        if plan.items or self._own.is_coordinator:
             items = [item for item in plan.items if not _is_empty_shard(item)]
             rows = sorted((_row(item, planner) for item in items), key=lambda row: image_order(row[0]))
 
@@ -103,7 +122,7 @@ class Writer(StorageWriter, Stager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        commit(open_store(self._folder), _saved(metadata, results), self._leftovers)
+        commit(open_store(self._folder), _saved(metadata, results), self._own.leftovers)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -526,3 +527,32 @@ def test_a_save_that_another_one_overtakes_reports_its_loss(
     assert "is not there" in refused(lambda: load(state(9), tmp_path), DamagedError)
     save(state(3), tmp_path)
     assert equal(loaded(tmp_path), state(3))
+
+
+def test_one_writer_in_two_saves_at_once_gives_each_its_folder(tmp_path: Path) -> None:
+    """torch runs each async_save in a thread of its own: the second begins while the first writes."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow(dcp.SavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            begun.set()
+            assert may_end.wait(60)
+            return super().resolve_data(write_item)
+
+    made, done = dcp.Writer(), []
+    for number, planner in ((1, Slow()), (2, dcp.SavePlanner())):
+        done.append(
+            torch_dcp.async_save(
+                state(number),
+                checkpoint_id=tmp_path / str(number),
+                storage_writer=made,
+                planner=planner,
+                no_dist=True,
+            )
+        )
+        assert begun.wait(60)
+    done[1].result()
+    may_end.set()
+    done[0].result()
+    for number in (1, 2):
+        assert equal(loaded(tmp_path / str(number)), state(number))
