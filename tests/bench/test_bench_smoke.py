@@ -100,6 +100,41 @@ def test_a_stopped_run_keeps_what_it_has_measured(tmp_path: Path) -> None:
     assert str(tmp_path) not in report.read_text(), "a path of the machine"
 
 
+_STOPPED_IN_AN_IMPORT = """
+import os, signal, sys
+from pathlib import Path
+import benchmarks.run as run
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == "matplotlib.rcsetup":
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+def measured(self, name):
+    return {"name": name, "title": name, "failed": "not measured here"}
+
+def limits(self):
+    return {"num_bytes": 1 << 26, "copy_s": [0.1], "step_s": [0.1], "write_s": [0.1], "read_s": [0.1]}
+
+run.Run._peer, run.Run._limits = measured, limits
+sys.meta_path.insert(0, Stop())
+run.app()
+"""
+
+
+def test_a_run_that_is_stopped_while_it_draws_its_report_ends_with_that_status(tmp_path: Path) -> None:
+    """Half of matplotlib was imported, and the report at the end could not be drawn."""
+    pytest.importorskip("matplotlib")
+    options = ["--quick", "--here", "--no-figures", "--peers", "torch_save,flashckpt", "--output", str(tmp_path)]
+    command = [sys.executable, "-c", _STOPPED_IN_AN_IMPORT, *options]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
+    [report] = tmp_path.glob("*.json")
+    assert [peer["name"] for peer in peers_of(report)] == ["torch_save"]
+    assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".png"}, "only the report is left"
+
+
 def peers_of(report: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(report.read_text())["peers"]
     return found
