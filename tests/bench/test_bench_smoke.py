@@ -66,7 +66,8 @@ def the_limits_of_the_machine_stand_beside(results: Results) -> None:
     assert limits.get("write_s") or limits["direct_refused"]
 
 
-def test_a_stopped_run_keeps_what_it_has_measured(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_stopped_run_of_real_peers_keeps_what_it_has_measured(tmp_path: Path) -> None:
     options = [
         "--quick",
         "--here",
@@ -100,7 +101,7 @@ def test_a_stopped_run_keeps_what_it_has_measured(tmp_path: Path) -> None:
     assert str(tmp_path) not in report.read_text(), "a path of the machine"
 
 
-_STOPPED_IN_AN_IMPORT = """
+_STOPPED = """
 import os, signal, sys
 from pathlib import Path
 import benchmarks.run as run
@@ -112,27 +113,37 @@ class Stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
 def measured(self, name):
+    if name == "flashckpt":  # the second one: the process that measures it is waited for
+        program = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
+        session = self._session(name)
+        try:
+            session.call([sys.executable, "-c", program], log=session.folder / "log", timeout_s=240)
+        finally:
+            print("left:", session.processes())
     return {"name": name, "title": name, "failed": "not measured here"}
 
 def limits(self):
     return {"num_bytes": 1 << 26, "copy_s": [0.1], "step_s": [0.1], "write_s": [0.1], "read_s": [0.1]}
 
 run.Run._peer, run.Run._limits = measured, limits
-sys.meta_path.insert(0, Stop())
+if sys.argv.pop(1) == "import":
+    sys.meta_path.insert(0, Stop())
 run.app()
 """
 
 
-def test_a_run_that_is_stopped_while_it_draws_its_report_ends_with_that_status(tmp_path: Path) -> None:
-    """Half of matplotlib was imported, and the report at the end could not be drawn."""
+@pytest.mark.parametrize("where", ["import", "process"])
+def test_a_run_that_is_stopped_anywhere_keeps_what_it_has_measured(tmp_path: Path, where: str) -> None:
+    """In the import of matplotlib: half of it was imported, and the report at the end could not be drawn."""
     pytest.importorskip("matplotlib")
     options = ["--quick", "--here", "--no-figures", "--peers", "torch_save,flashckpt", "--output", str(tmp_path)]
-    command = [sys.executable, "-c", _STOPPED_IN_AN_IMPORT, *options]
+    command = [sys.executable, "-c", _STOPPED, where, *options]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 128 + signal.SIGTERM, done.stdout + done.stderr
     [report] = tmp_path.glob("*.json")
     assert [peer["name"] for peer in peers_of(report)] == ["torch_save"]
     assert {path.suffix for path in tmp_path.iterdir()} <= {".json", ".png"}, "only the report is left"
+    assert where == "import" or "left: []" in done.stdout
 
 
 def peers_of(report: Path) -> list[dict[str, Any]]:
