@@ -27,9 +27,9 @@ def candidates(folder: str) -> list[int]:
     found = []
     for pid in _keepers():
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/fd/1") == f"{folder}/keeper.log":
-                if not any(path.startswith(f"{folder}/keeper-") for path in _opened(pid)):
-                    found.append(pid)
+            is_here = os.readlink(f"/proc/{pid}/fd/1") == f"{folder}/keeper.log"
+            if is_here and not any(path.startswith(f"{folder}/keeper-") for path in _opened(pid)):
+                found.append(pid)
     return found
 
 

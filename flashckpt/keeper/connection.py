@@ -414,16 +414,17 @@ class KeeperConnection:
                 self._runtime.remove(name)
 
     def _take_memfds(self) -> None:
-        """What a silent keeper holds and nobody finds by name may be the newest snapshot that there is: a
-        start must not go on from an older one because the keeper is slow. The next keeper is handed it."""
+        """Keep the memfds of a silent keeper, which have no name, for its successor: one may be the newest
+        snapshot, and a start must not resume from an older one because the keeper is slow."""
         pid = holder_of(self._runtime, ELECTION_LOCK)
         try:
             if pid is not None:
                 self._held.lend(memfds_of(pid))
         except OSError as error:
             log.error(
-                "the keeper %d of %s does not answer and is replaced; what memory it holds cannot be seen (%s). "
-                "Snapshots that are in memfds and not committed end with it. Named ones are taken over.",
+                "The keeper %d of %s does not answer and is replaced, and its memory cannot be read (%s). "
+                "Snapshots in memfds that are not committed are lost; those in named regions are kept. Give "
+                "the processes of this user one pid namespace, or /dev/shm room for the slots.",
                 pid, self._runtime.path, error,
             )  # fmt: skip
 

@@ -6,8 +6,8 @@ multiprocessing.shared_memory, whose tracker unlinks a region after a SIGKILL of
 
 from __future__ import annotations
 
-import errno
 import contextlib
+import errno
 import fcntl
 import os
 import re
