@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import environment, figures, files, machine, peers, report
+from benchmarks import environment, figures, files, machine, peers, report, stopping
 from benchmarks import settings as defaults
 from benchmarks.ranks import KINDS, table
 from benchmarks.ranks import peers as job_peers
@@ -61,8 +60,7 @@ def bench(
     """Measure flashckpt against its peers on this machine."""
     known = job_peers.PEERS if ranks else peers.PEERS
     names = _chosen("peer", only or ",".join(known), known)
-    # So that `finally` cleans up after this one as well.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stopping.install()
     output.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="work-", dir=folder or output)).resolve()
     settings = _settings(work, device=device, gib=gib, every=every, rounds=rounds, quick_run=quick)
@@ -77,8 +75,9 @@ def bench(
     try:
         run.all(names, figures.PARTS if figures_too else ())
     finally:
-        files.remove(work)
-        run.show()
+        with stopping.held():
+            files.remove(work)
+            run.show()
 
 
 def _of_jobs(settings: Settings, gib: float) -> Settings:
@@ -92,7 +91,8 @@ def _measure_jobs(jobs: Jobs, names: list[str], worlds: list[int], kinds: list[s
     try:
         found = jobs.all(names, worlds, kinds, turns)
     finally:
-        files.remove(jobs.work)
+        with stopping.held():
+            files.remove(jobs.work)
     written = table.write(found, jobs.output)
     table.show(found, console)
     console.print(f"written: [bold]{written}[/]")
@@ -107,7 +107,8 @@ def _chosen(what: str, asked: str, known: Collection[str]) -> list[str]:
 
 
 def _settings(work: Path, *, device: str, gib: float, every: int, rounds: int, quick_run: bool) -> Settings:
-    import torch
+    with stopping.held():
+        import torch
 
     cuda = device != "cpu" and torch.cuda.is_available()
     if device == "cuda" and not cuda:
@@ -169,7 +170,8 @@ class Run:
     def _write(self) -> list[Path]:
         self.results["seconds"] = time.time() - self._began
         self.results["load_average_after"] = os.getloadavg()
-        return report.write(self.results, self.output)
+        with stopping.held():
+            return report.write(self.results, self.output)
 
     def show(self) -> None:
         """Print and write what was measured so far."""
@@ -285,8 +287,9 @@ class Run:
         return failure
 
     def _clean(self, session: Session) -> None:
-        session.clean()
-        files.remove(session.folder)
+        with stopping.held():
+            session.clean()
+            files.remove(session.folder)
 
     def _shown(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         began = time.monotonic()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks import files
+from benchmarks import files, stopping
 
 TAG = "FLASHCKPT_BENCH_TAG"
 _OUTER = "FLASHCKPT_BENCH_OUTER_TAG"
@@ -84,22 +84,25 @@ class Session:
         signal; None if it was ended for its time, and all with it that it had started."""
         os.makedirs(self._runtime, mode=0o700, exist_ok=True)
         with open(log, "a") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=_ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**self.environment(), **(environment or {})},
-            )
+            process = None
             try:
+                with stopping.held():  # a process that has no name yet would be left behind
+                    process = subprocess.Popen(
+                        command,
+                        cwd=_ROOT,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                        env={**self.environment(), **(environment or {})},
+                    )
                 return self._watch(process, time.monotonic() + timeout_s)
             finally:
-                if process.poll() is None:  # whoever waits here was interrupted
-                    self.end_processes()
-                    process.kill()
-                    process.wait()
+                if process is not None and process.poll() is None:  # whoever waits here was interrupted
+                    with stopping.held():
+                        self.end_processes()
+                        process.kill()
+                        process.wait()
 
     @property
     def _runtime(self) -> str:

@@ -27,11 +27,16 @@ def candidates(folder: str) -> list[int]:
     found = []
     for pid in _keepers():
         with contextlib.suppress(OSError):
-            if os.readlink(f"/proc/{pid}/fd/1") == f"{folder}/keeper.log":
-                opened = [os.readlink(f"/proc/{pid}/fd/{each}") for each in os.listdir(f"/proc/{pid}/fd")]
-                if not any(path.startswith(f"{folder}/keeper-") for path in opened):
-                    found.append(pid)
+            is_here = os.readlink(f"/proc/{pid}/fd/1") == f"{folder}/keeper.log"
+            if is_here and not any(path.startswith(f"{folder}/keeper-") for path in _opened(pid)):
+                found.append(pid)
     return found
+
+
+def _opened(pid: int) -> Iterator[str]:
+    for each in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile, as while modules are imported
+            yield os.readlink(f"/proc/{pid}/fd/{each}")
 
 
 def _keepers() -> Iterator[int]:

@@ -1,6 +1,6 @@
 """Holds a training process still in the middle of a step, for the demo to kill it there.
 
-Owns a hook in the backward pass; without it nothing of the training changes.
+Owns a hook in the backward pass, and the commit before it; without them nothing of the training changes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import os
 import threading
 
 from torch import nn
+
+import flashckpt
 
 
 def hold_in_backward(block: nn.Module, step: int, *, after: int, report_fd: int) -> None:
@@ -27,3 +29,12 @@ def hold_in_backward(block: nn.Module, step: int, *, after: int, report_fd: int)
             threading.Event().wait()
 
     block.register_full_backward_hook(hook)
+
+
+def commit_before(step: int, checkpointer: flashckpt.Checkpointer) -> None:
+    """To be called in each iteration: commit a step before the one that is held. The demo's steps are so few
+    that on a busy machine none may be taken by then."""
+    if checkpointer.completed == step - 3:
+        checkpointer.save()
+    elif checkpointer.completed == step - 2:
+        checkpointer.wait()

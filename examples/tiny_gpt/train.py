@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import torch
-from hold import hold_in_backward
+from hold import commit_before, hold_in_backward
 from model import GPT
 from plain import PlainLoop
 from safetensors.torch import save_model
@@ -60,6 +60,8 @@ def train(args: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
         scheduler.step()
+        if args.hold is not None:
+            commit_before(args.hold, batches.checkpointer)
         losses.write(f"{batches.completed + 1},{loss.item()!r}\n")
     losses.close()
 

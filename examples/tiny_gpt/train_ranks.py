@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hold import hold_in_backward
+from hold import commit_before, hold_in_backward
 from model import GPT
 from plain import PlainLoop
 from safetensors.torch import save_model
@@ -63,10 +63,8 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if args.hold is not None and batches.completed == args.hold - 3:
-            batches.checkpointer.save()  # of this step: its steps are so few that none may be taken before
-        if args.hold is not None and batches.completed == args.hold - 2:
-            batches.checkpointer.wait()
+        if args.hold is not None:
+            commit_before(args.hold, batches.checkpointer)
         losses.write(f"{batches.completed + 1},{loss.item()!r}\n")
     losses.close()
     if rank == 0:

@@ -32,8 +32,8 @@ from flashckpt.keeper.protocol import (
     send,
 )
 from flashckpt.memory import forks
-from flashckpt.memory.region import MEMFD
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive
+from flashckpt.memory.region import MEMFD, Region, memfds_of
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, holder_of, is_alive
 from flashckpt.memory.slot import Slot
 
 log = logging.getLogger(__name__)
@@ -86,6 +86,7 @@ class HeldDescriptors:
         self.released: list[str] = []
         self.held: dict[str, int] = {}
         self._lent: set[str] = set()
+        self._has_slots = False
         self._lock = threading.Lock()
         forks.hold(self)
 
@@ -105,9 +106,21 @@ class HeldDescriptors:
             self._lent -= set() if lent else names
             self.released = [name for name in self.released if name not in names]
 
+    def lend(self, regions: Sequence[Region]) -> None:
+        """Memfds of a keeper that is replaced, owned by this object from here on: until this trainer has
+        slots, it may be about to resume from them."""
+        with self._lock:
+            for region in regions:
+                if region.name in self.held or self._has_slots:
+                    os.close(region.descriptor)
+                else:
+                    self.held[region.name] = region.descriptor
+                    self._lent.add(region.name)
+
     def end_loans(self) -> None:
         """Slots to be written were granted: what was only looked at is not."""
         with self._lock:
+            self._has_slots = True
             self._let_go(self._lent)
             self._lent.clear()
 
@@ -352,10 +365,11 @@ class KeeperConnection:
         """Tell a keeper that may be a new one all that the last one was told."""
         # The next keeper may take over the lock's file, so the process counts, too.
         found = self._elected, peer_uid(peer)[0]
-        if "hello" not in self._said:
-            self._known = found
-            return
         try:
+            if "hello" not in self._said:
+                self._hand_over(peer)
+                self._known = found
+                return
             asked(peer, self._said["hello"])
             self._hand_over(peer)
             if self._held.released:
@@ -395,8 +409,24 @@ class KeeperConnection:
         self._drop()
         # Another trainer may have been faster: the keeper that it has started stays.
         if self._runtime.inode(ELECTION_LOCK) == self._elected:
+            self._take_memfds()
             for name in (SOCKET_NAME, ELECTION_LOCK):
                 self._runtime.remove(name)
+
+    def _take_memfds(self) -> None:
+        """Keep the memfds of a silent keeper, which have no name, for its successor: one may be the newest
+        snapshot, and a start must not resume from an older one because the keeper is slow."""
+        pid = holder_of(self._runtime, ELECTION_LOCK)
+        try:
+            if pid is not None:
+                self._held.lend(memfds_of(pid))
+        except OSError as error:
+            log.error(
+                "The keeper %d of %s does not answer and is replaced, and its memory cannot be read (%s). "
+                "Snapshots in memfds that are not committed are lost; those in named regions are kept. Give "
+                "the processes of this user one pid namespace, or /dev/shm room for the slots.",
+                pid, self._runtime.path, error,
+            )  # fmt: skip
 
     def _drop(self) -> None:
         if self._peer is not None:

@@ -326,12 +326,17 @@ class Requests:
         return {"is_all": len(found) == len(by_rank)}, [held.slot.descriptor for held in found]
 
     def _adopt(self, descriptors: list[int]) -> Answer:
-        names, wrong = [], []
+        names, ranks, wrong = [], set(), []
         while descriptors:
             try:
-                names.append(self._regions.adopt_memfd(descriptors.pop()).slot.name)
+                slot = self._regions.adopt_memfd(descriptors.pop()).slot
+                names.append(slot.name)
+                ranks.add(slot.rank)
             except (DamagedError, FormatError, KeeperError, OSError) as error:
                 wrong.append(str(error))
+        for rank in ranks:
+            if not self._roster.of_rank(rank):
+                self._queue.rescue(rank)  # a dead trainer's, of a keeper that was replaced
         self._ledger.add(None, Event.ADOPT, slots=names, kind="memfd")
         if wrong:
             raise KeeperError(f"A slot that was handed over is none, all others were taken: {wrong[0]}")

@@ -6,6 +6,7 @@ multiprocessing.shared_memory, whose tracker unlinks a region after a SIGKILL of
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -45,6 +46,20 @@ def rank_of(name: str) -> int:
 
 def is_region_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
+
+
+def memfds_of(pid: int) -> list[Region]:
+    """The memfds of this library that a process of this user has open, each once. Raises OSError."""
+    found: dict[str, Region] = {}
+    folder = f"/proc/{pid}/fd"
+    for each in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            target = os.readlink(f"{folder}/{each}")
+            name = target.removeprefix("/memfd:").removesuffix(" (deleted)")
+            if target.startswith("/memfd:") and is_region_name(name) and name not in found:
+                descriptor = os.open(f"{folder}/{each}", os.O_RDWR | os.O_CLOEXEC)
+                found[name] = Region(name, MEMFD, descriptor, os.fstat(descriptor).st_size)
+    return list(found.values())
 
 
 def kind_for(folder: RuntimeFolder, num_bytes: int) -> str:

@@ -74,7 +74,9 @@ def start(
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=_ROOT, env={**os.environ, **(environment or {})}, **pipes, **how)
+    # Several threads wait for one another at each operation, long on a machine that has other work.
+    told = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    return subprocess.Popen(command, cwd=_ROOT, env=told, **pipes, **how)
 
 
 def found_in(out: Path, part: str) -> dict[str, Any]:

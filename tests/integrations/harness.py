@@ -30,7 +30,7 @@ import torch
 from torch.distributed import TCPStore
 
 from tests import zygote
-from tests.integrations.job import AFTER, KILLED, PLAIN, START, STEP, WHOLE, Kill, Task
+from tests.integrations.job import AFTER, IN_WORKER, KILLED, PLAIN, START, STEP, WHOLE, Kill, Task
 from tests.waiting import until
 from tests.zygote import DEVNULL, Forked, Zygote
 
@@ -227,20 +227,28 @@ def plan(
     drawn, last = random.Random(seed), max(counter for _, counter in moments)
     names = sorted({name for name, _ in moments} - {START, AFTER})
     places = {name: sorted({counter for each, counter in moments if each == name}) for name in names}
+    for name, counters in places.items():
+        if counters[0] == IN_WORKER:  # after any kill of the first half, workers are still to draw
+            places[name] = list(range(1, last // 2 + 1))
+    workers = {name for name, counter in moments if counter == IN_WORKER}
     chosen, used = [Kill(STEP, last)], {last}
     for turn in range(kills):
         for name in names if turn else [each for each in names if each != STEP]:
             free = [each for each in places[name] if each not in used] or (places[name] if not turn else [])
             if free and len(chosen) < max(kills - 2, len(names)):
-                counter = drawn.choice(free)
-                count = sum(1 for each in moments if each == (name, counter))
-                chosen.append(Kill(name, counter, nth=drawn.randint(1, min(count, 3))))
+                counter, in_worker = drawn.choice(free), name in workers
+                count = 3 if in_worker else sum(1 for each in moments if each == (name, counter))
+                nth = drawn.randint(1, min(count, 3))
+                chosen.append(Kill(name, counter, nth=nth, in_worker=in_worker))
                 used.add(counter)
     order = {place: index for index, place in reversed(list(enumerate(moments)))}
-    chosen.sort(key=lambda each: (each.counter, order[each.name, each.counter]))
+    chosen.sort(key=lambda each: (each.counter, order.get((each.name, each.counter), 0)))
     planned = []
     for each, following in zip(chosen, [*chosen[1:], None], strict=True):
         until = following.counter if following is not None and following.counter > each.counter else None
+        if each.in_worker:
+            planned.append(each)
+            continue
         # From outside, the signal hits wherever the process is by then.
         planned.append(replace(each, until=until, outside=until is not None and drawn.random() < 0.25))
     ends = [Kill(START, outside=True), *planned, Kill(AFTER)]
@@ -253,7 +261,7 @@ def check(
     folder: Path,
     runtime: Path,
     *,
-    kills: int = 10,
+    kills: int = 7,
     seed: int = 1,
     ranks: int = 1,
     victims: Sequence[int] | None = None,
@@ -301,7 +309,7 @@ def check_terminated(
     stopped run, whose `ends` say how each attempt ended."""
     whole = Run(case, framework, folder, runtime, WHOLE, **options).finish()
     # Before the first iteration no handler is installed, after the last none is: nothing is saved there.
-    inside = [place for place in whole.moments[0][0] if place[0] not in (START, AFTER) and place[1] > 0]
+    inside = [place for place in whole.moments[0][0] if place[0] not in (START, AFTER) and place[1] != 0]
     planned = [replace(each, outside=False) for each in plan(inside, stops + 2, seed, signal.SIGTERM)[1:-1]]
     stopped = Run(case, framework, folder, runtime, KILLED, **options).finish_killed(planned)
     assert len(stopped.hits) >= stops, f"{len(stopped.hits)} signals were sent, at {stopped.hits}"

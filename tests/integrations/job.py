@@ -45,6 +45,9 @@ class Kill:
 
     until: where that iteration begins before the signal was sent, it is sent there: a resumed attempt may
     have passed the place already. outside: the parent sends the signal, while the process runs on.
+    in_worker: at the `nth` moment `name` that one of the loader's workers reports, whatever the iteration:
+    which one is under way then depends on how far the workers are ahead. A worker's first batches are drawn
+    for the first iterations of an attempt; `counter` gives the kill its place in the plan.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Kill:
     until: int | None = None
     number: int = signal.SIGKILL
     outside: bool = False
+    in_worker: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Task:
         return cls(**found, kill=None if kill is None else Kill(**kill))
 
 
+IN_WORKER = -1  # the place of a moment that a worker reports
 _WORDS = struct.Struct("<qqq")  # the newest iteration, armed moments passed, whether the signal was sent
 
 
@@ -96,6 +101,7 @@ class Job:
         self._moments = os.open(f"{task.files}/moments-{self.rank}-{task.attempt}", flags, 0o600)
         self._logged = os.open(f"{task.files}/logged-{self.rank}", flags, 0o600)
         self._own: dict[str, str] = {}
+        self._in_worker = 0
         self._checkpointer: Any = None
 
     def step(self, number: int) -> None:
@@ -111,9 +117,15 @@ class Job:
 
     def moment(self, name: str) -> None:
         counter, passed, sent = _WORDS.unpack(self._words[:])
-        self._write(self._moments, [name, counter])
+        in_worker = os.getpid() != self._pid
+        self._write(self._moments, [name, IN_WORKER if in_worker else counter])
         kill = self.kill
-        if kill is None or sent:
+        if kill is None or sent or kill.in_worker != in_worker:
+            return
+        if in_worker:
+            self._in_worker += name == kill.name  # of this process alone: each worker has a copy
+            if self._in_worker == kill.nth:
+                self._send(kill, name)
             return
         if kill.until is not None and counter >= kill.until:
             self._send(kill, name)

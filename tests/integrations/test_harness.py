@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.integrations import harness
-from tests.integrations.job import AFTER, DRAW, START, STEP, Kill
+from tests.integrations.job import AFTER, DRAW, IN_WORKER, START, STEP, Kill
 from tests.zygote import Zygote
 
 CASE = "tests.integrations.plain.cases:loop"
@@ -61,6 +61,17 @@ def test_the_plan_covers_all_names_in_their_order() -> None:
         assert [each.counter for each in found[:-1]] == sorted(each.counter for each in found[:-1])
         assert found[0] == Kill(START, outside=True)
         assert (STEP, 20) in [(each.name, each.counter) for each in found]
+
+
+def test_a_kill_in_a_worker_depends_on_no_iteration() -> None:
+    moments = [(START, 0)] + [(STEP, number) for number in range(1, 21)] + [(DRAW, IN_WORKER)] * 80
+    for seed in range(50):
+        found = harness.plan([*moments, (AFTER, 20)], 10, seed)
+        workers = [each for each in found if each.in_worker]
+        assert {each.name for each in workers} == {DRAW}
+        assert not any(each.outside or each.until is not None for each in workers)
+        assert all(1 <= each.counter <= 10 and each.nth <= 3 for each in workers)
+        assert not any(each.in_worker for each in found if each.name != DRAW)
 
 
 def test_differences_are_named() -> None:

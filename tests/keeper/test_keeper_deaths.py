@@ -26,7 +26,15 @@ from flashckpt.memory.slot import SlotState
 from flashckpt.store import open_store
 from tests.descriptors import closed_after, readable
 from tests.events import ledger
-from tests.keeper.driver import InProcess, Process, committed, eventually, kill_keeper, runtime_of
+from tests.keeper.driver import (
+    InProcess,
+    Process,
+    committed,
+    eventually,
+    kill_keeper,
+    runtime_of,
+    the_keeper,
+)
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end
@@ -367,6 +375,31 @@ def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: P
         assert committed(run) == [2]
         next_one.end()
         eventually(lambda: keeper_pid(trainer.folder) is None)
+
+
+def test_memfds_of_a_keeper_that_is_silent_are_taken_over_by_the_next_start(
+    tmp_path: Path, runtime: Path
+) -> None:
+    run = tmp_path / "run"
+    with small_tmpfs(1 << 20) as base:
+        first = Process(run, base, kib=2048)
+        first.do("start", None, 0, None)
+        first.do("slots", 3)
+        pid = the_keeper(runtime_of(run, base))
+        stop(pid)
+        first.do("snapshot", 7, False)
+        first.kill()
+        second = FakeTrainer(run, base, kib=2048, patience_s=2.0)
+        assert keeper_pid(second.folder) != pid
+        [(name, step)] = second.survivors()
+        assert step == 7, "sealed, committed nowhere"
+        second.start(AttemptName.parse(first.attempt), 7, name)
+        second.wait_committed(7)
+        os.kill(pid, signal.SIGCONT)
+        eventually(lambda: not Path(f"/proc/{pid}").exists())
+        assert committed(run) == [7]
+        second.end()
+        eventually(lambda: keeper_pid(second.folder) is None)
 
 
 def test_a_trainer_killed_with_its_keeper_stopped_is_found_when_it_wakes(

@@ -94,6 +94,7 @@ def refused(job: Launch, kind: str, *words: str) -> None:
 COMMON, ALONE = [3, 4], [8, 9]
 
 
+@pytest.mark.long
 def test_what_one_node_has_alone_is_not_gone_on_from(disks: Disks, tmp_path: Path) -> None:
     """One node goes on committing when the other's disk is full, and keeps what both have: from there
     all go on when both are killed. Of what it kept it deletes nothing that the other may lack."""
@@ -117,6 +118,7 @@ def test_what_one_node_has_alone_is_not_gone_on_from(disks: Disks, tmp_path: Pat
         until(lambda node=node: disks.steps(node) == [12, last], "retention")
 
 
+@pytest.mark.long
 def test_a_folder_has_its_ranks_alone_and_says_so(disks: Disks) -> None:
     disks.start(ranks=2, epochs=1, save_at=2, options={"every": None}).finished()
     assert disks.steps(0) == disks.steps(1) == [2, 3]
@@ -135,6 +137,7 @@ def test_a_folder_has_its_ranks_alone_and_says_so(disks: Disks) -> None:
     refused(disks.start(ranks=2, restart=3), "UnusableRunError", "cannot be read by rank 2, 3")
 
 
+@pytest.mark.long
 def test_nodes_that_share_a_folder_commit_together(disks: Disks) -> None:
     names = [disks.launcher.runtime(node).name for node in range(3)]
     disks.start(nodes=3, epochs=1, save_at=2, shared=f"{names[2]}={names[1]}").finished()
@@ -169,6 +172,7 @@ def test_what_a_job_goes_on_from_in_memory_is_one_step_on_all_disks(disks: Disks
     assert [each.out[0] for each in ended] == ["resumed 5 local"] * 2
 
 
+@pytest.mark.long
 def test_what_a_job_went_on_from_stays_until_all_disks_have_a_newer_step(disks: Disks) -> None:
     """One node's disk lacks it, and takes a newer step, which the other's does not: what it has in memory is
     not let go for that, and is what all go on from."""
@@ -191,6 +195,7 @@ def test_what_a_job_went_on_from_stays_until_all_disks_have_a_newer_step(disks: 
     assert [each.out[0] for each in ended] == ["resumed 5 local"] * 2
 
 
+@pytest.mark.long
 def test_torchrun_goes_on_from_what_all_disks_have_where_all_died_between_two_commits(
     disks: Disks, tmp_path: Path
 ) -> None:
@@ -221,6 +226,7 @@ def test_torchrun_goes_on_from_what_all_disks_have_where_all_died_between_two_co
     assert disks.steps(0)[-1] == disks.steps(1)[-1] == max(steps_of(whole[0].out))
 
 
+@pytest.mark.long
 def test_a_lost_disk_and_another_number_of_ranks_with_a_remote(disks: Disks, tmp_path: Path) -> None:
     """Each node sends its part. A node whose disk is empty reads its ranks' from there, the other its own;
     and one alone, whose disk has one rank of two, reads all of it there."""

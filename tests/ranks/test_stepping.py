@@ -13,6 +13,7 @@ import pytest
 import flashckpt
 from tests.ranks.launch import Ended, Launch, Launcher
 from tests.ranks.test_pacing import last_step, until_step, word
+from tests.waiting import until
 
 pytestmark = pytest.mark.dist
 PROGRAM = "tests.ranks.stepping"
@@ -68,7 +69,9 @@ def test_a_last_boundary_that_not_all_ranks_have_is_counted_once(launcher: Launc
 def test_a_job_that_was_killed_counts_on(launcher: Launcher, tmp_path: Path) -> None:
     run = tmp_path / "run"
     launch = start(launcher, run, steps=3000, options={"every": 1, "persist_every": 5})
+    # Of 40 short iterations on a busy machine all may pass before the keeper gives slots.
     until_step(launch, 0, 40)
+    until(lambda: flashckpt.steps(run), "a committed step")
     launch.kill()
     killed = launch.ended()
     end = max(map(last_step, killed)) + 20

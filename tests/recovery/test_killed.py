@@ -20,7 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("mess", "least_calls", "steps"),
-    [("everything", 60, [1, 2, 3, 4]), ("overtaken_branch", 30, [1, 3]), ("asked_for", 30, [5, 6])],
+    [
+        ("everything", 60, [1, 2, 3, 4]),
+        ("overtaken_branch", 30, [1, 3]),
+        pytest.param("asked_for", 30, [5, 6], marks=pytest.mark.long),
+    ],
 )
 def test_killed_at_every_call(
     scratch: str, runtime: Path, mess: str, least_calls: int, steps: list[int]
