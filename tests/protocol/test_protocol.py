@@ -75,9 +75,9 @@ SCENARIOS: dict[str, Scenario] = {
     "two committers": (2, (), [KEEPER_0, KEEPER_1]),
     "committer and claimant": (2, (both_parts,), [LATE_0, CLAIMANT]),
     "collector": (3, (), [COLLECTOR]),
-    "recovery and committer": (2, (one_part,), [RECOVERY, KEEPER_1]),
 }
 LONG: dict[str, Scenario] = {
+    "recovery and committer": (2, (one_part,), [RECOVERY, KEEPER_1]),
     "collector and claimant": (3, (), [COLLECTOR, CLAIMANT]),
     "copier and collector": (3, (), [COPIER, COLLECTOR]),
     "collector and late committer": (0, (overtaken,), [COLLECTOR, LATE_0]),

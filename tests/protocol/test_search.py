@@ -52,7 +52,7 @@ def test_a_lost_update_is_found_by_its_shortest_schedule() -> None:
     actors = _actors()[:2]
     found = Search(_files(FolderStore), actors, FolderStore, [counted], most_deaths=0).run()
     assert found.fault.startswith("counted: an update is lost")
-    assert "one: replace home/counter" in found.fault
+    assert "  one  replace home/counter" in found.fault
     assert Search(_files(FolderStore), actors[:1], FolderStore, [counted]).run().fault == ""
 
 
