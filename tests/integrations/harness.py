@@ -261,7 +261,7 @@ def check(
     folder: Path,
     runtime: Path,
     *,
-    kills: int = 7,
+    kills: int = 10,
     seed: int = 1,
     ranks: int = 1,
     victims: Sequence[int] | None = None,
