@@ -69,7 +69,8 @@ def test_a_run_that_is_terminated_repeats_nothing(framework: Zygote, tmp_path: P
     [
         {"accumulated": 2, "rows": 40},
         pytest.param({"accumulated": 2, "rows": 40, "seedable": True, "workers": 1}, marks=pytest.mark.long),
-        pytest.param({"accumulated": 2, "rows": 40, "stream": True}, marks=pytest.mark.long),
+        # The last batch of an epoch has three rows for two ranks.
+        pytest.param({"accumulated": 2, "rows": 43, "stream": True}, marks=pytest.mark.long),
         pytest.param({"rows": 40, "stream": True, "dispatch": False}, marks=pytest.mark.long),
     ],
     ids=["shard", "seeded shard", "dispatched", "stream"],

@@ -88,6 +88,26 @@ def test_a_stream_on_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path)
 
 
 @pytest.mark.dist
+def test_a_stream_that_rank_0_draws_for_all(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """An epoch of 3 steps is resumed after 2: rows of its first batch complete the last one."""
+    case = f"{CASES}:case_dispatched"
+    run = Run(case, framework, tmp_path, runtime, KILLED, commits=True)
+    assert -signal.SIGKILL in run.attempt(Kill(STEP, 3), ranks=2)
+    killed = run.finish(ranks=2)
+    assert killed.iterations(1)[0] == 3
+    for kind in (PLAIN, WHOLE):
+        other = Run(case, framework, tmp_path, runtime, kind).finish(ranks=2)
+        harness.assert_same(other, killed, kind, "killed")
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_killed_stream_that_rank_0_draws_for_all(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    harness.check(f"{CASES}:case_dispatched", framework, tmp_path, runtime, ranks=2)
+
+
+@pytest.mark.dist
 def test_another_number_of_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """An epoch of 6 steps is begun on two ranks, continued on one, and ended on two: each item once."""
     run = Run(f"{CASES}:case_on_other_ranks", framework, tmp_path, runtime, KILLED)
@@ -186,14 +206,6 @@ def test_usable_afterwards(framework: Zygote, tmp_path: Path, runtime: Path) -> 
 def test_refused(framework: Zygote, tmp_path: Path, runtime: Path, what: str) -> None:
     ended = Run(f"{REFUSED}:{what}", framework, tmp_path, runtime, WHOLE).finish()
     assert ended.records == [{}], "each assertion of the case held"
-
-
-@pytest.mark.dist
-def test_a_data_set_that_rank_0_draws_for_all_is_refused(
-    framework: Zygote, tmp_path: Path, runtime: Path
-) -> None:
-    ended = Run(f"{REFUSED}:dispatched", framework, tmp_path, runtime, WHOLE).finish(ranks=2)
-    assert ended.records == [{}, {}], "both ranks were refused"
 
 
 @pytest.mark.parametrize(
