@@ -1,5 +1,5 @@
-"""The loaders that Accelerate prepares, as of 1.15. They draw a batch of the loader inside before they give
-the one before it, so that they know the last one.
+"""The loaders that Accelerate prepares, as of 1.14 and 1.15. They draw a batch of the loader inside before
+they give the one before it, so that they know the last one.
 
 Owns how many batches of the inside loader belong to those that were given: the rest was drawn ahead, and a
 resume draws it again. The position is that of the inside loader.
@@ -48,7 +48,7 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
     if missing:
         raise BoundaryError(
             f"{name} of this release of Accelerate has no {', '.join(missing)}, so its position could not be "
-            "saved. Nothing was started. Install accelerate 1.15."
+            "saved. Nothing was started. Install accelerate 1.14 or 1.15."
         )
     skipped = loader.skip_batches or _skipped_by_sampler(loader)
     if skipped:
