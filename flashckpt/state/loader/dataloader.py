@@ -63,6 +63,16 @@ class DataLoaderSource(Source):
             self._rounds.forget()
         self._rounds.begin_epoch()
 
+    def skip(self, batches: int) -> None:
+        """Without workers only the indices are drawn, so that no item draws random numbers."""
+        if self._workers:
+            return super().skip(batches)
+        if self._length is not None and self._length < batches:
+            raise self._too_few(self._length, batches)
+        self._prepare(skip=batches)
+        self.batches_taken = batches
+        return None
+
     def _open(self) -> Iterator[Any]:
         self._seeded_before = self._seeder is not None
         if self._private is None:

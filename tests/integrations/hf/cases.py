@@ -399,7 +399,12 @@ def stream_on_ranks(folder: Path) -> Trainer:
 
 def saves(folder: Path) -> Trainer:
     args = arguments(folder, save_strategy="steps", save_steps=6)
-    return Trainer(model(), args, train_dataset=Sentences(40, False))
+    return Trainer(model(), args, train_dataset=Sentences(40))
+
+
+def saves_in_a_stream(folder: Path) -> Trainer:
+    args = arguments(folder, save_strategy="steps", save_steps=6, max_steps=10)
+    return Trainer(model(), args, train_dataset=Stream(40))
 
 
 class Counts(TrainerCallback):
@@ -490,7 +495,7 @@ def case_of_steps(job: Job) -> dict[str, Any]:
 
 
 def case_from_initial(job: Job) -> dict[str, Any]:
-    return train(job, saves, initial=job.options["initial"])
+    return train(job, globals()[job.options["origin"]], initial=job.options["initial"])
 
 
 def case_noticed(job: Job) -> dict[str, Any]:
@@ -622,6 +627,7 @@ def case_ended_by_a_callback(job: Job) -> dict[str, Any]:
 MAKES: tuple[Make, ...] = (
     evaluates_and_saves, stops_early, accumulates_in_workers, persistent_workers, stream, stream_of_steps,
     steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,
+    saves_in_a_stream,
 )  # fmt: skip
 # The harness finds a case by its name in this module.
 globals().update({f"case_{make.__name__}": case_of(make) for make in MAKES})

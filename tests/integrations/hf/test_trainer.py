@@ -141,15 +141,26 @@ def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, run
     assert not harness.differences(plain.records, more.records)
 
 
-def test_a_checkpoint_of_the_trainer_is_loaded_once(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    """As the trainer's own resume has it, killed or not."""
-    origin = Run(f"{CASES}:case_saves", framework, tmp_path / "origin", runtime, PLAIN)
-    origin.finish()
-    initial = str(origin.folder / "out" / "checkpoint-6")
+@pytest.mark.parametrize(
+    ("origin", "step", "kills"),
+    [
+        ("saves", 6, 5),
+        pytest.param("saves", 18, 2, marks=LONG),
+        pytest.param("saves_in_a_stream", 6, 2, marks=LONG),
+    ],
+    ids=["first epoch", "second epoch", "stream"],
+)
+def test_a_checkpoint_of_the_trainer_is_loaded_once(
+    framework: Zygote, tmp_path: Path, runtime: Path, origin: str, step: int, kills: int
+) -> None:
+    """As the trainer's own resume has it, killed or not, with its augmentation from the first step on."""
+    saved = Run(f"{CASES}:case_{origin}", framework, tmp_path / "origin", runtime, PLAIN)
+    saved.finish()
+    options = {"origin": origin, "initial": str(saved.folder / "out" / f"checkpoint-{step}")}
     case = f"{CASES}:case_from_initial"
-    harness.check(case, framework, tmp_path, runtime, kills=5, initial=initial)
-    theirs = Run(case, framework, tmp_path, runtime, PLAIN, initial=initial)
-    assert theirs.finish().iterations(0)[0] == 7
+    harness.check(case, framework, tmp_path, runtime, kills=kills, **options)
+    theirs = Run(case, framework, tmp_path, runtime, PLAIN, **options)
+    assert theirs.finish().iterations(0)[0] == step + 1
 
 
 def test_a_stop_ends_in_the_trainers_way(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
