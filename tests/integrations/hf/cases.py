@@ -402,6 +402,11 @@ def saves(folder: Path) -> Trainer:
     return Trainer(model(), args, train_dataset=Sentences(40))
 
 
+def saves_with_workers(folder: Path) -> Trainer:
+    args = arguments(folder, save_strategy="steps", save_steps=3, dataloader_num_workers=2)
+    return Trainer(model(), args, train_dataset=Sentences(40))
+
+
 def saves_in_a_stream(folder: Path) -> Trainer:
     args = arguments(folder, save_strategy="steps", save_steps=6, max_steps=10)
     return Trainer(model(), args, train_dataset=Stream(40))
@@ -627,7 +632,7 @@ def case_ended_by_a_callback(job: Job) -> dict[str, Any]:
 MAKES: tuple[Make, ...] = (
     evaluates_and_saves, stops_early, accumulates_in_workers, persistent_workers, stream, stream_of_steps,
     steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,
-    saves_in_a_stream,
+    saves_with_workers, saves_in_a_stream,
 )  # fmt: skip
 # The harness finds a case by its name in this module.
 globals().update({f"case_{make.__name__}": case_of(make) for make in MAKES})

@@ -144,11 +144,12 @@ def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, run
 @pytest.mark.parametrize(
     ("origin", "step", "kills"),
     [
-        ("saves", 6, 5),
+        ("saves_with_workers", 3, 5),
+        pytest.param("saves", 6, 2, marks=LONG),
         pytest.param("saves", 18, 2, marks=LONG),
         pytest.param("saves_in_a_stream", 6, 2, marks=LONG),
     ],
-    ids=["first epoch", "second epoch", "stream"],
+    ids=["workers", "first epoch", "second epoch", "stream"],
 )
 def test_a_checkpoint_of_the_trainer_is_loaded_once(
     framework: Zygote, tmp_path: Path, runtime: Path, origin: str, step: int, kills: int
