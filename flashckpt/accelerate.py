@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["attach"]
 
-TESTED = ("1.15",)
+TESTED = ("1.14", "1.15")
 OVERRIDDEN = {
     "accelerate:Accelerator._do_sync": ("self",),
     "accelerate.state:GradientState._set_sync_gradients": ("self", "sync_gradients"),

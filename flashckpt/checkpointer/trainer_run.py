@@ -26,7 +26,7 @@ from flashckpt.checkpointer.attached_run import Call, Resumed
 from flashckpt.checkpointer.checkpointer import Checkpointer
 from flashckpt.checkpointer.tap import Tap, inside, is_tap
 from flashckpt.commit.assets import has_assets, write_assets
-from flashckpt.errors import BoundaryError, MismatchError, OptionError, StateError
+from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.options import Options
 from flashckpt.state import rng
 from flashckpt.state.deferred import Deferred as Deferred
@@ -135,7 +135,7 @@ class TrainerRun:
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
         """Begin a run that has no step at this place: so many steps done, `batches` batches of `epoch`
-        trained on. The first pass of the first tap draws and drops those; random numbers are the caller's to
+        trained on. The first pass of the first tap skips those; random numbers are the caller's to
         restore after it. Raises BoundaryError on a run that has a step, or has begun."""
         if self.resumed is not None or self.begun or self.checkpointer.completed:
             raise BoundaryError(
@@ -271,17 +271,8 @@ class _Draws:
         source = self._progress.open_tap(name, loader, beside=self._has_drawn)
         self._sources[name] = source
         skipped = self._progress.to_skip if name == next(iter(self._progress.taps)) else 0
-        for number in range(skipped):
-            try:
-                source.next()
-            except StopIteration:
-                raise MismatchError(
-                    f"The loader ended after {number} batches, and the run begins after {skipped} of them. "
-                    "The state was loaded; no batch was trained on. Pass the data that the run was begun "
-                    "with.",
-                    differences=(("batches of the loader", str(skipped), str(number)),),
-                ) from None
         if skipped:
+            source.skip(skipped)
             self._progress.to_skip = 0
             source.count_trained(skipped)
 

@@ -245,12 +245,6 @@ class _Training:
 
     def _attach(self, model: Any, loader: Any) -> None:
         trainer = self._trainer
-        if hasattr(loader, "_fetch_batches") and trainer.args.world_size > 1:
-            raise OptionError(
-                "Accelerate draws this data set on rank 0 for all ranks, and flashckpt cannot continue that "
-                "exactly. No batch was trained on. Let each rank draw its own: "
-                'TrainingArguments(accelerator_config={"dispatch_batches": False}).'
-            )
         state = {"model": model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
         scaler = getattr(trainer.accelerator, "scaler", None)
         if scaler is not None:
@@ -272,7 +266,7 @@ class _Training:
         self._attached = True
         known = self._part.known()
         self._unsaved = Unsaved(self._part.roots(), known, self._part.own, (model, *state.values()))
-        if hasattr(loader, "base_dataloader"):
+        if hasattr(loader, "base_dataloader") and not hasattr(loader, "_fetch_batches"):
             # Accelerate's loaders draw a batch ahead of the one that they give.
             self._drawn_from = loader.base_dataloader
             self._tap = loader.base_dataloader = self.run.tap(self._drawn_from)

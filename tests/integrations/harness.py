@@ -21,6 +21,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +48,23 @@ def framework(*modules: str, environment: Mapping[str, str] | None = None) -> It
         yield made
     finally:
         made.close()
+
+
+def check_older(
+    releases: Sequence[str], names: str, case: str, folder: Path, runtime: Path, *imported: str
+) -> None:
+    """`check` with older releases of a framework ("lightning==2.6.5"), which pip installs into a folder of
+    their own, before those of this environment. names: a case that asserts that they are used and tested, and
+    that flashckpt's tables of names fit them; its option `release` is the first one's. imported: more
+    modules."""
+    packages = folder / "packages"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages)]
+    subprocess.run([*install, *releases], check=True, timeout=300)
+    modules = {each.partition(":")[0] for each in (names, case)}
+    for older in framework(*imported, *modules, environment={"PYTHONPATH": str(packages)}):
+        release = releases[0].partition("==")[2].removesuffix(".*")
+        Run(names, older, folder / "names", runtime, WHOLE, release=release).finish()
+        check(case, older, folder, runtime)
 
 
 @dataclass

@@ -203,6 +203,22 @@ class Source:
             self._broken = True
             raise
 
+    def skip(self, batches: int) -> None:
+        """Pass over the first batches of an epoch that has just begun: draw and drop them, unless this kind
+        of source can do without. Raises MismatchError where the loader has fewer."""
+        for number in range(batches):
+            try:
+                self.next()
+            except StopIteration:
+                raise self._too_few(number, batches) from None
+
+    def _too_few(self, found: int, skipped: int) -> MismatchError:
+        return MismatchError(
+            f"The loader ended after {found} batches, and the run begins after {skipped} of them. "
+            "The state was loaded; no batch was trained on. Pass the data that the run was begun with.",
+            differences=(("batches of the loader", str(skipped), str(found)),),
+        )
+
     def count_trained(self, batches: int = 0) -> None:
         """So many batches of this epoch were trained on: those drawn after them are drawn ahead. Called
         before the first draw, and at each boundary; a source for which it is never called draws none

@@ -32,7 +32,7 @@ class DataLoaderSource(Source):
     """A map-style DataLoader. `kind` of its positions is "dataloader"."""
 
     kind, divides = "dataloader", True
-    parts = frozenset({"workers", "states", "seeder", "seeded_before"})
+    parts = frozenset({"workers", "states", "seeder", "seeded_before", "skipped"})
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators(_roots(loader)))
@@ -47,6 +47,7 @@ class DataLoaderSource(Source):
         # they were seeded in an earlier epoch than this one.
         self._seeder: bytes | None = None
         self._seeded_before = False
+        self._skipped = 0  # batches before the first one of the epoch's iterator (`skip`)
         self._settled: dict[str, Any] | None = None
 
     def close(self) -> None:
@@ -59,9 +60,18 @@ class DataLoaderSource(Source):
 
     def _enter(self, epoch: int) -> None:
         super()._enter(epoch)
+        self._skipped = 0
         if not self._persistent:
             self._rounds.forget()
         self._rounds.begin_epoch()
+
+    def skip(self, batches: int) -> None:
+        """Draws their indices alone: no item draws random numbers, and the first worker loads the first batch
+        that is given."""
+        if self._length is not None and self._length < batches:
+            raise self._too_few(self._length, batches)
+        self._skipped = self.batches_taken = batches
+        self._prepare(skip=batches)
 
     def _open(self) -> Iterator[Any]:
         self._seeded_before = self._seeder is not None
@@ -81,8 +91,8 @@ class DataLoaderSource(Source):
 
     def _in_iterator(self, batches: int) -> int:
         """The same number counted from the first batch of the epoch's iterator, which begins where ranks have
-        divided the rest of an epoch anew."""
-        return batches - (self._share.batches if self._share is not None else 0)
+        divided the rest of an epoch anew, or where the run begins."""
+        return batches - self._skipped - (self._share.batches if self._share is not None else 0)
 
     def _sampler(self) -> Any:
         """What gives the indices of the epoch: the user's, or of an epoch that was divided anew the rest."""
@@ -124,7 +134,7 @@ class DataLoaderSource(Source):
         in_iterator = self._in_iterator(total)
         open_round = in_iterator % self._workers if self._has_states(position) else 0
         self.generators.restore_all(position.start)
-        self._prepare(skip=in_iterator - open_round)
+        self._prepare(skip=self._skipped + in_iterator - open_round)
         self._settled = None
         self._indices.after_draw = self._note_settled
         self._iterator = self._made()
@@ -195,10 +205,12 @@ class DataLoaderSource(Source):
             "states": [] if between and not self._persistent else list(states),
             "seeder": self._seeder,
             "seeded_before": between or self._seeded_before,
+            "skipped": self._skipped,
         }
 
     def _load(self, position: Position, *, carried: bool) -> None:
         parts = position.parts
+        self._skipped = parts["skipped"]
         if parts["workers"] != self._workers:
             log.warning(
                 "Not exact: the loader has %d workers and had %d when the checkpoint was taken. Batches come "

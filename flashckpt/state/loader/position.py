@@ -26,6 +26,7 @@ _EXPLAINED = {
     "dataloader": "a torch DataLoader",
     "stateful": "a loader that keeps its own state",
     "replayed": "an iterable that is replayed",
+    "received": "a loader from which the first rank draws for all",
 }
 
 

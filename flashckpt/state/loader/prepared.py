@@ -1,5 +1,5 @@
-"""The loaders that Accelerate prepares, as of 1.15. They draw a batch of the loader inside before they give
-the one before it, so that they know the last one.
+"""The loaders that Accelerate prepares, as of 1.14 and 1.15. They draw a batch of the loader inside before
+they give the one before it, so that they know the last one.
 
 Owns how many batches of the inside loader belong to those that were given: the rest was drawn ahead, and a
 resume draws it again. The position is that of the inside loader.
@@ -11,10 +11,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from flashckpt.errors import BoundaryError
+from flashckpt.format.typed import Encoded
 from flashckpt.state import rng
 from flashckpt.state.loader.base import Source
 from flashckpt.state.loader.position import Position
+from flashckpt.state.values import StoredTensor
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +48,7 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
     if missing:
         raise BoundaryError(
             f"{name} of this release of Accelerate has no {', '.join(missing)}, so its position could not be "
-            "saved. Nothing was started. Install accelerate 1.15."
+            "saved. Nothing was started. Install accelerate 1.14 or 1.15."
         )
     skipped = loader.skip_batches or _skipped_by_sampler(loader)
     if skipped:
@@ -59,13 +63,9 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
     per_batch = 1 if loader.split_batches or loader.submesh_tp else processes
     is_first = loader.state.process_index == 0
     inside = source_of(loader.base_dataloader) if is_first else ReceivedSource(loader)
-    if processes > 1 and not loader._drop_last:
-        log.info(
-            "DataLoaderDispatcher fills up an uneven last batch with samples of the first batch that it has "
-            "given in this process: in an epoch that is resumed, these are other samples. drop_last=True "
-            "makes it exact."
-        )
-    return PreparedSource(loader, inside, per_batch=per_batch)
+    return PreparedSource(
+        loader, inside, per_batch=per_batch, fills_up=processes > 1 and not loader._drop_last
+    )
 
 
 def _skipped_by_sampler(loader: Any) -> int:
@@ -78,11 +78,13 @@ def _skipped_by_sampler(loader: Any) -> int:
 
 class PreparedSource(Source):
     """Gives what the prepared loader makes of the batches of `inside`, of which it takes `per_batch` for each
-    of its own. `batches_taken` counts its own."""
+    of its own. `batches_taken` counts its own. fills_up: rows of the epoch's first batch complete a last one
+    that the ranks cannot divide."""
 
-    def __init__(self, loader: Any, inside: Source, *, per_batch: int) -> None:
+    def __init__(self, loader: Any, inside: Source, *, per_batch: int, fills_up: bool = False) -> None:
         super().__init__(loader, inside.generators)
-        self._inside, self._per_batch = inside, per_batch
+        self._inside, self._per_batch, self._fills_up = inside, per_batch, fills_up
+        self._first_rows: Encoded | None = None  # on rank 0: the tensors of those rows
 
     def __len__(self) -> int:
         return len(self._inside) if self._per_batch == 1 else len(self._loader)
@@ -105,7 +107,7 @@ class PreparedSource(Source):
     ) -> None:
         """As the base class has it; the samplers' epoch is the loader's own count of passes."""
         inside, loader = self._inside, self._loader
-        self._iterator, self.batches_taken, self.was_over = None, 0, False
+        self._iterator, self.batches_taken, self.was_over, self._first_rows = None, 0, False, None
         inside.count_trained()
         if resume is None:
             return inside.begin(epoch, tell_epoch=False)
@@ -122,6 +124,8 @@ class PreparedSource(Source):
             loader.iteration = set_by_program or iteration
             return None
         self.was_over, self.batches_taken = inside.was_over, saved.batches_taken
+        if "first_rows" in saved.made_of:
+            self._first_rows = Encoded(saved.made_of["first_rows"])
         # The loader counts a pass when it is asked for a batch after the last one, which is not done again.
         loader.iteration = iteration + self.was_over
         return None
@@ -139,22 +143,49 @@ class PreparedSource(Source):
         return batch
 
     def _first(self, iterator: Iterator[Any]) -> Any:
-        """The first batch. The loader makes the iterator that it draws from out of `base_dataloader`."""
+        """The first batch. The loader makes the iterator that it draws from out of `base_dataloader`, and
+        takes the rows for its last batch by the first call of `slice_fn`."""
         own, inside = vars(self._loader), self._inside
-        given = own["base_dataloader"]
-        own["base_dataloader"] = _Inside(given, inside)
+        theirs: dict[str, Any] = {n: own[n] for n in ("base_dataloader", "slice_fn") if n in own}
+        own["base_dataloader"] = _Inside(own["base_dataloader"], inside)
+
+        def first_rows(*arguments: Any, **named: Any) -> Any:
+            own["slice_fn"] = theirs["slice_fn"]
+            return self._kept(theirs["slice_fn"](*arguments, **named))
+
+        if self._fills_up:
+            own["slice_fn"] = first_rows
         try:
             return next(iterator)
         finally:
-            own["base_dataloader"] = given
+            own.update(theirs)
+
+    def _kept(self, rows: Any) -> Any:
+        """Keep `rows`, of the epoch's first batch. Where the epoch is resumed they are of a later one: return
+        those that were saved, on rank 0."""
+        from accelerate.utils import broadcast_object_list, recursively_apply
+
+        tensors: list[torch.Tensor] = []
+        recursively_apply(tensors.append, rows)
+        if self.batches_taken:
+            saved: list[Any] = [None if self._first_rows is None else self._first_rows.value]
+            broadcast_object_list(saved)
+            if saved[0] is not None:
+                kept = iter(saved[0])
+                return recursively_apply(lambda tensor: next(kept).tensor().to(tensor.device), rows)
+        elif self._loader.state.process_index == 0:
+            self._first_rows = Encoded([StoredTensor.of(each.clone(), "loader") for each in tensors])
+        return rows
 
     def leave_ahead(self) -> None:
         self._inside.leave_ahead()
 
     def position(self) -> dict[str, Any]:
         inside = self._inside.position()
-        counts = {"iteration": self._loader.iteration, "drawn": inside["batches_taken"]}
-        return {**inside, "batches_taken": self.batches_taken, "made_of": {**inside["made_of"], **counts}}
+        own = {"iteration": self._loader.iteration, "drawn": inside["batches_taken"]}
+        if self._first_rows is not None:
+            own["first_rows"] = self._first_rows
+        return {**inside, "batches_taken": self.batches_taken, "made_of": {**inside["made_of"], **own}}
 
     def close(self) -> None:
         self._iterator = None

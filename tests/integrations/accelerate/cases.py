@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import flashckpt
 import flashckpt.accelerate
+from flashckpt.checkpointer.extras import check_overridden
 from tests.integrations import data
 from tests.integrations.job import (
     ACCUMULATION,
@@ -201,3 +203,12 @@ def rows(job: Job) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
     return own
+
+
+def names(job: Job) -> dict[str, Any]:
+    """The release of the job's options is used, and has the names that flashckpt relies on."""
+    release = importlib.metadata.version("accelerate").rpartition(".")[0]
+    assert release == job.options["release"]
+    assert release in flashckpt.accelerate.TESTED
+    check_overridden("accelerate", "accelerate", flashckpt.accelerate.TESTED, flashckpt.accelerate.OVERRIDDEN)
+    return {}

@@ -399,7 +399,17 @@ def stream_on_ranks(folder: Path) -> Trainer:
 
 def saves(folder: Path) -> Trainer:
     args = arguments(folder, save_strategy="steps", save_steps=6)
-    return Trainer(model(), args, train_dataset=Sentences(40, False))
+    return Trainer(model(), args, train_dataset=Sentences(40))
+
+
+def saves_with_workers(folder: Path) -> Trainer:
+    args = arguments(folder, save_strategy="steps", save_steps=3, dataloader_num_workers=2)
+    return Trainer(model(), args, train_dataset=Sentences(40))
+
+
+def saves_in_a_stream(folder: Path) -> Trainer:
+    args = arguments(folder, save_strategy="steps", save_steps=6, max_steps=10)
+    return Trainer(model(), args, train_dataset=Stream(40))
 
 
 class Counts(TrainerCallback):
@@ -417,6 +427,31 @@ class Seeing(Trainer):
     def training_step(self, *arguments: Any, **named: Any) -> torch.Tensor:
         self.seen += 1
         return super().training_step(*arguments, **named)
+
+
+class Commits(TrainerCallback):
+    """Commits the second step before the third one begins."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            self.job._checkpointer.save()
+        elif state.global_step == 2:
+            self.job._checkpointer.wait()
+
+
+def case_dispatched(job: Job) -> dict[str, Any]:
+    """Rank 0 draws for both; the last batch of an epoch of 3 steps has one row for two ranks. Options of the
+    job: `commits`."""
+
+    def make(folder: Path) -> Trainer:
+        args = arguments(folder, max_steps=9, ddp_backend="gloo", gradient_accumulation_steps=2)
+        callbacks = [Commits(job)] if job.options.get("commits") else []
+        return Trainer(model(), args, train_dataset=Stream(41), callbacks=callbacks)
+
+    return train(job, make)
 
 
 class Numbered(Dataset[dict[str, torch.Tensor]]):
@@ -465,7 +500,7 @@ def case_of_steps(job: Job) -> dict[str, Any]:
 
 
 def case_from_initial(job: Job) -> dict[str, Any]:
-    return train(job, saves, initial=job.options["initial"])
+    return train(job, globals()[job.options["origin"]], initial=job.options["initial"])
 
 
 def case_noticed(job: Job) -> dict[str, Any]:
@@ -597,6 +632,7 @@ def case_ended_by_a_callback(job: Job) -> dict[str, Any]:
 MAKES: tuple[Make, ...] = (
     evaluates_and_saves, stops_early, accumulates_in_workers, persistent_workers, stream, stream_of_steps,
     steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,
+    saves_with_workers, saves_in_a_stream,
 )  # fmt: skip
 # The harness finds a case by its name in this module.
 globals().update({f"case_{make.__name__}": case_of(make) for make in MAKES})

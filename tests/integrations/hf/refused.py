@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback
 
 import flashckpt
 from flashckpt.transformers import checks
-from tests.integrations.hf.cases import Sentences, Stream, arguments, model
+from tests.integrations.hf.cases import Sentences, arguments, model
 from tests.integrations.job import Job
 
 
@@ -51,15 +51,6 @@ def trainers(job: Job) -> dict[str, Any]:
 
     refuses(job, Other(model(), arguments(job.folder)), "Other has its own _inner_training_loop")
     refuses(job, trainer_of(job), "own='nothing'", own=("nothing",))
-    return {}
-
-
-def dispatched(job: Job) -> dict[str, Any]:
-    """On two ranks Accelerate draws an iterable data set on rank 0 for both, unless it is asked not to."""
-    args = arguments(job.folder, max_steps=2, ddp_backend="gloo")
-    trainer = Trainer(model(), args, train_dataset=Stream(16))
-    refuses(job, trainer, '"dispatch_batches": False')
-    assert not trainer.is_in_train
     return {}
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,13 +52,9 @@ def test_killed(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_release_before(tmp_path: Path, runtime: Path) -> None:
-    """The same with the oldest release that is tested; it is installed into a folder of its own."""
-    folder = tmp_path / "packages"
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
-    subprocess.run([*install, f"transformers=={OLDER}.*"], check=True, timeout=300)
-    for older in harness.framework(*MODULES, environment={"PYTHONPATH": str(folder)}):
-        Run(f"{REFUSED}:names", older, tmp_path / "names", runtime, WHOLE, release=OLDER).finish()
-        harness.check(f"{CASES}:case_evaluates_and_saves", older, tmp_path, runtime)
+    release = f"transformers=={OLDER}.*"
+    case = f"{CASES}:case_evaluates_and_saves"
+    harness.check_older([release], f"{REFUSED}:names", case, tmp_path, runtime, "transformers.trainer")
 
 
 def test_snapshots_now_and_then(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
@@ -85,6 +79,26 @@ def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_a_stream_on_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     harness.check(f"{CASES}:case_stream_on_ranks", framework, tmp_path, runtime, ranks=2, again=False)
+
+
+@pytest.mark.dist
+def test_a_stream_that_rank_0_draws_for_all(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """An epoch of 3 steps is resumed after 2: rows of its first batch complete the last one."""
+    case = f"{CASES}:case_dispatched"
+    run = Run(case, framework, tmp_path, runtime, KILLED, commits=True)
+    assert -signal.SIGKILL in run.attempt(Kill(STEP, 3), ranks=2)
+    killed = run.finish(ranks=2)
+    assert killed.iterations(1)[0] == 3
+    for kind in (PLAIN, WHOLE):
+        other = Run(case, framework, tmp_path, runtime, kind).finish(ranks=2)
+        harness.assert_same(other, killed, kind, "killed")
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_killed_stream_that_rank_0_draws_for_all(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    harness.check(f"{CASES}:case_dispatched", framework, tmp_path, runtime, ranks=2)
 
 
 @pytest.mark.dist
@@ -127,15 +141,27 @@ def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, run
     assert not harness.differences(plain.records, more.records)
 
 
-def test_a_checkpoint_of_the_trainer_is_loaded_once(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    """As the trainer's own resume has it, killed or not."""
-    origin = Run(f"{CASES}:case_saves", framework, tmp_path / "origin", runtime, PLAIN)
-    origin.finish()
-    initial = str(origin.folder / "out" / "checkpoint-6")
+@pytest.mark.parametrize(
+    ("origin", "step", "kills"),
+    [
+        ("saves_with_workers", 3, 5),
+        pytest.param("saves", 6, 2, marks=LONG),
+        pytest.param("saves", 18, 2, marks=LONG),
+        pytest.param("saves_in_a_stream", 6, 2, marks=LONG),
+    ],
+    ids=["workers", "first epoch", "second epoch", "stream"],
+)
+def test_a_checkpoint_of_the_trainer_is_loaded_once(
+    framework: Zygote, tmp_path: Path, runtime: Path, origin: str, step: int, kills: int
+) -> None:
+    """As the trainer's own resume has it, killed or not, with its augmentation from the first step on."""
+    saved = Run(f"{CASES}:case_{origin}", framework, tmp_path / "origin", runtime, PLAIN)
+    saved.finish()
+    options = {"origin": origin, "initial": str(saved.folder / "out" / f"checkpoint-{step}")}
     case = f"{CASES}:case_from_initial"
-    harness.check(case, framework, tmp_path, runtime, kills=5, initial=initial)
-    theirs = Run(case, framework, tmp_path, runtime, PLAIN, initial=initial)
-    assert theirs.finish().iterations(0)[0] == 7
+    harness.check(case, framework, tmp_path, runtime, kills=kills, **options)
+    theirs = Run(case, framework, tmp_path, runtime, PLAIN, **options)
+    assert theirs.finish().iterations(0)[0] == step + 1
 
 
 def test_a_stop_ends_in_the_trainers_way(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
@@ -186,14 +212,6 @@ def test_usable_afterwards(framework: Zygote, tmp_path: Path, runtime: Path) -> 
 def test_refused(framework: Zygote, tmp_path: Path, runtime: Path, what: str) -> None:
     ended = Run(f"{REFUSED}:{what}", framework, tmp_path, runtime, WHOLE).finish()
     assert ended.records == [{}], "each assertion of the case held"
-
-
-@pytest.mark.dist
-def test_a_data_set_that_rank_0_draws_for_all_is_refused(
-    framework: Zygote, tmp_path: Path, runtime: Path
-) -> None:
-    ended = Run(f"{REFUSED}:dispatched", framework, tmp_path, runtime, WHOLE).finish(ranks=2)
-    assert ended.records == [{}, {}], "both ranks were refused"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flashckpt.lightning
+from flashckpt.lightning import package
 from tests.integrations import data
 from tests.integrations.job import (
     ACCUMULATION,
@@ -472,6 +473,14 @@ def continued(job: Job) -> Any:
         **record(trainer, model, ()), "stopped": stopped, "ended": ended, "overridden": overridden,
         "loader": loader,
     }  # fmt: skip
+
+
+def names(job: Job) -> Any:
+    """The release of the job's options is used, and has the names that flashckpt relies on."""
+    assert lp.__version__ == job.options["release"]
+    assert lp.__version__ in package.TESTED
+    assert list(package.differences()) == []
+    return {}
 
 
 def refused(job: Job) -> Any:

@@ -15,6 +15,7 @@ from tests.zygote import Zygote
 pytestmark = pytest.mark.process
 CASES = "tests.integrations.lightning.cases"
 TERMINATED = 7  # as in cases.py, which imports Lightning
+OLDER = "2.6.5"
 CHANGED = "Attributes change while training"
 
 
@@ -49,6 +50,13 @@ def test_a_killed_fit_ends_as_a_plain_one(
 ) -> None:
     harness.check(f"{CASES}:{case}", framework, tmp_path, runtime)
     assert CHANGED not in said(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_release_before(tmp_path: Path, runtime: Path) -> None:
+    releases = [f"lightning=={OLDER}", f"pytorch-lightning=={OLDER}"]
+    harness.check_older(releases, f"{CASES}:names", f"{CASES}:accumulated", tmp_path, runtime)
 
 
 @pytest.mark.parametrize(
