@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 # Names of moments that cases report. A case may add names of its own; the planner covers all that occur.
 START = "first second"  # by the harness, before the case begins
@@ -247,7 +248,9 @@ def digest(value: object) -> str:
 def random_numbers() -> dict[str, Any]:
     """The state of the global generators."""
     numpy: Any = np.random.get_state(legacy=False)
-    return {"torch": torch.get_rng_state(), "numpy": numpy, "python": random.getstate()}
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.get_rng_state() if used else None
+    return {"torch": torch.get_rng_state(), "numpy": numpy, "python": random.getstate(), "device": device}
 
 
 def gradients(module: torch.nn.Module) -> dict[str, Any]:
@@ -259,6 +262,8 @@ def plain(value: Any, path: str = "") -> Any:
     TypeError for any other object, with its place: a record must not compare objects by their address."""
     if value is None or type(value) in (bool, int, float, str):
         return value
+    if isinstance(value, DTensor):
+        value = value.to_local()  # this rank's part
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, np.ndarray | np.generic):
