@@ -38,7 +38,12 @@ OVERRIDDEN = {
     "accelerate.data_loader:DataLoaderDispatcher.__iter__": ("self",),
     "accelerate.data_loader:DataLoaderDispatcher.set_epoch": ("self", "epoch"),
     "accelerate.data_loader:DataLoaderDispatcher._fetch_batches": ("self", "iterator"),
-}
+    "accelerate.data_loader:slice_tensors": ("data", "tensor_slice", "process_index", "num_processes"),
+    "accelerate.utils:broadcast_object_list": ("object_list", "from_process"),
+    "accelerate.utils:recursively_apply": (
+        "func", "data", "args", "test_type", "error_on_other_type", "kwargs",
+    ),
+}  # fmt: skip
 _ATTRIBUTES = (
     "_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "step",
     "gradient_state", "project_configuration", "distributed_type",

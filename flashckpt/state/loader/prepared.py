@@ -37,7 +37,8 @@ def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> Prepared
 
     Raises BoundaryError for Accelerate's other loaders, whose draws cannot be counted."""
     names = {kind.__name__ for kind in type(loader).__mro__}
-    missing = [name for name in _ATTRIBUTES if not hasattr(loader, name)]
+    read = (*_ATTRIBUTES, "slice_fn") if "DataLoaderDispatcher" in names else _ATTRIBUTES
+    missing = [name for name in read if not hasattr(loader, name)]
     name = type(loader).__name__
     if not names & {"DataLoaderShard", "DataLoaderDispatcher"} or "base_dataloader" not in vars(loader):
         raise BoundaryError(

@@ -483,7 +483,7 @@ def case_on_other_ranks(job: Job) -> dict[str, Any]:
         args = arguments(
             folder, gradient_accumulation_steps=2 // world, ddp_backend="gloo" if world > 1 else None
         )
-        return Logs(model(), args, train_dataset=Numbered())
+        return Logs(model(), args, train_dataset=Numbered(), callbacks=[Commits(job)])
 
     return train(job, make)
 

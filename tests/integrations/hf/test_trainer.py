@@ -105,14 +105,15 @@ def test_a_killed_stream_that_rank_0_draws_for_all(framework: Zygote, tmp_path: 
 def test_another_number_of_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """An epoch of 6 steps is begun on two ranks, continued on one, and ended on two: each item once."""
     run = Run(f"{CASES}:case_on_other_ranks", framework, tmp_path, runtime, KILLED)
-    run.attempt(Kill(STEP, 2, number=signal.SIGTERM), ranks=2)
+    # A signal to two ranks stops them at a step on which they agree, which may be any: a kill before step 3.
+    assert -signal.SIGKILL in run.attempt(Kill(STEP, 3), ranks=2)
     seen = _items(run, 2)
     run.attempt(Kill(STEP, 4, number=signal.SIGTERM), ranks=1)
     seen += _items(run, 1)
     run.finish(ranks=2)
     seen += _items(run, 2)
-    assert run.outcome.ends == [[-signal.SIGTERM] * 2, [-signal.SIGTERM], [0, 0]], run.said()
-    assert not run.outcome.repeated()
+    assert run.outcome.ends[1:] == [[-signal.SIGTERM], [0, 0]], run.said()
+    assert set(run.outcome.repeated()) <= {3}, "begun, not trained on"
     for epoch in range(2):
         items = [item for place, attempt, each in seen for item in each if place == epoch]
         assert sorted(items) == list(range(48)), f"epoch {epoch}: {sorted(items)}"
