@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
@@ -42,6 +43,12 @@ log = logging.getLogger(__name__)
 
 _EXTRA = "_extra_state"
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+# Whose state_dict has their parameters in other pieces, which are saved and put back themselves.
+_CONVERTING = {
+    "torchtitan.models.common.attention.FusedQKVLinear",
+    "torchtitan.overrides.fused_swiglu.FusedSwiGLU",
+    "torchtitan.overrides.fused_swiglu.FusedGroupedExperts",
+}
 _REMEDY = (
     "Make it a buffer, give the module get_extra_state and set_extra_state, or name what holds it as an "
     "object of its own beside the module (anything with state_dict and load_state_dict)."
@@ -346,7 +353,10 @@ def check_own_saving(modules: Mapping[str, nn.Module], leaves: Iterable[LiveLeaf
     for path, module in reversed(suspects):  # the inner ones first: theirs is the path to name
         if any(_is_gathered(inner) for inner in module.modules()):
             continue
-        for key, value in _state_of(module, path).items():
+        state = _state_of(module, path)
+        if _is_converted(module, state):
+            continue
+        for key, value in state.items():
             lost = _first_lost(value, str(key), held)
             if lost is not None:
                 why = f"is put into the state_dict of a {type(module).__name__} by its own code or a hook"
@@ -397,6 +407,24 @@ def _state_of(module: nn.Module, path: str) -> Mapping[Any, Any]:
     if not isinstance(found, Mapping):
         refuse(path, f"has a state_dict that gives a {type(found).__name__}", "Let it return a dict.")
     return found
+
+
+def _is_converted(module: nn.Module, state: Mapping[Any, Any]) -> bool:
+    """Whether a module of a known kind has only its own parameters in its state_dict, in other pieces. Of
+    another kind the same count of elements says nothing: an average of weights has it, too."""
+    kind = type(module)
+    if f"{kind.__module__}.{kind.__qualname__}" not in _CONVERTING:
+        return False
+    own = {name for name, _ in module.named_parameters()}
+    replaced = [each for name, each in module.named_parameters() if name not in state]
+    return _elements(replaced) == _elements(value for name, value in state.items() if name not in own)
+
+
+def _elements(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
+    count: Counter[torch.dtype] = Counter()
+    for each in tensors:
+        count[each.dtype] += each.numel()
+    return count
 
 
 def _first_lost(value: object, name: str, held: LeafMemory) -> str | None:

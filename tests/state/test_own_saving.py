@@ -113,6 +113,37 @@ def test_a_state_dict_that_only_renames_is_let_through() -> None:
     assert list(Tree({"model": module}).names) == ["model"]
 
 
+class FusedQKVLinear(nn.Module):
+    """As torchtitan's, by whose name it is known: copies of a parameter's parts are in the state_dict."""
+
+    def __init__(self, *more: str) -> None:
+        super().__init__()
+        self.wqkv, self.more = nn.Linear(2, 6), more
+        self.register_state_dict_post_hook(self._split_qkv_on_save)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _split_qkv_on_save(module: Any, state: Any, prefix: str, metadata: Any) -> None:
+        for name in ("weight", "bias"):
+            parts = state.pop(f"{prefix}wqkv.{name}").chunk(3)
+            state.update({f"{prefix}w{key}.{name}": part.clone() for key, part in zip("qkv", parts)})  # noqa: B905
+        state.update({prefix + name: torch.zeros(1) for name in module.more})
+
+
+FusedQKVLinear.__module__ = "torchtitan.models.common.attention"
+
+
+def test_parameters_in_other_pieces_are_let_through_for_known_modules() -> None:
+    model = nn.Sequential(FusedQKVLinear())
+    saved = capture(Tree({"model": model})).saved()
+    assert {"model.0.wqkv.weight", "model.0.wqkv.bias"} <= saved.leaves.keys()
+    with pytest.raises(StateError, match="own code or a hook"):
+        Tree({"model": nn.Sequential(FusedQKVLinear("scale"))})
+    # The same of a module that is not known may be an average of the parameters.
+    other = type("Averaged", (FusedQKVLinear,), {"__module__": "elsewhere"})
+    with pytest.raises(StateError, match="own code or a hook"):
+        Tree({"model": nn.Sequential(other())})
+
+
 def test_what_another_named_object_holds_is_let_through() -> None:
     model = nn.Linear(2, 1)
     shadow = Shadow(model)

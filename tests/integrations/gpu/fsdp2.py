@@ -20,7 +20,7 @@ from tests.integrations.job import Job
 from tests.integrations.lightning.cases import Model, fit, rows
 
 
-def _begin() -> None:
+def begin() -> None:
     """A job of one rank has the environment of torchrun, too: FSDP2 asks for a process group."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
@@ -35,7 +35,7 @@ def _begin() -> None:
 
 
 def transformers(job: Job) -> dict[str, Any]:
-    _begin()
+    begin()
     is_cpu = job.options["device"] == "cpu"
 
     def make(folder: Path) -> Trainer:
@@ -57,7 +57,7 @@ class _Sharded(Model):
 
 
 def lightning(job: Job) -> Any:
-    _begin()
+    begin()
     data.seed(1)
     ranks = int(os.environ["WORLD_SIZE"])
     strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
@@ -70,6 +70,6 @@ def lightning(job: Job) -> Any:
 
 def scaled(job: Job) -> Any:
     """fp16 with a GradScaler, not sharded."""
-    _begin()
+    begin()
     data.seed(1)
     return fit(job, Model(rows(26)), accelerator="gpu", devices=1, precision="16-mixed")

@@ -1,4 +1,5 @@
-"""FSDP2 inside the trainers, and a GradScaler, ends with the same bits plain, unkilled and killed."""
+"""FSDP2 inside trainers, a GradScaler, and torchtitan's trainer: a run ends with the same bits plain,
+unkilled and killed."""
 
 from __future__ import annotations
 
@@ -39,3 +40,10 @@ def test_shards(framework: Zygote, tmp_path: Path, runtime: Path, case: str, dev
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=_ON_GPU)])
 def test_a_scaler(framework: Zygote, tmp_path: Path, runtime: Path, device: str) -> None:
     harness.check(f"{CASES}:scaled", framework, tmp_path, runtime, kills=7, device=device)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=_ON_GPU)])
+def test_the_trainer_of_torchtitan(tmp_path: Path, runtime: Path, device: str) -> None:
+    case = "tests.integrations.gpu.titan"
+    for made in harness.framework(case, environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        harness.check(f"{case}:trainer", made, tmp_path, runtime, kills=7, device=device)
