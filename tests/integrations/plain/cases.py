@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 import torch
@@ -105,5 +106,9 @@ def ranks(job: Job) -> dict[str, Any]:
                 job.moment(ACCUMULATION)
                 optimizer.step()
             job.moment(EPOCH_END)
+    record = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "random": random_numbers()}
+    # Before its process group: torch's reducer can wait for ever where it is freed after that.
+    del net, named
+    gc.collect()
     torch.distributed.destroy_process_group()
-    return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "random": random_numbers()}
+    return record
