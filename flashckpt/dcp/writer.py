@@ -50,20 +50,21 @@ class Writer(StorageWriter, Stager):
         self._given = None if path is None else os.fspath(path)
         self._own = _Save()
 
-    def __getstate__(self) -> str | None:  # to a process that saves
-        return self.path
+    def __getstate__(self) -> dict[str, str | None]:  # to a process that saves
+        return {"path": self.path}
 
-    def __setstate__(self, path: str | None) -> None:
-        self._given, self._own = path, _Save()
+    def __setstate__(self, state: dict[str, str | None]) -> None:
+        self._given, self._own = state["path"], _Save()
 
     @property
     def path(self) -> str | None:
-        """The folder of the save that this thread is about to make, or has made last."""
+        """The folder of the save that this thread makes."""
         return self._own.path or self._given
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
-            self._own.path = os.fspath(checkpoint_id)
+            # Also for a thread in which it is not called: that saves to the newest folder.
+            self._given = self._own.path = os.fspath(checkpoint_id)
 
     # DCP passes rank= and use_collectives= to a parameter of the name `kwargs` alone.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

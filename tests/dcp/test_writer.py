@@ -556,3 +556,12 @@ def test_one_writer_in_two_saves_at_once_gives_each_its_folder(tmp_path: Path) -
     done[0].result()
     for number in (1, 2):
         assert equal(loaded(tmp_path / str(number)), state(number))
+
+
+def test_a_folder_that_is_set_before_an_async_save_is_the_one(tmp_path: Path) -> None:
+    made = dcp.Writer(tmp_path / "a")
+    made.reset(tmp_path / "b")
+    torch_dcp.async_save(state(1), storage_writer=made, planner=dcp.SavePlanner(), no_dist=True).result()  # type: ignore[union-attr]
+    assert equal(loaded(tmp_path / "b"), state(1))
+    assert not (tmp_path / "a").exists()
+    assert pickle.loads(pickle.dumps(dcp.Writer())).path is None
