@@ -98,7 +98,7 @@ class Session:
                     )
                 return self._watch(process, time.monotonic() + timeout_s)
             finally:
-                if process is not None and process.poll() is None:  # whoever waits here was interrupted
+                if process is not None and process.poll() is None:  # the wait was interrupted
                     with stopping.held():
                         self.end_processes()
                         process.kill()

@@ -9,7 +9,7 @@
        went on from, until it has two of its own.
     5  The next collector ends an interrupted deletion: nothing stands beside a tombstone after it.
     6  Files of the dead are removed by the next claimants and collectors: after them every shard is named
-       by a part, every part by a record, and no file is left that is none of the protocol's.
+       by a part, every part by a record, and every other file belongs to the protocol.
 
 Invariants 1 to 4 hold of the files after every turn, 5 and 6 at each end, once another job has trained for
 three steps. An invariant may say that a report requires something, never that a missing one does: reports
@@ -151,7 +151,7 @@ def brancher(step: int) -> Act:
 
 
 def recovery(store: Store) -> object:
-    """What `recover` does to storage: commit what has all its parts, then remove what nobody can use."""
+    """What `recover` does to storage: commit what has all its parts, then remove what no start can use."""
     newest = attempts.newest_started(store)
     for each in unfinished(store):
         if each.completeness is Completeness.COMPLETE and each.attempt == newest:
@@ -249,7 +249,7 @@ def started_attempts_stay(world: World) -> str:
     assert begun is not None
     if begun.parent is None or steps.is_committed(store, begun.step, begun.parent):
         return ""
-    return f"{newest} has gone on from step {begun.step} of {begun.parent}, which is gone"
+    return f"{newest} continues step {begun.step} of {begun.parent}, which is gone"
 
 
 def the_next_job_clears_up(world: World) -> str:
@@ -277,7 +277,7 @@ def the_next_job_clears_up(world: World) -> str:
 
 
 def at_end(invariant: Invariant) -> Invariant:
-    """The invariant where nobody has anything left to do."""
+    """The invariant for a state in which all actors have ended."""
 
     @functools.wraps(invariant)
     def judged(world: World) -> str:

@@ -126,7 +126,7 @@ class _Progress:
 @dataclass(frozen=True)
 class World:
     """What an invariant sees. `reports` of actors that have ended, by their names; `dead` are those that were
-    killed. `is_final`: nobody has anything left to do."""
+    killed. `is_final`: all actors have ended."""
 
     files: Files
     reports: dict[str, Any]

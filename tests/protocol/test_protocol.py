@@ -61,11 +61,11 @@ CLAIMANT, CLAIMANT_2 = (Actor(f"claimant {number}", claimant) for number in (1, 
 LATE_CLAIMANT = Actor("late claimant", late_claimant)
 COPIER, COPIER_2 = (Actor(f"copier {number}", copier(1, FIRST), ("home", "remote")) for number in (1, 2))
 BRANCHER = Actor("branch", brancher(1))
-# Nobody is killed, and invariants hold at the end.
+# No actor is killed, and invariants hold at the end.
 LIVING = {"branch and collector that live"}
 # Found by this test: a collector that is killed between its tombstone and the claims' second listing leaves
 # the
-# tombstone, though a branch has claimed before and goes on from that very step. See docs/commit.md.
+# tombstone, though a branch has claimed before and continues from that step. See docs/commit.md.
 # And parts that were never committed stay for ever beside a committed step of another branch.
 FAULTS = {"branch and collector", "branch and committer"}
 RECOVERY = Actor("recover", recovery)

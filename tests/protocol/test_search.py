@@ -13,7 +13,7 @@ STORES = [FolderStore, object_store]
 
 
 def _count_up(store: Store) -> object:
-    """A counter without exclusion, beside reads that nobody disturbs."""
+    """A counter without exclusion, beside reads that no other actor affects."""
     store.exists("home/elsewhere")
     found = int(store.read("counter", 9))
     store.list("nothing")
