@@ -93,7 +93,11 @@ def _tensors(path: str) -> dict[Any, Any]:
     # `save_model` of safetensors has ties in its metadata, as name -> name.
     names = {**(metadata if isinstance(metadata, dict) else {}), **aliases}
     found.update(
-        {name: found[first] for name, first in names.items() if name not in found and first in found}
+        {
+            name: found[first]
+            for name, first in names.items()
+            if name not in found and isinstance(first, str) and first in found
+        }
     )
     return found
 
@@ -123,7 +127,7 @@ def _json_of(metadata: Any, key: str) -> dict[str, Any]:
     """What `flashckpt export` adds: ties, and dtypes that safetensors does not have."""
     try:
         found = json.loads(metadata[key])
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

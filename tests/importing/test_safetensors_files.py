@@ -73,6 +73,14 @@ def test_ties_in_the_metadata(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("aliases", ["no JSON", "[" * 100_000, "[1]", '{"x": [1]}', '{"x": "nowhere"}'])
+def test_ties_that_cannot_be_read_are_left_out(aliases: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.ones(2)}, path, metadata={"flashckpt.aliases": aliases})
+    import_checkpoint(path, tmp_path / "run")
+    assert torch.equal(flashckpt.load(tmp_path / "run", only="model")["model.w"], torch.ones(2))
+
+
 def test_an_export_comes_back(tmp_path: Path, runtime: Path) -> None:
     """All names and dtypes that safetensors does not have itself."""
     source = trained()
