@@ -80,7 +80,7 @@ def test_a_stuck_trainer_is_ended_where_that_was_asked_for(
     with running(tmp_path / "run", hang, watchdog_action="kill") as run:
         run.hangs()
         assert run.process.wait(120) == -signal.SIGKILL
-        [stuck], [killed] = run.told("stuck"), eventually(lambda: run.told("kill"))
+        [killed], [stuck] = eventually(lambda: run.told("kill")), eventually(lambda: run.told("stuck"))
         assert stuck["source"] == "faulthandler"
         assert stuck["time"] <= killed["time"]
         assert killed["saved"] is True
