@@ -1,7 +1,8 @@
 """A plugin of pytest that writes each test's outcome down as it happens, and leaves out what was begun.
 
 So a test that ends the whole process, or that never ends, costs itself and nothing else: pytest is started
-again and goes on after it. FLASHCKPT_GPU_RECORD names the file, one JSON object a line.
+again and goes on after it. Tests that start processes run last. FLASHCKPT_GPU_RECORD names the file, one
+JSON object a line.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     with open(_path()) as file:
         begun = {json.loads(line)["test"] for line in file}
     items[:] = [item for item in items if item.nodeid not in begun]
+    # These take a minute or more: where the time ends first, the tests of the device itself have run.
+    items.sort(key=lambda item: item.get_closest_marker("process") is not None)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -31,6 +31,10 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
+@pytest.mark.process
+def test_starts_processes():
+    pass
+
 def test_passes():
     pass
 
@@ -142,7 +146,7 @@ def test_a_test_that_ends_the_process_costs_only_itself(tmp_path: Path) -> None:
     assert process.returncode == 1, told
     found = found_in(out, "tests")
     assert found["tests"]["counts"] == {
-        "passed": 2,
+        "passed": 3,
         "failed": 2,
         "did not end": 2,
         "skipped": 1,
@@ -158,6 +162,8 @@ def test_a_test_that_ends_the_process_costs_only_itself(tmp_path: Path) -> None:
     assert "one is not two" in told, "why a test failed is in the summary"
     assert "wants two devices" in told
     assert any("a_package_that_nobody_has" in lacking for lacking in found["lacks"])
+    last = json.loads((out / "tests" / "tests.jsonl").read_text().splitlines()[-1])
+    assert last["test"].endswith("::test_starts_processes"), "though it comes first in its file"
 
 
 def test_a_test_that_hangs_ends_with_its_stage(tmp_path: Path) -> None:
@@ -189,7 +195,7 @@ def test_a_kill_leaves_what_was_found_so_far(tmp_path: Path, number: signal.Sign
     finally:
         process.kill()
     found = found_in(out, "tests")
-    assert found["tests"]["counts"]["passed"] == 2
+    assert found["tests"]["counts"]["passed"] == 3
     if number == signal.SIGTERM:
         assert process.returncode == 128 + signal.SIGTERM
         assert found["ended"] == "interrupted"
