@@ -246,12 +246,14 @@ def _generator(source: Source, name: str, key: str) -> Any:
         if name == "numpy":
             legacy = np.random.RandomState()
             legacy.set_state(value)
+            if not 0 <= legacy.get_state(legacy=False)["state"]["pos"] <= 624:  # NumPy does not check it
+                raise ValueError("its position is outside of its key")
             return rng.capture_one(legacy)
         if name == "torch":
             return rng.capture_one(torch.Generator().set_state(value.read()))
         devices = value if isinstance(value, (list, tuple)) else [value]
         return [each.read().numpy().tobytes() for each in devices]
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, LookupError, ValueError, AttributeError, RuntimeError) as error:
         raise OptionError(
             f"--rng {name}={key}: that is no state of the {name} generator ({error}). Nothing was written."
         ) from error

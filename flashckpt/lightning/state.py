@@ -7,6 +7,7 @@ checkpoints that the user's objects have.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from flashckpt.checkpointer.trainer_run import Deferred
 from flashckpt.errors import OptionError, StateError
 from flashckpt.lightning.package import PACKAGE, named
+
+log = logging.getLogger(__name__)
 
 # Places below the trainer, and their attributes that change and are not in a progress.
 _ATTRIBUTES = {
@@ -247,6 +250,17 @@ class UserState(Deferred):
         state, self.pending = self.pending, None
         if state is not None:
             self.put(state)
+            self._report_left_out(state)
+
+    def _report_left_out(self, state: dict[str, Any]) -> None:
+        parts = (state["callbacks"], state["hooks"], state["attributes"])
+        left_out = {label for part in parts for label, saved in part.items() if saved} - self.roots.keys()
+        if left_out:
+            log.warning(
+                "The checkpoint has the state of %s, which this trainer does not have. All else was loaded; "
+                "the next snapshot is without that state. If that is a mistake, stop and add it again.",
+                ", ".join(sorted(left_out)),
+            )
 
     def read(self) -> dict[str, Any]:
         datamodule = self._trainer.datamodule

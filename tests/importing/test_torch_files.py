@@ -275,7 +275,14 @@ def test_a_damaged_file_is_named(how: str, tmp_path: Path) -> None:
 
 
 def test_wrong_usage(tmp_path: Path) -> None:
-    file = saved(tmp_path / "last.pt", {"model": {"weight": torch.ones(2)}, "step": 1.5, "text": "x"})
+    kind, key, _, *gauss = np.random.RandomState(1).get_state()
+    numpys = {
+        "above": (kind, key, 625, *gauss),
+        "below": (kind, key, -1, *gauss),
+        "cut": (kind, key[:9], 3, *gauss),
+    }
+    data = {"model": {"weight": torch.ones(2)}, "step": 1.5, "text": "x", **numpys}
+    file = saved(tmp_path / "last.pt", data)
     for mapped, why in (
         (Mapped(state={"model": "net"}), r"has no 'net'"),
         (Mapped(step="step"), r"--step step"),
@@ -283,6 +290,7 @@ def test_wrong_usage(tmp_path: Path) -> None:
         (Mapped(state={"text": "text"}), r"nothing that was chosen is a tensor"),
         (Mapped(state={"gradients": "model"}), r"cannot name a part"),
         (Mapped(rng={"torch": "text"}), r"no state of the torch generator"),
+        *((Mapped(rng={"numpy": name}), r"no state of the numpy generator") for name in numpys),
         (Mapped(state={"a": "model", "a.weight": "step"}), r"a is taken as a whole"),
     ):
         with pytest.raises(OptionError, match=why):

@@ -448,6 +448,9 @@ def continued(job: Job) -> Any:
             if trainer.global_step == 9:
                 checkpoint.checkpointer.stop()
 
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": 9}
+
     def trainer_of(model: Model, *callbacks: Callback) -> lp.Trainer:
         return lp.Trainer(
             callbacks=[*callbacks, checkpoint], max_epochs=2, accelerator="cpu", devices=1, logger=Log(model),

@@ -132,7 +132,9 @@ def test_the_checkpointer_of_a_callback_that_is_switched_off(
 
 def test_fit_continues_a_stopped_and_a_finished_run(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     plain = harness.Run(f"{CASES}:map_style", framework, tmp_path, runtime, "plain").finish()
-    found = harness.Run(f"{CASES}:continued", framework, tmp_path, runtime, "whole").finish()
+    run = harness.Run(f"{CASES}:continued", framework, tmp_path, runtime, "whole")
+    found = run.finish()
+    assert run.said().count("has the state of Stop, which this trainer does not have") == 1
     [record] = found.records
     assert (record.pop("stopped"), record.pop("ended")) == ([9, "finished", "stop"], 14)
     assert (record.pop("overridden"), record.pop("loader")) == ([], "DataLoader")
