@@ -11,7 +11,7 @@
 #   make test-s3         the core's tests of crashes and of exact resume, on a real S3 server (Ceph's gateway)
 #   make fuzz            read hostile bytes                ARGS="--minutes 60 --seed 1"
 #   make sanitize        tests of native code under sanitizers   WHICH=address or thread; ARGS="tests/native -x"
-#   make lint            ruff, mypy, import-linter, clang-format: look only
+#   make lint            ruff, mypy, import-linter, clang-format, check-english: change nothing
 #   make format          the same formatters, writing
 #   make ptx             make csrc/device/digest.ptx anew from its sources
 #   make build           a wheel in dist/
@@ -93,6 +93,7 @@ lint:
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 	$(RUN)/clang-format --dry-run -Werror $(CPP)
+	$(RUN)/python scripts/check-english
 
 format:
 	@scripts/environment dev

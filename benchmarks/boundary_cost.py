@@ -42,9 +42,8 @@ def main() -> None:
         "NumPy's generator": lambda: np.random.get_state(legacy=False),
         "torch's generator": torch.default_generator.get_state,
         "all three, recorded": source.generators.record_all,
-        "a position, recorded": source.record,
-        "a position, recorded, NumPy drawn in between": lambda: (np.random.rand(), source.record()),
-        "a position, recorded and encoded": source.position,
+        "a position": source.position,
+        "a position, NumPy drawn in between": lambda: (np.random.rand(), source.position()),
     }
     for name, call in rows.items():
         print(f"{name:48}{fastest_us(call):8.1f} us")

@@ -20,7 +20,7 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.schedule import Pace
-from flashckpt.memory.control_page import SlotHeader
+from flashckpt.memory.region import SlotHeader
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.options import Options
 from flashckpt.state.tree import LiveLeaf, Walk
@@ -72,7 +72,7 @@ def measure(name: str, shapes: list[int], rounds: int) -> dict[str, float | str]
     copies = [torch.zeros_like(tensor) for tensor in state.tensors.values()]
     sealer = _native.Sealer()
     capture = Capture(state, None, sealer, Options(), schedule=Pace(1))
-    needed = capture.room_needed()
+    needed = capture.memory_needed()
     assert needed is not None
     ring = slots(*needed.with_slack(), threads)
     capture.set_slots(ring)

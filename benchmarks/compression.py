@@ -36,8 +36,8 @@ from flashckpt.options import Compress
 from flashckpt.store.base import Entry, MemoryRange, Store, Written
 from flashckpt.store.compressed_store import CompressedStore, compressing
 from flashckpt.store.local import LocalStore
-from flashckpt.store.objects import ObjectStore
-from flashckpt.store.upload_rate import UploadRate
+from flashckpt.store.objects import ObjectStore, UploadRate
+from flashckpt.store.read_plan import read_shard
 
 _EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny_gpt"
 _NAME = "shard-00000-00000000.safetensors"
@@ -116,6 +116,7 @@ class Sink:
     """A bucket that forgets."""
 
     url, server, refusal = "sink://", "", ""
+    is_trainable = True
 
     def brief(self) -> Sink:
         return self
@@ -193,7 +194,7 @@ def read(shard: Shard, how: Compress, threads: int, rounds: int) -> dict[str, fl
         seconds, cpu = array("d"), array("d")
         for _ in range(rounds):
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            found = CompressedStore(below).read_ranges(_NAME, contents, into, threads=threads)
+            found = read_shard(CompressedStore(below), _NAME, contents, into, threads=threads)
             seconds.append(time.perf_counter() - began_s)
             cpu.append(time.process_time() - began_cpu_s)
             assert not found.bad_chunks

@@ -89,7 +89,7 @@ def _train(
             checkpointer.step()
             checkpointer.wait()
         report = checkpointer.report()
-        image = checkpointer._attendant.slots.newest_own()
+        image = checkpointer._keeper_link.slots.newest_own()
         assert image is not None
         held = [each.stat().st_blocks * 512 for each in runtime.rglob("*-*") if is_region_name(each.name)]
         results.put(

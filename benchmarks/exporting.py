@@ -96,7 +96,7 @@ def make_run(folder: Path, gib: float) -> None:
 def measure(way: str, run: Path, out: Path) -> dict[str, Any]:
     """One figure, in this process."""
     if way == "copy":
-        source = max(run.glob("steps/*/*/shard-*"), key=lambda path: path.stat().st_size)
+        source = max(run.glob("data/*/*/shard-*"), key=lambda path: path.stat().st_size)
         began = time.perf_counter()
         shutil.copyfile(source, out)
         with open(out, "rb") as file:
@@ -105,10 +105,10 @@ def measure(way: str, run: Path, out: Path) -> dict[str, Any]:
     # Imports are no part of an export of 10 GB, and of no interest here.
     import torch.distributed.checkpoint
 
-    from flashckpt.export import mapped, step
+    from flashckpt.export import step
     from flashckpt.store import open_store
 
-    assert torch.distributed.checkpoint, mapped
+    assert torch.distributed.checkpoint
     memory = Memory()
     if way == "hf":
         import transformers.models.llama

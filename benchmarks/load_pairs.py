@@ -111,17 +111,17 @@ def _measure(pairs: int, parent: Path) -> None:
     print(f"flashckpt takes {statistics.median(ratios):.2f} × DCP's time (median of the pairs)")
 
 
-def _in_a_process(deed: str, folder: Path) -> str:
+def _in_a_process(operation: str, folder: Path) -> str:
     """The last line that it prints. All that it has started ends with it."""
     session, log = Session(sys.executable, folder), folder / "log.txt"
     log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "benchmarks.load_pairs", "--do", deed, "--folder", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.load_pairs", "--do", operation, "--folder", str(folder)]
     try:
         code = session.call(command, log=log, timeout_s=_LIMIT_S)
     finally:
         session.clean()
     if code != 0:
-        raise SystemExit(f"{deed} ended with {code}:\n{log.read_text()}")
+        raise SystemExit(f"{operation} ended with {code}:\n{log.read_text()}")
     return (log.read_text().splitlines() or [""])[-1]
 
 

@@ -155,13 +155,21 @@ def file_rates(folder: Path, num_bytes: int, repeats: int) -> None:
         "write_file, threads=1": lambda: write(1),
         "write_file, threads=2": lambda: write(2),
     })  # fmt: skip
-    back: dict[str, Any] = {"num_bytes": num_bytes, "checksums": sums[0], **leaves}
+    address = _native.address_of(region)
+
+    def read(copies: list[int], threads: int) -> None:
+        plan = _native.FilePlan(
+            num_bytes=num_bytes, chunk_bytes=CHUNK, checksums=sums[0], copies=u64(*copies),
+            parts=u64(0, num_bytes, 0, 0), ranges=u64(), digests=_native.LeafDigests(u64(num_bytes)),
+        )  # fmt: skip
+        plan.read(ours, threads=threads)
+
     report("file to memory", num_bytes, repeats, {
         "raw O_DIRECT, 2 in flight": lambda: raw_read(raw, num_bytes, 2),
         "raw O_DIRECT, 4 in flight": lambda: raw_read(raw, num_bytes, 4),
-        "read_file, threads=1": lambda: _native.read_file(ours, region, threads=1, **back),
-        "read_file, threads=2": lambda: _native.read_file(ours, region, threads=2, **back),
-        "check_file, threads=2": lambda: _native.check_file(ours, threads=2, **back),
+        "FilePlan.read into memory, threads=1": lambda: read([0, address, num_bytes, 0], 1),
+        "FilePlan.read into memory, threads=2": lambda: read([0, address, num_bytes, 0], 2),
+        "FilePlan.read, compared alone, threads=2": lambda: read([], 2),
     })  # fmt: skip
     for path in (ours, raw, other):
         path.unlink()

@@ -1,4 +1,4 @@
-"""What thousands of ranks cost in records: part, manifest, commit, a resume's plan, the choice of a step, and
+"""What thousands of ranks cost in records: part, record, commit, a resume's plan, the choice of a step,
 retention; by the code that does it, each in a process of its own.
 
     python -m benchmarks.scale --ranks 1024 16384 --json docs/benchmarks/….json
@@ -26,23 +26,21 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt._native import xxh3_128
-from flashckpt.commit import attempts, lineage, retention, steps
-from flashckpt.commit.holder import here
+from flashckpt.commit import attempts, collect, commit_step, lineage, starting, steps
+from flashckpt.commit.attempts import local_owner
 from flashckpt.errors import DamagedError
 from flashckpt.format.checked_json import TAIL_BYTES, checksum_in, dump
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.format.names import (
     AttemptName,
+    CommitName,
     attempt_folder,
-    manifest_path,
     part_keeper,
     shard_name,
-    step_attempt_folder,
 )
-from flashckpt.format.parts import CHUNK_BYTES, FileRecord, Part, PartHead, RankRecord, ShardRecord
+from flashckpt.format.records import CHUNK_BYTES, FileRecord, Part, PartHead, RankRecord, ShardRecord
 from flashckpt.options import Keep
-from flashckpt.restore.step_leaves import BoxRegion
-from flashckpt.restore.step_ranks import StepRanks
+from flashckpt.restore.step_tensors import StepRanks, TensorSlice
 from flashckpt.store.local import LocalStore
 
 RANKS_PER_NODE = 8
@@ -125,6 +123,10 @@ def part_of(node: int, world: int, step: int, attempt: AttemptName) -> Part:
     )
 
 
+def name_of(step: int, attempt: AttemptName) -> CommitName:
+    return CommitName(step, attempt, step)
+
+
 class Simulation:
     """A run of one attempt in `folder`, with STEPS of `world` ranks of which all parts are there."""
 
@@ -134,8 +136,8 @@ class Simulation:
 
     def make(self) -> None:
         attempts.open_run(self.store, create=True)
-        name = attempts.claim(self.store, here())
-        attempts.start(self.store, name, None, 0, self.world)
+        name, catalogue = starting.claim(self.store, local_owner())
+        starting.start(self.store, name, None, 0, self.world, catalogue)
         for step in STEPS:
             self._make_step(step, name)
 
@@ -143,8 +145,14 @@ class Simulation:
     def attempt(self) -> AttemptName:
         return attempts.attempts(self.store)[-1].name
 
+    def name(self, step: int) -> CommitName:
+        return name_of(step, self.attempt)
+
+    def commit(self, step: int) -> bool:
+        return bool(commit_step.commit(self.store, self.name(step).id, self.world))
+
     def _make_step(self, step: int, attempt: AttemptName) -> None:
-        folder = self.folder / step_attempt_folder(step, attempt)
+        folder = self.folder / name_of(step, attempt).id.data_folder
         folder.mkdir(parents=True)
         (self.folder / attempt_folder(attempt)).mkdir(exist_ok=True)
         sample = part_of(0, self.world, step, attempt)
@@ -164,18 +172,17 @@ class Simulation:
                 else:
                     _write_hollow(file.fileno(), head, length)
 
-    def fill(self, step: int, deed: Callable[[], object]) -> None:
-        """Make those parts of a committed step whole that a deed reads."""
+    def fill(self, step: int, operation: Callable[[], object]) -> None:
+        """Make those parts of a committed step whole that a operation reads."""
         while True:
             try:
-                deed()
+                operation()
             except DamagedError as error:
                 file = str(error.path).rpartition("/")[2]
                 part = part_of(part_keeper(file) // RANKS_PER_NODE, self.world, step, self.attempt)
-                folder = self.folder / step_attempt_folder(step, self.attempt)
-                (folder / file).write_bytes(part.to_bytes())
-                (folder / "manifest.json").unlink()
-                assert steps.commit(self.store, step, self.attempt, self.world)
+                (self.folder / self.name(step).id.data_folder / file).write_bytes(part.to_bytes())
+                (self.folder / self.name(step).path).unlink()
+                assert self.commit(step)
             else:
                 return
 
@@ -219,46 +226,46 @@ def _write_hollow(file: int, head: PartHead, length: int) -> None:
 def write_part(run: Simulation) -> Callable[[], object]:
     """What a node does for a step: the part of its eight ranks is made, and published."""
     part, store = part_of(0, run.world, STEPS[0], run.attempt), run.store
-    path = f"{step_attempt_folder(part.step, part.attempt)}/{part.file}"
+    path = f"{run.name(part.step).id.data_folder}/{part.file}"
 
-    def deed() -> None:
+    def operation() -> None:
         store.remove(path)
-        assert steps.publish_part(store, part)
+        assert commit_step.publish_part(store, part)
 
-    return deed
+    return operation
 
 
 def commit(run: Simulation) -> Callable[[], object]:
     """What the one that commits does, once."""
-    attempt = run.attempt
+    name = run.name(STEPS[-1])
 
-    def deed() -> None:
-        run.store.remove(manifest_path(STEPS[-1], attempt))
-        assert steps.commit(run.store, STEPS[-1], attempt, run.world)
+    def operation() -> None:
+        run.store.remove(name.path)
+        assert run.commit(name.step)
 
-    return deed
+    return operation
 
 
 def plan(run: Simulation) -> Callable[[], object]:
     """What a rank does to know what to read of a step: its own part, and where each leaf stands."""
-    attempt, rank = run.attempt, run.world - 3
+    name, rank = run.name(STEPS[-1]), run.world - 3
 
-    def deed() -> None:
-        record = steps.read_step(run.store, STEPS[-1], attempt, {rank})
+    def operation() -> None:
+        record = steps.read_step(run.store, name, {rank})
         [(_, contents)] = record.files(rank)
         assert len(contents.layout().leaves) == len(leaves_of(rank, run.world))
 
-    return deed
+    return operation
 
 
 def reshard(run: Simulation) -> Callable[[], object]:
     """What a rank of half as many does to know what to read of whom: the pieces of all its boxes."""
-    attempt, world, rank = run.attempt, run.world // 2, run.world // 4 - 3
+    name, world, rank = run.name(STEPS[-1]), run.world // 2, run.world // 4 - 3
     leaves = [leaf for leaf in leaves_of(rank, world) if leaf.num_bytes]
-    wanted = [(leaf.name, BoxRegion.of(leaf)) for leaf in leaves]
+    wanted = [(leaf.name, TensorSlice.of(leaf)) for leaf in leaves]
 
-    def deed() -> None:
-        record = steps.read_step(run.store, STEPS[-1], attempt, {rank})
+    def operation() -> None:
+        record = steps.read_step(run.store, name, {rank})
         ranks = StepRanks(record, rank, world)
         ranks.tensors([name for name, _ in wanted])
         found = ranks.find(wanted)
@@ -266,36 +273,38 @@ def reshard(run: Simulation) -> Callable[[], object]:
             region.num_elements for _, region in wanted
         )
 
-    return deed
+    return operation
 
 
-def read_manifest(run: Simulation) -> Callable[[], object]:
-    """Of that, the manifest."""
-    attempt = run.attempt
-    return lambda: steps.read_manifest(run.store, STEPS[-1], attempt)
+def read_record(run: Simulation) -> Callable[[], object]:
+    """Of that, the commit record."""
+    name = run.name(STEPS[-1])
+    return lambda: steps.read_record(run.store, name)
 
 
 def candidates(run: Simulation) -> Callable[[], object]:
     """What rank 0 does to know which steps there are."""
 
-    def deed() -> None:
-        assert len(lineage.candidates(run.store)) >= 2
+    def operation() -> None:
+        assert len(lineage.next_start(run.store).candidates) >= 2
 
-    return deed
+    return operation
 
 
 def prune(run: Simulation) -> Callable[[], object]:
     """Retention after a commit: two of four steps go, with all their files."""
     attempt = run.attempt
 
-    def deed() -> None:
-        assert len(retention.prune(run.store, attempt, Keep(last=2))) == len(STEPS) - 2
+    def operation() -> None:
+        found, done = collect.prune(run.store, attempt, Keep(last=2))
+        assert len(found.expired) == len(done.snapshots) == len(STEPS) - 2
 
-    return deed
+    return operation
 
 
 _MEASURED = {
-    deed.__name__: deed for deed in (write_part, commit, read_manifest, plan, reshard, candidates, prune)
+    operation.__name__: operation
+    for operation in (write_part, commit, read_record, plan, reshard, candidates, prune)
 }
 _ONCE = {"prune"}
 
@@ -303,12 +312,12 @@ _ONCE = {"prune"}
 def measure(folder: Path, world: int, name: str) -> dict[str, float]:
     """In this process: median of a few times, and the most memory that the process ever had."""
     run = Simulation(folder, world)
-    deed, seconds = _MEASURED[name](run), list[float]()
+    operation, seconds = _MEASURED[name](run), list[float]()
     cpu_seconds, queued_seconds = list[float](), list[float]()
     before = _peak_bytes()
     for _ in range(1 if name in _ONCE else _REPEATS):
         began, cpu_began, queued_began = time.perf_counter(), time.process_time(), _queued_s()
-        deed()
+        operation()
         seconds.append(time.perf_counter() - began)
         cpu_seconds.append(time.process_time() - cpu_began)
         queued_seconds.append(_queued_s() - queued_began)
@@ -350,12 +359,16 @@ def simulate(world: int, folder: Path, names: Sequence[str]) -> dict[str, Any]:
     run = Simulation(folder, world)
     run.make()
     for step in STEPS:
-        assert steps.commit(run.store, step, run.attempt, world)
+        assert run.commit(step)
     if reshard.__name__ in names:
         run.fill(STEPS[-1], reshard(run))
-    made = run.folder / step_attempt_folder(STEPS[0], run.attempt)
-    files = {"part": "part-00000.json", "manifest": "manifest.json", "shard": shard_name(0, NONCE)}
-    found: dict[str, Any] = {f"{name}_bytes": (made / file).stat().st_size for name, file in files.items()}
+    name, made = run.name(STEPS[0]), run.folder / run.name(STEPS[0]).id.data_folder
+    files = {
+        "part": made / "part-00000.json",
+        "record": run.folder / name.path,
+        "shard": made / shard_name(0, NONCE),
+    }
+    found: dict[str, Any] = {f"{each}_bytes": file.stat().st_size for each, file in files.items()}
     found |= {"ranks": world, "parts": run.nodes, "making_seconds": round(time.perf_counter() - began, 1)}
     return found | {name: _in_a_process(folder, world, name) for name in names}
 
@@ -393,7 +406,7 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    cells = [f"{row['ranks']:6,} ranks", f"manifest {row['manifest_bytes'] / 2**20:.2f} MiB"]
+    cells = [f"{row['ranks']:6,} ranks", f"record {row['record_bytes'] / 2**20:.2f} MiB"]
     for name in (name for name in _MEASURED if name in row):
         each = row[name]
         times = (

@@ -1,4 +1,4 @@
-"""Lightning keeps the best weights, flashckpt resumes: kill it at any moment and start it again.
+"""Lightning keeps the best weights, flashckpt resumes. Kill it at any moment and run it again:
 
 python examples/lightning_best.py --folder /tmp/best
 """

@@ -22,8 +22,8 @@ __version__ = "0.1.0"
 _PLACES = {
     "loop": "checkpointer.attach",
     "attach": "checkpointer.attach",
-    "Checkpointer": "checkpointer.checkpointer",
-    "Resumed": "checkpointer.attached_run",
+    "Checkpointer": "checkpointer.run",
+    "Resumed": "checkpointer.run",
     "load": "runs",
     "steps": "runs",
     "branch": "runs",
@@ -35,7 +35,7 @@ _PLACES = {
         (
             "FlashckptError", "UsageError", "OptionError", "StateError", "BoundaryError", "MismatchError",
             "RunError", "RunHeldError", "SupersededError", "FormatError", "NoSuchStepError",
-            "UnusableRunError", "DivergedError", "DamagedError", "OutOfRoomError", "KeeperError",
+            "UnusableRunError", "DivergedError", "DamagedError", "OutOfSpaceError", "KeeperError",
             "PersistError",
         ),
         "errors",
@@ -47,8 +47,8 @@ __all__ = sorted([*_PLACES, "__version__"])
 if TYPE_CHECKING:
     from flashckpt.checkpointer.attach import attach as attach
     from flashckpt.checkpointer.attach import loop as loop
-    from flashckpt.checkpointer.attached_run import Resumed as Resumed
-    from flashckpt.checkpointer.checkpointer import Checkpointer as Checkpointer
+    from flashckpt.checkpointer.run import Checkpointer as Checkpointer
+    from flashckpt.checkpointer.run import Resumed as Resumed
     from flashckpt.commit.verification import Report as Report
     from flashckpt.errors import BoundaryError as BoundaryError
     from flashckpt.errors import DamagedError as DamagedError
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from flashckpt.errors import MismatchError as MismatchError
     from flashckpt.errors import NoSuchStepError as NoSuchStepError
     from flashckpt.errors import OptionError as OptionError
-    from flashckpt.errors import OutOfRoomError as OutOfRoomError
+    from flashckpt.errors import OutOfSpaceError as OutOfSpaceError
     from flashckpt.errors import PersistError as PersistError
     from flashckpt.errors import RunError as RunError
     from flashckpt.errors import RunHeldError as RunHeldError

@@ -1,12 +1,12 @@
-"""Runs of Accelerate's `Accelerator`: what it has prepared is saved, and its loaders are resumed.
+"""Saves and resumes the objects and loaders that Accelerate's `Accelerator` has prepared.
 
     with flashckpt.accelerate.attach(accelerator, "runs/x") as run:
         for epoch in run.epochs(3):
             for batch in run.batches(loader):
                 ...                           # the body does not change
 
-The loop is the program's, so its boundaries are those of `flashckpt.Checkpointer`. This module only knows
-which parts of the accelerator are state.
+Owns which parts of an accelerator are state. The program owns its loop, so boundaries are those of
+`flashckpt.Checkpointer`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashckpt.checkpointer.attach import attach_for
-from flashckpt.checkpointer.extras import check_overridden, require
+from flashckpt.checkpointer.trainer_run import check_overridden, require
 from flashckpt.errors import OptionError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from flashckpt.checkpointer.checkpointer import Checkpointer
+    from flashckpt.checkpointer.run import Checkpointer
 
 __all__ = ["attach"]
 
@@ -57,26 +57,26 @@ def attach(
     state: Mapping[str, object] | None = None,
     **options: Any,
 ) -> Checkpointer:
-    """Attach what the accelerator has prepared to the run in `path`, and restore it if there is something to
-    restore. Call it after `accelerator.prepare` and `register_for_checkpointing`.
+    """Attach the objects that the accelerator has prepared to the run in `path`, and restore them if the run
+    has a snapshot. Call it after `accelerator.prepare` and `register_for_checkpointing`.
 
-    Models, optimizers, schedulers and registered objects are saved as "model", "optimizer", "scheduler" and
-    "custom" (further ones as "model1", …), with the scaler and the accelerator's own counters. state: what
-    else is saved, by name. path, options: as `flashckpt.attach` has them.
+    Saves models, optimizers, schedulers and registered objects as "model", "optimizer", "scheduler" and
+    "custom" (further ones as "model1", …), with the scaler and the accelerator's own counters. state:
+    further objects to save, by name. path, options: see `flashckpt.attach`.
 
     Returns a `flashckpt.Checkpointer`, whose `batches` takes prepared loaders. Raises OptionError for
-    DeepSpeed, Megatron-LM and torch_xla, which keep state elsewhere, and where nothing was prepared; and what
-    `flashckpt.attach` raises.
+    DeepSpeed, Megatron-LM and torch_xla, which keep state elsewhere, and if nothing was prepared; raises
+    whatever `flashckpt.attach` raises.
     """
     require("accelerate", "accelerate")
     check_overridden("accelerate", "accelerate", TESTED, OVERRIDDEN)
     _check(accelerator, state)
     found = _prepared(accelerator)
-    taken = sorted(found.keys() & (state or {}).keys())
-    if taken:
+    clashes = sorted(found.keys() & (state or {}).keys())
+    if clashes:
         raise OptionError(
-            f"state= has {', '.join(taken)}, which are names of what the accelerator has prepared. Nothing "
-            "was started. Give them other names."
+            f"state= has {', '.join(clashes)}, which are names of objects that the accelerator has prepared. "
+            "Nothing was started. Give them other names."
         )
     return attach_for("accelerate", path, {**found, **(state or {})}, **options)
 
@@ -91,8 +91,8 @@ def _check(accelerator: Any, state: Mapping[str, object] | None) -> None:
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in _REFUSED:
         raise OptionError(
-            f"{_REFUSED[kind]} keeps model and optimizer in an engine of its own, whose state cannot be read "
-            "here. Nothing was started. Save it by its own means, or train with DDP or FSDP2."
+            f"{_REFUSED[kind]} keeps model and optimizer in its own engine, whose state flashckpt cannot "
+            "read. Nothing was started. Save it by its own means, or train with DDP or FSDP2."
         )
     if not accelerator._models and not state:
         raise OptionError(
@@ -102,7 +102,7 @@ def _check(accelerator: Any, state: Mapping[str, object] | None) -> None:
 
 
 def _prepared(accelerator: Any) -> dict[str, object]:
-    """The state that the accelerator knows, by name."""
+    """Objects that the accelerator has prepared, by name."""
     kinds: dict[str, list[Any]] = {
         "model": accelerator._models,
         "optimizer": [getattr(each, "optimizer", each) for each in accelerator._optimizers],
@@ -119,26 +119,26 @@ def _prepared(accelerator: Any) -> dict[str, object]:
 
 
 class _Counters:
-    """What changes in an accelerator: its place in the accumulation, its number of saves, and, of each
-    prepared loader, the passes over it and the generator that Accelerate has made for it. These order the
-    samples, also of loaders that the program iterates over by itself."""
+    """An accelerator's own state: its place in the gradient accumulation, its number of saves, and for each
+    prepared loader the number of passes over it and the generator that Accelerate has made for it. The
+    generators order the samples, also of loaders over which the program itself iterates."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._loaders = {str(number): each for number, each in enumerate(accelerator._dataloaders)}
-        self._first = {number: _moves(each) for number, each in self._loaders.items()}
-        self._others: dict[str, Any] = {}  # of loaders that this program has not prepared
+        self._initial = {number: _loader_state(each) for number, each in self._loaders.items()}
+        self._others: dict[str, Any] = {}  # states of loaders that this program has not prepared
 
     def state_dict(self) -> dict[str, Any]:
         accelerator = self._accelerator
-        now = {number: _moves(each) for number, each in self._loaders.items()}
-        # A loader that the program has added since, and has not used, is no difference.
-        moved = {number: value for number, value in now.items() if value != self._first[number]}
+        current = {number: _loader_state(each) for number, each in self._loaders.items()}
+        # A loader that the program has added but not used must not change the state.
+        used = {number: value for number, value in current.items() if value != self._initial[number]}
         return {
             "step": accelerator.step,
             "sync_gradients": accelerator.gradient_state.sync_gradients,
             "saves": accelerator.project_configuration.iteration,
-            "loaders": {**self._others, **moved},
+            "loaders": {**self._others, **used},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class _Counters:
                 if passes and "StatefulDataLoader" in {
                     kind.__name__ for kind in type(_inside(loader)).__mro__
                 }:
-                    # prepare() has made an iterator, which only the run's first pass uses.
+                    # prepare() has made an iterator that only the run's first pass may use.
                     _inside(loader).load_state_dict({})
                 generator = getattr(loader, "synchronized_generator", None)
                 if generator is not None and drawn is not None:
@@ -166,7 +166,7 @@ def _inside(loader: Any) -> Any:
     return vars(loader).get("base_dataloader")
 
 
-def _moves(loader: Any) -> list[Any]:
-    """What passes over a prepared loader change."""
+def _loader_state(loader: Any) -> list[Any]:
+    """The part of a prepared loader that a pass over it changes: number of passes, generator state."""
     generator = getattr(loader, "synchronized_generator", None)
     return [loader.iteration, None if generator is None else bytes(generator.get_state().numpy())]

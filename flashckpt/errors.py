@@ -1,24 +1,24 @@
-"""Every error this library raises, grouped by what its handler would do next.
+"""Every error that this library raises, grouped by what a handler does next.
 
-    FlashckptError                   carries step, rank and path where they are known
+    FlashckptError                   carries step, rank and path if they are known
     ├── UsageError                   change the program
-    │   ├── OptionError              an option or a name that cannot be
-    │   ├── StateError               a part of the state that cannot be saved exactly
-    │   └── BoundaryError            the loop is driven in a way that makes its boundaries a lie
-    ├── MismatchError                the model is not the one that was saved; nothing was changed
+    │   ├── OptionError              an option or a name is invalid
+    │   ├── StateError               a part of the state cannot be saved exactly
+    │   └── BoundaryError            the program drives the loop so that its boundaries are not consistent
+    ├── MismatchError                the model differs from the saved one; nothing was changed
     ├── RunError                     the run's folder cannot be used as asked
     │   ├── RunHeldError             another job holds the run
-    │   ├── SupersededError          a newer attempt has claimed the run: this one must end
-    │   ├── FormatError              written by a newer version of this library
-    │   ├── NoSuchStepError          no such step, or none that is committed
-    │   └── UnusableRunError         the run has steps, and none of them can be used
-    ├── DivergedError                what ranks hold alike by declaration is not alike
-    ├── DamagedError                 bytes are not those that were written
-    ├── OutOfRoomError               too little memory or disk: what was needed, what there is
-    ├── KeeperError                  the keeper cannot be started or asked
-    └── PersistError                 what was to be persisted could not be; raised where the user waits
+    │   ├── SupersededError          a newer attempt has claimed the run: this attempt must end
+    │   ├── FormatError              a newer version of this library wrote the run
+    │   ├── NoSuchStepError          the step does not exist or is not committed
+    │   └── UnusableRunError         the run has steps, but none can be used
+    ├── DivergedError                replicas of a tensor differ between ranks
+    ├── DamagedError                 bytes differ from those that were written
+    ├── OutOfSpaceError              too little memory or disk; carries the bytes needed and available
+    ├── KeeperError                  the keeper cannot be started or does not answer
+    └── PersistError                 a snapshot could not be persisted; raised where the user waits
 
-Messages say what happened, what it means for the data, and what to do.
+Each message states what happened, what it means for the data, and what to do.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from flashckpt.printable import escaped
 
 
 class FlashckptError(Exception):
-    """Root of all errors. `step`, `rank` and `path` are None where they are not known. Control characters in
-    a message, which may quote a checkpoint from elsewhere, are escaped."""
+    """Root of all errors. `step`, `rank` and `path` are None if unknown. Escapes control characters in the
+    message, which may quote an untrusted checkpoint."""
 
     def __init__(
         self,
@@ -47,11 +47,11 @@ class FlashckptError(Exception):
 
 
 class UsageError(FlashckptError):
-    """The program asks for something that cannot be; nothing was changed."""
+    """The program asks for something impossible; nothing was changed."""
 
 
 class OptionError(UsageError):
-    """An option has a value that cannot be, or a keyword is neither an option nor stateful."""
+    """An option has an invalid value, or a keyword is neither an option nor a stateful object."""
 
 
 class StateError(UsageError):
@@ -63,13 +63,13 @@ class StateError(UsageError):
 
 
 class BoundaryError(UsageError):
-    """The loop is driven in a way in which its boundaries would not be consistent cuts."""
+    """The program drives the loop so that its boundaries would not be consistent cuts."""
 
 
 class MismatchError(FlashckptError):
     """The live state does not fit the checkpoint. The live state was not changed.
 
-    `differences` holds one row (name, in the checkpoint, in the live state) for each thing that differs.
+    `differences` has one row per difference: (name, value in the checkpoint, value in the live state).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RunHeldError(RunError):
 
 
 class SupersededError(RunError):
-    """A newer attempt has claimed the run; what this attempt still does is not part of it."""
+    """A newer attempt has claimed the run; the run ignores what this attempt writes from now on."""
 
 
 class FormatError(RunError):
@@ -101,16 +101,16 @@ class FormatError(RunError):
 
 
 class NoSuchStepError(RunError):
-    """The step that was asked for is not there, or is not committed."""
+    """The requested step does not exist or is not committed."""
 
 
 class UnusableRunError(RunError):
-    """The run has steps and none can be used. It is never taken for a fresh run."""
+    """The run has steps, but none can be used. It is never treated as a fresh run."""
 
 
 class DivergedError(FlashckptError):
-    """What ranks hold alike by declaration is not alike; the step is not committed. `leaves` are the names of
-    what differs, `ranks` those that hold something else than the most do."""
+    """Replicas of a tensor differ between ranks; the step is not committed. `leaves`: names of the tensors
+    that differ. `ranks`: the ranks that differ from the majority."""
 
     def __init__(
         self,
@@ -126,19 +126,14 @@ class DivergedError(FlashckptError):
 
 
 class DamagedError(FlashckptError):
-    """Bytes are not those that were written: flipped, cut short, exchanged, or not ours."""
+    """Bytes differ from those that were written: flipped, truncated, exchanged, or of another writer."""
 
 
-class OutOfRoomError(FlashckptError):
-    """Too little room. `needed` and `available` are in bytes."""
+class OutOfSpaceError(FlashckptError):
+    """Too little memory or disk space. `needed` and `available` are in bytes."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        needed: int = 0,
-        available: int = 0,
-        path: str | os.PathLike[str] | None = None,
+        self, message: str, *, needed: int = 0, available: int = 0, path: str | os.PathLike[str] | None = None
     ) -> None:
         super().__init__(message, path=path)
         self.needed = needed
@@ -146,8 +141,8 @@ class OutOfRoomError(FlashckptError):
 
 
 class KeeperError(FlashckptError):
-    """The keeper cannot be started, found or asked. Training is not touched by it."""
+    """The keeper cannot be started or found, or does not answer. Training continues unaffected."""
 
 
 class PersistError(FlashckptError):
-    """What was to be persisted could not be. Raised by `wait()` and `close()`, never by the loop."""
+    """A snapshot could not be persisted. Raised by `wait()` and `close()`, never by the loop."""

@@ -1,4 +1,4 @@
-"""Every option there is, frozen, and the only place where the environment is read."""
+"""All options, frozen. Owns every read of the environment."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 from flashckpt.errors import OptionError
 
-# Each is a region that a keeper holds, and a copy of the state.
+# Each slot is a region that a keeper holds, and a copy of the state.
 MOST_SLOTS = 16
-# The options of one store, as JSON: a bundle of all root certificates of a system is a quarter of it.
+# The options of one store, as JSON. A bundle of a system's root certificates takes a quarter of it.
 MAX_STORAGE_BYTES = 1 << 20
 _UNITS_S = {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d)\s*")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B?", re.IGNORECASE)
 
 
 Compress = Literal["auto", "zstd", "none"]
 
 
 def duration_s(text: str, option: str) -> float:
-    """Seconds in a duration such as "30s", "5min" or "1.5h". Raises OptionError for anything else."""
+    """Return the seconds of a duration such as "30s", "5min" or "1.5h". Raises OptionError for other text."""
     match = _DURATION.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise OptionError(
@@ -34,67 +35,94 @@ def duration_s(text: str, option: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
+def size_of(text: object) -> int | None:
+    """Return the bytes of a size, a number or text: "5GB" is 5e9, "5GiB" 5 * 2**30. None for other text and
+    for 0."""
+    match = _SIZE.fullmatch(str(text).strip()) if type(text) in (int, str) else None
+    if match is None:
+        return None
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper())) or None
+
+
 def check_call(
-    every: object, persist_every: object, keep: object, options: object, remote: RemoteCall | None = None
+    every: object, persist_every: object, keep: object, options: object, tiers: TiersCall | None = None
 ) -> None:
-    """What `attach` and `loop` take beside the state. Raises OptionError, before anything is done: a word
-    that is not understood would otherwise mean that nothing is saved."""
+    """Check the arguments of `attach` and `loop` other than the state. Raises OptionError before anything is
+    started: an option that is not understood could mean that nothing is saved."""
     if every is not None and every != "auto" and not _is_count(every, 1):
-        raise OptionError(
-            f'every={every!r}: "auto", a number of steps, or None. Nothing was started. It says how often a '
-            "snapshot is taken into memory; how often one goes to disk is persist_every, which may be a time."
+        _refuse(
+            f"every={every!r}",
+            'Pass "auto", a number of steps, or None: how often a snapshot is taken into memory. '
+            "persist_every takes durations: how often one is committed.",
         )
     check_interval(persist_every, "persist_every")
-    for name, value, kind in (("keep", keep, Keep), ("options", options, Options)):
+    expected = (("keep", keep, Keep, "last=3"), ("options", options, Options, "slots=2"))
+    for name, value, kind, example in expected:
         if not isinstance(value, kind):
-            raise OptionError(
-                # Without the value: a dictionary may hold the keys of a store.
-                f"{name}={type(value).__name__}: a flashckpt.{kind.__name__}, as in "
-                f"{name}=flashckpt.{kind.__name__}"
-                f"({'last=3' if kind is Keep else 'slots=2'}). Nothing was started."
-            )
-    if remote is not None:
-        _check_remote(remote)
+            # Without the value: a dictionary may hold the keys of a store.
+            call = f"flashckpt.{kind.__name__}"
+            _refuse(f"{name}={type(value).__name__}", f"Pass a {call}, as in {name}={call}({example}).")
+    if tiers is not None:
+        _check_remote(tiers)
+        _check_cache(tiers.cache, options)
+
+
+def _refuse(what: str, remedy: str) -> NoReturn:
+    raise OptionError(f"{what} is invalid. Nothing was started. {remedy}")
 
 
 def check_interval(value: object, option: str) -> None:
-    """Raises OptionError for what is neither a duration, a number of steps nor None."""
+    """Raise OptionError unless the value is a duration, a number of steps or None."""
     if isinstance(value, str):
         duration_s(value, option)
     elif value is not None and not _is_count(value, 1):
-        raise OptionError(
-            f'{option}={value!r}: a duration such as "5min", a number of steps, or None. Nothing was started.'
-        )
+        _refuse(f"{option}={value!r}", 'Pass a duration such as "5min", a number of steps, or None.')
 
 
 def checked_compress(value: object, name: str = "compress") -> Compress:
-    """OptionError for what is no way to compress."""
+    """Return the value. Raises OptionError if it is not a `Compress`."""
     for each in get_args(Compress):
         if value == each:
             found: Compress = each
             return found
-    raise OptionError(
-        f"{name}={value!r}. Nothing was changed. It is 'auto', 'zstd' or 'none': whether shards are "
-        "compressed on their way, without loss."
-    )
+    _refuse(f"{name}={value!r}", "Pass 'auto', 'zstd' or 'none': how shards are compressed, without loss.")
 
 
-def _check_remote(remote: RemoteCall) -> None:
-    if remote.path is None:
-        for name, value in (("remote_every", remote.every), ("remote_keep", remote.keep)):
-            if value is not None:
+def _check_remote(tiers: TiersCall) -> None:
+    if tiers.remote is None:
+        for name in ("remote_every", "remote_keep"):
+            if (value := getattr(tiers, name)) is not None:
                 raise OptionError(
-                    f"{name}={value!r}: there is no remote. Nothing was started. Name one, as in "
-                    'remote="s3://bucket/run", or leave this out.'
+                    f"{name}={value!r} needs a remote. Nothing was started. Pass one, as in "
+                    'remote="s3://bucket/run", or leave this option out.'
                 )
         return
-    if not isinstance(remote.path, (str, os.PathLike)):
-        raise OptionError(f"remote={remote.path!r}: a folder or a URL, or None. Nothing was started.")
-    check_interval(remote.every, "remote_every")
-    if remote.keep is not None and not isinstance(remote.keep, Keep):
-        raise OptionError(
-            f"remote_keep={remote.keep!r}: a flashckpt.Keep, as in remote_keep=flashckpt.Keep(last=3), or "
-            "None for the same as keep. Nothing was started."
+    if not isinstance(tiers.remote, (str, os.PathLike)):
+        _refuse(f"remote={tiers.remote!r}", "Pass a folder, a URL, or None.")
+    check_interval(tiers.remote_every, "remote_every")
+    if tiers.remote_keep is not None and not isinstance(tiers.remote_keep, Keep):
+        _refuse(
+            f"remote_keep={tiers.remote_keep!r}",
+            "Pass a flashckpt.Keep, as in flashckpt.Keep(last=3), or None for the same as keep.",
+        )
+
+
+def _check_cache(path: object, options: object) -> None:
+    if path is None:
+        limit = getattr(options, "cache_limit", None)
+        if limit is not None:
+            raise OptionError(
+                f"cache_limit={limit!r} needs a cache. Nothing was started. Pass a folder on a disk of each "
+                'node, as in cache="/nvme", or leave this option out.'
+            )
+        return
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text.strip() or "\0" in text or "://" in text:
+        _refuse(
+            f"cache={path!r}",
+            "Pass a folder on a disk of this node, or None. Object storage is the run's path or its remote, "
+            'as in attach("s3://bucket/run", cache="/nvme").',
         )
 
 
@@ -102,50 +130,53 @@ def _is_count(value: object, least: int) -> bool:
     return type(value) is int and value >= least
 
 
-# Faults of the process itself and what other libraries live by: no boundary may wait for these.
-_NOT_TO_BE_WATCHED = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+# Signals that report a fault of the process, or that other libraries need.
+_UNSUPPORTED_SIGNALS = {
+    "SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT",
+}  # fmt: skip
 
 
 def signal_numbers(names: Sequence[str], option: str) -> tuple[int, ...]:
-    """The numbers of signals given by their names, as in ("SIGTERM", "SIGINT"). Raises OptionError."""
+    """Return the numbers of signals with these names, as in ("SIGTERM", "SIGINT"). Raises OptionError."""
     known = signal.Signals.__members__
     for name in [names] if isinstance(names, str) else names:
-        if isinstance(names, str) or name not in known or name in _NOT_TO_BE_WATCHED:
+        if isinstance(names, str) or name not in known or name in _UNSUPPORTED_SIGNALS:
             raise OptionError(
-                f"{option}={names!r}: {name!r} cannot be watched. Nothing was changed. Give a tuple of names "
-                'of signals that a process may wait with, such as ("SIGTERM", "SIGINT"); () for none.'
+                f"{option}={names!r}: flashckpt cannot handle {name!r}. Nothing was started. Give a tuple of "
+                'names of signals that may wait for a boundary, such as ("SIGTERM", "SIGINT"), or ().'
             )
     return tuple(int(known[name]) for name in dict.fromkeys(names))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Which committed steps stay: the newest `last` (at least 2 always stay), and every multiple of
-    `every_steps`, counted in steps."""
+    """The committed steps that are kept: the newest `last` (at least 2 always stay), and every multiple of
+    `every_steps`, in steps."""
 
     last: int = 3
     every_steps: int | None = None
 
     def __post_init__(self) -> None:
         if not _is_count(self.last, 1):
-            raise OptionError(f"Keep(last={self.last!r}): a number of steps, at least one must be kept.")
+            _refuse(f"Keep(last={self.last!r})", "Pass a number of steps, 1 or more.")
         if self.every_steps is not None and not _is_count(self.every_steps, 1):
-            raise OptionError(f"Keep(every_steps={self.every_steps!r}): must be a positive number of steps.")
+            _refuse(f"Keep(every_steps={self.every_steps!r})", "Pass a number of steps, 1 or more, or None.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteCall:
-    """What `attach` was called with of a remote; see `check_call`."""
+class TiersCall:
+    """The arguments of `attach` for remote and cache; see `check_call`."""
 
-    path: str | os.PathLike[str] | None = None
-    every: str | int | None = None
-    keep: Keep | None = None
+    remote: str | os.PathLike[str] | None = None
+    remote_every: str | int | None = None
+    remote_keep: Keep | None = None
+    cache: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A second store that committed steps are copied to. `every`: how often, see `flashckpt.attach`; `keep`:
-    which stay there; `options`: what its client takes beside the URL; `compress`: whether shards stand so."""
+    """A second store to which committed steps are copied. every: how often, see `flashckpt.attach`. keep: the
+    steps that are kept there. options: further arguments of its client. compress: of its shards."""
 
     url: str
     every: str | int | None = None
@@ -156,33 +187,34 @@ class Remote:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is rarely changed.
+    """Options that are rarely changed.
 
     overhead: share of the loop's time that captures may cost with every="auto" (0.01 is 1 %).
-    slots: snapshots held in host memory, 16 at most; None takes 3 where they fit into half of what is
-        available, else 2. With 1 a snapshot is committed before the next takes its place, and a kill in a
-        capture falls back to the disk.
-    device_memory: bytes a device that the clone arena may take; None takes up to half of what is free.
-    streams: further device streams that write the state, beside the current and the default ones.
-    linger: how long the keeper stays after an abnormal death, waiting for the next attempt.
-    grace: how long `wait()` and the end of a run go on waiting while nothing is written, or writing fails;
-        after a signal, how long in all, from the signal on, until it takes its course.
-    signals: signals that end the loop at its next boundary, and then do what they would have done.
-    warning_signals: signals after which the loop ends in the same way and the process goes on. None takes
+    slots: snapshots held in host memory, 16 at most. None takes 3 if they fit into half of the available
+        memory, else 2. With 1, each snapshot is committed before the next replaces it, and a kill in a
+        capture falls back to storage.
+    device_memory: bytes of each device that the clone arena may take. None takes up to half of the free ones.
+    streams: device streams that write the state, other than the current and the default ones.
+    linger: how long the keeper stays after an abnormal death and waits for the next attempt.
+    grace: how long `wait()` and the end of a run wait while nothing is written or writing fails; after a
+        signal, the total time from the signal until it takes effect.
+    signals: signals that end the loop at its next boundary, and then act as without flashckpt.
+    warning_signals: signals after which the loop ends in the same way and the process continues. None takes
         SIGUSR1 in a Slurm job, unless the process handles or ignores it itself.
-    notice_file: a path; a file that appears there while the loop runs, or is made anew, is such a warning.
+    notice_file: a path. Creating or writing the file while the loop runs acts as a warning signal.
     read_ahead_check: refuse a second batch before the first was trained on.
-    threads: native threads for copies; None takes torch's own number.
-    watchdog: how long a boundary may be missing before the trainer counts as stuck, a duration; "auto"
-        takes it from the run's own steps (10 minutes at least), None watches nothing.
-    watchdog_action: what becomes of a stuck trainer. "report" writes its Python stacks into the ledger and
-        persists the newest snapshot; "kill" also ends it with SIGKILL, so that its launcher restarts it.
-    storage_options: what the client of an object store takes beside the URL (`endpoint`, `region`,
-        `access_key_id` …: the keywords of obstore); what is not here it takes from the environment. None of
-        it is written down; the keeper gets it from the trainer that starts it.
-    remote_storage_options: the same for `remote`; None takes `storage_options`.
-    remote_compress: whether shards stand compressed in `remote`, without loss: "auto" where they arrive
-        earlier so, "zstd" always.
+    threads: native threads for copies. None takes torch's own number.
+    watchdog: the time without a boundary after which the trainer counts as stuck, a duration; "auto"
+        derives it from the run's own steps (10 minutes at least), None disables the watchdog.
+    watchdog_action: "report" writes the Python stacks of a stuck trainer to the event log and persists the
+        newest snapshot; "kill" also ends the trainer with SIGKILL, so that its launcher restarts it.
+    storage_options: arguments of an object store's client other than the URL (`endpoint`, `region`,
+        `access_key_id` …: the keywords of obstore). The client takes missing ones from the environment. They
+        are never written to storage; the keeper gets them from the trainer that starts it.
+    remote_storage_options: the same for `remote`. None takes `storage_options`.
+    remote_compress: compress shards in `remote`, without loss: "auto" if that is faster, "zstd" always.
+    cache_limit: the most that this run may take of the disk of `cache` on each node, in bytes or as text
+        ("500GB"). None takes the free space except 5 % of the disk.
     """
 
     overhead: float = 0.01
@@ -201,26 +233,35 @@ class Options:
     storage_options: Mapping[str, str | int | float | bool] = field(default_factory=dict, repr=False)
     remote_storage_options: Mapping[str, str | int | float | bool] | None = field(default=None, repr=False)
     remote_compress: Compress = "none"
+    cache_limit: int | str | None = None
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.overhead, (int, float)) and 0 < self.overhead < 1):
-            raise OptionError(f"overhead={self.overhead!r}: a share of the loop's time, between 0 and 1.")
-        if self.slots is not None and not _is_count(self.slots, 1):
-            raise OptionError(f"slots={self.slots!r}: a number of snapshots to hold, at least one.")
-        if self.slots is not None and self.slots > MOST_SLOTS:
-            raise OptionError(
-                f"slots={self.slots!r}: {MOST_SLOTS} are the most that a keeper gives a trainer."
-            )
-        if self.threads is not None and not _is_count(self.threads, 1):
-            raise OptionError(f"threads={self.threads!r}: a number; at least one thread must copy.")
-        if self.device_memory is not None and not _is_count(self.device_memory, 0):
-            raise OptionError(f"device_memory={self.device_memory!r}: a number of bytes, or None.")
-        if self.notice_file is not None and not isinstance(self.notice_file, (str, os.PathLike)):
-            raise OptionError(f"notice_file={self.notice_file!r}: a path, or None.")
+        def check(name: str, is_valid: bool, remedy: str) -> None:
+            if not is_valid:
+                _refuse(f"{name}={getattr(self, name)!r}", f"Pass {remedy}.")
+
+        is_share = isinstance(self.overhead, (int, float)) and 0 < self.overhead < 1
+        slots = MOST_SLOTS if self.slots is None else self.slots
+        threads = 1 if self.threads is None else self.threads
+        is_size = self.cache_limit is None or size_of(self.cache_limit) is not None
+        check("overhead", is_share, "a share of the loop's time, between 0 and 1")
+        check("slots", _is_count(slots, 1) and slots <= MOST_SLOTS, f"a number, 1 to {MOST_SLOTS}, or None")
+        check("threads", _is_count(threads, 1), "a number, 1 or more, or None")
+        check("device_memory", _is_count(self.device_memory or 0, 0), "a number of bytes, or None")
+        check("notice_file", isinstance(self.notice_file, (str, os.PathLike, type(None))), "a path, or None")
+        check("watchdog_action", self.watchdog_action in ("report", "kill"), '"report" or "kill"')
+        check("cache_limit", is_size, 'a size such as "500GB", a number of bytes, or None')
         duration_s(self.linger, "linger")
         duration_s(self.grace, "grace")
-        _check_watchdog(self.watchdog, self.watchdog_action)
-        _check_signals(self.signals, self.warning_signals or ())
+        if self.watchdog not in (None, "auto") and not duration_s(str(self.watchdog), "watchdog"):
+            _refuse(f"watchdog={self.watchdog!r}", 'Pass a duration above 0, "auto" or None.')
+        ending = signal_numbers(self.signals, "signals")
+        warning = signal_numbers(self.warning_signals or (), "warning_signals")
+        if both := [signal.Signals(number).name for number in warning if number in ending]:
+            raise OptionError(
+                f"signals and warning_signals both name {', '.join(both)}. Nothing was started. Name each "
+                "signal in one of them."
+            )
         _check_storage(self.storage_options, "storage_options")
         if self.remote_storage_options is not None:
             _check_storage(self.remote_storage_options, "remote_storage_options")
@@ -234,21 +275,25 @@ class Options:
     def grace_s(self) -> float:
         return duration_s(self.grace, "grace")
 
+    @property
+    def cache_limit_bytes(self) -> int | None:
+        return None if self.cache_limit is None else size_of(self.cache_limit)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the environment says of this process: its place in the job and on its machine, and where the
-    scheduler tells a job's restart from another job, the job's name and how often it was restarted.
+    """This process's place in its job and on its machine, from the environment. job_id, restart_count: the
+    job, and how often it was restarted, if the scheduler distinguishes a restart from another job.
 
-    Slurm does: it gives a number to one job alone, and counts a restart after it has ended all processes of
-    the job. torchrun does not: its id is what its user wrote (the same in two jobs, "none" where nothing was
-    written), and its count of restarts rises where a job was refused, too.
+    Slurm does: each job has its own number, and Slurm counts a restart after it has ended all processes of
+    the job. torchrun does not: its id is the user's text (two jobs may have the same), and its count of
+    restarts also grows if a job was refused.
     """
 
     rank: int = 0
     world: int = 1
     names_rank: bool = True
-    """False where WORLD_SIZE is set and RANK is not, as in processes that Lightning's launcher starts: only
+    """False if WORLD_SIZE is set and RANK is not, as in processes that Lightning's launcher starts: only
     torch.distributed knows the rank."""
     local_rank: int = 0
     local_world: int = 1
@@ -257,7 +302,7 @@ class Environment:
     runtime_folder: str | None = None
     under_slurm: bool = False
     restarts_left: int = 0
-    """How often torchrun would still restart the ranks."""
+    """The number of times that torchrun would still restart the ranks."""
     shares_rendezvous_store: bool = False
     """Ranks meet in the store of torchrun's rendezvous, which keeps the addresses of dead ranks."""
 
@@ -284,18 +329,18 @@ class Environment:
 
 
 def is_switched_off() -> bool:
-    """Whether FLASHCKPT=off (or 0, false, no) asks for loops as they would be without this library."""
+    """Whether FLASHCKPT=off (or 0, false, no) disables this library."""
     return os.environ.get("FLASHCKPT", "").strip().lower() in ("off", "0", "false", "no")
 
 
 def crash_at() -> str:
-    """The point at which a test wants this process to die (see crashpoints.py); empty outside of tests."""
+    """Return the point at which a test ends this process (see crashpoints.py); empty outside of tests."""
     return os.environ.get("FLASHCKPT_CRASH_AT", "")
 
 
 def storage_options() -> dict[str, Any]:
-    """What FLASHCKPT_STORAGE_OPTIONS says, for the shell above all. OptionError where it is no JSON object of
-    plain values; none of them is shown."""
+    """Return the options in FLASHCKPT_STORAGE_OPTIONS, mainly for the shell. Raises OptionError unless it is
+    a JSON object of plain values; the error shows no value."""
     text = os.environ.get("FLASHCKPT_STORAGE_OPTIONS", "")
     try:
         found = json.loads(text or "{}")
@@ -312,31 +357,16 @@ def _check_storage(options: object, name: str) -> None:
         isinstance(key, str) and isinstance(value, kinds) for key, value in options.items()
     ):
         raise OptionError(
-            f"{name}: names and plain values (text, numbers, true or false), such as "
-            '{"endpoint": "https://storage.example", "region": "eu-1"}. Nothing was changed.'
+            f"{name} is invalid. Nothing was changed. Give names with plain values (text, numbers, true or "
+            'false), such as {"endpoint": "https://storage.example", "region": "eu-1"}.'
         )
     if (num_bytes := len(json.dumps(dict(options)))) > MAX_STORAGE_BYTES:
         raise OptionError(
-            f"{name}: {num_bytes:,} bytes as JSON, and the keeper takes {MAX_STORAGE_BYTES:,}. Nothing was "
-            "changed. Leave out what the store does not need, such as further root certificates."
+            f"{name} takes {num_bytes:,} bytes as JSON, and the keeper accepts {MAX_STORAGE_BYTES:,}. "
+            "Nothing was changed. Leave out what the store does not need, such as further root certificates."
         )
 
 
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
-
-
-def _check_watchdog(limit: str | None, action: str) -> None:
-    if limit not in (None, "auto") and duration_s(limit, "watchdog") <= 0:
-        raise OptionError(f'watchdog={limit!r}: no time at all. Write a duration, "auto" or None.')
-    if action not in ("report", "kill"):
-        raise OptionError(f'watchdog_action={action!r}: "report" or "kill".')
-
-
-def _check_signals(ending: Sequence[str], warning: Sequence[str]) -> None:
-    numbers = signal_numbers(ending, "signals")
-    both = [number for number in signal_numbers(warning, "warning_signals") if number in numbers]
-    if both:
-        names = ", ".join(signal.Signals(number).name for number in both)
-        raise OptionError(f"signals and warning_signals both name {names}: choose one of them.")

@@ -2,9 +2,9 @@
 
     config.checkpoint = FlashCheckpointManager.Config(enable=True, interval=500)
 
-torchtitan's trainer calls `save` before it validates, and draws the next batches after that. So `save` only
-marks an iteration as done, and the next draw is its boundary. Beside what torchtitan's own manager saves, the
-random numbers continue, and the loader's state is saved without pickle.
+torchtitan's trainer calls `save` before it validates, and draws the next batches after validation. So `save`
+only marks an iteration as done, and the next draw is its boundary. In addition to the state that torchtitan's
+own manager saves, this manager saves random number generators, and it saves the loader without pickle.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flashckpt.checkpointer.extras import check_overridden, require
-from flashckpt.checkpointer.tap import Tap
-from flashckpt.checkpointer.trainer_run import TrainerRun, attach_trainer
+from flashckpt.checkpointer.trainer_run import Tap, TrainerRun, attach_trainer, check_overridden, require
 from flashckpt.errors import OptionError
 from flashckpt.options import Keep
 
@@ -41,8 +39,8 @@ OVERRIDDEN = {
     "torchtitan.components.dataloader:ParallelAwareDataloader.state_dict": ("self",),
     "torchtitan.components.dataloader:ParallelAwareDataloader.load_state_dict": ("self", "state_dict"),
 }
-# Of its own manager's options, those that load or save something else than the run.
-_THEIRS = (
+# Options of torchtitan's own manager that load or save something else than the run.
+_UNSUPPORTED = (
     "initial_load_path", "initial_load_in_hf", "initial_load_in_hf_quantized", "last_save_in_hf",
     "export_dtype", "load_step", "exclude_from_loading", "enable_first_step_checkpoint",
     "create_seed_checkpoint", "load_only",
@@ -51,19 +49,22 @@ _ALL = 1 << 31
 
 
 class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
-    """Saves and resumes a torchtitan job by flashckpt. `build` of its `Config` makes it, as torchtitan does
-    for its own."""
+    """Saves and resumes a torchtitan job by flashckpt. `Config.build` makes it, as for torchtitan's own
+    manager."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """`interval`: steps between two commits to storage. `keep_latest_k`: committed steps that stay.
-        `folder`: the run's folder in the job's dump folder."""
+        """`interval`: steps between two commits to storage. `keep_latest_k`: number of committed steps to
+        keep. `folder`: the run's folder in the job's dump folder."""
 
         every: int | str | None = "auto"
         """Steps between two snapshots into memory; "auto" takes them as often as costs allow."""
 
         remote: str | None = None
-        """A second folder or URL, to which committed steps are copied."""
+        """A second folder or URL to which committed steps are copied."""
+
+        cache: str | None = None
+        """A folder on a disk of each node, where snapshots rest on their way to a slower `folder`."""
 
     def __init__(
         self,
@@ -99,16 +100,16 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._state["train_state"] = self._train_state
         self._run: TrainerRun | None = None
         self._drawn = 0
-        self._in_iteration = self._is_done = self._ends = False
+        self._in_iteration = self._is_done = self._is_stopping = False
 
     # ---- what torchtitan calls
 
     def _load(self, step: int = -1) -> bool:
         if step != -1:
-            raise _not_ours(f"load(step={step})")
+            raise _unsupported_option(f"load(step={step})")
         loader = self._loader
         if isinstance(loader, ParallelAwareDataloader):
-            # Its own two methods put the state into a pickle.
+            # The methods of ParallelAwareDataloader pickle the state.
             loader.state_dict = partial(StatefulDataLoader.state_dict, loader)
             loader.load_state_dict = partial(StatefulDataLoader.load_state_dict, loader)
         config = self._config
@@ -121,18 +122,19 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             persist_every=config.interval,
             keep=Keep(last=config.keep_latest_k or _ALL),
             remote=config.remote,
+            cache=config.cache,
         )
         self._drawn = run.trained
         self._trainer.dataloader = _Draws(self, run.tap(loader))
         return run.resumed is not None
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        # Validation is still to come, and belongs to this iteration.
+        # Validation follows, and belongs to this iteration.
         self._train_state.step, self._is_done = curr_step, True
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        """Nothing to do: the optimizer's step waits by itself for copies of what it writes to."""
+        """Do nothing: the optimizer's step itself waits for copies of the tensors that it writes."""
 
     def _wait_for_saving(self) -> None:
         if self._run is not None:
@@ -143,7 +145,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if run is None:
             return
         if sys.exc_info()[0] is not None:
-            # torchtitan closes its trainer where it has caught what ended it.
+            # torchtitan closes its trainer while it handles the exception that ended training.
             run.abandon()
             return
         if self._is_done:
@@ -153,11 +155,11 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     # ---- draws
 
     def at_draw(self) -> bool:
-        """A batch is about to be drawn. Returns False where the loop ends instead."""
+        """Handle the boundary before a batch is drawn. Return False if the loop ends instead."""
         run = self._run
         if run is not None and self._is_done:
             self._end_iteration(run)
-        if run is None or self._ends:
+        if run is None or self._is_stopping:
             return False
         if not self._in_iteration:
             self._in_iteration = True
@@ -172,12 +174,12 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         run.end_iteration(trained=self._drawn, last=last)
 
     def _on_stop(self) -> None:
-        # The trainer takes the end of its data for the end of the loop. It counts a step before it draws.
-        self._ends, self._trainer.step = True, self._train_state.step
+        # The trainer treats the end of its data as the end of the loop. It counts a step before it draws.
+        self._is_stopping, self._trainer.step = True, self._train_state.step
 
 
 class _TrainState:
-    """The trainer's own state, with the step that was saved last: at a draw it has counted the next one."""
+    """The trainer's own state, with the step saved last: at a draw the trainer has counted the next one."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self.step = trainer, trainer.step
@@ -191,7 +193,7 @@ class _TrainState:
 
 
 class _Draws:
-    """In the place of the trainer's loader: a boundary before the first draw of each iteration."""
+    """Replacement for the trainer's loader, with a boundary before the first draw of each iteration."""
 
     def __init__(self, manager: FlashCheckpointManager, tap: Tap) -> None:
         self._manager, self._tap = manager, tap
@@ -212,15 +214,15 @@ class _Draws:
 
 def _check(config: Any) -> None:
     usual = FlashCheckpointManager.Config()
-    for name in _THEIRS:
+    for name in _UNSUPPORTED:
         if getattr(config, name) != getattr(usual, name):
-            raise _not_ours(f"checkpoint.{name}={getattr(config, name)!r}")
+            raise _unsupported_option(f"checkpoint.{name}={getattr(config, name)!r}")
 
 
-def _not_ours(option: str) -> OptionError:
+def _unsupported_option(option: str) -> OptionError:
     return OptionError(
-        f"{option} is an option of torchtitan's own checkpoints, and FlashCheckpointManager does not have "
-        "it. Nothing was started. Leave it out. `flashckpt import` begins a run with other weights, "
+        f"{option} is an option of torchtitan's own checkpoints; FlashCheckpointManager does not have it. "
+        "Nothing was started. Leave it out. `flashckpt import` begins a run with other weights, "
         "`flashckpt branch` with an older step, and `flashckpt export` writes weights for others."
     )
 
@@ -230,6 +232,6 @@ def _trainer_of(states: Mapping[str, Any], dataloader: Any) -> Any:
         if getattr(part, "dataloader", None) is dataloader and hasattr(part, "step"):
             return part
     raise OptionError(
-        "None of states= is a trainer that has this dataloader and counts its steps, so its draws could not "
-        "be followed. Nothing was started. Pass torchtitan's Trainer as states['train_state']."
+        "states= has no trainer that has this dataloader and counts its steps, so flashckpt cannot find the "
+        "boundaries. Nothing was started. Pass torchtitan's Trainer as states['train_state']."
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import holder
+from flashckpt.commit import attempts
 from tests.descriptor_guard import nothing_stays_open
 from tests.folders import let_folders_go
 from tests.process_guard import (
@@ -65,7 +65,7 @@ def zygote() -> Zygote:
 @pytest.fixture(autouse=True)
 def _short_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test waits for a minute to see that an attempt on another node is dead."""
-    monkeypatch.setattr(holder, "WATCH_S", 5.0)
+    monkeypatch.setattr(attempts, "WATCH_S", 5.0)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Looking through folders in which somebody else removes files and folders meanwhile."""
+"""The folders of a run on disk, also while another process removes files and folders."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from flashckpt.format.names import CommitName
+
+
+def records(run: Path) -> list[CommitName]:
+    """The names of the commit records in commits/, oldest first, with a tombstone or not."""
+    found = [CommitName.parse(path.name) for path in run.glob("commits/*.json")]
+    return sorted(name for name, is_record in filter(None, found) if is_record)
+
+
+def data_of(run: Path, step: int) -> Path:
+    """The folder with the shards and parts of the newest commit of a step number."""
+    return run / [name for name in records(run) if name.step == step][-1].id.data_folder
 
 
 def contents(*folders: Path) -> list[bytes]:

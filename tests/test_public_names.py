@@ -16,7 +16,7 @@ NAMES = {
     "Options",
     "FlashckptError", "UsageError", "OptionError", "StateError", "BoundaryError", "MismatchError", "RunError",
     "RunHeldError", "SupersededError", "FormatError", "NoSuchStepError", "UnusableRunError", "DivergedError",
-    "DamagedError", "OutOfRoomError", "KeeperError", "PersistError", "__version__",
+    "DamagedError", "OutOfSpaceError", "KeeperError", "PersistError", "__version__",
 }  # fmt: skip
 
 
@@ -47,8 +47,8 @@ def test_what_is_switched_off_offers_the_same() -> None:
     def public(kind: type) -> set[str]:
         return {name for each in kind.__mro__ for name in vars(each) if not name.startswith("_")}
 
-    from flashckpt.checkpointer.checkpointer import Batches
-    from flashckpt.checkpointer.disabled import DisabledBatches, DisabledCheckpointer
+    from flashckpt.checkpointer.attach import DisabledBatches, DisabledCheckpointer
+    from flashckpt.checkpointer.run import Batches
 
     assert public(flashckpt.Checkpointer) <= public(DisabledCheckpointer)
     assert public(Batches) <= public(DisabledBatches) | {"checkpointer"}
@@ -84,6 +84,7 @@ def test_options_and_their_defaults() -> None:
     assert defaults["persist_every"] == "5min"
     assert defaults["enabled"] is True
     assert [defaults[f"remote{name}"] for name in ("", "_every", "_keep")] == [None] * 3
+    assert defaults["cache"] is None
     loop = inspect.signature(flashckpt.loop).parameters
     assert set(signature.parameters) <= set(loop)
     assert {"loader", "epochs", "steps"} <= set(loop)
@@ -94,7 +95,7 @@ def test_options_and_their_defaults() -> None:
     assert options.signals == ("SIGTERM", "SIGINT")
     assert (options.warning_signals, options.notice_file) == (None, None)
     assert (options.storage_options, options.remote_storage_options) == ({}, None)
-    assert options.remote_compress == "none"
+    assert (options.remote_compress, options.cache_limit) == ("none", None)
 
 
 @pytest.mark.process
@@ -111,8 +112,9 @@ def test_one_process_imports_nothing_of_what_ranks_need() -> None:
     """Each module is a millisecond or two of every start."""
     code = (
         "import sys, flashckpt.checkpointer.resume\n"
-        "print(sorted({'flashckpt.ranks.board', 'flashckpt.ranks.candidates', 'flashckpt.ranks.decisions', "
-        "'flashckpt.restore.merged_state', 'flashckpt.persist.job'} & set(sys.modules)))"
+        "print(sorted({'flashckpt.ranks.node_state', 'flashckpt.ranks.agreement', "
+        "'flashckpt.ranks.decisions', 'flashckpt.restore.merged_state', 'flashckpt.persist.job'} "
+        "& set(sys.modules)))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["[]"]

@@ -44,15 +44,15 @@ def abandon(checkpointer: flashckpt.Checkpointer) -> None:
 def until_slots(checkpointer: flashckpt.Checkpointer) -> None:
     """Stand still in an iteration until slots are ready: from the next boundary on snapshots are taken.
     They are asked for at the first boundary after the first step, so that one passes at once."""
-    attendant = checkpointer._attendant
-    if attendant.slots.preparing:
-        until(lambda: attendant.slots.ready, "slots")
+    keeper_link = checkpointer._keeper_link
+    if keeper_link.slots.preparing:
+        until(lambda: keeper_link.slots.ready, "slots")
 
 
 def until_room(checkpointer: flashckpt.Checkpointer) -> None:
     """Stand still until what was captured is sealed and there is a slot for the next boundary. A loop of
     short iterations passes several boundaries while a busy machine seals and persists."""
-    ring = checkpointer._attendant.slots.ring
+    ring = checkpointer._keeper_link.slots.ring
     if ring is not None:
         until(lambda: all(slot.state().state is not SlotState.WRITING for slot in ring.slots), "a seal")
         until(lambda: ring.take() is not None, "a slot that can be written")

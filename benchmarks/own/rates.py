@@ -19,7 +19,7 @@ from benchmarks import direct_io
 from benchmarks.ending import reporting
 from benchmarks.settings import GIB, MIB, Job
 from benchmarks.workload import Workload
-from flashckpt.capture.digests import digest_tensors
+from flashckpt.capture.devices import digest_tensors
 
 _REPEATS = 3
 _BLOCK = 16 * MIB

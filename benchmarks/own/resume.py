@@ -27,8 +27,9 @@ from benchmarks.ending import reporting
 from benchmarks.settings import MIB, Job
 from benchmarks.workload import Workload
 from flashckpt import _native
-from flashckpt.capture.digests import digest_tensors
+from flashckpt.capture.devices import digest_tensors
 from flashckpt.restore.step_choice import Candidate, Loaded, StepChoice
+from flashckpt.store.read_plan import ReadPlan
 
 _BLOCK = 16 * MIB
 
@@ -65,7 +66,7 @@ def _timed() -> Iterator[dict[str, float]]:
     of reading the file alone (`read_file_s`)."""
     stages: dict[str, float] = {}
     begins: list[float] = []
-    try_, read_file = StepChoice._try, _native.read_file
+    try_, read = StepChoice._try, ReadPlan.run
 
     def timed_try(choice: StepChoice, content: Sequence[Candidate]) -> Loaded | None:
         began = time.perf_counter()
@@ -78,13 +79,13 @@ def _timed() -> Iterator[dict[str, float]]:
         began = time.perf_counter()
         begins.append(began)
         try:
-            return read_file(*arguments, **options)
+            return read(*arguments, **options)
         finally:
             stages["read_file_s"] = time.perf_counter() - began
 
     with (
         mock.patch.object(StepChoice, "_try", timed_try),
-        mock.patch.object(_native, "read_file", timed_read),
+        mock.patch.object(ReadPlan, "run", timed_read),
     ):
         yield stages
 

@@ -29,7 +29,7 @@ from benchmarks.machine import describe
 from benchmarks.stores import commits
 from benchmarks.stores.clients import CLIENTS, LEAVES, PART_BYTES, UPLOADS_ONLY, Place, boto, layout_of
 from flashckpt import _native
-from flashckpt.memory import room
+from flashckpt.memory import memory_budget
 from tests.stores import s3_server as s3
 
 _WAYS = ("upload", "download")
@@ -130,7 +130,7 @@ def _fill(path: Path, num_bytes: int, pages: str) -> None:
     """Random bytes, in memory that is taken as that of a slot is, or in pages of one size."""
     with open(path, "w+b") as file:
         if pages == "slot":
-            room.take(file.fileno(), num_bytes)
+            memory_budget.take(file.fileno(), num_bytes)
         elif pages == "huge" and not _native.allocate_huge(file.fileno(), 0, num_bytes):
             sys.exit("this kernel gives no huge pages for shared memory")
         random = np.random.default_rng(0)

@@ -84,6 +84,7 @@ class Flashckpt:
 
     def download(self, memory: Memory) -> None:
         from flashckpt.format.records import Contents, ShardRecord
+        from flashckpt.store.read_plan import read_shard
 
         found, layout = json.loads(memory.sums.read_text()), layout_of(memory.leaf_bytes)
         contents = Contents(
@@ -91,7 +92,7 @@ class Flashckpt:
             leaves=layout.leaves,
             digests=tuple(found["digests"]),
         )
-        read = self._store.read_ranges(self._path, contents, memoryview(memory.room))
+        read = read_shard(self._store, self._path, contents, memoryview(memory.room))
         if read.bad_chunks or read.wrong_leaves(contents):
             raise RuntimeError("what came back is not what was sent")
 
@@ -151,7 +152,7 @@ class ObstoreSums(Obstore):
 
     def __init__(self, place: Place) -> None:
         from flashckpt.format.records import CHUNK_BYTES
-        from flashckpt.store.image_sums import ImageSums
+        from flashckpt.store.read_plan import ImageSums
 
         super().__init__(place)
         self._sums_of, self._chunk_bytes = ImageSums, CHUNK_BYTES

@@ -1,5 +1,5 @@
-// Errors as values. Owns how a failure is carried from the place it happened to the binding's edge, where
-// it becomes an exception; throws nothing itself.
+// Errors as values. Carries a failure from its origin to the bindings, which turn it into an exception.
+// Throws nothing itself.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace flashckpt {
 enum class Kind : std::uint8_t {
     none,   // no error
     os,     // a system call failed: `code` is errno
-    value,  // an argument, or the length of a file, is not what it has to be
-    device, // an accelerator's driver refused: `code` is the driver's
+    value,  // an argument or the length of a file is wrong
+    device, // an accelerator's driver failed: `code` is the driver's
 };
 
 struct Error {
@@ -23,9 +23,9 @@ struct Error {
     explicit operator bool() const { return kind != Kind::none; }
 };
 
-// `what` says what was being done ("write", "reserve 4096 bytes"); the text of errno is added to it.
+// `what` names the operation ("write", "reserve 4096 bytes"); the message also has the text of errno.
 Error os_error(int code, const std::string& what, const std::string& path = "");
-// The same of errno as it is: nothing is called, and no string made, before it is read.
+// Like `os_error` with the current errno. Reads errno before it calls anything or makes a string.
 Error last_os_error(const char* what, const std::string& path);
 Error last_os_error(const char* what);
 Error value_error(const std::string& message);

@@ -14,8 +14,9 @@
 namespace flashckpt {
 namespace {
 
-// With larger ones (512 MiB, where a page is 64 KiB) a region would be mostly what they are rounded up to.
+// Larger huge pages (512 MiB, with pages of 64 KiB) would make a region mostly padding.
 constexpr std::uint64_t kLargestHugePage = 32ull << 20;
+constexpr int kNothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 std::uint64_t read_huge_page() {
     Fd fd(::open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", O_RDONLY | O_CLOEXEC));
@@ -26,9 +27,8 @@ std::uint64_t read_huge_page() {
     return is_power && num_bytes > kPage && num_bytes <= kLargestHugePage ? num_bytes : 0;
 }
 
-// A free address that is `offset` modulo `huge`, with room for `num_bytes`; null if there is none.
+// Returns a free address that is `offset` modulo `huge`, with room for `num_bytes`, or null.
 void* aligned_place(std::uint64_t offset, std::size_t num_bytes, std::uint64_t huge) {
-    constexpr int kNothing = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* room = ::mmap(nullptr, num_bytes + huge, PROT_NONE, kNothing, -1, 0);
     if (room == MAP_FAILED) return nullptr;
     ::munmap(room, num_bytes + huge);
@@ -40,20 +40,21 @@ void* map_aligned(int fd, std::uint64_t offset, std::size_t num_bytes, int acces
     const std::uint64_t huge = huge_page();
     void* place = nullptr;
     if (huge != 0 && num_bytes >= huge) place = aligned_place(offset, num_bytes, huge);
-    // A wish, not MAP_FIXED: a mapping that fails leaves a hole there (Linux before 6.12), which may be
-    // another thread's before it is given back. Where one was faster, it lies elsewhere and has small pages.
+    // A hint, not MAP_FIXED: a failed MAP_FIXED leaves a hole (Linux before 6.12), which another thread may
+    // map before it is restored. If another thread takes the address first, the mapping gets another address
+    // and small pages.
     return ::mmap(place, num_bytes, access, flags, fd, static_cast<off_t>(offset));
 }
 
-// No child has it, and no core dump.
+// Excludes a mapping from forked children and from core dumps.
 Error keep_private(void* data, std::size_t num_bytes) {
     if (::madvise(data, num_bytes, MADV_DONTFORK) == 0 && ::madvise(data, num_bytes, MADV_DONTDUMP) == 0)
         return {};
     return last_os_error("keep a mapping from forks and core dumps");
 }
 
-// Between the call that maps a region and the one that keeps it from forks there may be no fork: the child
-// would hold the region's memory until it ends. Those who map exclude a fork, and not each other.
+// No fork may happen between the call that maps a region and the call that excludes it from forks: the child
+// would hold the region's memory until it ends. Mapping threads exclude a fork, but not each other.
 class ForkGuard {
   public:
     ForkGuard() { ::pthread_rwlock_rdlock(lock()); }
@@ -66,11 +67,11 @@ class ForkGuard {
         static pthread_rwlock_t made;
         pthread_rwlockattr_t kind;
         ::pthread_rwlockattr_init(&kind);
-        // A fork does not wait until no thread maps any more.
+        // Without a preference for writers, a fork could wait forever while threads map.
         ::pthread_rwlockattr_setkind_np(&kind, PTHREAD_RWLOCK_PREFER_WRITER_NONRECURSIVE_NP);
         ::pthread_rwlock_init(&made, &kind);
         ::pthread_atfork([] { ::pthread_rwlock_wrlock(lock()); }, [] { ::pthread_rwlock_unlock(lock()); },
-                         // Not unlocked: in a child nobody is who locked it.
+                         // Initialised anew, not unlocked: no thread of the child holds it.
                          [] { ::pthread_rwlock_init(lock(), nullptr); });
         return &made;
     }
@@ -89,7 +90,7 @@ Fd::~Fd() {
 int Fd::close() {
     if (fd_ < 0) return 0;
     int fd = std::exchange(fd_, -1);
-    // Linux has closed the descriptor even when it says EINTR: a second close could hit another's file.
+    // Linux closes the descriptor even on EINTR: a second close could hit another thread's file.
     if (::close(fd) == 0 || errno == EINTR) return 0;
     return errno;
 }
@@ -105,6 +106,13 @@ void Mapping::forget() {
 
 void Mapping::empty() {
     (void)::madvise(data_, size_, MADV_DONTNEED);
+}
+
+Error Mapping::let_go() {
+    ForkGuard guard;
+    // Over what is there, and not after an munmap: another thread could map something in between.
+    void* data = ::mmap(data_, size_, PROT_READ | PROT_WRITE, kNothing | MAP_FIXED, -1, 0);
+    return data == MAP_FAILED ? last_os_error("unmap parts of regions") : keep_private(data, size_);
 }
 
 void Mapping::prefer_small_pages() {
@@ -137,6 +145,27 @@ Error Mapping::region(int fd, std::uint64_t offset, std::size_t num_bytes, Mappi
     return keep_private(data, num_bytes);
 }
 
+Error Mapping::joined(const std::vector<Part>& parts, Mapping& out) {
+    std::uint64_t num_bytes = 0;
+    for (const Part& part : parts)
+        num_bytes += part.num_bytes;
+    ForkGuard guard;
+    void* data = map_aligned(-1, 0, num_bytes, PROT_NONE, kNothing);
+    Mapping made;
+    if (Error error = take(data, num_bytes, "address space", made)) return error;
+    auto* place = static_cast<std::uint8_t*>(data);
+    for (const Part& part : parts) {
+        void* found = place;
+        if (part.fd >= 0 && part.num_bytes > 0)
+            found = ::mmap(place, part.num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, part.fd,
+                           static_cast<off_t>(part.offset));
+        if (found == MAP_FAILED) return last_os_error("map a part of a region");
+        place += part.num_bytes;
+    }
+    out = std::move(made);
+    return keep_private(data, num_bytes);
+}
+
 Error Mapping::anonymous(std::size_t num_bytes, Mapping& out) {
     void* data = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return take(data, num_bytes, "memory", out);
@@ -146,7 +175,7 @@ Error Mapping::large(std::size_t num_bytes, Mapping& out) {
     ForkGuard guard;
     void* data = map_aligned(-1, 0, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
     if (Error error = take(data, num_bytes, "memory", out)) return error;
-    (void)::madvise(data, num_bytes, MADV_HUGEPAGE); // a kernel without them says EINVAL
+    (void)::madvise(data, num_bytes, MADV_HUGEPAGE); // a kernel without huge pages returns EINVAL
     return keep_private(data, num_bytes);
 }
 
@@ -171,8 +200,8 @@ bool set_direct(int fd, bool on) {
 }
 
 Error reserve(int fd, std::uint64_t offset, std::uint64_t num_bytes, const std::string& path) {
-    // A signal makes tmpfs give back all that one call has taken, so that a call under a timer's signals
-    // would never end. In steps: those that end the process are waited for, too.
+    // A signal makes tmpfs return all memory of the call, so under a timer's signals a call would never end.
+    // So signals are blocked, and a call reserves one step.
     constexpr std::uint64_t step_bytes = 256ull << 20;
     SignalsBlocked blocked;
     std::uint64_t done = 0;

@@ -1,4 +1,4 @@
-// Descriptors and mappings with an owner, and system calls that go on after EINTR.
+// Owners of descriptors and mappings, and system calls that continue after EINTR.
 #pragma once
 
 #include "base/error.h"
@@ -7,10 +7,11 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace flashckpt {
 
-constexpr std::uint64_t kPage = 4096; // the unit of images and of O_DIRECT, whatever the machine's page is
+constexpr std::uint64_t kPage = 4096; // the unit of images and of O_DIRECT, on machines of any page size
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t unit) {
     return (value + unit - 1) / unit * unit;
@@ -32,14 +33,14 @@ class Fd {
 
     int get() const { return fd_; }
     explicit operator bool() const { return fd_ >= 0; }
-    // Closes now and returns errno or 0: a file system may report a lost write only here.
+    // Closes the descriptor and returns errno or 0: a file system may report a lost write only here.
     int close();
 
   private:
     int fd_ = -1;
 };
 
-// Owns one mapping; unmaps it when it goes.
+// Owns one mapping; the destructor unmaps it.
 class Mapping {
   public:
     Mapping() = default;
@@ -56,23 +57,31 @@ class Mapping {
 
     std::uint8_t* data() const { return static_cast<std::uint8_t*>(data_); }
     std::size_t size() const { return size_; }
-    // Leaves it to whoever has it: for a forked child that was not given it.
+    // Gives up ownership without unmapping, for a forked child, which does not have the mapping.
     void forget();
-    // Gives the pages of anonymous memory back: they are zeros from here on.
+    // Returns the pages of anonymous memory to the system; they read as zeros afterwards.
     void empty();
-    // What of anonymous memory is not there yet comes in small pages.
+    // Replaces a mapping of files by private zeros.
+    Error let_go();
+    // Lets anonymous memory that is not faulted in yet use small pages.
     void prefer_small_pages();
 
-    // Mappings of files lie in the huge pages of the address space as their bytes do in those of the file:
-    // where the file is held in huge pages, they are mapped as such.
-    // `offset` must be a multiple of the machine's page; pages are faulted in at once.
+    // Aligns a file's mapping to huge pages like the file's own offsets, so that huge pages of the file are
+    // mapped as huge pages. `offset` must be a multiple of the machine's page. Faults in all pages.
     static Error shared(int fd, std::uint64_t offset, std::size_t num_bytes, bool writable, Mapping& out);
-    // The same to be written, and nothing faulted in. Loader workers are forked later and must not copy its
-    // page tables; a core dump must not hold a model.
+    // Like `map_region`, writable and without faulting in. Loader workers forked later must not copy its page
+    // tables, and a core dump must not contain a model.
     static Error region(int fd, std::uint64_t offset, std::size_t num_bytes, Mapping& out);
+    // Parts of files side by side, to be written, each from a multiple of the page on; a part without a file
+    // (-1) has no access. Nothing is faulted in, and no child has it.
+    struct Part {
+        int fd = -1;
+        std::uint64_t offset = 0;
+        std::uint64_t num_bytes = 0;
+    };
+    static Error joined(const std::vector<Part>& parts, Mapping& out);
     static Error anonymous(std::size_t num_bytes, Mapping& out);
-    // The same for what is large and not to be found in a forked child or in a core dump; in huge pages where
-    // the kernel gives them.
+    // Like it, for large memory that forked children and core dumps must not have; in huge pages if possible.
     static Error large(std::size_t num_bytes, Mapping& out);
 
   private:
@@ -82,13 +91,13 @@ class Mapping {
     std::size_t size_ = 0;
 };
 
-// Bytes of the machine's huge page; 0 where it has none, or none that is small beside a region.
+// Bytes of the machine's huge page; 0 if it has none or if it is large compared with a region.
 std::uint64_t huge_page();
-// Size of the regular file behind `fd`; an error for anything that is no regular file.
+// Size of the regular file behind `fd`; an error for other kinds of files.
 Error regular_size(int fd, const std::string& path, std::uint64_t& num_bytes);
-// Sets or clears O_DIRECT on an open descriptor; false where the file system refuses it.
+// Sets or clears O_DIRECT on an open descriptor; false if the file system refuses it.
 bool set_direct(int fd, bool on);
-// fallocate; an error also where the file system has no such call. What was taken before an error stays.
+// fallocate; also an error if the file system does not support it. Space taken before an error stays.
 Error reserve(int fd, std::uint64_t offset, std::uint64_t num_bytes, const std::string& path);
 
 } // namespace flashckpt

@@ -3,8 +3,7 @@
 
 namespace flashckpt {
 
-// Blocks every signal for the thread that makes one, as long as it lives. Threads that are started meanwhile
-// inherit a full mask.
+// Blocks every signal for the current thread during its lifetime. Threads started meanwhile inherit the mask.
 class SignalsBlocked {
   public:
     SignalsBlocked();

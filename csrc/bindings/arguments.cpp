@@ -11,7 +11,7 @@ void raise_os(const Error& error) {
         path = nb::steal(PyUnicode_DecodeFSDefaultAndSize(error.path.data(), Py_ssize_t(error.path.size())));
         if (!path.is_valid()) throw nb::python_error();
     }
-    // Called, not only set: OSError makes FileExistsError and its like of errno.
+    // Call the class: OSError then returns FileExistsError and other subclasses by errno.
     nb::object raised =
         nb::steal(PyObject_CallFunction(PyExc_OSError, "isO", error.code, error.message.c_str(), path.ptr()));
     if (raised.is_valid()) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());

@@ -1,5 +1,4 @@
-// What comes from Python and what goes back to it. With the other files of this folder, the only code that
-// knows Python.
+// Conversion of Python arguments and results. Only this folder knows Python.
 #pragma once
 
 #include "base/error.h"
@@ -15,13 +14,13 @@ namespace flashckpt {
 
 namespace nb = nanobind;
 
-// Raises it: OSError with errno and path, ValueError or RuntimeError; does nothing without an error.
+// Raises an error as OSError with errno and path, ValueError or RuntimeError; does nothing without an error.
 void raise_if(const Error& error);
 [[noreturn]] void raise_value(const char* message);
 
-// Gives up the interpreter's lock while it lives. In place of nanobind's: an interpreter that ends takes its
-// daemon threads' lives where they ask for the lock again (held.h), by unwinding their stack, and out of a
-// destructor that is std::terminate: a job that is done would end with SIGABRT.
+// Releases the GIL during its lifetime. Replaces nanobind's class: an ending interpreter kills daemon threads
+// when they take the GIL again (held.h), by unwinding their stack. Unwinding out of a destructor calls
+// std::terminate, so a finished job would end with SIGABRT.
 class Released {
   public:
     Released() : state_(PyEval_SaveThread()) {}
@@ -52,7 +51,7 @@ class BytesView {
     Py_buffer view_;
 };
 
-// The same of 8-byte integers.
+// A borrowed buffer of 8-byte integers.
 class U64View : public BytesView {
   public:
     explicit U64View(nb::handle object, bool writable = false);
@@ -62,9 +61,9 @@ class U64View : public BytesView {
     std::vector<std::uint64_t> copy() const { return {data(), data() + size()}; }
 };
 
-// str, bytes or os.PathLike, encoded as the file system wants it.
+// A str, bytes or os.PathLike, in the encoding of the file system.
 std::string path_of(nb::handle object);
-// An address of a u64; refuses what no u64 can have.
+// The address of a u64. Raises ValueError for null and for an address that is not a multiple of 8.
 std::uint64_t* u64_pointer(std::uint64_t address);
 nb::bytes bytes_of(const void* data, std::size_t num_bytes);
 

@@ -11,7 +11,7 @@
 namespace flashckpt {
 namespace {
 
-// Below this, giving up the interpreter's lock costs more than the work.
+// Below this size, releasing the GIL costs more than the work.
 constexpr std::size_t kShortBytes = 32 << 10;
 
 class MaybeReleased {
@@ -34,7 +34,7 @@ T* pointer(std::uint64_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// A tensor without memory gives 0, whatever its shape says.
+// A tensor without memory has address 0, whatever its shape is.
 void check_address(std::uint64_t address, std::uint64_t num_bytes) {
     if (address == 0 && num_bytes > 0) raise_value("there are bytes, and no address that they are at");
 }

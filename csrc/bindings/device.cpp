@@ -1,4 +1,4 @@
-// CUDA, where there is one.
+// CUDA, if there is a device.
 #include "bindings/arguments.h"
 
 #include "device/copies.h"
@@ -31,7 +31,7 @@ bool is_capturing(nb::handle streams, int device) {
     return capturing;
 }
 
-// Owns copies and their handle; a seal that waits for them goes on when this object has gone.
+// Owns copies and their handle. A seal that waits for them still completes after this object is destroyed.
 class CopiesObject {
   public:
     CopiesObject(int device, std::uint64_t piece_bytes) {

@@ -1,5 +1,5 @@
-// The part of DLPack 1.x that reads where a tensor is, declared here so that nothing of torch is needed to
-// build. Layouts are fixed by DLPack's ABI: https://dmlc.github.io/dlpack/latest/c_api.html
+// The part of DLPack 1.x that reads a tensor's address and layout, declared here so that the build needs no
+// torch. DLPack's ABI fixes the layouts: https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
 #include <cstdint>
@@ -32,14 +32,14 @@ struct Tensor {
     std::uint64_t byte_offset;
 };
 
-// What `torch.Tensor.__dlpack_c_exchange_api__` points to, a capsule of the name below.
+// Target of `torch.Tensor.__dlpack_c_exchange_api__`, a capsule with the name below.
 struct ExchangeApi {
     Version version;
     ExchangeApi* older;
     void* allocate;
     void* from_object;
     void* to_object;
-    // Fills a view without owning it; -1 and a Python error where the tensor cannot be described.
+    // Fills a view without owning it; -1 and a Python error if the tensor cannot be described.
     int (*view_of_object)(void* object, Tensor* out);
     void* current_stream;
 };

@@ -1,9 +1,9 @@
-// Calls into Python that may run any code, and references that they leave behind, in a thread whose life the
-// interpreter may take meanwhile.
+// Calls into Python that may run any code, and the references that they return, in a thread that the
+// interpreter may kill meanwhile.
 //
-// An interpreter that ends takes its daemon threads' lives where they ask for its lock again (before Python
-// 3.14): it unwinds their stack, and every destructor on the way would let go of references without the lock.
-// So the innermost frame stops the unwinding, for good: the thread goes with the process, as in Python 3.14.
+// Before Python 3.14, an ending interpreter kills daemon threads when they take the GIL again: it unwinds
+// their stack, and every destructor on the way would release references without the GIL. So the innermost
+// frame blocks the unwinding forever, and the thread ends with the process, as in Python 3.14.
 #pragma once
 
 #include <exception>
@@ -20,7 +20,7 @@ namespace nb = nanobind;
         ::pause();
 }
 
-// What `call` gives; it must hold nothing that has a destructor.
+// Returns the result of `call`, which must hold nothing that has a destructor.
 template <class Call>
 auto into_python(Call call) -> decltype(call()) {
     try {
@@ -31,7 +31,7 @@ auto into_python(Call call) -> decltype(call()) {
     }
 }
 
-// A reference of ours. Letting go of the last one may run any code.
+// An owned reference. Releasing the last reference may run any code.
 class Held {
   public:
     Held() = default;
@@ -47,7 +47,7 @@ class Held {
         into_python([object = object_] { Py_DECREF(object); });
     }
 
-    // Takes over a reference; null is none.
+    // Takes ownership of a reference, or holds nothing for null.
     static Held steal(PyObject* object) { return Held(object); }
     static Held borrow(nb::handle object) { return Held(Py_XNewRef(object.ptr())); }
 
@@ -60,8 +60,8 @@ class Held {
     PyObject* object_ = nullptr;
 };
 
-// After a call that failed: forgets what any code may fail with. What ends the program (Ctrl-C, SystemExit)
-// or says that there is no memory is raised: it is not ours to swallow.
+// Clears the error of a failed call, but raises errors that end the program (Ctrl-C, SystemExit) or report
+// exhausted memory.
 inline void forgive() {
     if (PyErr_Occurred() == nullptr) return;
     if (PyErr_ExceptionMatches(PyExc_Exception) == 0 || PyErr_ExceptionMatches(PyExc_MemoryError) != 0)

@@ -1,4 +1,4 @@
-// Room for slots, and their mappings.
+// Memory of slots, and its mappings.
 #include "bindings/arguments.h"
 
 #include "base/posix.h"
@@ -49,18 +49,27 @@ void fault_in(std::uint64_t address, std::uint64_t num_bytes, int threads) {
     raise_if(error);
 }
 
-// The mapping of a region, of a part of one, or of memory of this process's own, as a buffer: of a part it
-// can only be read. It goes with its last view.
+// The mapping of a region, of a part of a region (read-only), or of private memory, as a buffer. It lives as
+// long as its last view.
 class Region {
   public:
     Region(int fd, std::uint64_t num_bytes) { raise_if(Mapping::region(fd, 0, num_bytes, mapping_)); }
     Region(int fd, std::uint64_t offset, std::uint64_t num_bytes) : is_readonly_(true) {
         Error error;
         {
-            Released released; // all of it is faulted in
+            Released released; // faults in all pages
             error = Mapping::shared(fd, offset, num_bytes, false, mapping_);
         }
         raise_if(error);
+    }
+    // As i64: of each part the descriptor, or -1, the byte at which it begins there, and its bytes.
+    explicit Region(nb::handle parts) : is_joined_(true) {
+        U64View view(parts);
+        if (view.size() % 3 != 0) raise_value("parts end in the middle of one");
+        std::vector<Mapping::Part> rows;
+        for (const std::uint64_t* row = view.data(); row != view.data() + view.size(); row += 3)
+            rows.push_back({static_cast<int>(row[0]), row[1], row[2]});
+        raise_if(Mapping::joined(rows, mapping_));
     }
     explicit Region(std::uint64_t num_bytes) : is_own_(true) {
         raise_if(Mapping::large(num_bytes, mapping_));
@@ -79,9 +88,9 @@ class Region {
     }
     void release() { --views_; }
 
-    // Page-locks it for every device, once: what the driver refuses stays pageable. It ends with the mapping,
-    // on every path: pages that stayed registered at an address that is used again would send the next copies
-    // to memory that is nobody's.
+    // Page-locks the mapping for every device, once; parts that the driver refuses stay pageable. Every path
+    // unregisters before it unmaps: if pages stayed registered and the address were reused, later copies
+    // would go to freed memory.
     void register_with(int device) {
         if (mapping_.data() == nullptr) raise_value("this mapping was closed");
         if (is_forked()) raise_value("this mapping is another process's, which has forked this one");
@@ -104,14 +113,19 @@ class Region {
     }
 
     void discard() {
-        if (!is_own_) raise_value("others have this memory, too");
+        if (!is_own_ && !is_joined_) raise_value("others have this memory, too");
         if (mapping_.data() == nullptr || is_forked()) return;
+        Error error;
         ++views_; // it must not be closed meanwhile
         {
             Released released;
-            mapping_.empty();
+            if (is_joined_)
+                error = mapping_.let_go();
+            else
+                mapping_.empty();
         }
         --views_;
+        raise_if(error);
     }
 
     void prefer_small_pages() {
@@ -127,17 +141,16 @@ class Region {
     }
 
   private:
-    // A forked child has this object and not its memory: what is at its address there is something else.
+    // A forked child has this object but not its memory: its address may have other contents there.
     bool is_forked() const { return ::getpid() != maker_; }
 
     void drop() {
         Mapping gone = std::move(mapping_);
         if (is_forked()) gone.forget();
         if (gone.data() == nullptr) return;
-        // A second for 8 GiB in small pages: training goes on meanwhile.
+        // Takes a second for 8 GiB in small pages, so release the GIL.
         Released released;
-        // A driver that has ended already, at the end of a process, refuses: then nothing is registered any
-        // more.
+        // At the end of a process the driver may have ended and refuses; then nothing is registered any more.
         if (is_registered_) (void)cuda_unregister(reinterpret_cast<std::uint64_t>(gone.data()));
         gone = Mapping();
     }
@@ -145,6 +158,7 @@ class Region {
 
     const pid_t maker_ = ::getpid();
     const bool is_own_ = false;
+    const bool is_joined_ = false;
     const bool is_readonly_ = false;
     Mapping mapping_;
     std::size_t views_ = 0;
@@ -179,6 +193,7 @@ void bind_memory(nb::module_& module) {
         .def(nb::init<int, std::uint64_t, std::uint64_t>(), nb::arg("fd"), nb::arg("offset"),
              nb::arg("num_bytes"))
         .def(nb::init<std::uint64_t>(), nb::arg("num_bytes"))
+        .def(nb::init<nb::handle>(), nb::kw_only(), nb::arg("parts"))
         .def("register", &Region::register_with, nb::arg("device"))
         .def("discard", &Region::discard)
         .def("prefer_small_pages", &Region::prefer_small_pages)

@@ -1,7 +1,7 @@
 #include "bindings/arguments.h"
 
 NB_MODULE(_native, module) {
-    // A sealer or an event that lives in a global is not a leak worth a word at exit.
+    // Do not report a sealer or an event in a global as a leak at exit.
     nanobind::set_leak_warnings(false);
     flashckpt::bind_bytes(module);
     flashckpt::bind_memory(module);

@@ -9,7 +9,7 @@ Access access_of(nb::handle container, nb::handle key) {
     return PyUnicode_Check(key.ptr()) ? Access::attribute : Access::item;
 }
 
-// Whether a subclass has an item access of its own.
+// Whether a subclass overrides item access.
 bool overrides_items(nb::handle container, PyTypeObject* base) {
     if (Py_TYPE(container.ptr()) == base) return false;
     auto item_access = [](PyTypeObject* type) {
@@ -28,7 +28,7 @@ Place::Place(nb::handle container, nb::handle key, Access access)
     if (access_ != Access::list) return;
     index_ = PyLong_AsSsize_t(key_.ptr());
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    if (index_ < 0) access_ = Access::item; // counted from the end, which moves
+    if (index_ < 0) access_ = Access::item; // relative to the end, which may move
 }
 
 Place Place::stored(nb::handle container, nb::handle key) {

@@ -1,5 +1,5 @@
-// Where an object of the state stands: `container[key]`, or an attribute of that name. Owns how a place is
-// asked without changing it, as a defaultdict's own item access would.
+// The place of an object of the state: `container[key]`, or an attribute. Owns how a place is read without
+// changing it, as item access of a defaultdict would.
 #pragma once
 
 #include "bindings/arguments.h"
@@ -10,12 +10,12 @@ enum class Access { dict, list, attribute, item };
 
 class Place {
   public:
-    // Of a dict or a list what it holds is read, whatever a subclass's own item access would do or give.
+    // Reads the stored item of a dict or a list, even if a subclass overrides item access.
     static Place stored(nb::handle container, nb::handle key);
-    // As Python's item access; an absent key is absent, though: `__missing__` is not asked.
+    // Reads by Python's item access, but never calls `__missing__` for an absent key.
     static Place asked(nb::handle container, nb::handle key);
 
-    // What stands there now; not valid, perhaps with a Python error, if nothing does.
+    // The current object; invalid if no object is left or after a Python error.
     Held current() const;
 
     Access access() const { return access_; }

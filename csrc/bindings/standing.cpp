@@ -1,5 +1,5 @@
-// Standing: whether containers hold as many objects, and the very objects, that a walk of the state found in
-// them. Asked at every boundary.
+// Standing: checks at every boundary whether containers have the same length and the same objects as when the
+// state was walked.
 #include "bindings/places.h"
 
 #include <algorithm>
@@ -29,13 +29,13 @@ struct Guard {
 struct Anchor {
     Place place;
     Held value;
-    std::size_t dict; // a number for each dict that is gone through, kNotThrough for other places
+    std::size_t dict; // number of the dict if it is iterated, kNotThrough for other places
 };
 
 constexpr std::size_t kNotThrough = static_cast<std::size_t>(-1);
 
-// The value of a key that a dict holds at or behind a position, which moves on behind it. Nothing borrowed
-// from the dict is touched, only compared: what was asked before may have changed it.
+// Finds the value of a key at or after a position of a dict, and advances the position past it. Borrowed
+// references are only compared, never used: calls since may have changed the dict.
 PyObject* next_of(const Place& place, Py_ssize_t& position) {
     PyObject* key = nullptr;
     PyObject* value = nullptr;
@@ -44,7 +44,7 @@ PyObject* next_of(const Place& place, Py_ssize_t& position) {
     return nullptr;
 }
 
-// What is asked may run any code, this object's methods included: it never changes once it is made.
+// Immutable: the calls of `stands` may run any code, also this object's methods.
 class Standing {
   public:
     Standing(nb::handle guards, nb::handle anchors);
@@ -87,8 +87,8 @@ Standing::Standing(nb::handle guards, nb::handle anchors) {
         nb::handle container = PyTuple_GET_ITEM(triple.ptr(), 0);
         nb::handle key = PyTuple_GET_ITEM(triple.ptr(), 1);
         Place place = Place::asked(container, key);
-        // An optimizer's state is keyed by parameters, whose hash is a call of Python: the dict is gone
-        // through once, in its order. The hash of a str is known.
+        // The keys of an optimizer's state are parameters, whose hash is a Python call, so such a dict is
+        // iterated once, in order. The hash of a str is cached.
         bool through = place.access() == Access::dict && !PyUnicode_Check(key.ptr());
         std::size_t dict =
             through ? numbers.try_emplace(container.ptr(), numbers.size()).first->second : kNotThrough;
@@ -97,7 +97,7 @@ Standing::Standing(nb::handle guards, nb::handle anchors) {
     dicts_ = numbers.size();
 }
 
-// What is there; not valid if nothing is. Other errors than those of an absent item are for the caller.
+// The current object; not valid if the item is absent. Throws all errors except those of an absent item.
 Held found_at(const Place& place) {
     Held found = place.current();
     if (found || PyErr_Occurred() == nullptr) return found;
@@ -128,7 +128,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
     return nb::inst_ready(self) ? nb::inst_ptr<Standing>(self)->traverse(visit, arg) : 0;
 }
 
-// As a tuple it needs no tp_clear: what it holds was there before it, so another object closes any cycle.
+// Like a tuple it needs no tp_clear: it only refers to older objects, so another object closes any cycle.
 PyType_Slot slots[] = {
     {Py_tp_traverse, reinterpret_cast<void*>(traverse)},
     {0, nullptr},

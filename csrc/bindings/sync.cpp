@@ -11,7 +11,7 @@
 namespace flashckpt {
 namespace {
 
-// Waits in slices, so that Ctrl-C is heard.
+// Waits in slices, so that Ctrl-C can interrupt.
 template <class Wait>
 bool interruptible(double timeout_s, Wait wait) {
     constexpr double slice_s = 0.1;
@@ -29,7 +29,7 @@ bool interruptible(double timeout_s, Wait wait) {
     }
 }
 
-// Owns an event and its handle; a seal that waits for it goes on when this object has gone.
+// Owns an event and its handle. A seal that waits for it keeps waiting after this object is destroyed.
 class EventObject {
   public:
     EventObject() : event_(std::make_shared<HostEvent>()), handle_(enroll(event_)) {}

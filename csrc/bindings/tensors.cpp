@@ -6,7 +6,7 @@
 namespace flashckpt {
 namespace {
 
-// Null where this torch, or this type, has no such interface. Static in its library: it outlives us.
+// Null if this torch or this type has no such interface. The table is static in torch's library.
 const dlpack::ExchangeApi* api_of(nb::handle tensor) {
     auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
     Held capsule = Held::steal(into_python([=] { return PyObject_GetAttrString(type, dlpack::kAttribute); }));
@@ -44,10 +44,10 @@ Held attribute(nb::handle object, PyObject* name) {
 }
 
 PyObject* interned(const char* text) {
-    return PyUnicode_InternFromString(text); // kept for good
+    return PyUnicode_InternFromString(text); // never released
 }
 
-// 0 where it is no number of 64 bits.
+// Converts to 64 bits; 0 for anything else.
 std::uint64_t number_in(const Held& object) {
     if (PyLong_Check(object.ptr()) == 0) return 0;
     unsigned long long number = PyLong_AsUnsignedLongLong(object.ptr());
@@ -56,7 +56,7 @@ std::uint64_t number_in(const Held& object) {
     return 0;
 }
 
-// What a method without arguments gives.
+// Calls a method without arguments.
 std::uint64_t number_of(nb::handle object, PyObject* name) {
     Held result = call(object, name);
     return result ? number_in(result) : 0;
@@ -74,11 +74,11 @@ std::uint64_t storage_bytes_of(nb::handle tensor) {
     return storage ? number_of(storage.ptr(), nbytes) : 0;
 }
 
-// Torch's C interface for compiled models, whose binary form it keeps: given where a pointer to a tensor's
-// record stands, the bytes of its storage. Null where torch has none. Its library is loaded where there is a
-// tensor, and stays.
+// A function of torch's stable C ABI for compiled models: takes the address of a pointer to a tensor's
+// record, and returns the bytes of its storage. Null if torch lacks it. Its library is loaded whenever a
+// tensor exists, and stays loaded.
 using StorageBytes = std::int32_t (*)(const void* tensor, std::int64_t* num_bytes);
-// A record has at least these: what lies as near behind its beginning is a part of it.
+// Minimum size of a tensor's record: addresses this close to its start are inside of it.
 constexpr std::uintptr_t kRecordBytes = 128;
 
 StorageBytes find_storage_bytes() {
@@ -122,7 +122,7 @@ void Look::find_record(nb::handle tensor) {
     static PyObject* const cdata = interned("_cdata");
     Held found = attribute(tensor, cdata);
     std::uint64_t record = found ? number_in(found) : 0;
-    // Many extents stand elsewhere.
+    // Tensors of many dimensions keep their extents outside of the record.
     if (record == 0 || shape_at_ <= record || shape_at_ - record >= kRecordBytes) return;
     if (storage_bytes_at(record) == storage_bytes_) shape_in_record_ = shape_at_ - record;
 }
@@ -146,10 +146,11 @@ void Look::take_facts(nb::handle tensor) {
 bool Look::holds(nb::handle tensor, std::uint64_t& address) const {
     std::uintptr_t shape_at = 0;
     if (!is_same(tensor, address, shape_at)) return false;
-    // Offloaders shrink a storage under its tensors. That it lies elsewhere then is seen above, but for one
-    // that has grown again, into memory that was free.
+    // Offloaders shrink a storage under its tensors. The checks above see its new address, except if it has
+    // grown again at the same address.
     if (storage_bytes_ == 0) return true;
-    // As many extents as before: they stand as far into the record of now, which may be another.
+    // The number of dimensions is unchanged, so the extents are at the same offset in the current record,
+    // which may be a new one.
     std::uint64_t num_bytes =
         shape_in_record_ != 0 ? storage_bytes_at(shape_at - shape_in_record_) : storage_bytes_of(tensor);
     return num_bytes >= storage_bytes_;

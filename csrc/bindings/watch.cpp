@@ -1,4 +1,4 @@
-// Watch: which of the state's tensors are still where the plan found them. Asked at every boundary.
+// Watch: finds at every boundary which of the state's tensors have changed their place since the plan.
 #include "bindings/places.h"
 #include "bindings/tensors.h"
 
@@ -9,7 +9,7 @@ namespace flashckpt {
 namespace {
 
 struct Item {
-    std::optional<Place> place; // without one the tensor is watched alone
+    std::optional<Place> place; // without a place only the tensor is watched
     Held tensor;
     Look look;
 
@@ -20,8 +20,8 @@ struct Item {
     }
 };
 
-// After a step nothing of this is in a cache, and a look at one tensor waits for several lines in turn: those
-// of the tensors that follow are asked for meanwhile.
+// After a step none of this is cached, and checking a tensor waits for several cache lines in turn, so lines
+// of the next tensors are prefetched.
 constexpr std::size_t kAhead = 8;
 
 class Busy {
@@ -43,7 +43,7 @@ class Watch {
 
     nb::list changed(nb::handle addresses_out);
     void release();
-    bool try_release() noexcept; // false while it is being asked
+    bool try_release() noexcept; // false during a call of `changed`
     std::size_t size() const { return items_.size(); }
 
     int traverse(visitproc visit, void* arg) const {
@@ -59,7 +59,7 @@ class Watch {
     bool holds(const Item& item, std::uint64_t& address) const;
 
     std::vector<Item> items_;
-    bool busy_ = false; // a property that is asked may run any code, this watch's methods included
+    bool busy_ = false; // reading a property may run any code, also this watch's methods
 };
 
 Held sequence_of(nb::handle object, const char* message) {
@@ -90,7 +90,7 @@ Watch::Watch(nb::handle items, nb::handle tensors) {
 bool Watch::holds(const Item& item, std::uint64_t& address) const {
     Held now = item.place ? item.place->current() : Held::borrow(item.tensor.ptr());
     if (!now) {
-        forgive(); // gone is an answer, not an error
+        forgive(); // a missing object is a result, not an error
         return false;
     }
     if (now.ptr() == item.tensor.ptr()) return item.look.holds(now.ptr(), address);
@@ -121,7 +121,7 @@ void Watch::release() {
 
 bool Watch::try_release() noexcept {
     if (busy_) return false;
-    // Moved away first: dropping the last reference to a tensor may run code that comes back here.
+    // Move the items away first: releasing the last reference to a tensor may run code that calls this watch.
     std::vector<Item> dropped = std::exchange(items_, {});
     return true;
 }
@@ -132,7 +132,7 @@ int traverse(PyObject* self, visitproc visit, void* arg) {
 }
 
 int clear(PyObject* self) {
-    // One that is being asked is in use, whatever the collector has found: nothing may be thrown from here.
+    // Keep a watch that is in use, whatever the garbage collector has found. Nothing may be thrown here.
     if (nb::inst_ready(self)) nb::inst_ptr<Watch>(self)->try_release();
     return 0;
 }

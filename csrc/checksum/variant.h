@@ -1,4 +1,4 @@
-// The seam between XXH3 and the instruction sets it is compiled for.
+// The interface between XXH3 and its variants for instruction sets.
 #pragma once
 
 #include <stddef.h>

@@ -1,4 +1,4 @@
-// XXH3, at once or in pieces, with the widest instructions the processor has.
+// XXH3, at once or in pieces, with the widest instructions of the processor.
 #pragma once
 
 #include <array>
@@ -13,7 +13,7 @@ using Checksum = std::array<std::uint8_t, 16>;
 std::uint64_t xxh3_64(const void* data, std::size_t num_bytes);
 Checksum xxh3_128(const void* data, std::size_t num_bytes);
 
-// XXH3-128 of bytes that come in pieces.
+// XXH3-128 of bytes that arrive in pieces.
 class Xxh3Stream {
   public:
     Xxh3Stream();

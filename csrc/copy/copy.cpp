@@ -6,7 +6,7 @@
 namespace flashckpt {
 namespace {
 
-// From this size on a copy goes past the caches: what is copied is read next by another process, later.
+// Copies of at least this size bypass the caches: another process reads the bytes later.
 constexpr std::size_t kStreamBytes = 8192;
 
 } // namespace
@@ -19,8 +19,7 @@ void copy_digest(const std::uint64_t* sources, const std::uint64_t* destinations
                   const auto* source = reinterpret_cast<const std::uint8_t*>(sources[leaf]) + offset;
                   Word hashes =
                       copy_blocks(destination, source, count, offset / kBlockBytes, count >= kStreamBytes);
-                  // Streaming stores of this thread would otherwise be ordered by nothing when the caller
-                  // seals.
+                  // Order this thread's streaming stores before the caller's seal.
                   if (count >= kStreamBytes) settle_stores();
                   return hashes;
               });

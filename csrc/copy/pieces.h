@@ -1,4 +1,4 @@
-// Leaves of any size shared out over threads, by bytes: big ones are cut, small ones go in batches.
+// Distributes leaves of any size over threads by bytes: cuts large leaves, and batches small ones.
 #pragma once
 
 #include "digest/definition.h"
@@ -12,15 +12,15 @@
 
 namespace flashckpt {
 
-// A whole number of blocks, so that the hashes of a leaf's turns add up to its digest.
-// Big enough that taking a turn costs nothing, small enough that the last turns come out even. A whole
-// number of pages, so that every piece of an aligned leaf is aligned.
+// A whole number of blocks, so that the hashes of a leaf's pieces add up to its digest. Large enough to make
+// scheduling free, small enough that all threads end together. A whole number of pages, so that every piece
+// of an aligned leaf is aligned.
 constexpr std::uint64_t kTurnBytes = 1 << 20;
 static_assert(kTurnBytes % kBlockBytes == 0);
-// A leaf costs about this many bytes' worth of time beyond its bytes.
+// Fixed cost of a leaf, in bytes that take the same time.
 constexpr std::uint64_t kLeafCostBytes = 256;
 
-// One thread's turn: leaves [first, last) whole, or bytes [offset, offset + count) of leaf `first`.
+// One task: the whole leaves [first, last), or bytes [offset, offset + count) of leaf `first`.
 struct Turn {
     std::size_t first = 0;
     std::size_t last = 0;
@@ -54,9 +54,8 @@ inline std::vector<Turn> cut_turns(const std::uint64_t* sizes, std::size_t num_l
     return turns;
 }
 
-// Calls work(leaf, offset, count) -> hashes of its blocks for every piece, on `threads` threads, and writes
-// each leaf's digest to `out`. Pieces begin at whole blocks. A leaf that was cut is written only when all of
-// it is done.
+// Calls work(leaf, offset, count) -> sum of block hashes for every piece, on `threads` threads, and writes
+// each leaf's digest to `out` when all its pieces are done. Pieces start at whole blocks.
 template <class Work>
 void share_out(const std::uint64_t* sizes, std::size_t num_leaves, std::uint64_t* out, int threads,
                Work work) {

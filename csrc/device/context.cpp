@@ -6,7 +6,7 @@
 namespace flashckpt {
 namespace {
 
-// Retained once a device and never released: torch holds the same context for the life of the process.
+// Retained once per device and never released: torch holds the same context for the process's lifetime.
 Error primary_context(const Driver& driver, int ordinal, CuContext& out) {
     static auto* mutex = new std::mutex;
     static auto* contexts = new std::map<int, CuContext>;
@@ -37,7 +37,7 @@ Error need_driver(const Driver*& driver) {
 
 Error Entered::enter(const Driver& driver, int device) {
     driver_ = &driver;
-    // Before the context: opening a device is itself a call that a capture elsewhere would forbid.
+    // Before the context: opening a device is itself forbidden during another thread's capture.
     mode_ = kCuCaptureRelaxed;
     if (CuResult code = driver.exchange_capture_mode(&mode_)) {
         return driver.failure(code, "enter relaxed capture mode");

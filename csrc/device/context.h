@@ -1,15 +1,15 @@
-// A thread in a device's primary context, and out of it again. Owns no device memory and no stream.
+// Enters and leaves a device's primary context. Owns no device memory and no stream.
 #pragma once
 
 #include "device/driver.h"
 
 namespace flashckpt {
 
-// The driver, or an error that says why there is none.
+// Returns the driver, or an error with the reason why it is missing.
 Error need_driver(const Driver*& driver);
 
-// This thread, in relaxed capture mode and in one device's primary context (the one torch uses), until it
-// goes: a graph that another thread captures is not broken, and both are left as they were.
+// Puts this thread into relaxed capture mode and one device's primary context (the one torch uses) during its
+// lifetime, and restores both. Does not break a graph that another thread captures.
 class Entered {
   public:
     Entered() = default;

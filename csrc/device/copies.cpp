@@ -14,13 +14,13 @@
 namespace flashckpt {
 namespace {
 
-// What is enqueued between two marks; two waves are on their way at most, beside a few marks. Bounded in
-// pieces, since a stream takes about a thousand operations, and in bytes: with one hardware queue
-// (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it) the loop's kernels wait behind all that is enqueued,
+// Limits of a wave, the copies enqueued between two marks; at most two waves are enqueued, beside a few
+// marks. Limited in pieces, since a stream takes about a thousand operations, and in bytes: with one hardware
+// queue (CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron sets it) the loop's kernels wait for all enqueued copies,
 // and 128 MiB take 2.5 ms at 52 GB/s.
 constexpr std::size_t kWavePieces = 256;
 constexpr std::uint64_t kWaveBytes = 64 << 20;
-// Each is asked for soon, if ever. Of older jobs than those that are kept, all count as failed.
+// Failures are read soon or never. Jobs older than the kept failures all count as failed.
 constexpr std::size_t kFailuresKept = 64;
 constexpr std::chrono::nanoseconds kForever = std::chrono::hours(24);
 
@@ -36,7 +36,7 @@ struct Wave {
 struct Job {
     std::uint64_t ticket = 0;
     CopyJob copies;
-    Failures::node_type failure; // made when it is submitted: the thread can tell of one without memory
+    Failures::node_type failure; // made at submission, so that the thread can report without memory
 };
 
 Failures::node_type make_failure(std::uint64_t ticket) {
@@ -44,25 +44,25 @@ Failures::node_type make_failure(std::uint64_t ticket) {
     return made.extract(made.try_emplace(ticket).first);
 }
 
-// A thread of ours that throws ends the process.
+// An exception out of this thread would end the process.
 template <class Work>
 Error without_throwing(Work work) {
     try {
         return work();
     } catch (const std::bad_alloc&) {
-        return {Kind::device, 0, "out of memory", ""}; // short enough to need none
+        return {Kind::device, 0, "out of memory", ""}; // the short text needs no allocation
     }
 }
 
 } // namespace
 
-// Guarded by the bell's lock, but for what is set once, when it is made.
+// Guarded by the bell's lock, except members that are set only at construction.
 struct DeviceCopies::State {
     const Driver* driver = nullptr;
     CuStream stream = nullptr;
     int device = 0;
     std::uint64_t piece_bytes = 0;
-    CuEvent first = nullptr; // recorded behind the first copies of the job that runs
+    CuEvent first = nullptr; // recorded after the first copies of the running job
     CuEvent last = nullptr;
     CuEvent waves[2] = {nullptr, nullptr};
     std::uint64_t forks = 0;
@@ -72,7 +72,7 @@ struct DeviceCopies::State {
     std::uint64_t enqueued = 0; // tickets up to this one have had their first copies enqueued, or have failed
     std::uint64_t finished = 0;
     Failures failures;
-    std::uint64_t forgotten = 0; // of the jobs up to this one, which have failed is not known any more
+    std::uint64_t forgotten = 0; // failures of jobs up to this ticket are no longer known
     bool closing = false;
     bool running = false;
 
@@ -80,7 +80,7 @@ struct DeviceCopies::State {
         return code == kCuSuccess ? Error{} : driver->failure(code, what);
     }
 
-    // Never destroyed: a job's last event may be waited for until the process ends.
+    // Never destroyed: a thread may wait for a job's last event until the process ends.
     Error make_stream() {
         Entered entered;
         if (Error error = entered.enter(*driver, device)) return error;
@@ -124,7 +124,7 @@ struct DeviceCopies::State {
         Entered entered;
         if (Error error = entered.enter(*driver, device)) return error;
         Error error = without_throwing([&] { return copy(job); });
-        // What was enqueued still writes: nobody may have the memory before that has ended.
+        // Enqueued copies still write: the memory must not be released before they end.
         if (error) driver->stream_synchronize(stream);
         return error;
     }
@@ -182,7 +182,7 @@ Error DeviceCopies::submit(CopyJob job, std::uint64_t after, std::uint64_t& tick
         if (is_forked()) return value_error("these copies are another process's, which has forked this one");
         if (state_->closing) return value_error("these copies were closed");
     }
-    // Here and now, since the event may be recorded again before the thread gets to it.
+    // Wait on the event now: it may be recorded again before the thread handles the job.
     if (Error error = wait_for(after)) return error;
     std::lock_guard lock(Bell::get().mutex);
     if (!state_->running) {
@@ -253,7 +253,7 @@ Error DeviceCopies::hold(std::uint64_t ticket, const std::uint64_t* streams, std
         if (ticket > state_->submitted) return value_error("no copies have this ticket");
         while (state_->enqueued < ticket)
             bell.wait(lock, kForever, [&] { return state_->enqueued >= ticket; });
-        // Of a job that has ended there is nothing to wait for, whatever the event says of a later one.
+        // Do not wait for an ended job: the event may belong to a later one.
         if (state_->finished >= ticket) return {};
     }
     Entered entered;

@@ -1,6 +1,5 @@
-// Copies from a device to host memory, enqueued on a stream and by a thread of their own: a stream takes
-// about a thousand operations, and blocks whoever enqueues the next. The thread that asks for copies enqueues
-// none.
+// Copies from a device to host memory. A separate thread enqueues them on a separate stream: a stream takes
+// about a thousand operations and then blocks the enqueuing thread, which must not be the training thread.
 #pragma once
 
 #include "base/error.h"
@@ -13,8 +12,7 @@
 
 namespace flashckpt {
 
-// Absolute addresses and bytes, in the order in which they are made. The `num_first` first ones are those
-// that `hold` and `wait_first` are about.
+// Addresses and bytes, in the order of copying. `hold` and `wait_first` concern the first `num_first` copies.
 struct CopyJob {
     std::vector<std::uint64_t> sources;
     std::vector<std::uint64_t> destinations;
@@ -22,29 +20,28 @@ struct CopyJob {
     std::size_t num_first = 0;
 };
 
-// As a Waitable: a wait is for all that was submitted before it began, and fails where the newest of that
-// failed. Memory on both sides must stay until then. Whatever is told of a job, done or failed: nothing of it
-// is still written afterwards.
+// As a Waitable: a wait is for all jobs submitted before it began, and fails if the newest of them failed.
+// Memory on both sides must stay mapped until then. Once a job is reported as done or failed, it writes
+// nothing more.
 class DeviceCopies : public Waitable {
   public:
-    // The stream is none of torch's: those are lent to several users, one of whom may capture a graph on it.
-    // Copies are cut at multiples of `piece_bytes` of the host address. It must divide kRegisteredRun: then
-    // no piece spans two runs of registered memory, nor registered memory and memory that is not, which the
-    // driver refuses.
+    // Uses its own stream: torch shares its streams between users, and one may capture a graph. Copies
+    // are cut at multiples of `piece_bytes` of the host address. It must divide kRegisteredRun, so that no
+    // piece spans two runs of registered memory or registered and other memory, which the driver refuses.
     static Error make(int device, std::uint64_t piece_bytes, std::shared_ptr<DeviceCopies>& out);
     ~DeviceCopies() override;
 
-    // Returns at once. The copies begin when `after`, an event as it is recorded now, has happened (0: at
-    // once). Jobs go in order and are counted from 1.
+    // Returns at once. The copies begin after the current record of the event `after` (0: at once). Jobs run
+    // in order; tickets count from 1.
     Error submit(CopyJob job, std::uint64_t after, std::uint64_t& ticket);
-    // Work that is enqueued on these streams from now on waits for a job's first copies. Returns when these
-    // are enqueued: when all but the last 128 MiB (or 512 pieces) of them are made. Holds nothing where the
-    // job has failed: nothing is read any more.
+    // Makes work enqueued on these streams from now on wait for a job's first copies. Returns when these are
+    // enqueued, which means that all but the last 128 MiB (or 512 pieces) are done. Does not hold the streams
+    // if the job has failed, since it reads nothing any more.
     Error hold(std::uint64_t ticket, const std::uint64_t* streams, std::size_t num_streams);
-    // Until the first copies are made, or all of them; the job's failure.
+    // Waits until the first copies, or all of them, are done. Returns the job's failure.
     Error wait_first(std::uint64_t ticket);
     Error wait(std::uint64_t ticket);
-    // Jobs that were submitted are done; then the thread ends.
+    // Finishes all submitted jobs, then ends the thread.
     void close();
 
     std::uint64_t begin() override;

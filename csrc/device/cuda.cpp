@@ -10,9 +10,8 @@
 namespace flashckpt {
 namespace {
 
-// The runs of a memory block that are registered, and the device that they were registered with:
-// unregistering in the context of another device would create that context, and a rank must take no memory of
-// a GPU that belongs to another rank.
+// The registered runs of a memory block, and the device with which they were registered. Unregistering in
+// another device's context would create that context and take memory of a GPU that belongs to another rank.
 struct Runs {
     int device = 0;
     std::vector<std::uint64_t> addresses;

@@ -14,7 +14,7 @@ namespace {
 
 struct Kernel {
     CuFunction function = nullptr;
-    unsigned num_blocks = 0; // as many as run at once
+    unsigned num_blocks = 0; // number that can run concurrently
 };
 
 Error load_module(const Driver& driver, CuModule& module) {
@@ -38,7 +38,7 @@ Error load_kernel(const Driver& driver, int ordinal, Kernel& out) {
     if (CuResult code = driver.device_attribute(&processors, kCuMultiprocessors, device)) {
         return driver.failure(code, "count the multiprocessors");
     }
-    CuModule module = nullptr; // never unloaded: launches may be on their way
+    CuModule module = nullptr; // never unloaded, since launches may be queued
     if (Error error = load_module(driver, module)) return error;
     if (CuResult code = driver.module_function(&out.function, module, kDigestKernel)) {
         return driver.failure(code, std::string("find ") + kDigestKernel);
@@ -60,11 +60,11 @@ Error fill(const Driver& driver, std::uint64_t address, unsigned char byte, std:
     return code == kCuSuccess ? Error{} : driver.failure(code, "prepare the table of digests");
 }
 
-// Queues a launch, the thread being in the device's context.
+// Queues a launch. The thread must be in the device's context.
 Error enqueue(const Driver& driver, const Kernel& kernel, CuStream stream, std::uint64_t table,
               std::size_t num_leaves, std::uint64_t digests) {
-    // First of all: whatever of the rest is refused, or never runs, leaves no older digest to be taken for
-    // one of this launch.
+    // Clear the digests first, so that a later failure leaves no older digest that could be taken for a
+    // result.
     static_assert(kEmptyDigest == ~0ull);
     if (Error error = fill(driver, digests, 0xFF, num_leaves * sizeof(Word), stream)) return error;
     if (Error error = fill(driver, table + digest_scratch_offset(num_leaves), 0,
@@ -78,7 +78,7 @@ Error enqueue(const Driver& driver, const Kernel& kernel, CuStream stream, std::
     return code == kCuSuccess ? Error{} : driver.failure(code, "launch the kernel of digests");
 }
 
-// The calling thread is in the device's context. A refusal is not kept: the next call tries again.
+// The calling thread must be in the device's context. Failures are not cached: the next call tries again.
 Error kernel_of(const Driver& driver, int device, Kernel& out) {
     static auto* mutex = new std::mutex;
     static auto* kernels = new std::map<int, Kernel>;
@@ -87,7 +87,7 @@ Error kernel_of(const Driver& driver, int device, Kernel& out) {
     if (found == kernels->end()) {
         Kernel made;
         if (Error error = load_kernel(driver, device, made)) return error;
-        // A driver's compiler that is wrong would have every snapshot discarded by its audit.
+        // Test the kernel: with a faulty compiler in the driver, the audit would discard every snapshot.
         auto launch = [&](CuStream stream, std::uint64_t table, std::size_t num_leaves,
                           std::uint64_t digests) {
             return enqueue(driver, made, stream, table, num_leaves, digests);

@@ -1,9 +1,9 @@
-// The digest of many leaves in one launch on a CUDA device, alone or fused with the copy of a clone: memory
-// is read once, and the digest of a clone is that of the very words that were stored.
+// Digests of many leaves in one launch on a CUDA device, alone or fused with the copy of a clone. Memory is
+// read once, and the digest of a clone is computed from the words that are stored.
 //
-// digest.ptx is made from this file by scripts/make-ptx; nothing compiles it at run time. The tests compile
-// it for the host as well (tests/native/emulated_warp.h). Nothing here reads or writes a byte outside of a
-// leaf: a load that is misaligned or too long is an error that the user's context does not survive.
+// scripts/make-ptx makes digest.ptx from this file; nothing compiles it at run time. The tests also compile
+// it for the host (tests/native/emulated_warp.h). Never reads or writes a byte outside of a leaf: a
+// misaligned or too long load is an error that destroys the user's context.
 #include "device/digest_table.h"
 
 namespace flashckpt {
@@ -11,12 +11,12 @@ namespace {
 
 constexpr int kWarpThreads = 32;
 constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
-constexpr int kThreadWords = kGroupWords / kWarpThreads; // of a group: words thread, thread + 32, …
-constexpr int kBlockSteps = kBlockWords / kWarpThreads;  // of them, in each block
+constexpr int kThreadWords = kGroupWords / kWarpThreads; // per group: words thread, thread + 32, …
+constexpr int kBlockSteps = kBlockWords / kWarpThreads;  // the share of these in each block
 constexpr Word kLongestRun = 64;                         // groups between two searches and two atomic adds
 
 #if defined(__CUDA_ARCH__)
-// One load, which the compiler may neither repeat nor split: another stream may be writing.
+// One load that the compiler may neither repeat nor split: another stream may be writing.
 __device__ Word load_unit(const unsigned long long* at) {
     unsigned long long unit;
     asm volatile("ld.global.u64 %0, [%1];" : "=l"(unit) : "l"(at));
@@ -49,7 +49,7 @@ __device__ void store_unit(unsigned short* at, Word unit) {
 __device__ void store_unit(unsigned char* at, Word unit) {
     asm volatile("st.global.u8 [%0], %1;" ::"l"(at), "r"(static_cast<unsigned>(unit)) : "memory");
 }
-// sum + product(word, key) as one instruction, which the compiler does not find by itself.
+// sum + product(word, key) as one instruction, which the compiler does not find itself.
 __device__ Word add_product(Word sum, Word word, Word key) {
     Word mixed = word ^ key;
     asm("mad.wide.u32 %0, %1, %2, %0;"
@@ -67,7 +67,7 @@ __device__ Word from_thread(Word value, int thread_mask) {
     return __shfl_xor_sync(kWholeWarp, static_cast<unsigned long long>(value), thread_mask);
 }
 
-// The bytes of a word that are there, lowest first; the others are zero.
+// The existing bytes of a word, lowest first; the others are zero.
 template <class Unit>
 __device__ Word load_units(Word address, int num_units) {
     const Unit* at = reinterpret_cast<const Unit*>(address);
@@ -86,7 +86,7 @@ __device__ void store_units(Word address, Word word, int num_units) {
         store_unit(at + i, word >> (8 * sizeof(Unit) * i));
 }
 
-// What one thread has of a group: words[i] is word 32 i + thread. `num_words` of the group are whole.
+// One thread's share of a group: words[i] is word 32 i + thread. `num_words`: whole words of the group.
 template <class Unit>
 __device__ void load_words(Word address, int num_words, int thread, Word (&words)[kThreadWords]) {
     constexpr int units = sizeof(Word) / sizeof(Unit);
@@ -113,7 +113,7 @@ __device__ void store_words(Word address, int num_words, int thread, const Word 
     }
 }
 
-// A leaf's groups start at multiples of 4,096 bytes from its start: all words are aligned as the leaf is.
+// A leaf's groups start at multiples of 4,096 bytes from its start, so all words have the leaf's alignment.
 __device__ void load_group(Word address, int num_words, int thread, Word (&words)[kThreadWords]) {
     if (address % 8 == 0) {
         load_words<unsigned long long>(address, num_words, thread, words);
@@ -138,14 +138,14 @@ __device__ void store_group(Word address, int num_words, int thread, const Word 
     }
 }
 
-// What a thread needs of the definition, once a launch. Of a warp, the bits of a thread's number say what it
-// has in the end: 0 and 3 which of the four blocks, 1 and 2 which pair of accumulators, 4 which set.
+// A thread's constants of the definition, computed once per launch. The bits of a thread's number in its warp
+// determine its final sum: bits 0 and 3 one of the four blocks, 1 and 2 the pair of accumulators, 4 the set.
 struct Constants {
     int thread;
     Word first[kBlockSteps]; // keys of this thread's words
     Word second[kBlockSteps];
-    Word starts[2]; // of the pair
-    Word folds[2];  // its keys
+    Word starts[2]; // initial values of the pair
+    Word folds[2];  // fold keys of the pair
 
     __device__ explicit Constants(int number) : thread(number) {
 #pragma unroll
@@ -186,8 +186,8 @@ __device__ void accumulate(const Constants& constants, const Word (&words)[kThre
     }
 }
 
-// The sum of the eight folds of block `constants.block()`. At each step a thread hands half of what it has to
-// another and keeps the other half, so that nothing is added twice.
+// The sum of the eight folds of block `constants.block()`. At each step a thread passes half of its sums to
+// another thread and keeps the other half, so that nothing is added twice.
 __device__ Word join(const Constants& constants, const Word (&sums)[2][kGroupBlocks]) {
     bool second = (constants.thread & 16) != 0;
     bool upper = (constants.thread & 8) != 0;
@@ -204,7 +204,7 @@ __device__ Word join(const Constants& constants, const Word (&sums)[2][kGroupBlo
         Word kept = upper ? of_set[2 + i] : of_set[i];
         of_half[i] = kept + from_thread(upper ? of_set[i] : of_set[2 + i], 8);
     }
-    // An even thread gets the odd accumulator of its block, an odd one the even accumulator of its own.
+    // An even thread gets the odd accumulator of its block, an odd thread the even accumulator of its block.
     Word mine = odd ? of_half[1] : of_half[0];
     Word other = from_thread(odd ? of_half[0] : of_half[1], 1);
     Word even_lane = (odd ? other : mine) + constants.starts[0];
@@ -215,8 +215,8 @@ __device__ Word join(const Constants& constants, const Word (&sums)[2][kGroupBlo
     return folds + from_thread(folds, 16);
 }
 
-// One to seven bytes at a leaf's end, in the thread that has their word: copied, and put in their place. The
-// sum over all places keeps `words` in registers: an index that is known at run time would move it to memory.
+// Copies one to seven bytes at a leaf's end in the thread that has their word, and inserts them. The loop
+// over all places keeps `words` in registers: an index at run time would move the array to memory.
 __device__ void take_rest(const DigestEntry& entry, Word offset, int num_bytes, int thread,
                           Word (&words)[kThreadWords]) {
     int word = num_bytes / static_cast<int>(sizeof(Word));
@@ -230,7 +230,7 @@ __device__ void take_rest(const DigestEntry& entry, Word offset, int num_bytes, 
         words[i] |= last & (Word{0} - static_cast<Word>(i == word / kWarpThreads));
 }
 
-// The hash of one of the group's four blocks, 0 where the leaf has ended before it.
+// The hash of one of the group's four blocks, 0 if the leaf ends before it.
 __device__ Word group_hash(const Constants& constants, const DigestEntry& entry, Word group) {
     Word offset = group * kGroupBytes;
     Word left = entry.num_bytes - offset;
@@ -263,14 +263,14 @@ __device__ Word find_entry(const DigestEntry* entries, Word num_entries, Word gr
     return low;
 }
 
-// Adds what a warp has of a leaf. The digest is written once, by whoever adds the last group: a leaf of which
-// a group was never taken keeps the mark of an empty digest.
+// Adds a warp's hashes of a leaf. The warp that adds the last group writes the digest. A leaf with a missing
+// group keeps the mark of an empty digest.
 __device__ void add_groups(const DigestEntry& entry, DigestScratch* scratch, Word hashes, Word num_groups,
                            Word* digest) {
     Word all = digest_groups(entry.num_bytes);
     if (num_groups < all) {
         atomicAdd(&scratch->hashes, hashes);
-        // Whoever sees this warp's groups counted must see its hashes as well.
+        // A warp that sees this warp's groups counted must also see its hashes.
         __threadfence();
         if (atomicAdd(&scratch->groups, num_groups) + num_groups != all) return;
         __threadfence();
@@ -282,11 +282,11 @@ __device__ void add_groups(const DigestEntry& entry, DigestScratch* scratch, Wor
 } // namespace
 } // namespace flashckpt
 
-// `digests` holds the empty mark and the table's scratch zeros when it starts.
+// At the start `digests` holds the empty mark, and the table's scratch memory is zero.
 extern "C" __global__ void __launch_bounds__(flashckpt::kDigestThreads, 2)
     flashckpt_digest(flashckpt::DigestTable* table, flashckpt::Word num_entries, flashckpt::Word* digests) {
     using namespace flashckpt;
-    // Another table than the caller meant: nothing is digested, and nothing of it can be taken for a result.
+    // Not the caller's table: compute nothing, so that nothing can be taken for a result.
     if (table->magic != kDigestTableMagic || table->num_entries != num_entries) return;
     const DigestEntry* entries = reinterpret_cast<const DigestEntry*>(table + 1);
     DigestScratch* scratch =
@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(flashckpt::kDigestThreads, 2)
     Word warp = static_cast<Word>(blockIdx.x) * (kDigestThreads / kWarpThreads) + threadIdx.x / kWarpThreads;
     Constants constants(static_cast<int>(threadIdx.x) % kWarpThreads);
 
-    // Runs are as long as leaves four to each warp, so that small tables keep all of them busy.
+    // Run length gives each warp at least four runs, so that small tables keep all warps busy.
     Word run_groups = num_groups / (4 * num_warps);
     run_groups = run_groups < 1 ? 1 : run_groups > kLongestRun ? kLongestRun : run_groups;
     for (Word begin = warp * run_groups; begin < num_groups; begin += num_warps * run_groups) {

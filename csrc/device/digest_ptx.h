@@ -1,4 +1,4 @@
-// The kernel of digests as PTX: csrc/device/digest.ptx, put into the library by CMake.
+// The digest kernel as PTX: csrc/device/digest.ptx, which CMake embeds into the library.
 #pragma once
 
 namespace flashckpt {

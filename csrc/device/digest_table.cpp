@@ -30,11 +30,11 @@ Error check_range(const Range& range) {
     return {};
 }
 
-// Warps take groups in no order: what one writes no other may read or write.
+// Warps take groups in any order, so no leaf may read or write a range that another leaf writes.
 Error check_overlap(std::vector<Range>& ranges) {
     std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.begin < b.begin; });
-    const Range* read = nullptr;    // of those before, the one that ends last
-    const Range* written = nullptr; // the same
+    const Range* read = nullptr;    // the earlier read range that ends last
+    const Range* written = nullptr; // the earlier written range that ends last
     for (const Range& range : ranges) {
         const Range* met = written != nullptr && range.begin < written->end ? written : nullptr;
         if (range.is_written && read != nullptr && range.begin < read->end) met = read;
@@ -64,7 +64,7 @@ Error digest_table(const std::uint64_t* sources, const std::uint64_t* destinatio
         if (Error error = check_range(ranges.back())) return error;
     }
     if (Error error = check_overlap(ranges)) return error;
-    // It ends the last leaf, and is past what any search looks for.
+    // The last entry ends the last leaf and terminates every search.
     entries[num_leaves] = {0, 0, kHighest, num_groups};
     DigestTable head = {kDigestTableMagic, num_leaves, num_groups, 0};
     out.assign(digest_table_bytes(num_leaves), 0);

@@ -1,18 +1,18 @@
-// The table of one launch of the digest kernel, as it lies in device memory: header, entries and one more
-// that ends them, scratch of the kernel. Read by the host and by the kernel; see docs/gpu.md.
+// The table of one launch of the digest kernel in device memory: header, entries and a final entry, scratch
+// memory of the kernel. Shared by host and kernel; see docs/gpu.md.
 #pragma once
 
 #include "digest/definition.h"
 
 namespace flashckpt {
 
-// What a warp takes at a time: four blocks, so that each thread has sixteen loads on their way.
+// A warp takes four blocks at a time, so that each thread has sixteen loads in flight.
 constexpr int kGroupBlocks = 4;
 constexpr int kGroupWords = kGroupBlocks * kBlockWords;
 constexpr int kGroupBytes = kGroupBlocks * kBlockBytes;
 
 constexpr Word kDigestTableMagic = 0x3162617474736764ull; // "dgsttab1"
-constexpr int kDigestThreads = 256;                       // of one thread block of the launch
+constexpr int kDigestThreads = 256;                       // per thread block of the launch
 
 struct DigestTable {
     Word magic;
@@ -21,18 +21,18 @@ struct DigestTable {
     Word reserved;
 };
 
-// A leaf without bytes has one group as well: its digest is written like any other.
+// A leaf without bytes also has one group, so that its digest is written like any other.
 struct DigestEntry {
     Word source;
-    Word destination; // 0: nothing is written
+    Word destination; // 0: no copy
     Word num_bytes;
     Word first_group; // groups of all entries before this one
 };
 
-// A leaf whose groups are taken by more than one warp at a time: all zero before a launch.
+// Scratch memory of a leaf whose groups several warps take; zero before a launch.
 struct DigestScratch {
     Word hashes;
-    Word groups; // how many are in `hashes`
+    Word groups; // number of groups added to `hashes`
 };
 
 FLASHCKPT_HOST_DEVICE constexpr Word digest_groups(Word num_bytes) {

@@ -12,17 +12,17 @@ namespace flashckpt {
 namespace {
 
 constexpr std::uint64_t kShifts[] = {0, 1, 2, 4, 8};
-// None, less than a word, than a block, than a group; whole ones; several warps'.
+// Sizes: empty; below a word, a block, a group; whole ones; several warps'.
 constexpr std::uint64_t kSizes[] = {0, 1, 7, 1000, 4096, 5001, 70001};
 
-// A stream and memory on the device, until it goes.
+// Owns a stream and memory on the device.
 class Workplace {
   public:
     explicit Workplace(const Driver& driver) : driver_(driver) {}
     Workplace(const Workplace&) = delete;
     Workplace& operator=(const Workplace&) = delete;
     ~Workplace() {
-        // What was queued may still use the memory.
+        // Queued work may still use the memory.
         if (stream_ != nullptr) driver_.stream_synchronize(stream_);
         if (memory_ != 0) driver_.memory_free(memory_);
         if (stream_ != nullptr) driver_.stream_destroy(stream_);
@@ -53,8 +53,8 @@ class Workplace {
     std::uint64_t memory_ = 0;
 };
 
-// Leaves one after the other, each at its shift from a multiple of 16; the same again for their clones, with
-// the shifts in another order.
+// Consecutive leaves, each at its own shift from a multiple of 16, and their clones with the shifts in
+// another order.
 struct Leaves {
     std::vector<std::uint64_t> sources, clones, sizes; // offsets
     std::uint64_t num_bytes = 0;

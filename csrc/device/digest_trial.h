@@ -1,4 +1,4 @@
-// Whether the digest kernel, as a driver has compiled it for its device, does there what it should.
+// Test of the digest kernel as the driver has compiled it for its device.
 #pragma once
 
 #include "device/driver.h"
@@ -12,8 +12,8 @@ namespace flashckpt {
 // Queues a launch: stream, table, number of leaves, digests.
 using DigestLaunch = std::function<Error(CuStream, std::uint64_t, std::size_t, std::uint64_t)>;
 
-// Digests and clones of leaves of all alignments on the device, compared with the processor's. The calling
-// thread is in the device's context; it waits for a stream of its own, and takes two megabytes meanwhile.
+// Digests and clones leaves of all alignments on the device, and compares them with the processor's results.
+// The calling thread must be in the device's context. Uses its own stream and two megabytes, and waits.
 Error try_digests(const Driver& driver, const DigestLaunch& launch);
 
 } // namespace flashckpt

@@ -51,7 +51,7 @@ struct Loaded {
     bool usable = false;
     std::string why;
 
-    // The library stays loaded for the life of the process: events may be asked after anything else is gone.
+    // The library stays loaded for the process's lifetime, since events may be queried until the end.
     Loaded() {
         void* library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
         if (library == nullptr) {

@@ -1,5 +1,5 @@
-// The few calls of the CUDA driver that are used, found at run time: no CUDA is needed to build, and a
-// machine without it works as well. Versioned names, as the headers of CUDA 12 and 13 map them.
+// The used calls of the CUDA driver, loaded at run time, so that neither the build nor a machine needs CUDA.
+// Versioned names, as the headers of CUDA 12 and 13 map them.
 #pragma once
 
 #include "base/error.h"
@@ -21,11 +21,11 @@ using CuFunction = void*;
 constexpr CuResult kCuSuccess = 0;
 constexpr unsigned kCuRegisterPortable = 1;
 constexpr int kCuCaptureRelaxed = 2;
-constexpr CuResult kCuCaptureImplicit = 906; // the legacy stream was asked while another one is captured
+constexpr CuResult kCuCaptureImplicit = 906; // the legacy stream was used while another stream is captured
 constexpr unsigned kCuStreamNonBlocking = 1;
 constexpr unsigned kCuEventBlockingSync = 1;
 constexpr unsigned kCuEventNoTiming = 2;
-constexpr int kCuMultiprocessors = 16; // attributes of a device
+constexpr int kCuMultiprocessors = 16; // an attribute of a device
 constexpr int kCuPciBus = 33;
 constexpr int kCuPciDevice = 34;
 constexpr int kCuPciDomain = 50;
@@ -69,7 +69,7 @@ struct Driver {
     CuResult (*error_name)(CuResult code, const char** name);
     CuResult (*error_text)(CuResult code, const char** text);
 
-    // Loaded and initialised once, at the first call; null, and why, where there is no usable driver.
+    // Loaded and initialised once, at the first call; null, with the reason, if there is no usable driver.
     static const Driver* get(std::string& why);
 
     Error failure(CuResult code, const std::string& what) const;

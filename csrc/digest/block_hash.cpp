@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::size_t kStripeBytes = 8 * kDigestLanes;
 
-// The two sets of accumulators of one block, by lanes.
+// The two sets of accumulators of one block, by lane.
 struct alignas(64) Accumulators {
     Word first[kDigestLanes];
     Word second[kDigestLanes];
@@ -25,8 +25,8 @@ struct alignas(64) Accumulators {
 struct Keys {
     alignas(64) Word first[kBlockWords] = {};
     alignas(64) Word second[kBlockWords] = {};
-    // starts[n]: where a block of n stripes starts, those of zeros that pad it being accounted for already.
-    // So a leaf of four bytes costs one stripe.
+    // starts[n]: initial accumulators of a block with n stripes, which include the stripes of padding. So a
+    // leaf of four bytes costs one stripe.
     Accumulators starts[kDigestStripes + 1] = {};
     Accumulators folds = {};
 };
@@ -64,13 +64,12 @@ Word fold_keyed(const Accumulators& keyed) {
     return folds;
 }
 
-// Keeps the compiler from reading the source again where it knows that a copy of it has the same bytes: it
-// may have others by then.
+// Keeps the compiler from reading the source again instead of the copy: the source may have changed.
 void forget_memory() {
     asm volatile("" ::: "memory");
 }
 
-// The next two are written for the compiler to vectorize: with SSE2 on any x86-64, with NEON on any arm64.
+// The compiler vectorizes the next two: with SSE2 on any x86-64, with NEON on any arm64.
 Word hash_stripes(const std::uint8_t* source, int stripes, Word block) {
     Accumulators sums = kKeys.starts[stripes];
     Word plain[kDigestLanes] = {};
@@ -113,8 +112,8 @@ Word blocks_portable(std::uint8_t* destination, const std::uint8_t* source, std:
 
 enum class Store { none, cached, streaming, shifted };
 
-// How far ahead a line is asked for. The processor's own prefetch stops at page ends; measured, this is worth
-// a quarter of the rate. Marked as used once, so that it does not push the model out of the caches.
+// Prefetch distance. The processor's own prefetch stops at page ends; measured, this adds a quarter to the
+// rate. The non-temporal hint keeps the model in the caches.
 constexpr std::size_t kAheadBlocks = 3;
 constexpr std::size_t kVectorBytes = 32;
 
@@ -140,9 +139,9 @@ struct HalfSums {
     }
 };
 
-// Streaming stores need an aligned destination, and leaves lie where the image puts them, often behind one of
-// four bytes. A destination that is `words` 32-bit words beyond an aligned address gets vectors that are made
-// of the end of one that was loaded and the beginning of the next.
+// Streaming stores need an aligned destination, but a leaf may follow another of four bytes in the image. For
+// a destination that is `words` 32-bit words past an aligned address, each stored vector joins the end of one
+// loaded vector and the start of the next.
 struct Shift {
     __m256i turn = {};
     __m256i from_before = {};
@@ -161,7 +160,7 @@ struct Shift {
     }
 };
 
-// One block on its way.
+// One block in progress.
 struct Block {
     HalfSums halves[2];
 
@@ -180,7 +179,7 @@ struct Block {
         for (int half = 0; half < 2; ++half) {
             std::size_t place = stripe * kStripeBytes + half * kVectorBytes;
             __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + place));
-            // Held in a register: a second load could see other bytes than those that are stored.
+            // Keep it in a register: a second load could see other bytes than those stored.
             if constexpr (store != Store::none) asm volatile("" : "+x"(words));
             halves[half].add(words, stripe * kDigestLanes + 4 * half);
             auto* out = reinterpret_cast<__m256i*>(destination + place);
@@ -219,7 +218,7 @@ block_avx2(std::uint8_t* destination, const std::uint8_t* source, const std::uin
     return block.hash(number);
 }
 
-// Half a stripe of which `num_bytes` are there, padded with zeros. A masked load touches nothing else.
+// Half a stripe with `num_bytes` bytes, padded with zeros. A masked load touches no other bytes.
 FLASHCKPT_AVX2 inline __m256i load_short(const std::uint8_t* source, int num_bytes) {
     __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256i count = _mm256_set1_epi32(num_bytes >> 2);
@@ -237,7 +236,7 @@ FLASHCKPT_AVX2 inline __m256i load_short(const std::uint8_t* source, int num_byt
     return words;
 }
 
-// The last block of a leaf, which is short.
+// The last, short block of a leaf.
 template <Store store>
 FLASHCKPT_AVX2 Word tail_avx2(std::uint8_t* destination, const std::uint8_t* source, std::size_t num_bytes,
                               Word number) {
@@ -279,7 +278,7 @@ FLASHCKPT_AVX2 Word blocks_avx2(std::uint8_t* destination, const std::uint8_t* s
 FLASHCKPT_AVX2 Word copy_shifted(std::uint8_t* destination, const std::uint8_t* source,
                                  std::size_t num_blocks, Word first_block, std::size_t misplaced) {
     Shift shift(static_cast<int>(misplaced / 4));
-    // The first block as it comes: nothing before it belongs to this piece.
+    // The first block has no predecessor in this piece.
     Word hashes = blocks_avx2<Store::cached>(destination, source, 1, first_block, shift);
     shift.next(
         _mm256_loadu_si256(reinterpret_cast<const __m256i*>(destination + kBlockBytes - kVectorBytes)));
@@ -329,7 +328,7 @@ Word copy_whole(std::uint8_t* destination, const std::uint8_t* source, std::size
     return blocks_portable(destination, source, num_blocks, first_block);
 }
 
-// The last block of a leaf, by way of a buffer that pads it.
+// The last block of a leaf, padded in a buffer.
 Word tail_hash(std::uint8_t* destination, const std::uint8_t* source, std::size_t num_bytes, Word block) {
 #if defined(__x86_64__)
     if (kHasAvx2) {

@@ -1,5 +1,5 @@
-// The inner loops of the digest, over the blocks of a piece of a leaf, with or without a copy on the way.
-// Chosen once, by what the processor can do; every choice gives the same number.
+// The inner loops of the digest over the blocks of a piece of a leaf, with or without a copy. Chosen once by
+// the processor's features; every choice gives the same number.
 #pragma once
 
 #include "digest/definition.h"
@@ -9,16 +9,15 @@
 
 namespace flashckpt {
 
-// The sum of the hashes of the blocks in `source`, of which the first has the number `first_block` in its
-// leaf. Where num_bytes is no whole number of blocks, the leaf must end there: the last block is padded with
-// zeros. Any alignment of `source` is allowed.
+// The sum of the hashes of the blocks in `source`. `first_block`: index of the first block in its leaf. If
+// num_bytes is not a multiple of a block, the leaf must end there; the last block is padded with zeros.
+// `source` may have any alignment.
 Word hash_blocks(const std::uint8_t* source, std::size_t num_bytes, Word first_block);
-// The same while copying. What is hashed is what was stored: each byte of the source is loaded once. With
-// `stream` the stores go past the caches: the caller must call `settle_stores` before it tells another
-// thread.
+// Like it, and copies. Hashes the stored bytes: each byte of the source is loaded once. With `stream`, stores
+// bypass the caches, and the caller must call `settle_stores` before it notifies another thread.
 Word copy_blocks(std::uint8_t* destination, const std::uint8_t* source, std::size_t num_bytes,
                  Word first_block, bool stream);
-// Orders streaming stores before whatever this thread stores next.
+// Orders streaming stores before this thread's later stores.
 void settle_stores();
 
 } // namespace flashckpt

@@ -1,5 +1,5 @@
-// The digest's constants and arithmetic, as docs/format.md ("Digest") defines them. Knows no host: the CUDA
-// kernel is compiled from this header as well, by NVRTC too, which has no standard headers.
+// The digest's constants and arithmetic, as docs/format.md ("Digest") defines them. Needs no host: the CUDA
+// kernel includes this header too, also with NVRTC, which has no standard headers.
 //
 // Bytes of a leaf are little-endian 64-bit words, in blocks of 1,024 bytes; the last block is padded with
 // zeros. Word w of a block (0 ≤ w < 128) is in lane w % 8. A block has two sets of eight accumulators:
@@ -35,7 +35,7 @@ constexpr int kBlockWords = kDigestLanes * kDigestStripes;
 constexpr int kBlockBytes = 8 * kBlockWords;
 
 constexpr Word kDigestFactor = 0x9E3779B97F4A7C15ull;
-// What a digest table is filled with before a capture. No leaf has this digest.
+// Fills a digest table before a capture. No leaf has this digest.
 constexpr Word kEmptyDigest = ~0ull;
 
 // SplitMix64's finalizer.
@@ -95,7 +95,7 @@ FLASHCKPT_HOST_DEVICE constexpr Word block_hash(Word block, Word folds) {
     return finalize((block + 1) * kDigestFactor + folds);
 }
 
-// `hashes` is the sum of the hashes of all blocks of a leaf, the padded one included.
+// `hashes` is the sum of the hashes of all blocks of a leaf, including the padded block.
 FLASHCKPT_HOST_DEVICE constexpr Word finish_digest(Word num_bytes, Word hashes) {
     Word digest = num_bytes * kDigestFactor + hashes;
     return digest == kEmptyDigest ? kEmptyDigest - 1 : digest;

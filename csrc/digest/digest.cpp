@@ -31,7 +31,7 @@ void PieceDigests::add(std::size_t leaf, std::uint64_t offset, const std::uint8_
     std::uint64_t done = std::min((kBlockBytes - offset % kBlockBytes) % kBlockBytes, num_bytes);
     if (done > 0) add_cut(leaf, offset, data, done);
     std::uint64_t left = num_bytes - done;
-    // The last block of a leaf is short and whole.
+    // The last block of a leaf is short but complete.
     std::uint64_t whole = offset + num_bytes == sizes_[leaf] ? left : left / kBlockBytes * kBlockBytes;
     if (whole > 0) {
         Word hashes = hash_blocks(data + done, whole, (offset + done) / kBlockBytes);

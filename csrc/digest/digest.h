@@ -1,4 +1,4 @@
-// The digest of a leaf's bytes, whole or from pieces. See docs/format.md ("Digest") for the number.
+// The digest of a leaf's bytes, at once or from pieces. See docs/format.md ("Digest") for its definition.
 #pragma once
 
 #include "digest/block_hash.h"
@@ -20,20 +20,22 @@ inline Word digest(const std::uint8_t* source, std::size_t num_bytes) {
     return finish_digest(num_bytes, hash_blocks(source, num_bytes, 0));
 }
 
-// One digest a leaf, written to `out[num_leaves]`.
+// Writes the digest of each leaf to `out[num_leaves]`.
 void digest_many(const std::uint64_t* addresses, const std::uint64_t* sizes, std::size_t num_leaves,
                  std::uint64_t* out, int threads);
 
-// Digests of leaves whose bytes come in pieces that were cut anywhere, in any order, from any thread: each
-// byte once. Whole blocks of a piece are hashed at once; the parts of a block that was cut are kept until all
-// of it is there. Who can cut at whole blocks of the leaf needs none of this: `hash_blocks` adds up.
+// Digests of leaves whose bytes arrive in pieces cut anywhere, in any order, from any thread, each byte once.
+// Hashes whole blocks at once, and keeps the parts of a cut block until it is complete. For pieces of whole
+// blocks, sums of `hash_blocks` suffice.
 class PieceDigests {
   public:
     explicit PieceDigests(std::vector<std::uint64_t> sizes);
 
-    // The leaf's bytes [offset, offset + num_bytes).
+    const std::vector<std::uint64_t>& sizes() const { return sizes_; }
+
+    // Adds the leaf's bytes [offset, offset + num_bytes).
     void add(std::size_t leaf, std::uint64_t offset, const std::uint8_t* data, std::uint64_t num_bytes);
-    // kEmptyDigest for a leaf of which a byte never came.
+    // kEmptyDigest for a leaf with a byte that was never added.
     std::vector<std::uint64_t> digests() const;
 
   private:

@@ -1,5 +1,5 @@
-// What is learnt about bytes on their way between memory and a file: a checksum for every chunk, a digest for
-// every leaf. Owns the arithmetic of chunks and leaves; does no I/O.
+// Audit of bytes on their way between memory and a file: a checksum for every chunk, a digest for every leaf.
+// Owns the arithmetic of chunks and leaves; does no I/O.
 #pragma once
 
 #include "base/error.h"
@@ -8,13 +8,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace flashckpt {
 
 constexpr std::uint64_t kMostChunkBytes = 1ull << 30;
 
-// A file (or region) of `num_bytes`, seen as chunks; leaves are ranges of it that do not overlap.
+// A file (or region) of `num_bytes` in chunks; leaves are ranges of it that do not overlap.
 struct Geometry {
     std::uint64_t num_bytes = 0;
     std::uint64_t chunk_bytes = 4 << 20;
@@ -27,26 +28,35 @@ struct Geometry {
     Error check() const;
 };
 
+// Bytes [begin, end) of a file belong to a leaf from its `offset`. Parts do not overlap.
+struct LeafPart {
+    std::uint64_t begin = 0;
+    std::uint64_t end = 0;
+    std::size_t leaf = 0;
+    std::uint64_t offset = 0;
+};
+
 // Any number of threads may add chunks, each chunk once, in any order.
 class Audit {
   public:
+    // Audits all leaves of the geometry.
     explicit Audit(const Geometry& geometry);
+    // Audits parts, in the order of the file. Other audits may add to the same digests.
+    Audit(const Geometry& geometry, std::vector<LeafPart> parts, std::shared_ptr<PieceDigests> digests);
 
-    // The bytes of one chunk, all of them. Returns its checksum.
+    // Adds all bytes of one chunk. Returns its checksum.
     Checksum add(std::uint64_t chunk, const std::uint8_t* data);
-    // The same of bytes that are copied on the way, unless `into` is null: of the copy.
-    Checksum add(std::uint64_t chunk, const std::uint8_t* data, std::uint8_t* into);
     // kEmptyDigest for leaves with a chunk that was never added.
     std::vector<std::uint64_t> digests() const;
 
   private:
     std::uint64_t end_of_window(std::uint64_t begin, std::uint64_t end) const;
-    std::vector<std::size_t>::const_iterator first_ending_after(std::uint64_t position) const;
+    std::vector<LeafPart>::const_iterator first_ending_after(std::uint64_t position) const;
     void add_pieces(const std::uint8_t* data, std::uint64_t begin, std::uint64_t end);
 
     const Geometry& geometry_;
-    std::vector<std::size_t> order_; // leaves with bytes, by offset
-    PieceDigests digests_;
+    std::vector<LeafPart> parts_;
+    std::shared_ptr<PieceDigests> digests_;
 };
 
 } // namespace flashckpt

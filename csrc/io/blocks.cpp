@@ -7,12 +7,13 @@
 namespace flashckpt {
 
 void BlockFile::ask_direct(bool wanted) {
-    // By fcntl, not by open: an open with O_CREAT | O_EXCL | O_DIRECT that is refused leaves a file behind.
+    // Use fcntl, since a refused open with O_CREAT | O_EXCL | O_DIRECT leaves a file behind.
     direct_.store(wanted && set_direct(fd_.get(), true));
 }
 
-// A device may have larger blocks than pages, and says so only when asked to write one. First the descriptor,
-// then the word of it: whoever reads that it is given up makes requests that nobody may refuse any more.
+// A device may have larger blocks than pages, and reports it only at a write. Clear O_DIRECT on the
+// descriptor first and then the flag: threads that read the cleared flag make requests that must not fail for
+// O_DIRECT.
 void BlockFile::give_up_direct() {
     set_direct(fd_.get(), false);
     direct_.store(false);
@@ -37,7 +38,7 @@ Error BlockFile::write(const std::uint8_t* data, std::uint64_t num_bytes, std::u
         data += count;
         offset += static_cast<std::uint64_t>(count);
         num_bytes -= static_cast<std::uint64_t>(count);
-        // What is left would not be aligned any more.
+        // The rest would not be aligned any more.
         if (num_bytes > 0 && static_cast<std::uint64_t>(count) % kPage != 0) give_up_direct();
     }
     return {};
@@ -73,7 +74,7 @@ Error BlockFile::close() {
 }
 
 Error open_to_read(const std::string& path, Fd& out) {
-    // O_NONBLOCK: opening a named pipe that was put in a file's place must not wait for a writer.
+    // O_NONBLOCK: opening a named pipe in place of a file must not wait for a writer.
     int fd;
     do {
         fd = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);

@@ -1,4 +1,4 @@
-// Whole reads and writes on one open file, past the page cache where the file system lets us.
+// Complete reads and writes on one open file, past the page cache if the file system allows it.
 #pragma once
 
 #include "base/error.h"
@@ -17,15 +17,15 @@ class BlockFile {
 
     int fd() const { return fd_.get(); }
     const std::string& path() const { return path_; }
-    // Asks for O_DIRECT; without it, or where it is refused now or later, requests go through the cache.
+    // Requests O_DIRECT. If it is refused now or later, requests go through the cache.
     void ask_direct(bool wanted);
-    // Whether every request so far went past the cache.
+    // Whether every request so far bypassed the cache.
     bool direct() const { return direct_.load(); }
 
-    // All of it or an error.
+    // Writes all bytes or returns an error.
     Error write(const std::uint8_t* data, std::uint64_t num_bytes, std::uint64_t offset);
-    // Reads at least `num_bytes`, at most `room` bytes (whole pages): the last block of a file is asked for
-    // whole and comes short.
+    // Reads at least `num_bytes` and at most `room` bytes (whole pages): a read of the last block of a file
+    // requests a whole page and returns less.
     Error read(std::uint8_t* data, std::uint64_t num_bytes, std::uint64_t room, std::uint64_t offset);
     Error close();
 
@@ -37,7 +37,7 @@ class BlockFile {
     std::atomic<bool> direct_{false};
 };
 
-// Opens a regular file to be read: follows no link, waits for nothing, leaks to no child.
+// Opens a regular file for reading. Follows no link, never blocks, and sets O_CLOEXEC.
 Error open_to_read(const std::string& path, Fd& out);
 
 } // namespace flashckpt

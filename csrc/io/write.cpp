@@ -22,7 +22,7 @@ Error create(const std::string& path, Fd& out) {
     return {};
 }
 
-// Removes the file that was begun, and no other that has its name by now.
+// Removes the unfinished file, unless its name now belongs to another file.
 void remove_begun(int fd, const std::string& path) {
     struct stat ours{};
     struct stat named{};
@@ -30,7 +30,7 @@ void remove_begun(int fd, const std::string& path) {
     if (ours.st_dev == named.st_dev && ours.st_ino == named.st_ino) ::unlink(path.c_str());
 }
 
-// A page of a mapping beyond the end of its file is a SIGBUS when touched: the size is asked before each.
+// Touching a mapped page past the end of its file raises SIGBUS, so the size is checked before each chunk.
 Error check_source(const WriteRequest& request) {
     std::uint64_t size = 0;
     if (Error error = regular_size(request.source_fd, "", size)) return error;
@@ -52,9 +52,9 @@ Error check_request(const WriteRequest& request) {
 Error prepare(const BlockFile& file, std::uint64_t num_bytes) {
     std::uint64_t rounded = round_up(num_bytes, kPage);
     Error error = reserve(file.fd(), 0, rounded, file.path());
-    // Reserving only saves fragments and a late ENOSPC; a file system without it (NFS before 4.2) can write.
+    // Reserving only avoids fragments and a late ENOSPC, so ignore file systems without it (NFS before 4.2).
     if (error && error.code != EOPNOTSUPP && error.code != ENOSYS) return error;
-    // Requests that make a file longer wait for each other: it has its length before the first.
+    // Requests that extend a file are serialized, so set its length before the first.
     if (::ftruncate(file.fd(), static_cast<off_t>(rounded)) != 0)
         return last_os_error("set the length", file.path());
     return {};
@@ -83,9 +83,10 @@ Error write_chunks(const WriteRequest& request, BlockFile& file, Audit& audit, W
 Error finish(BlockFile& file, std::uint64_t num_bytes) {
     if (::ftruncate(file.fd(), static_cast<off_t>(num_bytes)) != 0)
         return last_os_error("set the length", file.path());
-    // A commit names this file only after this: without it a power cut could leave a committed hole.
+    // Sync before a commit can name this file: otherwise a power failure could leave a hole in a committed
+    // step.
     if (::fdatasync(file.fd()) != 0) return last_os_error("sync", file.path());
-    // What went through the cache is on disk now; kept, it would count as memory in use.
+    // Drop the synced pages from the cache, where they would count as used memory.
     if (!file.direct()) ::posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
     return {};
 }
@@ -113,7 +114,7 @@ Error write_file(const WriteRequest& request, WriteResult& result) {
         remove_begun(file.fd(), request.path);
         return error;
     }
-    // A second descriptor, so that the file can still be told from another one if closing fails.
+    // A second descriptor identifies the file if closing fails.
     Fd witness(::fcntl(file.fd(), F_DUPFD_CLOEXEC, 0));
     Error error = file.close();
     if (error && witness) remove_begun(witness.get(), request.path);

@@ -1,4 +1,4 @@
-// A range of a region, written to a new file while it is audited.
+// Writes a range of a region to a new file and audits it on the way.
 #pragma once
 
 #include "io/audit.h"
@@ -20,13 +20,13 @@ struct WriteRequest {
 };
 
 struct WriteResult {
-    std::vector<std::uint64_t> digests; // one a leaf, of the bytes that were written
-    std::vector<Checksum> checksums;    // one a chunk
+    std::vector<std::uint64_t> digests; // one per leaf, of the written bytes
+    std::vector<Checksum> checksums;    // one per chunk
     bool direct = false;
 };
 
-// The file is on disk when this returns without an error; its name is not until its folder is synced.
-// After an error there is no such file, unless it was there before.
+// The file's bytes are durable when this returns without an error; its name is durable once the folder is
+// synced. After an error the file does not exist, unless it existed before.
 Error write_file(const WriteRequest& request, WriteResult& result);
 
 } // namespace flashckpt

@@ -21,15 +21,15 @@
 namespace flashckpt {
 namespace {
 
-// While one is faulted in, a fork of this process has to wait: 12 ms for one of these, 120 for 32 MiB.
+// A fork waits while a piece is faulted in: 12 ms for this size, 120 ms for 32 MiB.
 constexpr std::uint64_t kTurnBytes = 4 << 20;
-// As many nodes as a kernel can have (CONFIG_NODES_SHIFT is 10 at most).
+// The most nodes that a kernel can have (CONFIG_NODES_SHIFT is at most 10).
 constexpr int kMostNodes = 1024;
 constexpr int kWordBits = 8 * sizeof(unsigned long);
 
 void touch(std::uint64_t begin, std::uint64_t end, std::uint64_t page) {
     for (std::uint64_t at = begin; at < end; at += page) {
-        // A write that changes nothing: another process's bytes stay as they are.
+        // A write that changes nothing, so another process's bytes are not affected.
         auto* byte = reinterpret_cast<std::uint8_t*>(at);
         std::uint8_t seen = __atomic_load_n(byte, __ATOMIC_RELAXED);
         __atomic_compare_exchange_n(byte, &seen, seen, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
@@ -47,7 +47,7 @@ int fault_in(std::uint64_t begin, std::uint64_t end, std::uint64_t page) {
 }
 
 bool gather(const Mapping& range) {
-    // It says EAGAIN where a page is busy for a moment.
+    // EAGAIN: a page is busy for a moment.
     for (int tries = 0; tries < 3; ++tries) {
         if (::madvise(range.data(), range.size(), MADV_COLLAPSE) == 0) return true;
         if (errno != EAGAIN && errno != EINTR) return false;
@@ -80,8 +80,8 @@ Error prefer_node(int fd, std::uint64_t num_bytes, int node) {
     if (Error error = Mapping::region(fd, 0, num_bytes, range)) return error;
     unsigned long nodes[kMostNodes / kWordBits] = {};
     nodes[node / kWordBits] = 1ul << (node % kWordBits);
-    // MPOL_PREFERRED and not MPOL_BIND: a node without free memory must not end in an out-of-memory kill. The
-    // kernel takes the number of bits less one.
+    // MPOL_PREFERRED, not MPOL_BIND: a node without free memory must not cause an out-of-memory kill. The
+    // kernel expects the number of bits plus one.
     long done = ::syscall(SYS_mbind, range.data(), range.size(), MPOL_PREFERRED, nodes, kMostNodes + 1ul, 0u);
     return done == 0 ? Error{} : last_os_error("prefer a NUMA node");
 }
@@ -94,8 +94,8 @@ Error take_huge_pages(int fd, std::uint64_t offset, std::uint64_t num_bytes, boo
     const std::uint64_t end = (offset + num_bytes) / huge * huge;
     taken = true;
     if (begin >= end) return {};
-    // The kernel gathers pages into a huge one, whatever tmpfs was mounted with; where there is one page, the
-    // others come as zeros, and nothing is copied.
+    // The kernel collapses pages into a huge page, whatever tmpfs was mounted with. If one page exists, the
+    // kernel fills the others with zeros and copies nothing.
     for (std::uint64_t at = begin; at < end; at += huge) {
         if (Error error = reserve(fd, at, kPage, "")) return error;
     }

@@ -6,7 +6,7 @@
 namespace flashckpt {
 namespace {
 
-// Numbers of a block are gone over once for each plane: they stay in the first cache meanwhile.
+// Each plane needs a pass over the numbers of a block, so a block fits into the first-level cache.
 constexpr std::size_t kBlock = 1024;
 
 template <class Word>
@@ -57,7 +57,7 @@ void join(const std::uint8_t* __restrict planes, std::size_t num_bytes,
     std::memcpy(destination + count * width, planes + count * width, num_bytes - count * width);
 }
 
-// Calls `of` with a number of `width` bytes; bytes have one plane, as which they stand.
+// Calls `of` with a number of `width` bytes. Single bytes are their own only plane.
 template <class Of>
 void by_width(int width, const std::uint8_t* from, std::size_t num_bytes, std::uint8_t* into, Of of) {
     switch (width) {

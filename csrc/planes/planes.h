@@ -1,5 +1,5 @@
-// Numbers whose bytes lie plane by plane: what of them repeats (exponents, high halves) side by side, so that
-// a compressor finds it.
+// Byte planes: groups the repetitive bytes of numbers (exponents, high halves), so that a compressor finds
+// them.
 #pragma once
 
 #include <cstddef>
@@ -7,9 +7,10 @@
 
 namespace flashckpt {
 
-// `width` (1, 2, 4 or 8) is the bytes of a number, little-endian. Each is turned left by one bit, which makes
-// of sign and exponent of a float32 or bfloat16 a whole byte of exponent; then come the highest bytes of all,
-// the next ones, … and the bytes at the end that are no whole number, as they are. Neither may overlap.
+// `width` (1, 2, 4 or 8): bytes of a number, little-endian. Each number is rotated left by one bit, so that
+// the exponent of a float32 or bfloat16 fills its highest byte. Then follow the highest bytes of all numbers,
+// the next bytes, …, and the bytes at the end that are not a whole number, unchanged. Ranges must not
+// overlap.
 void split_planes(const std::uint8_t* source, std::size_t num_bytes, int width, std::uint8_t* planes);
 void join_planes(const std::uint8_t* planes, std::size_t num_bytes, int width, std::uint8_t* destination);
 

@@ -16,7 +16,7 @@ Bell& Bell::get() {
 
 void Bell::in_child() {
     Bell& bell = get();
-    // The old condition still counts waiters that do not exist here: it is left behind.
+    // Make a new condition: the old one still counts waiters that do not exist in the child.
     bell.rung_ = new std::condition_variable;
     ++bell.forks_;
     bell.mutex.unlock();
@@ -29,7 +29,7 @@ void Bell::ring() {
 
 std::chrono::nanoseconds bounded(double seconds) {
     constexpr double most = 1e8;
-    double kept = seconds > 0 ? std::min(seconds, most) : 0; // a NaN waits for nothing
+    double kept = seconds > 0 ? std::min(seconds, most) : 0; // NaN becomes 0
     return std::chrono::nanoseconds(static_cast<std::int64_t>(kept * 1e9));
 }
 

@@ -1,5 +1,5 @@
-// One lock and one condition for everything that is waited for (events, seals), so that a waiter for many
-// things needs one place to wait at. Held for moments only; safe across fork.
+// One lock and one condition variable for all events and seals, so that a thread can wait for many of them at
+// one place. The lock is held only briefly. Safe across fork.
 #pragma once
 
 #include <chrono>
@@ -11,11 +11,11 @@ namespace flashckpt {
 
 class Bell {
   public:
-    // Never destroyed. A fork waits for the lock, so a child finds what it guards in one piece.
+    // Never destroyed. A fork takes the lock, so the guarded data are consistent in the child.
     static Bell& get();
 
     std::mutex mutex;
-    // Both need `mutex` held. `rings` counts; a waiter that has seen a count misses no later ring.
+    // Both need `mutex`. `rings` is a counter: a waiter that has read it misses no later ring.
     void ring();
     std::uint64_t rings() const { return rings_; }
 
@@ -24,7 +24,7 @@ class Bell {
         return rung_->wait_for(lock, timeout, done);
     }
 
-    // How many forks lie between the first process and this one: threads of an earlier one are not here.
+    // Number of forks from the first process to this one. Threads of earlier processes do not exist here.
     std::uint64_t forks() const { return forks_; }
 
   private:
@@ -36,7 +36,7 @@ class Bell {
     std::uint64_t forks_ = 0;
 };
 
-// Seconds as given by a caller, kept within what a clock can add.
+// Clamps a caller's seconds to the range that can be added to a clock.
 std::chrono::nanoseconds bounded(double seconds);
 
 } // namespace flashckpt

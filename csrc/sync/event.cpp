@@ -5,7 +5,7 @@
 namespace flashckpt {
 namespace {
 
-// Guarded by the bell's lock. Never destroyed: native threads may outlive static objects.
+// Guarded by the bell's lock. Never destroyed, since native threads may outlive static objects.
 struct Registry {
     std::unordered_map<std::uint64_t, std::shared_ptr<Waitable>> waitables;
     std::uint64_t next = 1;
@@ -32,7 +32,7 @@ std::shared_ptr<Waitable> find_waitable(std::uint64_t handle) {
 }
 
 void retire(std::uint64_t handle) {
-    std::shared_ptr<Waitable> last; // destroyed after the lock is given back
+    std::shared_ptr<Waitable> last; // destroyed after the lock is released
     std::lock_guard lock(Bell::get().mutex);
     auto found = registry().waitables.find(handle);
     if (found == registry().waitables.end()) return;

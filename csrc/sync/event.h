@@ -1,4 +1,4 @@
-// Things a seal can wait for, behind opaque handles.
+// Objects for which a seal can wait, behind opaque handles.
 #pragma once
 
 #include "sync/bell.h"
@@ -15,19 +15,20 @@ enum class Progress { pending, done, failed };
 class Waitable {
   public:
     virtual ~Waitable() = default;
-    // Called once when a wait begins; what it returns names the occurrence that is waited for.
+    // Called once when a wait begins; returns the occurrence to wait for.
     virtual std::uint64_t begin() = 0;
-    // Never blocks; whoever makes it happen rings the bell. On `failed`, `why` says what happened.
+    // Returns the state of an occurrence; never blocks. The thread that changes the state rings the bell. On
+    // `failed`, `why` has the reason.
     virtual Progress poll(std::uint64_t occurrence, std::string& why) = 0;
 };
 
-// Handles are numbers of a registry, not addresses: one that is stale or made up is found out.
+// Handles are numbers of a registry, not addresses, so that invalid handles are detected.
 std::uint64_t enroll(std::shared_ptr<Waitable> waitable);
 std::shared_ptr<Waitable> find_waitable(std::uint64_t handle); // null if there is none
-void retire(std::uint64_t handle);                             // waits that began go on
+void retire(std::uint64_t handle);                             // waits that have begun continue
 
-// Set by a thread of this process. A wait is for the state at its begin, or else for the next `set`: a reset
-// between that and the moment a waiter looks loses nothing.
+// An event that a thread of this process sets. A wait ends if the event is set at its start, or by the next
+// `set`, even if a reset follows before the waiter runs.
 class HostEvent : public Waitable {
   public:
     void set();

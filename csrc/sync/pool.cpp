@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kMostThreads = 64;
 
-// One call of `parallel`, on its caller's stack: the caller leaves only when `inside` is 0 and no
-// invitation is left in the queue.
+// One call of `parallel`, on its caller's stack. The caller returns only when `inside` is 0 and the queue has
+// no invitation left.
 struct Call {
     const std::function<void()>* work;
     int inside = 0;
@@ -38,7 +38,7 @@ class Pool {
         call.fail(std::move(thrown));
         std::erase(invitations_, &call);
         left_.wait(lock, [&] { return call.inside == 0; });
-        // Only now: the others use what this stack holds.
+        // Rethrow only now: other threads use this stack until here.
         if (call.failure) std::rethrow_exception(call.failure);
     }
 
@@ -58,7 +58,7 @@ class Pool {
             for (int i = 0; i < others; ++i)
                 invitations_.push_back(&call);
         } catch (const std::bad_alloc&) {
-            // Fewer of them, or none: the caller does the work.
+            // With fewer threads or none, the caller does the work.
         }
         while (idle_ < static_cast<int>(invitations_.size()) && started_ < kMostThreads && start_thread()) {
         }
@@ -70,7 +70,7 @@ class Pool {
         try {
             std::thread([this] { serve(); }).detach();
         } catch (const std::exception&) {
-            return false; // no thread to be had: the caller does the work
+            return false; // no thread can be started: the caller does the work
         }
         ++started_;
         ++idle_;
@@ -106,8 +106,8 @@ class Pool {
 
 std::atomic<Pool*> current{nullptr};
 
-// Never destroyed: its threads wait for work until the process is gone. In a forked child there are none of
-// them, and its lock may be held by one: the child forgets it.
+// Never destroyed: its threads wait for work until the process ends. A forked child has none of the threads,
+// and the lock may be held, so the child makes a new pool.
 Pool& pool() {
     static std::once_flag once;
     std::call_once(once, [] { ::pthread_atfork(nullptr, nullptr, [] { current.store(nullptr); }); });

@@ -1,5 +1,4 @@
-// The process's native threads for long work. They start when first used, never before, and a forked child
-// that uses them gets its own.
+// The process's native threads for long work. They start at first use; a forked child starts its own.
 #pragma once
 
 #include "base/signals.h"
@@ -8,9 +7,9 @@
 
 namespace flashckpt {
 
-// Runs `work` on this thread and on up to `threads - 1` others at the same time, and returns when all of
-// them have left it. `work` takes its turns from a counter of its own: with no other thread to be had, one
-// call does everything. What it throws, on whichever thread, is thrown here once all have left it.
+// Runs `work` concurrently on this thread and on up to `threads - 1` others, and returns when all are done.
+// `work` takes its tasks from its own counter, so one call does everything if no other thread is available.
+// Rethrows the first exception of any thread once all are done.
 void parallel(int threads, const std::function<void()>& work);
 
 // At most 15 characters are kept.

@@ -18,7 +18,7 @@ std::uint64_t* u64_at(std::uint64_t address) {
     return reinterpret_cast<std::uint64_t*>(address);
 }
 
-// State and owner are the low sixteen bits: FREE has neither and keeps the generation.
+// The low sixteen bits are state and owner; FREE clears both and keeps the generation.
 constexpr std::uint64_t free_word(std::uint64_t word) {
     return word & ~0xFFFFull;
 }
@@ -31,9 +31,9 @@ bool exchange(const Seal& seal, std::uint64_t desired) {
 
 // Whether a slot is sealed, and if not, why.
 struct Outcome {
-    std::string why; // empty: it is sealed
+    std::string why; // empty if sealed
     bool copied = true;
-    bool frees = false; // the slot's word is still to be freed
+    bool frees = false; // the slot's word must still be freed
 };
 
 Outcome seal_slot(const Seal& seal) {
@@ -49,7 +49,7 @@ Outcome seal_slot(const Seal& seal) {
                     true, true};
         }
     }
-    // Before anybody can see it: a snapshot that is sealed is one that others may let go of theirs for.
+    // Check before the snapshot becomes visible: other ranks may release theirs because of a sealed snapshot.
     for (std::uint64_t i = 0; i < seal.held.size(); ++i) {
         std::uint64_t entry = seal.table_count - seal.held.size() + i;
         if (u64_at(seal.table)[entry] != seal.held[i])
@@ -61,21 +61,21 @@ Outcome seal_slot(const Seal& seal) {
     std::memcpy(record, first.data(), first.size());
     Checksum last = xxh3_128(record, kRecordBytes - kChecksumBytes);
     std::memcpy(record + kRecordBytes - kChecksumBytes, last.data(), last.size());
-    // Whoever sees SEALED must see the image and the record: the exchange releases, the fence covers
+    // Readers that see SEALED must see image and record: the exchange releases, and the fence orders
     // streaming stores.
     settle_stores();
     if (exchange(seal, seal.desired)) return {};
     return {"the slot's word was changed by another while it was written"};
 }
 
-// A thread of ours that throws ends the process, and who waits for a seal that is never decided waits for
-// good.
+// An exception out of this thread would end the process, and waiters for an undecided seal would wait
+// forever.
 template <class Judge>
 Outcome judged(bool copied, bool frees, Judge judge) noexcept {
     try {
         return judge();
     } catch (const std::bad_alloc&) {
-        return {"out of memory", copied, frees}; // short enough to need none
+        return {"out of memory", copied, frees}; // the short text needs no allocation
     }
 }
 
@@ -100,15 +100,15 @@ struct Sealer::Pending {
         try {
             return waitable.poll(occurrence, why);
         } catch (const std::bad_alloc&) {
-            why = "out of memory"; // short enough to need none
+            why = "out of memory"; // the short text needs no allocation
             return Progress::failed;
         }
     }
 };
 
-// Guarded by the bell's lock, but for `pending`, which is the thread's own.
+// Guarded by the bell's lock, except `pending`, which only the thread uses.
 struct Sealer::State {
-    // Lists: the thread moves items about, and must not fail for want of memory.
+    // Lists, because the thread moves items between them without allocating memory.
     std::list<std::unique_ptr<Pending>> incoming;
     std::list<std::unique_ptr<Pending>> pending;
     std::vector<SealFailure> failures;
@@ -116,10 +116,10 @@ struct Sealer::State {
     std::uint64_t decided = 0;
     std::uint64_t forks = 0;
     bool closing = false;
-    bool serving = false; // until the thread has decided what was left
+    bool serving = false; // until the thread has decided all remaining seals
     std::thread thread;
 
-    // Frees with the lock held: whoever sees that the slot is free finds why it was refused.
+    // Frees with the lock held, so that a thread that sees the free slot also finds the reason.
     void decide(const Seal& seal, Outcome outcome) {
         Bell& bell = Bell::get();
         std::lock_guard lock(bell.mutex);
@@ -127,15 +127,15 @@ struct Sealer::State {
             outcome = judged(outcome.copied, false, [&] {
                 return Outcome{outcome.why + "; and the slot's word was changed by another", outcome.copied};
             });
-        if (!outcome.why.empty()) // has its room since `submit`
+        if (!outcome.why.empty()) // `submit` has reserved the memory
             failures.push_back({seal.word, std::move(outcome.why), outcome.copied});
         ++decided;
-        // Last: whoever sees that it is decided finds why it failed.
+        // Last, so that a thread that sees the decision also finds the reason of a failure.
         if (seal.on_done_word != 0) __atomic_fetch_add(u64_at(seal.on_done_word), 1, __ATOMIC_ACQ_REL);
         bell.ring();
     }
 
-    // Seals what is ready.
+    // Seals all that are ready.
     void go_through() {
         for (auto at = pending.begin(); at != pending.end();) {
             Pending& item = **at;
@@ -161,11 +161,11 @@ Sealer::Sealer() : state_(new State) {
 Sealer::~Sealer() {
     close();
     std::lock_guard lock(Bell::get().mutex);
-    // A state of a parent is left behind: its thread's handle must be neither joined nor destroyed here.
+    // Leak a state from the parent: its thread's handle must be neither joined nor destroyed here.
     if (state_->forks == Bell::get().forks()) delete state_;
 }
 
-// A child starts with nothing submitted: its parent's thread seals what its parent submitted.
+// A child starts without seals: the parent's thread seals what the parent submitted.
 Sealer::State& Sealer::here() {
     std::uint64_t forks = Bell::get().forks();
     if (state_->forks != forks) {
@@ -258,7 +258,7 @@ void Sealer::close() {
         State& state = here();
         state.closing = true;
         bell.ring();
-        // Of two that close it at once, each returns when it is closed.
+        // Two concurrent calls of `close` both return when the sealer is closed.
         while (state.serving)
             bell.wait(lock, kForever, [&] { return !state.serving; });
         ended = std::move(state.thread);
@@ -270,7 +270,7 @@ std::vector<SealFailure> Sealer::failures() {
     std::lock_guard lock(Bell::get().mutex);
     State& state = here();
     std::vector<SealFailure> taken;
-    taken.reserve(state.submitted - state.decided); // the room of those that may still fail
+    taken.reserve(state.submitted - state.decided); // memory for seals that may still fail
     taken.swap(state.failures);
     return taken;
 }

@@ -1,5 +1,5 @@
-// The thread that seals slots. Owns the order of a seal: copies done, digests there, checksums written, then
-// the word. Never takes the interpreter's lock. See docs/format.md for the record.
+// The thread that seals slots. Owns the order of a seal: copies done, digests present, checksums written,
+// then the state word. Never takes the GIL. See docs/format.md for the record.
 #pragma once
 
 #include "base/error.h"
@@ -14,11 +14,11 @@
 
 namespace flashckpt {
 
-// The sealed record: XXH3-128 of the metadata, fields, XXH3-128 of all before it.
+// The sealed record: XXH3-128 of the metadata, fields, XXH3-128 of all preceding bytes.
 constexpr std::uint64_t kRecordBytes = 256;
 constexpr std::uint64_t kChecksumBytes = 16;
 
-// Bytes that are put in their place once all waits are over, before the digests are looked at.
+// Bytes to move after all waits are over and before the digests are checked.
 struct Move {
     std::uint64_t source = 0;
     std::uint64_t destination = 0;
@@ -29,8 +29,8 @@ struct Move {
 struct Seal {
     std::vector<std::uint64_t> waits; // handles
     std::uint64_t word = 0;           // address of the slot's word
-    std::uint64_t expected = 0;       // its value while the slot is written
-    std::uint64_t desired = 0;        // its value when sealed
+    std::uint64_t expected = 0;       // value while the slot is written
+    std::uint64_t desired = 0;        // value when sealed
     std::uint64_t record = 0;
     std::uint64_t metadata = 0;
     std::uint64_t metadata_bytes = 0;
@@ -38,14 +38,14 @@ struct Seal {
     std::uint64_t table_count = 0;
     std::uint64_t on_done_word = 0; // 0, or an address whose u64 grows by one when this seal is decided
     std::vector<Move> moves;
-    // What the last entries of the table must be: digests of bytes that stand elsewhere.
+    // Required values of the last entries of the table: digests of bytes in other regions.
     std::vector<std::uint64_t> held;
 };
 
 struct SealFailure {
     std::uint64_t word = 0; // its address
     std::string why;
-    bool copied = true; // all waits were over: an entry of the table that is empty is to blame
+    bool copied = true; // all waits were over, so the failure is in the table or the word
 };
 
 class Sealer {
@@ -55,14 +55,14 @@ class Sealer {
     Sealer(const Sealer&) = delete;
     Sealer& operator=(const Sealer&) = delete;
 
-    // Never blocks. An error for an unknown handle or after `close`. With nothing to wait for, and nothing
-    // submitted before that is undecided, it is sealed here and now: a thread that gets no turn on a busy
-    // machine would leave snapshots unsealed that are whole.
+    // Never blocks. Returns an error for an unknown handle or after `close`. Without waits and without
+    // earlier undecided seals, it seals at once in this call: on a busy machine the thread may get no time,
+    // and complete snapshots would stay unsealed.
     Error submit(Seal seal);
-    // True when all that was submitted is decided, false if that takes longer.
+    // Waits until all submitted seals are decided; false on timeout.
     bool drain(double timeout_s);
-    // Ends the thread. What is still waiting is given up: its slots stay as they are, since their copies may
-    // still run, and count as failures.
+    // Ends the thread. Seals that still wait fail; their slots are not changed, since their copies may still
+    // run.
     void close();
     std::vector<SealFailure> failures();
 
@@ -71,7 +71,7 @@ class Sealer {
     struct State;
 
     State& here(); // the state of this process; needs the bell's lock
-    // Gives the item to the thread; or leaves it, to be sealed by the caller, and sets `at_once`.
+    // Passes the item to the thread, or leaves it to be sealed by the caller and sets `at_once`.
     Error enqueue(std::unique_ptr<Pending>& item, State*& at_once);
     static void serve(State& state);
 

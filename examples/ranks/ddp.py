@@ -1,10 +1,11 @@
-"""Data parallel, and one line that makes it survive a kill:
+"""Data parallel, with one line that makes it survive a kill:
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks can hang without it
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/ranks/ddp.py runs/ddp
 
-Kill a rank (torchrun starts all again) or everything (run the line again): it goes on with the same bits. The
-loader's place, the epoch and each rank's random numbers are restored, so there is no `set_epoch` here.
+Kill a rank (torchrun restarts all) or everything (run the line again): training resumes bit for bit.
+flashckpt restores the loader's place, the epoch and each rank's random numbers, so the script needs no
+`set_epoch`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main(path: str, epochs: int) -> None:
     net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(2 + rank)  # dropout is each rank's own
+    torch.manual_seed(2 + rank)  # each rank has its own dropout
 
     batches = flashckpt.loop(loader, path, epochs=epochs, model=model, optimizer=optimizer)
     for inputs, labels in batches:

@@ -1,9 +1,9 @@
-"""Fully sharded (FSDP2): each rank's file has its own rows of every tensor, and nothing is gathered.
+"""Fully sharded (FSDP2): each rank writes its own rows of every tensor, without gathering them.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks can hang without it
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/ranks/fsdp2.py runs/fsdp2
 
-Weights for a machine without ranks: `flashckpt export runs/fsdp2 model.safetensors --only model`.
+Export the whole weights: `flashckpt export runs/fsdp2 model.safetensors --only model`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor parallel: the ranks divide each matrix among them and read the same batches.
+"""Tensor parallel: the ranks divide each matrix and read the same batches.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks can hang without it
 torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/ranks/tensor_parallel.py runs/tp
@@ -33,7 +33,7 @@ def main(path: str, epochs: int) -> None:
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(1)
     data = TensorDataset(torch.randn(128, 32), torch.randint(0, 10, (128,)))
-    # One seed on all ranks: the batches must be the same.
+    # The same seed on all ranks, since they must read the same batches.
     loader = DataLoader(data, batch_size=8, shuffle=True)
     model = parallelize_module(Net(64), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,9 +1,9 @@
-"""Ray Train with flashckpt: the worker's function uses `flashckpt.loop`, as a plain loop does.
+"""Ray Train with flashckpt: the worker function uses `flashckpt.loop`, like a plain loop.
 
     python examples/ray_train/train.py RUN [WORKERS [FAIL_AT]]
 
-A worker group that Ray Train restarts continues from the newest snapshot. Only metrics are reported: Ray
-Train uploads nothing, and deletes nothing of the run.
+A worker group that Ray Train restarts resumes from the newest snapshot. The workers report only metrics, so
+Ray Train neither uploads nor deletes files of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ EPOCHS, REPORT_EVERY = 4, 8
 
 
 def train(config: dict[str, Any]) -> None:
-    """In each worker. `prepare_model` wraps the model in DDP; the loader needs no `prepare_data_loader`."""
+    """Runs in each worker. `prepare_model` wraps the model in DDP; the loader needs no
+    `prepare_data_loader`."""
     torch.manual_seed(0)
     context = ray.train.get_context()
     model = ray.train.torch.prepare_model(torch.nn.Linear(8, 1))
@@ -43,9 +44,9 @@ def train(config: dict[str, Any]) -> None:
         optimizer.step()
         step = batches.completed + 1
         if config.get("fail_at") == step and batches.checkpointer.resumed is None:
-            raise RuntimeError("a failure, to be restarted from")
+            raise RuntimeError("a failure, to test the restart")
         if step % REPORT_EVERY == 0:
-            # All workers wait for one another here.
+            # All workers wait for each other here.
             ray.train.report({"step": step, "loss": loss.item()})
 
 

@@ -1,12 +1,12 @@
-"""Trains a small GPT, kills it twice in the middle of a step, starts it again, and compares every bit.
+"""Trains a small GPT, kills it twice in the middle of a step, resumes it, and compares every bit.
 
     make demo                                   # or: python examples/tiny_gpt/demo.py --steps 120
 
-A reference that is never stopped and knows nothing of flashckpt; a run that gets SIGKILL in a backward pass;
-the same command line again, until it and its keeper are killed together; `flashckpt recover`; the same once
-more. Then two ranks under torchrun, of which one gets SIGKILL in a backward pass, and which torchrun starts
-again. Ends with 0 only if every loss and every weight are those of trainings that nobody killed, bit for bit.
-Writes loss.png and result.json.
+Runs a reference without flashckpt and without a stop; a run that gets SIGKILL in a backward pass; the same
+command, until it is killed together with its keeper; `flashckpt recover`; the same command to the end. Then
+runs two ranks under torchrun, which restarts them after one rank gets SIGKILL in a backward pass. Exits with
+0 only if every loss and every weight equal those of uninterrupted trainings, bit for bit. Writes loss.png and
+result.json.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ console = Console()
 
 @dataclass
 class Kill:
-    """A process that was killed: the step (from 1) that it died in, when (monotonic seconds), how many losses
-    the log held then, and after the restart the step and tier that the next process went on from."""
+    """The kill of a process. `step`: the step (from 1) in which it died. `at_s`: time in monotonic seconds.
+    `lines`: number of logged losses. `resumed_from`, `tier`: step and tier from which the next process
+    resumed."""
 
     step: int
     keeper_too: bool
@@ -82,7 +83,7 @@ def main() -> int:
 
 
 def train(reference: Path, killed: Path, kills: list[Kill], *, steps: int) -> str:
-    """All processes, one after the other. Returns what `flashckpt recover` printed."""
+    """Run all processes in order. Return the output of `flashckpt recover`."""
     bars = progress()
     count = ("--steps", str(steps))
 
@@ -103,20 +104,20 @@ def train(reference: Path, killed: Path, kills: list[Kill], *, steps: int) -> st
         run_to_the_end(folder, *count, *more, follow=lambda step: bars.update(bar, completed=step))
 
     with bars:
-        run_one("1  never stopped, without flashckpt", reference, "--plain")
+        run_one("1  reference without flashckpt", reference, "--plain")
         kill_one(f"2  with flashckpt, SIGKILL in step {kills[0].step}", kills[0])
-        kill_one(f"3  again; it and its keeper killed in step {kills[1].step}", kills[1])
+        kill_one(f"3  resumed; killed with its keeper in step {kills[1].step}", kills[1])
         recovered = recover(killed, columns=console.width)
-        run_one("4  recovered, and the same command again", killed)
+        run_one("4  recovered and resumed", killed)
     return recovered
 
 
 def train_two_ranks(reference: Path, killed: Path, *, steps: int) -> TwoRanks:
-    """Both jobs. The kill is in the middle, in a step that no rank has done."""
+    """Run both jobs. The kill happens in a step that no rank has completed."""
     kill = steps * 3 // 5
     with progress() as bars:
         bar = {
-            reference: bars.add_task(f"5  {RANKS} ranks, never stopped, without flashckpt", total=steps),
+            reference: bars.add_task(f"5  {RANKS} ranks, reference without flashckpt", total=steps),
             killed: bars.add_task(f"6  {RANKS} ranks; one gets SIGKILL in step {kill}", total=steps),
         }
         return run_two_ranks(
@@ -139,25 +140,25 @@ def progress() -> Progress:
 
 
 def note_restarts(killed: Path, kills: list[Kill]) -> None:
-    """Where each process after a kill went on from."""
+    """Record the step from which each process after a kill resumed."""
     starts = [json.loads(line) for line in (killed / "starts.jsonl").read_text().splitlines()]
     for kill, start in zip(kills, starts[1:], strict=True):
         resumed = start["resumed"]
         if resumed is None:
-            raise TrainingFailed("A process began from scratch: it found nothing to resume from.")
+            raise TrainingFailed("A process started from scratch: it found no snapshot to resume from.")
         kill.resumed_from, kill.tier = resumed["step"], resumed["tier"]
         kill.seconds_to_resume = resumed["seconds"]
         kill.seconds_to_first_batch = start["first_batch_monotonic_s"] - kill.at_s
 
 
 def pieces_of(losses: Losses, kills: list[Kill]) -> list[Losses]:
-    """The losses that each process wrote."""
+    """Split the losses by the process that wrote them."""
     cuts = [0, *(kill.lines for kill in kills), len(losses)]
     return [losses[first:last] for first, last in zip(cuts, cuts[1:], strict=False)]
 
 
 def compare(reference: Path, killed: Path, kills: list[Kill]) -> dict[str, Any]:
-    """All that the table shows. Steps are counted from 1: step n is the n-th iteration of the loop."""
+    """Compute the results. Steps count from 1: step n is the n-th iteration of the loop."""
     cost = json.loads((killed / "report.json").read_text())
     expected = dict(read_losses(reference))
     losses = read_losses(killed)
@@ -192,8 +193,8 @@ def compare_ranks(ranks: TwoRanks) -> dict[str, Any]:
 
 
 def show(kills: list[Kill], result: dict[str, Any]) -> None:
-    table = Table(title="killed in the middle of a step, and started again")
-    for name in ("", "the trainer killed", "trainer and keeper killed"):
+    table = Table(title="killed in the middle of a step, and resumed")
+    for name in ("", "trainer killed", "trainer and keeper killed"):
         table.add_column(name, style="" if name else "bold")
     for name, of in (
         ("died in", lambda kill: f"backward of step {kill.step}"),
@@ -223,7 +224,7 @@ def show_ranks(ranks: TwoRanks, result: dict[str, Any]) -> None:
 
 
 def lost(steps: int) -> str:
-    return f"{steps}, and the one in flight" if steps else "the one in flight"
+    return f"{steps}, and the unfinished one" if steps else "the unfinished one"
 
 
 def verdict(equal: bool) -> str:
@@ -231,7 +232,9 @@ def verdict(equal: bool) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Train, kill, go on, kill both, recover, go on, compare.")
+    parser = argparse.ArgumentParser(
+        description="Train, kill, resume, kill with the keeper, recover, resume, compare."
+    )
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--kill", type=int, help="the step in which the trainer dies")
     parser.add_argument("--kill-both", type=int, help="the step in which trainer and keeper die")
@@ -241,9 +244,9 @@ def arguments() -> argparse.Namespace:
     args.kill = args.kill or args.steps * 37 // 100
     args.kill_both = args.kill_both or args.steps * 71 // 100
     if not 2 <= args.kill < args.kill_both < args.steps:
-        parser.error("the kills must come in this order, after step 1 and before the last one")
+        parser.error("the kills must be in this order, after step 1 and before the last step")
     if args.rank_steps < 8:
-        parser.error("--rank-steps must be 8 at least")
+        parser.error("--rank-steps must be at least 8")
     return args
 
 

@@ -1,6 +1,6 @@
-"""Holds a training process still in the middle of a step, for the demo to kill it there.
+"""Pauses a training process in the middle of a step, where the demo kills it.
 
-Owns a hook in the backward pass, and the commit before it; without them nothing of the training changes.
+Owns a hook in the backward pass and a commit before it. Does not change the training otherwise.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import flashckpt
 
 
 def hold_in_backward(block: nn.Module, step: int, *, after: int, report_fd: int) -> None:
-    """In the backward pass of step `step` (the first is 1), write "STEP" to `report_fd` and never return.
-    `after`: the steps that were done before this process began.
+    """In the backward pass of step `step` (from 1), write "STEP" to `report_fd` and never return. `after`:
+    number of steps done before this process started.
 
-    At that moment the step has half of its gradients, and nothing of it has reached the optimizer.
+    At that moment the step has half of its gradients, and the optimizer has used none of them.
     """
     backwards = after
 
@@ -32,8 +32,8 @@ def hold_in_backward(block: nn.Module, step: int, *, after: int, report_fd: int)
 
 
 def commit_before(step: int, checkpointer: flashckpt.Checkpointer) -> None:
-    """To be called in each iteration: commit a step before the one that is held. The demo's steps are so few
-    that on a busy machine none may be taken by then."""
+    """Commit a step before the paused step; call it in each iteration. The demo has so few steps that on a
+    busy machine none may be committed by then."""
     if checkpointer.completed == step - 3:
         checkpointer.save()
     elif checkpointer.completed == step - 2:

@@ -1,4 +1,4 @@
-"""A byte-level GPT, small enough that a step takes about a tenth of a second on two cores."""
+"""A byte-level GPT, so small that a step takes about a tenth of a second on two cores."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Block(nn.Module):
         batch, time, width = x.shape
         qkv = self.qkv(self.before_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        heard = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        heard = self.project(heard.transpose(1, 2).reshape(batch, time, width))
-        x = x + functional.dropout(heard, self.dropout, self.training)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended = self.project(attended.transpose(1, 2).reshape(batch, time, width))
+        x = x + functional.dropout(attended, self.dropout, self.training)
         return x + self.feed_forward(self.before_feed_forward(x))
 
 
@@ -49,7 +49,7 @@ class GPT(nn.Module):
         self.head.weight = self.bytes.weight
 
     def forward(self, text: Tensor) -> Tensor:
-        """Bytes of shape (batch, time) to logits of shape (batch, time, 256)."""
+        """Map bytes of shape (batch, time) to logits of shape (batch, time, 256)."""
         x = self.dropout(self.bytes(text) + self.places.weight[: text.shape[1]])
         for block in self.blocks:
             x = block(x)

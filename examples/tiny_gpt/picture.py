@@ -1,4 +1,4 @@
-"""Draws the loss curves of all runs, one over the other, and what is between them."""
+"""Draws the loss curves of all runs over each other, and their differences."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def draw(
     resumed: list[int],
     ranks: TwoRanks,
 ) -> None:
-    """`pieces` are the losses that each process of the killed run wrote; steps from 1. `kills` and `resumed`
-    are the steps in which the processes died and from which the next ones went on."""
+    """Draw to `path`. `pieces`: the losses of each process of the killed run. `kills`, `resumed`: the steps
+    in which processes died and from which the next ones resumed. Steps count from 1."""
     figure, axes = pyplot.subplots(
         2, 2, sharex="col", figsize=(13, 6), height_ratios=(4, 1), width_ratios=(5, 4), layout="constrained"
     )
@@ -42,11 +42,11 @@ def _draw_one(
     axes: Any, reference: Losses, pieces: list[Losses], kills: list[int], resumed: list[int]
 ) -> None:
     curves, difference = axes
-    curves.plot(*zip(*reference, strict=True), color=_GREY, linewidth=6, label="never stopped")
+    curves.plot(*zip(*reference, strict=True), color=_GREY, linewidth=6, label="reference")
     names = ("until the first kill", "after the first restart", "after the second restart")
     for piece, colour, name in zip(pieces, COLOURS, names, strict=True):
         curves.plot(*zip(*piece, strict=True), color=colour, linewidth=1.4, label=name)
-    curves.set_ylabel("loss, nats a byte")
+    curves.set_ylabel("loss, nats per byte")
     curves.set_title("One process, killed twice in the middle of a step")
     expected = dict(reference)
     _draw_difference(difference, [(step, loss - expected[step]) for piece in pieces for step, loss in piece])
@@ -56,11 +56,11 @@ def _draw_one(
 
 def _draw_ranks(axes: Any, ranks: TwoRanks) -> None:
     curves, difference = axes
-    apart: Losses = []
+    differences: Losses = []
     for rank, expected in enumerate(ranks.reference):
-        label = "never stopped" if rank == 0 else None
+        label = "reference" if rank == 0 else None
         curves.plot(*zip(*expected, strict=True), color=_GREY, linewidth=6, label=label)
-        apart += [(step, loss - dict(expected)[step]) for step, loss in ranks.losses[rank]]
+        differences += [(step, loss - dict(expected)[step]) for step, loss in ranks.losses[rank]]
     for rank, (losses, lines) in enumerate(zip(ranks.losses, ranks.lines, strict=True)):
         for piece, style, name in (
             (losses[:lines], "-", "until the kill"),
@@ -71,14 +71,14 @@ def _draw_ranks(axes: Any, ranks: TwoRanks) -> None:
                 label=f"rank {rank} {name}",
             )  # fmt: skip
     curves.set_title("Two ranks under torchrun, one of them killed")
-    _draw_difference(difference, apart)
+    _draw_difference(difference, differences)
     _mark(axes, [ranks.killed_in], [ranks.resumed_from], "SIGKILL of rank 1 in step")
 
 
-def _draw_difference(difference: Any, apart: Losses) -> None:
-    difference.plot(*zip(*apart, strict=True), ".", color="#57606a", markersize=3)
+def _draw_difference(difference: Any, differences: Losses) -> None:
+    difference.plot(*zip(*differences, strict=True), ".", color="#57606a", markersize=3)
     difference.set_xlabel("step")
-    if not any(gap for _, gap in apart):
+    if not any(gap for _, gap in differences):
         difference.set_ylim(-1, 1)
         difference.set_yticks([0])
 

@@ -1,4 +1,4 @@
-"""The loop without checkpoints, which the demo compares with: over the loader until a step is reached."""
+"""The loop without checkpoints, for the demo's reference: iterates over the loader up to a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class PlainLoop(Generic[T]):
-    """Draws `steps` batches from `loader`, and starts it again whenever it is exhausted."""
+    """Draws `steps` batches from `loader`, and restarts it when it is exhausted."""
 
     def __init__(self, loader: DataLoader[T], *, steps: int) -> None:
         self.completed = 0

@@ -1,4 +1,4 @@
-"""Runs train.py in a process of its own and follows it through its log of losses."""
+"""Runs train.py in its own process and follows it by its log of losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashckpt.commit.attempts import open_run
-from flashckpt.recovery.node import keeper_of, runtime_of
+from flashckpt.keeper.node_keepers import keeper_of
+from flashckpt.recovery.node import runtime_of
 from flashckpt.store import open_store
 
 HERE = Path(__file__).resolve().parent
@@ -20,11 +21,11 @@ Losses = list[tuple[int, float]]
 
 
 class TrainingFailed(Exception):
-    """A training process ended in a way that the demo did not mean."""
+    """A training process ended unexpectedly."""
 
 
 def read_losses(folder: Path, file: str = "losses.csv") -> Losses:
-    """(step, loss) for each whole line; a loss is written with all the digits that a float has."""
+    """Read (step, loss) from each complete line. Losses are written with all digits of a float."""
     path = folder / file
     text = path.read_text() if path.exists() else ""
     lines = text[: text.rfind("\n") + 1].splitlines()
@@ -32,7 +33,7 @@ def read_losses(folder: Path, file: str = "losses.csv") -> Losses:
 
 
 def run_to_the_end(folder: Path, *arguments: str, follow: Callable[[int], None]) -> None:
-    """Train until the end. `follow` is called with the newest step, a few times a second."""
+    """Train to the end. Call `follow` with the newest step a few times a second."""
     process = _start(folder, *arguments)
     while process.poll() is None:
         time.sleep(0.2)
@@ -45,10 +46,10 @@ def run_to_the_end(folder: Path, *arguments: str, follow: Callable[[int], None])
 def run_until_killed(
     folder: Path, hold: int, *arguments: str, follow: Callable[[int], None], keeper_too: bool = False
 ) -> float:
-    """Train until the process says that it stands in the backward pass of step `hold`, and kill it there,
-    its keeper first if that is to die too: else it would save what is in memory at once.
+    """Train until the process reports that it pauses in the backward pass of step `hold`, and kill it. With
+    `keeper_too`, kill its keeper first, which would otherwise save the snapshots in memory at once.
 
-    Returns the moment of the kill, in seconds of the system's monotonic clock.
+    Return the time of the kill, in seconds of the monotonic clock.
     """
     read_fd, write_fd = os.pipe()
     process = _start(folder, "--hold", str(hold), "--report-fd", str(write_fd), *arguments, keep=write_fd)
@@ -64,14 +65,14 @@ def run_until_killed(
         killed_at_s = time.monotonic()
     finally:
         os.close(read_fd)
-        process.kill()  # it holds still for ever if this demo is interrupted
+        process.kill()  # it would pause forever if this demo is interrupted
         process.wait()
     _report(folder, follow)
     return killed_at_s
 
 
 def recover(folder: Path, *, columns: int) -> str:
-    """What `flashckpt recover` prints, and puts right. Raises TrainingFailed if it does not end with 0."""
+    """Run `flashckpt recover` and return its output. Raises TrainingFailed if it does not exit with 0."""
     command = [str(Path(sys.executable).parent / "flashckpt"), "recover", str(folder / "run")]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "COLUMNS": str(columns)}
@@ -82,7 +83,7 @@ def recover(folder: Path, *, columns: int) -> str:
 
 
 def _kill_keeper(run: Path) -> None:
-    """SIGKILL for the background process of this run, and of no other."""
+    """Send SIGKILL to the keeper of this run."""
     store = open_store(str(run))
     with runtime_of(store, open_run(store, create=False)) as runtime:
         keeper = keeper_of(runtime) if runtime is not None else None
@@ -111,4 +112,4 @@ def _report(folder: Path, follow: Callable[[int], None]) -> None:
 
 def _last_words(folder: Path, returncode: int) -> str:
     tail = (folder / "output.log").read_text(errors="replace").splitlines()[-25:]
-    return "\n".join([f"train.py ended with {returncode}; its last words:", *tail])
+    return "\n".join([f"train.py exited with {returncode}; its last lines:", *tail])

@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the sources of Python's standard library, as bytes."""
+"""Real text that every machine has: the sources of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 
 def library_sources(num_bytes: int) -> bytes:
-    """The first `num_bytes` of the standard library's modules, in the order of their names."""
+    """The first `num_bytes` of the standard library's modules, sorted by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = bytearray()
     for path in sorted(folder.glob("*.py")):
@@ -22,7 +22,7 @@ def library_sources(num_bytes: int) -> bytes:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Stretches of `context` bytes, side by side, each with the same stretch one byte further."""
+    """Consecutive windows of `context` bytes, each with its target: the window one byte later."""
 
     def __init__(self, text: bytes, context: int) -> None:
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

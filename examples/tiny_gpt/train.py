@@ -1,9 +1,9 @@
-"""Trains the tiny GPT: an ordinary loop, of which one line was changed so that it survives a kill.
+"""Trains the tiny GPT: an ordinary loop with one changed line, so that it survives a kill.
 
     python examples/tiny_gpt/train.py runs/tiny --steps 300      # kill it, and run the same line again
 
-Writes into its folder: run/ (the checkpoints), losses.csv (a line a step), starts.jsonl (a line a process),
-and at the end weights.safetensors and report.json.
+Writes into its folder: run/ (the checkpoints), losses.csv (a line per step), starts.jsonl (a line per
+process), and at the end weights.safetensors and report.json.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def note_start(path: Path, checkpointer: flashckpt.Checkpointer) -> None:
-    """A line for this process, at its first batch: when that was, and where it went on from."""
+    """Write a line for this process at its first batch: the time, and the snapshot from which it resumed."""
     resumed = checkpointer.resumed
     line = {"first_batch_monotonic_s": time.monotonic(), "resumed": resumed and dataclasses.asdict(resumed)}
     with path.open("a") as starts:
@@ -80,11 +80,11 @@ def note_start(path: Path, checkpointer: flashckpt.Checkpointer) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the tiny GPT on Python's own sources.")
-    parser.add_argument("folder", type=Path, help="where the run, its losses and its weights go")
+    parser.add_argument("folder", type=Path, help="folder of the run, its losses and its weights")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--plain", action="store_true", help="without flashckpt, to compare with")
-    parser.add_argument("--hold", type=int, help="stand still in the backward pass of this step")
-    parser.add_argument("--report-fd", type=int, help="where to write the step that is held")
+    parser.add_argument("--plain", action="store_true", help="train without flashckpt, as the reference")
+    parser.add_argument("--hold", type=int, help="pause in the backward pass of this step")
+    parser.add_argument("--report-fd", type=int, help="descriptor for the number of the paused step")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""The same GPT, smaller, data parallel: every rank runs this under torchrun, with one line changed here too.
+"""Trains a smaller GPT data parallel under torchrun, also with one changed line.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # restarted ranks can hang without it
     torchrun --standalone --nproc-per-node=2 --max-restarts=3 examples/tiny_gpt/train_ranks.py runs/two
 
-Each rank writes losses-RANK.csv (a line a step) into the folder; rank 0 writes starts.jsonl and, at the end,
-weights.safetensors.
+Each rank writes losses-RANK.csv (a line per step) into the folder; rank 0 writes starts.jsonl and, at the
+end, weights.safetensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def train(args: argparse.Namespace) -> None:
     loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
     model = DistributedDataParallel(GPT(width=80, depth=2, context=CONTEXT))
     optimizer = AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(2 + rank)  # dropout is each rank's own
+    torch.manual_seed(2 + rank)  # each rank has its own dropout
 
     path = args.folder / "run"
     if args.plain:
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> None:
         hold_in_backward(model.module.blocks[1], args.hold, after=batches.completed, report_fd=report_fd)
     if rank == 0 and not args.plain:
         note_start(args.folder / "starts.jsonl", batches.checkpointer)
-    # Without flashckpt a process that torchrun starts again begins anew.
+    # Without flashckpt, a restarted process trains from the first step.
     losses = (args.folder / f"losses-{rank}.csv").open("w" if args.plain else "a", buffering=1)
     for text, following in batches:
         loss = cross_entropy(model(text).flatten(0, 1), following.flatten())
@@ -74,11 +74,11 @@ def train(args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a smaller GPT on several ranks.")
-    parser.add_argument("folder", type=Path, help="where the run, its losses and its weights go")
+    parser.add_argument("folder", type=Path, help="folder of the run, its losses and its weights")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--plain", action="store_true", help="without flashckpt, to compare with")
-    parser.add_argument("--hold", type=int, help=f"rank {HELD_RANK} stands still in the backward pass of it")
-    parser.add_argument("--report", help="a FIFO for its process number and the step that is held")
+    parser.add_argument("--plain", action="store_true", help="train without flashckpt, as the reference")
+    parser.add_argument("--hold", type=int, help=f"rank {HELD_RANK} pauses in the backward pass of this step")
+    parser.add_argument("--report", help="a FIFO for the process id and the number of the paused step")
     return parser.parse_args()
 
 

@@ -1,5 +1,5 @@
-"""The demo's second part: two ranks under torchrun, of which one gets SIGKILL in a backward pass. torchrun
-starts both again; every loss of both is compared with those of a job that was left alone.
+"""The demo's second part: one of two ranks under torchrun gets SIGKILL in a backward pass, and torchrun
+restarts both. Every loss is compared with those of an uninterrupted job.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from safetensors.numpy import load_file
 
 RANKS = 2
 _LIMIT_S = 240.0
-# Without the second, ranks that torchrun starts again may find the addresses of those before them, and hang.
+# Without the second variable, restarted ranks may find the addresses of their predecessors and hang.
 _OVER_GLOO = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @dataclass
 class TwoRanks:
-    """What was found. `reference` and `losses` are by rank, `lines` how many losses each had at the kill;
-    steps from 1. `seconds` are from the kill until both go on."""
+    """The results. `reference`, `losses`: losses of each rank. `lines`: number of losses of each rank at the
+    kill. `seconds`: time from the kill until both ranks resumed. Steps count from 1."""
 
     killed_in: int
     resumed_from: int
@@ -50,7 +50,7 @@ class TwoRanks:
 def run_two_ranks(
     reference: Path, killed: Path, *, steps: int, kill: int, follow: Callable[[int, Path], None]
 ) -> TwoRanks:
-    """Both jobs, one after the other. `follow` is called with a newest step and the folder of its job."""
+    """Run both jobs in order. Call `follow` with the newest step and the folder of its job."""
     _finish(_start(reference, "--plain", "--steps", str(steps)), reference, follow)
     killed.mkdir(parents=True, exist_ok=True)
     fifo = killed / "held"
@@ -71,7 +71,7 @@ def run_two_ranks(
         fifo.unlink()
     start = json.loads((killed / "starts.jsonl").read_text().splitlines()[-1])
     if start["resumed"] is None:
-        raise TrainingFailed("The ranks began from scratch: they found nothing to resume from.")
+        raise TrainingFailed("The ranks started from scratch: they found no snapshot to resume from.")
     weights = [load_file(folder / "weights.safetensors") for folder in (reference, killed)]
     return TwoRanks(
         killed_in=kill,
@@ -86,17 +86,17 @@ def run_two_ranks(
 
 
 def _held(job: subprocess.Popen[bytes], folder: Path, report_fd: int, follow: Callable[[int], None]) -> int:
-    """The process of the rank that stands still, once it says so."""
-    said, end_s = b"", time.monotonic() + _LIMIT_S
-    while said.count(b"\n") < 2:
+    """Wait until a rank reports that it pauses. Return its process id."""
+    report, end_s = b"", time.monotonic() + _LIMIT_S
+    while report.count(b"\n") < 2:
         if job.poll() is not None or time.monotonic() > end_s:
             raise TrainingFailed(_last_words(folder))
         if select.select([report_fd], [], [], 0.2)[0]:
-            said += (more := os.read(report_fd, 64))
-            if not more:  # nobody has opened it yet
+            report += (more := os.read(report_fd, 64))
+            if not more:  # the rank has not opened the FIFO yet
                 time.sleep(0.05)
         _report(folder, follow)
-    return int(said.split()[0])
+    return int(report.split()[0])
 
 
 def _start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
@@ -135,4 +135,4 @@ def _report(folder: Path, follow: Callable[[int], None]) -> None:
 
 def _last_words(folder: Path) -> str:
     tail = (folder / "output.log").read_text(errors="replace").splitlines()[-25:]
-    return "\n".join(["the job of two ranks did not end as it should; its last words:", *tail])
+    return "\n".join(["the job of two ranks failed; its last lines:", *tail])

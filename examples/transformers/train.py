@@ -1,9 +1,9 @@
-"""The best weights are the trainer's, resuming is flashckpt's.
+"""The trainer keeps the best weights, flashckpt resumes.
 
     python examples/transformers/train.py OUT [--steps 40]
 
-Kill it and start it again with the same line: it continues at the next step, and ends as if it had never
-been stopped. OUT/trainer has one folder with the best weights, for from_pretrained; OUT/run is the run.
+Kill it and run the same line again: it continues at the next step, with the same result as an uninterrupted
+training. OUT/trainer has one folder with the best weights, for from_pretrained; OUT/run is the run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import flashckpt.transformers
 
 
 class Counting(Dataset):
-    """Sequences that count on from a random number."""
+    """Sequences that count from a random number."""
 
     def __init__(self, number: int, seed: int) -> None:
         begins = torch.randint(0, 16, (number, 1), generator=torch.Generator().manual_seed(seed))
@@ -51,7 +51,7 @@ def main() -> None:
         eval_strategy="steps",
         eval_steps=5,
         logging_steps=5,
-        save_strategy="best",  # weights alone, where they are better than all before; nothing to resume from
+        save_strategy="best",  # only the best weights, without the state for a resume
         metric_for_best_model="loss",
         save_only_model=True,
         save_total_limit=1,
@@ -60,7 +60,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     trainer = Trainer(model, args, train_dataset=Counting(256, 1), eval_dataset=Counting(32, 2))
-    flashckpt.transformers.train(trainer, given.out / "run")  # in the place of trainer.train()
+    flashckpt.transformers.train(trainer, given.out / "run")  # instead of trainer.train()
     print(f"step {trainer.state.global_step}, best loss {trainer.state.best_metric:.4f}")
 
 

@@ -1,4 +1,4 @@
-"""Capture: from live tensors to sealed slots, at boundaries, with nothing waiting. See docs/capture.md."""
+"""The capture of live tensors into sealed slots at boundaries, without waiting. See docs/capture.md."""
 
 from flashckpt.capture.engine import BoundaryResult, Capture, Verdict
 

@@ -1,17 +1,21 @@
-"""How the leaves of one plan are copied into a slot: those in host memory, and those of each device.
+"""The copies of one plan's leaves into a slot, from host memory and from each device.
 
-`PreparedCopies` has all of them; `HostCopies` lets native threads copy at the boundary, and digest them.
-`DeviceCopies` owns the order of streams on one device: leaves are read after every stream that may write
-them, nothing writes them before they were read, and a seal waits for the last copy. How much it enqueues does
-not grow with the number of leaves, but for those that have to be made row-major. `Arena` is where leaves are
-cloned. The way of each leaf is chosen elsewhere (`copy_policy`).
+`PreparedCopies` contains all of them. `HostCopies` copies and digests host memory with native threads, at the
+boundary. `DeviceCopies` owns the order of streams on one device: leaves are read after each stream that may
+write them, no stream writes them before they were read, and a seal waits for the last copy. The number of
+operations that it enqueues grows only with the leaves that must be made row-major. `Arena` is the device
+memory for clones. `CopyPolicy` chooses the way of each leaf, and owns the names of torn
+leaves. `Planner` keeps the copies prepared for the next boundary.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,25 +23,38 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native, crashpoints
-from flashckpt.capture.constants import ConstantsChanged
-from flashckpt.capture.copy_policy import SMALL_BYTES, Way
-from flashckpt.capture.devices import Copies, Copying, Device, StreamMark, Table
-from flashckpt.capture.plan import Addresses, Plan
-from flashckpt.capture.slot_writer import SlotWriter
+from flashckpt.capture.constants import Constants, ConstantsChanged, parameters_of
+from flashckpt.capture.devices import Copies, Copying, Device, DigestTable, StreamMark
+from flashckpt.capture.hooks import StepHooks
+from flashckpt.capture.plan import Addresses, Plan, Sharing
+from flashckpt.capture.slot_writer import HeartbeatWriter, SlotWriter
+from flashckpt.errors import StateError
+from flashckpt.state.tensors import is_sharded
+
+if TYPE_CHECKING:
+    from flashckpt.state.leaves import LiveLeaf
+    from flashckpt.state.tree import Walk
+
+log = logging.getLogger(__name__)
+
 
 _EMPTY = _native.EMPTY_DIGEST - (1 << 64)  # as int64
-# Where a run begins it is aligned to this as it is in the image: kernels read wide words.
+# A run in the arena starts at the same offset modulo this as in the image: kernels read wide words.
 _ALIGNED = 512
-# In so many captures of a plan the sources are digested again after they were copied; of those in host memory
-# a sample in all later ones: a thread may begin to write them at any time.
+# The first captures of a plan digest all sources again after the copy. Later captures do so for a sample of
+# host memory, because a thread may begin to write it at any time.
 _CHECKED = 3
 _SAMPLED, _SAMPLED_BYTES = 256, 4096
 
 
 class PreparedCopies:
-    """Everything a boundary needs to copy the leaves of one plan, by the `ways` of its leaves. `owners` has
-    the device of each, None for host memory; `torn` names those that were found torn before; `devices` are
-    all that there are."""
+    """All copies of one plan's leaves, prepared for its boundaries.
+
+    owners: the device of each leaf, None for host memory.
+    ways: the way of each leaf.
+    torn: the names of leaves that were found torn before.
+    devices: all devices.
+    """
 
     def __init__(
         self,
@@ -56,8 +73,8 @@ class PreparedCopies:
         unsafe = frozenset(i for i, name in enumerate(self.names) if name in torn)
         host = [i for i, owner in enumerate(owners) if owner is None and i not in plan.outdated]
         self.host = HostCopies(plan, host, ways, unsafe, threads)
-        self._feeders: dict[int, tuple[Device, StreamMark]] = {}
-        self._find_feeders(host)
+        self._host_writers: dict[int, tuple[Device, StreamMark]] = {}
+        self._find_host_writers(host)
         holes = self.host.may_be_staged()
         self.on_devices: list[DeviceCopies] = []
         for device in {id(owner): owner for owner in owners if owner is not None}.values():
@@ -67,13 +84,13 @@ class PreparedCopies:
 
     @property
     def uses_devices(self) -> bool:
-        """Whether a device holds leaves, or writes some that are in host memory."""
-        return bool(self.on_devices or self._feeders)
+        """Whether a device holds leaves, or writes leaves in host memory."""
+        return bool(self.on_devices or self._host_writers)
 
     def moved(self, indexes: Iterable[int]) -> None:
-        """The plan was patched: these leaves lie elsewhere now."""
+        """Read the addresses of these leaves again after the plan was patched."""
         self.host.moved()
-        self._find_feeders([i for i in indexes if self._owners[i] is None])
+        self._find_host_writers([i for i in indexes if self._owners[i] is None])
         for each in self.on_devices:
             each.make_tables()
 
@@ -88,18 +105,19 @@ class PreparedCopies:
         boundary: int = 0,
         gated: bool = False,
         persist: bool = False,
+        home: bool = True,
         confirms: bool = False,
     ) -> None:
-        """Write a slot, or a region of constants, that was begun, and hand it to be sealed. `gated`: a hook
-        will close the gates before the next write. `confirms`: see `Slot.submit`. Whatever is raised, nothing
-        of it is written any more."""
+        """Write a begun slot, or region of constants, and submit it to the sealer. `gated`: a hook will close
+        the gates before the next write. `confirms`: see `Slot.submit`. After an exception, no copy writes to
+        the slot any more."""
         try:
             target.prepare(self.plan, values)
             handles = self._capture(target, gated=gated)
             if target.slot.header.holds_constants:
                 crashpoints.point("share.filled")
             if persist:
-                target.slot.request_persist(target.generation)
+                target.slot.request_persist(target.generation, home=home)
             moves = [self.host.moves(target), *(each.moves(target) for each in self.on_devices)]
             target.seal(
                 sealer, handles, np.concatenate(moves), step, attempt, boundary,
@@ -108,43 +126,43 @@ class PreparedCopies:
         except BaseException:
             target.forget()
             try:
-                # What was begun still writes to the slot: nobody may have it before that has ended.
+                # Copies that were begun still write to the slot: do not free it before they have ended.
                 self.wait()
             finally:
                 target.abandon()
             raise
 
     def wait(self) -> None:
-        """The host waits until nothing that was begun writes to a slot any more. Raises nothing for copies
-        that failed: these have ended too."""
+        """Wait on the host until no copy writes to a slot any more. Does not raise for failed copies, which
+        have ended too."""
         for each in self.on_devices:
             each.wait()
 
-    def landed(self) -> None:
-        """The copies of a snapshot have ended."""
+    def ended(self) -> None:
+        """Release memory after the copies of a snapshot have ended."""
         for each in self.on_devices:
-            each.landed()
+            each.ended()
 
     def gate(self) -> None:
-        """Before an optimizer writes: the devices' streams, not the host, wait for the open copies."""
+        """Let the devices' streams, not the host, wait for open copies before an optimizer writes."""
         for each in self.on_devices:
             each.gate()
 
     def changed_constants(self, table: Addresses) -> list[int]:
-        """Those whose digests in a slot's table are not those that the region was sealed with."""
+        """Return the constants whose digests in a slot's table differ from those of the sealed region."""
         first = self.plan.first_constant
         return [first + int(i) for i in np.flatnonzero(table[first:] != self._held)]
 
     def _capture(self, target: SlotWriter, *, gated: bool) -> list[int]:
-        """Start every copy. Returns the handles that a seal waits for. Devices first: their copies run while
-        the host copies its own."""
+        """Start all copies; return the handles for which the seal waits. Devices come first, because their
+        copies run while the host copies host memory."""
         check, turn = self._captures < _CHECKED, self._captures
         self._captures += 1
-        for device, mark in self._feeders.values():
-            device.gather()
+        for device, mark in self._host_writers.values():
+            device.join_writers()
             device.mark(mark)
         handles = [each.capture(target, gated=gated, check=check) for each in self.on_devices]
-        for _, mark in self._feeders.values():
+        for _, mark in self._host_writers.values():
             mark.wait()
         self.host.capture(target, check=check, turn=turn)
         changed = [i for i in self.changed_constants(target.table) if self._owners[i] is None]
@@ -152,17 +170,18 @@ class PreparedCopies:
             raise ConstantsChanged(changed)
         return handles
 
-    def _find_feeders(self, host: Sequence[int]) -> None:
-        """Devices that write leaves in host memory: these are read after the kernels of the boundary."""
+    def _find_host_writers(self, host: Sequence[int]) -> None:
+        """Find the devices that write leaves in host memory, which are read after the boundary's kernels."""
         for device in self._devices:
-            if id(device) not in self._feeders and any(device.feeds(self.plan.tensors[i]) for i in host):
-                self._feeders[id(device)] = device, device.new_mark()
+            if id(device) not in self._host_writers and any(
+                device.writes_to(self.plan.tensors[i]) for i in host
+            ):
+                self._host_writers[id(device)] = device, device.new_mark()
 
 
 class HostCopies:
-    """Leaves in host memory; allocates nothing once the plan stands. A constant is only digested, as is what
-    is left to another rank: their bytes stand elsewhere. The sources of `unsafe` leaves are checked in every
-    capture."""
+    """The copies of leaves in host memory. Allocates no memory after the plan is made. Constants, and leaves
+    that another rank holds, are only digested. The sources of `unsafe` leaves are checked in each capture."""
 
     def __init__(
         self,
@@ -173,7 +192,7 @@ class HostCopies:
         threads: int,
     ) -> None:
         self._plan, self._threads, self._unsafe = plan, threads, unsafe
-        # Leaves of a device that this library has no streams for are copied, and waited for, by torch.
+        # torch copies, and waits for, leaves on a device for which the capture has no streams.
         self._odd = [i for i in indexes if i in plan.odd or _elsewhere(plan, i)]
         digested = [i for i in indexes if ways[i] in (Way.LEFT, Way.CONSTANT) and i not in {*self._odd}]
         apart = {*self._odd, *digested}
@@ -187,16 +206,16 @@ class HostCopies:
         self._digests = np.empty_like(self._sources)
         self._block_ends = np.cumsum(-(-self._sizes.astype(np.int64) // _SAMPLED_BYTES))
         self.stage(())
-        # One run of the table where all leaves are plain host leaves: digests go there without a detour.
+        # If all leaves are plain host leaves, digests go to the slot's table directly.
         self._whole = len(self._plain) == len(plan.leaves)
 
     def may_be_staged(self) -> frozenset[int]:
-        """Small leaves that can be put in their places later."""
+        """Return the small leaves that can be copied into the image later."""
         return frozenset(i for i in self._plain.tolist() if self._plan.sizes[i] < SMALL_BYTES)
 
     def stage(self, indexes: Iterable[int]) -> None:
-        """Copy these of `may_be_staged` beside the image from now on, until the copies of a device, which go
-        over their places, have ended; `moves` says where they belong."""
+        """Copy these leaves of `may_be_staged` to a staging buffer from now on, because the copies of a
+        device overwrite their places in the image. `moves` returns their later moves into the image."""
         chosen = set(indexes)
         staged = [place for place, index in enumerate(self._plain.tolist()) if index in chosen]
         self._staged = np.array(staged, dtype=np.int64)
@@ -206,20 +225,20 @@ class HostCopies:
         self._staged_places = starts + np.uint64(self._staging.ctypes.data)
 
     def moves(self, target: SlotWriter) -> Addresses:
-        """What the sealing thread puts in its place, as triples of source, destination and bytes."""
+        """Return the moves for the sealing thread, as rows of source, destination and bytes."""
         places = self._offsets[self._staged] + np.uint64(target.image_address)
         return np.stack([self._staged_places, places, self._sizes[self._staged]], axis=1)
 
     def moved(self) -> None:
-        """Read the addresses again: the plan was patched."""
+        """Read the addresses again after the plan was patched."""
         np.take(self._plan.addresses, self._plain, out=self._sources)
 
     def capture(self, target: SlotWriter, *, check: bool, turn: int) -> None:
-        """Copy everything but what is only digested.
+        """Copy and digest the leaves.
 
-        check: read the sources again after the copy, and let the seal refuse a difference: digests are of
-        the bytes that were copied, and do not see a thread that writes a leaf while it is copied. Else the
-        sample of this `turn` is read again, so that such a thread is found within some captures.
+        check: digest the sources again after the copy, and let the seal refuse a difference. The digest of
+        the copied bytes alone does not detect a thread that writes a leaf during the copy. Without check,
+        only the sample of this `turn` is digested again, which detects such a thread within some captures.
         """
         if len(self._plain):
             np.add(self._offsets, np.uint64(target.image_address), out=self._destinations)
@@ -241,9 +260,9 @@ class HostCopies:
             target.table[self._torn_in_sample(turn)] = _native.EMPTY_DIGEST
 
     def _torn_in_sample(self, turn: int) -> NDArray[np.int64]:
-        """The leaves whose bytes differ from their copies in the blocks of this turn. The blocks are spread
-        evenly over all plain leaves, and the turns of one round together read each of them once. The blocks
-        of a leaf are counted from its end; the one at its beginning overlaps the next."""
+        """Return the leaves that differ from their copies in the blocks of this turn. The blocks of a turn
+        are spread evenly over all plain leaves, and the turns of a round read each block once. The blocks of
+        a leaf are counted from its end; the first one overlaps the second."""
         num_blocks = int(self._block_ends[-1]) if len(self._plain) else 0
         turns = max(1, -(-num_blocks // _SAMPLED))
         blocks = np.arange(turn % turns, num_blocks, turns)
@@ -260,7 +279,7 @@ class HostCopies:
         return torn
 
     def _digests_of(self, indexes: NDArray[np.int64]) -> Addresses:
-        """Of these leaves where they lie."""
+        """Return the digests of these leaves in place."""
         return _digested(self._plan.addresses[indexes], self._plan.sizes[indexes], self._threads)
 
     def _capture_odd(self, target: SlotWriter, index: int, *, check: bool) -> None:
@@ -277,7 +296,7 @@ class HostCopies:
 
 
 def _digested(addresses: Addresses, sizes: Addresses, threads: int) -> Addresses:
-    """Digests of host memory at these addresses."""
+    """Return the digests of host memory at these addresses."""
     digests: Addresses = np.empty(len(addresses), dtype=np.uint64)
     if len(addresses):
         _native.digest_many(addresses.data, sizes.data, _native.address_of(digests.data), threads)
@@ -289,8 +308,8 @@ def _elsewhere(plan: Plan, index: int) -> bool:
 
 
 class DeviceCopies:
-    """The leaves of a plan that live on one device. Those that are `unsafe` were torn before; `holes` are
-    leaves in host memory that may lie between cloned ones (`Arena`)."""
+    """The copies of a plan's leaves on one device. unsafe: leaves that were torn before. holes: leaves in
+    host memory that may lie between cloned ones (`Arena`)."""
 
     def __init__(
         self,
@@ -305,13 +324,13 @@ class DeviceCopies:
         synchronised = [i for i in indexes if i in unsafe]
         self._is_synchronised = bool(synchronised)
         cloned = [i for i in indexes if ways[i] is Way.CLONE or i in plan.odd]
-        # What is only digested has its bytes in the plan's region, or in another rank's slot.
+        # Leaves that are only digested: the plan's region or another rank's slot holds their bytes.
         digested = (Way.LEFT, Way.CONSTANT)
         self._direct = [i for i in indexes if i not in set(cloned) and ways[i] not in digested]
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
         self.arena = Arena(plan, cloned, holes)
-        # The order of the digests: leaves that are read where they lie, then those made row-major.
+        # The order of the digests: leaves that are read in place, then those made row-major.
         self._plain = [i for i in indexes if i not in plan.odd]
         self._order = self._plain + [i for i in indexes if i in plan.odd]
         self._checked = [i for i in cloned if i not in plan.odd]
@@ -323,35 +342,34 @@ class DeviceCopies:
         self._gate: Copying | None = None
 
     def capture(self, target: SlotWriter, *, gated: bool, check: bool) -> int:
-        """Enqueue everything. Returns the handle that a seal waits for; the digests come to the table with
-        `moves`.
+        """Enqueue all copies and digests; return the handle for which the seal waits. `moves` puts the
+        digests into the slot's table.
 
-        gated: a hook will close the gate before the next write; else the loop waits for copies that read
+        gated: a hook will close the gate before the next write; otherwise the loop waits for copies that read
         live leaves. check: digest the sources again after the clone, and let the seal refuse a difference.
-        Leaves that were torn before are checked in every capture, and the host waits for their copies: a
-        stream that nobody named, or a graph's, is held back by no event, but by a host that enqueues
-        nothing.
+        Leaves that were torn before are checked in each capture, and the host waits for their copies: events
+        do not hold back an unknown stream or a graph's, but a host that enqueues nothing does.
         """
         device = self.device
         self._copying = self._gate = None
         self._host_table.fill(_native.EMPTY_DIGEST)
-        if not self.arena.is_held:
+        if not self.arena.is_allocated:
             self.make_tables()
         if self._is_synchronised:
             device.synchronize()
-        device.gather()
+        device.join_writers()
         if self.arena.odd:
             device.launch(self.arena.make_row_major)
         device.launch(partial(self._table.run, self._digests))
         if self._clone_check is not None and (check or self._is_synchronised):
             self._digest_again(self._clone_check, self._clone_places)
         device.mark(self._read)
-        # Other streams that may write must not do so before the leaves were read.
+        # No other stream may write the leaves before they were read.
         device.hold_writers(self._read)
         if self._is_synchronised:
             return self._copy_synchronised(target)
         direct = self._direct_copies(target)
-        copying = self._begin([direct, *self._others(target)], len(direct))
+        copying = self._begin([direct, *self._settled_copies(target)], len(direct))
         if self._waits or (self._gates and not gated):
             copying.hold_writers()
         elif self._gates:
@@ -359,44 +377,44 @@ class DeviceCopies:
         return copying.handle
 
     def gate(self) -> None:
-        """Before an optimizer writes: the device's streams, not the host, wait for the open copies."""
+        """Let the device's streams, not the host, wait for the open copies before an optimizer writes."""
         gate, self._gate = self._gate, None
         if gate is not None and not self.device.capturing():
-            # A device that fails meanwhile makes no copy any more, and the loop's next call raises. Digests
-            # find whatever an optimizer writes while its leaves are copied.
+            # If the device fails meanwhile, it makes no more copies, and the loop's next call raises. Digests
+            # detect an optimizer's writes during a copy.
             with contextlib.suppress(RuntimeError):
                 gate.hold_writers()
 
     def wait(self) -> None:
-        """The host waits until nothing that was begun is written any more, whether it failed or not."""
+        """Wait on the host until no copy writes any more, whether it failed or not."""
         if self._copying is not None:
             with contextlib.suppress(RuntimeError):
                 self._copying.wait()
 
-    def landed(self) -> None:
-        """The copies have ended: the arena goes where headroom is short, and is taken again for the next
-        ones. One that is held is no memory that torch could use when it runs out."""
+    def ended(self) -> None:
+        """Release the arena after the copies have ended, if the device is short of memory; the next capture
+        allocates it again. torch cannot use the memory of an allocated arena when it runs out."""
         arena, device = self.arena, self.device
-        may_go = arena.is_large and arena.is_held and not device.capturing()
-        with contextlib.suppress(RuntimeError):  # of a device that fails meanwhile: no arena is taken again
+        may_go = arena.is_large and arena.is_allocated and not device.capturing()
+        with contextlib.suppress(RuntimeError):  # a device fails meanwhile: the arena is not used again
             if may_go and device.room_bytes() < arena.num_bytes // 2:
-                arena.let_go()
+                arena.release()
 
     def moves(self, target: SlotWriter) -> Addresses:
-        """What the sealing thread puts in its place, as triples of source, destination and bytes: the
-        digests."""
+        """Return the moves of the digests for the sealing thread, as rows of source, destination and
+        bytes."""
         base = [self._host_table.ctypes.data, target.table_address, 0]
         return self._digest_moves + np.array(base, dtype=np.uint64)
 
     # ---- with the plan
 
-    # What is made here is written at boundaries that may be in inference mode, and at others.
+    # Outside of inference mode, because later boundaries write these tensors in either mode.
     @torch.inference_mode(False)
     def _make_buffers(self) -> None:
         device, count = self.device, len(self._order)
         self._digests = device.allocate(8 * count).view(torch.int64)
         self._again = device.allocate(8 * count).view(torch.int64)
-        self._host_digests = device.host_memory(8 * count)  # keeps alive what the next one shows
+        self._host_digests = device.host_memory(8 * count)  # keeps the memory of the next array alive
         self._host_table: Addresses = self._host_digests.numpy().view(np.uint64)
         self._digest_moves = _runs(self._order)
         self._clone_places = self._places(self._checked)
@@ -404,8 +422,8 @@ class DeviceCopies:
 
     @torch.inference_mode(False)
     def make_tables(self) -> None:
-        """Read the plan's tensors, and again each time it was patched."""
-        if not self.arena.is_held:
+        """Make the tables of the plan's tensors; to be called again after each patch."""
+        if not self.arena.is_allocated:
             self.arena.take(self.device)
         leaves = [self._plan.tensors[i].detach() for i in self._plain] + self.arena.odd
         destinations = np.zeros(len(self._order), dtype=np.uint64)
@@ -414,7 +432,7 @@ class DeviceCopies:
         self._clone_check = self._check_table(self._checked)
         self._direct_check = self._check_table(self._checked_always)
 
-    def _check_table(self, indexes: Sequence[int]) -> Table | None:
+    def _check_table(self, indexes: Sequence[int]) -> DigestTable | None:
         leaves = [self._plan.tensors[i].detach() for i in indexes]
         return self.device.make_table(leaves, np.zeros(len(leaves), dtype=np.uint64)) if leaves else None
 
@@ -422,13 +440,13 @@ class DeviceCopies:
         places = {index: place for place, index in enumerate(self._order)}
         host = self.device.host_memory(8 * len(indexes)).view(torch.int64)
         host.copy_(torch.tensor([places[i] for i in indexes], dtype=torch.int64, device="cpu"))
-        # The host must not wait for the loop's kernels, behind which this goes.
+        # Non-blocking, because this copy runs behind the loop's kernels.
         return host.to(self._digests.device, non_blocking=True)
 
     # ---- at a boundary
 
-    def _digest_again(self, table: Table, places: Tensor) -> None:
-        """An unequal leaf gets the entry that no seal accepts, without the host looking at anything."""
+    def _digest_again(self, table: DigestTable, places: Tensor) -> None:
+        """Digest leaves again, on the device. A leaf that differs gets the entry that the seal refuses."""
         again = self._again[: len(table)]
         self.device.launch(partial(table.run, again))
 
@@ -439,17 +457,17 @@ class DeviceCopies:
         self.device.launch(compare)
 
     def _copy_synchronised(self, target: SlotWriter) -> int:
-        """The loop waits for the copies of live leaves, and these are digested after them too: bytes and
-        digest may agree, and have been taken in the middle of a write."""
+        """Copy while the host waits, and digest live leaves again after their copies: bytes and digest may
+        agree although both were read in the middle of a write."""
         direct = self._direct_copies(target)
         self._begin([direct], len(direct)).wait()
         if self._direct_check is not None:
             self._digest_direct_again(self._direct_check)
             self.device.mark(self._read)
-            self._read.wait()  # or whoever writes next is taken for one who wrote during the copy
-        return self._begin(self._others(target), 0).handle
+            self._read.wait()  # else the next write could be mistaken for one during the copy
+        return self._begin(self._settled_copies(target), 0).handle
 
-    def _digest_direct_again(self, table: Table) -> None:
+    def _digest_direct_again(self, table: DigestTable) -> None:
         self._digest_again(table, self._direct_places)
 
     def _begin(self, parts: Sequence[Copies], num_first: int) -> Copying:
@@ -457,32 +475,35 @@ class DeviceCopies:
         return self._copying
 
     def _direct_copies(self, target: SlotWriter) -> Copies:
-        """Of leaves that are read where they lie."""
+        """Return the copies of leaves that are read in place."""
         plan, index = self._plan, np.array(self._direct, dtype=np.int64)
         places = plan.offsets[index] + np.uint64(target.image_address)
         return np.stack([plan.addresses[index], places, plan.sizes[index]], axis=1)
 
-    def _others(self, target: SlotWriter) -> list[Copies]:
-        """Of what stands still: the arena, and the digests."""
+    def _settled_copies(self, target: SlotWriter) -> list[Copies]:
+        """Return the copies of the arena and the digests, which the loop does not write."""
         row = [self._digests.data_ptr(), self._host_table.ctypes.data, self._host_table.nbytes]
         digests = np.array([row], dtype=np.uint64)
         return [self.arena.copies(target.image_address), digests]
 
 
 class Arena:
-    """Places on a device for the leaves `indexes` of a plan, in image order, so that many leave for the host
-    in one copy; those that are not row-major are made so. `holes` are leaves in host memory that may lie
-    between them without ending a run: those that do are `bridged`, copied along, and filled on the host
-    before the seal. `odd` are the places of those that are made row-major. The buffer is taken with `take`,
-    which must come before any use."""
+    """Device memory for the clones of a plan's leaves `indexes`, in image order, so that a single copy to the
+    host takes a run of many leaves. Leaves that are not row-major are made so. `take` allocates it before any
+    use.
+
+    holes: leaves in host memory that may lie between clones without ending a run.
+    bridged: the holes inside runs. The copy overwrites their places; the host fills them before the seal.
+    odd: the row-major places of leaves that are not row-major.
+    """
 
     def __init__(self, plan: Plan, indexes: Sequence[int], holes: Collection[int]) -> None:
         self._plan = plan
         self.indexes = list(indexes)
         self.bridged: list[int] = []
-        # What was given room for: small leaves and odd ones are cloned whether there is any or not.
+        # The bytes that need free memory: small and odd leaves are cloned in any case.
         large = [i for i in indexes if plan.sizes[i] >= SMALL_BYTES and i not in plan.odd]
-        self._spare_bytes = int(plan.sizes[large].sum())
+        self._optional_bytes = int(plan.sizes[large].sum())
         self._offsets: dict[int, int] = {}
         self._runs: list[tuple[int, int, int]] = []
         self.num_bytes = self._place(holes)
@@ -494,18 +515,18 @@ class Arena:
 
     @property
     def is_large(self) -> bool:
-        """Whether it takes room that other ways would not."""
-        return self._spare_bytes > 0
+        """Whether the arena holds leaves that could use other ways."""
+        return self._optional_bytes > 0
 
     @property
-    def is_held(self) -> bool:
+    def is_allocated(self) -> bool:
         return self._buffer is not None
 
     def take(self, device: Device) -> None:
-        """Raises torch.OutOfMemoryError where the device has no room that the loop can spare."""
-        if self.is_large and device.room_bytes() < self._spare_bytes:
-            # Not left to the allocator: it would give all that it keeps for the loop back to the device
-            # first.
+        """Allocate the memory. Raises torch.OutOfMemoryError if the device has too little for it and the
+        loop."""
+        if self.is_large and device.room_bytes() < self._optional_bytes:
+            # Checked here, because the allocator would first release the memory that it caches for the loop.
             raise torch.OutOfMemoryError(f"{device.name} has no room for an arena of {self.num_bytes} bytes")
         self._buffer = device.allocate(self.num_bytes)
         for index in self._odd:
@@ -513,35 +534,35 @@ class Arena:
             place = self._buffer[start : start + int(self._plan.sizes[index])]
             self.odd.append(place.view(tensor.dtype).view(tensor.shape))
 
-    def let_go(self) -> None:
-        """The loop may have the memory. Nothing may be on its way from here."""
+    def release(self) -> None:
+        """Free the memory for the loop. No copy from it may be running."""
         self._buffer = None
         self.odd = []
 
-    # ---- what is in it
+    # ---- contents
 
     def make_row_major(self) -> None:
-        """Copy those leaves: one operation each, since torch has none for several of different strides."""
+        """Copy the odd leaves, with one operation each: torch has none for several with other strides."""
         for target, index in zip(self.odd, self._odd, strict=True):
             target.copy_(self._plan.tensors[index].detach())
 
     def addresses(self, indexes: Sequence[int]) -> Addresses:
-        """Where leaves lie on the device; 0 for those that do not."""
+        """Return the addresses of leaves in the arena; 0 for leaves that are not in it."""
         base = self._base()
         found = [base + self._offsets[i] if i in self._offsets else 0 for i in indexes]
         return np.array(found, dtype=np.uint64)
 
     def copies(self, image_address: int) -> Copies:
-        """To an image: one for each run."""
+        """Return the copies to an image, one for each run."""
         base = np.array([self._base(), image_address, 0], dtype=np.uint64)
         return np.array(self._runs, dtype=np.uint64).reshape(-1, 3) + base
 
     def _base(self) -> int:
-        assert self._buffer is not None, "the arena was let go"
+        assert self._buffer is not None, "the arena is not allocated"
         return self._buffer.data_ptr()
 
     def _place(self, holes: Collection[int]) -> int:
-        """Runs are (offset here, offset in the image, bytes)."""
+        """Compute the runs (offset in the arena, offset in the image, bytes); return the bytes needed."""
         end = 0
         offsets, sizes = self._plan.offsets.tolist(), self._plan.sizes.tolist()
         before = -1
@@ -562,16 +583,261 @@ class Arena:
         return end
 
     def _is_bridged(self, gap: range, num_bytes: int, holes: Collection[int]) -> bool:
-        """Whether just these leaves, few bytes and all of them holes, lie between two others in the image."""
+        """Whether the gap between two clones in the image is small and consists of these holes alone."""
         if num_bytes < 0 or num_bytes > SMALL_BYTES or not all(index in holes for index in gap):
             return False
         return sum(int(self._plan.sizes[index]) for index in gap) == num_bytes
 
 
 def _runs(order: Sequence[int]) -> Addresses:
-    """Moves of a packed table to its entries (`order`) in the slot's: triples of offsets and bytes,
-    joined."""
+    """Return the moves of a packed table to the entries `order` of the slot's table: joined rows of source
+    offset, destination offset and bytes."""
     entries = np.array(order, dtype=np.int64)
     starts = np.flatnonzero(np.diff(entries, prepend=-2) != 1)
     counts = np.diff(starts, append=len(entries))
     return (8 * np.stack([starts, entries[starts], counts], axis=1)).astype(np.uint64)
+
+
+SMALL_BYTES = 1 << 20
+
+
+class Way(str, Enum):
+    """How a leaf's bytes get into a slot. See docs/capture.md."""
+
+    HOST = "host"
+    CLONE = "clone"
+    GATE = "gate"
+    WAIT = "wait"
+    LEFT = "left"
+    """Digested and not copied: another rank of the node holds its bytes."""
+    CONSTANT = "constant"
+
+
+class CopyPolicy:
+    """The choice of a way for each leaf of a plan. optimizers: torch's own, already unwrapped. constants: a
+    constant that is torn becomes an ordinary leaf.
+
+    `torn`: the names of leaves that were ever found torn. On a device, such a leaf gets the way `wait`, and
+    the host waits for the whole device before and after its copy. In host memory, a writing thread cannot be
+    held back, so the source is checked in each capture. A snapshot in which the leaf is torn again is
+    refused."""
+
+    def __init__(self, optimizers: Sequence[Any], constants: Constants) -> None:
+        self._optimizers, self._constants = optimizers, constants
+        self.torn: set[str] = set()
+
+    def choose(
+        self,
+        plan: Plan,
+        owners: Sequence[Device | None],
+        fired: frozenset[int],
+        free_bytes: Mapping[str, int],
+    ) -> list[Way]:
+        """Return one way for each leaf. owners: the device of each, None for host memory. fired: ids of the
+        optimizers whose hooks have fired. free_bytes: device name -> bytes for an arena. Leaves that no gate
+        protects get the arena first."""
+        gated = self._gated(plan, fired)
+        ways = [self._fixed(plan, i, owner) for i, owner in enumerate(owners)]
+        left = dict(free_bytes)
+        for protected in (False, True):
+            for i, owner in enumerate(owners):
+                if ways[i] is None and owner is not None and (i in gated) == protected:
+                    ways[i] = _by_room(int(plan.sizes[i]), owner, left, protected)
+        return [way or Way.HOST for way in ways]
+
+    def tear(self, name: str, way: Way) -> bool:
+        """Use a safer way for a leaf that was found torn. Return False if no safer way exists."""
+        if name in self.torn:
+            return False
+        self.torn.add(name)
+        if way is Way.HOST:
+            log.warning(
+                "%s, in host memory, was written while it was copied. That snapshot was discarded; the live "
+                "state is intact. From now on each snapshot checks it and is discarded if it was written "
+                "again: let the thread that writes it finish before the boundary.", name,
+            )  # fmt: skip
+            return True
+        self._constants.changed(name)
+        log.warning(
+            "%s was written while it was copied (way: %s). That snapshot was discarded; the live state is "
+            "intact. From now on it is copied by the way %s, and the loop waits for the whole device before "
+            "and after that copy. To avoid this wait, name the stream that writes it in Options(streams=…).",
+            name, way.value, Way.WAIT.value,
+        )  # fmt: skip
+        return True
+
+    def _fixed(self, plan: Plan, index: int, owner: Device | None) -> Way | None:
+        if index >= plan.first_constant:
+            return Way.CONSTANT
+        if index >= plan.first_left:
+            return Way.LEFT
+        if owner is None:
+            return Way.HOST
+        if plan.leaves[index].name in self.torn:
+            return Way.WAIT
+        return Way.CLONE if plan.sizes[index] < SMALL_BYTES or index in plan.odd else None
+
+    def _gated(self, plan: Plan, fired: frozenset[int]) -> set[int]:
+        """Return the indexes of leaves that only optimizers whose hooks fire write."""
+        fires, silent = (
+            parameters_of(each for each in self._optimizers if (id(each) in fired) is is_fired)
+            for is_fired in (True, False)
+        )
+        parameters = fires - silent
+        return {
+            i
+            for i, live in enumerate(plan.lives)
+            if (live.kind == "optimizer" and id(live.owner) in fired)
+            or (live.kind == "parameter" and id(_parameter(live)) in parameters)
+        }
+
+
+def _parameter(live: LiveLeaf) -> Tensor:
+    """Return the tensor that an optimizer would hold for this leaf: the leaf itself, or the DTensor with this
+    local tensor. Not another wrapping tensor: a forward pass may write its parts, such as scales."""
+    is_local = live.container is live.wrapper is not None and is_sharded(live.wrapper)
+    return live.held if is_local else live.tensor
+
+
+def _by_room(num_bytes: int, device: Device, left: dict[str, int], gated: bool) -> Way:
+    if not device.in_one_launch:
+        return Way.WAIT
+    if left.get(device.name, 0) >= num_bytes:
+        left[device.name] -= num_bytes
+        return Way.CLONE
+    return Way.GATE if gated else Way.WAIT
+
+
+def describe(plan: Plan, ways: Iterable[Way]) -> list[tuple[str, int, int]]:
+    """Return rows (way, leaves, bytes) for a table, in the order of `Way`."""
+    sizes: dict[Way, list[int]] = {way: [] for way in Way}
+    for index, (way, size) in enumerate(zip(ways, plan.sizes.tolist(), strict=True)):
+        if index not in plan.outdated:
+            sizes[way].append(size)
+    return [(way.value, len(found), sum(found)) for way, found in sizes.items() if found]
+
+
+# The free memory of a device is known after two iterations of the loop.
+_WARM_BOUNDARIES = 2
+# Walks at one boundary before an error: one is enough for a state whose tensors stay the same.
+_MOST_WALKS = 3
+
+
+class Walkable(Protocol):
+    """The interface of the state for a capture (flashckpt.state.tree.Tree). `used_up(parameter, gradient)`
+    returns whether a gradient is used up and so is not a leaf."""
+
+    @property
+    def current(self) -> Walk | None:
+        """The last walk while it is valid. A read of the values may replace it, and does if the gradients
+        that are leaves have changed."""
+
+    def walk(self, used_up: Callable[[Any, Tensor], bool]) -> Walk: ...
+
+
+class Planner:
+    """The owner of the current plan and its copies. `current` is None before the first capture, and when ways
+    must be chosen again. device_memory: bytes for arenas on a device; None to measure."""
+
+    def __init__(
+        self,
+        tree: Walkable,
+        policy: CopyPolicy,
+        hooks: StepHooks,
+        constants: Constants,
+        heartbeat: HeartbeatWriter,
+        devices: Sequence[Device],
+        device_memory: int | None,
+        threads: int,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self.current: PreparedCopies | None = None
+        self._tree, self._policy, self._hooks, self._constants = tree, policy, hooks, constants
+        self._heartbeat, self._devices = heartbeat, devices
+        self._limit, self._threads, self._sharing = device_memory, threads, sharing
+        self._walk: Walk | None = None
+        self._planned_for = self._conditions()
+
+    def prepare(self, values: Callable[[], bytes]) -> tuple[PreparedCopies, bytes]:
+        """Return the copies of the current state, and its encoded values. Reads the values first, because
+        their owners may then create new tensors, or the tree may walk again. Repeats this after a walk, which
+        itself may create new tensors. Raises StateError if the tensors change each time."""
+        if self._tree.current is None:
+            self.walk()
+        self._drop_if_short()
+        for _ in range(_MOST_WALKS):
+            data = values()
+            copies, walk = self.current, self._tree.current
+            if copies is not None and self._walk is walk and self._planned_for == self._conditions():
+                moved = copies.plan.update()
+                if moved:
+                    copies.moved(moved)
+                if moved is not None:
+                    return copies, data
+            self.drop()
+            self._walk = self.walk()
+            # Read before the plan: facts about replicas that arrive meanwhile are for the next plan.
+            self._planned_for = self._conditions()
+            plan = self.plan(self._walk)
+            self.current = self._prepared(plan, self._free_memory())
+        raise StateError(
+            "The tensors of the state are replaced at each read. Nothing was captured, because values and "
+            "tensors would not belong together. Let each state_dict return the same tensors when it is "
+            "called twice."
+        )
+
+    def walk(self) -> Walk:
+        return self._tree.walk(self._hooks.used_up)
+
+    def plan(self, walk: Walk) -> Plan:
+        """Return a plan of one walk, in which the region holds the constants."""
+        region, used = self._constants.parts(walk.leaves)
+        return Plan(walk, region, used, sharing=self._sharing, constants=self._constants.names)
+
+    def copies_of_constants(self) -> PreparedCopies:
+        """Return the copies of the constants into a new region."""
+        walk = self.walk()
+        return self._prepared(Plan(walk, only=self._constants.to_copy(walk.leaves)), {})
+
+    def drop(self) -> None:
+        """Drop the copies, so that the next capture makes new ones. A snapshot in flight holds its own
+        copies, and with them the tensors, until they have ended."""
+        self.gate()
+        if self.current is not None:
+            self.current.plan.release()
+            self.current = None
+
+    def gate(self) -> None:
+        """Hold back the streams before an optimizer writes, until open copies have read the leaves."""
+        if self.current is not None:
+            self.current.gate()
+
+    def _prepared(self, plan: Plan, free_bytes: dict[str, int]) -> PreparedCopies:
+        # An empty leaf needs no device.
+        owners = [
+            next((device for device in self._devices if size and device.owns(tensor)), None)
+            for tensor, size in zip(plan.tensors, plan.sizes.tolist(), strict=True)
+        ]
+        ways = self._policy.choose(plan, owners, self._hooks.fired, free_bytes)
+        return PreparedCopies(plan, owners, ways, self._policy.torn, self._devices, self._threads)
+
+    def _conditions(self) -> tuple[object, ...]:
+        """Return the facts, besides the plan, on which the ways depend: the optimizers whose hooks fired,
+        whether free memory is known, and the leaves that are no longer shared."""
+        is_warm = not self._devices or self._heartbeat.boundaries >= _WARM_BOUNDARIES
+        return self._hooks.fired, is_warm, self._sharing.conditions if self._sharing is not None else None
+
+    def _free_memory(self) -> dict[str, int]:
+        """Return device name -> bytes for arenas: half of the free memory, or at most the user's limit."""
+        limit, found = self._limit, {}
+        for device in self._devices if self._conditions()[1] or limit is not None else ():
+            free = device.room_bytes()
+            found[device.name] = max(0, free // 2 if limit is None else min(free, limit))
+        return found
+
+    def _drop_if_short(self) -> None:
+        """Drop the copies if a device is short of memory: the next ones use smaller arenas, or none."""
+        if self.current is not None and any(
+            each.arena.is_large and each.device.room_bytes() < 0 for each in self.current.on_devices
+        ):
+            self.drop()

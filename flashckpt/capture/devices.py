@@ -1,12 +1,12 @@
-"""The devices that hold leaves: what a capture needs of one (`Device`), and CUDA behind it.
+"""The devices that hold leaves: the interface that a capture needs (`Device`), and its implementation for
+CUDA.
 
-A device has a compute side (whatever stream the training thread computes on) and a way to copy to the host
-that is the capture's own. Every call here enqueues a bounded number of operations, whatever the number of
-leaves, and waits for nothing, but for `synchronize`, `StreamMark.wait` and what `Copying` says.
+A device has a compute stream (the current stream of the training thread) and a separate path for copies to
+the host. Each call enqueues a bounded number of operations, independent of the number of leaves. Only
+`synchronize`, `StreamMark.wait` and the documented calls of `Copying` wait.
 
-On CUDA buffers come from torch's own pool for the compute stream. Copies to the host go through native code:
-a stream and a thread of their own, in relaxed capture mode, so that a graph that is being captured is not
-broken by them.
+On CUDA, buffers come from torch's pool for the compute stream. Native code copies to the host, with its own
+stream and thread, in relaxed capture mode, so that it does not invalidate a graph that is being captured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import logging
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,15 +25,15 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.digests import CudaTable, why_not_in_one_launch
-from flashckpt.capture.plan import Addresses
-from flashckpt.memory.numa import NO_NODE, node_of_pci
+from flashckpt.capture.plan import Addresses, local
+from flashckpt.memory.memory_budget import NO_NODE, node_of_pci
 
 log = logging.getLogger(__name__)
 
-# Copies in larger pieces would queue the loop's own small reads (`loss.item()`) behind gigabytes.
+
+# Larger pieces would delay the loop's own small reads (`loss.item()`) behind gigabytes.
 PIECE_BYTES = 32 << 20
-# Left to the loop beside what torch has been seen to need: cuBLAS workspaces, NCCL, fragmentation.
+# Kept free for the loop beyond torch's peak: cuBLAS workspaces, NCCL, fragmentation.
 _MARGIN_BYTES = 256 << 20
 
 
@@ -43,33 +45,33 @@ class StreamMark(Protocol):
     """A point in the compute stream, set by `Device.mark`."""
 
     def wait(self) -> None:
-        """The host waits: for leaves in host memory that the device writes."""
+        """Wait on the host; used for leaves in host memory that the device writes."""
 
 
 class Copying(Protocol):
-    """Copies to the host that were begun. `handle` is what a Sealer can wait for: all of them have been
-    made, or one has failed. After either, nothing of them is still written."""
+    """Running copies to the host. A Sealer waits for `handle` until all copies are made or one has failed.
+    After that, none of them writes any more."""
 
     @property
     def handle(self) -> int: ...
 
     def hold_writers(self) -> None:
-        """Every stream that may write state, not the host, waits for the first copies. The host waits until
-        these are enqueued: until all but the last 128 MiB of them are made."""
+        """Let each stream that may write state, not the host, wait for the first copies. The host waits until
+        these are enqueued, which is when all but the last 128 MiB of them are made."""
 
     def wait(self) -> None:
-        """The host waits for all of them. RuntimeError where one failed."""
+        """Wait on the host for all copies. Raises RuntimeError if one has failed."""
 
 
-class Table(Protocol):
-    """Leaves that are digested, and copied on the device, together: made with a plan, used at every
+class DigestTable(Protocol):
+    """Leaves that are digested, and cloned on the device, together. Made with a plan, used at each
     boundary."""
 
     def __len__(self) -> int: ...
 
     def run(self, out: Tensor) -> None:
-        """To be launched: copy what is to be copied, and the digest of what was read into `out`, int64 of
-        one a leaf."""
+        """Copy the leaves with a destination, and write the digest of each leaf into `out` (int64, one for
+        each leaf). To be called by `Device.launch`."""
 
 
 class Device(Protocol):
@@ -77,70 +79,70 @@ class Device(Protocol):
 
     name: str
     failure: str
-    """The driver's reason where `capturing` found that the device has failed, else empty. After such a
-    failure (an assert, an illegal address) each further call of this process on the device fails."""
+    """The driver's reason if `capturing` found that the device has failed, else "". After such a failure (an
+    assert, an illegal address), each further call of this process on the device fails."""
 
     @property
     def numa_node(self) -> int:
-        """The NUMA node of the host that the device is attached to; NO_NODE where there is only one, or where
-        it is not known."""
+        """The NUMA node to which the device is attached; NO_NODE if there is only one, or if unknown."""
 
     @property
     def in_one_launch(self) -> bool:
-        """Whether a table is one launch. Where it is some operations a leaf, nothing is cloned for its
-        size, and leaves go by the way `wait`."""
+        """Whether a table runs as one launch. Otherwise it takes some operations for each leaf, so large
+        leaves are not cloned and get the way `wait`."""
 
     def owns(self, tensor: Tensor) -> bool: ...
 
-    def feeds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in host memory that the device's streams write without the host waiting."""
+    def writes_to(self, tensor: Tensor) -> bool:
+        """Whether the tensor is in host memory that the device's streams write asynchronously."""
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Enqueue torch operations. What `work` reads must stay as it is until they have run."""
+        """Enqueue torch operations. The inputs of `work` must not change until these have run."""
 
-    def make_table(self, leaves: Sequence[Tensor], destinations: Addresses) -> Table:
-        """A table of row-major tensors. destinations: where each is copied to on the device, 0 for
-        nowhere."""
+    def make_table(self, leaves: Sequence[Tensor], destinations: Addresses) -> DigestTable:
+        """Return a table of row-major tensors. destinations: the device address to which each is copied; 0
+        for no copy."""
 
     def new_mark(self, *, timing: bool = False) -> StreamMark: ...
 
     def mark(self, mark: StreamMark) -> None: ...
 
-    def gather(self) -> None:
-        """Compute waits for every stream that may write state: current, default and the named ones."""
+    def join_writers(self) -> None:
+        """Let the compute stream wait for each stream that may write state: current, default, named ones."""
 
     def hold_writers(self, mark: StreamMark) -> None:
-        """Every stream that may write state waits for the mark."""
+        """Let each stream that may write state wait for the mark."""
 
     def copy_to_host(self, copies: Copies, num_first: int, after: StreamMark) -> Copying:
-        """Begin copies, in pieces that end at multiples of PIECE_BYTES of the host address, once the mark has
-        been passed. The first `num_first` read live leaves. Memory of both sides must stay until they have
+        """Begin copies after the mark, in pieces that end at multiples of PIECE_BYTES of the host address.
+        The first `num_first` copies read live leaves. Both memories must stay valid until the copies have
         ended."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """A uint8 tensor in host memory that copies reach without a detour."""
+        """Return a uint8 tensor in page-locked host memory."""
 
     def register(self, mapping: _native.Mapping) -> None:
-        """Make host memory known to the device until it is unmapped, so that copies into it are
-        asynchronous. Copies into memory for which that is refused are slower; one warning says so."""
+        """Page-lock host memory until it is unmapped, so that copies into it are asynchronous. If the driver
+        refuses, copies are slower; warns once."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """A uint8 tensor, from where the loop's own tensors come: the loop may have the memory back as soon
-        as the tensor is gone. Raises torch.OutOfMemoryError where there is no room."""
+        """Return a uint8 tensor from the allocator of the loop's own tensors, which can reuse the memory as
+        soon as the tensor is freed. Raises torch.OutOfMemoryError."""
 
     def room_bytes(self) -> int:
-        """What may still be taken without standing in the way of the loop; negative where too much is."""
+        """Return the bytes that captures may still allocate without a shortage for the loop; negative if they
+        have allocated too much."""
 
     def capturing(self) -> bool:
-        """Whether a graph is being captured on any stream that may write state, or the device has failed.
-        Then nothing may be enqueued, registered, allocated or asked. Never raises: hooks and boundaries ask,
-        and PyTorch raises a failure at the loop's next call."""
+        """Whether a graph is being captured on a stream that may write state, or the device has failed. Then
+        no other call to the device is allowed. Never raises, since hooks and boundaries call it: PyTorch
+        raises the failure at the loop's next call."""
 
     def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
-        """Seconds between two marks that were made with timing; None until both are passed."""
+        """Return the seconds between two marks made with timing; None before both are passed."""
 
     def synchronize(self) -> None:
-        """The host waits for everything on the device."""
+        """Wait on the host for all work of the device."""
 
     def close(self) -> None: ...
 
@@ -176,14 +178,14 @@ class CudaCopying:
 
 
 def devices_of(tensors: Iterable[Tensor], streams: Sequence[object] = ()) -> list[Device]:
-    """One Device for each accelerator that holds some of these tensors, in the order of their indexes.
-    `streams` are further ones that write the state. State on any other than CUDA is refused by its walk."""
+    """Return one Device for each accelerator that holds some of these tensors, by index. streams: further
+    streams that write the state. A walk of the state refuses accelerators other than CUDA."""
     indexes = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"})
     return [CudaDevice(index, streams) for index in indexes]
 
 
 class CudaDevice:
-    """One CUDA device. streams: further streams that write state, as torch.cuda.Stream."""
+    """One CUDA device. streams: further streams (torch.cuda.Stream) that write state."""
 
     def __init__(self, index: int, streams: Sequence[object] = ()) -> None:
         self.index = index
@@ -193,8 +195,8 @@ class CudaDevice:
         self._copies = _native.CudaCopies(index, PIECE_BYTES)
         self._taken: list[weakref.ref[Tensor]] = []
         self._most_taken = 0
-        self._is_unregistered_said = False
-        why_not_in_one_launch(index)  # the module is loaded here, never at a boundary
+        self._has_warned = False
+        why_not_in_one_launch(index)  # loads the CUDA module now, not at a boundary
 
     @functools.cached_property
     def numa_node(self) -> int:
@@ -210,7 +212,7 @@ class CudaDevice:
     def owns(self, tensor: Tensor) -> bool:
         return tensor.device == self._device
 
-    def feeds(self, tensor: Tensor) -> bool:
+    def writes_to(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.is_pinned()
 
     # ---- on the compute stream
@@ -229,7 +231,7 @@ class CudaDevice:
     def mark(self, mark: StreamMark) -> None:
         _event(mark).record(torch.cuda.current_stream(self._device))
 
-    def gather(self) -> None:
+    def join_writers(self) -> None:
         stream = torch.cuda.current_stream(self._device)
         for other in self._writers():
             if other != stream:
@@ -253,12 +255,12 @@ class CudaDevice:
         try:
             mapping.register(self.index)
         except RuntimeError as error:
-            if not self._is_unregistered_said:
-                self._is_unregistered_said = True
+            if not self._has_warned:
+                self._has_warned = True
                 log.warning(
                     "Some of the host memory for snapshots stays pageable: %s. Snapshots are as safe; copies "
-                    "into that memory are slower (some 15 instead of 50 GB/s). The driver sets the limit, or "
-                    "a virtual machine, and not `ulimit -l`; the kernel's log (dmesg) may have more. "
+                    "into that memory are slower (about 15 instead of 50 GB/s). The driver or a virtual "
+                    "machine sets the limit, not `ulimit -l`; the kernel's log (dmesg) may show the reason. "
                     "Options(slots=2) needs less memory.", error,
                 )  # fmt: skip
 
@@ -271,9 +273,9 @@ class CudaDevice:
         return made
 
     def room_bytes(self) -> int:
-        """Free memory, as far as the process may take it, and what torch keeps of released arenas; less what
-        torch has held at its peak and gave back, less a margin. 0 under an allocator without statistics: a
-        pluggable one raises, and nothing then tells how much the loop still needs."""
+        """Return the free memory within the process's limit, plus the memory of released arenas that torch
+        caches, minus the memory that torch held at its peak and has released, minus a margin. Return 0 for a
+        pluggable allocator, which has no statistics: the loop's needs are then unknown."""
         free, total = torch.cuda.mem_get_info(self._device)
         try:
             held = torch.cuda.memory_reserved(self._device)
@@ -291,7 +293,7 @@ class CudaDevice:
         self._taken = [ref for ref, _ in alive]
         return sum(made.numel() for _, made in alive)
 
-    # ---- what is asked
+    # ---- queries
 
     def capturing(self) -> bool:
         try:
@@ -303,7 +305,7 @@ class CudaDevice:
         return found
 
     def elapsed_s(self, start: StreamMark, end: StreamMark) -> float | None:
-        # Not by torch: outside of relaxed mode a query makes a graph that another thread captures invalid.
+        # Not by torch: outside of relaxed mode, a query invalidates a graph that another thread captures.
         return _native.cuda_elapsed_s(_event(start).cuda_event, _event(end).cuda_event, self.index)
 
     def synchronize(self) -> None:
@@ -313,7 +315,7 @@ class CudaDevice:
         self._copies.close()
 
     def _writers(self) -> list[Any]:
-        """Every stream that may write state, once each."""
+        """Return the distinct streams that may write state."""
         current = torch.cuda.current_stream(self._device)
         default = torch.cuda.default_stream(self._device)
         return list(dict.fromkeys([current, default, *self._streams]))
@@ -323,8 +325,8 @@ class CudaDevice:
 
 
 def _memory_fraction(device: torch.device) -> float:
-    """The share of the device's memory that torch may take. 1.0 where this version of torch can be given a
-    limit (set_per_process_memory_fraction) and cannot be asked for it."""
+    """Return the share of the device's memory that torch may allocate; 1.0 for a version of torch that cannot
+    report its limit (set_per_process_memory_fraction)."""
     ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     return 1.0 if ask is None else float(ask(device))
 
@@ -332,3 +334,285 @@ def _memory_fraction(device: torch.device) -> float:
 def _event(mark: StreamMark) -> Any:
     assert isinstance(mark, CudaMark)
     return mark.event
+
+
+WORKSPACE_BYTES = 64 << 20
+_BLOCK = _native.BLOCK_BYTES
+# Words, their products and the factors; other buffers are small in comparison.
+_BYTES_OF_A_BLOCK = 3 * _BLOCK
+_LANES, _STRIPES = 8, 16
+_FACTOR = 0x9E3779B97F4A7C15
+_HALF = (1 << 32) - 1
+_EMPTY = -1  # EMPTY_DIGEST, as int64
+
+
+def digest_tensors(tensors: Sequence[Tensor], threads: int) -> list[int]:
+    """Return the digest of each tensor's bytes in row-major order. Reads each byte once; waits for devices.
+    Makes row-major copies of all other tensors at once, which needs their size in memory."""
+    digests = np.full(len(tensors), _native.EMPTY_DIGEST, dtype=np.uint64)
+    leaves = [local(tensor.detach()).resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+    by_device: dict[torch.device, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        by_device.setdefault(leaf.device, []).append(index)
+    for device, indexes in by_device.items():
+        here = [leaves[index] for index in indexes]
+        digests[indexes] = _digest_host(here, threads) if device.type == "cpu" else _digest_device(here)
+    return [int(digest) for digest in digests]
+
+
+def _digest_host(leaves: Sequence[Tensor], threads: int) -> Addresses:
+    found: Addresses = np.empty(len(leaves), dtype=np.uint64)
+    sources = array("Q", [leaf.data_ptr() for leaf in leaves])
+    sizes = array("Q", [leaf.nbytes for leaf in leaves])
+    _native.digest_many(sources, sizes, _native.address_of(found.data), threads)
+    return found
+
+
+def _digest_device(leaves: Sequence[Tensor]) -> Addresses:
+    device = leaves[0].device
+    out = torch.empty(len(leaves), dtype=torch.int64, device=device)
+    with torch.cuda.device(device), torch.no_grad():
+        CudaTable(device.index or 0, leaves, np.zeros(len(leaves), dtype=np.uint64)).run(out)
+    found: Addresses = out.cpu().numpy().view(np.uint64)
+    return found
+
+
+# ---- a CUDA device
+
+
+class CudaTable:
+    """Row-major tensors of one device and their destinations (0 for no copy): copied and digested in one
+    launch if the kernel can be used, else with torch's operations. To be made and run on the current stream,
+    one run after another."""
+
+    def __init__(self, index: int, leaves: Sequence[Tensor], destinations: Addresses) -> None:
+        self._index, self._count = index, len(leaves)
+        self._in_one_launch = why_not_in_one_launch(index) == ""
+        if self._in_one_launch:
+            self._entries = _uploaded(index, leaves, destinations)
+            self._leaves: list[Tensor] = []
+        else:
+            self._leaves = [bytes_of(leaf) for leaf in leaves]
+            self._digests = torch_digests(self._leaves)
+            self._pairs = [
+                (_memory_at(index, address, leaf.numel()), leaf)
+                for address, leaf in zip(destinations.tolist(), self._leaves, strict=True)
+                if address
+            ]
+
+    def __len__(self) -> int:
+        return self._count
+
+    def run(self, out: Tensor) -> None:
+        """Copy the leaves and write their digests to `out`: int64, contiguous, one for each leaf."""
+        if self._in_one_launch:
+            stream = torch.cuda.current_stream(self._index).cuda_stream
+            _native.cuda_digest_launch(
+                stream, self._entries.data_ptr(), self._count, out.data_ptr(), self._index
+            )
+            return
+        if self._pairs:
+            torch._foreach_copy_([target for target, _ in self._pairs], [leaf for _, leaf in self._pairs])
+        self._digests.into(self._leaves, out)
+
+
+@cache
+def why_not_in_one_launch(index: int) -> str:
+    """Return "" if a table is one launch on this device, else the reason, which is logged once."""
+    reason = _native.cuda_digests_usable(index)
+    if reason:
+        log.warning(
+            "The kernel that copies and digests cannot be used on cuda:%d: %s. Snapshots are as safe without "
+            "it. torch's operations compute the digests, some for each tensor, and at each snapshot the loop "
+            "waits for the copy to the host.", index, reason,
+        )  # fmt: skip
+    return reason
+
+
+def _uploaded(index: int, leaves: Sequence[Tensor], destinations: Addresses) -> Tensor:
+    """Return the entries of a table in device memory, uploaded on the current stream. The host does not wait:
+    torch keeps the page-locked source until it was read."""
+    sources = array("Q", [leaf.data_ptr() for leaf in leaves])
+    sizes = array("Q", [leaf.numel() * leaf.element_size() for leaf in leaves])
+    entries = bytearray(_native.cuda_digest_table(sources, destinations.data, sizes))
+    source = torch.frombuffer(entries, dtype=torch.uint8).pin_memory()
+    return source.to(torch.device("cuda", index), non_blocking=True)
+
+
+def _memory_at(index: int, address: int, num_bytes: int) -> Tensor:
+    """Return a tensor over device memory that the caller owns."""
+    described = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+    class ForeignMemory:
+        __cuda_array_interface__ = described
+
+    return torch.as_tensor(ForeignMemory(), device=torch.device("cuda", index))
+
+
+# ---- torch's operations
+
+
+def signed(number: int) -> int:
+    """Return the int64 with these 64 bits."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, uint8 and one-dimensional, without a copy."""
+    # Not `view`: it rejects arbitrary strides of a last dimension of one element.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def workspace_bytes(sizes: Sequence[int], most: int = WORKSPACE_BYTES) -> int:
+    """Return the bytes of a `Workspace` for leaves of these sizes."""
+    return min(max(most // _BYTES_OF_A_BLOCK, 1), max(sum(map(_blocks, sizes)), 1)) * _BYTES_OF_A_BLOCK
+
+
+class Workspace:
+    """Memory and keys on one device, for any number of `TorchDigests` that run on one stream. allocate:
+    returns this many bytes on the device, uint8, aligned to 16. num_bytes: see `workspace_bytes`."""
+
+    def __init__(self, allocate: Callable[[int], Tensor], num_bytes: int = WORKSPACE_BYTES) -> None:
+        self.num_blocks = num_bytes // _BYTES_OF_A_BLOCK
+        memory = allocate(self.num_blocks * _BYTES_OF_A_BLOCK)
+        self.bytes, self.products, self.halves = memory.view(3, self.num_blocks, _BLOCK).unbind()
+        self.device = memory.device
+        self.keys = [self._keys(first, 128).view(_STRIPES, _LANES) for first in (0, 128)]
+        self.starts = [self._keys(first, _LANES) for first in (256, 264)]
+        self.folds = [self._keys(first, _LANES) for first in (272, 280)]
+        self.numbers = torch.arange(1, self.num_blocks + 1, dtype=torch.int64, device=self.device)
+
+    def _keys(self, first: int, count: int) -> Tensor:
+        numbers = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=self.device)
+        return _finalize(numbers.mul_(signed(_FACTOR)))
+
+    def folds_of(self, count: int) -> Tensor:
+        """Return int64[count]: the sum of the folds of each of the first `count` blocks of `bytes`."""
+        words = self.bytes[:count].view(torch.int64).view(count, _STRIPES, _LANES)
+        plain = words.sum(1).view(count, _LANES // 2, 2).flip(2).view(count, _LANES)
+        first = self._products(words, self.keys[0]).add_(self.starts[0]).add_(plain)
+        second = self._products(words, self.keys[1]).add_(self.starts[1])
+        return _folded(first, self.folds[0]).add_(_folded(second, self.folds[1]))
+
+    def _products(self, words: Tensor, keys: Tensor) -> Tensor:
+        """Return int64[blocks, lanes]: the sum over the stripes of each block of low times high half of
+        word ^ key."""
+        low, high = (
+            each[: len(words)].view(torch.int64).view(words.shape) for each in (self.products, self.halves)
+        )
+        torch.bitwise_xor(words, keys, out=low)
+        torch.bitwise_right_shift(low, 32, out=high)
+        low.bitwise_and_(_HALF)
+        return low.mul_(high.bitwise_and_(_HALF)).sum(1)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    leaf: int
+    first_block: int
+    num_blocks: int
+    num_bytes: int
+    row: int  # in the workspace
+
+
+class _Batch:
+    """Pieces of leaves that share a workspace."""
+
+    def __init__(self, workspace: Workspace, pieces: Sequence[_Piece]) -> None:
+        self._workspace, self._pieces = workspace, pieces
+        self._count = sum(piece.num_blocks for piece in pieces)
+        flat = workspace.bytes.view(-1)
+        self._places = [flat[p.row * _BLOCK : p.row * _BLOCK + p.num_bytes] for p in pieces]
+        self._is_padded = any(piece.num_bytes % _BLOCK for piece in pieces)
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=workspace.device)
+
+        self._leaves = column([piece.leaf for piece in pieces])
+        self._counts = column([piece.num_blocks for piece in pieces])
+        self._shifts = column([piece.first_block - piece.row for piece in pieces])
+
+    def add_to(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        """Add the hashes of each leaf's blocks to its place in `out`."""
+        space = self._workspace
+        if self._is_padded:
+            space.bytes[: self._count].zero_()
+        starts = [(piece, piece.first_block * _BLOCK) for piece in self._pieces]
+        taken = [sources[piece.leaf][start : start + piece.num_bytes] for piece, start in starts]
+        torch._foreach_copy_(self._places, taken)
+        # With output_size, the host does not wait for the device.
+        piece = torch.repeat_interleave(self._counts, output_size=self._count)
+        hashes = space.numbers[: self._count] + self._shifts[piece]
+        hashes = _finalize(hashes.mul_(signed(_FACTOR)).add_(space.folds_of(self._count)))
+        out.index_add_(0, self._leaves[piece], hashes)
+
+
+class TorchDigests:
+    """Digests of leaves with known sizes in bytes. Small leaves share batches."""
+
+    def __init__(self, workspace: Workspace, sizes: Sequence[int]) -> None:
+        size_terms = [signed(size * _FACTOR) for size in sizes]
+        self._size_terms = torch.tensor(size_terms, dtype=torch.int64, device=workspace.device)
+        self._batches = [_Batch(workspace, pieces) for pieces in _batches(sizes, workspace.num_blocks)]
+
+    def into(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        """Enqueue the digests on the current stream.
+
+        sources: the bytes of each leaf (`bytes_of`), at any alignment. out: int64[leaves], which receives the
+        bits of the unsigned digests.
+        """
+        out.copy_(self._size_terms)
+        for batch in self._batches:
+            batch.add_to(sources, out)
+        out.masked_fill_(out == _EMPTY, _EMPTY - 1)
+
+
+def torch_digests(leaves: Sequence[Tensor]) -> TorchDigests:
+    """Return the TorchDigests of leaves on one device, given as their bytes, with a new workspace there."""
+    sizes = [leaf.numel() for leaf in leaves]
+    device = leaves[0].device if leaves else torch.device("cpu")
+    allocate = partial(torch.empty, dtype=torch.uint8, device=device)
+    return TorchDigests(Workspace(allocate, workspace_bytes(sizes)), sizes)
+
+
+def _batches(sizes: Sequence[int], most: int) -> list[list[_Piece]]:
+    batches: list[list[_Piece]] = [[]]
+    row = 0
+    for leaf, size in enumerate(sizes):
+        done = 0
+        while done < _blocks(size):
+            if row == most:
+                batches.append([])
+                row = 0
+            count = min(_blocks(size) - done, most - row)
+            num_bytes = min(count * _BLOCK, size - done * _BLOCK)
+            batches[-1].append(_Piece(leaf, done, count, num_bytes, row))
+            row, done = row + count, done + count
+    return [batch for batch in batches if batch]
+
+
+def _blocks(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK)
+
+
+def _finalize(z: Tensor) -> Tensor:
+    """SplitMix64's finalizer."""
+    z = (z ^ _shifted(z, 30)).mul_(signed(0xBF58476D1CE4E5B9))
+    z = (z ^ _shifted(z, 27)).mul_(signed(0x94D049BB133111EB))
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Return z >> bits of the unsigned number."""
+    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
+
+
+def _folded(accumulators: Tensor, keys: Tensor) -> Tensor:
+    """Return int64[blocks]: the sum over the pairs of lanes of low ^ high half of the 128-bit product."""
+    a, b = (accumulators ^ keys).view(-1, _LANES // 2, 2).unbind(2)
+    low_a, high_a, low_b, high_b = a & _HALF, _shifted(a, 32), b & _HALF, _shifted(b, 32)
+    crossed = high_a * low_b
+    middle = _shifted(low_a * low_b, 32) + (crossed & _HALF) + low_a * high_b
+    high = high_a * high_b + _shifted(crossed, 32) + _shifted(middle, 32)
+    return ((a * b) ^ high).sum(1)

@@ -1,15 +1,16 @@
-"""The capture of one rank: what happens at a boundary.
+"""The capture of one rank at a boundary.
 
-Owns the order: poll what was begun, ask schedule and hooks, prepare the copies, fill a slot, hand it to the
-sealer. The training thread waits here for nothing but its own copies of host memory; `wait` and an ordered
-capture wait for copies in flight.
+Owns the order: poll the copies in flight, ask schedule and hooks, prepare the copies, fill a slot, pass it to
+the sealer. The training thread waits only for its own copies of host memory; `wait` and an ordered capture
+also wait for copies in flight. Never decides how a leaf is copied (`Planner`, `CopyPolicy`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -17,25 +18,24 @@ from typing import Any
 
 import torch
 
-from flashckpt import _native
-from flashckpt.capture.constants import Constants, ConstantsChanged, region_size
-from flashckpt.capture.copies import PreparedCopies
-from flashckpt.capture.copy_policy import CopyPolicy, describe
+from flashckpt import _native, crashpoints
+from flashckpt.capture.constants import NO_VALUES, Constants, ConstantsChanged, region_size
+from flashckpt.capture.copies import CopyPolicy, Planner, PreparedCopies, Walkable, describe
 from flashckpt.capture.devices import Device
-from flashckpt.capture.division import ALL_GROUPS, Sharing
 from flashckpt.capture.hooks import StepHooks, unwrapped
-from flashckpt.capture.in_flight import InFlight, PendingSnapshot, RegionCopy
-from flashckpt.capture.plan import ConstantsRegion
-from flashckpt.capture.planner import Planner, Walkable
+from flashckpt.capture.plan import ConstantsRegion, Sharing
 from flashckpt.capture.schedule import Intervals, Schedule
 from flashckpt.capture.slot_writer import HeartbeatWriter, SlotWriter, SlotWriters
-from flashckpt.errors import PersistError
-from flashckpt.memory.control_page import SlotSize
-from flashckpt.memory.numa import NO_NODE
-from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.errors import KeeperError, PersistError
+from flashckpt.memory.memory_budget import NO_NODE
+from flashckpt.memory.region import SlotSize
+from flashckpt.memory.slot import Slot, SlotRing, SlotState
 from flashckpt.options import Options
 
-# Optimizers without state are waited for so long before the size of the state is taken for what it is.
+log = logging.getLogger(__name__)
+
+
+# Boundaries to wait for an optimizer's state before slots are sized without it.
 _MOST_STATELESS = 8
 _NO_MEMORY = "the device has no memory left for a snapshot's buffers"
 
@@ -49,8 +49,8 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class BoundaryResult:
-    """reason says why nothing was captured, in words for a log. What was captured is a snapshot once its slot
-    is sealed."""
+    """The result of a boundary. reason: why nothing was captured, for a log. A captured state becomes a
+    snapshot when its slot is sealed."""
 
     verdict: Verdict
     step: int
@@ -64,11 +64,15 @@ class BoundaryResult:
 class Capture:
     """Snapshots of one state into slots.
 
-    schedule says which boundaries are taken; attempt is (number, nonce) of this attempt; optimizers are those
-    of the state, wrapped or not; known are the digests, by name, of the snapshot that the state was restored
-    from, constants names those of it that were, region is the one that it names. ordinal is that of the
-    boundary, counted by who passes them, alike on all ranks: it stands in each snapshot. sharing says
-    what is done about leaves that other ranks hold too, group_failure is for `InFlight`.
+    schedule: decides which boundaries are captured.
+    attempt: (number, nonce) of this attempt.
+    optimizers: those of the state, wrapped or not.
+    owner: this process's index in the owner tables of the slots, by slot name if they differ.
+    known: leaf name -> digest in the snapshot from which the state was restored.
+    constants: the names of the constants in that snapshot; region: the region that it names.
+    sharing: the treatment of leaves that other ranks hold too.
+    group_failure: see `InFlight`.
+    ordinal: the boundary index, the same on all ranks, written into each snapshot. The caller counts it.
     """
 
     def __init__(
@@ -96,12 +100,12 @@ class Capture:
         self.schedule = schedule
         threads = options.threads or torch.get_num_threads()
         self._constants = Constants(self._optimizers, devices, threads, known, constants, region)
-        self._copy: RegionCopy | None = None
+        self._region_copy: RegionCopy | None = None
         self._sharing = sharing
         self._policy = CopyPolicy(self._optimizers, self._constants)
         self._intervals = Intervals(self.schedule.budget, devices)
         self._skipped, self._skipped_step = 0, -1
-        self.ordinal = 0
+        self.boundary_index = 0
         self._writers = SlotWriters(devices)
         self.heartbeat = HeartbeatWriter(self._writers.by_name)
         self._planner = Planner(
@@ -112,9 +116,9 @@ class Capture:
             self._planner, self._policy, self._constants, sealer, self._lost, group_failure
         )
         self._ordered = False
-        self._asked: PendingSnapshot | None = None
+        self._requested: PendingSnapshot | None = None
         self._captured_step = -1
-        self.lost_step: int | None = None  # that one, once its snapshot is lost
+        self.lost_step: int | None = None  # `_captured_step`, once its snapshot is lost
         self._call_s = 0.0
         self._step, self._entered = -1, (-1, -1)
         if ring is not None:
@@ -123,42 +127,42 @@ class Capture:
     # ---- slots
 
     def set_slots(self, ring: SlotRing, owner: int | Mapping[str, int] = 1) -> None:
-        """Write to these slots from now on. owner: this process's index in the owner tables, by slot name
-        where they differ. Waits for the copies into the old ones and for their seals:
-        whoever unmaps those next must not take the memory away under them."""
+        """Write to these slots from now on. owner: this process's index in the owner tables, by slot name if
+        they differ. Waits for the copies into the old slots and for their seals, so that the caller can unmap
+        the old slots."""
         self._in_flight.wait()
         self._forget_slots()
         self._writers.exchange(ring, owner)
 
     def let_go(self, slot: Slot) -> None:
-        """Write to this slot no more, so that its memory may go. Waits for the copies in flight."""
+        """Stop writing to this slot, so that the caller can unmap it. Waits for the copies in flight."""
         self._in_flight.wait()
-        if self._asked is not None and self._asked.target.slot is slot:
+        if self._requested is not None and self._requested.target.slot is slot:
             self._persist_ended(fulfilled=False)
         self._in_flight.drop(self._writers.by_name[slot.name])
         self._writers.drop(slot)
 
     def register(self, slots: Sequence[Slot]) -> None:
-        """Make slots known to the devices. Takes up to half a second a GiB, so that it may be done before
-        `set_slots`, by another thread; it is done once a slot."""
+        """Register slots with the devices, once for each slot. Takes up to half a second for each GiB, so
+        another thread may do it before `set_slots`."""
         self._writers.register(slots)
 
     @property
     def numa_node(self) -> int:
-        """The NUMA node that slots come from where it has memory: that of the first device that has one."""
+        """The preferred NUMA node for slots: that of the first device with a known node."""
         nodes = (device.numa_node for device in self._devices)
         return next((node for node in nodes if node != NO_NODE), NO_NODE)
 
-    def room_wanted(self, *, ordered: bool = False) -> SlotSize | None:
-        """What the slots of the next capture have to have room for; None while those it has are large
-        enough, or, unless one is ordered, while the size of the state is not known yet."""
+    def memory_wanted(self, *, ordered: bool = False) -> SlotSize | None:
+        """Return the size of slots that the next capture needs; None if the current slots are large enough,
+        or while the size of the state is not known yet, unless a capture is ordered."""
         if self._writers.ring is not None:
-            return self._writers.room_wanted
-        return self.room_needed(ordered=ordered)
+            return self._writers.memory_wanted
+        return self.memory_needed(ordered=ordered)
 
-    def room_needed(self, *, ordered: bool = False) -> SlotSize | None:
-        """What a slot has to have room for. Unless a capture is ordered, None before optimizers have state,
-        which comes with the first step, and while it is open whether their gradients are saved."""
+    def memory_needed(self, *, ordered: bool = False) -> SlotSize | None:
+        """Return the size that a slot needs. Unless a capture is ordered, None before the first step has
+        created the state of optimizers, and while it is undecided whether their gradients are saved."""
         is_known = not self.hooks.is_undecided and all(
             optimizer.state or id(optimizer) in self.hooks.fired for optimizer in self._optimizers
         )
@@ -167,71 +171,69 @@ class Capture:
         walk = self._planner.walk()
         self._constants.decide(walk.leaves)
         plan = self._planner.plan(walk)
-        needed = self._writers.room_for(plan)
+        needed = self._writers.size_for(plan)
         plan.release()
         return needed
 
     def keep_by_rank(self, names: Collection[str]) -> None:
-        """These leaves are not alike on the ranks that hold them: each writes its own from the next capture
-        on. Any thread."""
+        """Let each rank write its own copy of these leaves from the next capture on, because they differ
+        among ranks. Any thread."""
         if self._sharing is not None and names:
             self._sharing.keep_by_rank(names)
 
-    def hold_whole(self, groups: int = ALL_GROUPS) -> None:
-        """From the next capture on nothing of these groups of leaves is left to other ranks of the node. Any
-        thread."""
+    def hold_whole(self) -> None:
+        """Keep all leaves in this rank's slots from the next capture on. Any thread."""
         if self._sharing is not None:
-            self._sharing.hold_whole(groups)
+            self._sharing.hold_whole()
 
     # ---- constants
 
-    def look(self) -> None:
-        """Before the first iteration: digest what may be constant. Reads its bytes."""
-        self._constants.look(lambda: self._planner.walk().leaves)
+    def digest_candidates(self) -> None:
+        """Digest the leaves that may be constants, before the first iteration. Reads their bytes."""
+        self._constants.digest_candidates(lambda: self._planner.walk().leaves)
 
     def region_wanted(self) -> SlotSize | None:
-        """What a region of constants has to have room for, where one is to be made. To be asked after
-        `room_wanted`."""
+        """Return the size of the region of constants to create, or None. Call `memory_wanted` first."""
         planned = self._constants.planned
-        return region_size(planned) if planned is not None and self._copy is None else None
+        return region_size(planned) if planned is not None and self._region_copy is None else None
 
     def keep_region(self) -> bool:
-        """There is no memory for `region_wanted`: go on with the region that was resumed from. False where
-        there is none."""
-        return self._copy is None and self._constants.keep_region()
+        """Continue with the region of the resumed snapshot, because there is no memory for `region_wanted`.
+        Return False if there is none."""
+        return self._region_copy is None and self._constants.keep_region()
 
     def fill_region(self, region: Slot, owner: int) -> None:
-        """Copy what is constant into this one, before the next capture. It is unmapped once it is sealed."""
-        self._copy = RegionCopy(region, owner, self._constants, self._sealer, self._in_flight)
+        """Copy the constants into this region before the next capture. Unmaps it once it is sealed."""
+        self._region_copy = RegionCopy(region, owner, self._constants, self._sealer, self._in_flight)
 
     @property
     def region(self) -> ConstantsRegion | None:
-        """The sealed region that captures name."""
+        """The sealed region that captures refer to."""
         return self._constants.region
 
     @property
     def region_named(self) -> int | None:
-        """The nonce of the region that captures may name, or that is to be filled."""
-        copy = self._copy  # asked by another thread: it may be over at any time
+        """The nonce of the region that captures may refer to, or that is being filled. Any thread."""
+        copy = self._region_copy  # read once: the training thread may reset it
         if copy is not None:
             return copy.nonce
         region = self._constants.region
         return None if region is None else region.nonce
 
-    def _end_copy(self) -> None:
-        copy, self._copy = self._copy, None
+    def _end_region_copy(self) -> None:
+        copy, self._region_copy = self._region_copy, None
         if copy is not None:
             copy.end()
 
     # ---- boundaries
 
     def order(self) -> None:
-        """The next boundary is captured and persisted, whatever the schedule."""
+        """Capture and persist the next boundary, independent of the schedule."""
         self._ordered = True
 
     @property
     def is_ordered(self) -> bool:
-        """Whether an order stands that the next boundary is to answer."""
+        """Whether an order is open for the next boundary."""
         return self._ordered
 
     def boundary(
@@ -242,17 +244,18 @@ class Capture:
         due: bool | None = None,
         ordered: bool = False,
     ) -> BoundaryResult:
-        """One boundary. values gives what is not a tensor, encoded; it is called only for a capture.
+        """Process one boundary; a second call with the same step continues the same boundary.
 
-        due: None leaves it to the schedule. ordered: whatever that and the hooks say, and after waiting
-        for a copy in flight. A second call with the same step is about the same boundary.
+        values: returns the encoded values; called only for a capture.
+        due: whether to capture; None leaves it to the schedule.
+        ordered: capture independent of schedule and hooks, after waiting for copies in flight.
 
-        Raises PersistError where a device has failed.
+        Raises PersistError if a device has failed.
         """
         self._enter(step)
         self._check_devices(step)
         ordered = ordered or self._ordered
-        is_due = self.schedule.due(step, self.ordinal)
+        is_due = self.schedule.due(step, self.boundary_index)
         if not ordered and not (is_due if due is None else due):
             return BoundaryResult(Verdict.NOT_DUE, step)
         if not ordered and not self._hooks.qualifies:
@@ -261,7 +264,7 @@ class Capture:
         self.schedule.qualifies()
         if ordered:
             self._in_flight.wait()
-        # A boundary that is tried again, after it has waited for slots, is one and not two.
+        # A boundary that is tried again after a wait for slots counts once.
         before, self._skipped_step = self._skipped_step == step, step
         self._skipped += not before  # a state that cannot be captured raises
         reason = self._capture(step, values, ordered)
@@ -272,71 +275,71 @@ class Capture:
         return BoundaryResult(Verdict.CAPTURED, step)
 
     def pass_by(self, step: int) -> None:
-        """A boundary that is counted, and captured later if at all, by another call with its step. What falls
-        due on it stays due."""
+        """Count a boundary without a capture. A later call with its step may capture it. A capture that
+        becomes due at it stays due."""
         self._enter(step)
-        self.schedule.due(step, self.ordinal)
+        self.schedule.due(step, self.boundary_index)
 
     def _enter(self, step: int) -> None:
-        self._ask_devices()
+        self._check_graphs()
         self._in_flight.poll()
-        if self._entered != (self.ordinal, step):
-            self._entered = self.ordinal, step
+        if self._entered != (self.boundary_index, step):
+            self._entered = self.boundary_index, step
             self._in_flight.confirm()
-        self._settle()
+        self._check_persisted()
         if step == self._step:
             self._intervals.pause()
         else:
             self._step = step
-            with contextlib.suppress(RuntimeError):  # of a device that fails meanwhile: no budget is needed
-                self._intervals.boundary(trailing=self._in_flight.running(), marking=not self._graph)
+            with contextlib.suppress(RuntimeError):  # a device fails meanwhile: no budget is needed
+                self._intervals.boundary(trailing=self._in_flight.running(), marking=not self._is_graph_open)
             self._hooks = self.hooks.boundary()
             self.heartbeat.boundary(step)
 
-    def _ask_devices(self) -> None:
-        self._graph = any([device.capturing() for device in self._devices])
+    def _check_graphs(self) -> None:
+        self._is_graph_open = any([device.capturing() for device in self._devices])
 
     def _check_devices(self, step: int) -> None:
         for device in self._devices:
             if device.failure:
                 raise PersistError(
-                    f"Step {step} was not captured: {device.name} has failed ({device.failure}), and nothing "
-                    "can be read from it. What was captured before is whole and stays with the keeper. End "
-                    "this process and start the run again: it resumes from there.",
+                    f"Step {step} was not captured: {device.name} has failed ({device.failure}), and its "
+                    "memory cannot be read. Earlier snapshots are intact and stay with the keeper. End this "
+                    "process and start the run again: it resumes from them.",
                     step=step,
                 )
 
     @property
     def lost_reason(self) -> str:
-        """Why the last snapshot that was lost is."""
+        """The reason for the loss of the last lost snapshot."""
         return self._in_flight.lost_reason
 
     def wait(self) -> None:
-        """The host waits for copies in flight, and confirms them: at the ends of runs only."""
+        """Wait on the host for copies in flight, and confirm them; only at the ends of runs."""
         self._in_flight.wait()
         self._intervals.pause()
 
     def close(self) -> None:
-        """Take the hooks off, wait for copies in flight, let go of slots and tensors. Confirms nothing: an
-        end in order has waited before."""
+        """Remove the hooks, wait for copies in flight, release slots and tensors. Confirms no snapshot: an
+        orderly end calls `wait` before."""
         self.hooks.close()
         self.heartbeat.rest()
         self._in_flight.drain()
         self._forget_slots()
         self._writers.release()
-        self._end_copy()
+        self._end_region_copy()
         self._planner.drop()
         for device in self._devices:
             device.close()
 
     def describe(self) -> list[tuple[str, int, int]]:
-        """Rows (way, leaves, bytes) of the plan as it stands; empty before the first capture."""
+        """Return rows (way, leaves, bytes) of the current plan; [] before the first capture."""
         copies = self._planner.current
         return [] if copies is None else describe(copies.plan, copies.ways)
 
     def report(self) -> dict[str, float]:
-        """Counts and seconds so far: snapshots sealed, lost and skipped, boundaries, time in captures; and
-        the bytes of gradients in a snapshot."""
+        """Return counts and seconds so far (snapshots sealed, lost and skipped, boundaries, time in captures)
+        and the bytes of gradients in a snapshot."""
         copies = self._planner.current
         return {
             "snapshots": self._in_flight.sealed,
@@ -351,23 +354,23 @@ class Capture:
     # ---- one capture
 
     def _capture(self, step: int, values: Callable[[], bytes], ordered: bool) -> str:
-        """Begin a snapshot. Returns why there is none, or nothing."""
-        if self._graph:
+        """Begin a snapshot. Return "" or the reason why none was begun."""
+        if self._is_graph_open:
             return "a device graph is being captured"
         if self._writers.ring is None:
             return "the slots are not prepared yet"
         if self._in_flight.running():
-            return "the copy of the snapshot before is still running"
+            return "the copy of the previous snapshot is still running"
         began_s = time.perf_counter()
         try:
-            if self._copy is not None:
-                if not self._copy.is_over(self._planner, step, self._attempt, wait=ordered):
-                    return "what never changes is being copied"
-                self._end_copy()
+            if self._region_copy is not None:
+                if not self._region_copy.is_over(self._planner, step, self._attempt, wait=ordered):
+                    return "the constants are being copied"
+                self._end_region_copy()
             copies, data = self._planner.prepare(values)
-            # The first plan is made once in a run: it says nothing of what the next snapshot costs.
+            # The first plan is made once in a run and does not count as a cost of later snapshots.
             once_s = 0.0 if self._call_s else time.perf_counter() - began_s
-            self.schedule.begins(self.ordinal)
+            self.schedule.begins(self.boundary_index)
             target = self._writers.begin(copies.plan, len(data))
             if isinstance(target, str):
                 return target
@@ -376,7 +379,7 @@ class Capture:
             self._planner.drop()
             return _NO_MEMORY
         except RuntimeError:
-            self._ask_devices()  # one may have failed since
+            self._check_graphs()  # a device may have failed since
             self._check_devices(step)
             raise
         except ConstantsChanged as found:
@@ -392,43 +395,324 @@ class Capture:
         return ""
 
     def _write(self, target: SlotWriter, copies: PreparedCopies, data: bytes, step: int) -> None:
-        persist = self._ordered or self.schedule.persist_due(step)
+        persist = self.schedule.persist_due(step, ordered=self._ordered)
+        home = self._ordered or self.schedule.persists_home
         copies.write(
             target, data, self._sealer, step, self._attempt,
-            boundary=self.ordinal, gated=self._hooks.gated, persist=persist,
+            boundary=self.boundary_index, gated=self._hooks.gated, persist=persist, home=home,
             confirms=self._in_flight.confirms(copies),
         )  # fmt: skip
-        pending = PendingSnapshot(step, target, copies, ordered=self._ordered)
+        pending = PendingSnapshot(step, self.boundary_index, target, copies, ordered=self._ordered)
         self._in_flight.add(pending)
         if persist:
-            self.schedule.persist_asked()
-            self._asked = pending
+            self.schedule.persist_asked(home=home)
+            self._requested = pending if home else self._requested
 
-    # ---- what the parts call
+    # ---- ends of snapshots
 
     def _lost(self, pending: PendingSnapshot) -> None:
         self.schedule.lost()
         if pending.step == self._captured_step:
             self.lost_step = pending.step
-        self._ordered = self._ordered or pending.ordered  # the order stands again
-        if pending is self._asked:
+        self._ordered = self._ordered or pending.ordered  # the order is open again
+        if pending is self._requested:
             self._persist_ended(fulfilled=False)
 
-    def _settle(self) -> None:
-        """Whether what was last asked to be persisted has been, or could not be."""
-        if self._asked is None:
+    def _check_persisted(self) -> None:
+        """Check whether the last snapshot requested for the home is committed, or its save has failed. Its
+        slot may hold another snapshot by now, if the cache has it."""
+        if self._requested is None:
             return
-        slot, generation = self._asked.target.slot, self._asked.generation
+        slot, generation = self._requested.target.slot, self._requested.generation
         failed = slot.failed[0] == generation
-        if slot.persisted == generation or failed:
+        is_home = slot.home_ended >= (self._attempt[0], self._requested.boundary)
+        if slot.persisted == generation or is_home or failed:
             self._persist_ended(fulfilled=not failed)
 
     def _persist_ended(self, *, fulfilled: bool) -> None:
-        self._asked = None
+        self._requested = None
         self.schedule.persist_ended(fulfilled=fulfilled)
 
     def _forget_slots(self) -> None:
         self._in_flight.forget()
-        if self._asked is not None:
-            # Nobody here looks at those slots again: whether it was persisted is not known.
+        if self._requested is not None:
+            # These slots are not read again, so the result of the request stays unknown.
             self._persist_ended(fulfilled=False)
+
+
+_TORN = "its bytes are not those of its boundary"
+_WAIT_SLICE_S = 60.0
+_REGION_TRIES = 3
+
+
+class PendingSnapshot:
+    """One snapshot in flight.
+
+    copies: hold its tensors; None after they have ended.
+    names, ways: those of its leaves, for the leaves that the keeper finds torn later.
+    ordered: the snapshot fulfils an order for the next boundary.
+    """
+
+    def __init__(
+        self, step: int, boundary: int, target: SlotWriter, copies: PreparedCopies, *, ordered: bool
+    ) -> None:
+        self.boundary = boundary
+        self.step, self.target, self.generation, self.ordered = step, target, target.generation, ordered
+        self.copies: PreparedCopies | None = copies
+        self.names, self.ways = copies.names, copies.ways
+
+
+class InFlight:
+    """The snapshots in flight.
+
+    on_lost: called for each lost snapshot.
+    group_failure: returns the reason why collectives may have been aborted, or "". None for a process that
+        trains alone, whose snapshots need no confirmation.
+    sealed, lost: counts of snapshots. lost_reason: the reason of the last loss.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        policy: CopyPolicy,
+        constants: Constants,
+        sealer: _native.Sealer,
+        on_lost: Callable[[PendingSnapshot], None],
+        group_failure: Callable[[], str] | None,
+    ) -> None:
+        self._planner, self._policy, self._constants = planner, policy, constants
+        self._sealer, self._on_lost, self._group_failure = sealer, on_lost, group_failure
+        self._pending: list[PendingSnapshot] = []
+        self._unconfirmed: list[PendingSnapshot] = []
+        # The newest sealed snapshot of each slot. The keeper may still report torn leaves in it.
+        self._sealed: dict[str, PendingSnapshot] = {}
+        self._failures: dict[int, tuple[str, bool]] = {}
+        self.sealed = 0
+        self.lost = 0
+        self.lost_reason = ""
+
+    def add(self, snapshot: PendingSnapshot) -> None:
+        self._pending.append(snapshot)
+
+    def confirms(self, copies: PreparedCopies) -> bool:
+        """Whether a snapshot by these copies needs a confirmation."""
+        return self._group_failure is not None and copies.uses_devices
+
+    def running(self) -> bool:
+        """Whether copies of a device are still running or not confirmed."""
+        is_copying = any(each.copies.on_devices for each in self._pending if each.copies)
+        return is_copying or bool(self._unconfirmed)
+
+    def poll(self) -> None:
+        """Process, without waiting, sealed and refused snapshots, and leaves that the keeper found torn."""
+        for snapshot in list(self._pending):
+            state = snapshot.target.state(snapshot.generation)
+            if state is SlotState.WRITING:
+                continue
+            self._pending.remove(snapshot)
+            copies, snapshot.copies = snapshot.copies, None
+            assert copies is not None
+            copies.ended()
+            if state is SlotState.UNCONFIRMED:
+                self._unconfirmed.append(snapshot)
+            elif state is SlotState.SEALED:
+                self._on_sealed(snapshot)
+            else:
+                self._on_refused(snapshot, copies)
+        for snapshot in list(self._sealed.values()):
+            self._check_for_tears(snapshot)
+
+    def confirm(self) -> None:
+        """Seal the snapshots that `poll` found complete, or discard them if a process group has failed.
+
+        To be called when the training thread enters a boundary or waits in order; never at an end by an
+        exception."""
+        # Checked after the copies have ended: a later abort cannot change the copied bytes.
+        failure = self._group_failure() if self._unconfirmed and self._group_failure is not None else ""
+        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        for snapshot in unconfirmed:
+            target, generation = snapshot.target, snapshot.generation
+            if not failure and target.slot.confirm(target.owner, generation):
+                self._on_sealed(snapshot)
+                continue
+            target.slot.abandon(target.owner, generation)
+            reason = failure or "its slot was freed before the confirmation"
+            if reason != self.lost_reason:
+                log.error("The snapshot of step %d was discarded: %s.", snapshot.step, reason)
+            self._lose(snapshot, reason)
+
+    def wait(self) -> None:
+        """Wait on the host until no snapshot is in flight, and confirm them. Also processes leaves that the
+        keeper found torn meanwhile."""
+        self.drain()
+        self.confirm()
+
+    def drain(self) -> None:
+        """Wait without confirming, for an end that may be abnormal."""
+        self.poll()
+        while self._pending:
+            drained = self._sealer.drain(_WAIT_SLICE_S)
+            if not drained:
+                log.warning("The copies of step %d have been running for a minute.", self._pending[0].step)
+            self.poll()
+            for snapshot in list(self._pending) if drained else ():
+                # The sealer has finished without a decision about this snapshot.
+                snapshot.target.slot.abandon(snapshot.target.owner, snapshot.generation)
+                self.poll()
+
+    def forget(self) -> None:
+        """Forget all snapshots, because the slots are replaced."""
+        self._pending.clear()
+        self._unconfirmed.clear()
+        self._sealed.clear()
+
+    def drop(self, target: SlotWriter) -> None:
+        """Stop checking this slot. No snapshot to it may be in flight."""
+        self._sealed.pop(target.slot.name, None)
+
+    def _on_sealed(self, snapshot: PendingSnapshot) -> None:
+        target = snapshot.target
+        self.sealed += 1
+        if target.generation == snapshot.generation:  # else the slot was already overwritten
+            self._sealed[target.slot.name] = snapshot
+
+    def _on_refused(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> None:
+        """Process a snapshot that was not sealed, or that the keeper's audit already discarded."""
+        target = snapshot.target
+        reason, copied = self.failure_of(target)
+        generation, found = target.slot.torn
+        torn = list(found) if generation == snapshot.generation else []
+        if reason:
+            # If the copies failed, the table is empty, and no leaf is torn.
+            torn = target.empty_entries() if copied else []
+        changed = self._constants_changed(snapshot, copies)
+        why = _TORN
+        if reason and not torn and not changed:
+            log.error("The snapshot of step %d was not sealed: %s.", snapshot.step, reason)
+            why = reason
+        target.forget()
+        self._tear(snapshot, [leaf for leaf in torn if leaf not in changed])
+        self._lose(snapshot, why)
+
+    def failure_of(self, target: SlotWriter) -> tuple[str, bool]:
+        """Return the reason why a slot was not sealed, and whether its copies had ended."""
+        self._failures.update({word: (why, copied) for word, why, copied in self._sealer.failures()})
+        return self._failures.pop(target.slot.word_address, ("", True))
+
+    def _constants_changed(self, snapshot: PendingSnapshot, copies: PreparedCopies) -> set[int]:
+        """Return the constants that were written since the last capture; their copies are not torn."""
+        target = snapshot.target
+        if target.generation != snapshot.generation:
+            return set()
+        changed = {*copies.changed_constants(target.table)}
+        if changed:
+            changed -= {*target.empty_entries()}
+        for index in changed:
+            self._constants.changed(snapshot.names[index])
+        if changed:
+            self._planner.drop()
+        return changed
+
+    def _check_for_tears(self, snapshot: PendingSnapshot) -> None:
+        """Discard a snapshot in which the keeper's audit found leaves that differ from their digests."""
+        target = snapshot.target
+        if target.generation != snapshot.generation:
+            return
+        generation, leaves = target.slot.torn
+        if generation != snapshot.generation:
+            return
+        del self._sealed[target.slot.name]
+        target.forget()
+        self._tear(snapshot, leaves)
+        self._lose(snapshot, _TORN)
+
+    def _tear(self, snapshot: PendingSnapshot, leaves: Iterable[int]) -> None:
+        # Ignore indexes out of range from the keeper. any() of a list, so that each leaf is processed.
+        known = [leaf for leaf in leaves if leaf < len(snapshot.names)]
+        if any([self._policy.tear(snapshot.names[leaf], snapshot.ways[leaf]) for leaf in known]):
+            self._planner.drop()
+
+    def _lose(self, snapshot: PendingSnapshot, reason: str) -> None:
+        self.lost += 1
+        self.lost_reason = reason
+        self._on_lost(snapshot)
+
+
+class RegionCopy:
+    """The copy of the constants into the region to which all slots refer. Owns its mapping until `end`.
+
+    This is an ordinary capture of the constants alone: host memory is copied during the boundary (another
+    thread must not read tensors whose storage the program may free), and devices before any stream may write
+    the leaves."""
+
+    def __init__(
+        self, region: Slot, owner: int, constants: Constants, sealer: _native.Sealer, in_flight: InFlight
+    ) -> None:
+        self.nonce = region.header.nonce
+        self._region, self._target = region, SlotWriter(region, owner)
+        self._constants, self._sealer, self._in_flight = constants, sealer, in_flight
+        self._copies: PreparedCopies | None = None
+        self._tries = 0
+
+    def is_over(self, planner: Planner, step: int, attempt: tuple[int, int], *, wait: bool) -> bool:
+        """Begin or continue the copy; return whether the region is sealed or given up. wait: wait for copies
+        of devices."""
+        if self._constants.planned is None:  # given up meanwhile
+            return True
+        try:
+            copies = self._copies or self._begin(planner.copies_of_constants(), step, attempt)
+            state = self._state(copies, wait=wait)
+            if state is SlotState.FREE:
+                self._try_again(copies)
+            if state is not SlotState.SEALED:
+                return False
+            digests = tuple(self._target.table.tolist())
+            layout = copies.plan.image.shard
+            self._constants.filled(ConstantsRegion(self._region.name, self.nonce, layout, digests))
+            crashpoints.point("share.sealed")
+        except KeeperError as error:
+            log.warning("each slot has a copy of the constants: %s", error)
+            self._constants.give_up()
+        return True
+
+    def end(self) -> None:
+        """Unmap the region: later captures only compare digests."""
+        if self._copies is not None:
+            self._copies.wait()
+            if self._state(self._copies, wait=True) is SlotState.WRITING:
+                return  # it stays mapped, because a copy may still write to it
+            self._copies.plan.release()
+        self._target.release()
+        self._region.close()
+
+    def _begin(self, copies: PreparedCopies, step: int, attempt: tuple[int, int]) -> PreparedCopies:
+        """Begin the copy. Raises KeeperError if the region is too small or not available."""
+        fits = self._region.size.holds(copies.plan.slot_size(len(NO_VALUES)))
+        if not fits or not self._target.begin():
+            raise KeeperError(f"{self._region.name} cannot be written.")
+        self._tries += 1
+        try:
+            copies.write(self._target, NO_VALUES, self._sealer, step, attempt)
+        except BaseException:
+            copies.plan.release()
+            raise
+        self._copies = copies
+        return copies
+
+    def _state(self, copies: PreparedCopies, *, wait: bool) -> SlotState:
+        """Return WRITING while the copy is running, SEALED, or FREE if it could not be sealed."""
+        if wait or not copies.on_devices:
+            self._sealer.drain(_WAIT_SLICE_S)
+        return self._target.state(self._target.generation)
+
+    def _try_again(self, copies: PreparedCopies) -> None:
+        """Prepare another try after a refused seal, without the leaves that were written meanwhile."""
+        reason, copied = self._in_flight.failure_of(self._target)
+        for index in self._target.empty_entries() if copied else ():
+            self._constants.changed(copies.names[index])
+        copies.plan.release()
+        self._copies = None
+        if self._tries >= _REGION_TRIES:
+            raise KeeperError(
+                f"their region could not be sealed ({reason or 'the leaves were written each time'})."
+            )

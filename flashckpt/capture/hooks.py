@@ -1,7 +1,8 @@
-"""What optimizers' step hooks report: which boundaries qualify, which gradients are used up, when a gate
-closes. Owns the hooks, and the answer to whether a loop reads an optimizer's gradients again in its next
-iteration. Hooks decide only speed: a step that calls none delays a snapshot and is seen by digests; it never
-makes one wrong.
+"""Step hooks of optimizers: they determine which boundaries qualify, which gradients are used up, and when a
+gate closes.
+
+Owns the hooks, and the decision whether a loop reads an optimizer's gradients again in its next iteration.
+Hooks never affect correctness: a step that calls no hook delays a snapshot, and digests detect its writes.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from flashckpt.capture.plan import local
 
 log = logging.getLogger(__name__)
 
-# So many boundaries without any hook, or twice the longest gap seen, and every boundary qualifies.
-_PATIENCE = 8
-# So many times a loop replaces the gradients that were used up before their bytes are left out. A loop that
+# After this many boundaries without a step, or twice the longest gap, each boundary qualifies.
+_LEAST_GAP = 8
+# The loop must replace used-up gradients this many times before they are left out of snapshots. A loop that
 # calls zero_grad in every n-th iteration never replaces them in two iterations in a row.
 _REPLACEMENTS = 2
-# While that is open, up to so many bytes of gradients are saved; of more, the boundary waits for the answer,
-# because slots that hold them stay that large until the run ends.
+# While this is undecided, up to this many bytes of gradients are saved. With more, no boundary qualifies,
+# because slots that hold them would stay that large until the run ends.
 _MOST_UNDECIDED_BYTES = 64 << 20
 
 
 class Habit(str, Enum):
-    """What a loop does with the gradients that one optimizer has used up: `kept`, the next iteration finds
-    the same tensors; `dropped`, it finds new ones or none (`zero_grad(set_to_none=True)`)."""
+    """The loop's treatment of the gradients that an optimizer has used. `kept`: the next iteration finds the
+    same tensors. `dropped`: it finds new ones or None (`zero_grad(set_to_none=True)`)."""
 
     UNDECIDED = "undecided"
     KEPT = "kept"
@@ -44,14 +45,15 @@ class Habit(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What the hooks say of a boundary: may it be captured, and would a gate be closed before a write."""
+    """The result of the hooks for a boundary. qualifies: it may be captured. gated: a hook will close the
+    gate before the next write."""
 
     qualifies: bool
     gated: bool
 
 
 def unwrapped(optimizer: object) -> object:
-    """The torch optimizer inside wrappers that hold one as `.optimizer` (accelerate's does)."""
+    """Return the torch optimizer inside wrappers that hold it as `.optimizer` (accelerate's does)."""
     seen: set[int] = set()
     while not isinstance(optimizer, Optimizer) and id(optimizer) not in seen:
         seen.add(id(optimizer))
@@ -63,10 +65,10 @@ def unwrapped(optimizer: object) -> object:
 
 
 @dataclass(slots=True)
-class _Record:
-    """The gradients that one optimizer used up in its last step: these very objects at these versions.
-    `held`: those that were there at the last boundary and are to be compared with the next ones. Weak
-    references: an identity that is compared is that of a live tensor, never a number that was used again."""
+class _OptimizerSteps:
+    """The gradients that an optimizer used in its last step, as objects with their versions. held: the
+    gradients at the last boundary, to be compared with the next ones. The references are weak, so that only
+    identities of live tensors are compared: the id of a dead tensor may be reused."""
 
     optimizer: weakref.ref[Optimizer]
     fired: bool = False
@@ -79,8 +81,8 @@ class _Record:
 
 
 class StepHook:
-    """A hook that holds its owner weakly. Optimizers leave their hooks out of what is copied and pickled. A
-    copy of one that does not has a callable of the standard library in this one's place: it does nothing."""
+    """A hook that holds its owner weakly. Optimizers do not copy or pickle their hooks. An optimizer that
+    does gets a callable of the standard library without effect instead."""
 
     def __init__(self, method: Callable[[Optimizer], None]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -97,11 +99,13 @@ class StepHook:
 
 
 class StepHooks:
-    """Hooks on the attached optimizers, as torch has them (`unwrapped`).
+    """Hooks on the attached optimizers (torch's own, `unwrapped`).
 
-    before_step is called, in front of all other pre-hooks, before an optimizer writes. The hooks hold this
-    object weakly, so that an optimizer that lives on keeps no checkpointer alive. While a graph is being
-    captured on one of the devices they only count `steps`, those of all optimizers.
+    before_step: called before an optimizer writes, and before all other pre-hooks.
+    steps: the number of steps of all optimizers.
+
+    The hooks hold this object weakly, so that an optimizer does not keep a checkpointer alive. While a graph
+    is being captured on a device, they only count steps.
     """
 
     def __init__(
@@ -111,21 +115,25 @@ class StepHooks:
         devices: Sequence[Device] = (),
     ) -> None:
         self._devices, self._before_step = devices, before_step
-        self._records: dict[int, _Record] = {}
+        self._records: dict[int, _OptimizerSteps] = {}
         self._used_up: dict[int, tuple[weakref.ref[Tensor], int]] | None = None
         self._handles: list[Any] = []
         self._stepped = False
         self.steps = self._gap = self._longest_gap = 0
         for optimizer in {id(each): each for each in optimizers}.values():
-            self._install(optimizer)
+            self._records[id(optimizer)] = _OptimizerSteps(weakref.ref(optimizer))
+            handle = optimizer.register_step_pre_hook(StepHook(self._before))
+            # A user's own pre-hook may write parameters, so the gate must close before it.
+            optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            self._handles += [handle, optimizer.register_step_post_hook(StepHook(self._after))]
 
     @property
     def fired(self) -> frozenset[int]:
-        """Identities of the optimizers whose hooks were seen."""
+        """The ids of the optimizers whose hooks have fired."""
         return frozenset(key for key, record in self._records.items() if record.fired)
 
     def boundary(self) -> Boundary:
-        """Ask once at each boundary. A device with no optimizer at all has nothing to wait for."""
+        """Return the result for a boundary; to be called once at each. Without optimizers, all qualify."""
         if not self._records:
             return Boundary(qualifies=True, gated=False)
         for record in self._records.values():
@@ -135,29 +143,29 @@ class StepHooks:
             self._longest_gap = max(self._longest_gap, self._gap)
             self._gap, self._stepped = 0, False
             return Boundary(qualifies=not self.is_undecided, gated=True)
-        return Boundary(qualifies=self._gap >= max(_PATIENCE, 2 * self._longest_gap), gated=False)
+        return Boundary(qualifies=self._gap >= max(_LEAST_GAP, 2 * self._longest_gap), gated=False)
 
     @property
     def is_undecided(self) -> bool:
-        """Whether many bytes of gradients are used up now, and no iteration has shown yet whether the next
-        one reads them."""
+        """Whether many bytes of gradients are used up, and it is unknown whether the next iteration reads
+        them."""
         records = [record for record in self._records.values() if record.habit is Habit.UNDECIDED]
         there = (g for record in records for ref in record.gradients if (g := ref()) is not None)
         return _num_bytes(there) > _MOST_UNDECIDED_BYTES
 
     @property
     def habits(self) -> dict[int, str]:
-        """What is known of each optimizer's gradients, by its identity."""
+        """The id of each optimizer -> the habit of its gradients."""
         return {key: record.habit.value for key, record in self._records.items()}
 
     def resume(self, habits: Mapping[int, Habit]) -> None:
-        """Take over what an earlier attempt of the run knew: the loop may be anywhere in its cycle."""
+        """Use the habits of an earlier attempt of the run: the loop may be anywhere in its cycle."""
         for key, habit in habits.items():
             self._records[key].habit = habit
 
     def used_up(self, parameter: Tensor, gradient: Tensor) -> bool:
-        """Whether this gradient is not needed any more: an optimizer's step saw this very object at this
-        version, so that nothing was added since, and the loop drops what was used up."""
+        """Whether a gradient is no longer needed: an optimizer's step used this object at this version, so
+        that nothing was added since, and the loop drops used gradients."""
         known = self._index().get(id(gradient))
         return known is not None and known[0]() is gradient and known[1] == _version(gradient)
 
@@ -167,7 +175,7 @@ class StepHooks:
         self._handles.clear()
 
     def _index(self) -> dict[int, tuple[weakref.ref[Tensor], int]]:
-        # Built only for a boundary that is captured: a step pays for two lists and no dictionary.
+        # Built only for a captured boundary, so that a step builds no dictionary.
         if self._used_up is None:
             self._used_up = {
                 id(gradient): (ref, version)
@@ -177,13 +185,6 @@ class StepHooks:
                 if (gradient := ref()) is not None
             }
         return self._used_up
-
-    def _install(self, optimizer: Optimizer) -> None:
-        self._records[id(optimizer)] = _Record(weakref.ref(optimizer))
-        handle = optimizer.register_step_pre_hook(StepHook(self._before))
-        # A user's own pre-hook may write parameters: the gate must be closed before it.
-        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
-        self._handles += [handle, optimizer.register_step_post_hook(StepHook(self._after))]
 
     def _capturing(self) -> bool:
         return any(device.capturing() for device in self._devices)
@@ -204,22 +205,22 @@ class StepHooks:
         record.versions = list(map(_version, gradients))
         self._used_up = None
 
-    def _hold(self, record: _Record) -> None:
-        """At a boundary: what the next iteration's gradients are to be compared with."""
+    def _hold(self, record: _OptimizerSteps) -> None:
+        """Select, at a boundary, the gradients with which the next iteration's are compared."""
         stepped, record.stepped = record.stepped, False
         if record.habit is Habit.KEPT:
             return
         if stepped:
             record.held = record.gradients
             if record.habit is Habit.UNDECIDED:
-                # Gradients that are gone already say nothing about those that stay until the next iteration.
+                # Gradients that were already freed do not show what happens to the remaining ones.
                 record.held = [ref for ref in record.gradients if ref() is not None]
         elif self._stepped and record.held and (optimizer := record.optimizer()) is not None:
-            # Only another optimizer stepped: what is still here was there to be read.
+            # Only another optimizer stepped: the iteration could read these gradients.
             self._compare(record, _gradients_of(optimizer))
 
-    def _compare(self, record: _Record, gradients: Sequence[Tensor]) -> None:
-        """Compare the gradients that are there now with those that were held at the last boundary."""
+    def _compare(self, record: _OptimizerSteps, gradients: Sequence[Tensor]) -> None:
+        """Compare the current gradients with those held at the last boundary, and decide the habit."""
         held, record.held = record.held, []
         if not held or not gradients:
             return
@@ -239,13 +240,13 @@ def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _version(gradient: Tensor) -> int:
-    # FSDP2 adds to the local part: the DTensor around it keeps its version.
+    # FSDP2 adds to the local tensor, which does not change the version of its DTensor.
     return gradient._version if type(gradient) is Tensor else local(gradient)._version
 
 
 def _num_bytes(gradients: Iterable[Tensor]) -> int:
     parts = (local(gradient) for gradient in gradients)
-    # A sparse one has no memory of its own until its parts are asked for, and they are few.
+    # A sparse gradient has no memory of its own before its parts are read, and is small.
     return sum(each.numel() * each.element_size() for each in parts if each.layout is torch.strided)
 
 
@@ -254,9 +255,9 @@ def _report_kept(optimizer: Optimizer | None, gradients: Sequence[Tensor], *, we
     if any(local(gradient)._is_view() for gradient in gradients):
         remedy += ", and build DDP with gradient_as_bucket_view=False, which keeps the same tensors"
     log.warning(
-        "%d bytes of gradients of %s are saved with every snapshot, since the iteration after the one that "
-        "used them finds the same tensors and may read them. If it does not, %s: then they are left out.%s",
+        "%d bytes of gradients of %s are saved with each snapshot, because the next iteration finds the same "
+        "tensors and may read them. If it does not read them, %s: then they are left out.%s",
         _num_bytes(gradients), type(optimizer).__name__, remedy,
-        " The snapshots of this run before this step do not hold them: a resume from one of those is exact "
-        "only if they were not read." if were_left_out else "",
+        " Earlier snapshots of this run do not contain them: a resume from one of these is exact only if the "
+        "gradients were not read." if were_left_out else "",
     )  # fmt: skip

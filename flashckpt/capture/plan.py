@@ -1,15 +1,17 @@
-"""The plan: which leaves a snapshot holds, where each lies now and where it goes in the image.
+"""The plan of a snapshot: its leaves, their current addresses, and their places in the image.
 
-Owns the layout, strong references to the tensors (so their storages outlive a copy) and the arrays of
-addresses that native code reads. Decides nothing about ways, copies nothing.
+Owns the layout, strong references to the tensors (so that their storages outlive a copy) and the arrays of
+addresses that native code reads. Never chooses ways and never copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import heapq
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,25 +19,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.division import SharedLeaves, Sharing
-from flashckpt.format.layout import Layout, Leaf, SlotImage
+from flashckpt.format.layout import EVERY, Layout, Leaf, SlotImage, ranks_of
 from flashckpt.format.metadata import ReplicaSet, geometry, plan_bytes, replicas_bytes
-from flashckpt.format.replicas import ranks_of
-from flashckpt.memory.control_page import SlotSize
-
-if TYPE_CHECKING:
-    from flashckpt.state.tree import Walk
+from flashckpt.memory.region import SlotSize
 from flashckpt.state.leaves import LiveLeaf
 from flashckpt.state.tensors import DTYPE_NAMES, has_memory, leaf_of, same_memory, strides
 
+if TYPE_CHECKING:
+    from flashckpt.state.leaves import LiveLeaf
+    from flashckpt.state.tree import Walk
+
+log = logging.getLogger(__name__)
+
+
 Addresses = NDArray[np.uint64]
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
-# In the place of a constant that counts no more.
-_NOTHING = LiveLeaf("", torch.empty(0, device="cpu"), "other", None, None, None)
+# The placeholder for an outdated constant.
+_OUTDATED = LiveLeaf("", torch.empty(0, device="cpu"), "other", None, None, None)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor whose bytes are this rank's: a DTensor's own data_ptr is 0, its local tensor's is not."""
+    """Return the tensor with this rank's data: the local tensor of a DTensor, whose own data_ptr is 0."""
     if type(tensor) in _PLAIN_TYPES:
         return tensor
     inner = getattr(tensor, "_local_tensor", None)
@@ -43,14 +47,14 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor's memory is its image: row-major, and no operation pending on its bits."""
+    """Whether the tensor's memory can be copied as it is: row-major, without a lazy conj or neg."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantsRegion:
-    """A sealed region: its name and nonce, the leaves in it, and their digests in the same order. Not made
-    yet, it has no name."""
+    """A region of constants: its name ("" for a planned one) and nonce, its leaves, and their digests in the
+    same order."""
 
     name: str
     nonce: int
@@ -63,15 +67,19 @@ class ConstantsRegion:
 
 
 class Plan:
-    """Leaves of one walk, in the order of the digest table: ordinary ones in image order, then those of the
-    `region` to which snapshots leave their constants. Every array has one entry a leaf; offsets are in bytes
-    from the first byte of the image that has it, and addresses are those of the live tensors. Leaves from
-    `first_left` on are digested and not copied: other ranks of the node have their bytes, or the region.
+    """The leaves of one walk, in the order of the digest table: ordinary leaves in image order, then those of
+    the constants region. Each array has one entry for each leaf; offsets are in bytes from the start of the
+    leaf's image, and addresses are those of the live tensors. Leaves from `first_left` on are digested and
+    not
+    copied: other ranks of the node hold their bytes, or the region does.
 
-    `used` names the leaves that are left to the region. Others of it are `outdated`: they have an entry with
-    the region's digest, and no tensor. `only` names what of a walk is planned, None for all. `sharing` says
-    which leaves other ranks hold too, and which of these write them; `constants`
-    has what was found to be constant, and whether it still is."""
+    region: the region that holds the constants.
+    used: the names of the leaves that the region holds for this plan. Its other leaves are `outdated`: their
+        entries have the region's digest and no tensor.
+    only: the names of the leaves to plan; None for all.
+    sharing: the leaves that other ranks hold too, and their writers.
+    constants: name -> whether the leaf is still constant, of all leaves that ever were.
+    """
 
     def __init__(
         self,
@@ -91,8 +99,8 @@ class Plan:
         sets = sharing.sets(lives, ordinary, constants, plain) if sharing is not None else []
         mine = (None, sharing.rank if sharing is not None else None)
         elsewhere = {name for each in sets for name, by in each.writers.items() if by not in mine}
-        left = {name for each in sets for name, by in each.holders.items() if by not in mine}
-        assert left <= elsewhere, "what a rank writes must stand in its own slot"
+        left = {name for each in sets for name, by in each.owners.items() if by not in mine}
+        assert left <= elsewhere, "a rank's own slot must hold all leaves that it writes"
         shard = Layout.of(each for each in ordinary if each.name not in elsewhere)
         self.image = SlotImage(
             shard,
@@ -107,11 +115,11 @@ class Plan:
         self.constants_bytes = self.image.constants_bytes
         self.json = plan_bytes(self.image.shard)
         self.constants_json = plan_bytes(self.image.constants) if self.image.constants is not None else b""
-        self.replicas_json = self._said_of_replicas(sets)
+        self.replicas_json = self._encode_replicas(sets)
         nonce = b"" if region is None else region.nonce.to_bytes(8, "little")
         self.plan_id = _native.xxh3_64(self.json + self.constants_json + self.replicas_json + nonce)
         self.lives = [
-            _NOTHING if index in self.outdated else by_name[leaf.name]
+            _OUTDATED if index in self.outdated else by_name[leaf.name]
             for index, leaf in enumerate(self.leaves)
         ]
         self.tensors = [local(live.tensor) for live in self.lives]
@@ -127,37 +135,37 @@ class Plan:
         self.addresses: Addresses = np.zeros(len(self.lives), dtype=np.uint64)
         self._standing = _native.Standing(walk.guards, walk.anchors)
         self._watch: _native.Watch | None = None
-        self._arm()
+        self._watch_tensors()
 
-    def _said_of_replicas(self, sets: Sequence[SharedLeaves]) -> bytes:
+    def _encode_replicas(self, sets: Sequence[SharedLeaves]) -> bytes:
         index = {leaf.name: i for i, leaf in enumerate(self.leaves) if i not in self.outdated}
         rows = []
         for each in sets:
             names = sorted(each.writers, key=index.__getitem__)
-            columns = [tuple(of[name] for name in names) for of in (each.writers, each.holders)]
+            columns = [tuple(of[name] for name in names) for of in (each.writers, each.owners)]
             rows.append(ReplicaSet(ranks_of(each.ranks), tuple(index[name] for name in names), *columns))
         return replicas_bytes(self.image.kept, self.image.left, rows)
 
     def metadata_sizes(self, values_bytes: int) -> tuple[int, int, int, int, int]:
-        """Of the parts of a slot's metadata, as `format.metadata` takes them."""
+        """Return the sizes of a slot's metadata parts, for `format.metadata.geometry`."""
         constants, replicas = len(self.constants_json), len(self.replicas_json)
         return len(self.json), len(self.leaves), values_bytes, constants, replicas
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the leaves, those that are gradients."""
+        """The bytes of the leaves that are gradients."""
         pairs = zip(self.lives, self.sizes.tolist(), strict=True)
         return sum(size for live, size in pairs if live.kind == "gradient")
 
-    def room(self, values_bytes: int) -> SlotSize:
-        """What a slot has to have room for."""
+    def slot_size(self, values_bytes: int) -> SlotSize:
+        """Return the size that a slot needs."""
         return SlotSize(geometry(*self.metadata_sizes(values_bytes)).num_bytes, self.image.num_bytes)
 
     def update(self) -> list[int] | None:
-        """Compare the live state with the plan; take over new memory of the same leaves. Which gradients are
-        leaves is not asked: the values, which come first, read that, and walk anew where it has changed.
+        """Compare the live state with the plan, and patch the plan if leaves have new memory. Does not check
+        which gradients are leaves: the values, which are read before, do so and walk again after a change.
 
-        Returns the indexes of leaves that lie elsewhere now; None where the walk must be made again.
+        Returns the indexes of leaves with new addresses; None if the state must be walked again.
         """
         if not self._standing.stands():
             return None
@@ -167,18 +175,15 @@ class Plan:
         if not all(self._patch(index) for index in indexes):
             return None
         if indexes:
-            self._arm()
-        fresh = self._fresh()
-        return None if fresh is None or not self._ties_hold() else indexes + fresh
+            self._watch_tensors()
+        dynamic = self._update_dynamic()
+        # A new object in one place of a tied tensor, or new memory of one of its objects, ends the tie.
+        ties_hold = all(tied is live.tensor or same_memory(live.tensor, tied) for live, tied in self._ties)
+        return None if dynamic is None or not ties_hold else indexes + dynamic
 
-    def _ties_hold(self) -> bool:
-        """Whether what is stored once is still one: another object in one of its places, or other memory
-        under one of its objects, has undone the tie."""
-        return all(tied is live.tensor or same_memory(live.tensor, tied) for live, tied in self._ties)
-
-    def _fresh(self) -> list[int] | None:
-        """Take over the tensors that their owner makes anew each time, or hands out again after it has moved
-        them; None where they are others."""
+    def _update_dynamic(self) -> list[int] | None:
+        """Update the tensors that their owner creates at each access or has moved; return their indexes, or
+        None if one does not fit."""
         moved = []
         for index in self._dynamic:
             tensor = local(self.lives[index].tensor)
@@ -197,8 +202,9 @@ class Plan:
             self._watch = None
 
     def _fits(self, index: int, tensor: Tensor) -> bool:
-        """Whether a tensor can be read as the plan has it. Compared with the plan, not with the tensor it was
-        made from: changes in place (resize_, t_, .data=, .cuda()) keep the object, a storage's all else."""
+        """Whether a tensor can be read as planned. Compares with the plan, not with the former tensor:
+        in-place changes (resize_, t_, .data=, .cuda()) keep the object, and a resized storage changes nothing
+        else."""
         leaf = self.leaves[index]
         return (
             tensor.shape == leaf.shape
@@ -218,14 +224,14 @@ class Plan:
         if not isinstance(found, Tensor) or not self._fits(index, local(found)):
             return False
         if live.kind == "parameter" and found is not live.tensor and not isinstance(live.container, Tensor):
-            return False  # another parameter: its gradient, and whether an optimizer has it, are others
+            return False  # a new parameter has another gradient, and perhaps no optimizer
         live.tensor = found
         self.tensors[index] = local(found)
         return True
 
-    def _arm(self) -> None:
-        """Read every address once and watch every tensor that has a place of its own in the state. Of a
-        tensor with an inner one (a DTensor's local tensor) both are watched."""
+    def _watch_tensors(self) -> None:
+        """Read each address once, and watch each tensor that has a container. Of a DTensor, watch the local
+        tensor, too."""
         self.release()
         items: list[tuple[Any, Any]] = []
         tensors: list[Tensor] = []
@@ -254,3 +260,156 @@ def _layout(leaves: Iterable[Leaf]) -> Layout | None:
 def _item(container: Any, key: Any) -> Any:
     by_name = isinstance(key, str) and not isinstance(container, dict)
     return getattr(container, key) if by_name else container[key]
+
+
+# Each rank writes its own file in any case; to divide less than a chunk saves nothing.
+LEAST_BYTES = 4 << 20
+
+
+class ReplicaAssignment(NamedTuple):
+    """writers: leaf name -> the rank that writes it. holders: leaf name -> the rank of this node that holds
+    it in memory."""
+
+    writers: Mapping[str, int]
+    owners: Mapping[str, int]
+
+
+def divide(
+    sizes: Mapping[str, int],
+    members: Collection[int],
+    node: Collection[int],
+    least_bytes: int = LEAST_BYTES,
+) -> ReplicaAssignment:
+    """Assign leaves that all `members` hold, by their sizes in bytes. node: the ranks of one node, with at
+    least one member. On its own node, the writer of a leaf also holds it."""
+    ranks = sorted(members)
+    count = min(len(ranks), max(1, sum(sizes.values()) // max(1, least_bytes)))
+    # Spread over all ranks, so that not only the first nodes write.
+    chosen = [ranks[place * len(ranks) // count] for place in range(count)]
+    writers = _balanced(sizes, dict.fromkeys(chosen, 0))
+    here = sorted(set(ranks) & set(node))
+    owners = {name: rank for name, rank in writers.items() if rank in here}
+    loads = dict.fromkeys(here, 0)
+    for name, rank in owners.items():
+        loads[rank] += sizes[name]
+    others = {name: num_bytes for name, num_bytes in sizes.items() if name not in owners}
+    return ReplicaAssignment(writers, {**owners, **_balanced(others, loads)})
+
+
+def _balanced(sizes: Mapping[str, int], loads: Mapping[int, int]) -> dict[str, int]:
+    """Assign each leaf to the rank with the least bytes, the largest leaf first (LPT scheduling)."""
+    heap = sorted((num_bytes, rank) for rank, num_bytes in loads.items())
+    found = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + sizes[name], rank))
+        found[name] = rank
+    return found
+
+
+class SharedLeaves(NamedTuple):
+    """The leaves that all `ranks` hold. writers: leaf name -> the rank that writes it; None if each rank
+    does. holders: leaf name -> the rank of this node that holds its bytes in its slot; None if each rank
+    does."""
+
+    ranks: tuple[int, ...]
+    writers: Mapping[str, int | None]
+    owners: Mapping[str, int | None]
+
+
+class Sharing:
+    """The treatment of leaves that other ranks hold too.
+
+    rank: this rank.
+    is_divided: one rank writes each leaf, and all readers must be able to reach its files. Otherwise each
+        rank writes all leaves.
+    node: the ranks of this node. They divide the leaves that all of them hold in memory, too, unless
+        `holds_whole`.
+    by_rank: the names of leaves that have diverged; EVERY for all.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        is_divided: bool,
+        least_bytes: int = LEAST_BYTES,
+        node: Collection[int] = (),
+    ) -> None:
+        self.rank, self.is_divided, self._least_bytes = rank, is_divided, least_bytes
+        self._node = frozenset(node) | {rank}
+        self.holds_whole = len(self._node) == 1 or not is_divided
+        self.by_rank: frozenset[str] = frozenset()
+
+    def keep_by_rank(self, names: Iterable[str]) -> None:
+        """Let each rank write its own copy of these leaves from the next capture on, because they differ. Any
+        thread."""
+        fresh = frozenset(names) - self.by_rank
+        if fresh:
+            self.by_rank |= fresh
+            log.warning("%d leaves differ among ranks: each rank keeps its own from now on", len(fresh))
+
+    def hold_whole(self) -> None:
+        """Let each rank of this node hold its own copy of all leaves from the next capture on, because the
+        ranks' assignments or leaves differ. Any thread."""
+        if not self.holds_whole:
+            self.holds_whole = True
+            log.warning(
+                "leaves that should be equal on the ranks of this node differ, or their assignment does: a "
+                "snapshot is incomplete, and from now on each rank keeps its own copy of all leaves in memory"
+            )
+
+    @property
+    def conditions(self) -> tuple[frozenset[str], bool]:
+        """The facts on which a plan depends."""
+        return self.by_rank, self.holds_whole
+
+    def sets(
+        self,
+        lives: Sequence[LiveLeaf],
+        copied: Sequence[Leaf],
+        constants: Mapping[str, bool],
+        plain: Collection[str],
+    ) -> list[SharedLeaves]:
+        """Return the shared leaves of a plan, by the ranks that hold them.
+
+        copied: the leaves in a slot.
+        constants: name -> whether it is still constant. Each rank writes its own constants, because some
+            ranks may have no region for them and all must compute the same assignment. Former constants,
+            which a rank without a region does not notice, are divided separately, and only in storage.
+        plain: the names of leaves that are digested in place. Each slot holds the others.
+        """
+        names: dict[tuple[int, ...], list[str]] = {}
+        for live in lives:
+            is_equal = self.by_rank.isdisjoint((EVERY, live.name))
+            if is_equal and self.rank in live.replicas and len(live.replicas) > 1:
+                names.setdefault(live.replicas, []).append(live.name)
+        sizes = {leaf.name: leaf.num_bytes for leaf in copied}
+        always = {name: size for name, size in sizes.items() if name not in constants}
+        since = {name: size for name, size in sizes.items() if not constants.get(name, True)}
+        return [self._shared(ranks, names[ranks], always, since, plain) for ranks in sorted(names)]
+
+    def _shared(
+        self,
+        ranks: tuple[int, ...],
+        names: Sequence[str],
+        always: Mapping[str, int],
+        since: Mapping[str, int],
+        plain: Collection[str],
+    ) -> SharedLeaves:
+        """Assign the leaves of one set of ranks. always, since: the sizes of the leaves that were never
+        constant and of former constants; each group is divided separately."""
+        writers: dict[str, int | None] = dict.fromkeys(names)
+        owners = writers.copy()
+        for sizes in (since, always) if self.is_divided else ():
+            here = {name: sizes[name] for name in names if name in sizes}
+            division = divide(here, ranks, self._node, self._least_bytes)
+            writers |= division.writers
+            if sizes is always and self._divides_memory(ranks, here):
+                owners |= {name: rank for name, rank in division.owners.items() if name in plain}
+        return SharedLeaves(ranks, writers, owners)
+
+    def _divides_memory(self, ranks: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+        # Only if all ranks of the node are in the set, so that a single number compares all of them.
+        is_worth_it = sum(sizes.values()) >= 2 * self._least_bytes
+        return is_worth_it and not self.holds_whole and self._node <= set(ranks)

@@ -1,9 +1,9 @@
-"""Which boundaries are taken, which snapshots are persisted, and what snapshots may cost.
+"""The capture schedule: the boundaries to capture, the snapshots to persist, and the cost budget.
 
-`Pace` answers for a rank alone; among several, a `Schedule` answers what rank 0 has announced to all.
-`Budget` and `Pace` take no snapshot and read no device: all times are given to them, in seconds, so that
-their decisions are a function of their input. `Intervals` measures those times, on devices where there are
-any; nothing waits for it.
+`Pace` decides for a single rank; with several ranks, a `Schedule` returns the decisions that rank 0
+announced. `Budget` and `Pace` never take a snapshot and never read a device: they get all times as arguments,
+in seconds, so that their decisions are a function of their input. `Intervals` measures these times, on
+devices if there are any, without waiting.
 """
 
 from __future__ import annotations
@@ -24,61 +24,71 @@ Every = int | Literal["auto"] | None
 _PLAIN_KEPT = 15
 _COSTS_KEPT = 7
 _PLAIN_NEEDED = 3
-# One plain iteration in so many even where snapshots cost nothing: else the length of an iteration
-# without a snapshot would be that of an hour ago.
+# The most snapshots in a row: one iteration without a snapshot keeps the measured length of such iterations
+# current even if snapshots cost nothing.
 _LONGEST_SERIES = 64
-# One odd iteration (a validation, a stalled loader) is charged as at most this many usual snapshots.
+# An unusual iteration (a validation, a stalled loader) is charged as at most this many usual snapshots.
 _OUTLIER = 4.0
-# Fewer measurements than this may all be odd ones: the least is believed, and after so long, or after as
-# long as it says a snapshot takes, one more is made whatever the credit.
+# Fewer measurements may all be outliers: then the least counts. After _MEASURE_AGAIN_S, or after the measured
+# cost if that is longer, one more is made without enough credit.
 _COSTS_NEEDED = 3
 _MEASURE_AGAIN_S = 60.0
 
-# Boundaries that may be on their way on a device at once; older ones are taken by the host's clock.
+# The most intervals that wait for a device's timing; older ones use the host's clock.
 _PENDING = 64
 
-# A keeper that has not answered a request by then is not waited for: it may have lost it.
-_PATIENCE_S = 600.0
+# The time after which a request to persist counts as lost, if the keeper has not answered.
+_ANSWER_TIMEOUT_S = 600.0
 
 
 class Schedule(Protocol):
-    """Asked and told by the training thread. `budget` is fed with what iterations and snapshots cost;
-    `is_automatic`: it decides which boundaries are taken; `every_step`: each was ordered."""
+    """The decisions about captures, used by the training thread.
+
+    budget: gets the costs of iterations and snapshots.
+    is_automatic: the budget decides which boundaries are captured.
+    every_step: each boundary is captured.
+    """
 
     budget: Budget
     is_automatic: bool
     every_step: bool
 
-    def due(self, step: int, ordinal: int) -> bool:
-        """Whether the boundary of this step, and of this number among all of the attempt, is to be taken.
-        Asked at each boundary, in their order."""
+    def due(self, step: int, boundary_index: int) -> bool:
+        """Return whether to capture the boundary of this step. ordinal: the boundary index in the attempt. To
+        be called at each boundary, in order."""
 
     def qualifies(self) -> None:
-        """The boundary that was due can be taken, as far as the state goes."""
+        """Record that the state of the due boundary can be captured."""
 
-    def begins(self, ordinal: int) -> None:
-        """A snapshot of this boundary is about to be begun."""
+    def begins(self, boundary_index: int) -> None:
+        """Record that a snapshot of this boundary is about to begin."""
 
-    def persist_due(self, step: int) -> bool:
-        """Whether the snapshot of this step, if there is one, is to be persisted."""
+    def persist_due(self, step: int, *, ordered: bool = False) -> bool:
+        """Return whether to request at its capture that the snapshot of this step is persisted. ordered: by
+        `save()`."""
+
+    @property
+    def persists_home(self) -> bool:
+        """Whether the next persisted snapshot goes to the home, not only into the cache."""
 
     def captured(self, *, ordered: bool) -> None:
-        """A snapshot was begun; `ordered`: whatever the schedule said."""
+        """Record that a snapshot was begun. `ordered`: independent of the schedule."""
 
     def lost(self) -> None:
-        """The last snapshot was not sealed, or was found torn."""
+        """Record that the last snapshot was not sealed, or was found torn."""
 
-    def persist_asked(self) -> None:
-        """The keeper was asked to persist a snapshot."""
+    def persist_asked(self, *, home: bool = True) -> None:
+        """Record a request to the keeper to persist a snapshot: at home, or in the cache only."""
 
     def persist_ended(self, *, fulfilled: bool) -> None:
-        """It did, or could not."""
+        """Record the end of the request for the home; `fulfilled`: the snapshot is committed there."""
 
 
 class Budget:
-    """What snapshots may cost: a share of the loop's time, saved up and spent.
+    """The cost budget of snapshots: credit of a share of the loop's time, which snapshots spend.
 
-    An iteration's cost is its length beyond the median of those without a snapshot.
+    overhead: that share. The cost of an iteration is its length beyond the median of iterations without a
+    snapshot.
     """
 
     def __init__(self, overhead: float) -> None:
@@ -93,14 +103,14 @@ class Budget:
 
     @property
     def cost_s(self) -> float | None:
-        """What one snapshot costs the loop, in seconds; None before one was measured."""
+        """The cost of one snapshot for the loop, in seconds; None before one was measured."""
         if len(self._costs_s) < _COSTS_NEEDED:
             return min(self._costs_s, default=None)
         return median(self._costs_s)
 
     @property
     def plain_s(self) -> float | None:
-        """The length of an iteration without a snapshot, in seconds; None before there was one."""
+        """The length of an iteration without a snapshot, in seconds; None before the first one."""
         return median(self._plain_s) if self._plain_s else None
 
     def allows(self) -> bool:
@@ -109,12 +119,12 @@ class Budget:
             return self._unmeasured == 0
         if self._series and len(self._plain_s) < _PLAIN_NEEDED:
             return False
-        if self._doubted(cost):
+        if self._needs_measurement(cost):
             return True
         return self._series < _LONGEST_SERIES and self._credit_s >= cost
 
     def taken(self, *, ordered: bool) -> None:
-        """A snapshot was begun. One that was ordered is not charged: it was not this budget's choice."""
+        """Charge a snapshot that was begun, unless it was ordered: then the budget did not choose it."""
         self._series += 1
         self._unmeasured += 1
         self._since_s = 0.0
@@ -122,14 +132,14 @@ class Budget:
             self._credit_s -= self.cost_s or 0.0
 
     def plain(self, seconds: float) -> None:
-        """An iteration without a snapshot, and without the copy of one beside it."""
+        """Record an iteration without a snapshot and without a running copy."""
         self._series = 0
         self._since_s += seconds
         self._plain_s.append(seconds)
         self._earn(seconds)
 
     def burdened(self, seconds: float, floor_s: float, *, ordered: bool) -> None:
-        """An iteration with a snapshot that certainly cost `floor_s` (the call, where the host copies)."""
+        """Record an iteration with a snapshot that cost at least `floor_s` (the call, if the host copies)."""
         self._unmeasured = max(0, self._unmeasured - 1)
         plain, before = self.plain_s, self.cost_s
         self._floor_s = floor_s
@@ -141,17 +151,17 @@ class Budget:
         self._earn(seconds)
 
     def dropped(self) -> None:
-        """A snapshot was begun whose iteration is no iteration: it will never be measured."""
+        """Record that the cost of a begun snapshot will not be measured."""
         self._unmeasured = max(0, self._unmeasured - 1)
 
-    def _doubted(self, cost: float) -> bool:
-        """Whether what is known of the cost is to be measured once more: where the host copies, the time
-        of the call bounds it well enough."""
+    def _needs_measurement(self, cost: float) -> bool:
+        """Whether to measure the cost once more. If the host copies, the time of the call bounds the cost
+        well enough."""
         known = len(self._costs_s) >= _COSTS_NEEDED or self._unmeasured > 0
         return not known and cost > _OUTLIER * self._floor_s and self._since_s >= max(_MEASURE_AGAIN_S, cost)
 
     def trailing(self, seconds: float) -> None:
-        """An iteration beside the copy of a snapshot that was begun before it: the rest of its price."""
+        """Record an iteration during the copy of an earlier snapshot: the rest of that snapshot's cost."""
         plain = self.plain_s
         if plain is not None:
             self._credit_s -= min(max(0.0, seconds - plain), _OUTLIER * (self.cost_s or 0.0))
@@ -160,15 +170,18 @@ class Budget:
     def _earn(self, seconds: float) -> None:
         cost = self.cost_s or 0.0
         earned = self._overhead * seconds
-        # Neither a long pause nor one outlier decides what happens minutes later.
+        # Bounded, so that a long pause or one outlier has no effect minutes later.
         self._credit_s = max(-_OUTLIER * cost, min(self._credit_s + earned, 2 * cost + earned))
 
 
 class Pace:
-    """Whether the boundary of a step is due for a snapshot, and whether that one is persisted.
+    """The schedule of a single rank.
 
-    every: "auto" (as often as the budget allows), a number of steps (an order: stays due until taken),
-    None (only what is ordered). persist_every: a duration, a number of steps, None.
+    every: "auto" (as often as the budget allows), a number of steps (stays due until captured), or None (only
+        ordered captures).
+    persist_every: a duration, a number of steps, or None.
+    has_cache: a snapshot that is due while the home is busy goes into the cache only; without a cache, it
+        waits.
     """
 
     def __init__(
@@ -177,17 +190,18 @@ class Pace:
         persist_every: str | int | None = None,
         *,
         overhead: float = 0.01,
+        has_cache: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not (every is None or every == "auto" or isinstance(every, int)):
             raise OptionError(
-                f'every={every!r}: "auto", a number of steps, or None. Nothing was changed. Durations are '
-                "for persist_every."
+                f'every={every!r} is invalid. Nothing was changed. Pass "auto", a number of steps, or None; '
+                "durations are for persist_every."
             )
         if not (persist_every is None or isinstance(persist_every, int | str)):
             raise OptionError(
-                f'persist_every={persist_every!r}: a duration such as "5min", a number of steps, or None. '
-                "Nothing was changed."
+                f"persist_every={persist_every!r} is invalid. Nothing was changed. Pass a duration such as "
+                '"5min", a number of steps, or None.'
             )
         _check_number(every if every != "auto" else None, "every")
         self._every = every
@@ -201,11 +215,13 @@ class Pace:
             duration_s(persist_every, "persist_every") if isinstance(persist_every, str) else None
         )
         self._persist_due = False
-        self._asked = False
-        self._asked_at_s = clock()
+        self._has_cache = has_cache
+        self._is_requested = self._is_behind = False
+        self._requested_at_s = self._home_requested_at_s = clock()
 
-    def due(self, step: int, ordinal: int = 0) -> bool:
-        """Ask once at each boundary: an order that falls on this step is noted by asking."""
+    def due(self, step: int, boundary_index: int = 0) -> bool:
+        """Return whether to capture, and remember that this step is due. To be called once at each
+        boundary."""
         if isinstance(self._every, int) and step % self._every == 0:
             self._due = True
         persists = self.persist_due(step) and self._persist_steps is not None
@@ -216,43 +232,51 @@ class Pace:
     def qualifies(self) -> None:
         pass
 
-    def begins(self, ordinal: int) -> None:
+    def begins(self, boundary_index: int) -> None:
         pass
 
-    def persist_due(self, step: int) -> bool:
+    def persist_due(self, step: int, *, ordered: bool = False) -> bool:
+        if ordered:
+            return True
         if self._persist_steps is not None and step % self._persist_steps == 0:
             self._persist_due = True
-        if self._persist_s is not None and self._clock() - self._asked_at_s >= self._persist_s:
+        if self._persist_s is not None and self._clock() - self._requested_at_s >= self._persist_s:
             self._persist_due = True
-        return self._persist_due and not self._awaited()
+        return self._persist_due and (self._has_cache or self.persists_home)
 
-    def _awaited(self) -> bool:
-        patience_s = max(_PATIENCE_S, 2 * (self._persist_s or 0.0))
-        return self._asked and self._clock() - self._asked_at_s < patience_s
+    @property
+    def persists_home(self) -> bool:
+        timeout_s = max(_ANSWER_TIMEOUT_S, 2 * (self._persist_s or 0.0))
+        return not self._is_requested or self._clock() - self._home_requested_at_s >= timeout_s
 
     def captured(self, *, ordered: bool) -> None:
         self._due = False
         self.budget.taken(ordered=ordered)
 
     def lost(self) -> None:
-        """The last snapshot was not sealed, or was found torn: an order for it stands again."""
+        """Make the lost snapshot due again, if it was due by its step."""
         self._due = isinstance(self._every, int)
 
-    def persist_asked(self) -> None:
-        """From here on nothing more is asked for until `persist_ended`, or until the keeper's answer has
-        been missing for ten minutes and for twice the interval."""
-        self._asked, self._persist_due = True, False
-        self._asked_at_s = self._clock()
+    def persist_asked(self, *, home: bool = True) -> None:
+        """Request nothing more for the home until `persist_ended`, or until the keeper's answer is overdue by
+        ten minutes and twice the interval."""
+        self._persist_due, self._requested_at_s = False, self._clock()
+        self._is_behind = not home
+        if home:
+            self._is_requested, self._home_requested_at_s = True, self._requested_at_s
 
     def persist_ended(self, *, fulfilled: bool) -> None:
-        """One that failed or was discarded is due again at once."""
-        self._asked = False
-        self._persist_due = self._persist_due or not fulfilled
+        """Make a snapshot due again at once if the request failed, was discarded, or if only the cache has a
+        newer one."""
+        self._is_requested = False
+        self._persist_due = self._persist_due or self._is_behind or not fulfilled
 
 
 def _check_number(number: object, option: str) -> None:
     if isinstance(number, int) and number < 1:
-        raise OptionError(f"{option}={number}: a number of steps must be positive. Nothing was changed.")
+        raise OptionError(
+            f"{option}={number} is invalid: a number of steps must be positive. Nothing was changed."
+        )
 
 
 @dataclass(slots=True)
@@ -269,8 +293,8 @@ class _Interval:
 
 
 class Intervals:
-    """Feeds a budget with the lengths of iterations, in their order. An interval is from one boundary's entry
-    to the next one's: it holds the capture at its start and the iteration that may wait for it."""
+    """Passes the lengths of iterations to a budget, in order. An interval is the time from one boundary's
+    entry to the next: the capture at its start, and the iteration that may wait for it."""
 
     def __init__(
         self, budget: Budget, devices: Sequence[Device], clock: Callable[[], float] = time.perf_counter
@@ -281,20 +305,20 @@ class Intervals:
         self._spare: list[tuple[StreamMark, ...]] = []
 
     def boundary(self, *, trailing: bool, marking: bool = True) -> None:
-        """A boundary is entered; `trailing`: the copy of an earlier snapshot is still running.
-        `marking` is False where nothing may be enqueued."""
+        """Begin an interval. `trailing`: the copy of an earlier snapshot is still running. `marking` is False
+        if nothing may be enqueued on a device."""
         now = self._clock()
         marks = self._mark() if marking else ()
         if self._open is not None:
             self._open.end_s, self._open.ends = now, marks
             self._pending.append(self._open)
         self._open = _Interval(now, marks, trailing=trailing)
-        if marking:  # asking for an event would break a graph that is being captured
+        if marking:  # a query of an event would invalidate a graph that is being captured
             self._poll()
 
     def captured(self, call_s: float, *, ordered: bool, once_s: float = 0.0) -> None:
-        """The boundary that was entered last was captured; the host itself copied for `call_s`, and was
-        busy for `once_s` more with what no later capture does again."""
+        """Record the capture of the last boundary. call_s: the time in which the host itself copied. once_s:
+        further time for work that no later capture repeats."""
         if self._open is None:
             self._budget.dropped()
         else:
@@ -302,7 +326,7 @@ class Intervals:
             self._open.call_s, self._open.once_s = call_s, once_s
 
     def pause(self) -> None:
-        """What comes until the next boundary is no iteration (the host waited for storage)."""
+        """Ignore the time until the next boundary, because the host waited for storage."""
         if self._open is not None and self._open.captured:
             self._budget.dropped()
         self._open = None

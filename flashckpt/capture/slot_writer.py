@@ -1,8 +1,8 @@
-"""What a trainer writes to its slots: metadata, digest table, image header, record; and its sign of life.
+"""The trainer's writes to its slots: metadata, digest table, image header, record, and heartbeat.
 
-A `SlotWriter` owns the views of one slot and what is known to stand in it already; it takes no decision
-about leaves, and touches nothing of a slot that it has not begun. `SlotWriters` are those of a rank:
-exchanged, made known to the devices, large enough or too small. `HeartbeatWriter` counts the boundaries.
+A `SlotWriter` owns the views of one slot and the knowledge of its current metadata. It decides nothing about
+leaves and writes to a slot only after `begin`. `SlotWriters` owns those of a rank: their exchange, their
+registration with devices, and the check of their size. `HeartbeatWriter` counts boundaries.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from flashckpt.capture.devices import Device
 from flashckpt.capture.plan import Addresses, Plan
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import HEADER, Geometry, geometry, header
-from flashckpt.memory.control_page import Record, SlotSize
+from flashckpt.memory.region import Record, SlotSize
 from flashckpt.memory.slot import Heartbeat, Slot, SlotRing, SlotState
 
-# What is no tensor takes so much at least in a slot's metadata: before the first capture nobody has seen it,
-# and slots that are asked for later fit what was asked for then.
+# The least space for values in a slot's metadata: their size is unknown before the first capture, and a
+# later, larger request would need new slots.
 _LEAST_VALUES_BYTES = 1 << 16
 # Half a second of steps of a tenth of a millisecond: beyond that the oldest are not judged.
-_LENGTHS_KEPT = 5000
+_MOST_LENGTHS = 5000
 
 
 class SlotWriter:
-    """A slot, or a region of constants, with its owner's index."""
+    """The writer of one slot, or of a region of constants. owner: this process's index in its owner table."""
 
-    @torch.inference_mode(False)  # the views are written at boundaries that may be out of it
+    @torch.inference_mode(False)  # boundaries outside of inference mode write to the views
     def __init__(self, slot: Slot, owner: int) -> None:
         self.slot = slot
         self.owner = owner
@@ -50,7 +50,7 @@ class SlotWriter:
         self._odd_views: dict[int, Tensor] = {}
 
     def begin(self) -> bool:
-        """FREE or SEALED -> WRITING. False if the slot is no longer to be had."""
+        """Change the slot from FREE or SEALED to WRITING. Return False if it is not available."""
         generation = self.slot.begin(self.owner)
         if generation is None:
             return False
@@ -62,7 +62,7 @@ class SlotWriter:
         self.slot.abandon(self.owner, self.generation)
 
     def prepare(self, plan: Plan, values: bytes) -> None:
-        """Write all of the metadata but the digests; the table is filled with what a seal refuses."""
+        """Write the metadata, and fill the digest table with the entry that a seal refuses."""
         sizes = plan.metadata_sizes(len(values))
         places = geometry(*sizes)
         data = self._metadata
@@ -86,11 +86,11 @@ class SlotWriter:
         self.plan, self._places = plan, places
 
     def image_of(self, index: int) -> Tensor:
-        """The place of one leaf in the image, as a row-major tensor of the leaf's dtype and shape."""
+        """Return the place of one leaf in the image, as a row-major tensor of the leaf's dtype and shape."""
         view = self._odd_views.get(index)
         if view is None:
             assert self.plan is not None
-            assert index < self.plan.first_left, "it stands in another image"
+            assert index < self.plan.first_left, "another image holds it"
             leaf, tensor = self.plan.leaves[index], self.plan.tensors[index]
             start = int(self.plan.offsets[index])
             place = self._image[start : start + leaf.num_bytes]
@@ -110,9 +110,14 @@ class SlotWriter:
         held: Addresses,
         confirms: bool = False,
     ) -> None:
-        """Hand the slot to the native thread: it seals once every wait is over, what comes late has been
-        put in its place (moves: rows of source, destination and bytes) and every digest is there, those of
-        constants as they are `held` by their region. `confirms`: see `Slot.submit`."""
+        """Submit the slot to the sealing thread, which seals it after all waits and moves, if all digests are
+        present.
+
+        waits: the handles of running copies.
+        moves: late copies into the slot, as rows of source, destination and bytes.
+        held: the digests of the constants in their region, which must match.
+        confirms: see `Slot.submit`.
+        """
         assert self.plan is not None
         crashpoints.point("capture.copied")
         plan, places = self.plan, self._places
@@ -123,7 +128,6 @@ class SlotWriter:
                 step=step,
                 generation=self.generation,
                 plan_id=plan.plan_id,
-                plan_bytes=len(plan.json),
                 table_count=len(plan.leaves),
                 values_bytes=places.num_bytes - places.values,
                 metadata_bytes=places.num_bytes,
@@ -144,8 +148,8 @@ class SlotWriter:
         crashpoints.point("seal.submitted")
 
     def state(self, generation: int) -> SlotState:
-        """Of one snapshot: WRITING while the seal is to come, UNCONFIRMED until it is confirmed, FREE if it
-        was refused or discarded, SEALED otherwise, even where the slot has been written again since."""
+        """Return the state of one snapshot: WRITING before the seal, UNCONFIRMED before the confirmation,
+        FREE if it was refused or discarded, else SEALED, even if the slot has been overwritten since."""
         try:
             word = self.slot.state()
         except DamagedError:
@@ -155,15 +159,15 @@ class SlotWriter:
         return SlotState.SEALED if word.state is SlotState.PINNED else word.state
 
     def empty_entries(self) -> list[int]:
-        """Leaves without a digest: those that a check found to be written while they were copied."""
+        """Return the leaves without a digest, which were written during their copy."""
         return [int(i) for i in np.flatnonzero(self.table == np.uint64(_native.EMPTY_DIGEST))]
 
     def forget(self) -> None:
-        """Believe nothing of what stands in the slot."""
+        """Write all metadata again next time: the slot's contents are unknown."""
         self._plan_id = None
 
     def release(self) -> None:
-        """Let go of every view, so that the slot can be unmapped."""
+        """Release all views, so that the slot can be unmapped."""
         self.table = np.empty(0, dtype=np.uint64)
         self._odd_views.clear()
         self._image = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -172,26 +176,27 @@ class SlotWriter:
 
 
 class SlotWriters:
-    """`by_name` are the slots of `ring`, ready to be filled; `room_wanted` is what those of the next capture
-    have to have room for, where these are too small."""
+    """The slot writers of a rank. by_name: slot name -> writer, of the slots in `ring`. room_wanted: the size
+    that slots of the next capture need, if these are too small."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.by_name: dict[str, SlotWriter] = {}
         self.ring: SlotRing | None = None
-        self.room_wanted: SlotSize | None = None
+        self.memory_wanted: SlotSize | None = None
         self._devices = devices
         self._values_bytes = 0
 
     def exchange(self, ring: SlotRing, owner: int | Mapping[str, int]) -> None:
-        """Write to other slots from now on. `owner`: this process's index in them, by name if they differ."""
+        """Write to other slots from now on. owner: this process's index in their owner tables, by slot name
+        if they differ."""
         self.release()
-        self.ring, self.room_wanted = ring, None
+        self.ring, self.memory_wanted = ring, None
         for slot in ring.slots:
             self.by_name[slot.name] = SlotWriter(slot, owner if isinstance(owner, int) else owner[slot.name])
         self.register(ring.slots)
 
     def register(self, slots: Sequence[Slot]) -> None:
-        """Make slots known to the devices, until they are unmapped; once a slot."""
+        """Register slots with the devices, once for each slot, until they are unmapped."""
         for slot in slots:
             for device in self._devices:
                 device.register(slot.mapping)
@@ -202,45 +207,50 @@ class SlotWriters:
         self.by_name.clear()
 
     def drop(self, slot: Slot) -> None:
-        """Write to this one no more. Nothing may be under way to it."""
+        """Stop writing to this slot. No copy to it may be running."""
         self.by_name.pop(slot.name).release()
         self.ring = self.ring.without(slot) if self.ring is not None else None
 
     def begin(self, plan: Plan, values_bytes: int) -> SlotWriter | str:
-        """The slot to write next, begun; or why there is none that this plan can be written to."""
+        """Begin the next slot; return its writer, or the reason why no slot can hold this plan now."""
         assert self.ring is not None
-        self._values_bytes, needed = values_bytes, plan.room(values_bytes)
+        self._values_bytes, needed = values_bytes, plan.slot_size(values_bytes)
         slot = self.ring.take()
         fits = slot is not None and slot.size.holds(needed)
-        if not fits or self.room_wanted is not None:
-            # The state may have become smaller, too: there may be no memory for what it was.
+        if not fits or self.memory_wanted is not None:
+            # The state may also have become smaller: then the memory wanted before is not needed.
             has_room = all(each.size.holds(needed) for each in self.ring.slots)
-            self.room_wanted = None if has_room else needed
+            self.memory_wanted = None if has_room else needed
         if slot is None:
-            self.ring.make_room()
+            self.ring.request_single()
             return "every slot is in use"
         if not fits:
             return "the state has outgrown the slots"
         writer = self.by_name[slot.name]
         return writer if writer.begin() else "the slot was taken by the keeper"
 
-    def room_for(self, plan: Plan) -> SlotSize:
-        """What slots for this plan have to have room for."""
-        needed, known = plan.room(max(self._values_bytes, _LEAST_VALUES_BYTES)), self.room_wanted
+    def size_for(self, plan: Plan) -> SlotSize:
+        """Return the size that slots for this plan need."""
+        needed, known = plan.slot_size(max(self._values_bytes, _LEAST_VALUES_BYTES)), self.memory_wanted
         return needed if known is None else SlotSize(max(needed[0], known[0]), max(needed[1], known[1]))
 
 
 class HeartbeatWriter:
-    """The trainer's sign of life on its slots' control pages, for the keeper's watchdog: a few words a
-    boundary. `patience_s` is how long a boundary may be missing before it is a hang, 0 for ever; any thread
-    sets it, and the next boundary takes it up. `lengths` are (step, seconds) of the steps since another
-    thread last took them out, to judge them. All else is the training thread's."""
+    """The trainer's heartbeat on its slots' control pages, for the keeper's watchdog: a few words for each
+    boundary.
+
+    timeout_s: the time without a boundary that counts as a hang; 0 for no limit. Any thread may set it; the
+        next boundary publishes it.
+    lengths: (step, seconds) of each step since another thread last removed them.
+
+    Only the training thread uses the rest.
+    """
 
     def __init__(self, writers: Mapping[str, SlotWriter]) -> None:
         self._writers = writers
         self.boundaries = 0
-        self.patience_s = 0.0
-        self.lengths: deque[tuple[int, float]] = deque(maxlen=_LENGTHS_KEPT)
+        self.timeout_s = 0.0
+        self.lengths: deque[tuple[int, float]] = deque(maxlen=_MOST_LENGTHS)
         self._expecting = False
         self._begun_ns = 0
 
@@ -253,21 +263,20 @@ class HeartbeatWriter:
         self._beat()
 
     def expect(self) -> None:
-        """From now on a boundary is due: the loop has begun, or goes on."""
+        """Expect boundaries from now on, because the loop has begun or continues."""
         if not self._expecting:
             self._expecting, self._begun_ns = True, time.monotonic_ns()
             self._beat()
 
     def rest(self) -> None:
-        """No boundary is due until `expect`: the loop has ended, or waits for storage because it was
-        told to."""
+        """Expect no boundary until `expect`, because the loop has ended or waits for storage on request."""
         if self._expecting:
             self._expecting = False
             self._beat()
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """What is done here may wait for storage as long as it likes: it is no hang of the loop."""
+        """A context that may wait for storage for any time without being a hang."""
         expecting = self._expecting
         self.rest()
         try:
@@ -277,6 +286,6 @@ class HeartbeatWriter:
                 self.expect()
 
     def _beat(self) -> None:
-        patience_ns = int(self.patience_s * 1e9) if self._expecting else 0
+        timeout_ns = int(self.timeout_s * 1e9) if self._expecting else 0
         for each in self._writers.values():
-            each.slot.beat(Heartbeat(self.boundaries, self._begun_ns, each.owner, patience_ns))
+            each.slot.beat(Heartbeat(self.boundaries, self._begun_ns, each.owner, timeout_ns))

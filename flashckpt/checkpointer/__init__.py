@@ -1,13 +1,15 @@
-"""What people touch: `attach`, `loop` and the Checkpointer, and when a boundary is.
+"""The trainer: `attach`, `loop`, the Checkpointer, and the life cycle of a run.
 
-    attach.py         what a script calls; disabled.py is what it gets where the library is switched off
-    session.py        the claim on the run, the life lock, the keeper
+    attach.py         what a script calls, and what it gets if the library is switched off
     resume.py         what `attach` does once: restore the newest state, start all that runs beside the loop
-    checkpointer.py   the Checkpointer and its iterators; attached_run.py: how a loop and a run end
-    boundaries.py     what is done at a boundary; progress.py: how far the run has come
-    slots.py          memory for snapshots: asked for, adopted, let go
-    attendant.py      the background thread and who waits for it; run_log.py: what it tells
+    session.py        the claim on the run, the life lock, the keeper, one run for all ranks
+    run.py            the Checkpointer and its iterators: the states of a run, its ends
+    capture_loop.py   boundaries: counted, captured if due or ordered, their outcome
+    progress.py       step, epoch and position; whether they are true
+    slots.py          memory for snapshots: requested, adopted, released
+    keeper_link.py    the background thread, and the trainer's waits for the keeper; run_log.py: what it logs
     signals.py        what asks a loop to end
+    trainer_run.py    the interface for trainers with their own loop
 
-Imports nothing: a loop that is switched off does not pay for what it does not use.
+Imports nothing, so that a loop that is switched off loads only what it uses.
 """

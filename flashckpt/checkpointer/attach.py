@@ -1,21 +1,28 @@
-"""`attach` and `loop`: what a training script calls. Owns their words, and that a loop which is switched off
-imports nothing of what it does not use."""
+"""`attach` and `loop`, which a training script calls, and the loop that is switched off.
+
+Owns the rule that a switched-off loop imports neither torch nor anything that captures.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashckpt.errors import FlashckptError, OptionError
-from flashckpt.options import Environment, Keep, Options, RemoteCall, check_call, is_switched_off
+from flashckpt.options import Environment, Keep, Options, TiersCall, check_call, is_switched_off
 
 if TYPE_CHECKING:
-    from flashckpt.checkpointer.checkpointer import Batches, Checkpointer
+    from flashckpt.checkpointer.run import Batches, Checkpointer
     from flashckpt.restore.step_image import EarlyRead
+
+log = logging.getLogger(__name__)
+
 
 _KEEP, _OPTIONS = Keep(last=3), Options()
 
@@ -29,6 +36,7 @@ def attach(
     remote: str | os.PathLike[str] | None = None,
     remote_every: str | int | None = None,
     remote_keep: Keep | None = None,
+    cache: str | os.PathLike[str] | None = None,
     options: Options = _OPTIONS,
     enabled: bool = True,
     state: Mapping[str, object] | None = None,
@@ -36,56 +44,54 @@ def attach(
 ) -> Checkpointer:
     """Attach the live state to the run in `path`, and restore it if there is something to restore.
 
-    path: a folder or file:// URL, made if missing. every: "auto" takes a snapshot as often as
-    `options.overhead` of the loop's time allows; a number takes one every so many steps; None leaves it
-    to `.save()`. persist_every: how often a snapshot goes to storage, a duration ("5min"), a number of
-    steps, or None. keep: which committed steps stay (`Keep(last=3)`). remote: a second folder or URL, to
-    which the keeper copies committed steps, and for which nothing waits; remote_every: how often, a duration,
-    a number of steps, or None for each one, as far as it takes them; remote_keep: which stay there, None for
-    the same as `keep`. enabled: False gives loops as they are without this library (so does FLASHCKPT=off in
-    the environment): nothing is restored or saved, no file and no process is made, and the same calls work.
-    state, named: what is saved, under its name: modules, optimizers, schedulers, scalers, anything with
-    state_dict and load_state_dict; and dicts, lists, tensors and random generators, which are changed in
-    place.
+    path: a folder or URL, made if missing. every: "auto" takes a snapshot as often as `options.overhead` of
+    the loop's time allows; a number takes one every so many steps; None leaves it to `.save()`.
+    persist_every: how often a snapshot goes to storage, a duration ("5min"), a number of steps, or None.
+    keep: which committed steps stay (`Keep(last=3)`). remote: a second folder or URL, to which the keeper
+    copies committed steps; nothing waits for it. remote_every: how often, a duration, a number of steps, or
+    None for each step that the remote can take; remote_keep: which stay there, None for the same as `keep`.
+    cache: a folder on a disk of this node, for a `path` that is slower than the disk: snapshots move from
+    memory to it, restarts on the same nodes read it, and the keeper writes them to `path` from there. Each
+    node may name its own. enabled: False (or FLASHCKPT=off in the environment) gives loops without this
+    library: nothing is restored or saved, no file and no process is made, and the same calls work. state,
+    named: what is saved, by name: modules, optimizers, schedulers, scalers, all that has state_dict and
+    load_state_dict; and dicts, lists, tensors and random generators, which are changed in place.
 
     Raises OptionError, StateError (a part that cannot be saved exactly, with its path in the state),
     RunHeldError (another job has the run), MismatchError (the checkpoint is of another model; nothing was
-    changed), UnusableRunError, OutOfRoomError, FormatError, KeeperError, RunError. Unless the message says
+    changed), UnusableRunError, OutOfSpaceError, FormatError, KeeperError, RunError. Unless the message says
     otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
     """
-    called = RemoteCall(path=remote, every=remote_every, keep=remote_keep)
-    return _attach(path, every, persist_every, keep, called, options, enabled, state, named, _no_loop)
+    tiers = TiersCall(remote=remote, remote_every=remote_every, remote_keep=remote_keep, cache=cache)
+    return _attach(path, every, persist_every, keep, tiers, options, enabled, state, named, _no_loop)
 
 
 def attach_for(
     integration: str, path: str | os.PathLike[str], state: Mapping[str, object], **options: Any
 ) -> Checkpointer:
-    """`attach`, for a trainer whose loop is not the program's; the run belongs to this integration."""
+    """`attach` for a trainer with its own loop; the run belongs to this integration."""
     unknown = sorted(options.keys() - _CALL_OPTIONS)
     if unknown:
         raise OptionError(
             f"flashckpt.{integration} has no option {', '.join(unknown)}. Nothing was started. The options "
             f"are {', '.join(sorted(_CALL_OPTIONS))}."
         )
-    remote = RemoteCall(
-        path=options.get("remote"), every=options.get("remote_every"), keep=options.get("remote_keep")
-    )
+    tiers = TiersCall(**{each.name: options.get(each.name) for each in fields(TiersCall)})
     return _attach(
         path, options.get("every", "auto"), options.get("persist_every", "5min"), options.get("keep", _KEEP),
-        remote, options.get("options", _OPTIONS), options.get("enabled", True), state, {}, _no_loop,
+        tiers, options.get("options", _OPTIONS), options.get("enabled", True), state, {}, _no_loop,
         integration, )  # fmt: skip
 
 
 _CALL_OPTIONS = {
-    "every", "persist_every", "keep", "remote", "remote_every", "remote_keep", "options", "enabled",
+    "every", "persist_every", "keep", "remote", "remote_every", "remote_keep", "cache", "options", "enabled",
 }  # fmt: skip
 
 
 def append(path: str | os.PathLike[str], state: Mapping[str, object]) -> Checkpointer:
-    """Attach to add steps: the run's newest step is not restored. Its parts have the same names,
-    and may have another form. Each `save()` is committed. Otherwise as `attach`."""
-    remote = RemoteCall(path=None, every=None, keep=None)
-    return _attach(path, None, None, _KEEP, remote, _OPTIONS, True, state, {}, _no_loop, restores=False)
+    """Attach to add steps: the newest step is not restored. Its parts have the same names, and may have
+    another form. Each `save()` is committed. Otherwise as `attach`."""
+    return _attach(path, None, None, _KEEP, TiersCall(), _OPTIONS, True, state, {}, _no_loop, restores=False)
 
 
 def loop(
@@ -100,20 +106,21 @@ def loop(
     remote: str | os.PathLike[str] | None = None,
     remote_every: str | int | None = None,
     remote_keep: Keep | None = None,
+    cache: str | os.PathLike[str] | None = None,
     options: Options = _OPTIONS,
     enabled: bool = True,
     state: Mapping[str, object] | None = None,
     **named: object,
 ) -> Batches:
-    """Iterate over a loader with checkpoints, from where the run in `path` stands.
+    """Iterate over a loader with checkpoints, from where the run in `path` was saved.
 
         for batch in flashckpt.loop(loader, "runs/gpt", model=model, optimizer=optimizer):
             ...
 
-    epochs: how often the loader is gone through; 1 unless `steps` is given. steps: the step that ends
-    the run, the loader being repeated until then; with both, whichever is first. Everything else is as
-    in `attach`, with its errors. The iterator has `.completed` (the step: the counter to use for `% k`,
-    since counters of one's own restart at zero), `.stop()` and `.checkpointer`.
+    epochs: the number of passes over the loader; 1 unless `steps` is given. steps: the step that ends the
+    run, until which the loader is repeated; with both, whichever is first. All else is as in `attach`, with
+    its errors. The iterator has `.completed` (the step: the counter to use for `% k`, since counters of one's
+    own restart at zero), `.stop()` and `.checkpointer`.
 
     The normal end captures the last boundary and waits until it is committed (PersistError if it could
     not be). `break` and exceptions capture nothing; what was sealed before is persisted.
@@ -121,8 +128,8 @@ def loop(
     if epochs is None and steps is None:
         epochs = 1
     check = partial(_check_loop, loader, epochs, steps)
-    called = RemoteCall(path=remote, every=remote_every, keep=remote_keep)
-    checkpointer = _attach(path, every, persist_every, keep, called, options, enabled, state, named, check)
+    tiers = TiersCall(remote=remote, remote_every=remote_every, remote_keep=remote_keep, cache=cache)
+    checkpointer = _attach(path, every, persist_every, keep, tiers, options, enabled, state, named, check)
     return checkpointer._whole_run(loader, epochs, steps)
 
 
@@ -131,7 +138,7 @@ def _attach(
     every: int | Literal["auto"] | None,
     persist_every: str | int | None,
     keep: Keep,
-    remote: RemoteCall,
+    tiers: TiersCall,
     options: Options,
     enabled: bool,
     state: Mapping[str, object] | None,
@@ -141,18 +148,17 @@ def _attach(
     *,
     restores: bool = True,
 ) -> Checkpointer:
-    """`check`, which is told whether all is switched off, raises what is wrong with the loop, and gives what
-    ranks must have alike of it. Several ranks are told of an error once they have met, and raise it all."""
+    """check: called with whether the library is switched off; raises the error of the loop's arguments, and
+    returns those that ranks must have alike. Several ranks exchange errors once they have met, and all
+    raise."""
     is_off = not enabled or is_switched_off()
     alone = is_off or not _is_one_of_several()
     if alone:
         check(is_off)
-        check_call(every, persist_every, keep, options, remote)
+        check_call(every, persist_every, keep, options, tiers)
     if is_off:
-        from flashckpt.checkpointer.disabled import DisabledCheckpointer
-
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
-    early = _begin_early(path, options) if isinstance(options, Options) and restores else None
+    early = _begin_early(path, options, tiers) if isinstance(options, Options) and restores else None
     try:
         from flashckpt.checkpointer import resume
 
@@ -161,7 +167,7 @@ def _attach(
             every=every,
             persist_every=persist_every,
             keep=keep,
-            remote=remote,
+            tiers=tiers,
             options=options,
             state=state,
             named=named,
@@ -176,7 +182,7 @@ def _attach(
 
 
 def _is_one_of_several() -> bool:
-    """By the launcher's word, or by that of a process group; imports nothing for that."""
+    """Whether the launcher or a process group names several ranks. Imports nothing."""
     distributed: Any = sys.modules.get("torch.distributed")
     is_there = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return Environment.read().world > 1 or (is_there and distributed.get_world_size() > 1)
@@ -187,7 +193,7 @@ def _no_loop(is_off: bool) -> dict[str, str]:
 
 
 def _check_loop(loader: object, epochs: int | None, steps: int | None, is_off: bool) -> dict[str, str]:
-    """As `check` of `_attach`. Ranks whose loaders have other numbers of batches would end at other
+    """The `check` of `_attach`. Ranks whose loaders have different numbers of batches would end at different
     boundaries, and wait for each other there."""
     for name, value in (("epochs", epochs), ("steps", steps)):
         if value is not None and (type(value) is not int or value < 0):
@@ -205,14 +211,15 @@ def _check_loop(loader: object, epochs: int | None, steps: int | None, is_off: b
     return {name: str(count) for name, count in counts.items()}
 
 
-def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | None:
-    """Of a run that is there, begin what takes as long as the imports that follow: start its keeper, if none
-    lives on this node (where no trainer comes after all, it leaves soon), and read the step that a resume
-    would take from the store, unless there are snapshots in memory. Changes nothing of the run, and raises
-    nothing: whatever is wrong, `attach` says."""
+def _begin_early(path: str | os.PathLike[str], options: Options, tiers: TiersCall) -> EarlyRead | None:
+    """Begin, for an existing run, what takes as long as the imports that follow: start its keeper, if none
+    lives on this node (it leaves soon if no trainer comes), and read the step that a resume would take from
+    the store, unless there are snapshots in memory or cache. Changes nothing of the run, and raises nothing:
+    `attach` reports errors."""
     from flashckpt.commit.attempts import open_run
     from flashckpt.keeper.protocol import ELECTION_LOCK
     from flashckpt.keeper.start import start_early
+    from flashckpt.memory.cache_folder import cached_paths
     from flashckpt.memory.region import is_region_name
     from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
     from flashckpt.restore.step_image import EarlyRead
@@ -220,25 +227,162 @@ def _begin_early(path: str | os.PathLike[str], options: Options) -> EarlyRead | 
 
     environment = Environment.read()
     if not environment.names_rank:
-        return None  # whose part is to be read is not known
-    # Of a machine's ranks one starts the keeper that all of them find.
+        return None  # which rank's part to read is unknown
+    # One rank of a node starts the keeper for all.
     is_new = "flashckpt.checkpointer.resume" not in sys.modules and environment.local_rank == 0
-    in_memory = False
-    with suppress(FlashckptError, OSError, RuntimeError):  # the last where there are no more threads
+    is_on_node = False
+    with suppress(FlashckptError, OSError, TypeError, ValueError):  # `cache` is not checked yet
         store = open_store(path, options.storage_options)
         identity = identity_of(open_run(store, create=False).run_id, store.place())
         with suppress(FileNotFoundError):
             runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity, create=is_new)
-            in_memory = any(map(is_region_name, runtime.names()))
+            is_on_node = any(map(is_region_name, runtime.names()))
             if is_new and not is_alive(runtime, ELECTION_LOCK):
                 start_early(store.url, runtime)
             else:
                 runtime.close()
-        if not in_memory:
+        if tiers.cache is not None:
+            is_on_node = is_on_node or bool(cached_paths(os.path.abspath(tiers.cache), identity))
+        if not is_on_node:
             threads = options.threads or max(
                 1, len(os.sched_getaffinity(0)) // max(1, environment.local_world)
             )
-            # What others wrote for it the ranks of a node read together, once they have met.
-            own_alone = environment.local_world > 1
-            return EarlyRead(store, environment.rank, threads, environment.world, own_alone=own_alone)
+            # The ranks of a node share the leaves that other ranks wrote for them.
+            shared = environment.local_world > 1
+            return EarlyRead(store, environment.rank, threads, environment.world, shared=shared)
     return None
+
+
+class DisabledCheckpointer:
+    """The result of `attach(…, enabled=False)`, with the names of Checkpointer: a loop as it is without this
+    library. It counts iterations and ends where it is asked to; it restores, saves and starts nothing, and
+    handles no signal. `completed` counts iterations of this process, `resumed` is always None."""
+
+    resumed = None
+    completed = 0
+    stopping = False
+    stop_reason: str | None = None
+    _epoch = 0
+    _in_iteration = _marked = False
+
+    def __init__(self, path: str | os.PathLike[str], *, by_environment: bool) -> None:
+        why = "FLASHCKPT=off" if by_environment else "enabled=False"
+        # A warning, so that a job does not find out at its first crash that nothing was saved.
+        log.warning("%s: nothing is restored from %s, and nothing is saved", why, os.fspath(path))
+
+    def batches(self, loader: Iterable[Any]) -> DisabledBatches:
+        return DisabledBatches(self, loader, 1, None)
+
+    def enumerate(self, loader: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        return enumerate(self.batches(loader))
+
+    def epochs(self, epochs: int) -> Iterator[int]:
+        for self._epoch in range(epochs):
+            before = self.completed
+            yield self._epoch
+            self.completed += self.completed == before  # as an epoch without batches counts when attached
+            if self.stopping:
+                return
+
+    def step(self) -> None:
+        if not self._marked:
+            self._marked = self._in_iteration
+            self.completed += 1
+
+    def save(self) -> None:
+        """Nothing is saved."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def stop(self) -> None:
+        self.stopping, self.stop_reason = True, "stop"
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def report(self) -> dict[str, float]:
+        return {}
+
+    def __enter__(self) -> DisabledCheckpointer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _whole_run(self, loader: Iterable[Any], epochs: int | None, steps: int | None) -> DisabledBatches:
+        return DisabledBatches(self, loader, epochs, steps)
+
+    def _end_of_iteration(self) -> None:
+        self.completed += self._in_iteration and not self._marked
+        self._in_iteration = self._marked = False
+
+
+class DisabledBatches(Iterator[Any]):
+    """Batches of a loader, or of a whole run (`epochs`, `steps`), as in a bare loop. Other attributes are the
+    loader's."""
+
+    def __init__(
+        self, checkpointer: DisabledCheckpointer, loader: Any, epochs: int | None, steps: int | None
+    ) -> None:
+        self.checkpointer, self._loader = checkpointer, loader
+        self._epochs, self._steps = epochs, steps
+        self._taken = self._passes = 0  # batches of this pass, passes before it
+        self._iterator: Iterator[Any] | None = None
+        self._ended = False
+
+    @property
+    def completed(self) -> int:
+        return self.checkpointer.completed
+
+    def stop(self) -> None:
+        self.checkpointer.stop()
+
+    def __len__(self) -> int:
+        """Batches still to come. TypeError where the loader does not know its length."""
+        if self._ended:
+            return 0
+        left = None if self._steps is None else max(0, self._steps - self.completed)
+        if self._epochs is not None:
+            length = len(self._loader)
+            by_epochs = max(0, (self._epochs - self._passes) * length - self._taken)
+            left = by_epochs if left is None else min(left, by_epochs)
+        return left or 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __next__(self) -> Any:
+        self.checkpointer._end_of_iteration()
+        is_done = self._steps is not None and self.completed >= self._steps
+        self._ended = self._ended or self.checkpointer.stopping or is_done
+        while not self._ended and (self._epochs is None or self._passes < self._epochs):
+            if self._iterator is None:
+                self._set_epoch()
+                self._iterator = iter(self._loader)
+            for batch in self._iterator:
+                self._taken += 1
+                self.checkpointer._in_iteration = True
+                return batch
+            if not self._taken:
+                break  # an empty loader that is repeated until `steps` would never end
+            self._iterator, self._taken, self._passes = None, 0, self._passes + 1
+        self._ended, self._iterator = True, None
+        raise StopIteration
+
+    def _set_epoch(self) -> None:
+        """Set the epoch of samplers that shuffle by it, as when attached."""
+        epoch = self.checkpointer._epoch + self._passes
+        sampler = getattr(self._loader, "batch_sampler", None) or getattr(self._loader, "sampler", None)
+        inner = getattr(sampler, "sampler", None)
+        if epoch and any(hasattr(each, "set_epoch") for each in (sampler, inner)):
+            from flashckpt.state.loader.base import set_epoch
+
+            set_epoch(self._loader, epoch)
+
+    def __del__(self) -> None:
+        # Left by `break` or an exception: whether the body was done is unknown.
+        if not getattr(self, "_ended", True):
+            self.checkpointer._in_iteration = self.checkpointer._marked = False

@@ -1,13 +1,13 @@
-"""How far a run has come (boundaries done, epoch, phase, position in the loader), and whether it truly has.
+"""The progress of a run (step, epoch, phase, position in the loader), and the check that it is true.
 
-An epoch has one phase for each call of `.batches()`. Progress is saved as it stands at a boundary and
-put back before anything is drawn, so a phase that had ended gives no batch, the one that was open goes
-on at its batch, and later ones start afresh.
+An epoch has one phase for each call of `.batches()`. Progress is saved at a boundary and restored before
+anything is drawn: a phase that had ended gives no batch, the open one continues at its batch, and later ones
+start afresh.
 
-Whoever draws a batch before the last one was trained on makes every boundary a lie: the state would be
-said to be a step further than it is. Hooks on the attached modules and optimizers see use at no cost;
-where none fired, digests decide, because a loop may be compiled or call no module at all. A read-ahead
-shows itself on the second batch it draws, so only the first few batches are looked at this closely.
+A program that draws a batch before it has trained on the last one makes every boundary false: the state would
+get the number of a later step. Hooks on the attached modules and optimizers notice use at no cost; if none
+fired, digests decide, because a loop may be compiled or call no module. A read-ahead shows on its second
+batch, so only the first few batches are checked.
 """
 
 from __future__ import annotations
@@ -27,33 +27,36 @@ from flashckpt.state.loader.base import Source
 from flashckpt.state.loader.sources import Sources, epoch_length
 from flashckpt.state.tree import Tree
 
-# Of a leaf: its dtype, its shape and the digest of its bytes, which say nothing of the first two.
+# A leaf's dtype, shape, and the digest of its bytes, which covers neither.
 Content = tuple[str, tuple[int, ...], int]
 
 ANY_LOOP = "any"
-"""What an import records in the place of an integration: the first loop that attaches takes the run up."""
+"""The integration that an import records: the first loop that attaches resumes the run."""
 
 _BATCHES_CHECKED = 8  # more than any sensible read-ahead draws before it trains
 
 
 class Passes(NamedTuple):
-    """Of a tap, in the present epoch: the passes over its loader that have come to their end, and the batches
-    that passes before the present one have given."""
+    """The passes of a tap over its loader in the present epoch. ended: passes that have ended. drawn_before:
+    batches of the passes before the present one."""
 
     ended: int = 0
     drawn_before: int = 0
 
 
 class Progress:
-    """`step` counts iterations since the run began; `epoch` and `phase` (phases that have ended in this
-    epoch) count from zero. `manages_epochs`: epochs are told from one another here (`.epochs()`, a whole
-    run); otherwise `epoch` stays 0, and samplers are not told one. `iterated`: an iteration was counted in
-    this epoch. `is_cut`: a stop kept a phase of this epoch from beginning, so that the epoch is not over.
+    """The counts of a run.
 
-    Of a trainer that draws by taps, the phase of a tap is its number, and any number of them may be open.
-    `taps`: their names, in the order in which they were made. `to_skip`: batches that the first pass of the
-    first one drops: a run that begins elsewhere has trained on them. `integration`: the trainer's name, empty
-    for a loop of the program's own. A run belongs to one."""
+    step: iterations since the run began. epoch, phase: count from zero; phase: those that have ended in this
+    epoch. manages_epochs: epochs are counted here (`.epochs()`, a whole run); otherwise `epoch` stays 0, and
+    samplers are not given one. iterated: an iteration was counted in this epoch. is_cut: a stop kept a phase
+    of this epoch from beginning, so that the epoch is not over.
+
+    For a trainer that draws by taps, the phase of a tap is its number, and several may be open. taps: by
+    name, in the order in which they were made. to_skip: batches that the first pass of the first tap drops,
+    because a run that began elsewhere has trained on them. integration: the trainer's name, "" for a loop of
+    the program. A run belongs to one.
+    """
 
     def __init__(self, integration: str = "") -> None:
         self.integration = integration
@@ -69,8 +72,8 @@ class Progress:
         self._sources = Sources()
 
     def value(self) -> dict[str, Any]:
-        """What is saved at a boundary: plain Python values. Phases that have ended keep their positions:
-        the workers of a persistent loader carry their random numbers into the next epoch."""
+        """Return what is saved at a boundary, as plain values. Phases that have ended keep their positions,
+        because the workers of a persistent loader carry their random numbers into the next epoch."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -84,7 +87,7 @@ class Progress:
         }
 
     def restore(self, value: dict[str, Any]) -> None:
-        """Take up saved progress. Raises DamagedError if it is none, and then has changed nothing."""
+        """Restore saved progress. Raises DamagedError if it is invalid, and changes nothing then."""
         counts: list[Any] = [value.get(name) for name in ("step", "epoch", "phase", "to_skip")]
         try:
             if not all(map(_is_count, counts)):
@@ -119,78 +122,78 @@ class Progress:
             )
 
     def count(self, iterations: int) -> None:
-        """So many iterations are done."""
+        """Count iterations that are done."""
         self.step += iterations
         self.iterated = True
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of this epoch is left to be given: no phase was stopped, or kept from beginning."""
+        """Whether this epoch has no batches left: no phase was stopped, or kept from beginning."""
         return not self._open and not self.is_cut
 
     @property
     def is_after_batches(self) -> bool:
-        """Whether batches of this epoch were taken and no phase gives any: the epoch's own code runs."""
+        """Whether the epoch's own code runs: batches of this epoch were taken, and no phase is open."""
         return self.manages_epochs and self.iterated and not self._open
 
     @property
     def batches_taken(self) -> int:
-        """Batches taken in the phase that is open, or that a restored position stands in."""
+        """The batches taken in the open phase, or in that of a restored position."""
         return self.taken_in(self._calls - 1 if self._open else self.phase)
 
     def taken_in(self, phase: int) -> int:
-        """The same of one phase: of one that is not open here, the batches that were trained on."""
+        """Return the batches taken in a phase; if it is not open here, those that were trained on."""
         if phase in self._open:
             return self._open[phase].batches_taken
         saved = self._sources.saved_position(phase)
         return int(saved["batches_taken"]) if self.stands_in(phase) else 0
 
     def is_at_end_of(self, phase: int) -> bool:
-        """Whether a restored position stands behind the last batch of its phase, as far as is known."""
+        """Whether a restored position is behind the last batch of its phase, as far as is known."""
         saved = self._sources.saved_position(phase)
         has_all = saved.get("length") is not None and saved.get("batches_taken") == saved["length"]
         return self.stands_in(phase) and (has_all or saved.get("over") is True)
 
     def epoch_length(self, loader: Any) -> int:
-        """Batches of this epoch, with those taken of it. TypeError where the loader does not know."""
+        """Return the number of batches of this epoch. Raises TypeError if the loader does not know it."""
         if self._open:
             return len(self._open[self._calls - 1])
         saved = self._sources.saved_position(self.phase) if self.stands_in(self.phase) else {}
         return epoch_length(loader, saved)
 
     def open_phase(self, loader: object) -> Source | None:
-        """The source of the next call of `.batches()` in this epoch; None if that phase had ended."""
+        """Return the source of the next call of `.batches()` in this epoch; None if that phase had ended."""
         if self._open:
             raise BoundaryError(
                 "A second .batches() was begun while the first still gives batches. Nothing was captured. "
-                "Boundaries of two loops in one another cannot be told apart: put the inner loader into "
+                "The boundaries of two nested loops cannot be distinguished: put the inner loader into "
                 "the outer one, or leave the inner loop to run without .batches()."
             )
         phase, self._calls = self._calls, self._calls + 1
         if phase < self.phase:
             self._sources.skip(loader, phase)
             return None
-        source = self._begin(loader, phase, tell_epoch=self.manages_epochs)
+        source = self._begin(loader, phase, sets_epoch=self.manages_epochs)
         if not self.manages_epochs:
             self._sources.retire(self.epoch, phase)
         return source
 
-    def open_tap(self, name: str, loader: object, *, beside: bool) -> Source:
-        """The source of the tap's next pass over its loader. beside: as in `Source.begin`."""
+    def open_tap(self, name: str, loader: object, *, in_lockstep: bool) -> Source:
+        """Return the source of the tap's next pass over its loader. in_lockstep: as in `Source.begin`."""
         phase = self.phase_of(name)
         if phase in self._open:
             passes, drawn = self.taps[name]
             self.taps[name] = Passes(passes, drawn + self._open[phase].batches_taken)
             self.close_tap(name)
-        return self._begin(loader, phase, tell_epoch=False, counts_trained=True, beside=beside)
+        return self._begin(loader, phase, sets_epoch=False, counts_trained=True, in_lockstep=in_lockstep)
 
     def phase_of(self, name: str) -> int:
-        """The phase of a tap, which is new where there was none of that name."""
+        """Return the phase of a tap, a new one if there is no tap of this name."""
         self.taps.setdefault(name, Passes())
         return list(self.taps).index(name)
 
     def end_pass(self, name: str) -> None:
-        """The tap's loader has given its last batch."""
+        """Note that the tap's loader has given its last batch."""
         source = self._open.get(self.phase_of(name))
         # A resumed position behind the last batch was counted already, and an epoch may have ended before its
         # iterator was asked for more than it has.
@@ -199,14 +202,14 @@ class Progress:
             self.taps[name] = Passes(passes + 1, drawn)
 
     def drawn(self, name: str) -> int:
-        """Batches that a tap has given in this epoch; where it has not drawn since a resume, those of them
+        """Return the batches that a tap has given in this epoch; if it has not drawn since a resume, those
         that were trained on."""
         phase = self.phase_of(name)
         skipped = self.to_skip if phase == 0 else 0
         return self.taps[name].drawn_before + self.taken_in(phase) + skipped
 
     def count_trained(self, trained: int | Mapping[str, int] | None) -> None:
-        """So many of the batches of this epoch were trained on; None: all that were drawn."""
+        """Note how many batches of this epoch were trained on; None for all that were drawn."""
         for name, (_, before) in self.taps.items():
             source = self._open.get(self.phase_of(name))
             if source is not None:
@@ -228,7 +231,7 @@ class Progress:
         return bool(self._open)
 
     def close_tap(self, name: str) -> None:
-        """The tap's pass is over, or was left."""
+        """End the tap's pass, which is over or was left."""
         phase = self.phase_of(name)
         if self._open.pop(phase, None) is not None:
             self._sources.ended(phase)
@@ -240,15 +243,14 @@ class Progress:
         return source
 
     def close_phase(self) -> None:
-        """The open phase has given its last batch, or was left in the middle: it counts as ended then, as it
-        would in a plain loop."""
+        """End the open phase, also one that was left in the middle, as in a plain loop."""
         if self._open:
             self._sources.ended(self._calls - 1)
         self._open.clear()
         self.phase = self._calls
 
     def next_epoch(self) -> None:
-        """The epoch has ended; its phases begin anew."""
+        """End the epoch; its phases begin anew."""
         self.epoch += 1
         self.phase = self._calls = self.to_skip = 0
         self.iterated = self.is_cut = False
@@ -274,7 +276,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _read_taps(saved: Any) -> dict[str, Passes]:
-    """Raises ValueError for anything but what `Progress.value` has."""
+    """Return the taps of `Progress.value`. Raises ValueError for anything else."""
     if not isinstance(saved, list):
         raise ValueError("its taps cannot be read")
     taps: dict[str, Passes] = {}
@@ -287,10 +289,10 @@ def _read_taps(saved: Any) -> dict[str, Passes]:
 
 
 class Use:
-    """Watches the attached state from the first batch on.
+    """Watches the use of the attached state from the first batch on.
 
-    `digests` reads the whole state: by leaf, equal as long as nothing has changed. It is called at the
-    first batch, and at the next few where no hook fired. `used`: the state is at no boundary yet.
+    digests: reads the whole state, by leaf; called at the first batch, and at the next few if no hook fired.
+    used: the state is at no boundary yet.
     """
 
     def __init__(
@@ -305,7 +307,8 @@ class Use:
         self._tree, self._steps, self.digests = tree, steps, digests
         self._left = _BATCHES_CHECKED if check else 0
         self._before: dict[str, Content] | None = None
-        # A module ran forward, and the count of steps, of the last batch and of the last boundary.
+        # Whether a module ran forward, and the steps of optimizers: since the last batch, and the last
+        # boundary.
         self._ran_since_batch, self._ran_since_boundary = False, used
         self._steps_at_batch = self._steps_at_boundary = steps.steps
         self._forward_hooks: list[_ForwardHook] = []
@@ -317,7 +320,7 @@ class Use:
 
     @property
     def used_since_boundary(self) -> bool:
-        """Whether a hook saw use: mostly the step of an optimizer."""
+        """Whether a hook noticed use, mostly the step of an optimizer."""
         return self._ran_since_boundary or self.trained_since_boundary
 
     def _forward_seen(self) -> None:
@@ -334,7 +337,7 @@ class Use:
         self._unwatch_forward()
 
     def before_batch(self, *, holds_one: bool) -> None:
-        """Called before each batch is drawn; `holds_one` says that the loop was given one before. Raises
+        """To be called before each batch is drawn. holds_one: the loop was given one before. Raises
         BoundaryError if the attached state was not used at all since then."""
         if self._left == 0:
             return
@@ -361,9 +364,9 @@ class Use:
 
 
 class _ForwardHook:
-    """On a module from a batch to its first forward, and only for the first few batches: `torch.save(model)`
-    and `deepcopy(model)` take along what is on it. A copy that is made right then has, in this one's place,
-    torch's own handle of a hook, which takes itself off with the first call."""
+    """A hook on a module from a batch to its first forward, for the first few batches only:
+    `torch.save(model)` and `deepcopy(model)` include it. A copy has a handle of torch in its place, which
+    removes itself when called."""
 
     def __init__(self, module: nn.Module, use: Use) -> None:
         self._use = weakref.ref(use)

@@ -1,39 +1,49 @@
-"""One incarnation of the job on a run: its claim, its life lock, its keeper. Owns their order.
+"""An attempt of a job on a run: its claim, its life lock, its keeper and, of several ranks, how they open one
+run.
 
-One rank leads: it claims the attempt and writes where it goes on from. The others join that attempt. The life
-lock is held before the claim is written, so that no claim ever names a lock that nobody had; the claim is
-taken before anything is read, so that from here on older attempts prune nothing.
+Rank 0 leads: it claims the attempt and writes where it starts. The other ranks join the attempt. Owns the
+order: the life lock is held before the claim is written, so that each claim names a lock that was held; the
+claim is taken before anything is read, so that from then on older attempts delete nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import functools
 import logging
 import os
 import platform
+import secrets
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashckpt import crashpoints
-from flashckpt.checkpointer.life_sign import LifeSign
-from flashckpt.commit import attempts, retention
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.holder import check, here
-from flashckpt.commit.lineage import VisibleStep
-from flashckpt.errors import DamagedError, FlashckptError, KeeperError, RunError, RunHeldError
-from flashckpt.format.names import AttemptName
-from flashckpt.format.records import Holder
-from flashckpt.format.replicas import Ranks
+from flashckpt.commit import attempts, collect, starting
+from flashckpt.commit.attempts import check_not_held, check_trainable, local_owner, move_on, open_run
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.errors import (
+    DamagedError,
+    FlashckptError,
+    KeeperError,
+    NoSuchStepError,
+    OptionError,
+    RunError,
+    RunHeldError,
+)
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.records import Owner
 from flashckpt.keeper.client import KeeperClient, connect_or_start, newest_in_memory
-from flashckpt.keeper.start import end_early, survival_warnings
+from flashckpt.keeper.start import survival_warnings, take_early
 from flashckpt.memory import forks
+from flashckpt.memory.cache_folder import CachePlace, cached_paths, open_cached
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -44,15 +54,18 @@ from flashckpt.memory.runtime import (
     stacks_name,
     trainer_lock_name,
 )
-from flashckpt.options import Environment, Keep, Options, Remote
-from flashckpt.ranks.group import Alone, Group
-from flashckpt.store import open_store
+from flashckpt.options import Environment, Keep, Options, Remote, TiersCall
+from flashckpt.ranks.coordination import Alone, Group
+from flashckpt.replication.mirror import check_unanswered, prepare
+from flashckpt.store import are_apart, open_store, options_of
 from flashckpt.store.base import Store
+from flashckpt.threads import start_thread
 
 if TYPE_CHECKING:
-    from flashckpt.tiers.nearest import RemoteRun
+    from flashckpt.replication.mirror import RemoteRun
 
 log = logging.getLogger(__name__)
+
 
 _RESTARTS_HANG = (
     "torchrun may restart these ranks (%d restarts are left), and the restarted ranks can hang in "
@@ -62,12 +75,12 @@ _RESTARTS_HANG = (
 )
 
 Connect = Callable[[str, RuntimeFolder, LifeLock], KeeperClient]
-"""Takes the run, its runtime folder and this process's life lock there; gives the link to the keeper."""
+"""Takes the run, its runtime folder and this process's life lock; returns the connection to the keeper."""
 
-# A remote may have steps of far more attempts than have any here.
+# A remote may have steps of many more attempts than the home.
 _NEAR_OF_REMOTE = 4096
 
-# Guarded: what this process holds, and the signals that it has taken for stacks and uses no more.
+# Guards the runs that this process holds, and the signals that it took for stacks and no longer uses.
 _guard = threading.Lock()
 _held: set[tuple[str, int]] = set()
 _idle_signals: list[int] = []
@@ -75,22 +88,25 @@ _idle_signals: list[int] = []
 
 @dataclass(frozen=True)
 class KnownRun:
-    """What ranks know of a run before they open it: its id, empty where it has none yet; the highest number
-    of an attempt in any of their folders, and in the memory of nodes other than rank 0's."""
+    """What ranks know of a run before they open it. run_id: "" if it has none yet. above: the highest number
+    of an attempt in its folder, and in the memory of other nodes than rank 0's. place: where rank 0 has
+    claimed the attempt, for a message."""
 
     run_id: str = ""
     above: int = 0
+    place: str = ""
 
 
 @dataclass
 class Session:
-    """One rank's place in a claimed attempt, with a keeper that knows it. `identity` names the run on this
-    node, `leads` says who writes where the attempt goes on from, for all ranks or, where nodes have folders
-    of their own, for those of its folder; `group` are all ranks, `ranks` those of its folder, None for all.
-    `run_id` is what run.json says, `loaded` the step that the attempt went on from, `remote` where the keeper
-    copies steps to.
-    `complete` is the snapshot that all ranks have when the attempt starts (number of the attempt, boundary);
-    zeros for a rank alone. `remote_run` is what its remote had of the run, None where it has no remote."""
+    """One rank of a claimed attempt, connected to its keeper.
+
+    identity: names the run on this node. leads: this rank writes where the attempt starts, for all ranks of
+    `group`. run_id: from run.json. loaded: the snapshot that the attempt resumed from. remote: where the
+    keeper copies steps; remote_run: that store at the start. cache: this node's disk for slots at rest.
+    complete: the newest snapshot that all ranks have at the start, as (number of the attempt, boundary);
+    zeros in a world of one.
+    """
 
     store: Store
     identity: str
@@ -105,16 +121,16 @@ class Session:
     life_sign: LifeSign | None = None
     closed: bool = False
     complete: tuple[int, int] = (0, 0)
-    ranks: Ranks | None = None
     run_id: str = ""
-    loaded: VisibleStep | None = None
+    loaded: SnapshotId | None = None
     remote: Remote | None = None
+    cache: CachePlace | None = None
     remote_run: RemoteRun | None = None
 
     def surroundings(self) -> dict[str, Any]:
-        """What around this process can change numbers, in plain values; each snapshot has a copy. Devices
-        count from the moment that the process uses CUDA: a question for them would initialise it, and a child
-        that is forked after that cannot use CUDA."""
+        """Return the facts about this process that can change results; each snapshot has a copy. Devices
+        count once the process uses CUDA: a query would initialise CUDA, and a child forked later could not
+        use it."""
         cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return {
             "torch": str(torch.__version__),
@@ -128,7 +144,7 @@ class Session:
         }
 
     def hello(self, keep: Keep, options: Options) -> None:
-        """Tell the keeper who this is."""
+        """Register with the keeper."""
         self.keeper.hello(
             rank=self.environment.rank,
             world=self.environment.world,
@@ -140,37 +156,40 @@ class Session:
             kill_when_stuck=options.watchdog_action == "kill",
             ranks=self.group.node,
             remote=self.remote,
+            cache=self.cache,
             grace_s=options.grace_s,
         )
 
-    def start(
-        self,
-        parent: AttemptName | None = None,
-        step: int = 0,
-        boundary: int = 0,
-        *,
-        from_memory: bool = False,
-    ) -> None:
-        """Say where this attempt goes on from: a boundary of another one, which this rank took up. Who leads
-        writes it: from here on older attempts commit nothing, and what any rank has of that boundary in
-        memory is this attempt's. `from_memory`: it may be nowhere else, and the keeper is to save it. Raises
-        RunError where it cannot be written, or was written otherwise."""
+    def start(self, parent: SnapshotId | None = None, step: int = 0, *, tier: str = "local") -> None:
+        """Write where this attempt starts: the snapshot that this rank has loaded, with its step number. The
+        leader writes it, and the other ranks compare it with theirs. From here on older attempts commit only
+        that snapshot and older ones. tier: where this rank has loaded it. A snapshot from memory or cache may
+        be nowhere else, so the keeper saves it.
+
+        Raises RunError if it cannot be written, or differs; NoSuchStepError if the step was deleted
+        meanwhile.
+        """
         if self.leads:
-            self._write_start(parent, step, boundary)
+            self._write_start(parent, step, tier)
         else:
-            self._check_start(parent, step, boundary)
+            self._check_start(parent, step)
         crashpoints.point("start.written")
         if self.environment.world > 1:
-            self.complete = (self.attempt.number, 0) if parent is None else (parent.number, boundary)
-        self.loaded = None if parent is None else VisibleStep(step, parent)
-        if parent is not None and from_memory:
-            self.keeper.started(parent, step, boundary)
+            first = SnapshotId(self.attempt, 0) if parent is None else parent
+            self.complete = (first.attempt.number, first.boundary)
+        self.loaded = parent
+        if parent is not None and tier in ("memory", "cache"):
+            self.keeper.started(parent)
 
-    def _write_start(self, parent: AttemptName | None, step: int, boundary: int) -> None:
+    def _write_start(self, parent: SnapshotId | None, step: int, tier: str) -> None:
         try:
-            world = self.environment.world
+            world, store = self.environment.world, self.store
             near = attempts.NEAR if self.remote is None else _NEAR_OF_REMOTE
-            attempts.start(self.store, self.attempt, parent, step, world, boundary, self.ranks, near=near)
+            catalogue = Catalogue.of(store)
+            starting.start(store, self.attempt, parent, step, world, catalogue, near=near)
+            name = None if parent is None or tier != "local" else catalogue.named(parent)
+            if name is not None:
+                starting.check_started(store, self.attempt, name)
         except OSError as error:
             live = f"already that of step {step}" if parent is not None else "as it was"
             raise RunError(
@@ -181,21 +200,20 @@ class Session:
                 step=step,
             ) from error
 
-    def _check_start(self, parent: AttemptName | None, step: int, boundary: int) -> None:
+    def _check_start(self, parent: SnapshotId | None, step: int) -> None:
         found = attempts.read_start(self.store, self.attempt)
-        if found is None or (found.parent, found.step, found.boundary) != (parent, step, boundary):
-            there = "nothing yet" if found is None else _where(found.parent, found.step, found.boundary)
+        if found is None or (found.parent, found.step) != (parent, step):
+            there = "nothing yet" if found is None else _where(found.parent, found.step)
             raise RunError(
-                f"{self.store.url}: rank {self.environment.rank} took up {_where(parent, step, boundary)}, "
-                f"and attempt {self.attempt} goes on from {there}. Nothing that this rank captures is kept. "
+                f"{self.store.url}: rank {self.environment.rank} has loaded {_where(parent, step)}, and "
+                f"attempt {self.attempt} resumes from {there}. Nothing that this rank captures is kept. "
                 "Start all ranks again.",
                 path=self.store.url,
                 step=step,
             )
 
     def close(self) -> None:
-        """Let the run go; a second call does nothing. The keeper stays as long as it has something to
-        persist."""
+        """Release the run; a second call does nothing. The keeper stays while it has something to persist."""
         if self.closed:
             return
         self.closed = True
@@ -207,11 +225,11 @@ class Session:
             self.stacks.close(self.runtime)
         self.life.release(self.runtime)
         self.runtime.close()
-        _let_go((self.identity, self.environment.rank))
+        _give_back((self.identity, self.environment.rank))
 
 
-def _where(parent: AttemptName | None, step: int, boundary: int) -> str:
-    return f"step {step} of {parent} (boundary {boundary})"
+def _where(parent: SnapshotId | None, step: int) -> str:
+    return "nothing" if parent is None else f"step {step} of {parent.attempt} (boundary {parent.boundary})"
 
 
 def open_session(
@@ -224,51 +242,48 @@ def open_session(
     connect: Connect = connect_or_start,
     group: Group | None = None,
     known: KnownRun = KnownRun(),
-    claims: bool = False,
+    is_first: bool = False,
     remote: Remote | None = None,
+    cache: CachePlace | None = None,
 ) -> Session:
-    """Open the run and take part in an attempt on it: lead a new one, for which the run is made if it is not
-    there and must be held by no other job; or `join`, as another rank, the one that the leader has claimed.
-    `known` is what ranks have agreed on. `claims`: where the folder has no claim of the attempt to join, it
-    is another disk than the leader's, and is claimed for it as well. `remote`: where the keeper copies steps.
+    """Open the run and take part in an attempt: lead a new one, which makes the run if there is none and
+    raises if another job holds it; or `join` the one that the leader has claimed.
 
-    Raises RunHeldError, RunError and its kin (SupersededError where the attempt to join is not the newest),
-    KeeperError, OptionError for a scheme that is not there.
+    known: what the ranks have agreed on. is_first: of the ranks of its node that join, this one checks
+    whether it sees the leader's folder. remote: where the keeper copies steps. cache: this node's disk for
+    slots at rest.
+
+    Raises RunHeldError, RunError and its subclasses (SupersededError if the attempt to join is not the
+    newest), KeeperError, OptionError for an unknown scheme and for a folder that is not the leader's.
     """
     store = open_store(path, options.storage_options)
-    run_id = _run_id(store, path, known, create=join is None or claims)
+    check_trainable(store)
+    if join is not None:
+        _check_shared(store, join, known, environment, is_first=is_first)
+    # The first rank of a node creates exclusively, too: a file server may still list none.
+    run_id = _run_id(store, path, known, create=join is None or is_first)
     identity = identity_of(run_id, store.place())
     place = (identity, environment.rank)
     _hold(place, store)
     with contextlib.ExitStack() as undo:
-        undo.callback(_let_go, place)
-        if join is not None and not claims:
-            _check_claimed(store, join)
-        base, lock = base_folder(environment.runtime_folder), trainer_lock_name(environment.rank)
-        runtime, life = enter(base, identity, lock)
-        undo.callback(runtime.close)
-        undo.callback(life.release, runtime)
-        stacks = Stacks.open(runtime, life.name) if options.watchdog is not None else None
-        if stacks is not None:
-            undo.callback(stacks.close, runtime)
-        holder = _holder(environment, runtime, life)
-        if join is None:
-            above = max(known.above, highest_in_memory(store, runtime))
-            attempt, leads = _claim(store, holder, runtime, above), True
-        else:
-            attempt, leads = join, claims and _claim_too(store, holder, runtime, join)
+        undo.callback(_give_back, place)
+        runtime, life, stacks = _enter_node(environment, options, identity, undo)
+        attempt, leads = join, join is None
+        if attempt is None:
+            above = max(known.above, highest_on_node(store, runtime, identity, cache))
+            attempt = _claim(store, _owner(environment, runtime, life), runtime, above, keep)
         life_sign = LifeSign(store, attempt) if leads else None
         if life_sign is not None:
             undo.callback(life_sign.close)
             crashpoints.point("claim.taken")
         keeper = connect(store.url, runtime, life)
         undo.callback(keeper.close)
-        if (unused := end_early(runtime)) >= 0:
+        if (unused := take_early(runtime)) >= 0:
             os.close(unused)
         group = group or Alone(environment)
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
-            stacks=stacks, life_sign=life_sign, run_id=run_id, remote=remote,
+            stacks=stacks, life_sign=life_sign, run_id=run_id, remote=remote, cache=cache,
         )  # fmt: skip
         session.hello(keep, options)
         undo.pop_all()
@@ -279,45 +294,57 @@ def open_session(
     return session
 
 
-def highest_in_memory(store: Store, runtime: RuntimeFolder) -> int:
-    """The number of the newest attempt that has a snapshot in this node's memory, 0 where there is none. The
-    next attempt takes a higher one: its own snapshots must be the newest in memory, also where an older copy
-    of the run's folder was put in its place and that attempt is not known there any more. The log says so."""
-    found = newest_in_memory(runtime)
-    if found is None:
+def _enter_node(
+    environment: Environment, options: Options, identity: str, undo: contextlib.ExitStack
+) -> tuple[RuntimeFolder, LifeLock, Stacks | None]:
+    """Enter the runtime folder of the run on this node, with this process's life lock, and its files for
+    stacks if there is a watchdog. `undo` leaves all of it."""
+    base, lock = base_folder(environment.runtime_folder), trainer_lock_name(environment.rank)
+    runtime, life = enter(base, identity, lock)
+    undo.callback(runtime.close)
+    undo.callback(life.release, runtime)
+    stacks = Stacks.open(runtime, life.name) if options.watchdog is not None else None
+    if stacks is not None:
+        undo.callback(stacks.close, runtime)
+    return runtime, life, stacks
+
+
+def highest_on_node(
+    store: Store, runtime: RuntimeFolder | None, identity: str, cache: CachePlace | None
+) -> int:
+    """Return the number of the newest attempt with a snapshot in this node's memory or cache; 0 if there is
+    none. The next attempt takes a higher one, so that its own snapshots are the newest there, even if an
+    older copy of the run's folder was restored and that attempt is unknown there; this is logged. runtime:
+    None if the node has nothing of the run in memory."""
+    found = [] if runtime is None else [newest_in_memory(runtime)]
+    found += [] if cache is None else [_newest_in_cache(cache, identity)]
+    known = [each for each in found if each is not None]
+    if not known:
         return 0
-    (attempt, step), newest = found, attempts.highest_number(store)
+    (attempt, step), newest = max(known), attempts.highest_number(store)
     if attempt.number > newest:
         log.warning(
-            "this node's memory has step %d of attempt %s, and %s knows no attempt after number %d: an older "
-            "copy of the folder was put in its place. The run resumes from what the folder has. Snapshots in "
-            "memory are not used, and are freed once a step of this attempt is committed. To resume from "
-            "them, stop now, put the newer copy back, and start again.",
+            "this node has step %d of attempt %s in memory or cache, and %s knows no attempt after number "
+            "%d: an older copy of the folder was put in its place. The run resumes from what the folder has. "
+            "Those snapshots are not used, and are freed once a step of this attempt is committed. To resume "
+            "from them, stop now, put the newer copy back, and start again.",
             step, attempt, store.url, newest,
         )  # fmt: skip
     return attempt.number
 
 
-def check_not_held(store: Store, run_id: str, environment: Environment) -> None:
-    """RunHeldError where this process has the run, or another job trains it; may take some seconds, as
-    `holder.check` does. Changes nothing."""
-    identity = identity_of(run_id, store.place())
-    place = (identity, environment.rank)
-    _hold(place, store)
-    _let_go(place)
-    job_id, restart_count = environment.job_id, environment.restart_count
-    me = functools.partial(here, job_id=job_id, restart_count=restart_count)
-    try:
-        runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity, create=False)
-    except FileNotFoundError:
-        check(store, me())
-        return
-    with contextlib.closing(runtime):
-        check(store, me(runtime.path), lambda _, name: is_alive(runtime, name))
+def _newest_in_cache(cache: CachePlace, identity: str) -> tuple[AttemptName, int] | None:
+    """As `newest_in_memory`. The keeper reports files that cannot be read."""
+    found = []
+    for path in cached_paths(cache.path, identity):
+        with contextlib.suppress(FlashckptError, OSError), contextlib.closing(open_cached(path)) as slot:
+            sealed = None if slot.header.holds_constants else slot.sealed()
+            found += [] if sealed is None else [(sealed.attempt, sealed.step)]
+    return max(found, default=None)
 
 
 def _hold(place: tuple[str, int], store: Store) -> None:
-    """The place of a rank in a run on this node is this process's, once."""
+    """Reserve a rank's place in a run on this node for this process."""
     with _guard:
         if place in _held:
             raise RunHeldError(
@@ -329,7 +356,7 @@ def _hold(place: tuple[str, int], store: Store) -> None:
         _held.add(place)
 
 
-def _let_go(place: tuple[str, int]) -> None:
+def _give_back(place: tuple[str, int]) -> None:
     with _guard:
         _held.discard(place)
 
@@ -348,36 +375,19 @@ def _run_id(store: Store, path: str | os.PathLike[str], known: KnownRun, *, crea
     return found
 
 
-def _claim(store: Store, holder: Holder, runtime: RuntimeFolder, above: int) -> AttemptName:
+def _claim(store: Store, owner: Owner, runtime: RuntimeFolder, above: int, keep: Keep) -> AttemptName:
+    def is_not_held() -> None:
+        check_not_held(store, owner, lambda _, name: is_alive(runtime, name))
+
     with _writable(store):
-        return attempts.claim(store, holder, lambda: _look(store, holder, runtime), above)
+        name, catalogue = starting.claim(store, owner, is_not_held, above, keep)
+    collect.tidy(store, name, catalogue)
+    return name
 
 
-def _claim_too(store: Store, holder: Holder, runtime: RuntimeFolder, attempt: AttemptName) -> bool:
-    """Claim the attempt that rank 0 has claimed. False where it is claimed here: by rank 0, whose folder this
-    is then, or by another that shares it. That the name is taken is what tells, and no list or look, which
-    on a file server may be old."""
-    with _writable(store):
-        if attempts.newest_claimed(store) != attempt:
-            _look(store, holder, runtime, attempt)
-        if attempts.claim_as(store, attempt, holder):
-            return True
-    _check_claimed(store, attempt)
-    return False
-
-
-def _holder(environment: Environment, runtime: RuntimeFolder, life: LifeLock) -> Holder:
+def _owner(environment: Environment, runtime: RuntimeFolder, life: LifeLock) -> Owner:
     job_id, restart_count = environment.job_id, environment.restart_count
-    return here(runtime.path, life.name, job_id=job_id, restart_count=restart_count)
-
-
-def _look(store: Store, holder: Holder, runtime: RuntimeFolder, ours: AttemptName | None = None) -> None:
-    """Before each try to claim: who loses a race for the number looks at the winner."""
-    check(store, holder, lambda _, name: is_alive(runtime, name), ours=ours)
-    try:
-        retention.sweep_dead(store)
-    except (OSError, FlashckptError) as error:
-        log.debug("what dead attempts left could not be removed: %s", error)
+    return local_owner(runtime.path, life.name, job_id=job_id, restart_count=restart_count)
 
 
 @contextlib.contextmanager
@@ -393,21 +403,41 @@ def _writable(store: Store) -> Iterator[None]:
         ) from error
 
 
-def _check_claimed(store: Store, attempt: AttemptName) -> None:
-    try:
-        attempts.read_claim(store, attempt)
-    except (FileNotFoundError, DamagedError) as error:
-        raise RunError(
-            f"{store.url}: attempt {attempt}, which this process was to join, was never claimed there. "
-            "Nothing was changed. All ranks of a job must be given the same run.",
-            path=store.url,
-        ) from error
+def _check_shared(
+    store: Store, attempt: AttemptName, known: KnownRun, environment: Environment, *, is_first: bool
+) -> None:
+    """Raise OptionError if rank 0 has not claimed the attempt in this store, which is then another folder.
+    The first rank of a node finds out by an exclusive create: a listing or a read by a file server may be
+    outdated."""
+    if is_first:
+        with _writable(store):
+            is_shared = attempts.has_claim(store, attempt, local_owner())
+    else:
+        try:
+            is_shared = bool(attempts.read_claim(store, attempt))
+        except (FileNotFoundError, DamagedError):
+            is_shared = False
+    if not is_shared:
+        raise not_shared(place_of(store, environment.rank), known.place)
     attempts.check_newest(store, attempt)
 
 
+def place_of(store: Store, rank: int) -> str:
+    """Describe the folder that a rank sees, and its host, for a message."""
+    return f"{store.url} on {local_owner().host} (rank {rank})"
+
+
+def not_shared(place: str, other: str) -> OptionError:
+    """Return the error for two places (`place_of`) that are not one folder."""
+    return OptionError(
+        f"The run's path is not one folder on all nodes: {place} is not {other}. Nothing was loaded or "
+        "changed. Name a folder that all nodes see, or object storage with a disk of each node as its cache: "
+        'attach("s3://bucket/run", cache="/nvme").'
+    )
+
+
 def log_differences(saved: object, now: dict[str, Any]) -> None:
-    """One line naming what is no longer as it was. Such a run goes on exactly from its state; its
-    further numbers may differ."""
+    """Log what differs from the environment that was saved. The state is exact; later results may differ."""
     if not isinstance(saved, dict):
         return
     changed = [
@@ -417,19 +447,18 @@ def log_differences(saved: object, now: dict[str, Any]) -> None:
         log.warning("resumed in another environment, numbers may differ from here on: %s", ", ".join(changed))
 
 
-# Not the first ones: libraries that take a real-time signal begin there, or at the last.
+# Libraries that take a real-time signal begin with the first or the last.
 _SIGNALS_SKIPPED = 10
 
 
 @dataclass(eq=False)
 class Stacks:
-    """A signal that writes all Python stacks into a file of its own; `signal_number` is what the keeper
-    sends, 0 where there is none to be had.
+    """A signal that writes all Python stacks into a file. signal_number: what the keeper sends; 0 if there is
+    none.
 
-    The handler is faulthandler's, in C: it needs neither the GIL nor a Python instruction, so that it works
-    while the trainer is stuck in native code. It never takes a signal that anything else has a handler for,
-    blocks or ignores, and never gives one back: the default action of a real-time signal that comes a moment
-    too late is the end of the process.
+    The handler is faulthandler's, in C, and needs neither the GIL nor a Python instruction: it works while
+    the trainer is stuck in native code. A signal that is handled, blocked or ignored is never taken, and a
+    taken one is never given back: the default action of a late real-time signal ends the process.
     """
 
     signal_number: int
@@ -442,37 +471,37 @@ class Stacks:
     def forked(self) -> None:
         if self._descriptor >= 0:
             if self.signal_number:
-                # Nobody asks a child for its stacks: a signal must not write into what has the number next.
+                # A signal to the child must not write into the file that has the descriptor next.
                 faulthandler.register(self.signal_number, file=_nowhere(), all_threads=True, chain=False)
             forks.close(self._descriptor)
             self._descriptor = -1
 
     @classmethod
     def open(cls, folder: RuntimeFolder, lock: str) -> Stacks:
-        """Take a signal, and make the file for the holder of the life lock `lock`. Without either the run
-        goes on, and a hang is reported without stacks unless py-spy can read them."""
+        """Take a signal, and create the file for the life lock `lock`. If either fails, a hang is reported
+        without stacks unless py-spy can read them."""
         name = stacks_name(lock)
         try:
             descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except (OSError, KeeperError) as error:
-            log.warning("stacks of a stuck trainer will not be had: %s", error)
+            log.warning("stacks of a stuck trainer cannot be written: %s", error)
             return cls(0, name)
         taken = _take(descriptor)
         if taken == 0:
-            log.debug("no real-time signal is free: stacks of a stuck trainer are had by py-spy alone")
+            log.debug("no real-time signal is free: only py-spy can read stacks of a stuck trainer")
         return cls(taken, name, descriptor)
 
     def close(self, folder: RuntimeFolder) -> None:
-        """Remove the file. The signal stays taken and does nothing from now on."""
+        """Remove the file. The signal stays taken, and does nothing from now on."""
         if self._descriptor < 0:
             return
         if self.signal_number:
             with _guard:
-                # Before the descriptor goes: a late signal must not write into whatever has its number next.
+                # Before the close: a late signal must not write into the file that has the descriptor next.
                 faulthandler.register(self.signal_number, file=_nowhere(), all_threads=True, chain=False)
                 _idle_signals.append(self.signal_number)
         folder.remove(self.name)
-        # Forgotten first: a child that is forked in between must not close what has the number next.
+        # Reset first: a child that is forked in between must not close the file that has the number next.
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
 
@@ -496,7 +525,8 @@ def _take(descriptor: int) -> int:
 
 
 def _free() -> int:
-    """A real-time signal that is neither caught, ignored nor blocked, by the kernel's own word."""
+    """Return a real-time signal that, by /proc, is neither caught, ignored nor blocked; 0 if there is
+    none."""
     used = 0
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         for line in file:
@@ -506,3 +536,228 @@ def _free() -> int:
         if not used >> (number - 1) & 1:
             return number
     return 0
+
+
+_CLOSE_S = 2.0
+
+
+class LifeSign:
+    """Moves the attempt's counter while no keeper does: reads it every STAND_IN_S, and moves it if it has not
+    changed. A keeper that is stopped or swapped out must not make its trainer look dead to other nodes. Owns
+    one thread of the leading rank, from its claim until the run is closed. Timing: `commit.attempts`."""
+
+    def __init__(self, store: Store, attempt: AttemptName) -> None:
+        self._store, self._attempt = store.brief(), attempt
+        self._closed = threading.Event()
+        self._thread = start_thread("flashckpt-life", self._run)
+
+    def close(self) -> None:
+        """End the thread, and wait for its write: one that came after the keeper has recorded the attempt's
+        end would make the next job watch a dead attempt."""
+        self._closed.set()
+        self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        moved_to: int | None = None
+        while not self._closed.wait(attempts.STAND_IN_S):
+            try:
+                moved_to = move_on(self._store, self._attempt, moved_to)
+            except (OSError, FlashckptError) as error:
+                log.debug("the counter of %s could not be moved: %s", self._attempt, error)
+
+
+# How long a remote is asked before the claim.
+_REMOTE_TIMEOUT_S = 30.0
+# Errors that last until a user changes something; others may pass.
+_PERMANENT = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENODEV, errno.ENAMETOOLONG, errno.ELOOP}
+)
+
+
+def remote_of(call: TiersCall, url: str, keep: Keep, options: Options) -> Remote | None:
+    """Return the remote that a call asks for, for the run at `url`. Raises OptionError if it is no store, or
+    the same place. Contacts no server."""
+    if call.remote is None:
+        return None
+    given = options.remote_storage_options
+    store = open_store(call.remote, options.storage_options if given is None else given)
+    if not are_apart(store.url, url):
+        raise OptionError(
+            f"remote={store.url!r}: the run itself is in {url}, and one is in the other. Nothing was started."
+            " Name a place apart from it, on other storage."
+        )
+    known: Mapping[str, Any] = options_of(store.url)
+    return Remote(
+        url=store.url,
+        every=call.remote_every,
+        keep=call.remote_keep or keep,
+        options=known,
+        compress=options.remote_compress,
+    )
+
+
+def remote_state(remote: Remote, local: Store, run_id: str) -> tuple[str, int, str]:
+    """Return the id of the run that `local` holds under run_id ("" for none yet), the highest attempt number
+    in the remote, and why the remote does not answer, "" if it does.
+
+    Waits for some seconds. Raises as `mirror.prepare`, with OptionError or RunError for what the user has to
+    change. A remote that does not answer is no error if there is a run here. Writes only a small file, and
+    removes it.
+    """
+    found: list[tuple[str, int]] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.append(_probe_remote(open_store(remote.url, remote.options).brief(), local, run_id))
+        except Exception as error:
+            errors.append(error)
+
+    # In a thread: a file server that is away blocks without end.
+    thread = start_thread("flashckpt-remote", run)
+    thread.join(_REMOTE_TIMEOUT_S)
+    if found:
+        return *found[0], ""
+    error = errors[0] if errors else TimeoutError(f"nothing came for {_REMOTE_TIMEOUT_S:.0f} s")
+    if not isinstance(error, OSError):
+        raise error
+    why = str(error.strerror or error)
+    if error.errno not in _PERMANENT:
+        check_unanswered(local, open_store(remote.url, remote.options), run_id, why)
+        return run_id, 0, why
+    raise RunError(
+        f"The remote {remote.url} cannot be used: {why}. Nothing was changed, and training has not begun. "
+        "Correct `remote`, its credentials or its options, or leave it out.",
+        path=remote.url,
+    ) from error
+
+
+def _probe_remote(store: Store, local: Store, run_id: str) -> tuple[str, int]:
+    found = prepare(local, store, run_id)
+    if store.capabilities.rename:  # a folder, where the check of a store asks nothing
+        probe = f".probe-{secrets.token_hex(8)}"
+        store.create(probe, b"")
+        store.remove(probe)
+    return found
+
+
+def open_together(
+    path: str | os.PathLike[str],
+    keep: Keep,
+    options: Options,
+    group: Group,
+    remote: Remote | None = None,
+    cache: CachePlace | None = None,
+) -> Session:
+    """Take part in one attempt with all ranks: rank 0 asks the remote, then claims the attempt; then one rank
+    of each other node joins, and finds or starts its keeper; then the others join. Raises OptionError if the
+    path is not one folder for all ranks."""
+    session: Session | None = None
+
+    def opened(known: KnownRun, join: AttemptName | None, is_first: bool) -> list[str]:
+        nonlocal session
+        session = open_session(
+            path, keep, options, group.environment, join=join, group=group, known=known, is_first=is_first,
+            remote=remote, cache=cache,
+        )  # fmt: skip
+        return [str(session.attempt), session.run_id, place_of(session.store, group.environment.rank)]
+
+    rank, first = group.environment.rank, group.node[0]
+    try:
+        found = group.agree(
+            "which run it is",
+            partial(_state_of_node, path, options, group, cache) if rank == first else _nothing,
+            _one_run,
+        )
+        known, problem = KnownRun(*found) if found is not None else KnownRun(), ""
+        if remote is not None:
+            known, problem = _with_remote(path, options, group, known, remote)
+        name, run_id, place = group.led("the claim of the run", partial(opened, known, None, False))
+        claimed, known = AttemptName.parse(name), KnownRun(run_id, place=place)
+        for what, is_due in (
+            ("a keeper for each node", rank == first),
+            ("the keeper of this node", rank != first),
+        ):
+            joins = partial(opened, known, claimed, rank == first)
+            group.together(what, joins if is_due and not group.leads else _nothing)
+        assert session is not None
+        if remote is not None:
+            from flashckpt.replication.mirror import RemoteRun
+
+            session.remote_run = RemoteRun(
+                store=open_store(remote.url, remote.options),
+                problem=problem,
+                claimed=session.attempt if session.leads else None,
+            )
+    except BaseException:
+        if session is not None:
+            session.close()
+        raise
+    return session
+
+
+def _nothing() -> None:
+    """The operation of a rank while others have one."""
+
+
+def _folder_state(path: str | os.PathLike[str], options: Options) -> list[Any]:
+    """Return the run's id in the folder that this node sees, "" if there is none, and the highest number of
+    an attempt."""
+    store = open_store(path, options.storage_options)
+    try:
+        return [attempts.open_run(store, create=False).run_id, attempts.highest_number(store)]
+    except NoSuchStepError:
+        return ["", 0]
+    except OSError as error:
+        raise RunError(
+            f"The run's folder {os.fspath(path)} cannot be read: {error.strerror or error}. Nothing was "
+            "written and training has not begun. Choose a folder that this user can use.",
+            path=path,
+        ) from error
+
+
+def _state_of_node(
+    path: str | os.PathLike[str], options: Options, group: Group, cache: CachePlace | None
+) -> list[Any]:
+    """Return the same and the folder's place, for the first rank of a node. On nodes without rank 0, this
+    node's memory and cache count, too."""
+    run_id, above = _folder_state(path, options)
+    store, base = open_store(path, options.storage_options), base_folder(group.environment.runtime_folder)
+    if run_id and not group.leads:
+        identity = identity_of(run_id, store.place())
+        with contextlib.ExitStack() as stack:
+            runtime = None
+            with contextlib.suppress(FileNotFoundError):
+                opened = RuntimeFolder.open(base, identity, create=False)
+                runtime = stack.enter_context(contextlib.closing(opened))
+            above = max(above, highest_on_node(store, runtime, identity, cache))
+    return [run_id, above, place_of(store, group.environment.rank)]
+
+
+def _with_remote(
+    path: str | os.PathLike[str], options: Options, group: Group, known: KnownRun, remote: Remote
+) -> tuple[KnownRun, str]:
+    """Return what rank 0 knows of the run with its remote, and why the remote does not answer, "" if it does.
+    The first start makes the id there."""
+
+    def asked() -> list[Any]:
+        mine = known if known.run_id else KnownRun(*_folder_state(path, options))
+        run_id, above, problem = remote_state(remote, open_store(path, options.storage_options), mine.run_id)
+        return [run_id, max(mine.above, above), problem]
+
+    run_id, above, problem = group.led("what the run's remote has", asked)
+    return KnownRun(run_id, max(known.above, above)), problem
+
+
+def _one_run(rows: list[Any]) -> list[Any]:
+    """Return the run's id and the highest number of an attempt. Raises OptionError if nodes see different
+    runs."""
+    found = [row for row in rows if row is not None]
+    ids: dict[str, str] = {}
+    for run_id, _, place in found:
+        if run_id:
+            ids.setdefault(run_id, place)
+    if len(ids) > 1:
+        first, other = list(ids.values())[:2]
+        raise not_shared(other, first)
+    return [next(iter(ids), ""), max(above for _, above, _ in found)]

@@ -1,8 +1,8 @@
-"""Signals and notices that ask a loop to end: noted at once, obeyed at the next boundary.
+"""Signals and notices that ask a loop to end: recorded at once, obeyed at the next boundary.
 
-Owns what has arrived, the grace period, and that each signal takes its course once. A handler notes and
-no more: it may run in the middle of anything, so it takes no lock and does not log. A thread of its own
-looks at the notice file and ends the grace period. Never captures anything, never holds the Checkpointer.
+Owns the signals that have arrived, the grace period, and that each signal takes its course once. A handler
+may run in the middle of anything, so it only records: it takes no lock and does not log. A thread polls the
+notice file and ends the grace period. Never captures anything, and never holds the Checkpointer.
 """
 
 from __future__ import annotations
@@ -24,80 +24,83 @@ from types import FrameType
 from typing import Any
 
 from flashckpt.options import Environment, Options, signal_numbers
+from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
 
 Frame = FrameType | None
 
-# Launchers pass on what the scheduler has sent to every process of the job: one notice that comes twice.
+# A launcher passes on a signal that the scheduler has also sent to each process of the job: one notice,
+# twice.
 _SAME_NOTICE_S = 2.0
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _LONGEST_RACE_S = 5.0
 _CLOSED, _ARRIVED, _AGAIN = "closed", "arrived", "again"
 _WORKER_LOST = "DataLoader worker (pid"
 
 
 class Signals:
-    """What asks the loops of one Checkpointer to end. `reason` names it: the signal, "notice file", or
-    None as long as nothing has. `heard`: a signal that is to take its course was among it. `loops`: those in
-    one another that run now. `deadline_s`: the monotonic time at which the grace period ends; infinity while
-    nothing has arrived."""
+    """The signals and notices for the loops of one Checkpointer.
+
+    reason: the signal's name, "notice file", or None while nothing has arrived. heard: a signal that is to
+    take its course was among it. loops: the number of nested loops that run now. deadline_s: the monotonic
+    time at which the grace period ends; infinity while nothing has arrived.
+    """
 
     def __init__(self, options: Options) -> None:
         self._ending = signal_numbers(options.signals, "signals")
         self._warning, self._of_others_too = _warning_numbers(options)
         self._notice = NoticeFile(options.notice_file)
         self._grace_s = options.grace_s
-        self._handlers = Handlers(self._hear)
+        self._handlers = Handlers(self._on_arrival)
         self.loops = 0
-        self._ends = 0  # ends of loops in progress: they deliver by themselves
+        self._ends = 0  # ends of loops in progress, which deliver by themselves
         self._stepping = self._closed = self._expired = False
         self._arrived: list[int] = []
-        self._claims = [True]  # who takes it out lets the signals take their course; nobody else does
+        self._claims = [True]  # the thread that pops it lets the signals take their course
         self._first_s, self.deadline_s = 0.0, math.inf
         self._bell: queue.SimpleQueue[str] = queue.SimpleQueue()  # its put is allowed in a handler
         self._thread: threading.Thread | None = None
-        self._said: set[object] = set()
+        self._warned: set[object] = set()
         self.reason: str | None = None
         self.heard = False
 
     @property
     def pending(self) -> bool:
-        """Whether a signal is still to take its course."""
+        """Whether a signal has not taken its course yet."""
         return bool(self._arrived)
 
-    def hurry(self, patience_s: float) -> None:
-        """From now on nothing waits longer than this, in seconds."""
-        self.deadline_s = min(self.deadline_s, time.monotonic() + patience_s)
+    def expedite(self, timeout_s: float) -> None:
+        """Let no wait take longer than this from now on."""
+        self.deadline_s = min(self.deadline_s, time.monotonic() + timeout_s)
 
     # ---- around a loop, in its thread
 
     def enter(self) -> None:
-        """A loop begins: a boundary is to come, so signals may wait for it."""
+        """Watch the signals, because a loop begins, with boundaries for which they can wait."""
         self.loops += 1
         if self.loops > 1 or self.heard or self._closed:
             return
-        self._handlers = Handlers(self._hear)
+        self._handlers = Handlers(self._on_arrival)
         if self._ending or self._warning:
             self._handlers.put((*self._ending, *self._warning), self._may_replace)
         if self._thread is None and (self._handlers or self._notice):
-            self._thread = threading.Thread(target=self._run, name="flashckpt-signals", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("flashckpt-signals", self._run)
 
     def enter_steps(self) -> None:
-        """The loop is one whose boundaries are marked by hand: it has no end that could be seen."""
+        """Watch the signals of a loop whose boundaries step() marks, and whose end is unknown."""
         if not self._stepping:
             self._stepping = True
             self.enter()
 
     def hold(self) -> None:
-        """The end of a loop begins, by whatever way: it delivers by itself."""
+        """Begin the end of a loop, which delivers by itself."""
         self._ends += 1
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[Signals]:
-        """Around the end of a loop. What has arrived and was not delivered in it (the loop was left by an
-        exception or a break) is sent again from beside: nothing can be raised out of a `__del__`."""
+        """A context around the end of a loop. A signal that was not delivered in it (the loop was left by an
+        exception or a break) is sent again by the thread: nothing can be raised out of a `__del__`."""
         self.hold()
         try:
             yield self
@@ -106,14 +109,14 @@ class Signals:
             self._settle()
 
     def leave(self) -> None:
-        """A loop has ended. After the outermost one signals are what they were before."""
+        """End a loop. After the outermost one, the handlers are what they were before."""
         self.loops = max(0, self.loops - 1)
         if self.loops == 0:
             self._take_off()
 
     def deliver(self, let_go: Callable[[], None]) -> None:
-        """Let what has arrived take its course, as if it arrived now and nothing had stood in its way.
-        `let_go` is called before anything that ends the process. Returns where the user's handler does."""
+        """Let the signals that have arrived take their course, as if they arrived now without this library.
+        let_go is called before anything that ends the process. Returns if the user's handler does."""
         if not self._arrived:
             self.deadline_s = math.inf
             return
@@ -130,18 +133,18 @@ class Signals:
         self.deadline_s = math.inf
 
     def close(self) -> None:
-        """Nothing is watched any more."""
+        """Watch nothing from now on."""
         self._closed = True
         self._take_off()
         self._settle()
 
     def _deadly(self) -> list[int]:
-        """The signals that have arrived and that end the process."""
+        """Return the signals that have arrived and that end the process."""
         return [number for number in self._arrived if self._handlers.is_deadly(number)]
 
     def _take_off(self) -> None:
-        """Put back the previous handlers, unless a signal has arrived that ends the process. With SIGINT's
-        previous handler in its place, an interrupt would raise KeyboardInterrupt before that signal is sent
+        """Restore the previous handlers, unless a signal has arrived that ends the process: with SIGINT's
+        previous handler in place, an interrupt would raise KeyboardInterrupt before that signal is sent
         again, and the signal would be lost."""
         if not self._deadly():
             self._handlers.take_off()
@@ -157,24 +160,25 @@ class Signals:
 
     def _may_replace(self, number: int, found: Any) -> bool:
         if number in self._ending:
-            return found is not signal.SIG_IGN  # as under nohup: what is ignored stays ignored
+            return found is not signal.SIG_IGN  # as under nohup
         return found is signal.SIG_DFL or self._of_others_too
 
-    def _hear(self, number: int, frame: Frame) -> None:
+    def _on_arrival(self, number: int, frame: Frame) -> None:
         self._handlers.spare_workers()
         if number in self._warning:
             self._ask(number)
             if callable(self._handlers.replaced.get(number)):
                 self._handlers.replaced[number](number, frame)
         elif not self.heard:
-            # `heard` is set last: a signal that interrupts this is then another first one, and ends nothing.
+            # `heard` is set last, so that a signal that interrupts this counts as a first one, and ends
+            # nothing.
             self._arrived.append(number)
             self._first_s = time.monotonic()
             self.deadline_s = self._first_s + self._grace_s
             self.heard = True
             self._ask(number)
         elif not self._is_same_notice(number):
-            # Once more, or the grace period is over: at once, as without us.
+            # A second signal, or the end of the grace period: at once, as without this library.
             self._claim()
             if not self._expired:
                 self._arrived.append(number)
@@ -189,7 +193,7 @@ class Signals:
 
     def _is_same_notice(self, number: int) -> bool:
         if self._expired or (number == signal.SIGINT and number in self._arrived):
-            return False  # nobody types as launchers send
+            return False  # typed twice: a launcher does not send it twice
         return time.monotonic() - self._first_s < _SAME_NOTICE_S
 
     def _claim(self) -> bool:
@@ -198,12 +202,13 @@ class Signals:
         return False
 
     def _act(self, frame: Frame) -> None:
-        """Let all that has arrived take its course."""
+        """Let all signals that have arrived take their course."""
         self._pass_on(lambda number: self._handlers.act(number, frame))
 
     def _pass_on(self, act: Callable[[int], None]) -> None:
-        """Call `act` for all that has arrived, first for what ends the process. Until it has, our handlers
-        stand and `_arrived` holds it, so that a signal which interrupts this ends the process as well."""
+        """Call `act` for each signal that has arrived, first for those that end the process. Until then our
+        handlers stay, and `_arrived` has the signal, so that a signal that interrupts this ends the process
+        as well."""
         for number in self._deadly():
             act(number)
         self._handlers.take_off()
@@ -217,7 +222,7 @@ class Signals:
         while True:
             word, left_s = "", self.deadline_s - time.monotonic()
             with suppress(queue.Empty):
-                word = self._bell.get(timeout=left_s if 0 < left_s < _LOOK_S else _LOOK_S)
+                word = self._bell.get(timeout=left_s if 0 < left_s < _POLL_S else _POLL_S)
             if word == _CLOSED:
                 return
             if word == _AGAIN:
@@ -226,21 +231,21 @@ class Signals:
             if self._handlers and self.pending and time.monotonic() >= self.deadline_s:
                 self._expire()
                 return
-            self._look()
+            self._poll()
 
-    def _look(self) -> None:
-        if self._notice and self.reason is None and self._notice.has_come():
+    def _poll(self) -> None:
+        if self._notice and self.reason is None and self._notice.is_new():
             self.reason = "notice file"
         if self.reason is not None:
-            terms = f", within {self._grace_s:g} s, and then by the signal; once more ends it at once"
-            self._say_once(
+            limits = f", within {self._grace_s:g} s, and then by the signal; once more ends it at once"
+            self._warn_once(
                 "reason",
                 "%s: the loop ends in order at its next boundary%s",
                 self.reason,
-                terms if self.heard else "",
+                limits if self.heard else "",
             )
         for number in self._handlers.overruled():
-            self._say_once(
+            self._warn_once(
                 number,
                 "%s has another handler since the loop began, which is left in its place. If it does not "
                 "call the one that it replaced, let it call Checkpointer.stop() to end the loop in order",
@@ -248,9 +253,10 @@ class Signals:
             )
 
     def _expire(self) -> None:
-        """Nothing is forced in the middle of an iteration: what is sealed is the keeper's to persist."""
+        """End the grace period. Nothing is captured in the middle of an iteration; the keeper persists what
+        is sealed."""
         number = self._arrived[0]
-        if self._handlers.stands(number) and self._claim():
+        if self._handlers.is_in_place(number) and self._claim():
             self._expired = True
             self._handlers.send_again(number)
 
@@ -259,19 +265,19 @@ class Signals:
             self._pass_on(self._handlers.send_again)
 
     def _await_thread(self) -> None:
-        """The grace period has ended in this very moment: the signal is on its way to this thread."""
+        """Wait for the signal that the thread has just sent to this one, at the end of the grace period."""
         until_s = time.monotonic() + _LONGEST_RACE_S
         while self._arrived and time.monotonic() < until_s:
             time.sleep(0.001)
 
-    def _say_once(self, key: object, text: str, *values: object) -> None:
-        if key not in self._said:
-            self._said.add(key)
+    def _warn_once(self, key: object, text: str, *values: object) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
             log.warning(text, *values)
 
 
 def _warning_numbers(options: Options) -> tuple[tuple[int, ...], bool]:
-    """Which signals warn, and whether also those that the process handles or ignores by itself."""
+    """Return the signals that warn, and whether they include those that the process handles or ignores."""
     if options.warning_signals is not None:
         return signal_numbers(options.warning_signals, "warning_signals"), True
     named = signal.SIGUSR1 in signal_numbers(options.signals, "signals")
@@ -281,8 +287,8 @@ def _warning_numbers(options: Options) -> tuple[tuple[int, ...], bool]:
 
 
 class NoticeFile:
-    """A file whose appearance says that this machine is about to go. One that was there already is
-    none: a leftover must not end each restart's first step."""
+    """A file that announces the end of this machine. An old file is ignored: it would end each restart in its
+    first step."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self.path = None if path is None else os.fspath(path)
@@ -297,8 +303,8 @@ class NoticeFile:
     def __bool__(self) -> bool:
         return self.path is not None
 
-    def has_come(self) -> bool:
-        """Whether a file is there that was not, or not so, in the beginning."""
+    def is_new(self) -> bool:
+        """Whether the file is new, or has changed, since the start."""
         now = self._identity()
         return now is not None and now != self._before
 
@@ -313,24 +319,29 @@ class NoticeFile:
 
 
 class Handlers:
-    """Signal handlers put before those of the process, for the time of one loop: passes on what it does not
-    take, puts everything back that is still its own, and is gone in a forked child. Handlers are told from
-    others by being the same object, so each loop has its own: one that somebody has kept passes on what comes
-    to it for ever. `hear(number, frame)` is called in the main thread for each signal that is watched."""
+    """Signal handlers in front of those of the process, for one loop. They pass on the signals that they do
+    not take, restore the handlers that are still theirs, and are removed in a forked child. Each loop has
+    handlers of its own, since they are recognized by identity: one that other code has kept passes signals on
+    forever.
 
-    def __init__(self, hear: Callable[[int, Frame], None]) -> None:
-        self._hear = hear
+    on_arrival(number, frame): called in the main thread for each signal that is watched. replaced: signal ->
+    the handler before.
+    """
+
+    def __init__(self, on_arrival: Callable[[int, Frame], None]) -> None:
+        self._on_arrival = on_arrival
         self._process = os.getpid()
         self._active = False
         self._handler, self._child_handler = self._on_signal, self._on_child
-        self.replaced: dict[int, Any] = {}  # the handlers that were there, by signal
+        self.replaced: dict[int, Any] = {}
         self._ours: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
         return self._active
 
     def put(self, numbers: Iterable[int], may_replace: Callable[[int, Any], bool]) -> None:
-        """Take signals over, each if `may_replace(number, its handler)`. Nothing outside the main thread."""
+        """Take over the signals for which `may_replace(number, its handler)`; none outside of the main
+        thread."""
         if threading.current_thread() is not threading.main_thread():
             log.warning(
                 "signals are not watched, because the loop does not run in the main thread: they do what "
@@ -349,28 +360,27 @@ class Handlers:
         _installed.append(weakref.ref(self))
 
     def take_off(self) -> None:
-        """Put back what was there, where it is still ours that stands there."""
+        """Restore the previous handlers where ours are still in place."""
         self._active = False
         if threading.current_thread() is threading.main_thread():
             for number in self._ours:
                 self._put_back(number)
 
-    def stands(self, number: int) -> bool:
+    def is_in_place(self, number: int) -> bool:
         return signal.getsignal(number) is self._ours.get(number, self)
 
     def overruled(self) -> list[int]:
-        """Signals whose handler somebody has replaced since."""
-        return [number for number in self._ours if self._active and not self.stands(number)]
+        """Return the signals whose handlers other code has replaced since."""
+        return [number for number in self._ours if self._active and not self.is_in_place(number)]
 
     def is_deadly(self, number: int) -> bool:
         """Whether the signal, taking its course now, ends the process."""
         is_default = self.replaced.get(number) is signal.SIG_DFL
-        return is_default and (self.stands(number) or signal.getsignal(number) is signal.SIG_DFL)
+        return is_default and (self.is_in_place(number) or signal.getsignal(number) is signal.SIG_DFL)
 
     def act(self, number: int, frame: Frame) -> None:
-        """What the signal would have done without us; to be called after `take_off`, unless it ends the
-        process. A handler that came after ours has done what it does: to what it replaced it may have passed
-        on, or not."""
+        """Do what the signal would do without this library; to be called after `take_off`, unless it ends the
+        process. A handler that came after ours has already run, and may or may not have called ours."""
         if callable(self.replaced.get(number)):
             self.replaced[number](number, frame)
         elif self.is_deadly(number):
@@ -378,16 +388,16 @@ class Handlers:
             os.kill(os.getpid(), number)
 
     def send_again(self, number: int) -> None:
-        """Called by another thread: let the signal come once more. One that ends the process does so even
-        if the main thread is in native code and would not hear of it."""
-        if self.stands(number) and self.replaced.get(number) is signal.SIG_DFL:
-            # signal.signal is the main thread's alone; the disposition is the process's.
+        """Send the signal again, from another thread. One that ends the process does so even if the main
+        thread is in native code."""
+        if self.is_in_place(number) and self.replaced.get(number) is signal.SIG_DFL:
+            # Only the main thread may call signal.signal; the disposition is the process's.
             ctypes.CDLL(None).signal(number, ctypes.c_void_p(0))
         os.kill(os.getpid(), number)
 
     def spare_workers(self) -> None:
-        """A scheduler that signals every process of a job ends the loader's workers as well. torch raises
-        that in the main thread, out of SIGCHLD: from here on the iteration is let come to its end."""
+        """Suppress the error of a loader whose workers the same signal has ended: torch raises it in the main
+        thread, out of SIGCHLD, and the iteration must reach its boundary."""
         found = signal.getsignal(signal.SIGCHLD)
         if callable(found) and signal.SIGCHLD not in self._ours:
             self._take(signal.SIGCHLD, found, self._child_handler)
@@ -396,11 +406,11 @@ class Handlers:
 
     def _on_signal(self, number: int, frame: Frame) -> None:
         if self._active and os.getpid() == self._process:
-            self._hear(number, frame)
+            self._on_arrival(number, frame)
             return
-        stood = self.stands(number)
+        was_in_place = self.is_in_place(number)
         self._put_back(number)
-        if stood or callable(self.replaced.get(number)):
+        if was_in_place or callable(self.replaced.get(number)):
             self.act(number, frame)
 
     def _on_child(self, number: int, frame: Frame) -> None:
@@ -411,16 +421,16 @@ class Handlers:
                 raise
 
     def _take(self, number: int, found: Any, ours: Any) -> None:
-        # First the entry, then the handler: it may be called before signal() has returned.
+        # The entry first: the handler may be called before signal() returns.
         self.replaced[number], self._ours[number] = found, ours
         signal.signal(number, ours)
 
     def _put_back(self, number: int) -> None:
-        if self.stands(number):
+        if self.is_in_place(number):
             signal.signal(number, self.replaced[number])
 
     def forked(self) -> None:
-        """In a forked child: signals are what they are to any process."""
+        """Restore the handlers in a forked child."""
         self._active = False
         with suppress(ValueError):
             for number in self._ours:
@@ -431,7 +441,7 @@ _installed: list[weakref.ref[Handlers]] = []
 
 
 def _in_child() -> None:
-    # The newest first: each puts back what it found.
+    # The newest first: each restores the handlers that it found.
     for each in reversed(_installed):
         handlers = each()
         if handlers is not None:

@@ -1,8 +1,8 @@
-"""The slots of one trainer: asked for, made ready beside the loop, exchanged at a boundary, given back.
+"""The slots of one trainer: requested, made ready beside the loop, adopted at a boundary, released.
 
-A request for memory stands in one of three ways: asked, given, refused. A thread waits for its one answer and
-makes ready what was given; the training thread takes it at a boundary, since slots must never change under a
-copy. The attendant's thread only begins what is due (`tend`): it takes no memory and unmaps none.
+A request for memory is open, granted or refused. A thread waits for its answer and makes the granted slots
+ready; the training thread adopts them at a boundary, since slots must not change during a copy. The keeper
+link's thread only begins what is due (`tend`): it neither takes nor unmaps memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from flashckpt import crashpoints
 from flashckpt.capture import Capture
 from flashckpt.checkpointer.session import Session
-from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfRoomError
+from flashckpt.errors import DamagedError, FlashckptError, KeeperError, OutOfSpaceError
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import Refusal, close_all
-from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.region import SlotSize
 from flashckpt.memory.slot import Sealed, Slot, SlotRing
 from flashckpt.options import Options
+from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +32,10 @@ _FEWEST = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """What was asked of the keeper, for a state that needs so much: see `KeeperClient.slots`. `adds`: to the
-    slots there are, which are not exchanged for these. `region`: a region of constants, with room for that,
-    comes first."""
+class SlotRequest:
+    """A request for slots that a state of this size needs: see `KeeperClient.slots`. adds: they are added to
+    the present slots, not exchanged for them. region: the size of a region of constants to create before
+    them."""
 
     state: SlotSize
     needed: SlotSize
@@ -45,41 +46,44 @@ class Request:
 
 
 class Slots:
-    """`ring` is what the capture writes to, `were_had` whether it ever had slots, `asked` what was asked for
-    and is not given yet, `error` why it could not be had the last time. `say(text, key)` warns once a key;
-    `news` is called when an answer has come. `empty_region` is one for constants, mapped, with this process's
-    index in it, that is to be filled before the first capture."""
+    """The slots of one trainer.
+
+    ring: the slots that captures write to. were_had: there were slots once. asked: the open request, and
+    error: why it was refused the last time. empty_region: a mapped region for constants with this process's
+    index in it, to be filled before the first capture. complete, incomplete: among ranks, by their `order`,
+    the newest snapshot that all have, and those that not all have. warn(text, key): warns once for each key.
+    wake: called for each answer.
+    """
 
     def __init__(
         self,
         session: Session,
         capture: Capture,
         options: Options,
-        say: Callable[[str, str], None],
-        news: Callable[[], None],
+        warn: Callable[[str, str], None],
+        wake: Callable[[], None],
     ) -> None:
-        self._session, self._capture, self._say, self._news = session, capture, say, news
-        self._count, self._patience_s = options.slots or 0, max(options.grace_s, 1.0)
+        self._session, self._capture, self._warn, self._wake = session, capture, warn, wake
+        self._count, self._timeout_s = options.slots or 0, max(options.grace_s, 1.0)
         self._fewest = min(self._count or _FEWEST, _FEWEST)
-        self.is_single = self._count == 1  # what stands in it is on disk before it is written again
+        self.is_single = self._count == 1  # its snapshot is on disk before it is written again
         self.ring: SlotRing | None = None
-        # Among ranks, by their `order`: the newest that all have, and those that not all have.
-        self.complete, self.void = session.complete, frozenset[tuple[int, int]]()
+        self.complete, self.incomplete = session.complete, frozenset[tuple[int, int]]()
         self.were_had = False
-        self.asked: Request | None = None
+        self.asked: SlotRequest | None = None
         self.error: FlashckptError | None = None
-        # Held while a thread of its own reads what stands in slots: none is unmapped meanwhile.
+        # Held while a thread reads slots: none is unmapped meanwhile.
         self._reading = threading.Lock()
         self.empty_region: tuple[Slot, int] | None = None
-        # Of constants, not released yet: names by nonce.
+        # The regions of constants that are not released yet: nonce -> name.
         self._regions = {} if capture.region is None else {capture.region.nonce: capture.region.name}
-        # Ready to be written (mapped, faulted in, known to the devices), and not adopted yet.
-        self._given: tuple[Request, list[Slot]] | None = None
+        # Ready to be adopted: mapped, faulted in, registered with the devices.
+        self._given: tuple[SlotRequest, list[Slot]] | None = None
         self._owners: dict[str, int] = {}
-        # Held for the moment in which a request, or what was given, changes hands; never while one waits.
+        # Held while a request or granted slots change hands; never during a wait.
         self._handover = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._is_waiting = False  # a thread, for an answer
+        self._is_waiting = False  # a thread waits for an answer
         self._retry_s = 0.0
         self._unreachable_since_s: float | None = None
         self._outgrown: list[Slot] = []
@@ -90,79 +94,80 @@ class Slots:
 
     @property
     def preparing(self) -> bool:
-        """Whether slots were asked for that the capture does not have yet."""
+        """Whether slots are requested, or ready, that the capture does not have yet."""
         return self.asked is not None or self.ready
 
     @property
     def ready(self) -> bool:
-        """Whether slots wait to be adopted."""
+        """Whether slots are ready to be adopted."""
         return self._given is not None
 
     def ask(self, state: SlotSize, region: SlotSize | None = None) -> None:
-        """Ask for slots for a state that needs this and, before them, for a region of constants. What stands
-        is not asked again, unless it was refused for another size, or only adds slots."""
+        """Request slots for a state of this size and, before them, a region of constants. An open request
+        stays, unless it was refused for another size, or only adds slots."""
         before = self.asked
         if before is not None and not before.adds and (self.error is None or before.state == state):
             return
-        # A state that goes on growing outgrows slots seldom; where memory is short it gets what it needs.
+        # With room to grow, so that a growing state outgrows its slots rarely.
         wanted = state.with_slack()
         wanted = wanted.grown() if self.ring is not None else wanted
         is_larger = before is not None and sum(state) > sum(before.state)
-        # What a state that grows in every step had no memory for is not tried again in each of them.
+        # A state that grows in each step must not repeat a refused request in each.
         at_once = self.error is None or not is_larger
-        request = Request(state, state.with_slack(2), wanted, self._count, region=region)
+        request = SlotRequest(state, state.with_slack(2), wanted, self._count, region=region)
         self._put(request, before, at_once=at_once)
 
     def ask_for_one(self) -> None:
-        """One larger slot will do, beside that of the newest snapshot: the others come once that has gone."""
+        """Request only one larger slot, beside that of the newest snapshot; the others follow once that is
+        released."""
         before = self.asked
         if before is not None:
             state = before.state
-            self._put(Request(state, state.with_slack(2), state.with_slack(), 1), before)
+            self._put(SlotRequest(state, state.with_slack(2), state.with_slack(), 1), before)
 
     @property
     def is_for_one(self) -> bool:
-        """Whether just one slot was asked for."""
+        """Whether only one slot is requested."""
         return self.asked is not None and self.asked.count == 1
 
     def ask_again(self) -> None:
-        """Somebody waits: what there was no memory for a moment ago is asked for at once."""
+        """Repeat a refused request at once, because the training thread waits."""
         before = self.asked
         if before is not None:
             self._put(before, before)
 
-    def _put(self, request: Request, before: Request | None, *, at_once: bool = True) -> None:
-        """In the place of `before`, unless that was answered since: what was given is adopted first."""
+    def _put(self, request: SlotRequest, before: SlotRequest | None, *, at_once: bool = True) -> None:
+        """Replace the request `before`, unless it was answered meanwhile: granted slots are adopted first."""
         with self._handover:
             if self.asked is not before or self.ready:
                 return
             self.asked = request
             if at_once:
                 self.error, self._retry_s = None, 0.0
-        self._news()
+        self._wake()
 
     def fits(self) -> None:
-        """The state fits the slots there are: larger ones that were asked for are not needed any more."""
+        """Drop the request for larger slots, because the state fits the present ones."""
         with self._handover:
             if self.ring is not None and self.asked is not None and not self.asked.adds:
                 self.asked = self.error = None
 
     @property
     def completing(self) -> bool:
-        """Whether there are fewer slots than snapshots need, and others are on their way."""
+        """Whether there are fewer slots than snapshots need, and others are requested."""
         return self.ring is not None and len(self.ring.slots) < self._fewest and self.error is None
 
     def give_up(self, slot: Slot) -> None:
-        """Let this slot go, which no capture writes any more: its memory is needed for a larger one, and the
-        newest snapshot stays in another."""
+        """Release this slot, to which no capture writes any more: a larger one needs its memory, and the
+        newest snapshot is in another."""
         with self._handover:
             self.ring = self.ring.without(slot) if self.ring is not None else None
             self._outgrown.append(slot)
         crashpoints.point("growth.given-up")
 
     def adopt(self) -> None:
-        """At a boundary: captures write to the slots that are ready, and those before are let go. What is
-        newest in them is persisted: nobody could ask for it later."""
+        """At a boundary, let captures write to the ready slots, and release the present ones. Their newest
+        snapshot is persisted, since nothing could request that later."""
         given, old = self._given, self.ring
         if given is None:
             return
@@ -174,13 +179,13 @@ class Slots:
         if old is not None and request.adds:
             slots, old = [*old.slots, *slots], None
         ring = SlotRing(slots, is_single=self.is_single)
-        ring.void = self.void
+        ring.incomplete = self.incomplete
         if complete is not None:
-            ring.set_complete(*complete)  # it has moved on since these were made
+            ring.set_complete(*complete)  # newer than when these were made
         self._capture.set_slots(ring, self._owners)  # waits for the copies into the old ones
         newest = self._own(old.newest_sealed()) if old is not None else None
         if newest is not None:
-            if not self.complete[0]:  # else what all ranks have stays where it is
+            if not self.complete[0]:  # otherwise the snapshot that all ranks have stays in its slot
                 newest[0].request_persist(newest[1].generation)
             self._carried = newest[1]
         with self._handover:
@@ -189,34 +194,36 @@ class Slots:
         if old is not None:
             crashpoints.point("growth.taken-up")
 
-    # ---- what stands in them
+    # ---- the snapshots in them
 
     @contextlib.contextmanager
     def held(self) -> Iterator[list[Slot]]:
-        """All that this trainer has, none of which is unmapped meanwhile. For the attendant's thread."""
+        """Yield all slots of this trainer; none is unmapped meanwhile. For the keeper link's thread."""
         with self._reading:
             yield self._slots()
 
     @property
     def writable(self) -> int:
-        """How many captures are written to."""
+        """The number of slots that captures write to."""
         ring = self.ring
         return 0 if ring is None else len(ring.slots)
 
-    def mark(self, complete: tuple[int, int], void: Collection[tuple[int, int]]) -> None:
-        """Among ranks, as (number of the attempt, boundary): the newest snapshot that all have, and those
-        that not all have, which may be overwritten."""
-        self.complete, self.void = complete if complete[1] else self.complete, frozenset(void)
+    def mark(self, complete: tuple[int, int], incomplete: Collection[tuple[int, int]]) -> None:
+        """Among ranks, note the newest snapshot that all have, and those that not all have, which may be
+        overwritten, as (number of the attempt, boundary)."""
+        self.complete, self.incomplete = complete if complete[1] else self.complete, frozenset(incomplete)
         ring = self.ring
         if ring is not None:
-            ring.void = self.void
+            ring.incomplete = self.incomplete
 
     def is_among_all(self, sealed: Sealed) -> bool:
-        """Whether all ranks have this snapshot, or may have it yet, and no newer one."""
-        return bool(self.complete[0]) and sealed.order >= self.complete and sealed.order not in self.void
+        """Whether all ranks have this snapshot, or still may, and no newer one."""
+        return (
+            bool(self.complete[0]) and sealed.order >= self.complete and sealed.order not in self.incomplete
+        )
 
     def of_boundary(self, boundary: int) -> Sealed | None:
-        """This attempt's snapshot of a boundary."""
+        """Return this attempt's snapshot of a boundary."""
         for slot in self._slots():
             with contextlib.suppress(DamagedError):
                 found = self._own((slot, sealed)) if (sealed := slot.sealed()) is not None else None
@@ -225,25 +232,20 @@ class Slots:
         return None
 
     def newest_own(self) -> Sealed | None:
-        """The newest sealed snapshot of this attempt, also where its slot is let go."""
+        """Return the newest sealed snapshot of this attempt, even if its slot is being released."""
         newest = self._own(self.ring.newest_sealed()) if self.ring is not None else None
         return self._carried if newest is None else newest[1]
 
-    def is_asked_for(self, sealed: Sealed) -> bool:
-        """Whether a snapshot of this attempt is to be persisted, or is; also where its slot is let go."""
-        slot = self._slot_of(sealed)
-        return slot is None or slot.asked == sealed.generation
-
-    def free(self, sealed: Sealed) -> bool:
-        """Let go of a snapshot that nobody is to go on from any more. False where it is on disk, or on its
-        way there: a keeper that takes a trainer for dead or stuck asks nobody."""
-        slot = self._slot_of(sealed)
-        return slot is None or (slot.free(sealed.word) and slot.persisted != sealed.generation)
-
     def is_persisted(self, sealed: Sealed) -> bool:
-        """Whether this very snapshot is committed, and not another one of its step."""
+        """Whether this snapshot is committed, as far as its slot records: one in the cache may have been
+        overwritten in memory before. Another snapshot with its step number does not count."""
         slot = self._slot_of(sealed)
         return slot is None or slot.persisted == sealed.generation
+
+    def is_cached(self, sealed: Sealed) -> bool:
+        """Whether this snapshot was requested and is whole in this node's cache."""
+        slot = self._slot_of(sealed)
+        return slot is not None and slot.asked == slot.cached == sealed.generation
 
     def _slot_of(self, sealed: Sealed) -> Slot | None:
         for slot in self.ring.slots if self.ring is not None else ():
@@ -254,34 +256,33 @@ class Slots:
         return None
 
     def _own(self, newest: tuple[Slot, Sealed] | None) -> tuple[Slot, Sealed] | None:
-        """None for what an earlier attempt left."""
+        """Return None for a snapshot of an earlier attempt."""
         if newest is None or newest[1].record.attempt_number != self._session.attempt.number:
             return None
         return newest
 
     def newest_sealed(self) -> tuple[Slot, Sealed] | None:
-        """What stands in the slots, of whatever attempt."""
+        """Return the newest snapshot in the slots, of any attempt."""
         return self.ring.newest_sealed() if self.ring is not None else None
 
     def request_persist(self) -> None:
-        """Ask for the newest sealed snapshot to be persisted."""
+        """Request that the newest sealed snapshot is persisted."""
         newest = self.newest_sealed()
         if newest is not None:
             newest[0].request_persist(newest[1].generation)
 
     def request_persist_of(self, sealed: Sealed) -> None:
-        """The same of one, unless its slot was let go: then it was asked for."""
+        """Request that this snapshot is persisted. One whose slot was released was requested then."""
         slot = self._slot_of(sealed)
         if slot is not None:
             slot.request_persist(sealed.generation)
 
-    # ---- called by the attendant's thread
+    # ---- called by the keeper link's thread
 
     def tend(self) -> None:
-        """Begin what is due: let go of what was outgrown, ask for what is wanted, each in a thread of its
-        own."""
+        """Begin what is due, each in its own thread: release outgrown slots, request slots."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        with self._handover:  # until nothing in them is needed: what is in a memfd would die with its keeper
+        with self._handover:  # needed ones stay: a memfd would die with its keeper
             gone = [slot for slot in self._outgrown if not self.is_needed(slot)]
             self._outgrown = [slot for slot in self._outgrown if slot not in gone]
         if gone:
@@ -295,15 +296,13 @@ class Slots:
             self._start("flashckpt-memory", lambda: self._wait_for(request))
 
     def _start(self, name: str, run: Callable[[], None]) -> None:
-        thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        self._threads.append(start_thread(name, run))
 
     def _release_regions(self) -> None:
-        """Regions of constants that no capture names any more, once no slot does."""
+        """Release the regions of constants to which neither captures nor slots refer any more."""
         if self.preparing:
             return
-        empty = self.empty_region  # first: it is the capture's before it is none any more
+        empty = self.empty_region  # read first: the capture has it before it is reset
         in_use = {self._capture.region_named, empty[0].header.nonce if empty is not None else None}
         for nonce in [each for each in self._regions if each not in in_use]:
             with self._reading:
@@ -312,7 +311,7 @@ class Slots:
                 del self._regions[nonce]
 
     def _is_named(self, nonce: int) -> bool:
-        """Whether what stands in slots that are not let go yet, or is written to them, may name a region."""
+        """Whether a snapshot in the slots, or one that is being written, may refer to a region."""
         for slot in self._slots():
             try:
                 is_begun, sealed = slot.state().state.is_begun, slot.sealed()
@@ -323,8 +322,8 @@ class Slots:
         return False
 
     def _ask_for_the_others(self) -> None:
-        """Where memory allowed only one larger slot beside those that were outgrown: once these have gone,
-        and the newest snapshot is in it."""
+        """Request the other slots, if memory allowed only one larger slot beside the outgrown ones, once
+        these are released and the newest snapshot is in the larger one."""
         ring = self.ring
         if ring is None or len(ring.slots) >= self._fewest or self._outgrown or self.preparing:
             return
@@ -332,21 +331,21 @@ class Slots:
             size = ring.slots[0].size
             with self._handover:
                 if self.ring is ring and not self.preparing:
-                    self.asked = Request(size, size, size, self._count, adds=True)
+                    self.asked = SlotRequest(size, size, size, self._count, adds=True)
 
     # ---- the thread that waits for the answer
 
-    def _wait_for(self, request: Request) -> None:
+    def _wait_for(self, request: SlotRequest) -> None:
         try:
             self._receive(request)
-        except Exception as error:  # a fault of ours must not leave the run without slots, and silent
-            log.debug("while memory was asked for", exc_info=True)
+        except Exception as error:  # a bug must not leave the run without slots silently
+            log.debug("while memory was requested", exc_info=True)
             self._refused(request, KeeperError(f"Slots could not be had: {error!r}. No snapshot is taken."))
         finally:
             self._is_waiting = False
-            self._news()
+            self._wake()
 
-    def _receive(self, request: Request) -> None:
+    def _receive(self, request: SlotRequest) -> None:
         keeper = self._session.keeper
         try:
             if request.region is not None:
@@ -354,7 +353,7 @@ class Slots:
             have = [slot.name for slot in self._slots()]
             node = self._capture.numa_node
             grants = keeper.slots(request.count, request.needed, request.wanted, have, node)
-        except (OutOfRoomError, Refusal) as error:
+        except (OutOfSpaceError, Refusal) as error:
             self._refused(request, KeeperError(str(error)) if isinstance(error, Refusal) else error)
             return
         except (FlashckptError, OSError) as error:
@@ -368,28 +367,27 @@ class Slots:
             return
         try:
             slots = made_usable(grants, self._capture)
-            # Whatever job had them before.
+            # Another job may have had them before.
             SlotRing(slots).begin(self.complete, self._session.attempt.number)
         except Exception as error:
             self._release(names)
-            words = f"Slots could not be made usable: {error!r}. No snapshot is taken."
-            self._refused(request, KeeperError(words))
+            text = f"Slots could not be made usable: {error!r}. No snapshot is taken."
+            self._refused(request, KeeperError(text))
             return
         with self._handover:
             is_wanted, is_first = self.asked is request and not self._ended, self.ring is None
             if is_wanted:
                 self.asked = self.error = None
-                # None are missing: the slots that there are do, or those that are on their way out, and then
-                # it is asked again.
+                # No slots: the present ones are enough, or others are being released and it is asked again.
                 self._given = (request, slots) if slots else None
                 self._owners = {**self._owners, **{grant.name: grant.owner for grant in grants}}
-        if not is_wanted:  # something else was asked meanwhile, or nothing is needed any more
+        if not is_wanted:  # the request was replaced or dropped meanwhile
             self._drop(slots)
         elif slots:
-            self._say_what_came(request, grants, is_first)
+            self._log_granted(request, grants, is_first)
 
     def _have_region(self, size: SlotSize) -> None:
-        """A region of constants, ready to be filled: one is had before the first slots."""
+        """Create a region of constants, ready to be filled, before the first slots."""
         before = self.empty_region
         if before is not None and before[0].size.holds(size):
             return
@@ -400,32 +398,31 @@ class Slots:
             before[0].close()
         self.empty_region = region, grant.owner
 
-    def _refused(self, request: Request, error: FlashckptError) -> None:
+    def _refused(self, request: SlotRequest, error: FlashckptError) -> None:
         with self._handover:
             if self.asked is not request:
                 return
             if request.adds and len(self.ring.slots if self.ring else ()) >= _FEWEST:
-                self.asked = None  # those there are do
+                self.asked = None  # the present ones are enough
                 return
             self.error, self._retry_s = error, time.monotonic() + _RETRY_S
-        # Where there are slots, a boundary that waits for larger ones says that there is no room for them.
-        if self.ring is None or not isinstance(error, OutOfRoomError):
-            self._say(str(error), type(error).__name__)
+        # If there are slots, the boundary that waits for larger ones warns.
+        if self.ring is None or not isinstance(error, OutOfSpaceError):
+            self._warn(str(error), type(error).__name__)
 
-    def _unreachable(self, request: Request, error: Exception) -> None:
-        """The keeper does not answer. One that dies is replaced; but a run that has had no slot yet must not
-        train on for hours while nobody comes."""
+    def _unreachable(self, request: SlotRequest, error: Exception) -> None:
+        """Note that the keeper does not answer. A dead one is replaced; but a run that has had no slot yet
+        must not train for hours without any."""
         now = time.monotonic()
         self._unreachable_since_s = self._unreachable_since_s or now
         self._retry_s = now + _SOON_S
-        if self.ring is None and now - self._unreachable_since_s > self._patience_s:
+        if self.ring is None and now - self._unreachable_since_s > self._timeout_s:
             if not isinstance(error, FlashckptError):
                 error = KeeperError(f"No slot can be had: {error}")
             self._refused(request, error)
 
-    def _say_what_came(self, request: Request, grants: Sequence[SlotGrant], is_first: bool) -> None:
-        """The bytes of the first slots, and what a user should know of slots that are fewer, or live shorter,
-        than they should."""
+    def _log_granted(self, request: SlotRequest, grants: Sequence[SlotGrant], is_first: bool) -> None:
+        """Log the size of the first slots; warn if they are fewer, or live shorter, than they should."""
         if is_first:
             region = self._capture.region
             constants = region.layout.num_bytes if region is not None else 0
@@ -447,28 +444,28 @@ class Slots:
         if not all(grant.outlives_both for grant in grants):
             texts.append(
                 "shared memory that outlives every process is too small here: slots survive the death of "
-                "trainer or keeper, not of both; then the run goes on from disk"
+                "trainer or keeper, not of both; then the run resumes from disk"
             )
         for text in texts:
-            self._say(text, text)
+            self._warn(text, text)
 
     def _slots(self) -> list[Slot]:
-        """All that this trainer has not released."""
+        """Return all slots that this trainer has not released."""
         with self._handover:
             slots = [*(self.ring.slots if self.ring is not None else ()), *self._outgrown]
             slots += self._given[1] if self._given is not None else ()
         return list({slot.name: slot for slot in slots}.values())
 
-    # ---- letting go
+    # ---- releasing
 
     def _let_go(self, slots: Sequence[Slot]) -> None:
         self._drop(slots)
         if not self._outgrown:
             crashpoints.point("growth.done")
-        self._news()
+        self._wake()
 
     def _drop(self, slots: Sequence[Slot]) -> None:
-        """Nobody here writes these, or will. What the keeper cannot be told of is told it later."""
+        """Release slots to which nothing is written any more; if the keeper does not answer, later."""
         if not self._release([slot.name for slot in slots]) and not self._ended:
             with self._handover:
                 self._outgrown.extend(slots)
@@ -478,7 +475,7 @@ class Slots:
                 slot.close()
 
     def _release(self, names: Sequence[str]) -> bool:
-        """Their memory is the machine's again, once nothing in them is needed."""
+        """Give the memory back to the keeper, which frees it once nothing in it is needed."""
         try:
             if names:
                 self._session.keeper.release(names)
@@ -500,18 +497,19 @@ class Slots:
         newest = self._own(self.ring.newest_sealed()) if self.ring is not None else None
         if not self.complete[0] and (newest is None or newest[1].age <= sealed.age):
             return self._own((slot, sealed)) is not None
-        return slot.wants_persist(sealed.generation) and slot.failed[0] != sealed.generation
+        is_elsewhere = sealed.generation in (slot.failed[0], slot.cached)
+        return slot.wants_persist(sealed.generation) and not is_elsewhere
 
     # ---- the end
 
     def end(self) -> None:
-        """Nobody waits for an answer any more; slots that are granted from now on go back at once."""
+        """Stop waiting for answers; slots that are granted from now on are released at once."""
         self._ended = True
         self._session.keeper.stop_waiting()
 
     def drop_ready(self, until_s: float) -> None:
-        """Nobody will write these, and the keeper may linger with them. Waits until then for what is under
-        way."""
+        """Release the slots that are ready, since the keeper may linger with them. Waits until this monotonic
+        time for running threads."""
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         with self._handover:
@@ -519,7 +517,7 @@ class Slots:
         self._drop(given[1] if given is not None else ())
 
     def close(self) -> None:
-        """Unmap everything, unless a thread still looks into it: then it stays mapped until the process
+        """Unmap everything, unless a thread may still read it: then it stays mapped until the process
         ends."""
         if any(thread.is_alive() for thread in self._threads):
             return
@@ -530,16 +528,13 @@ class Slots:
 
 
 def made_usable(grants: Sequence[SlotGrant], capture: Capture) -> list[Slot]:
-    """The granted slots, ready to be written. Whatever is raised, nothing of them stays open.
-
-    Faulted in and registered here, beside the loop: a first touch by a capture would cost it twenty times
-    a copy.
-    """
+    """Make granted slots ready to be written: fault them in and register them here, beside the loop, since a
+    first touch by a capture costs twenty times a copy. If this raises, none stays open."""
     slots: list[Slot] = []
     left = [grant.descriptor for grant in grants]
     try:
         for grant in grants:
-            left.pop(0)  # from here on that of `open`, whatever becomes of it
+            left.pop(0)  # `open` owns the descriptor from here on
             slots.append(grant.open())
         for slot in slots:
             slot.populate()

@@ -1,9 +1,10 @@
-"""A run of a trainer whose loop is not the program's: draws and boundaries by calls. All integrations go
-through this module, and use nothing else of the checkpointer or of loaders.
+"""A run of a trainer that has its own loop. All integrations use this module, and nothing else of the
+checkpointer or of loaders.
 
-A trainer draws a batch earlier than it ends an iteration. So draws (taps) and boundaries (`end_iteration`,
-`end_epoch`) are separate: at a boundary the integration says how many batches were trained on, and those that
-were drawn beyond them are drawn again after a resume, each under its own random numbers.
+A trainer draws a batch before it ends an iteration. So draws (`Tap`) and boundaries (`end_iteration`,
+`end_epoch`) are separate: at a boundary the integration passes the number of batches that were trained on,
+and a resume draws the later ones again, each with its own random numbers. `require` and `check_overridden`
+check the framework; `Unsaved` finds attributes that no checkpoint has.
 
 Every method is called from the training thread, in this order: `attach_trainer` once the trainer has built
 all that is saved; `tap` in the loader's place; `begin` and `end_iteration` or `end_epoch` around each
@@ -12,24 +13,33 @@ iteration; `close` or `abandon`.
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from flashckpt.checkpointer.attach import attach_for
-from flashckpt.checkpointer.attached_run import Call, Resumed
-from flashckpt.checkpointer.checkpointer import Checkpointer
-from flashckpt.checkpointer.tap import Tap, inside, is_tap
+from flashckpt.checkpointer.run import Checkpointer, Resumed, RunCall
 from flashckpt.commit.assets import has_assets, write_assets
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.options import Options
 from flashckpt.state import rng
-from flashckpt.state.deferred import Deferred as Deferred
+from flashckpt.state.objects import Deferred as Deferred
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.session import Session
@@ -49,14 +59,14 @@ def attach_trainer(
 ) -> TrainerRun:
     """Attach a trainer's live state to the run in `path`, and restore it if there is something to restore.
 
-    path, options: as `flashckpt.attach` has them, with its errors. state: what is saved, by name; an object
-    that the trainer overwrites later is a `Deferred`. integration: the name of the module flashckpt.*, to
-    which the run belongs from then on. on_stop: called at the boundary at which the loop has to end, once
-    that is committed; it ends the loop in the trainer's way. Where a signal asks for the end and its default
-    action ends the process, it does so before. assets: makes files that belong to the run (config, tokenizer)
-    by name; called on rank 0 of a run that has none yet, and kept before this returns.
+    path, options: as in `flashckpt.attach`, with its errors. state: by name; an object that the trainer
+    overwrites later is a `Deferred`. integration: the name of the module flashckpt.*, to which the run
+    belongs from then on. on_stop: called at the boundary at which the loop has to end, once that is
+    committed; ends the loop in the trainer's way. A signal whose default action ends the process does so
+    before. assets: returns files of the run (config, tokenizer) by name; called on rank 0 of a run that has
+    none yet, before this returns.
     """
-    # A trainer that draws ahead is what taps are for: the check of plain loops would refuse it.
+    # Trainers draw ahead, which the check of plain loops would refuse.
     own = options.get("options", Options())
     if isinstance(own, Options):
         options["options"] = replace(own, read_ahead_check=False)
@@ -83,16 +93,16 @@ def _keep_assets(session: Session, assets: Callable[[], Mapping[str, bytes]]) ->
 
 
 class TrainerRun:
-    """checkpointer: its public methods may be called at any time. begun: whether an iteration has begun in
-    this process. epoch: in which the run stands, 0 on a fresh one."""
+    """checkpointer: its public methods may be called at any time. begun: an iteration has begun in this
+    process. epoch: the present one, 0 on a fresh run."""
 
     def __init__(self, checkpointer: Checkpointer, on_stop: Callable[[], object]) -> None:
         self.checkpointer, self._on_stop = checkpointer, on_stop
-        self._progress, self._boundaries = checkpointer._progress, checkpointer._boundaries
+        self._progress, self._loop = checkpointer._progress, checkpointer._loop
         self._progress.manages_epochs = True
-        self._draws = _Draws(self)
+        self._draws = _TapDraws(self)
         self.begun = self._stopped = False
-        # What the trainer may change between here and the place where its loop continues.
+        # The trainer may change these before its loop continues.
         self._due_rng = checkpointer._due_rng
         self._due_gradients = _gradients(checkpointer) if self.resumed else []
         checkpointer._due_rng = None
@@ -107,13 +117,13 @@ class TrainerRun:
 
     @property
     def trained(self) -> int:
-        """Batches of the present epoch that were trained on when the run was saved, of the first tap; 0
-        between two epochs. Asked before the first draw."""
+        """The batches of the present epoch, of the first tap, that were trained on when the run was saved; 0
+        between two epochs. To be read before the first draw."""
         return next((self._progress.drawn(name) for name in self._progress.taps), 0)
 
     @property
     def at_end(self) -> bool:
-        """Whether the run was saved behind the last batch of an epoch whose end it has not passed. Asked
+        """Whether the run was saved behind the last batch of an epoch whose end it has not passed. To be read
         before the first draw."""
         return self._progress.is_at_end_of(0)
 
@@ -125,30 +135,30 @@ class TrainerRun:
         *,
         opens: bool = False,
     ) -> Tap:
-        """A tap in the place of `loader`. name: one for each loader that is open at the same time. on_first:
-        called right before the first draw of each pass. opens: `iter(tap)` makes an iterator of the loader,
-        as the trainer would."""
+        """Return a tap in the place of `loader`. name: one for each loader that is open at the same time.
+        on_first: called right before the first draw of each pass. opens: `iter(tap)` makes an iterator of the
+        loader, as the trainer would."""
         if is_tap(loader):
             loader = inside(loader)[1]
         self._progress.phase_of(name)
         return Tap(self._draws, loader, name, on_first, opens)
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
-        """Begin a run that has no step at this place: so many steps done, `batches` batches of `epoch`
-        trained on. The first pass of the first tap skips those; random numbers are the caller's to
-        restore after it. Raises BoundaryError on a run that has a step, or has begun."""
+        """Begin a run that has no step after `step` steps, with `batches` batches of `epoch` trained on. The
+        first pass of the first tap skips those; the caller restores random numbers after it. Raises
+        BoundaryError on a run that has a step, or has begun."""
         if self.resumed is not None or self.begun or self.checkpointer.completed:
             raise BoundaryError(
-                f"The run stands at step {self.checkpointer.completed} already, so it cannot begin at step "
+                f"The run is at step {self.checkpointer.completed} already, so it cannot begin at step "
                 f"{step} of something else. Nothing was changed. Import into an empty run."
             )
         self._progress.step, self._progress.epoch = step, epoch
         self._progress.to_skip = batches
 
     def restore_again(self) -> None:
-        """Called once, where the loop continues, before it draws a new batch: set the random numbers, and
-        gradients that the trainer has dropped, as they were at the boundary. Does nothing on a fresh run, nor
-        once an iteration has begun. Where it is not called, the first draw sets the random numbers."""
+        """Restore the random numbers, and gradients that the trainer has dropped, as they were at the
+        boundary. To be called once, where the loop continues, before it draws a new batch; otherwise the
+        first draw sets the random numbers. Does nothing on a fresh run, or once an iteration has begun."""
         due, gradients, self._due_rng, self._due_gradients = self._due_rng, self._due_gradients, None, []
         if due is not None and not self._draws.drew_new:
             rng.restore(due)
@@ -165,13 +175,12 @@ class TrainerRun:
     # ---- boundaries
 
     def begin(self) -> None:
-        """An iteration begins: a batch is about to be trained on. Signals are watched from the first one
-        on."""
+        """Begin an iteration, in which a batch is trained on. Signals are watched from the first one on."""
         if self._stopped:
             return
-        with self._call():
+        with RunCall(self.checkpointer):
             if not self.begun:
-                # Here, and not at attach: the trainer has installed handlers of its own since.
+                # Not at attach: the trainer installs its own handlers after that.
                 self.begun = True
                 self.checkpointer._signals.enter()
             self._due_rng = None
@@ -179,60 +188,60 @@ class TrainerRun:
             self.checkpointer._begin_iteration()
 
     def end_iteration(self, *, trained: int | Mapping[str, int], last: bool = False) -> None:
-        """The boundary: all that belongs to the iteration is done. trained: batches of this epoch that were
+        """Pass the boundary: all of the iteration is done. trained: the batches of this epoch that were
         trained on, of each tap, or by the taps' names. last: no iteration follows; the step is committed."""
         if self._stopped:
             return
-        with self._call():
+        with RunCall(self.checkpointer):
             self._progress.count_trained(trained)
             self.checkpointer._end_of_iteration(ends_epoch=False)
             if last:
-                self._boundaries.capture_now(persist=True)
+                self._loop.capture_now(persist=True)
         self._stop_here()
 
     def end_epoch(self, *, trained: int | Mapping[str, int] | None = None, last: bool = False) -> None:
-        """The end of an epoch, after its own code. It ends the iteration that has begun, whose boundary it
-        is. trained: None for all batches that were drawn. last: no epoch follows; the step is committed."""
+        """Pass the boundary of an epoch's end, after its own code; it also ends the iteration that has begun.
+        trained: None for all batches that were drawn. last: no epoch follows; the step is committed."""
         if self._stopped:
             return
         checkpointer = self.checkpointer
-        with self._call():
+        with RunCall(self.checkpointer):
             self._progress.count_trained(trained)
             if checkpointer._in_iteration:
-                # One snapshot, of what the epoch's code has made, also where a stop arrives in between.
-                checkpointer._in_iteration = checkpointer._marked = False
+                # One snapshot, of the epoch's end, even if a stop arrives in between.
+                checkpointer._leave_iteration()
                 checkpointer._enter_boundary(checkpointer.completed + 1)
-                self._boundaries.pass_one(held=True)
-            self._progress.count_trained(None)  # what was drawn ahead is left with the epoch
+                self._loop.pass_boundary(held=True)
+            self._progress.count_trained(None)  # batches drawn ahead end with the epoch
             for name in self._progress.taps:
                 self._progress.close_tap(name)
             checkpointer._end_of_epoch(last=last)
         self._stop_here()
 
     def _stop_here(self) -> None:
-        """End the loop where it has to end at this boundary."""
+        """End the loop if it has to end at this boundary."""
         if not self.checkpointer._stops_here():
-            self._boundaries.settle()
+            self._loop.settle()
             return
         self._stopped = True
-        with self._call():
+        with RunCall(self.checkpointer):
             self._progress.is_cut = self._progress.has_open_sources
             self.checkpointer._end_loop(self._capture_last)
         self._on_stop()
 
     def _capture_last(self) -> None:
-        self._boundaries.capture_now(persist=True)
+        self._loop.capture_now(persist=True)
 
     # ---- the end
 
     def close(self, *, out_of_data: bool = False) -> None:
-        """The trainer has ended in order: wait until what is captured is committed, and let the run go.
-        Raises PersistError where it cannot be. out_of_data: the loader ended where an iteration had begun,
-        and nothing was trained on since the boundary before, which is captured and committed."""
+        """Wait until all that is captured is committed, and release the run, because the trainer has ended in
+        order. Raises PersistError if it cannot be committed. out_of_data: the loader ended after an iteration
+        had begun, in which nothing was trained on; the boundary before it is captured and committed."""
         checkpointer = self.checkpointer
         checkpointer._capture.heartbeat.rest()
         capture = self._capture_last if out_of_data and self.begun and checkpointer.completed else _nothing
-        with self._call():
+        with RunCall(self.checkpointer):
             if out_of_data:
                 checkpointer._abandon_iteration()
             if self.begun and not self._stopped:
@@ -241,23 +250,18 @@ class TrainerRun:
                 checkpointer._end(_nothing)
 
     def abandon(self) -> None:
-        """An exception has ended the trainer: nothing is captured; the newest snapshot is persisted by the
-        keeper. Does nothing after `close`."""
+        """Release the run without a capture, because an exception has ended the trainer. The keeper persists
+        the newest snapshot. Does nothing after `close`."""
         checkpointer = self.checkpointer
-        with Call(checkpointer), checkpointer._signals.ending() as signals:
+        with RunCall(checkpointer), checkpointer._signals.ending() as signals:
             if self.begun and not self._stopped:
                 signals.leave()
             checkpointer._abandon_iteration()
             checkpointer._release()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        with Call(self.checkpointer):
-            yield
 
-
-class _Draws:
-    """The taps' draws. drew_new: a batch was drawn that the run had not drawn before it was saved."""
+class _TapDraws:
+    """The draws of the taps. drew_new: a batch was drawn that the run had not drawn before it was saved."""
 
     def __init__(self, run: TrainerRun) -> None:
         self._run, self._progress = run, run._progress
@@ -268,7 +272,7 @@ class _Draws:
         name, loader = inside(tap)
         if self._run._due_rng is not None and not self._has_drawn:
             rng.restore(self._run._due_rng)
-        source = self._progress.open_tap(name, loader, beside=self._has_drawn)
+        source = self._progress.open_tap(name, loader, in_lockstep=self._has_drawn)
         self._sources[name] = source
         skipped = self._progress.to_skip if name == next(iter(self._progress.taps)) else 0
         if skipped:
@@ -308,18 +312,18 @@ class _Draws:
 
 
 def _gradients(checkpointer: Checkpointer) -> list[tuple[Tensor, Tensor, int]]:
-    """Each parameter that has a gradient, with that and its version."""
-    parameters = [p for _, p in checkpointer._boundaries.parameters()]
+    """Return each parameter that has a gradient, the gradient, and its version."""
+    parameters = [p for _, p in checkpointer._loop.parameters()]
     return [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
 
 
 def _nothing() -> None:
-    """An end that captures nothing: the last boundary is committed already."""
+    """The capture of an end whose last boundary is committed already."""
 
 
 class DisabledRun(TrainerRun):
-    """A trainer without checkpoints (`enabled=False`, FLASHCKPT=off): a tap is its loader, and calls do
-    nothing."""
+    """A trainer without checkpoints (`enabled=False`, FLASHCKPT=off): a tap is its loader; calls have no
+    effect."""
 
     def __init__(self, checkpointer: Any) -> None:
         self.checkpointer, self.begun = checkpointer, False
@@ -360,3 +364,402 @@ class DisabledRun(TrainerRun):
 
     def abandon(self) -> None:
         """There is nothing to release."""
+
+
+class Tap:
+    """Iterated over in the place of a loader, so that each draw is recorded. It draws no batch before its
+    first `next`, may be iterated again, and need not be exhausted. Attributes and `isinstance` are the
+    loader's.
+
+    name: under which a resume finds its position. on_first: called right before the first draw of each pass.
+    opens: the loader's iterator is made with the tap's, unless a resume continues it: each of several loaders
+    draws its seed before the first gives a batch.
+
+    drawn: batches given in this epoch; if the tap has not drawn since a resume, those that were trained on.
+    passes: the passes over the loader that have ended in this epoch.
+    """
+
+    def __init__(
+        self, draws: _TapDraws, loader: Any, name: str, on_first: Callable[[], object] | None, opens: bool
+    ) -> None:
+        own = {"_draws": draws, "_loader": loader, "_name": name, "_on_first": on_first, "_newest": None}
+        self.__dict__.update(own, _opens=opens)
+
+    @property
+    def drawn(self) -> int:
+        draws: _TapDraws = self.__dict__["_draws"]
+        return draws.drawn(self.__dict__["_name"])
+
+    @property
+    def passes(self) -> int:
+        draws: _TapDraws = self.__dict__["_draws"]
+        return draws.passes(self.__dict__["_name"])
+
+    @property  # type: ignore[misc]  # typeshed has an attribute that can be set
+    def __class__(self) -> Any:
+        return self.__dict__["_loader"].__class__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_loader" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_loader"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_loader"], name, value)
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_loader"])
+
+    def __iter__(self) -> Iterator[Any]:
+        inside = self.__dict__
+        newest = inside["_newest"] = _Pass(self)
+        if inside["_opens"] and not inside["_draws"].resumes(inside["_name"]):
+            newest.begin()
+            inside["_draws"].make_iterator(inside["_name"])
+        return newest
+
+
+class _Pass(Iterator[Any]):
+    """One pass of a tap over its loader."""
+
+    def __init__(self, tap: Tap) -> None:
+        self._tap = tap
+        self._begun = self._ended = False
+
+    def __next__(self) -> Any:
+        inside = self._tap.__dict__
+        if self._ended:
+            raise StopIteration
+        if inside["_newest"] is not self:
+            raise BoundaryError(
+                f"An older iterator of the loader {inside['_name']!r} was asked for a batch after a newer "
+                "one was made. Nothing was captured, and the newer one is as it was. Draw from one "
+                "iterator of a loader at a time."
+            )
+        if not self._begun:
+            self.begin()
+        draws: _TapDraws = inside["_draws"]
+        try:
+            return draws.next(self._tap)
+        except StopIteration:
+            self._ended = True
+            raise
+
+    def begin(self) -> None:
+        inside = self._tap.__dict__
+        self._begun = True
+        if inside["_on_first"] is not None:
+            inside["_on_first"]()
+        inside["_draws"].open(self._tap)
+
+
+def inside(tap: Tap) -> tuple[str, Iterable[Any]]:
+    """Return the name and the loader of a tap."""
+    return tap.__dict__["_name"], tap.__dict__["_loader"]
+
+
+def is_tap(value: object) -> bool:
+    """`isinstance` does not work: it is the loader's."""
+    return type(value) is Tap
+
+
+def require(extra: str, *modules: str) -> None:
+    """Raise OptionError, with the command that installs them, if a top-level module is missing."""
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        raise OptionError(
+            f"flashckpt.{extra} needs {' and '.join(missing)}, which this environment does not have. Nothing "
+            f"was started. Run: pip install 'flashckpt[{extra}]'"
+        )
+
+
+def check_overridden(
+    extra: str,
+    package: str,
+    tested: tuple[str, ...],
+    overridden: Mapping[str, tuple[str, ...] | None],
+) -> None:
+    """Check the names of a framework that an integration calls or replaces.
+
+    package: the distribution. tested: its releases ("1.15" is any 1.15.x). overridden:
+    "module:Class.function" -> the names of its parameters, `self` included; None if it need only exist.
+
+    Raises OptionError with each name that is missing or has other parameters. Warns, once in a process, if
+    the release is not among `tested`.
+    """
+    version = importlib.metadata.version(package)
+    changed = list(_changes(overridden))
+    if changed:
+        raise OptionError(
+            f"{package} {version} is not the one that flashckpt.{extra} knows: {'; '.join(changed)}. Nothing "
+            f"was started. Install a release of {package} {' or '.join(tested)}, or a newer flashckpt."
+        )
+    if not any(version == each or version.startswith(f"{each}.") for each in tested):
+        _warn_untested(extra, package, version, tested)
+
+
+def _changes(overridden: Mapping[str, tuple[str, ...] | None]) -> Iterator[str]:
+    """Yield the names that are missing or have other parameters."""
+    for name, expected in overridden.items():
+        module, _, path = name.partition(":")
+        try:
+            found: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError):
+            yield f"{path} of {module} is missing"
+            continue
+        if expected is None:
+            continue
+        try:
+            parameters = tuple(inspect.signature(found).parameters)
+        except (TypeError, ValueError):
+            yield f"{path} of {module} is not a function any more"
+            continue
+        if parameters != expected:
+            yield f"{path} of {module} takes ({', '.join(parameters)}) and not ({', '.join(expected)})"
+
+
+@functools.cache
+def _warn_untested(extra: str, package: str, version: str, tested: tuple[str, ...]) -> None:
+    log.warning(
+        "flashckpt.%s is tested with %s %s, and not with %s: all the functions that it relies on are there, "
+        "but whether a resume is exact is not known.",
+        extra, package, " and ".join(tested), version,
+    )  # fmt: skip
+
+
+# The first iteration makes what is made once (optimizer state, caches, buffers of metrics). Two iterations
+# lie between the two that are compared: a value that moves in every second one, as with accumulation, moves.
+FIRST, SECOND = 2, 4
+# Bounds of the cost of one attribute. Of a longer container the length and both ends are compared; of a
+# larger tensor, and of one on a device, identity and version. An entry of a dict is one level deeper than it.
+_MOST_ENTRIES, _END_ENTRIES, _DEPTH = 1000, 50, 8
+_MOST_VALUES, _MOST_BYTES, _MOST_TENSORS = 5000, 1 << 20, 10_000
+_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
+_MODULE_INTERNALS = frozenset(vars(torch.nn.Module()))
+
+Mark = tuple[Any, ...]
+
+
+class Unsaved:
+    """Finds attributes of a trainer that change while it trains and that no checkpoint has: compares the
+    plain values and tensors in the attributes of trainer, callbacks and metrics at the ends of the second and
+    the fourth iteration, and warns once. Reads instance attributes only, and calls no property or method of
+    the user's objects. Keeps digests, not values. Never synchronizes a device, and never raises.
+
+    roots: the objects by their names in a message. known: for each root, the attributes that are saved or
+    need not be. own: the attributes that the user names, as "attribute" or "root.attribute". saved: the
+    objects of the state; their modules' parameters and their generators need no name.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, object],
+        known: Mapping[str, Collection[str]],
+        own: Collection[str] = (),
+        saved: Iterable[object] = (),
+    ) -> None:
+        self._roots, self._own, self._saved = dict(roots), frozenset(own), list(saved)
+        self._known = {name: frozenset(names) for name, names in known.items()}
+        self._calls = 0
+        self._marks: dict[tuple[str, str], Mark] = {}
+        self.found: tuple[str, ...] = ()
+
+    def observe(self) -> None:
+        """To be called at the end of each iteration; compares once. Then `found` has the changed attributes,
+        as "root.attribute"."""
+        if self._calls >= SECOND:
+            return
+        self._calls += 1
+        if self._calls not in (FIRST, SECOND):
+            return
+        try:
+            marks = self._observed()
+            if self._calls == SECOND:
+                self._compare(marks)
+            self._marks = marks
+        except Exception:
+            # A bug here must not end a training run.
+            log.debug("the attributes of %s could not be compared", list(self._roots), exc_info=True)
+            self._calls = SECOND
+        if self._calls == SECOND:
+            self._roots, self._saved, self._marks = {}, [], {}
+
+    def _observed(self) -> dict[tuple[str, str], Mark]:
+        reader, marks = _Marker(self._saved), {}
+        for root, owner in self._roots.items():
+            known = self._known.get(root, frozenset()) | self._own
+            for name, value in _attributes(owner):
+                if name in known or f"{root}.{name}" in known:
+                    continue
+                try:
+                    mark = reader.mark(value)
+                except Exception:  # of one attribute: the others are compared
+                    log.debug("%s.%s cannot be compared", root, name, exc_info=True)
+                    continue
+                if mark is not None:
+                    marks[root, name] = mark
+        return marks
+
+    def _compare(self, now: Mapping[tuple[str, str], Mark]) -> None:
+        # A new attribute has changed; a deleted one is as at the start.
+        changed = [key for key, mark in now.items() if not _is_same(self._marks.get(key), mark)]
+        if not changed:
+            return
+        self.found = tuple(f"{root}.{name}" for root, name in changed)
+        shown = ", ".join(f"{type(self._roots[root]).__name__}.{name} ({root})" for root, name in changed)
+        names = dict.fromkeys(name for _, name in changed)
+        log.warning(
+            "Attributes change while training and are not saved: %s. A resumed run begins with their first "
+            "values, so it can differ from a run that was never stopped. Save them with own=(%s).",
+            shown,
+            ", ".join(f'"{name}"' for name in names) + "," * (len(names) == 1),
+        )
+
+
+def _attributes(owner: object) -> Iterator[tuple[str, object]]:
+    """The instance attributes, read past `__getattr__`, `__getattribute__` and properties."""
+    try:
+        found = object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return
+    internals = _MODULE_INTERNALS if _is(owner, torch.nn.Module) else frozenset()
+    if type(found) is dict:
+        yield from ((name, value) for name, value in list(found.items()) if name not in internals)
+
+
+def _is(value: object, *kinds: type) -> bool:
+    """isinstance without `__class__`, which a proxy may compute."""
+    return issubclass(type(value), kinds)
+
+
+def _is_same(before: Mark | None, now: Mark) -> bool:
+    """Whether the values are equal; tensors compared by identity must be the same living ones."""
+    if before is None or len(before) != len(now):
+        return False
+    return all(
+        one() is not None and one() is other() if isinstance(one, weakref.ref) else one == other
+        for one, other in zip(before, now, strict=True)
+    )
+
+
+class _Marker:
+    """Makes marks, which are equal for equal values."""
+
+    def __init__(self, saved: Iterable[object]) -> None:
+        self._saved = {id(each) for each in saved}
+        for each in saved:
+            if _is(each, torch.nn.Module):
+                self._saved.update(map(id, _tensors_of(each)))
+
+    def mark(self, value: Any) -> Mark | None:
+        """None for a value that is not compared."""
+        if id(value) in self._saved:
+            return None
+        if _is(value, torch.nn.Module):
+            own = (each for each in _tensors_of(value) if id(each) not in self._saved)
+            return tuple(each for tensor in own for each in _identity(tensor)) or None
+        if _is(value, *_GENERATORS):
+            return None if rng.is_global(value) else (repr(rng.capture_one(value)),)
+        reading = _Marking()
+        return reading.mark() if reading.read(value, 0) else None
+
+
+class _Marking:
+    """The mark of one attribute: bytes for its value, and the identities of tensors that are not read."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._identities: list[Any] = []
+        self._values = self._bytes = 0
+
+    def mark(self) -> Mark:
+        return hashlib.blake2b(b" ".join(self._parts), digest_size=16).digest(), *self._identities
+
+    def read(self, value: Any, depth: int) -> bool:
+        """Add a value. False for one that is not plain."""
+        self._values += 1
+        if self._values > _MOST_VALUES or self._bytes > _MOST_BYTES:
+            return True  # the first so many are compared
+        if type(value) in _PLAIN:
+            self._add(repr(value).encode("utf-8", "surrogatepass"))
+        elif _is(value, torch.Tensor):
+            self._read_tensor(value)
+        elif _is(value, set, frozenset):
+            kind = set if _is(value, set) else frozenset
+            found = [_bytes_of(each) for each in itertools.islice(kind.__iter__(value), _MOST_ENTRIES)]
+            self._add(f"set {kind.__len__(value)}".encode())
+            self._add(b"\0".join(sorted(each for each in found if each is not None)))
+            return None not in found
+        elif _is(value, *_CONTAINERS):
+            kind = next(each for each in _CONTAINERS if _is(value, each))
+            return depth < _DEPTH and self._read_entries(kind, value, depth)
+        else:
+            data = _bytes_of(value)
+            if data is None:
+                return False
+            self._add(data)
+        return True
+
+    def _read_entries(self, kind: Any, value: Any, depth: int) -> bool:
+        count = kind.__len__(value)
+        self._add(f"{kind.__name__} {count}".encode())
+        entries: Iterable[Any] = dict.items(value) if kind is dict else kind.__iter__(value)
+        if count > _MOST_ENTRIES:
+            last = (
+                reversed(dict.items(value))
+                if kind is dict
+                else (kind.__getitem__(value, index) for index in range(count - 1, -1, -1))
+            )
+            entries = [*itertools.islice(entries, _END_ENTRIES), *itertools.islice(last, _END_ENTRIES)]
+        return all(self.read(each, depth + 1) for each in entries)
+
+    def _read_tensor(self, value: torch.Tensor) -> None:
+        read = type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+        if read and value.layout is torch.strided and value.nbytes <= _MOST_BYTES:
+            self._add(f"{value.dtype}{tuple(value.shape)}".encode())
+            self._add(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            self._identities += _identity(value)
+
+    def _add(self, found: bytes) -> None:
+        self._bytes += len(found)
+        self._parts += (str(len(found)).encode(), found)
+
+
+def _bytes_of(value: Any) -> bytes | None:
+    """Return bytes for a plain value; None for any other. For a subclass (an enumeration of strings), those
+    of its value, since its own methods are the user's code."""
+    for kind in (bool, int, float, complex, str):
+        if _is(value, kind):
+            return f"{kind.__name__} {kind.__repr__(value)}".encode("utf-8", "surrogatepass")
+    if _is(value, bytes):
+        return b"bytes " + bytes.__getitem__(value, slice(None))
+    if _is(value, np.generic) or (type(value) is np.ndarray and value.nbytes <= _MOST_BYTES):
+        return None if value.dtype.hasobject else f"{value.dtype}{value.shape} ".encode() + value.tobytes()
+    return None
+
+
+def _identity(tensor: torch.Tensor) -> list[Any]:
+    """Return the identity and version of a tensor: an assignment changes the first, a change in place the
+    second. The reference is weak, because the address of a freed tensor may be reused."""
+    version = None if tensor.is_inference() else tensor._version
+    return [weakref.ref(tensor), version]
+
+
+def _tensors_of(module: Any) -> Iterator[torch.Tensor]:
+    """Parameters and buffers, read past `parameters()`, which a wrapper may replace."""
+    return itertools.islice(_all_tensors_of(module, set()), _MOST_TENSORS)
+
+
+def _all_tensors_of(module: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    if module is None or id(module) in seen:
+        return
+    seen.add(id(module))
+    held = object.__getattribute__(module, "__dict__")
+    for tensor in (*held["_parameters"].values(), *held["_buffers"].values()):
+        if tensor is not None:
+            yield tensor
+    for each in held["_modules"].values():
+        yield from _all_tensors_of(each, seen)

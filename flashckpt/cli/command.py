@@ -1,6 +1,6 @@
-"""What every command takes (RUN, STEP@ATTEMPT, --json), how it ends (an exit code, an error as one paragraph,
-with --json as one JSON object too), and where it writes: results to standard output, all else to standard
-error, numbers as people read them (in JSON the plain number). Never decides what is shown.
+"""The common parts of all commands: arguments (RUN, STEP@ATTEMPT, --json), exit codes, errors (one paragraph;
+with --json also one JSON object), and output: results to standard output, all else to standard error, with
+numbers for people (in JSON plain numbers). Never decides what is shown.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from flashckpt.errors import DamagedError, DivergedError, FlashckptError, RunError, UsageError
-from flashckpt.format.names import MAX_STEP, AttemptName
+from flashckpt.format.names import MAX_STEP, AttemptName, SnapshotId, parse_at
 from flashckpt.printable import escaped
 from flashckpt.recovery.report import Watcher
+from flashckpt.replication.mirror import known_remote
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-from flashckpt.tiers.nearest import known_remote
 
 P = ParamSpec("P")
-# Names and numbers are data: no part of them is taken for markup, an emoji or a word to colour.
+# Names and numbers are data, and never markup, an emoji or a word to colour.
 _PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BAR_AFTER_S = 1.0
@@ -53,55 +53,55 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 
 
 class StepName(NamedTuple):
-    """A step, and the attempt whose step is meant where it was named."""
+    """A step number, and the attempt or the snapshot named with it."""
 
     step: int
-    attempt: AttemptName | None
+    at: AttemptName | SnapshotId | None
 
 
 def step_name(text: str) -> StepName:
-    """1200, or 1200@000002-7fa3c1d2. Wrong usage for anything else."""
-    digits, at, name = text.partition("@")
-    attempt = AttemptName.parse(name) if at else None
-    if not (digits.isascii() and digits.isdigit()) or int(digits[:20]) > MAX_STEP or (at and attempt is None):
+    """Parse 1200, 1200@000002-7fa3c1d2, or 1200@000002-7fa3c1d2:1234. BadParameter for any other text."""
+    digits, sign, name = text.partition("@")
+    at = parse_at(name) if sign else None
+    if not (digits.isascii() and digits.isdigit()) or int(digits[:20]) > MAX_STEP or (sign and at is None):
         raise typer.BadParameter(
             f"{text!r} is neither a step (1200) nor a step of an attempt (1200@000002-7fa3c1d2). "
             "`flashckpt ls RUN --all` shows both."
         )
-    return StepName(int(digits), attempt)
+    return StepName(int(digits), at)
 
 
 def remote_of(store: Store, named: str | None) -> Store | None:
-    """The store that --remote names, None where it was not given. Wrong usage where "auto" finds none."""
+    """The store that --remote names, None if it was not given. BadParameter if "auto" finds none."""
     if named != "auto":
         return None if named is None else open_store(named)
     if url := known_remote(store):
         return open_store(url)
     raise typer.BadParameter(
-        f"--remote auto: the newest attempts of {store.url} say of no remote. Name it by its URL."
+        f"--remote auto: the ledgers of the newest attempts of {store.url} name no remote. Give its URL."
     )
 
 
 class ExitCode(IntEnum):
-    """What each code says, of every command; `recover` ends with the worst that holds. Scripts depend on
-    them: pinned by a test, listed in docs/errors.md."""
+    """Exit codes of all commands; `recover` ends with the worst that applies. Scripts depend on them: a test
+    pins them, and docs/errors.md lists them."""
 
     WELL = 0
-    """Done. recover: all that survived and still counts is saved, and nothing is damaged."""
+    """Done. recover: all needed snapshots are saved, and nothing is damaged."""
     DAMAGED = 1
-    """Damage was found: bytes at rest, or (recover) a snapshot in memory that was let go for it."""
+    """Damage was found: at rest, or (recover) in a snapshot in memory, which was freed."""
     USAGE = 2
-    """Wrong usage. export: OUT is there already and --force was not given."""
+    """Wrong usage. export: OUT exists and --force was not given."""
     UNUSABLE_RUN = 3
     """The run cannot be used as asked: held by a job or another recovery, not there, no such step.
-    recover: training could not go on from any step. prune: nothing may be deleted yet."""
+    recover: training cannot resume from any step. prune: nothing may be deleted yet."""
     FAILED = 4
-    """Anything else. recover: something could not be saved; it is still where it was."""
+    """Any other failure. recover: a snapshot could not be saved; it is still where it was."""
     INTERRUPTED = 130
 
 
 def exit_code(error: BaseException) -> ExitCode:
-    """The code with which a command ends that `error` ended."""
+    """The exit code for an error."""
     for kind, code in (
         (DamagedError, ExitCode.DAMAGED),
         (DivergedError, ExitCode.DAMAGED),
@@ -115,7 +115,7 @@ def exit_code(error: BaseException) -> ExitCode:
 
 
 def ends(command: Callable[P, ExitCode]) -> Callable[P, NoReturn]:
-    """A command that ends the program with the code it returns, or with its error's."""
+    """Make a command end the program with the code that it returns, or with that of its error."""
 
     @functools.wraps(command)
     def ending(*args: P.args, **kwargs: P.kwargs) -> NoReturn:
@@ -126,42 +126,43 @@ def ends(command: Callable[P, ExitCode]) -> Callable[P, NoReturn]:
             raise
         except (Exception, KeyboardInterrupt) as error:
             code = exit_code(error)
-            _tell(error, code, run=str(kwargs.get("run", "")), as_json=bool(kwargs.get("as_json")))
+            _report_error(error, code, run=str(kwargs.get("run", "")), as_json=bool(kwargs.get("as_json")))
         raise typer.Exit(int(code))
 
     return ending
 
 
-def _tell(error: BaseException, code: ExitCode, *, run: str, as_json: bool) -> None:
+def _report_error(error: BaseException, code: ExitCode, *, run: str, as_json: bool) -> None:
     if not isinstance(error, (FlashckptError, OSError, KeyboardInterrupt)):
         sys.stderr.write(escaped(traceback.format_exc()))
     message = str(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__)
     if isinstance(error, OSError):
-        # The system names a file within the run, or none at all.
+        # The error names a file within the run, or no file.
         message = (
-            f"{run}: {message}. What is committed is as whole as it was. Mend the storage or the path, and "
-            "run this again."
+            f"{run}: {message}. Committed steps are as whole as they were. Repair the storage or the path, "
+            "and run this again."
         )
     notices().print(f"flashckpt: {message}", style="red")
     if as_json:
-        told = {"kind": type(error).__name__, "message": message, "exit_code": int(code)}
+        fields = {"kind": type(error).__name__, "message": message, "exit_code": int(code)}
         known = {name: getattr(error, name, None) for name in ("step", "rank", "path")}
-        write_json({"error": told | {name: value for name, value in known.items() if value is not None}})
+        write_json({"error": fields | {name: value for name, value in known.items() if value is not None}})
 
 
-# ---- where it writes
+# ---- output
 
 
 class _Plain(Console):
-    """Shows a text as it is: without markup, and with control characters escaped. Names, reasons and hosts
-    come from the checkpoint, which may be anybody's. rich renders each text of a line and of a cell here."""
+    """Shows texts without markup and with control characters escaped: names, reasons and hosts come from the
+    checkpoint, which may be foreign. rich renders each text of a line and of a cell here."""
 
     def render_str(self, text: str, **how: Any) -> Text:
         return super().render_str(escaped(text), **how)
 
 
 def results() -> Console:
-    """Made anew each time: tests, and pipes, exchange the stream under it. A pipe is never wrapped."""
+    """The console for results. A new one for each call, since tests replace the stream. A pipe is not
+    wrapped."""
     console = _Plain(file=sys.stdout, **_PLAIN)
     if not console.is_terminal:
         console.width = max(console.width, 240)
@@ -214,12 +215,12 @@ def word(name: str) -> Column:
 
 
 def text(name: str) -> Column:
-    """What may be long."""
+    """A column of long texts."""
     return Column(name, overflow="fold")
 
 
 class Bar(Watcher):
-    """One bar for whatever takes longer than a second; on a terminal only."""
+    """A progress bar for work that takes longer than a second; on a terminal only."""
 
     def __init__(self, console: Console, stage: str = "looking", after_s: float = _BAR_AFTER_S) -> None:
         self._console, self._after_s = console, after_s

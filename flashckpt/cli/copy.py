@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,22 +14,32 @@ from flashckpt.cli.command import (
     AsJson,
     Bar,
     ExitCode,
-    Run,
     ends,
     notices,
     number,
     results,
     size,
-    step_name,
     text,
     word,
     write_json,
+)
+
+if TYPE_CHECKING:
+    from flashckpt.importing.run import Imported
+
+import time
+from typing import TYPE_CHECKING
+
+from flashckpt.cli.command import (
+    Run,
+    step_name,
 )
 from flashckpt.options import checked_compress
 from flashckpt.store import open_store
 
 if TYPE_CHECKING:
-    from flashckpt.tiers.run_copy import RunCopy, StepResult
+    from flashckpt.replication.run_copy import RunCopy, StepResult
+
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where to: a folder, file://, s3://, gs:// or az://.")
@@ -64,26 +76,26 @@ def copy(
     as_json: AsJson = False,
 ) -> ExitCode:
     """Copy committed steps to another folder or object store: the same run there, for every command and for
-    training to go on from.
+    training.
 
-    Every byte is verified on the way, and a step is there whole or not at all. What is there already is not
-    sent again: a copy that was interrupted goes on. Ends with 1 if a step is damaged here.
+    Every byte is verified on the way, and a step is there whole or not at all. Existing files are not sent
+    again, so an interrupted copy can be continued. Ends with 1 if a step is damaged here.
     """
-    from flashckpt.recovery.remote import refuse_if_trained
-    from flashckpt.tiers.run_copy import copy_run
+    from flashckpt.recovery.node import refuse_if_trained
+    from flashckpt.replication.run_copy import copy_run
 
     if step is not None and all_steps:
         raise typer.BadParameter("--step names one, --all every one.")
     how = checked_compress(compress)
-    at, attempt = step_name(step) if step is not None else (None, None)
+    number, at = step_name(step) if step is not None else (None, None)
     source, target = open_store(run), open_store(url)
     began_s = time.monotonic()
     with Bar(notices(), "copying") as bar:
         done = copy_run(
             source,
             target,
-            at,
-            attempt=attempt,
+            number,
+            at=at,
             all_steps=all_steps,
             compress=how,
             repairs=repair,
@@ -111,8 +123,9 @@ def _plain(done: RunCopy) -> dict[str, object]:
 def _plain_step(each: StepResult) -> dict[str, object]:
     copied = each.copied
     return {
-        "step": each.step,
-        "attempt": str(each.attempt),
+        "step": each.name.step,
+        "attempt": str(each.name.attempt),
+        "boundary": each.name.boundary,
         "outcome": None if copied is None else copied.outcome.value,
         "num_bytes": None if copied is None else copied.num_bytes,
         "sent_bytes": None if copied is None else copied.sent_bytes,
@@ -122,20 +135,20 @@ def _plain_step(each: StepResult) -> dict[str, object]:
 
 
 def _print(done: RunCopy, seconds: float, *, has_read: bool) -> None:
-    from flashckpt.tiers.step_copy import Outcome
+    from flashckpt.replication.run_copy import Outcome
 
     table = command.table(
         number("step", "bold"), word("attempt"), number("size"), number("sent"), text("outcome")
     )
     for each in done.steps:
         copied = each.copied
-        told = each.problem or (copied.outcome.value if copied is not None else "")
+        outcome = each.problem or (copied.outcome.value if copied is not None else "")
         table.add_row(
-            str(each.step),
-            str(each.attempt),
+            str(each.name.step),
+            str(each.name.attempt),
             "?" if copied is None else size(copied.num_bytes),
             "" if copied is None else size(copied.sent_bytes),
-            told,
+            outcome,
             style="red" if each.problem else None,
         )
     results().print(table)
@@ -144,12 +157,111 @@ def _print(done: RunCopy, seconds: float, *, has_read: bool) -> None:
         each.copied is not None and each.copied.outcome is Outcome.THERE for each in done.steps
     ):
         notices().print(
-            "flashckpt: of what is there already the lengths were compared, and no byte was read: "
-            f"`flashckpt verify {done.target}` reads every one."
+            "flashckpt: of existing files the lengths were compared, and no byte was read: "
+            f"`flashckpt verify {done.target}` reads every byte."
         )
-    if hidden := [each.step for each in done.steps if each.copied is not None and not each.is_visible]:
+    if hidden := [each.name.step for each in done.steps if each.copied is not None and not each.is_visible]:
         notices().print(
             f"flashckpt: a resume from {done.target} does not see {', '.join(map(str, hidden))}: of another "
-            "branch there, or deleted. `flashckpt ls --all` shows what there is.",
+            "branch there, or deleted. `flashckpt ls --all` shows all steps.",
             style="yellow",
         )
+
+
+# ---- flashckpt import: the checkpoint of another library as a new run
+
+_RNG = ("torch", "python", "numpy", "cuda")
+
+Src = Annotated[
+    str,
+    typer.Argument(
+        metavar="SRC", help="A DCP folder, safetensors (file, index or folder), or a torch.save file."
+    ),
+]
+NewRun = Annotated[str, typer.Argument(metavar="RUN", help="The run to make: a folder, or a URL.")]
+State = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--state",
+        metavar="NAME=KEY",
+        help="Take what SRC has under KEY (empty: all of it) as NAME of the state. Every key if left out.",
+    ),
+]
+StepOrKey = Annotated[
+    str, typer.Option("--step", metavar="N|KEY", help="The number of the step, or where SRC has it.")
+]
+EpochOrKey = Annotated[
+    str, typer.Option("--epoch", metavar="N|KEY", help="The epoch that begins there, or where SRC has it.")
+]
+Generators = Annotated[
+    list[str] | None,
+    typer.Option("--rng", metavar="NAME=KEY", help=f"A generator's state: {', '.join(_RNG)}."),
+]
+Skip = Annotated[
+    bool, typer.Option("--skip-unreadable", help="Import all but what cannot be read without running code.")
+]
+
+
+@ends
+def import_(
+    src: Src,
+    run: NewRun,
+    state: State = None,
+    step: StepOrKey = "0",
+    epoch: EpochOrKey = "0",
+    rng: Generators = None,
+    skip_unreadable: Skip = False,
+    as_json: AsJson = False,
+) -> ExitCode:
+    """Write a new run whose first step holds the checkpoint SRC: training that names its parts resumes from
+    it.
+
+    No code of SRC is run. If a part cannot be read without, it is named, and nothing is written.
+    """
+    from flashckpt.importing.run import Mapped, import_checkpoint
+
+    generators = _pairs("--rng", rng or ())
+    if unknown := sorted(generators.keys() - set(_RNG)):
+        raise typer.BadParameter(f"--rng {unknown[0]}: one of {', '.join(_RNG)}.")
+    mapped = Mapped(
+        state=_pairs("--state", state or ()),
+        step=step,
+        epoch=epoch,
+        rng=generators,
+        skip_unreadable=skip_unreadable,
+    )
+    with Bar(notices(), "importing") as bar:
+        done = import_checkpoint(src, run, mapped, progress=bar.progress)
+    if as_json:
+        write_json(
+            asdict(done)
+            | {"attempt": str(done.attempt)}
+            | {"parts": [{"name": n, "tensors": count, "num_bytes": b} for n, count, b in done.parts]}
+        )
+    else:
+        _print_import(done)
+    return ExitCode.WELL
+
+
+def _pairs(option: str, given: Sequence[str]) -> dict[str, str]:
+    """Parse NAME=KEY options, each name once."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, equals, key = each.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z0-9][^=]*", name) or name in found:
+            raise typer.BadParameter(f"{option} {each!r}: NAME=KEY, each name once.")
+        found[name] = key
+    return found
+
+
+def _print_import(done: Imported) -> None:
+    table = command.table(word("name"), number("tensors"), number("size"))
+    for name, tensors, num_bytes in done.parts:
+        table.add_row(name, str(tensors), size(num_bytes) if tensors else "values")
+    results().print(table)
+    results().print(f"step {done.step} of {done.run}, from {done.source} ({done.format})", soft_wrap=True)
+    if done.skipped or done.left_out:
+        rest = command.table(text("not imported"))
+        for line in (*done.skipped, *(f"{key}: not chosen" for key in done.left_out)):
+            rest.add_row(line)
+        notices().print(rest)

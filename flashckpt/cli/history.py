@@ -1,32 +1,28 @@
-"""What a run holds, gathered for display: steps, branches, lineage, times. Reads records, and never a shard.
+"""The history of a run for display: steps, branches, lineage, ranks, times. Reads records, never a shard.
 
-A step that cannot be used is a row with its problem, never an error: this is where people look for it. Times
-are those of the run's ledger: one that is gone, or lies, changes what is shown and nothing else.
+A step that cannot be used is a row with its problem, never an error. Times come from the run's ledger, which
+only this display depends on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from statistics import median
 from typing import Any
 
-from flashckpt.commit.attempts import alive, attempts, bounds
-from flashckpt.commit.lineage import (
-    VisibleStep,
-    check_records,
-    everything,
-    has_manifest,
-    in_lineage,
-    looked_for,
-    marks,
-    visible,
-)
-from flashckpt.commit.steps import StepRecord, missing_files, read_manifest, read_step
-from flashckpt.errors import DamagedError, NoSuchStepError, UnusableRunError
-from flashckpt.format.names import MANIFEST, AttemptName, step_attempt_folder
-from flashckpt.format.records import Manifest, Mark
-from flashckpt.format.replicas import Ranks
+from flashckpt.commit.attempts import alive, attempts, read_start
+from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
+from flashckpt.commit.lineage import quarantines, until_stable
+from flashckpt.commit.steps import StepRecord, missing_files, read_record, read_step
+from flashckpt.errors import DamagedError, NoSuchStepError
+from flashckpt.format.layout import DTYPES, Leaf
+from flashckpt.format.names import COMMITS, AttemptName, CommitName, SnapshotId
+from flashckpt.format.records import CommitRecord, Quarantine, Start
+from flashckpt.persist.job import Completeness, stored_step
 from flashckpt.persist.ledger import Event, lines_of
 from flashckpt.store.base import Store
 
@@ -36,70 +32,66 @@ _MOST = 1e18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """A step that has a manifest. `problem` says why it cannot be used, empty where it can.
+    """A listed step. `problem`: why it cannot be used, empty if it can. `num_bytes`: of its shards and frozen
+    instances. `committed_at_s`: seconds since 1970. `is_ambiguous`: its attempt has committed another
+    boundary with that step number."""
 
-    `num_bytes` are those of its shards, constants included; `committed_at_s` counts from 1970. `here` are the
-    ranks of `world` that this folder has, None for all.
-    """
-
-    step: int
-    attempt: AttemptName
+    name: CommitName
     visible: bool
     world: int | None
     num_bytes: int | None
     leaves: int | None
     committed_at_s: float
-    marks: tuple[Mark, ...]
+    quarantines: tuple[Quarantine, ...]
     problem: str
-    here: Ranks | None = None
+    is_ambiguous: bool = False
 
 
 def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
     """The steps of the run's branch, or of every branch, newest last."""
-
-    def look() -> list[StepRow]:
-        shown = everything(store) if all_branches else in_lineage(store, bounds(store))
-        try:
-            seen = set(visible(store))
-        except DamagedError:  # the newest start.json: what a resume would see nobody knows
-            seen = set()
-        return list(_rows(store, shown, seen))
-
-    return looked_for(store, look)[::-1]
+    return until_stable(store, lambda: list(_rows(store, all_branches)))
 
 
-def lost_records(store: Store) -> str:
-    """Why a resume would be refused, empty where it would not."""
+def committed_at_s(store: Store, name: CommitName) -> float:
+    """When the commit record was written, by the storage's clock; 0 if unknown."""
+    return _written_at_s(store).get(name.path, 0.0)
+
+
+def _written_at_s(store: Store) -> dict[str, float]:
     try:
-        check_records(store)
-    except UnusableRunError as error:
-        return str(error)
-    return ""
-
-
-def committed_at_s(store: Store, step: int, attempt: AttemptName) -> float:
-    """When the manifest was written, as its storage says; 0 where that cannot be told."""
-    try:
-        found = store.list(step_attempt_folder(step, attempt))
+        return {f"{COMMITS}/{each.name}": each.modified_s for each in store.list(COMMITS)}
     except OSError:
-        return 0.0
-    return next((entry.modified_s for entry in found if entry.name == MANIFEST), 0.0)
+        return {}
 
 
 def lineage(store: Store, at: AttemptName) -> list[dict[str, Any]]:
-    """The attempts that led to one, newest first, as JSON has them: each with the step that it went on from,
-    and the attempt of that (`parent`), None where it began the run."""
-    found, origins = bounds(store, at), []
-    for bound, older in zip_longest(found, found[1:]):
-        counter = alive(store, bound.attempt)
-        parent, step = (str(older.attempt), older.last_step) if older is not None else (None, 0)
+    """The ancestors of an attempt and itself, newest first, as JSON: each with the step that it resumed from
+    and the attempt of that step (`parent`), None if it began the run."""
+    start = read_start(store, at)
+    ancestors = () if start is None else start.ancestors
+    origins = []
+    for attempt, parent in zip_longest((at, *(each.attempt for each in ancestors)), ancestors):
+        counter = alive(store, attempt)
+        step = 0 if parent is None else _step_of(store, attempt, parent)
         ended = (counter.ended or None) if counter is not None else None
-        origins.append({"attempt": str(bound.attempt), "parent": parent, "step": step, "ended": ended})
+        name = None if parent is None else str(parent.attempt)
+        origins.append({"attempt": str(attempt), "parent": name, "step": step, "ended": ended})
     return origins
 
 
-def num_bytes(record: StepRecord) -> int:
-    return sum(shard.num_bytes for shard in (*record.manifest.shards, *record.manifest.constants))
+def _step_of(store: Store, attempt: AttemptName, parent: SnapshotId) -> int | None:
+    """The step number of the snapshot that an attempt resumed from, None if its records are gone."""
+    start: Start | None = None
+    with suppress(DamagedError):
+        start = read_start(store, attempt)
+    if start is not None and start.parent == parent:
+        return start.step
+    name = Catalogue.of(store).named(parent)
+    return None if name is None else name.step
+
+
+def num_bytes(record: CommitRecord) -> int:
+    return sum(each.num_bytes for each in (*record.shards, *record.frozen))
 
 
 def num_leaves(record: StepRecord) -> int:
@@ -107,44 +99,46 @@ def num_leaves(record: StepRecord) -> int:
     return sum(len(rank.counted()) for rank in ranks)
 
 
-def _rows(store: Store, shown: Iterator[VisibleStep], seen: set[VisibleStep]) -> Iterator[StepRow]:
-    for each in shown:
-        record, problem = _read(store, each)
+def _rows(store: Store, all_branches: bool) -> Iterator[StepRow]:
+    catalogue, written_at_s = Catalogue.of(store), _written_at_s(store)
+    numbers = Counter((each.step, each.attempt) for each in catalogue.commits)
+    visible = set(catalogue.visible())
+    for name in catalogue.commits:
+        if not (all_branches or name in visible):
+            continue
+        record, problem = _read(store, name)
         if record is None and not problem:
             continue
         yield StepRow(
-            step=each.step,
-            attempt=each.attempt,
-            visible=each in seen,
+            name=name,
+            visible=name in visible,
             world=None if record is None else record.world,
-            num_bytes=None if record is None else num_bytes(record),
+            num_bytes=None if record is None else num_bytes(record.record),
             leaves=None if record is None else num_leaves(record),
-            committed_at_s=committed_at_s(store, each.step, each.attempt),
-            marks=tuple(marks(store, each.step, each.attempt)),
+            committed_at_s=written_at_s.get(name.path, 0.0),
+            quarantines=tuple(quarantines(catalogue, name)),
             problem=problem,
-            here=None if record is None else record.manifest.ranks,
+            is_ambiguous=numbers[name.step, name.attempt] > 1,
         )
 
 
-def _read(store: Store, each: VisibleStep) -> tuple[StepRecord | None, str]:
-    """The step's records, or what is wrong with them; neither where it was never committed or is pruned,
-    perhaps while it is read."""
+def _read(store: Store, name: CommitName) -> tuple[StepRecord | None, str]:
+    """The step, or why it cannot be read; neither if it is deleted meanwhile."""
     try:
-        manifest = read_manifest(store, each.step, each.attempt)
-        if not isinstance(manifest, Manifest):
+        record = read_record(store, name)
+        if record is None:
             return None, ""
-        missing = missing_files(store, manifest)
+        missing = missing_files(store, record)
         if not missing:
-            return read_step(store, each.step, each.attempt), ""
+            return read_step(store, name), ""
         problem = f"missing or cut short: {', '.join(missing)}"
     except (DamagedError, NoSuchStepError, FileNotFoundError) as error:
         problem = str(error)
-    return None, problem if has_manifest(store, each) else ""
+    return None, problem if name in Catalogue.of(store).commits else ""
 
 
 def persisted(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any]]:
-    """The writes of a step, one a rank, as JSON has them; none where the ledger does not have them. `direct`:
-    past the page cache."""
+    """The writes of a step in the ledger, as JSON. `direct`: the page cache was bypassed."""
     found = []
     for line in lines_of(store, str(attempt)):
         seconds, num_bytes = number_in(line, "seconds"), number_in(line, "num_bytes")
@@ -169,7 +163,7 @@ def resumed(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any
 
 
 def number_in(line: dict[str, Any], key: str) -> float | None:
-    """What a line of the ledger says under a name, None where it is no number that could be meant."""
+    """The value of a ledger line under a key, None if it is no plausible number."""
     return number_of(line.get(key))
 
 
@@ -177,3 +171,248 @@ def number_of(value: object) -> float | None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return float(value) if 0 <= value <= _MOST else None
+
+
+# ---- a step of several ranks: which slices of a leaf which ranks have, how long each rank wrote
+
+Box = tuple[tuple[int, int], ...]
+"""For each dimension the first index and the index after the last."""
+
+_MOST_WAITING = 8
+_MOST_HOST_CHARS = 64
+# For a normal distribution, the standard deviation is this times the median distance from the median.
+_DEVIATIONS = 1.4826
+_FAR = 6.0
+_FAR_SHARE = 0.5
+_FAR_S = 0.001
+_LEAST_RANKS = 4
+
+
+# ---- numbers of ranks
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> "0–2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """[3] -> "rank 3"; [0, 1] -> "ranks 0–1"."""
+    return f"{'rank' if len(set(ranks)) == 1 else 'ranks'} {spans(ranks)}"
+
+
+# ---- leaves
+
+
+@dataclass(frozen=True)
+class LeafRow:
+    """One tensor of the state: its whole shape, and which ranks' files hold which slice. `digests`: how many
+    different contents there are among ranks that hold it whole."""
+
+    name: str
+    aliases: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    item_bytes: int
+    boxes: Mapping[Box, tuple[int, ...]] = field(repr=False)
+    digests: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the whole tensor."""
+        total = self.item_bytes
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def where(self) -> str:
+        """The ranks that hold it, in words."""
+        ranks = [rank for those in self.boxes.values() for rank in those]
+        if len(self.boxes) == 1 and next(iter(self.boxes)) == whole_box(self.shape):
+            own = "each its own, on " if self.digests > 1 else "whole on "
+            return own + named(ranks)
+        return f"{len(self.boxes)} boxes on {named(ranks)}"
+
+
+def box_of(leaf: Leaf) -> Box:
+    if leaf.box is None:
+        return whole_box(leaf.shape)
+    return tuple((first, first + size) for first, size in zip(leaf.box.start, leaf.shape, strict=True))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def box_text(box: Box, shape: Sequence[int]) -> str:
+    """[0:512, :] of a tensor of 1024 × 512; empty for the whole tensor."""
+    if box == whole_box(shape):
+        return ""
+    pairs = zip(box, shape, strict=True)
+    return "[" + ", ".join(":" if each == (0, size) else f"{each[0]}:{each[1]}" for each, size in pairs) + "]"
+
+
+def leaf_rows(record: StepRecord) -> list[LeafRow]:
+    """The tensors of a step by name. A name with several shapes has a row for each."""
+    found: dict[tuple[str, str, tuple[int, ...]], tuple[Leaf, dict[Box, list[int]], set[int]]] = {}
+    for rank in (rank for part in record.parts for rank in part.ranks):
+        for _, leaf, digest in rank.counted():
+            shape = leaf.shape if leaf.box is None else leaf.box.shape
+            row = found.setdefault((leaf.name, leaf.dtype, shape), (leaf, {}, set()))
+            row[1].setdefault(box_of(leaf), []).append(rank.rank)
+            row[2].add(digest)
+    rows = []
+    for (name, dtype, shape), (leaf, boxes, digests) in sorted(found.items(), key=lambda item: item[0]):
+        ordered = {box: tuple(sorted(ranks)) for box, ranks in sorted(boxes.items())}
+        rows.append(LeafRow(name, leaf.aliases, dtype, shape, DTYPES[dtype][0], ordered, len(digests)))
+    return rows
+
+
+# ---- times of ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """A rank's files of a step, and its times in seconds, if the ledger has them: `write_s` of this step,
+    `capture_s` (of the call) and `step_s` of the newest minutes of its attempt. `far`: the names of times
+    that are far above the other ranks'."""
+
+    rank: int
+    node: int
+    file: str
+    num_bytes: int
+    host: str = ""
+    write_s: float | None = None
+    capture_s: float | None = None
+    step_s: float | None = None
+    far: tuple[str, ...] = ()
+
+
+TIMES = ("write_s", "capture_s", "step_s")
+
+
+def rank_rows(store: Store, record: StepRecord) -> list[RankTimes]:
+    """A row for each rank, in order. A node is named by its lowest rank."""
+    found_by_rank = _ledger_rows(store, record.step, record.attempt)
+    far = {
+        name: far_above({rank: times[name] for rank, times in found_by_rank.items() if name in times})
+        for name in TIMES
+    }
+    rows = []
+    for part in record.parts:
+        for rank in part.ranks:
+            files = [rank.shard, *([rank.constants.shard] if rank.constants is not None else [])]
+            rows.append(
+                RankTimes(
+                    rank=rank.rank,
+                    node=part.keeper,
+                    file=rank.shard.file,
+                    num_bytes=sum(each.num_bytes for each in files),
+                    far=tuple(name for name in TIMES if rank.rank in far[name]),
+                    **found_by_rank.get(rank.rank, {}),
+                )
+            )
+    return sorted(rows, key=lambda row: row.rank)
+
+
+def far_above(values: Mapping[int, float]) -> set[int]:
+    """The ranks whose value is far above the others': by more than six deviations and half of the median. The
+    deviation comes from medians, so that slow ranks, up to half of all, do not hide themselves."""
+    if len(values) < _LEAST_RANKS:
+        return set()
+    usual = median(values.values())
+    deviation = _DEVIATIONS * median(abs(value - usual) for value in values.values())
+    limit = usual + max(_FAR * deviation, _FAR_SHARE * usual, _FAR_S)
+    return {rank for rank, value in values.items() if value > limit}
+
+
+def _ledger_rows(store: Store, step: int, attempt: AttemptName) -> dict[int, dict[str, Any]]:
+    """The times of each rank in the ledger. The newest line counts."""
+    found_by_rank: dict[int, dict[str, Any]] = {}
+    for line in lines_of(store, str(attempt)):
+        rank = number_in(line, "rank")
+        if line["event"] == Event.TIMES.value and rank is not None:
+            times = {
+                "step_s": number_in(line, "step_seconds"),
+                "capture_s": number_in(line, "capture_seconds"),
+            }
+            mine = found_by_rank.setdefault(int(rank), {})
+            mine.update({name: value for name, value in times.items() if value is not None})
+            mine["host"] = str(line.get("host", ""))[:_MOST_HOST_CHARS]
+        elif line["event"] == Event.PERSIST.value and line.get("step") == step:
+            for row in _rows_in(line.get("written")):
+                found_by_rank.setdefault(int(row[0]), {})["write_s"] = row[1]
+    return found_by_rank
+
+
+def _rows_in(value: object) -> list[tuple[float, float, float]]:
+    """Rank, seconds and bytes of each rank in a line about a write."""
+    found = []
+    for row in value if isinstance(value, list) else []:
+        numbers = [number_of(cell) for cell in row] if isinstance(row, list) else []
+        known = [each for each in numbers if each is not None]
+        if len(known) == len(numbers) == 3:
+            found.append((known[0], known[1], known[2]))
+    return found
+
+
+# ---- steps that wait for ranks
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A step of the newest attempt, newer than all committed ones, without the parts of some ranks.
+    `problem`: why a part cannot be read."""
+
+    step: int
+    attempt: AttemptName
+    world: int
+    missing: tuple[int, ...]
+    problem: str = ""
+
+
+def waiting(store: Store) -> list[Waiting]:
+    """The newest waiting steps, newest last."""
+    catalogue = Catalogue.of(store)
+    attempt, newest = catalogue.newest_started, next(iter(catalogue.newest_first()), None)
+    if attempt is None:
+        return []
+    first = newest.boundary + 1 if newest is not None and newest.attempt == attempt else 0
+    snapshots = sorted(each for each in snapshots_with_data(store) if each.attempt == attempt)
+    found: list[Waiting] = []
+    for each in [each for each in snapshots if each.boundary >= first][-_MOST_WAITING:]:
+        stored = stored_step(store, each)
+        if stored.completeness is Completeness.PARTIAL and stored.heads:
+            there = {rank.rank for head in stored.heads for rank in head.ranks}
+            world = stored.heads[0].world
+            missing = tuple(rank for rank in range(world) if rank not in there)
+            found.append(Waiting(stored.step, attempt, world, missing, stored.problem))
+    return found
+
+
+def waiting_text(each: Waiting) -> str:
+    """A sentence that names the missing ranks."""
+    there = each.world - len(each.missing)
+    problem = f" {each.problem}" if each.problem else ""
+    return (
+        f"flashckpt: step {each.step} of attempt {each.attempt} is not committed: it waits for "
+        f"{named(each.missing)}, the parts of {there:,} of {each.world:,} ranks are there.{problem}"
+    )
+
+
+def plain_waiting(each: Waiting) -> dict[str, object]:
+    """The same as JSON."""
+    return {
+        "step": each.step,
+        "attempt": str(each.attempt),
+        "world": each.world,
+        "missing": list(each.missing),
+        "problem": each.problem or None,
+    }

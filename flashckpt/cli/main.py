@@ -1,6 +1,6 @@
 """The `flashckpt` command. Owns the list of its subcommands and nothing of what they do.
 
-Each imports in its function what it does and no other needs: every command waits for what stands on top.
+A command imports inside its function the modules that it alone needs: all commands wait for imports on top.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Annotated
 import typer
 
 import flashckpt
-from flashckpt.cli.copy import copy
-from flashckpt.cli.importing import import_
+from flashckpt.cli.copy import copy, import_
 from flashckpt.cli.recovery import keepers, recover
 from flashckpt.cli.show import show
 from flashckpt.cli.steps import branch, export, ls, prune, verify

@@ -1,7 +1,9 @@
-"""`flashckpt recover | keepers`: what this node has in memory, saved after a crash or held by a keeper."""
+"""`flashckpt recover | keepers`: snapshots in this node's memory, saved after a crash or held by a keeper."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,13 +31,20 @@ from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Remot
 from flashckpt.store import open_store
 
 if TYPE_CHECKING:
-    from flashckpt.recovery.keepers import KeeperRow
+    from flashckpt.keeper.node_keepers import KeeperRow
 
-_MOST_DEBRIS = 8
+_MOST_DEBRIS = _MOST_STEPS = 8
+_TIERS = {"memory": "this node's memory", "cache": "this node's cache", "remote": "its remote"}
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only look: change nothing at all.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Change nothing at all: report what a recovery would do.")
+]
 Discard = Annotated[
-    bool, typer.Option("--discard", help="Let go of what is in memory and can be committed nowhere.")
+    bool, typer.Option("--discard", help="Free snapshots in memory that can be committed nowhere.")
+]
+Cache = Annotated[
+    str | None,
+    typer.Option("--cache", metavar="DIR", help="The folder that attach(cache=) named on this node."),
 ]
 Verify = Annotated[bool, typer.Option("--verify/--no-verify", help="Read every byte of the steps at rest.")]
 End = Annotated[
@@ -48,7 +57,9 @@ End = Annotated[
 ]
 DiscardAll = Annotated[
     bool,
-    typer.Option("--discard", help="With --end: give up what cannot be saved, and all that is in memory."),
+    typer.Option(
+        "--discard", help="With --end: give up snapshots that cannot be saved, and free all memory."
+    ),
 ]
 
 
@@ -59,13 +70,15 @@ def recover(
     discard: Discard = False,
     verify: Verify = True,
     remote: Remote = None,
+    cache: Cache = None,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Save what survived a crash, in memory and at rest, and say where training goes on from. With --remote
-    the newest step is then copied there, for a node that goes away.
+    """Save what survived a crash, in memory and at rest, and name the step from which training resumes. With
+    --cache also snapshots in a cache of this node. With --remote copy the newest step there, for a node that
+    is given up.
 
     Refused while a job holds the run. May be run again at any time, also after it was killed. Ends with 1 if
-    damage was found, with 3 if training could not go on from any step, with 4 if something could not be
+    damage was found, with 3 if training cannot resume from any step, with 4 if a snapshot could not be
     saved: it is then still where it was.
     """
     from flashckpt.recovery.recover import recover as save_what_survived
@@ -74,7 +87,7 @@ def recover(
     far = remote_of(store, remote)
     with Bar(notices()) as watcher:
         report = save_what_survived(
-            store, dry_run=dry_run, discard=discard, read=verify, remote=far, watcher=watcher
+            store, dry_run=dry_run, discard=discard, read=verify, remote=far, cache=cache, watcher=watcher
         )
     code = exit_code_of(report)
     if as_json:
@@ -85,7 +98,7 @@ def recover(
 
 
 def exit_code_of(report: RecoveryReport) -> ExitCode:
-    """The worst of what was found."""
+    """The exit code of a report: the worst that applies."""
     if report.failed:
         return ExitCode.FAILED
     if report.resume_problem:
@@ -103,15 +116,15 @@ def _print(report: RecoveryReport) -> None:
         out.print(f"a keeper still lives (process {report.keeper}); it keeps the newest step in memory")
     if report.unseen:
         names = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in ranges_of(report.unseen))
-        out.print(f"ranks {names} have nothing in this node's memory: run this on their nodes, too")
+        out.print(f"ranks {names} have nothing in memory on this node: run this on their nodes, too")
     if report.resume is not None:
-        tier = {"memory": "this node's memory", "remote": "its remote"}.get(report.resume.tier, "storage")
+        tier = _TIERS.get(report.resume.tier, "storage")
         at = f"step {report.resume.step} of attempt {report.resume.attempt}, from {tier}"
-        stands = ", as things stand" if report.dry_run else ""
+        now = ", as of now" if report.dry_run else ""
         if report.resume.of_all:
-            out.print(f"training resumes from {at}{stands}")
+            out.print(f"training resumes from {at}{now}")
         else:
-            out.print(f"this node can resume from {at}{stands}")
+            out.print(f"this node can resume from {at}{now}")
             out.print("training resumes from the newest step that all nodes can: run this on the others, too")
     elif report.resume_problem:
         out.print(f"training cannot resume: {report.resume_problem}", style="red")
@@ -142,22 +155,22 @@ def _table(report: RecoveryReport) -> Table:
         word("would be" if report.dry_run else "done"),
         text("where, why"),
     )
-    debris = [each for each in report.findings if each.kind is Kind.DEBRIS]
-    for each in [each for each in report.findings if each.kind is not Kind.DEBRIS] + debris[:_MOST_DEBRIS]:
+    orphans = [each for each in report.findings if each.kind is Kind.ORPHANS]
+    for each in [each for each in report.findings if each.kind is not Kind.ORPHANS] + orphans[:_MOST_DEBRIS]:
         table.add_row(*_cells(each), style=_style(each))
-    if len(debris) > _MOST_DEBRIS:
-        rest = debris[_MOST_DEBRIS:]
+    if len(orphans) > _MOST_DEBRIS:
+        rest = orphans[_MOST_DEBRIS:]
         total = size(sum(each.num_bytes for each in rest))
-        table.add_row("debris", "", "", total, Fate.REMOVED.value, f"{len(rest)} more files")
+        table.add_row("orphans", "", "", total, Fate.REMOVED.value, f"{len(rest)} more files")
     return table
 
 
 def _cells(each: Finding) -> list[str]:
     return [
-        {Kind.SNAPSHOT: "in memory", Kind.PARTS: "no manifest", Kind.STEP: "at rest"}.get(
+        {Kind.SNAPSHOT: "in memory", Kind.PARTS: "no record", Kind.STEP: "at rest"}.get(
             each.kind, each.kind.value
         ),
-        "?" if each.step is None and each.kind is not Kind.DEBRIS else str(each.step or ""),
+        "?" if each.step is None and each.kind is not Kind.ORPHANS else str(each.step or ""),
         str(each.attempt or ""),
         size(each.num_bytes) if each.num_bytes else "",
         each.outcome.value,
@@ -175,21 +188,27 @@ def _style(each: Finding) -> str | None:
 
 
 @ends
-def keepers(end: End = None, discard: DiscardAll = False, as_json: AsJson = False) -> ExitCode:
-    """List this user's keepers on this node: process, run, state, memory, newest steps. Or end one.
+def keepers(
+    end: End = None, discard: DiscardAll = False, cache: Cache = None, as_json: AsJson = False
+) -> ExitCode:
+    """List this user's keepers on this node: process, run, state, memory, newest steps, cache. Or end one.
+    With --cache also list the runs without a keeper in that folder: `flashckpt recover RUN --cache DIR`
+    saves their snapshots, and so does the next start.
 
-    With --end the keeper first saves what is in its memory and not committed; where that fails it stays, and
-    the command ends with 4. Nothing that is committed nowhere is lost without --discard. It ends with 3 while
-    a trainer of the run lives: its keeper goes with it. A runtime folder that no keeper looks after (of a run
-    that was deleted, say) is freed by its path with --discard.
+    With --end the keeper first saves the uncommitted snapshots in its memory; if that fails, it stays, and
+    the command ends with 4. Uncommitted snapshots are lost only with --discard. Ends with 3 while a trainer
+    of the run lives: its keeper ends with it. A runtime folder without a keeper (of a deleted run, say) is
+    freed by its path with --discard.
     """
-    from flashckpt.recovery import keepers as node
+    from flashckpt.keeper import node_keepers as node
 
     if end is None and discard:
-        raise typer.BadParameter("--discard says what becomes of memory with --end RUN or --end PID.")
+        raise typer.BadParameter(
+            "--discard needs --end RUN or --end PID: it frees the memory of a keeper that ends."
+        )
     if end is not None:
         return _end(end, discard=discard, as_json=as_json)
-    rows = node.keepers()
+    rows = [*node.keepers(), *([] if cache is None else node.caches(os.path.abspath(cache)))]
     if as_json:
         write_json({"keepers": [asdict(row) for row in rows]})
     elif rows:
@@ -200,11 +219,11 @@ def keepers(end: End = None, discard: DiscardAll = False, as_json: AsJson = Fals
 
 
 def _end(target: str, *, discard: bool, as_json: bool) -> ExitCode:
-    from flashckpt.recovery import keepers as node
+    from flashckpt.keeper import node_keepers as node
 
     row = node.find(target)
     with Bar(notices()) as watcher:
-        node.end(row, watcher, discard=discard)
+        node.end(row, discard=discard, progress=watcher.progress, say=watcher.say)
     if as_json:
         write_json({"ended": asdict(row)})
     else:
@@ -215,8 +234,11 @@ def _end(target: str, *, discard: bool, as_json: bool) -> ExitCode:
 
 def _keeper_table(rows: list[KeeperRow]) -> Table:
     numbers = [number(name) for name in ("memory", "slots", "sealed", "committed")]
-    table = command.table(number("process", "bold"), word("state"), *numbers, text("run"))
+    has_cache = any(row.cache is not None for row in rows)
+    columns = [number("cached"), number("newest there"), text("not at home")] * has_cache
+    table = command.table(number("process", "bold"), word("state"), *numbers, *columns, text("run"))
     for row in rows:
+        cached = [size(row.cached_bytes), _or_dash(row.newest_cached), _steps(row.not_at_home)] * has_cache
         table.add_row(
             _or_dash(row.pid),
             _state(row),
@@ -224,6 +246,7 @@ def _keeper_table(rows: list[KeeperRow]) -> Table:
             str(row.slots),
             _or_dash(row.newest_sealed),
             _or_dash(row.newest_committed),
+            *cached,
             (row.run or row.folder) + (" (not there)" if row.run_is_gone else ""),
             style="red" if row.state == "silent" else None,
         )
@@ -236,6 +259,10 @@ def _state(row: KeeperRow) -> str:
     if row.state == "lingering" and row.lingers_s is not None:
         return f"lingering, {row.lingers_s:.0f} s"
     return row.state
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps[-_MOST_STEPS:])) + (", …" if len(steps) > _MOST_STEPS else "") or "-"
 
 
 def _or_dash(number: int | None) -> str:

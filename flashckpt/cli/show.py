@@ -24,29 +24,33 @@ from flashckpt.cli.command import (
     word,
     write_json,
 )
-from flashckpt.cli.history import committed_at_s, lineage, num_bytes, persisted, resumed
-from flashckpt.cli.ranks import (
+from flashckpt.cli.history import (
     TIMES,
     LeafRow,
     RankTimes,
     box_of,
     box_text,
+    committed_at_s,
     leaf_rows,
+    lineage,
+    num_bytes,
+    persisted,
     plain_waiting,
     rank_rows,
+    resumed,
     waiting,
     waiting_text,
 )
-from flashckpt.commit.lineage import VisibleStep, resolve, visible
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import StepRecord
-from flashckpt.format.replicas import in_words, numbers
+from flashckpt.replication.mirror import known_remote
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-from flashckpt.tiers.nearest import known_remote
 
 _MOST_ROWS = 32
 _MOST_WRITES = 4
-_TIERS = {"memory": "memory", "remote": "the remote"}
+_TIERS = {"memory": "memory", "cache": "the cache", "remote": "the remote"}
 
 Shown = Annotated[str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="The newest if left out.")]
 OfRank = Annotated[
@@ -82,30 +86,32 @@ def _summary(store: Store, record: StepRecord, origins: list[dict[str, Any]]) ->
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     here = "this one" if _is_visible(store, record) else "another: `flashckpt branch` gets it back"
-    files = command.count(len(record.manifest.shards) + len(record.manifest.constants), "file")
-    nodes = f", on {command.count(len(record.manifest.parts), 'node')}" if record.world > 1 else ""
+    files = command.count(len(record.record.shards) + len(record.record.frozen), "file")
+    nodes = f", on {command.count(len(record.record.parts), 'node')}" if record.world > 1 else ""
     table.add_row("run", store.url)
     if remote := known_remote(store):
         table.add_row("remote", remote)
     table.add_row("step", f"{record.step}, of attempt {record.attempt}")
     table.add_row("branch", here)
-    table.add_row("committed", command.local_time(committed_at_s(store, record.step, record.attempt)))
-    some = record.manifest.ranks
-    here = "" if some is None else f"; this folder, a node's own disk, has {in_words(some)}"
-    table.add_row("ranks", f"{record.world:,}{nodes if some is None else here}")
-    table.add_row("size", f"{size(num_bytes(record))} in {files}")
+    table.add_row("committed", command.local_time(committed_at_s(store, record.name)))
+    table.add_row("ranks", f"{record.world:,}{nodes}")
+    table.add_row("size", f"{size(num_bytes(record.record))} in {files}")
     for index, how in enumerate(_writes(persisted(store, record.step, record.attempt))):
         table.add_row("" if index else "persisted", how)
     for index, read in enumerate(_resumes(resumed(store, record.step, record.attempt))):
         table.add_row("" if index else "resumed", read)
     for index, origin in enumerate(origins):
-        how = f"{origin['attempt']} went on from step {origin['step']} of {origin['parent']}"
+        how = f"{origin['attempt']} resumed from step {_step(origin)} of {origin['parent']}"
         if origin["parent"] is None:
             how = f"{origin['attempt']} began the run"
         table.add_row("" if index else "lineage", how)
     for name, value in record.parts[0].environment.items():
         table.add_row(name, str(value))
     return table
+
+
+def _step(origin: dict[str, Any]) -> str:
+    return "?" if origin["step"] is None else str(origin["step"])
 
 
 def _writes(found: list[dict[str, Any]]) -> list[str]:
@@ -135,13 +141,13 @@ def _resumes(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _is_visible(store: Store, record: StepRecord) -> bool:
-    return VisibleStep(record.step, record.attempt) in visible(store)
+    return record.name in Catalogue.of(store).visible()
 
 
 # ---- ranks
 
 
-_SAID = {
+_SLOW_TEXTS = {
     "write_s": "writing what it has of this step took {} s",
     "capture_s": "the call of a snapshot took {} s",
     "step_s": "a step took {} s",
@@ -171,16 +177,16 @@ def _seconds(row: RankTimes, name: str) -> str:
 
 def _slow(rows: list[RankTimes]) -> list[str]:
     """A sentence for each of the ranks that are far from the others, as far as they are few."""
-    said = []
+    lines = []
     for row in [row for row in rows if row.far][:_MOST_ROWS]:
         for name in row.far:
             others = median(value for each in rows if (value := getattr(each, name)) is not None)
-            how = _SAID[name].format(f"{getattr(row, name):.3g}")
+            how = _SLOW_TEXTS[name].format(f"{getattr(row, name):.3g}")
             host = f" on {row.host}" if row.host else ""
-            said.append(
+            lines.append(
                 f"flashckpt: rank {row.rank}{host} is slower than the others: {how}, theirs {others:.3g} s."
             )
-    return said
+    return lines
 
 
 # ---- leaves
@@ -234,17 +240,17 @@ def _shape(row: LeafRow) -> str:
 def _plain_step(
     store: Store, record: StepRecord, origins: list[dict[str, Any]], rank: int | None
 ) -> dict[str, object]:
-    files = [*record.manifest.shards, *record.manifest.constants]
+    files = [*record.record.shards, *record.record.frozen]
     return {
         "run": store.url,
         "remote": known_remote(store) or None,
         "step": record.step,
         "attempt": str(record.attempt),
+        "boundary": record.boundary,
         "visible": _is_visible(store, record),
-        "committed_at": command.iso_time(committed_at_s(store, record.step, record.attempt)),
+        "committed_at": command.iso_time(committed_at_s(store, record.name)),
         "world": record.world,
-        "ranks_here": numbers(record.manifest.ranks),
-        "num_bytes": num_bytes(record),
+        "num_bytes": num_bytes(record.record),
         "files": [{"file": each.file, "num_bytes": each.num_bytes} for each in files],
         "persisted": persisted(store, record.step, record.attempt),
         "resumed": resumed(store, record.step, record.attempt),

@@ -28,29 +28,25 @@ from flashckpt.cli.command import (
     word,
     write_json,
 )
-from flashckpt.cli.history import (
-    StepRow,
-    lost_records,
-    step_rows,
-)
-from flashckpt.cli.ranks import plain_waiting, waiting, waiting_text
+from flashckpt.cli.history import StepRow, plain_waiting, step_rows, waiting, waiting_text
+from flashckpt.commit import lineage
 from flashckpt.commit.assets import read_assets
 from flashckpt.commit.attempts import open_run, read_start
-from flashckpt.commit.lineage import VisibleStep, marked_here
-from flashckpt.commit.verification import Report
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.collect import without_record
+from flashckpt.commit.verification import Report, Row
 from flashckpt.commit.verification import verify as read_again
 from flashckpt.errors import DamagedError, OptionError
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.records import Start
-from flashckpt.format.replicas import in_words, numbers
 from flashckpt.options import Keep
+from flashckpt.replication.mirror import known_remote
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-from flashckpt.tiers.nearest import known_remote
 
 if TYPE_CHECKING:
     from flashckpt.export.step import Exported as ExportResult
-    from flashckpt.recovery.pruning import Pruning
+    from flashckpt.recovery.storage import Pruned, Pruning
 
 
 class Format(str, Enum):
@@ -61,7 +57,6 @@ class Format(str, Enum):
 
 
 AllBranches = Annotated[bool, typer.Option("--all", help="Show the steps of other branches too.")]
-Shown = Annotated[str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="The newest if left out.")]
 Target = Annotated[
     str, typer.Argument(metavar="STEP[@ATTEMPT]", help="A visible step, or one of another branch.")
 ]
@@ -71,7 +66,13 @@ KeepLast = Annotated[
 EverySteps = Annotated[
     int | None, typer.Option("--every-steps", metavar="K", min=1, help="Keep every multiple of K, too.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")]
+WithoutRecord = Annotated[
+    bool,
+    typer.Option("--without-record", help="Also delete snapshots with all their files and no commit record."),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Change nothing: list the steps that would be deleted.")
+]
 Verified = Annotated[
     str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="Every visible one if left out.")
 ]
@@ -118,26 +119,32 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is there
 
 @ends
 def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> ExitCode:
-    """List the committed steps, newest last. Ends with 1 if the records of one are damaged, or if records of
-    attempts are lost: then all branches are listed, and a resume is refused until one is chosen."""
+    """List the committed steps, newest last, and mark the one that a start resumes from if nothing newer is
+    in memory. Ends with 1 if records of a step are damaged, or if a start would be refused: then all branches
+    are listed."""
     store = open_store(run)
     run_id = open_run(store, create=False).run_id
-    lost = lost_records(store)
+    choice = lineage.next_start(store)
+    lost = "" if choice.refusal is None else str(choice.refusal)
+    first = next((each.name for each in choice.candidates), None)
     rows, waits = step_rows(store, all_branches=all_branches or bool(lost)), waiting(store)
     remote = known_remote(store)
     if as_json:
-        told = {
-            "steps": [_plain_row(row) for row in rows],
+        plain = {
+            "steps": [{**_plain_row(row), "next": row.name == first} for row in rows],
+            "passed_over": [str(each) for each in choice.passed_over],
             "waiting": [plain_waiting(each) for each in waits],
             "remote": remote or None,
         }
-        write_json({"run": store.url, "run_id": run_id, **told, "problem": lost or None})
+        write_json({"run": store.url, "run_id": run_id, **plain, "problem": lost or None})
     elif rows:
-        results().print(_step_table(rows, all_branches or bool(lost)))
+        results().print(_step_table(rows, all_branches or bool(lost), first))
     else:
         notices().print(f"{store.url} has no committed step yet.")
     if remote and not as_json:
         notices().print(f"The run has a remote: {remote}")
+    for passed in () if as_json else choice.passed_over:
+        notices().print(f"Passed over: {passed}", style="yellow")
     for each in () if as_json else waits:
         notices().print(waiting_text(each), style="yellow")
     if lost:
@@ -145,8 +152,9 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
     return ExitCode.DAMAGED if lost or any(row.problem for row in rows) else ExitCode.WELL
 
 
-def _step_table(rows: list[StepRow], all_branches: bool) -> Table:
-    noted = any(_notes(row) for row in rows)
+def _step_table(rows: list[StepRow], all_branches: bool, first: CommitName | None) -> Table:
+    notes = {row.name: _notes(row, row.name == first) for row in rows}
+    noted = any(notes.values())
     several = any(row.world is not None and row.world > 1 for row in rows)
     columns = [number("step", "bold"), word("attempt"), *[number("ranks")] * several, number("size")]
     columns += [number("leaves"), word("committed")]
@@ -154,41 +162,40 @@ def _step_table(rows: list[StepRow], all_branches: bool) -> Table:
     table = command.table(*columns)
     for row in rows:
         cells = [
-            str(row.step),
-            str(row.attempt),
+            str(row.name.step),
+            str(row.name.id if row.is_ambiguous else row.name.attempt),
             *[_ranks(row)] * several,
             "?" if row.num_bytes is None else size(row.num_bytes),
             "?" if row.leaves is None else f"{row.leaves:,}",
             command.local_time(row.committed_at_s),
         ]
-        cells += ["this" if row.visible else "other"] * all_branches + [_notes(row)] * noted
+        cells += ["this" if row.visible else "other"] * all_branches + [notes[row.name]] * noted
         table.add_row(*cells, style="red" if row.problem else None)
     return table
 
 
 def _ranks(row: StepRow) -> str:
-    """How many made it, and which of them this folder has, where it has not all."""
-    if row.world is None:
-        return "?"
-    return f"{row.world:,}" if row.here is None else f"{in_words(row.here)} of {row.world:,}"
+    """The number of ranks that saved the step."""
+    return "?" if row.world is None else f"{row.world:,}"
 
 
-def _notes(row: StepRow) -> str:
-    notes = [f"marked on {mark.host}: {mark.reason}" for mark in row.marks]
+def _notes(row: StepRow, is_next: bool) -> str:
+    notes = ["a start resumes from it"] * is_next
+    notes += [f"quarantined on {each.host}: {each.reason}" for each in row.quarantines]
     return "; ".join([row.problem, *notes] if row.problem else notes)
 
 
 def _plain_row(row: StepRow) -> dict[str, object]:
     return {
-        "step": row.step,
-        "attempt": str(row.attempt),
+        "step": row.name.step,
+        "attempt": str(row.name.attempt),
+        "boundary": row.name.boundary,
         "visible": row.visible,
         "world": row.world,
-        "ranks_here": numbers(row.here),
         "num_bytes": row.num_bytes,
         "leaves": row.leaves,
         "committed_at": command.iso_time(row.committed_at_s),
-        "marks": [{"host": mark.host, "reason": mark.reason} for mark in row.marks],
+        "quarantines": [{"host": each.host, "reason": each.reason} for each in row.quarantines],
         "problem": row.problem or None,
     }
 
@@ -198,41 +205,44 @@ def _plain_row(row: StepRow) -> dict[str, object]:
 
 @ends
 def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
-    """Go on from another step: the next start of the run resumes there. Nothing is deleted.
+    """Resume from another step at the next start of the run. Nothing is deleted.
 
     Refused while a job holds the run; a job on another machine is watched for a few seconds first.
     """
     from flashckpt.runs import branch as start_at
 
     store = open_store(run)
-    target, attempt = step_name(step)
-    name = start_at(run, target, None if attempt is None else str(attempt))
+    target, at = step_name(step)
+    name = start_at(run, target, None if at is None else str(at))
     made = AttemptName.parse(name)
     start = None if made is None else read_start(store, made)
-    parent = None if start is None else str(start.parent)
-    mark = _mark(store, start) or None
+    snapshot = None if start is None else start.parent
+    parent = None if snapshot is None else str(snapshot.attempt)
+    reason = _quarantine(store, start) or None
     if as_json:
-        write_json({"run": store.url, "attempt": name, "step": target, "parent": parent, "mark": mark})
+        plain = {"boundary": None if snapshot is None else snapshot.boundary, "quarantine": reason}
+        write_json({"run": store.url, "attempt": name, "step": target, "parent": parent, **plain})
     else:
         results().print(
-            f"The next start of {store.url} goes on from step {target} of attempt {parent}. Later steps stay "
+            f"The next start of {store.url} resumes from step {target} of attempt {parent}. Later steps stay "
             f"as another branch: `flashckpt ls {run} --all` shows them. (This branch is attempt {name}.)"
         )
-    if mark:
+    if reason:
         notices().print(
-            f"flashckpt: step {target} is marked on this host: {mark}. A start here goes on from an older "
-            "step, where there is one without a mark. If its files are whole again (`flashckpt verify`), "
-            "delete the mark-*.json beside them.",
+            f"flashckpt: step {target} is quarantined on this host: {reason}. A start here resumes from an "
+            "older step, if one is not quarantined. If its files are whole again (`flashckpt verify`), "
+            "delete its quarantine-*.json in commits/.",
             style="yellow",
         )
     return ExitCode.WELL
 
 
-def _mark(store: Store, start: Start | None) -> str:
-    """Why this host would pass over the step, empty where it would not."""
+def _quarantine(store: Store, start: Start | None) -> str:
+    """Why this host passes over the step that an attempt starts from; empty if it does not."""
     if start is None or start.parent is None:
         return ""
-    found = marked_here(store, VisibleStep(start.step, start.parent))
+    name = CommitName(start.step, start.parent.attempt, start.parent.boundary)
+    found = lineage.quarantined_here(Catalogue.of(store), name)
     return "" if found is None else found.reason
 
 
@@ -244,31 +254,38 @@ def prune(
     run: Run,
     keep_last: KeepLast,
     every_steps: EverySteps = None,
+    without_record: WithoutRecord = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> ExitCode:
     """Delete the older visible steps. Refused while a job holds the run.
 
-    Never goes: the newest two committed steps, the newest two that no verification failed on, and steps of
-    other branches. Ends with 3 where nothing may be deleted yet.
+    Never deleted: the newest two committed steps, the newest two without a failed verification, and steps of
+    other branches. Ends with 3 if nothing may be deleted yet.
     """
-    from flashckpt.recovery.pruning import prune as delete_older
+    from flashckpt.recovery.storage import prune as delete_older
 
-    done = delete_older(open_store(run), Keep(last=keep_last, every_steps=every_steps), dry_run=dry_run)
+    keep = Keep(last=keep_last, every_steps=every_steps)
+    done = delete_older(open_store(run), keep, dry_run=dry_run, without_record=without_record)
     if as_json:
         write_json(
             {
                 "run": done.run,
                 "dry_run": done.dry_run,
-                "gone": [asdict(each) | {"attempt": str(each.attempt)} for each in done.gone],
+                "gone": [_plain_pruned(each) for each in done.gone],
                 "kept": list(done.kept),
+                "without_record": [_plain_pruned(each) for each in done.without_record],
                 "refusal": done.refusal or None,
-                "uploads": [each.to_dict() for each in done.uploads],
             }
         )
     else:
         _print_pruned(done)
     return ExitCode.UNUSABLE_RUN if done.refusal else ExitCode.WELL
+
+
+def _plain_pruned(each: Pruned) -> dict[str, object]:
+    name = {"step": each.name.step, "attempt": str(each.name.attempt), "boundary": each.name.boundary}
+    return name | {"num_bytes": each.num_bytes}
 
 
 def _print_pruned(done: Pruning) -> None:
@@ -279,14 +296,22 @@ def _print_pruned(done: Pruning) -> None:
         gone = "would go" if done.dry_run else "gone"
         table = command.table(number(gone), word("attempt"), number("size"))
         for each in done.gone:
-            table.add_row(str(each.step), str(each.attempt), size(each.num_bytes))
+            table.add_row(str(each.name.step), str(each.name.attempt), size(each.num_bytes))
         results().print(table)
     total = size(sum(each.num_bytes for each in done.gone))
     kept = ", ".join(map(str, done.kept)) or "none"
     deleted = "would delete" if done.dry_run else "deleted"
     results().print(f"{deleted} {command.count(len(done.gone), 'step')}, {total}; kept: {kept}")
-    for found in done.uploads:
-        results().print(f"{found.outcome.value}: {found.place}: {found.detail}")
+    _print_without_record([each.name for each in done.without_record])
+
+
+def _print_without_record(names: list[CommitName]) -> None:
+    if names:
+        text = (
+            f"flashckpt: {', '.join(map(str, names))}: all files are there, and no commit record. If the "
+            "records were lost, restore them. `flashckpt prune --without-record` deletes the files."
+        )
+        notices().print(text, style="yellow", soft_wrap=True)
 
 
 # ---- verify
@@ -300,51 +325,61 @@ def verify(
     remote: Remote = None,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Read every byte again and compare. Ends with 1 if anything is damaged or missing; changes nothing.
+    """Read every byte again and compare. Ends with 1 if a file is damaged or missing; changes nothing.
 
-    Where records of attempts are lost, all branches are read: which is the run's nobody can tell."""
+    If records of attempts are lost, all branches are read: the run's branch is unknown then."""
     store = open_store(run)
     open_run(store, create=False)
     far = remote_of(store, remote)
-    told, code, here = _verified(store, step, all_branches=all_branches, as_json=as_json)
+    plain, code, here = _verified(store, step, all_branches=all_branches, as_json=as_json)
     if far is not None:
         if not as_json:
             results().print(f"the remote, {far.url}:", soft_wrap=True)
-        told["remote"], theirs, there = _verified(far, step, all_branches=all_branches, as_json=as_json)
+        plain["remote"], theirs, there = _verified(far, step, all_branches=all_branches, as_json=as_json)
         code = max(code, theirs)
         if not as_json:
             _print_repairs((store, here), (far, there))
     if as_json:
-        write_json(told)
+        write_json(plain)
     return code
 
 
 def _verified(
     store: Store, step: str | None, *, all_branches: bool, as_json: bool
 ) -> tuple[dict[str, object], ExitCode, Report]:
-    """One store: as JSON has it, with which code it would end, and what was found."""
-    at, attempt = step_name(step) if step is not None else (None, None)
+    """Verify one store. Returns the result as JSON, the exit code and the report."""
+    number, at = step_name(step) if step is not None else (None, None)
     open_run(store, create=False)
-    lost = lost_records(store) if step is None else ""
+    lost = lineage.history(store).problem if step is None else ""
     all_branches = all_branches or bool(lost)
     began_s = time.monotonic()
     with Bar(notices(), "verifying") as bar:
-        report = read_again(store, at, attempt=attempt, all_steps=all_branches, progress=bar.progress)
+        report = read_again(store, number, at=at, all_steps=all_branches, progress=bar.progress)
     if not as_json:
         _print_report(report, time.monotonic() - began_s)
     if step is None and not lost:
         lost = _assets_problem(store)
     if lost:
         notices().print(lost, style="red")
-    files = [asdict(row) | {"detail": row.detail or None} for row in report.rows]
+    no_record = [] if step is not None else [each.name for each in without_record(store)]
+    if not as_json:
+        _print_without_record(no_record)
+    files = [_plain_file(row) for row in report.rows]
     is_whole = report.ok and not lost
-    told: dict[str, object] = {"run": store.url, "ok": is_whole, "num_bytes": report.num_bytes}
-    told |= {"files": files, "problem": lost or None, "remote": None}
-    return told, ExitCode.WELL if is_whole else ExitCode.DAMAGED, report
+    plain: dict[str, object] = {"run": store.url, "ok": is_whole, "num_bytes": report.num_bytes}
+    plain |= {"files": files, "problem": lost or None, "remote": None}
+    plain["without_record"] = [str(each) for each in no_record]
+    return plain, ExitCode.WELL if is_whole else ExitCode.DAMAGED, report
+
+
+def _plain_file(row: Row) -> dict[str, object]:
+    name = {"step": row.name.step, "attempt": str(row.name.attempt), "boundary": row.name.boundary}
+    found = {"file": row.file, "status": row.status, "detail": row.detail or None}
+    return name | found | {"num_bytes": row.num_bytes}
 
 
 def _assets_problem(store: Store) -> str:
-    """What is wrong with the assets of a run, empty where nothing is."""
+    """Why the assets of a run cannot be read; empty if they can."""
     try:
         read_assets(store)
     except DamagedError as error:
@@ -358,7 +393,7 @@ def _print_report(report: Report, seconds: float) -> None:
         for row in report.damaged:
             table.add_row(str(row.step), row.attempt, row.file.rpartition("/")[2], row.status, row.detail)
         results().print(table)
-    steps = command.count(len({(row.step, row.attempt) for row in report.rows}), "step")
+    steps = command.count(len({row.name for row in report.rows}), "step")
     read = f"{len(report.rows)} files of {steps}, {command.size(report.num_bytes)} read in {seconds:.1f} s"
     if report.ok:
         results().print(f"whole: {read}")
@@ -367,19 +402,16 @@ def _print_report(report: Report, seconds: float) -> None:
 
 
 def _print_repairs(*two: tuple[Store, Report]) -> None:
-    """How each is mended by the other, of what was read of both."""
+    """For each damaged step of one store, print whether the other can repair it."""
     for (store, report), (other, theirs) in (two, two[::-1]):
-        damaged = {(row.step, row.attempt) for row in report.damaged}
-        whole = {(row.step, row.attempt) for row in theirs.rows} - {
-            (row.step, row.attempt) for row in theirs.damaged
-        }
-        for step, attempt in sorted(damaged):
-            name = f"step {step} of attempt {attempt} is damaged in {store.url}"
-            if (step, attempt) in whole:
-                how = f"flashckpt copy {other.url} {store.url} --step {step}@{attempt} --repair"
-                text = f"flashckpt: {name} and whole in {other.url}: `{how}` mends it."
+        whole = {row.name for row in theirs.rows} - {row.name for row in theirs.damaged}
+        for name in sorted({row.name for row in report.damaged}):
+            what = f"step {name.step} of attempt {name.attempt} is damaged in {store.url}"
+            if name in whole:
+                how = f"flashckpt copy {other.url} {store.url} --step {name} --repair"
+                text = f"flashckpt: {what} and whole in {other.url}: `{how}` repairs it."
             else:
-                text = f"flashckpt: {name}, and not whole in {other.url}: nothing mends it from there."
+                text = f"flashckpt: {what}, and not whole in {other.url}: it cannot be repaired from there."
             notices().print(text, style="yellow", soft_wrap=True)
 
 
@@ -400,9 +432,9 @@ def export(
     force: Force = False,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Write the tensors of a step to a file or folder, each whole, whatever number of ranks made it. Every
-    byte is verified before the name OUT is given."""
-    number, attempt = step_name(step) if step is not None else (None, None)
+    """Write the tensors of a step to a file or folder, each whole, for any number of ranks. Every byte is
+    verified before OUT gets its name."""
+    number, at = step_name(step) if step is not None else (None, None)
     with Bar(notices(), "exporting") as bar:
         done = _export(
             open_store(run),
@@ -411,7 +443,7 @@ def export(
             config=config,
             by_rank=by_rank,
             step=number,
-            attempt=attempt,
+            at=at,
             only=only or (),
             dtype=dtype,
             max_shard_size=max_shard_size,

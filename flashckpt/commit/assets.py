@@ -7,7 +7,6 @@ Nothing here is loaded or run as code. Copies and remotes of a run have the same
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,7 +40,7 @@ class Assets(JsonRecord):
             name = row.text("name", pattern=_NAME)
             try:
                 files[name] = base64.b64decode(row.text("data", max_chars=cls.MAX_BYTES), validate=True)
-            except binascii.Error:
+            except ValueError:
                 fields.refuse(f"{name!r} is not base64")
         return cls(files=files)
 

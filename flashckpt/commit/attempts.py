@@ -1,25 +1,32 @@
-"""What makes a folder a run, and its attempts: claimed, started, alive, ended. Owns run.json and the files
-under attempts/; judges no step.
+"""What makes a folder a run, and its attempts: claimed, started, alive, ended; whether another job trains it.
 
-A claim is taken before anything is read; start.json says afterwards where the attempt went on from, and holds
-the lineage behind it. An attempt without start.json is as if it had never been, but that its number is taken.
+Owns run.json, the files under attempts/ and the timing of the alive counter; judges no step. A claim is taken
+before anything is read. start.json then records the parent that the attempt resumed from, and the lineage
+behind it. An attempt without start.json counts only for its number.
+
+Whether a trainer lives: a free lock on the same boot and runtime folder means that it is dead. Elsewhere, and
+where the lock has no name while its process may live, the alive counter is watched for WATCH_S. The clocks of
+two machines are never compared.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
+import select
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 from flashckpt.errors import (
     DamagedError,
-    FormatError,
     NoSuchStepError,
     RunError,
+    RunHeldError,
     SupersededError,
     UnusableRunError,
 )
@@ -27,31 +34,29 @@ from flashckpt.format.names import (
     ATTEMPT,
     ATTEMPTS,
     CLAIM,
+    COMMITS,
+    DATA,
     MAX_ATTEMPT,
-    MAX_STEP,
     RUN,
-    STEP,
-    STEPS,
     AttemptName,
+    CommitName,
+    SnapshotId,
     alive_path,
     claim_number,
     claim_path,
-    manifest_path,
     start_path,
-    step_folder,
 )
-from flashckpt.format.records import Alive, Claim, Holder, Run, Start
-from flashckpt.format.replicas import Ranks
-from flashckpt.store.base import Store
+from flashckpt.format.records import Alive, Claim, Owner, Run, Start
+from flashckpt.printable import escaped
+from flashckpt.store.base import Entry, Store
 
 
 def open_run(store: Store, create: bool, run_id: str = "") -> Run:
-    """The run in a store; with `create`, for who will commit to it, a new one where there is none, with this
-    id if one is given.
+    """Return the run in a store. `create`: the caller will commit to it; if there is no run, make one, with
+    this id if one is given.
 
-    NoSuchStepError where there is none and none is to be made, UnusableRunError where steps stand without
-    their run.json, FormatError where it is written by a newer version, DamagedError where it is damaged,
-    RunError for `create` where the storage overwrites.
+    Raises NoSuchStepError if there is no run and none is made, UnusableRunError if commits exist without
+    run.json, FormatError for another format, DamagedError, RunError if `create` and the storage overwrites.
     """
     if create:
         check_place(store)
@@ -63,13 +68,13 @@ def open_run(store: Store, create: bool, run_id: str = "") -> Run:
         if create:
             raise
         raise NoSuchStepError(
-            f"{store.url} is no run: it is a file, or something above it is. Nothing was changed. Name the "
-            f"folder that has {RUN} in it.",
+            f"{store.url} is no run: it is a file, or a folder above it is one. Nothing was changed. Name "
+            f"the folder that has {RUN} in it.",
             path=store.url,
         ) from error
-    if store.list(STEPS) or store.list(ATTEMPTS):
+    if store.list(COMMITS) or store.list(ATTEMPTS):
         raise UnusableRunError(
-            f"{store.url} holds steps or attempts and no {RUN}. Nothing was changed, and it is not "
+            f"{store.url} holds commits or attempts and no {RUN}. Nothing was changed, and it is not "
             f"taken for a fresh run. Put its {RUN} back, or choose another folder.",
             path=store.url,
         )
@@ -81,8 +86,19 @@ def open_run(store: Store, create: bool, run_id: str = "") -> Run:
     return run if store.create(RUN, run.to_bytes()) else _read(store)
 
 
+def check_trainable(store: Store) -> None:
+    """RunError if the storage is one that a run is not trained on."""
+    if not store.capabilities.trainable:
+        raise RunError(
+            f"{store.url}: runs are not trained on {store.url.partition(':')[0]}://. Nothing was changed. "
+            "Train in a folder, or on s3://, gs:// or az://, and give this URL as remote=: the keeper copies "
+            f"steps there. `flashckpt copy {store.url} RUN` copies the run that is there.",
+            path=store.url,
+        )
+
+
 def check_place(store: Store) -> None:
-    """Raise RunError or OSError where a run cannot be committed to this storage."""
+    """Raise RunError or OSError if a run cannot be written to this storage."""
     if not store.capabilities.conditional_create:
         raise RunError(
             f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
@@ -94,36 +110,29 @@ def check_place(store: Store) -> None:
 
 def _read(store: Store) -> Run:
     try:
-        return Run.from_bytes(store.read(RUN, Run.MAX_BYTES), RUN)
+        run = Run.from_bytes(store.read(RUN, Run.MAX_BYTES), RUN)
     except DamagedError as error:
         raise DamagedError(
-            f"{store.url}: {str(error).partition('. ')[0]}. Nothing of the run was used or changed, and its "
-            f"steps are as whole as they were. Put the {RUN} back that was there. If it is lost, that of any "
-            "other run does: it holds nothing but an id, by which a node finds what the run has in memory; "
-            "what is there now is then not found any more.",
+            f"{store.url}: {str(error).partition('. ')[0]}. Nothing was used or changed, and the run's "
+            f"steps are as whole as they were. Restore its {RUN}. If it is lost, copy that of another run: "
+            "the file holds only an id, by which nodes find the run's snapshots in memory; those are then "
+            "not found.",
             path=RUN,
         ) from error
+    return run
 
 
-# Memory holds snapshots of the last few attempts; of one before them there is what is committed, or nothing.
 NEAR = 16
-# Of one number: a claim that was faster is listed, and the number rises.
+"""Memory holds snapshots of so many attempts at most; older attempts have commits, or nothing."""
+# For one number: after a faster claim was listed, the number rises.
 _MOST_TRIES = 2
 _LIST_AGAIN_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """Of this attempt, steps up to `last_step` (inclusive) are visible."""
-
-    attempt: AttemptName
-    last_step: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptInfo:
-    """An attempt as its files show it. `claim` is None where its file is damaged, `start` where `problem`
-    says so; `ended` is "closed", "dead" or empty."""
+    """An attempt as its files show it. `claim` is None if its file is damaged. `problem`: why `start` cannot
+    be read. `ended` is "closed", "dead" or empty."""
 
     name: AttemptName
     claim: Claim | None
@@ -132,30 +141,24 @@ class AttemptInfo:
     problem: str = ""
 
     @property
-    def has_started(self) -> bool:
-        return self.start is not None or bool(self.problem)
-
-    @property
     def closed(self) -> bool:
         return self.ended == "closed"
 
 
-def claim(
-    store: Store, holder: Holder, check: Callable[[], None] | None = None, above: int = 0
-) -> AttemptName:
-    """Take the next number, one above `above` at least, exclusively. `check` (the one-job check) runs before
-    each try, so that who loses a race looks at the winner; what it raises ends the claiming.
+def claim(store: Store, owner: Owner, check: Callable[[], None] | None = None, above: int = 0) -> AttemptName:
+    """Take the next number, exclusively; it is higher than `above`. `check` (the one-job check) runs before
+    each try, so the loser of a race checks the winner; its errors are raised.
 
-    UnusableRunError where something that is no file has the name of the next claim, or no number is left."""
+    UnusableRunError if a folder or link has the name of the next claim, or no number is left."""
     tried, tries = 0, 0
     while True:
-        # Before the check: a claim that comes after it takes this very number, and is then looked at.
+        # Before the check: a claim made after this listing takes the same number and is checked then.
         number = max(highest_number(store), above) + 1
         if number > MAX_ATTEMPT:
             raise UnusableRunError(
-                f"{store.url}: number {number - 1} is taken by an attempt here or in this node's memory, and "
-                "is the highest of all. Nothing was changed, and what is committed is as it was. If another "
-                f"program has written a file of that number to {ATTEMPTS}/, remove it, and start again.",
+                f"{store.url}: an attempt here or in this node's memory has the number {number - 1}, the "
+                "highest one. Nothing was changed, and commits are as they were. If another program has "
+                f"written a file of that number to {ATTEMPTS}/, remove it, and start again.",
                 path=ATTEMPTS,
             )
         tried, tries = number, tries + 1 if number == tried else 0
@@ -164,94 +167,45 @@ def claim(
             time.sleep(_LIST_AGAIN_S)
         elif tries >= _MOST_TRIES:
             raise UnusableRunError(
-                f"{store.url}: {claim_path(number)}, the name of the next claim, is taken by something that "
-                "is no file (a folder, a link, a pipe). Nothing was changed, and what is committed is as it "
-                "was, but no job can train this run while it stands there. Remove it or give it another "
-                "name, and start again.",
+                f"{store.url}: {claim_path(number)}, the name of the next claim, is a folder, a link or a "
+                "pipe. Nothing was changed, and commits are as they were, but no job can train this run. "
+                "Remove or rename it, and start again.",
                 path=claim_path(number),
             )
         if check is not None:
             check()
-            # Who took it meanwhile may be dead and swept already, and newer ones have claimed since.
+            # An attempt that took it meanwhile may be dead and swept already, and newer ones have claimed.
             if highest_number(store) >= number:
                 continue
         name = AttemptName(number, secrets.token_hex(4))
-        if claim_as(store, name, holder):
+        if claim_as(store, name, owner):
             return name
 
 
-def claim_as(store: Store, name: AttemptName, holder: Holder) -> bool:
-    """Take this very name. False where its number is taken, be it by another of the same job."""
-    if not store.create(claim_path(name.number), Claim(attempt=name, holder=holder).to_bytes()):
+def claim_as(store: Store, name: AttemptName, owner: Owner) -> bool:
+    """Claim this name. False if its number is taken, also by another rank of the same job."""
+    if not store.create(claim_path(name.number), Claim(attempt=name, owner=owner).to_bytes()):
         return False
     store.create(alive_path(name), Alive(count=0).to_bytes())
     return True
 
 
-def start(
-    store: Store,
-    name: AttemptName,
-    parent: AttemptName | None,
-    step: int,
-    world: int,
-    boundary: int = 0,
-    ranks: Ranks | None = None,
-    *,
-    near: int = NEAR,
-) -> Start:
-    """Write where the attempt goes on from, on all its ranks; from here on older attempts commit nothing.
-    `boundary` is that of the parent, by which every keeper knows the snapshots that are this attempt's now.
-    `ranks`: those that commit here, where others have folders of their own. `near`: so many attempts are
-    named as its lineage whether or not they have steps here.
-
-    SupersededError if a newer attempt has claimed the run.
-    """
-    check_newest(store, name)
-    before = () if parent is None else tuple(_before(store, parent, step, near))
-    record = Start(parent=parent, step=step, boundary=boundary, world=world, before=before, ranks=ranks)
-    if not store.create(start_path(name), record.to_bytes()):
-        raise SupersededError(
-            f"attempt {name} has already started; this process must end. Nothing was changed.",
-            path=start_path(name),
-        )
-    return record
-
-
-def bounds(store: Store, at: AttemptName | None = None) -> list[Bound]:
-    """The lineage of the newest started attempt (or of `at`), newest first."""
-    name = at if at is not None else newest_started(store)
-    if name is None:
-        return []
-    lineage, record = [Bound(name, MAX_STEP)], read_start(store, name)
-    if record is not None and record.parent is not None:
-        lineage.append(Bound(record.parent, record.step))
-        lineage += [Bound(*each) for each in record.before]
-    return lineage
-
-
-def _before(store: Store, parent: AttemptName, step: int, near: int) -> Iterator[tuple[AttemptName, int]]:
-    """The lineage behind the parent of an attempt that starts at `step`. The minimum: what an ancestor did
-    past the step that its child left it at is another branch, however far the later attempts went."""
-    lineage: list[Bound] = []
-    with suppress(DamagedError):
-        lineage = bounds(store, parent)
-    # Asked after the reading: whoever is about to claim may sweep it meanwhile.
-    if not lineage or not (lineage[1:] or store.exists(start_path(parent))):
-        # It is damaged, or has gone for want of a step: who went on from it has its lineage. Where nobody
-        # did, what came before it is not visible any more, and stays.
-        with suppress(DamagedError):
-            lineage = bounds(store)
-    of = [each.attempt for each in lineage]
-    behind = lineage[of.index(parent) + 1 :] if parent in of else []
-    numbers = steps_begun(store)
-    for position, each in enumerate(behind):
-        if position < near or any(store.exists(manifest_path(n, each.attempt)) for n in numbers):
-            yield each.attempt, min(each.last_step, step)
+def has_claim(store: Store, name: AttemptName, owner: Owner) -> bool:
+    """Whether this store has the claim of an attempt, found by an exclusive create; a claim that this creates
+    in another store is removed."""
+    path = claim_path(name.number)
+    if store.create(path, Claim(attempt=name, owner=owner).to_bytes()):
+        store.remove(path)
+        store.remove(ATTEMPTS)
+        return False
+    with suppress(DamagedError, FileNotFoundError):
+        return read_claim(store, name).attempt == name
+    return False
 
 
 def attempts(store: Store) -> list[AttemptInfo]:
-    """All attempts, oldest first. A damaged start.json is told of its attempt: only who asks for the lineage
-    that hangs on it fails."""
+    """All attempts, oldest first. A damaged start.json is the `problem` of its attempt: only a lineage that
+    needs it fails."""
     found: list[AttemptInfo] = []
     for number, name in sorted(names(store).items()):
         try:
@@ -277,7 +231,7 @@ def newest_claimed(store: Store) -> AttemptName | None:
         try:
             return _read_claim(store, newest).attempt
         except FileNotFoundError:
-            # Swept by the attempt after it, between the list and the look.
+            # A newer attempt has swept it since the listing.
             numbers.remove(newest)
         except DamagedError:
             by_folder = _by_folder(store).get(newest)
@@ -288,7 +242,7 @@ def newest_claimed(store: Store) -> AttemptName | None:
 
 
 def newest_started(store: Store) -> AttemptName | None:
-    """The newest attempt that has a start.json: what is visible hangs on it."""
+    """The newest attempt that has a start.json. It decides which steps are visible."""
     for _, name in sorted(names(store).items(), reverse=True):
         if store.exists(start_path(name)):
             return name
@@ -305,41 +259,28 @@ def check_newest(store: Store, name: AttemptName) -> None:
     newest = newest_claimed(store)
     if newest is not None and newest != name and newest.number >= name.number:
         raise SupersededError(
-            f"attempt {newest} has claimed {store.url}; attempt {name} must end. What is committed stays; "
-            "nothing that this process still does becomes part of the run.",
+            f"attempt {newest} has claimed {store.url}; attempt {name} must end. Committed steps stay; later "
+            "work of this process does not become part of the run.",
             path=store.url,
         )
 
 
 def started_after(store: Store, name: AttemptName) -> AttemptName | None:
-    """A newer attempt that has started, or None. From its start on, `name` must commit nothing."""
+    """A newer attempt that has started, or None. If there is one, `name` must commit nothing."""
     for _, other in sorted(names(store, least=name.number).items(), reverse=True):
         if other != name and store.exists(start_path(other)):
             return other
     return None
 
 
-def superseded_by(store: Store, name: AttemptName, step: int, boundary: int) -> AttemptName | None:
-    """A newer attempt that has started and keeps `name` from committing this boundary, or None. Where nodes
-    have folders of their own, what an attempt began with stays a step of the one that made it: another node
-    may have committed it as such, and of two names none would be a step that all have."""
-    newer = started_after(store, name)
-    if newer is not None:
-        with suppress(DamagedError, FormatError):
-            begun = read_start(store, newer)
-            if begun is not None and begun.ranks is not None and begun.took_up(name, step, boundary):
-                return None
-    return newer
-
-
 def attempt_folders(store: Store, folder: str) -> list[AttemptName]:
-    """The attempts that have a folder in `folder`: that of all attempts, or one of a step."""
+    """The attempts that have a folder in `folder` (attempts/ or data/)."""
     found = (AttemptName.parse(entry.name) for entry in store.list(folder, ATTEMPT) if entry.is_folder)
     return [name for name in found if name is not None]
 
 
 def read_claim(store: Store, name: AttemptName) -> Claim:
-    """The claim of an attempt. FileNotFoundError where there is none, DamagedError."""
+    """The claim of an attempt. Raises FileNotFoundError, DamagedError."""
     record = _read_claim(store, name.number)
     if record.attempt != name:
         raise FileNotFoundError(claim_path(name.number))
@@ -347,56 +288,45 @@ def read_claim(store: Store, name: AttemptName) -> Claim:
 
 
 def read_start(store: Store, name: AttemptName) -> Start | None:
-    """The start of an attempt, None where it never started. DamagedError."""
+    """The start record of an attempt, None if it has not started. DamagedError."""
+    path = start_path(name)
     try:
-        record = Start.from_bytes(store.read(start_path(name), Start.MAX_BYTES), start_path(name))
+        start = Start.from_bytes(store.read(path, Start.MAX_BYTES), path)
     except FileNotFoundError:
         return None
-    lineage = [name, *filter(None, [record.parent]), *(attempt for attempt, _ in record.before)]
-    if any(older.number >= newer.number for newer, older in pairwise(lineage)):
+    if start.parent is not None and start.parent.attempt.number >= name.number:
         raise DamagedError(
-            f"{start_path(name)} is damaged: it names an attempt that is not older. Nothing of it was used. "
-            "Use `flashckpt branch` to go on from a step that is whole.",
-            path=start_path(name),
+            f"{path} is damaged: it names an attempt that is not older. Nothing of it was used. "
+            "Use `flashckpt branch` to resume from a step that is whole.",
+            path=path,
         )
-    return record
-
-
-def ranks_here(store: Store, attempt: AttemptName) -> Ranks | None:
-    """The ranks of an attempt that commit in this folder, where others have folders of their own; None for
-    all. Where nothing tells (its start.json is damaged or gone) it is all: then too many parts are waited
-    for, and never too few."""
-    with suppress(DamagedError):
-        found = read_start(store, attempt)
-        return None if found is None else found.ranks
-    return None
+    return start
 
 
 def beat(store: Store, name: AttemptName, count: int) -> None:
-    """Move the counter on. Not durable, and tried for a moment only: the next one is soon to come, and it
-    says something only while it moves."""
+    """Write the alive counter: not durably, and with few retries, since the next write follows soon."""
     store.brief().replace(alive_path(name), Alive(count=count).to_bytes(), durable=False)
 
 
-def move_on(store: Store, name: AttemptName, seen: int | None) -> int | None:
-    """Move the counter on where it still stands at `seen`. Returns where it stands, None where it cannot be
-    read: a newer attempt may have removed it, and it must not come back."""
+def move_on(store: Store, name: AttemptName, last: int | None) -> int | None:
+    """Increment the counter if it is still `last`. Returns its value; None if it cannot be read: a newer
+    attempt may have removed it, and it is not written again."""
     found = alive(store, name)
-    if found is None or found.count != seen:
+    if found is None or found.count != last:
         return None if found is None else found.count
-    beat(store, name, seen + 1)
-    return seen + 1
+    beat(store, name, last + 1)
+    return last + 1
 
 
 def mark_ended(store: Store, name: AttemptName, how: Literal["closed", "dead"]) -> None:
-    """Say that no trainer of this attempt lives, so that the next one need not watch it."""
+    """Record that no trainer of this attempt lives, so that the next attempt need not watch it."""
     before = alive(store, name)
     count = before.count if before is not None else 0
     store.replace(alive_path(name), Alive(count=count, ended=how).to_bytes())
 
 
 def alive(store: Store, name: AttemptName) -> Alive | None:
-    """The counter as it stands, None where there is none that can be read."""
+    """The alive counter, None if it cannot be read."""
     try:
         return Alive.from_bytes(store.read(alive_path(name), Alive.MAX_BYTES), alive_path(name))
     except (DamagedError, FileNotFoundError):
@@ -427,7 +357,7 @@ def _claimed_numbers(store: Store) -> set[int]:
 
 
 def _by_folder(store: Store) -> dict[int, AttemptName]:
-    """Attempts by their folders alone; a number with several folders names none."""
+    """Attempts by their folders alone, except for numbers with several folders."""
     found: dict[int, AttemptName] = {}
     doubled = set()
     for name in attempt_folders(store, ATTEMPTS):
@@ -437,7 +367,7 @@ def _by_folder(store: Store) -> dict[int, AttemptName]:
 
 
 def names(store: Store, least: int = 1) -> dict[int, AttemptName]:
-    """Every claimed attempt from number `least` on. For a damaged claim, its folder stands."""
+    """Every claimed attempt from number `least` on. A damaged claim is named by its folder."""
     found = {}
     by_folder: dict[int, AttemptName] | None = None
     for number in _claimed_numbers(store):
@@ -454,14 +384,194 @@ def names(store: Store, least: int = 1) -> dict[int, AttemptName]:
     return found
 
 
-def steps_begun(store: Store) -> list[int]:
-    """The numbers of all steps that have a folder, the lowest first."""
-    return sorted(int(entry.name) for entry in store.list(STEPS, STEP) if entry.is_folder)
-
-
 def highest_number(store: Store) -> int:
-    """Also of attempts of which only steps are left: a number that came again would be older than they."""
-    folders = [*attempt_folders(store, ATTEMPTS)]
-    for number in steps_begun(store):
-        folders += attempt_folders(store, step_folder(number))
-    return max([0, *_claimed_numbers(store), *(name.number for name in folders)])
+    """The highest number of any claim, attempt folder, commit or data folder. A number that was used again
+    would order its attempt before files of the first one."""
+    found = [0, *_claimed_numbers(store)]
+    found += [name.number for folder in (ATTEMPTS, DATA) for name in attempt_folders(store, folder)]
+    found += [name.number for name in map(attempt_in, store.list(COMMITS)) if name is not None]
+    return max(found)
+
+
+def attempt_in(entry: Entry) -> AttemptName | None:
+    """The attempt of a record, quarantine or tombstone in commits/, None for another file."""
+    commit, tombstone = CommitName.parse(entry.name), SnapshotId.of_tombstone(entry.name)
+    if commit is not None:
+        return commit[0].attempt
+    return None if tombstone is None else tombstone.attempt
+
+
+# ---- one job at a time: whether the newest attempt still has a trainer
+
+log = logging.getLogger(__name__)
+
+Probe = Callable[[str, str], bool]
+"""Whether a living process holds the lock of this name in this runtime folder."""
+
+# The timing of the alive counter. A keeper increments it every BEAT_S. The leading trainer reads it every
+# STAND_IN_S and increments it if it has not changed. So the counter of a living attempt pauses for at most
+# 2 * STAND_IN_S while its keeper is stopped, and for longer only while trainer and keeper both pause (a node
+# that swaps, a paused virtual machine) or storage delays their writes (a store's `delay_s`).
+BEAT_S = 1.0
+STAND_IN_S = 2.0
+# How long a keeper whose trainers have ended watches the counter for other nodes: longer than 2 * STAND_IN_S.
+STILL_S = 6.0
+# How long a job elsewhere watches the counter before it takes over a run: 15 times the longest pause while a
+# trainer runs, so that a node may pause for up to a minute.
+WATCH_S = 60.0
+# The watching job reads the counter this often, so that a pause of its own is not taken for one of the
+# counter.
+_POLL_S = 1.0
+_REPORT_S = 15.0
+
+
+def local_owner(runtime: str = "", lock: str = "", *, job_id: str = "", restart_count: int = 0) -> Owner:
+    """This process as the owner of a claim. `runtime`: the path of its runtime folder; `lock`: the name of
+    its lock there. Both are empty for an operation without a lock."""
+    return Owner(
+        boot_id=_boot_id(),
+        runtime=runtime,
+        runtime_id=_folder_id(runtime),
+        lock=lock,
+        host=socket.gethostname()[:255],
+        pid=os.getpid(),
+        job_id=job_id[:4096],
+        restart_count=restart_count,
+    )
+
+
+def check_not_held(
+    store: Store,
+    me: Owner,
+    probe: Probe | None = None,
+    *,
+    watch_s: float | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """RunHeldError if a trainer of the newest attempt lives. May watch the counter for `watch_s` seconds, by
+    default WATCH_S and the store's delay; the log says so.
+
+    `probe` checks locks in runtime folders of this machine; without it only the counter is used.
+    """
+    watch_s = WATCH_S + store.capabilities.delay_s if watch_s is None else watch_s
+    while (newest := newest_claimed(store)) is not None:
+        ended, theirs = _ended(store, newest), _owner(store, newest)
+        if ended:
+            return
+        if theirs is not None and probe is not None and _same_runtime(me, theirs):
+            if probe(theirs.runtime, theirs.lock):
+                raise _held(store, newest, theirs, f"process {theirs.pid} on this machine ({theirs.host})")
+            if not _may_hold_unseen(theirs, probe):
+                return
+        if theirs is not None and _is_restart(me, theirs):
+            return
+        if _moves(store, newest, theirs, watch_s, sleep):
+            raise _held(store, newest, theirs, f"a process on {theirs.host}" if theirs else "another process")
+        # Another attempt may have claimed meanwhile, and is checked like the first.
+        if newest_claimed(store) == newest:
+            return
+
+
+def _moves(
+    store: Store,
+    attempt: AttemptName,
+    theirs: Owner | None,
+    watch_s: float,
+    sleep: Callable[[float], None],
+) -> bool:
+    """Whether the counter changes within `watch_s`; False as soon as the attempt's end is recorded."""
+    where = f"on {escaped(theirs.host)}" if theirs is not None else "on another node"
+    first, reported_s, waited_s = alive(store, attempt), 0.0, 0.0
+    while waited_s < watch_s:
+        if waited_s >= reported_s:
+            reported_s += _REPORT_S
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + watch_s - waited_s))
+            log.warning(
+                "%s: attempt %s was trained %s, and its end was not recorded. Waiting until %s (%.0f of "
+                "%.0f s are over) for a sign of life: with one this process leaves the run to that job, "
+                "without one it takes the run over",
+                store.url, attempt, where, until, waited_s, watch_s,
+            )  # fmt: skip
+        sleep(_POLL_S)
+        waited_s += _POLL_S
+        # Opened anew each time: an open file shows a cached counter on a file server.
+        now = alive(store, attempt)
+        if now is not None and now.ended:
+            return False
+        if now != first:
+            return True
+    return False
+
+
+def _ended(store: Store, attempt: AttemptName) -> str:
+    found = alive(store, attempt)
+    return "" if found is None else found.ended
+
+
+def _owner(store: Store, attempt: AttemptName) -> Owner | None:
+    try:
+        return read_claim(store, attempt).owner
+    except (FileNotFoundError, DamagedError):
+        return None
+
+
+def _same_runtime(me: Owner, theirs: Owner) -> bool:
+    mine = (me.boot_id, me.runtime, me.runtime_id)
+    return bool(theirs.lock and me.runtime) and mine == (theirs.boot_id, theirs.runtime, theirs.runtime_id)
+
+
+def _may_hold_unseen(theirs: Owner, probe: Probe) -> bool:
+    """Whether the owner may live and hold a lock whose name was removed. Mostly its keeper has removed the
+    name after its death, so this is true only if its pid belongs to another living process."""
+    if theirs.pid == os.getpid():
+        return False
+    if os.path.lexists(os.path.join(theirs.runtime, theirs.lock)):
+        # Its owner may have taken it again since the first check.
+        return probe(theirs.runtime, theirs.lock)
+    try:
+        descriptor = os.pidfd_open(theirs.pid)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True  # a kernel before 5.3, or a sandbox
+    try:
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        return not ended.poll(0)
+    finally:
+        os.close(descriptor)
+
+
+def _is_restart(me: Owner, theirs: Owner) -> bool:
+    """Whether the scheduler restarted the job: it ended one before it started the other (see
+    `Environment.job_id`)."""
+    same_job = bool(me.job_id) and me.job_id == theirs.job_id
+    return same_job and me.restart_count > theirs.restart_count
+
+
+def _held(store: Store, attempt: AttemptName, theirs: Owner | None, holder: str) -> RunHeldError:
+    job = f" (job {theirs.job_id})" if theirs is not None and theirs.job_id else ""
+    return RunHeldError(
+        f"{store.url} is held: attempt {attempt} is trained by {holder}{job}. Nothing was changed. Stop that "
+        "job first, or use another folder.",
+        path=store.url,
+    )
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read(64).strip()
+    except OSError:
+        # An unknown id equals no other, so the counter is watched.
+        return f"unknown-{os.urandom(8).hex()}"
+
+
+def _folder_id(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{status.st_dev}:{status.st_ino}"

@@ -1,234 +1,193 @@
-"""Which steps a run has, and in which order they are tried.
+"""The visible steps of a run: which of them a resume tries, in which order, and which one a caller names.
 
-Visible are the steps of the newest started attempt; then its parent's, up to the step it started from; and
-so on, the bound being the minimum along the way. A mark of a failed verification puts its step last; it hides
-and deletes nothing. To go back is a deed of its own (`branch`), not an option, which a restart would repeat.
+The commits of the newest started attempt are visible; then its parent's, up to the boundary that it resumed
+from; and so on (see Catalogue). A quarantine, the record of a failed verification on a host, puts a step last
+on that host; it hides and deletes nothing. Going back is a command (`branch`) and no option: a restart would
+repeat an option.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
-from flashckpt.commit.attempts import (
-    Bound,
-    attempt_folders,
-    attempts,
-    bounds,
-    claim,
-    mark_ended,
-    open_run,
-    start,
-    steps_begun,
+from flashckpt.commit import attempts, starting
+from flashckpt.commit.attempts import Probe, check_not_held, local_owner, open_run
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.choice import Choice, History, Place, RankOffers, choose
+from flashckpt.commit.collect import has_lost_records
+from flashckpt.commit.steps import (
+    StepRecord,
+    is_whole,
+    missing_files,
+    read_record,
+    read_step,
 )
-from flashckpt.commit.holder import Probe, check, here
-from flashckpt.commit.steps import StepRecord, is_committed, missing_files, read_manifest, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, UnusableRunError
-from flashckpt.format.names import (
-    ATTEMPTS,
-    MARK,
-    AttemptName,
-    manifest_path,
-    start_path,
-    step_attempt_folder,
-    step_folder,
-)
-from flashckpt.format.records import Holder, Manifest, Mark
+from flashckpt.format.names import ATTEMPTS, COMMITS, DATA, AttemptName, CommitName, SnapshotId, start_path
+from flashckpt.format.records import Owner, Quarantine
 from flashckpt.store.base import Store
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class VisibleStep:
-    """A committed step and the attempt that committed it."""
-
-    step: int
-    attempt: AttemptName
-
-
-def visible(store: Store) -> list[VisibleStep]:
-    """The committed, complete steps of the run, newest last, each once."""
-    return list(newest_first(store.at_once(), at_once=_FETCHED))[::-1]
-
-
-def newest_first(store: Store, at: AttemptName | None = None, *, at_once: int = 1) -> Iterator[VisibleStep]:
-    """The visible steps from the newest down, looked at only as far as they are drawn, `at_once` of them. A
-    step that several attempts of the lineage committed is the newest attempt's."""
-    seen = None
-    for each in _committed(store, at, at_once=at_once):
-        if each.step != seen:
-            seen = each.step
-            yield each
-
-
-def _committed(store: Store, at: AttemptName | None = None, *, at_once: int = 1) -> Iterator[VisibleStep]:
-    """The same, where a step is listed once for each attempt of the lineage that committed it."""
-    begun = in_lineage(store, bounds(store, at))
-    while some := [*islice(begun, at_once)]:
-        if at_once > 1:
-            store.fetch([manifest_path(each.step, each.attempt) for each in some], Manifest.MAX_BYTES)
-        yield from (each for each in some if is_committed(store, each.step, each.attempt))
-
-
-def in_lineage(store: Store, lineage: Sequence[Bound]) -> Iterator[VisibleStep]:
-    """What the lineage has begun, committed or not: newest step first, and of one step the newest
-    attempt first."""
-    for step in reversed(steps_begun(store)):
-        there = attempt_folders(store, step_folder(step))
-        for bound in lineage:
-            if bound.attempt in there and step <= bound.last_step:
-                yield VisibleStep(step, bound.attempt)
-
-
-def everything(store: Store) -> Iterator[VisibleStep]:
-    """What any attempt has begun, committed or not, visible or not, newest step first."""
-    for step in reversed(steps_begun(store)):
-        for name in sorted(attempt_folders(store, step_folder(step)), reverse=True):
-            yield VisibleStep(step, name)
-
-
-_FETCHED = 64
-_MAX_MARKS = 64
+_MAX_QUARANTINES = 64
 _MAX_HOST_CHARS = 255
 _MAX_REASON_CHARS = 2000
-
-
-def this_host() -> str:
-    """This machine's name, as marks have it."""
-    return socket.gethostname()[:_MAX_HOST_CHARS]
-
-
-def mark(store: Store, step: int, attempt: AttemptName, host: str, reason: str) -> None:
-    """Note that the step could not be verified on `host`. Beyond 64 marks of a step nothing is added."""
-    folder = step_attempt_folder(step, attempt)
-    if sum(MARK.fullmatch(entry.name) is not None for entry in store.list(folder)) >= _MAX_MARKS:
-        return
-    record = Mark(step=step, attempt=attempt, host=host[:_MAX_HOST_CHARS], reason=reason[:_MAX_REASON_CHARS])
-    store.create(f"{folder}/mark-{secrets.token_hex(4)}.json", record.to_bytes())
-
-
-def marks(store: Store, step: int, attempt: AttemptName) -> list[Mark]:
-    """The marks of a step that can be read."""
-    folder = step_attempt_folder(step, attempt)
-    found: list[Mark] = []
-    for entry in store.list(folder):
-        if MARK.fullmatch(entry.name) is not None and not entry.is_folder and len(found) < _MAX_MARKS:
-            path = f"{folder}/{entry.name}"
-            try:
-                found.append(Mark.from_bytes(store.read(path, Mark.MAX_BYTES), path))
-            except (DamagedError, FileNotFoundError):
-                continue
-    return found
-
-
-def is_marked(store: Store, each: VisibleStep) -> bool:
-    """Whether a verification of this step failed somewhere."""
-    return bool(marks(store, each.step, each.attempt))
-
-
-def marked_here(store: Store, each: VisibleStep) -> Mark | None:
-    """The first mark that this machine put on the step, None where it put none."""
-    found = marks(store, each.step, each.attempt)
-    return next((mark for mark in found if mark.host == this_host()), None)
-
-
 _SHOWN = 20
 _Found = TypeVar("_Found")
 
 
-@dataclass(frozen=True, slots=True)
-class StepSource:
-    """A visible step in one tier: in the slot of that name in this node's memory, or (None) in the store.
-    `is_marked`: this machine has marked it."""
-
-    step: int
-    attempt: AttemptName
-    slot: str | None = None
-    is_marked: bool = False
+# ---- quarantines
 
 
-def steps(store: Store) -> list[int]:
-    """The visible committed steps, newest last. Opens the run; reads no part.
-
-    UnusableRunError where records of attempts are lost: what would be listed is not what a resume sees.
-    """
-    open_run(store, create=False)
-
-    def listed() -> list[int]:
-        look = store.at_once()
-        check_records(look)
-        return [each.step for each in newest_first(look, at_once=_FETCHED)]
-
-    return looked_for(store, listed)[::-1]
+def this_host() -> str:
+    """This machine's name in quarantines."""
+    return socket.gethostname()[:_MAX_HOST_CHARS]
 
 
-def candidates(store: Store, *, says: bool = True) -> list[VisibleStep]:
-    """What a resume should try, in this order: newest first, of one step the newest attempt's first, and last
-    those that this machine has marked as damaged. That it passes over a newer step is said in the log, where
-    it `says` so.
-
-    Lists a step of every attempt that committed it: ranks that list beside the commit of the newest attempt
-    find the older one in common, and a damaged one is replaced by the other.
-    """
-    newest = list(_committed(store))
-    marks = {each: mark for each in newest if (mark := marked_here(store, each)) is not None}
-    others = [each for each in newest if each not in marks]
-    for each, mark in marks.items():
-        if says and others and others[0] < each:
-            log.warning(
-                "step %d of attempt %s is passed over, marked by host %s: %s. An older step comes first. If "
-                "its files are whole again (`flashckpt verify`), delete the mark-*.json beside them.",
-                each.step, each.attempt, mark.host, mark.reason,
-            )  # fmt: skip
-    return others + list(marks)
+def quarantine(store: Store, name: CommitName, host: str, reason: str) -> None:
+    """Record that the step could not be verified on `host`. A step has at most 64 records."""
+    if sum(each == name for each, _ in Catalogue.of(store).quarantines) >= _MAX_QUARANTINES:
+        return
+    record = Quarantine(name=name, host=host[:_MAX_HOST_CHARS], reason=reason[:_MAX_REASON_CHARS])
+    store.create(name.quarantine_path(secrets.token_hex(4)), record.to_bytes())
 
 
-def sources(store: Store, survived: Mapping[str, VisibleStep], *, says: bool = True) -> list[StepSource]:
-    """What a resume tries, in this order: newest step first, at each memory before the store; last the
-    steps that this machine has marked. `survived` are the snapshots in this node's memory by the names of
-    their slots: they follow the same rule of lineage. `says` as in `candidates`."""
-    at_rest = candidates(store, says=says)
-    marked = {each for each in at_rest if marked_here(store, each) is not None}
-    last_step = {bound.attempt: bound.last_step for bound in bounds(store)}
-    found = [
-        StepSource(each.step, each.attempt, slot)
-        for slot, each in survived.items()
-        if each.step <= last_step.get(each.attempt, -1)
-    ]
-    found += [StepSource(each.step, each.attempt) for each in at_rest if each not in marked]
-    found.sort(key=lambda each: (each.step, each.attempt.number, each.slot is not None), reverse=True)
-    return found + [StepSource(e.step, e.attempt, is_marked=True) for e in at_rest if e in marked]
-
-
-def incomplete(store: Store, after: int) -> list[tuple[VisibleStep, str]]:
-    """Steps of the lineage past step `after` that were committed once and are not complete any more: their
-    manifest is damaged, or files are missing or of another length. Newest first, each with what is wrong."""
-    found = []
-    for each in in_lineage(store, bounds(store)):
-        if each.step <= after:
-            break
+def quarantines(catalogue: Catalogue, name: CommitName) -> list[Quarantine]:
+    """The quarantines of a step that can be read."""
+    found: list[Quarantine] = []
+    paths = [path for each, path in catalogue.quarantines if each == name]
+    for path in paths[:_MAX_QUARANTINES]:
         try:
-            manifest = read_manifest(store, each.step, each.attempt)
-        except DamagedError as error:
-            found.append((each, str(error)))
+            found.append(Quarantine.from_bytes(catalogue.store.read(path, Quarantine.MAX_BYTES), path))
+        except (DamagedError, FileNotFoundError):
             continue
-        if isinstance(manifest, Manifest) and (missing := missing_files(store, manifest)):
-            names = ", ".join(missing[:_SHOWN])
-            found.append((each, f"{names}: missing, or of another length than was written"))
     return found
 
 
-def resolve(store: Store, step: int | None = None, at: AttemptName | None = None) -> StepRecord:
-    """A committed step, read: the best candidate, the visible `step`, or `step` of the attempt `at`.
+def quarantined_here(catalogue: Catalogue, name: CommitName) -> Quarantine | None:
+    """The first quarantine of a step by this machine, or None."""
+    return next((each for each in quarantines(catalogue, name) if each.host == this_host()), None)
 
-    NoSuchStepError, with what there is, where it is not there; UnusableRunError where it cannot be known
-    which step is the best.
+
+# ---- what a resume tries
+
+
+def steps(store: Store) -> list[int]:
+    """The numbers of the visible steps, newest last, each once. Opens the run; reads no part.
+
+    UnusableRunError if records of attempts are lost: a resume would see other steps.
+    """
+    open_run(store, create=False)
+    catalogue = Catalogue.of(store)
+    check_records(store, catalogue)
+    return sorted({each.step for each in catalogue.visible()})
+
+
+def history(store: Store, broken: Mapping[SnapshotId, str] | None = None) -> History:
+    """The `History` of a store, from listings and quarantines alone."""
+    catalogue, problem = Catalogue.of(store), ""
+    try:
+        check_records(store, catalogue)
+    except UnusableRunError as error:
+        problem = str(error)
+    marked = [each for each in catalogue.visible() if each in catalogue.quarantined]
+    return History(
+        url=store.url,
+        lineage=catalogue.lineage,
+        known=frozenset(each for each in catalogue.attempts if attempts.has_started(catalogue.store, each)),
+        commits={each.id: each.step for each in catalogue.commits},
+        broken=broken or {},
+        quarantined={e.id: frozenset(q.host for q in quarantines(catalogue, e)) for e in marked},
+        problem=problem,
+    )
+
+
+def next_start(
+    store: Store,
+    rows: Sequence[RankOffers] | None = None,
+    mirror: Store | None = None,
+    *,
+    mirror_problem: str = "",
+    is_saved: bool = True,
+    read_from: Callable[[], str] = str,
+    damaged: Collection[SnapshotId] = (),
+) -> Choice:
+    """Choose what a start of the ranks that offer `rows` resumes from (None: one rank on this host with
+    nothing in memory). A store from which some rank reads the first candidate has all files of it.
+    `mirror_problem`: why the mirror did not answer. `read_from`: as of History; called only if the snapshot
+    that the newest attempt began from is not in the store. `damaged`: commits of the store that cannot be
+    used. OSError if a store does not answer."""
+    rows = [RankOffers(0, this_host())] if rows is None else rows
+    broken: tuple[dict[SnapshotId, str], dict[SnapshotId, str]] = dict.fromkeys(damaged, "it is damaged"), {}
+    while True:
+        home = history(store, broken[0])
+        if len(home.lineage) > 1 and not home.has(home.lineage[1]):
+            home = replace(home, read_from=read_from())
+        there = None if mirror is None else History(url=mirror.url, problem=mirror_problem)
+        if mirror is not None and not mirror_problem:
+            there = history(mirror, broken[1])
+        choice = choose(rows, home, there, is_saved=is_saved)
+        tiers = (Place.HOME, store, broken[0]), (Place.MIRROR, mirror, broken[1])
+        found = False
+        for each in choice.candidates[:1]:
+            for place, of, known in tiers:
+                is_read = place in first_places(choice, rows)
+                if of is not None and is_read and (why := problem_of(of, each.name)) != "":
+                    known[each.id], found = why or "it was deleted", True
+        if not found:
+            break
+    if not choice.candidates and choice.refusal is None and has_lost_records(store, Catalogue.of(store)):
+        return replace(choice, refusal=_lost_commits(store))
+    return choice
+
+
+def _lost_commits(store: Store) -> UnusableRunError:
+    return UnusableRunError(
+        f"{store.url} has lost its commit records: {COMMITS}/ holds none, and several snapshots in {DATA}/ "
+        "have all their parts. Nothing was deleted, and no fresh run was started. Restore the files of "
+        f"{COMMITS}/. If they are lost, `flashckpt recover {store.url}` commits the snapshots of the newest "
+        "attempt, and deletes the data of older ones.",
+        path=store.url,
+    )
+
+
+def first_places(choice: Choice, rows: Sequence[RankOffers]) -> frozenset[Place]:
+    """The places where the ranks first try to read the first candidate."""
+    return frozenset(each.places(row, None)[0] for each in choice.candidates[:1] for row in rows)
+
+
+def problem_of(store: Store, name: CommitName) -> str | None:
+    """Why a committed step is not whole: its record is damaged, or files are missing or of another length.
+    Empty if it is whole, None if its record is gone."""
+    try:
+        record = read_record(store, name)
+    except DamagedError as error:
+        return str(error)
+    if record is None:
+        return None
+    if not (missing := missing_files(store, record)):
+        return ""
+    return f"{', '.join(missing[:_SHOWN])}: missing, or not as long as when it was written"
+
+
+def incomplete(store: Store) -> list[tuple[CommitName, str]]:
+    """Visible steps that are not whole, newest first, each with the reason."""
+    catalogue = Catalogue.of(store)
+    found = [(each, problem_of(catalogue.store, each)) for each in catalogue.newest_first()]
+    return [(each, why) for each, why in found if why]
+
+
+# ---- which step a caller means
+
+
+def resolve(store: Store, step: int | None = None, at: AttemptName | SnapshotId | None = None) -> StepRecord:
+    """Read a committed step: the one that a resume would take, the visible `step`, or `step` of the attempt
+    or snapshot `at`, which need not be visible.
+
+    NoSuchStepError, with a list of the steps, if it is not there; UnusableRunError if records are lost, so
+    that the resume's step is unknown.
     """
     return read_whole(store, step, at, read=lambda record: record)
 
@@ -236,164 +195,130 @@ def resolve(store: Store, step: int | None = None, at: AttemptName | None = None
 def read_whole(
     store: Store,
     step: int | None = None,
-    at: AttemptName | None = None,
+    at: AttemptName | SnapshotId | None = None,
     *,
     read: Callable[[StepRecord], _Found],
 ) -> _Found:
-    """What `read` gives of the step that `resolve` finds. One that its job deletes meanwhile was not there:
-    it is looked for again, and nothing that `read` raised is told of it."""
+    """What `read` returns for the step that `resolve` finds. If a job deletes the step meanwhile, the error
+    of `read` is dropped, and the step is resolved again."""
     open_run(store, create=False)
     while True:
-        each = _chosen(store, step, at)
+        name = _chosen(store, step, at)
         try:
-            return read(read_step(store, each.step, each.attempt))
+            return read(read_step(store, name))
         except (FlashckptError, FileNotFoundError):
-            # A living job deletes steps while they are read.
-            if has_manifest(store, each):
+            # A living job may have deleted the step.
+            if name in Catalogue.of(store).commits:
                 raise
 
 
-def looked_for(store: Store, look: Callable[[], list[_Found]]) -> list[_Found]:
-    """What `look` finds among the steps: nothing only where none came meanwhile. All that were listed may be
-    deleted before they are read, because newer ones have come."""
-    before: list[VisibleStep] = []
-    while not (found := look()):
-        now = list(everything(store.at_once()))
-        if now in ([], before):
+def until_stable(store: Store, find: Callable[[], list[_Found]]) -> list[_Found]:
+    """What `find` finds among the steps; an empty result only if no commit was made meanwhile: a job may have
+    deleted all listed steps and committed newer ones."""
+    before: Collection[CommitName] | None = None
+    while not (found := find()):
+        now = Catalogue.of(store).commits
+        if now in ((), before):
             break
         before = now
     return found
 
 
-def _chosen(store: Store, step: int | None, at: AttemptName | None) -> VisibleStep:
-    if step is None:
-        check_records(store)
-        found = looked_for(store, lambda: candidates(store))
-        if not found:
+def _chosen(store: Store, step: int | None, at: AttemptName | SnapshotId | None) -> CommitName:
+    if step is None and at is None:
+        choice = next_start(store)
+        if choice.refusal is not None:
+            raise choice.refusal
+        if not choice.candidates:
             raise _no_step(store, "no committed step", None)
+        return choice.candidates[0].name
+
+    def find() -> list[CommitName]:
+        catalogue = Catalogue.of(store)
+        if at is not None:
+            of = [each for each in catalogue.commits[::-1] if at in (each.attempt, each.id)]
+        else:
+            of = catalogue.newest_first()
+        wanted = (each for each in of if step in (None, each.step))
+        return [name for name in wanted if is_whole(store, name)][:1]
+
+    if found := until_stable(store, find):
         return found[0]
     if at is not None:
-        if not is_committed(store, step, at):
-            raise _no_step(store, f"no committed step {step} of attempt {at}", step)
-        return VisibleStep(step, at)
-    for each in newest_first(store):
-        if each.step == step:
-            return each
+        raise _no_step(store, f"no committed step {step} of attempt {at}", step)
     raise _no_step(store, f"no visible committed step {step}", step)
 
 
-def check_records(store: Store) -> None:
-    """UnusableRunError where an attempt that is newer than all that have claim and start.json has left
-    steps, or a start.json, or where the newest start.json is damaged: then an older lineage would win.
-
-    Of attempts before the newest started one nothing is asked: it has gone on from what it found, and
-    their records may have been swept. That one of theirs is damaged is said in the log.
-    """
-    # Looked at before the claims are: an attempt that starts meanwhile is then known, not suspected.
-    begun = list(everything(store))
-    folders = attempt_folders(store, ATTEMPTS)
-    with_start = [name for name in folders if store.exists(start_path(name))]
-    known = [info for info in attempts(store) if info.has_started]
-    newest = max((info.name.number for info in known), default=0)
-    for info in known:
-        if info.problem and info.name.number < newest:
-            log.warning("%s No step that a resume sees depends on it.", info.problem.partition(". ")[0] + ".")
-    started = {info.name for info in known if not info.problem or info.name.number < newest}
-    lost = {name for name in with_start if name.number >= newest} - started
-    suspects = [each for each in begun if each.attempt.number >= newest and each.attempt not in started]
-    steps = [each for each in suspects if has_manifest(store, each)]
-    lost |= {each.attempt for each in steps}
-    if lost:
-        raise UnusableRunError(
-            f"{store.url} has lost records: attempt {max(lost)} has been trained, and its claim "
-            f"{ATTEMPTS}/{max(lost).number:06d}.json or its {start_path(max(lost))} is missing or damaged. "
-            "Nothing was changed, and neither an older step nor a fresh start is taken instead. Put the "
-            "files back, or name a step to go on from with "
-            f"`flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}.",
-            path=store.url,
-        )
-
-
-def check_usable(store: Store) -> None:
-    """UnusableRunError where there are manifests and not one visible committed step that is complete.
-
-    A run that died before its first commit has no manifest: it is a fresh one.
-    """
-    if next(newest_first(store), None) is not None:
-        return
-    if any(has_manifest(store, each) for each in in_lineage(store, bounds(store))):
-        raise UnusableRunError(
-            f"{store.url} has committed steps, and files of every one are missing, cut short or damaged. "
-            "Nothing was changed, and it is not taken for a fresh run. Run `flashckpt verify` on it, put the "
-            "files back, or use another folder.",
-            path=store.url,
-        )
-
-    steps = [each for each in everything(store) if has_manifest(store, each)]
-    if steps:
-        raise UnusableRunError(
-            f"{store.url} has committed steps, and its newest attempt went on from none of them. Nothing was "
-            "changed, and it is not taken for a fresh run. Name the step to go on from with "
-            f"`flashckpt branch {store.url} STEP@ATTEMPT`{_named(steps)}, or use another folder.",
-            path=store.url,
-        )
-
-
-def _named(steps: list[VisibleStep]) -> str:
-    names = ", ".join(f"{each.step}@{each.attempt}" for each in steps[:_SHOWN])
-    return f" ({names})" if names else ""
-
-
-def has_manifest(store: Store, each: VisibleStep) -> bool:
-    """Whether a manifest stands there, whole or not."""
-    try:
-        return isinstance(read_manifest(store, each.step, each.attempt), Manifest)
-    except DamagedError:
-        return True
-
-
 def _no_step(store: Store, what: str, step: int | None) -> NoSuchStepError:
-    newest = [each.step for each in newest_first(store)]
-    hidden = [
-        f"{each.step}@{each.attempt}"
-        for each in everything(store)
-        if each.step not in newest and is_committed(store, each.step, each.attempt)
-    ]
+    catalogue = Catalogue.of(store)
+    visible = catalogue.newest_first()
+    newest = sorted({each.step for each in visible}, reverse=True)
+    hidden = [each for each in catalogue.commits[::-1] if each.step not in newest]
     there = ", ".join(map(str, newest[:_SHOWN])) or "none"
     more = f" (and {len(newest) - _SHOWN} older)" if len(newest) > _SHOWN else ""
-    names = ", ".join(hidden[:_SHOWN])
-    beside = f" Not visible: {names}; `flashckpt branch` gets them back." if hidden else ""
+    others = f" Not visible: {_listed(hidden)}; `flashckpt branch` gets them back." if hidden else ""
     return NoSuchStepError(
-        f"{store.url} has {what}. Nothing was changed. Visible steps: {there}{more}.{beside}",
+        f"{store.url} has {what}. Nothing was changed. Visible steps: {there}{more}.{others}",
         step=step,
         path=store.url,
     )
 
 
+def _listed(names: Collection[CommitName]) -> str:
+    return ", ".join(f"{each.step}@{each.attempt}" for each in list(names)[:_SHOWN])
+
+
+# ---- lost records
+
+
+def check_records(store: Store, catalogue: Catalogue | None = None) -> None:
+    """UnusableRunError if an older lineage would win because records are lost: an attempt newer than all with
+    claim and start.json has left commits or a start.json, or the newest start.json is damaged.
+
+    Attempts before the newest started one are not checked: their records may have been removed.
+    """
+    lost, hidden = _lost(Catalogue.of(store) if catalogue is None else catalogue)
+    if lost:
+        # An attempt that started between two listings is found by a later one.
+        lost, hidden = _lost(Catalogue.of(store))
+    if lost:
+        steps = f" ({_listed(hidden)})" if hidden else ""
+        raise UnusableRunError(
+            f"{store.url} has lost records: attempt {max(lost)} has been trained, and its claim "
+            f"{ATTEMPTS}/{max(lost).number:06d}.json or its {start_path(max(lost))} is missing or damaged. "
+            "Nothing was changed, and no older step is taken instead. Restore the files, or name a step to "
+            f"resume from with `flashckpt branch {store.url} STEP@ATTEMPT`{steps}.",
+            path=store.url,
+        )
+
+
+def _lost(catalogue: Catalogue) -> tuple[set[AttemptName], list[CommitName]]:
+    """Attempts with lost records, and the commits that are hidden by it."""
+    number = catalogue.newest_started.number if catalogue.newest_started is not None else 0
+    started = None if catalogue.problem is not None else catalogue.newest_started
+    newer = [each for each in catalogue.folders if each.number >= number and each != started]
+    suspects = [each for each in catalogue.commits[::-1] if each.attempt.number >= number]
+    hidden = [each for each in suspects if each.attempt != started]
+    lost = {each for each in newer if catalogue.store.exists(start_path(each))}
+    return lost | {each.attempt for each in hidden}, hidden
+
+
 def branch(
     store: Store,
     step: int,
-    attempt: AttemptName | None = None,
+    at: AttemptName | SnapshotId | None = None,
     *,
     probe: Probe | None = None,
-    me: Holder | None = None,
+    me: Owner | None = None,
     watch_s: float | None = None,
 ) -> AttemptName:
-    """Claim and start an attempt at a visible step, or at `step` of `attempt`. The next resume, and all
-    after it, go on from there. Returns the new attempt.
+    """Claim and start an attempt at a visible step, or at `step` of the attempt or snapshot `at`. Later
+    starts resume from there. Returns the new attempt.
 
-    RunHeldError where a job holds the run, NoSuchStepError where the step is not committed, DamagedError
-    where its records are damaged; nothing is changed then.
+    Raises, and changes nothing: RunHeldError if a job holds the run, NoSuchStepError if the step is not
+    committed, DamagedError.
     """
     open_run(store, create=False)
-    holder = me if me is not None else here()
-    # Before the claim, so that a wrong step takes no number; after it again, so that it is still true.
-    resolve(store, step, attempt)
-    name = claim(store, holder, check=lambda: check(store, holder, probe, watch_s=watch_s))
-    try:
-        found = resolve(store, step, attempt)
-        ranks = found.manifest.ranks
-        start(store, name, found.attempt, found.step, found.world, found.boundary, ranks)
-    finally:
-        mark_ended(store, name, "closed")
-    return name
+    owner = me if me is not None else local_owner()
+    name = resolve(store, step, at).name
+    return starting.branch(store, name, owner, lambda: check_not_held(store, owner, probe, watch_s=watch_s))

@@ -1,7 +1,7 @@
-"""Reading every byte of committed steps again. Owns the report; repairs, marks and deletes nothing.
+"""Verification: reads every byte of committed steps again. Owns the report; changes nothing.
 
-A shard is whole when its chunks have their checksums, its leaves their digests, and its header is the
-one that its part describes.
+A shard is whole if its chunks have their checksums, its leaves their digests, and its header is the one that
+its part describes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flashckpt import _native
-from flashckpt.commit.attempts import bounds, open_run
-from flashckpt.commit.lineage import VisibleStep, everything, has_manifest, in_lineage, looked_for, resolve
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.lineage import resolve, until_stable
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
-from flashckpt.format.names import AttemptName, manifest_path, owner_of, step_attempt_folder
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents
 from flashckpt.store.base import LengthError, Store
+from flashckpt.store.read_plan import read_shard
 
 FileStatus = Literal["ok", "missing", "truncated", "damaged", "unreadable"]
-# Bytes read so far, and bytes to read in all.
 Progress = Callable[[int, int], None]
+"""Called with the bytes read so far, and the bytes to read in all."""
 
-# A file, and what a step says of it: length, checksums and digests.
 _Claimed = tuple[str, int, bytes, tuple[int, ...]]
+"""A file, with the length, checksums and digests in a step's record."""
 
 _POLL_S = 0.1
 _SHOWN = 8
@@ -35,20 +37,27 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One file. `detail` says what is wrong with it, empty where nothing is. One that is "unreadable" may be
-    whole: its storage failed."""
+    """One file. `detail`: what is wrong, empty if it is whole. An "unreadable" file may be whole: its storage
+    failed."""
 
-    step: int
-    attempt: str
+    name: CommitName
     file: str
     status: FileStatus
     detail: str = ""
     num_bytes: int = 0
 
+    @property
+    def step(self) -> int:
+        return self.name.step
+
+    @property
+    def attempt(self) -> str:
+        return str(self.name.attempt)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Every file that was read, in the order of steps, newest first."""
+    """Every file that was read, newest step first."""
 
     rows: tuple[Row, ...]
 
@@ -71,29 +80,33 @@ def verify(
     store: Store,
     step: int | None = None,
     *,
-    attempt: AttemptName | None = None,
+    at: AttemptName | SnapshotId | None = None,
     all_steps: bool = False,
     threads: int = 2,
     progress: Progress | None = None,
 ) -> Report:
-    """Read all committed visible steps again, or one, or with `all_steps` those of every branch too.
+    """Read all visible steps again, or one (a visible step, or that of the attempt or snapshot `at`); with
+    `all_steps` also those of other branches.
 
-    Damage is in the report, not raised, and a step that retention deletes meanwhile is not in it. Raises
+    Damage is reported, not raised. A step that retention deletes meanwhile is not in the report. Raises
     NoSuchStepError for a step that is not there, RunError for a folder that is no run, FormatError.
     """
     open_run(store, create=False)
-    rows = looked_for(store, lambda: _rows(store, step, attempt, all_steps, threads, progress))
+
+    def find() -> list[Row]:
+        return _rows(store, step, at, all_steps, threads, progress)
+
+    rows = until_stable(store, find)
     while step is not None and not rows:
-        # Another one of that number, or the words for none.
-        rows = _rows(store, step, attempt, all_steps, threads, progress)
-    order = sorted(range(len(rows)), key=lambda i: (-rows[i].step, rows[i].attempt, i))
-    return Report(rows=tuple(rows[i] for i in order))
+        # Another commit of that number, or the error for none.
+        rows = find()
+    return Report(rows=tuple(sorted(rows, key=lambda row: row.name, reverse=True)))
 
 
 def _rows(
     store: Store,
     step: int | None,
-    attempt: AttemptName | None,
+    at: AttemptName | SnapshotId | None,
     all_steps: bool,
     threads: int,
     progress: Progress | None,
@@ -101,7 +114,7 @@ def _rows(
     known: dict[_Claimed, Row] = {}
     rows: list[Row] = []
     records = []
-    for each in _chosen(store, step, attempt, all_steps):
+    for each in _chosen(store, step, at, all_steps):
         try:
             record, found = _records(store, each)
         except NoSuchStepError:
@@ -114,8 +127,9 @@ def _rows(
     for record in records:
         if record is not None:
             rows += _shards(record, known, reading)
-    gone = {(row.step, row.attempt) for row in rows if row.status != "ok" and not _is_there(store, row)}
-    return [row for row in rows if (row.step, row.attempt) not in gone]
+    suspects = {row.name for row in rows if row.status != "ok"}
+    gone = suspects.difference(Catalogue.of(store).commits) if suspects else ()
+    return [row for row in rows if row.name not in gone]
 
 
 def verify_file(
@@ -127,13 +141,10 @@ def verify_file(
     threads: int = 2,
     progress_word: int = 0,
 ) -> tuple[FileStatus, str]:
-    """One shard or constants shard against its record: its status, and what is wrong in words. `into`: the
-    memory that it is read into, and whose bytes are then those that were compared."""
-    layout = contents.layout()
+    """Compare one shard or frozen instance with its record. Returns its status, and what is wrong. `into`:
+    the memory that it is read into; its bytes are the compared ones."""
     try:
-        found = store.read_ranges(path, contents, into, threads=threads, progress=progress_word)
-        size, file_bytes = layout.data_start, contents.shard.num_bytes
-        header = bytes(into[:size]) if into is not None else store.read_bytes(path, 0, size, file_bytes)
+        found = read_shard(store, path, contents, into, threads=threads, progress=progress_word)
     except FileNotFoundError:
         return "missing", "there is no such file"
     except LengthError as error:
@@ -141,16 +152,18 @@ def verify_file(
     except DamagedError as error:
         return "damaged", str(error)
     except OSError as error:
-        # It says nothing of the bytes.
+        # The bytes may be right.
         return "unreadable", str(error)
-    if header != layout.header:
-        return "damaged", "its header is not the one that its part describes"
     wrong = found.wrong_leaves(contents)
-    return ("damaged", _words(found.bad_chunks, wrong)) if found.bad_chunks or wrong else ("ok", "")
+    if found.bad_chunks or wrong:
+        return "damaged", _words(found.bad_chunks, wrong)
+    if found.header != contents.layout().header:
+        return "damaged", "its header is not the one that its part describes"
+    return "ok", ""
 
 
 class _Reading:
-    """How far the reading is, told to whoever asked while the native engine works."""
+    """Reads files, and reports the progress while the native engine works."""
 
     def __init__(self, store: Store, total: int, threads: int, progress: Progress | None) -> None:
         self._store, self._total, self._threads, self._progress = store, total, threads, progress
@@ -182,86 +195,64 @@ class _Reading:
 
 
 def _chosen(
-    store: Store, step: int | None, attempt: AttemptName | None, all_steps: bool
-) -> list[VisibleStep]:
-    """The steps to read: those with a manifest. Incomplete ones too, since this is where they are told."""
-    if step is not None and attempt is not None:
-        return [VisibleStep(step, attempt)]
-    if step is not None:
-        found = [each for each in _with_manifests(store, all_steps) if each.step == step]
-        return found or [VisibleStep(step, resolve(store, step).attempt)]
-    return _with_manifests(store, all_steps)
+    store: Store, step: int | None, at: AttemptName | SnapshotId | None, all_steps: bool
+) -> list[CommitName]:
+    """The steps to read, newest first, with incomplete ones, which are reported."""
+    catalogue = Catalogue.of(store)
+    names = (catalogue.commits if all_steps or at is not None else catalogue.visible())[::-1]
+    if step is None:
+        return list(names)
+    found = [each for each in names if each.step == step and at in (None, each.attempt, each.id)]
+    return found or [resolve(store, step, at).name]
 
 
-def _with_manifests(store: Store, all_steps: bool) -> list[VisibleStep]:
-    begun = everything(store) if all_steps else in_lineage(store, bounds(store))
-    return [each for each in begun if has_manifest(store, each)]
-
-
-def _records(store: Store, each: VisibleStep) -> tuple[StepRecord | None, list[Row]]:
-    """The records of a step, and a row for its manifest and each part."""
-    name, folder = str(each.attempt), step_attempt_folder(each.step, each.attempt)
+def _records(store: Store, name: CommitName) -> tuple[StepRecord | None, list[Row]]:
+    """The record of a step, and a row for its commit record and each part."""
     try:
-        record = read_step(store, each.step, each.attempt)
+        record = read_step(store, name)
     except NoSuchStepError:
         raise
     except FlashckptError as error:
-        path = error.path or manifest_path(each.step, each.attempt)
+        path = error.path or name.path
         status: FileStatus = "damaged" if store.exists(path) else "missing"
-        return None, [Row(step=each.step, attempt=name, file=path, status=status, detail=str(error))]
-    files = [manifest_path(each.step, each.attempt)]
-    files += [f"{folder}/{head.file}" for head in record.parts.heads]
-    return record, [Row(step=each.step, attempt=name, file=file, status="ok") for file in files]
+        return None, [Row(name=name, file=path, status=status, detail=str(error))]
+    files = [name.path, *(f"{name.id.data_folder}/{head.file}" for head in record.parts.heads)]
+    return record, [Row(name=name, file=file, status="ok") for file in files]
 
 
 def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -> Iterator[Row]:
-    """Rows for the shards of a step. A constants shard that several steps name is read once; if it is not
-    whole, each of them has a row that says so. Where they do not say the same of it, it is read for each."""
+    """Rows for the shards of a step. A frozen instance that several steps name with the same record is read
+    once; if it is not whole, each of them has a row for it."""
     for rank in (rank.rank for head in record.parts.heads for rank in head.ranks):
         try:
             files = record.files(rank)
         except DamagedError as error:
-            path = error.path or manifest_path(record.step, record.attempt)
-            yield Row(
-                step=record.step,
-                attempt=str(record.attempt),
-                file=path,
-                status="damaged" if reading.is_there(path) else "missing",
-                detail=str(error),
-            )
+            path = error.path or record.name.path
+            status: FileStatus = "damaged" if reading.is_there(path) else "missing"
+            yield Row(name=record.name, file=path, status=status, detail=str(error))
             continue
         for file, contents in files:
             claimed = file, contents.shard.num_bytes, contents.shard.checksums, contents.digests
             if claimed not in known:
-                status, detail = reading.file(file, contents)
+                state, detail = reading.file(file, contents)
                 known[claimed] = Row(
-                    step=record.step,
-                    attempt=str(record.attempt),
+                    name=record.name,
                     file=file,
-                    status=status,
+                    status=state,
                     detail=detail,
                     num_bytes=contents.shard.num_bytes,
                 )
                 yield known[claimed]
             elif known[claimed].status != "ok":
-                yield replace(known[claimed], step=record.step, num_bytes=0)
-
-
-def _is_there(store: Store, row: Row) -> bool:
-    attempt = AttemptName.parse(row.attempt)
-    assert attempt is not None
-    return has_manifest(store, VisibleStep(row.step, attempt))
+                yield replace(known[claimed], name=record.name, num_bytes=0)
 
 
 def _bytes_of(records: Iterable[StepRecord | None]) -> int:
-    """Bytes to read, a constants shard that several steps name counted once."""
-    sizes: dict[tuple[object, str], int] = {}
-    for record in records:
-        if record is not None:
-            sizes |= {
-                ((record.step, record.attempt), each.file): each.num_bytes for each in record.manifest.shards
-            }
-            sizes |= {owner_of(record.attempt, e.file): e.num_bytes for e in record.manifest.constants}
+    """Bytes to read. A frozen instance that several steps name counts once."""
+    sizes: dict[tuple[CommitName | None, str], int] = {}
+    for each in (each.record for each in records if each is not None):
+        sizes |= {(each.name, shard.file): shard.num_bytes for shard in each.shards}
+        sizes |= {(None, frozen.file): frozen.num_bytes for frozen in each.frozen}
     return sum(sizes.values())
 
 

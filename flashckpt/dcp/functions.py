@@ -1,8 +1,8 @@
-"""`save`, `async_save` and `load` with DCP's arguments, over runs: no plan, no pickle, no collective in a
-save.
+"""`save`, `async_save` and `load` with DCP's arguments, over runs. A save needs no plan, pickle or
+collective.
 
-Owns the one run that this process has attached for its saves. A save is a step of the run; the keeper, a
-process of its own, writes and commits it.
+Owns the one run that this process has attached for its saves. A save is a step of the run, which the keeper
+process writes and commits.
 """
 
 from __future__ import annotations
@@ -21,13 +21,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.stateful import Stateful
 
 from flashckpt.checkpointer.attach import append
-from flashckpt.checkpointer.attached_run import saved_now
-from flashckpt.checkpointer.checkpointer import Checkpointer
-from flashckpt.dcp.folder import METADATA
-from flashckpt.dcp.planners import LoadPlanner
-from flashckpt.dcp.reader import Reader
-from flashckpt.dcp.slices import slices_in
-from flashckpt.dcp.step_items import PART
+from flashckpt.checkpointer.run import Checkpointer, saved_now
+from flashckpt.dcp.planners import LoadPlanner, slices_in
+from flashckpt.dcp.reader import PART, Reader
+from flashckpt.dcp.writer import METADATA
 from flashckpt.errors import FlashckptError, OptionError, RunError, StateError
 from flashckpt.options import Environment, is_switched_off
 from flashckpt.store import open_store
@@ -47,13 +44,13 @@ def save(
 ) -> int:
     """Save a state_dict as a step of the run in the folder `checkpoint_id`, and wait until it is committed.
 
-    Objects in it with state_dict and load_state_dict are asked for theirs. All ranks of the job call it. The
-    newest three steps of the run stay; give each save the same `checkpoint_id`, or a new folder to keep them
-    all. Returns the step's number.
+    Objects with state_dict and load_state_dict are saved by their state_dict. All ranks of the job must call
+    it. The run keeps its newest three steps; give each save the same `checkpoint_id`, or a new folder to keep
+    all. Return the step's number.
 
-    Raises OptionError for a writer, a planner and a process group of fewer ranks, StateError for what cannot
-    be saved exactly, and what `flashckpt.attach` and `Checkpointer.wait` raise. What was committed before
-    stays loadable.
+    Raises OptionError for a writer, a planner and a process group of fewer ranks, StateError for values that
+    cannot be saved exactly, and the errors of `flashckpt.attach` and `Checkpointer.wait`. Committed steps
+    stay loadable.
     """
     return async_save(
         state_dict,
@@ -76,9 +73,9 @@ def async_save(
     async_checkpointer_type: object = None,
     async_stager: None = None,
 ) -> Future[int]:
-    """`save` that returns once the state_dict is copied: the program may change it. The future gives the
-    step's number once that is committed, or raises PersistError. `async_checkpointer_type` changes nothing:
-    a process writes in any case. The first save to a folder attaches its run, and waits for that."""
+    """Like `save`, but return once the state_dict is copied, so that the program may change it. The future
+    returns the step's number after the commit, or raises PersistError. `async_checkpointer_type` has no
+    effect: a separate process always writes. The first save to a folder attaches its run and waits for it."""
     for name, value in (
         ("storage_writer", storage_writer),
         ("planner", planner),
@@ -96,8 +93,9 @@ def async_save(
     }
     if (sliced := slices_in(named)) is not None:
         raise StateError(
-            f"{sliced} is slices of a larger tensor (CheckpointableTensor). Nothing was saved. Save it by "
-            "torch.distributed.checkpoint.save with flashckpt.dcp.Writer and SavePlanner.",
+            f"{sliced} has slices of a larger tensor (CheckpointableTensor), which flashckpt.dcp.save does "
+            "not support. Nothing was saved. Save it by torch.distributed.checkpoint.save with "
+            "flashckpt.dcp.Writer and SavePlanner.",
             location=sliced,
         )
     return _Attached.to(checkpoint_id, named).save(named)
@@ -113,13 +111,13 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
 ) -> None:
-    """Load into a state_dict, in place, from any run of this library or a folder that `Writer` wrote.
+    """Load into a state_dict, in place, from a run or from a folder that `Writer` wrote.
 
-    Tensors are filled where they are, each rank's own part; other values are replaced; objects with
-    load_state_dict are given theirs. step: of a run, which one; None takes the newest, the same on all
-    ranks. Only names that are in `state_dict` are read.
+    Fills each rank's part of the tensors in place, replaces other values, and calls load_state_dict of
+    objects that have it. step: number of a run's step; None takes the newest, the same on all ranks. Reads
+    only names that are in `state_dict`.
 
-    Raises MismatchError and DamagedError before anything of this rank is changed, NoSuchStepError, RunError,
+    Raises MismatchError and DamagedError before it changes anything on this rank, NoSuchStepError, RunError,
     OptionError.
     """
     for name, value in (("storage_reader", storage_reader), ("planner", planner)):
@@ -136,52 +134,52 @@ def load(
                 process_group=process_group,
                 no_dist=no_dist,
             )
-    except CheckpointException as error:  # a BaseException: `except Exception` of a program would not see it
-        raise (reader.refusal or _own(error)) from error
+    except CheckpointException as error:  # a BaseException, which a program's `except Exception` would miss
+        raise (reader.refusal or _unwrapped(error)) from error
 
 
 def close() -> None:
-    """Let go of the run that saves have attached, once its last save is committed: another process may then
-    save to it. The next save attaches again. Raises PersistError."""
+    """Wait until the last save is committed, then release the run, so that another process may save to it.
+    The next save attaches again. Raises PersistError."""
     _Attached.close()
 
 
 def _refuse(name: str, value: object, instead: str) -> None:
     if value is not None:
         raise OptionError(
-            f"{name}={type(value).__name__}: flashckpt.dcp has its own, and a checkpoint of it holds no "
-            f"pickle. Nothing was done. Leave {name} out, or call {instead}."
+            f"{name}={type(value).__name__}: flashckpt.dcp always uses its own, which writes no pickle. "
+            f"Nothing was done. Leave {name} out, or call {instead}."
         )
 
 
 def _check_ranks(process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
     """Raise OptionError unless all ranks of the job save together."""
-    is_there = dist.is_available() and dist.is_initialized()
-    world = max(Environment.read().world, dist.get_world_size() if is_there else 1)
-    part = no_dist or (process_group is not None and dist.get_world_size(process_group) < world)
-    if part and world > 1:
-        said = "no_dist=True" if no_dist else "a process_group of fewer ranks"
+    has_group = dist.is_available() and dist.is_initialized()
+    world = max(Environment.read().world, dist.get_world_size() if has_group else 1)
+    is_partial = no_dist or (process_group is not None and dist.get_world_size(process_group) < world)
+    if is_partial and world > 1:
+        option = "no_dist=True" if no_dist else "a process_group of fewer ranks"
         raise OptionError(
-            f"{said} in a job of {world} ranks: a step of a run has the state of all of them. Nothing was "
+            f"{option} in a job of {world} ranks: a step of a run has the state of all ranks. Nothing was "
             "saved. Call save on all ranks, or torch.distributed.checkpoint.save with "
             "flashckpt.dcp.Writer and SavePlanner."
         )
 
 
-def _own(error: CheckpointException) -> Exception:
-    """The error behind torch's: of several ranks one of this library's, if there is one."""
+def _unwrapped(error: CheckpointException) -> Exception:
+    """The error inside torch's error; among several ranks' errors, preferably one of this library."""
     found = [failure for failure, _ in error.failures.values()]
     for each in found:
         if isinstance(each, FlashckptError):
             return each
     return RunError(
-        f"The checkpoint could not be loaded: {found[0] if found else error}. The state_dict may be filled "
-        "in part: do not train on with it. Load again, or load another checkpoint."
+        f"The checkpoint could not be loaded: {found[0] if found else error}. The state_dict may be partly "
+        "filled: do not train with it. Load again, or load another checkpoint."
     )
 
 
-class _Held:
-    """What the run's one part is: the state_dict of the newest save. Nothing is ever loaded into it."""
+class _StateDictPart:
+    """The run's only part: the state_dict of the newest save. Nothing is ever loaded into it."""
 
     def __init__(self, named: dict[str, Any]) -> None:
         self.named = named
@@ -190,41 +188,41 @@ class _Held:
         return self.named
 
     def load_state_dict(self, state: object) -> None:
-        raise AssertionError("a run that is attached to add steps restores nothing")
+        raise AssertionError("a run attached to append steps restores nothing")
 
 
 class _Attached:
-    """The run that saves go to, attached."""
+    """The attached run to which this process saves."""
 
     current: _Attached | None = None
 
     def __init__(self, path: Path, url: str, named: dict[str, Any]) -> None:
         self._url, self._process = url, os.getpid()
-        self._held = _Held(named)
-        self._run: Checkpointer = append(path, {PART: self._held})
+        self._part = _StateDictPart(named)
+        self._run: Checkpointer = append(path, {PART: self._part})
         self._waits = ThreadPoolExecutor(1, thread_name_prefix="flashckpt-dcp")
         self._newest: Future[int] | None = None
 
     @classmethod
     def to(cls, path: Path, named: dict[str, Any]) -> _Attached:
-        """The run at `path`, attached; another one that was is let go first."""
+        """Return the attached run at `path`; attach it if necessary, after releasing another run."""
         url, current = open_store(path).url, cls.current
         if current is not None and current._process != os.getpid():
-            current = cls.current = None  # a forked child: the run is its parent's
+            current = cls.current = None  # in a forked child, the run belongs to the parent
         if current is not None and current._url != url:
             cls.close()
             current = None
         if current is None:
             if open_store(path).exists(METADATA):
                 raise OptionError(
-                    f"{url} holds a checkpoint of flashckpt.dcp.Writer, which a load would find before any "
-                    "run there. Nothing was saved. Name another folder, or save by Writer."
+                    f"{url} has a checkpoint of flashckpt.dcp.Writer, which a load would prefer to a run in "
+                    "the same folder. Nothing was saved. Name another folder, or save by Writer."
                 )
             current = cls.current = cls(path, url, named)
         return current
 
     def save(self, named: dict[str, Any]) -> Future[int]:
-        self._held.named = named
+        self._part.named = named
         committed, step = saved_now(self._run), self._run.completed
 
         def wait() -> int:
@@ -236,7 +234,8 @@ class _Attached:
 
     @classmethod
     def settle(cls, path: Path) -> None:
-        """Wait for this process's save to a run before that is read. Its future raises its failure."""
+        """Wait for this process's save to a run before the run is read. The save's future raises its
+        failure."""
         current = cls.current
         if current is not None and current._newest is not None and current._url == open_store(path).url:
             current._newest.exception()
@@ -246,12 +245,12 @@ class _Attached:
         current, cls.current = cls.current, None
         if current is None or current._process != os.getpid():
             return
-        current._waits.shutdown()  # first: closing unmaps what a wait reads
+        current._waits.shutdown()  # first, since closing unmaps memory that a wait reads
         current._run.close()
 
 
 def _at_exit() -> None:
-    """Let go in order: the keeper would take the end for a death and hold the memory for a restart."""
+    """Close at exit: otherwise the keeper treats the end as a death and holds the memory for a restart."""
     with contextlib.suppress(KeyboardInterrupt):
         try:
             close()

@@ -1,15 +1,16 @@
-"""The StorageReader: a folder that a Writer wrote, or any run of this library.
+"""The StorageReader for a folder that a Writer wrote, or for any run of this library.
 
-Owns what of them is which, and that nothing of a rank's state changes before all that it reads is verified.
+Owns how these are distinguished. Verifies all that a rank reads before it changes the rank's state.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -24,40 +25,45 @@ from torch.distributed.checkpoint.planner import LoadPlanner as AnyPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from flashckpt.dcp import folder
-from flashckpt.dcp.folder import Images
+from flashckpt.commit.lineage import resolve
 from flashckpt.dcp.planners import LoadPlanner
-from flashckpt.dcp.step_items import StepItems
-from flashckpt.errors import FlashckptError, OptionError, RunError
-from flashckpt.format.typed import decode_json
-from flashckpt.restore.step_leaves import BoxRegion
+from flashckpt.dcp.writer import METADATA, Images, files_in, read_metadata
+from flashckpt.errors import DamagedError, FlashckptError, OptionError, RunError
+from flashckpt.format.layout import Leaf
+from flashckpt.format.typed import Hole, LeafRef, children, decode_json
+from flashckpt.restore.merged_state import SavedRank, SavedState
+from flashckpt.restore.snapshot import leaf_view
+from flashckpt.restore.step_tensors import TensorSlice, full_names, short_names
+from flashckpt.restore.whole_tensors import WholeTensors
+from flashckpt.state.leaves import is_stored, leaf_names, value_of
 from flashckpt.state.tensors import TORCH_DTYPES, fill
+from flashckpt.state.values import join, rebuild, references
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 
 
 class Source(Protocol):
-    """An open checkpoint. `identity`: equal on all ranks that read the same one."""
+    """An open checkpoint. `identity`: equal on all ranks that read the same checkpoint."""
 
     identity: str
 
     def metadata(self) -> Metadata: ...
 
     def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
-        """The tensors that items ask for, in their order. What the first one needs, and all others, is
-        verified before it is given. Raises DamagedError."""
+        """Yield the tensors of the items, in order. Verify all of them before yielding the first. Raises
+        DamagedError."""
 
     def value(self, fqn: str) -> Any:
-        """A value that is no tensor, verified. Raises DamagedError."""
+        """Return a verified value that is not a tensor. Raises DamagedError."""
 
 
 class Reader(StorageReader):
-    """Reads what a Writer wrote, and every run of this library: its names are those that state_dict() has,
-    below the names that the run's script gave (model.…, optimizer.…). For `load` of
-    torch.distributed.checkpoint, with `planner=flashckpt.dcp.LoadPlanner()`.
+    """Reads checkpoints of a Writer, and runs. Names in a run are those of state_dict(), below the names that
+    the training script gave (model.…, optimizer.…). For `load` of torch.distributed.checkpoint, with
+    `planner=flashckpt.dcp.LoadPlanner()`.
 
-    step: of a run, which of its steps; None takes the newest. Raises DamagedError before anything is loaded
-    on this rank, NoSuchStepError, RunError, OptionError.
+    step: number of a run's step; None takes the newest. Raises DamagedError before anything is loaded on this
+    rank, NoSuchStepError, RunError, OptionError.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, step: int | None = None) -> None:
@@ -69,7 +75,7 @@ class Reader(StorageReader):
         if checkpoint_id is not None:
             self.path = os.fspath(checkpoint_id)
 
-    # No parameter may be called `kwargs`: DCP would then ask for a metadata file of each rank.
+    # No parameter may be named `kwargs`: DCP would then ask for a metadata file of each rank.
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         if self.path is None:
             raise OptionError(
@@ -78,12 +84,12 @@ class Reader(StorageReader):
         try:
             self._source = _source(open_store(self.path), self.step)
         except FlashckptError as error:
-            self.refusal = error  # torch hands on its text alone
+            self.refusal = error  # torch passes on only its text
             raise
         return replace(self._source.metadata(), storage_meta=StorageMeta(checkpoint_id=self.path))
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **_: Any) -> None:
-        """`read_metadata` has opened what is read."""
+        """Do nothing: `read_metadata` has opened the checkpoint."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return replace(plan, storage_data=self._opened.identity)
@@ -92,9 +98,9 @@ class Reader(StorageReader):
         found = sorted({str(plan.storage_data) for plan in plans})
         if len(found) > 1:
             raise RunError(
-                f"{self.path}: ranks found different checkpoints ({', '.join(found[:3])}): a save was "
-                "committed while they began to read. Nothing was loaded. Load again, or name the step of "
-                "a run: Reader(path, step=…).",
+                f"{self.path}: ranks found different checkpoints ({', '.join(found[:3])}), because a save "
+                "was committed while they started to read. Nothing was loaded. Load again, or name the step "
+                "of a run: Reader(path, step=…).",
                 path=self.path,
             )
         return plans
@@ -105,7 +111,7 @@ class Reader(StorageReader):
         if values and not isinstance(planner, LoadPlanner):
             raise OptionError(
                 f"flashckpt.dcp.Reader got a {type(planner).__name__}, which unpickles every value that is "
-                "no tensor. Nothing was loaded. Pass planner=flashckpt.dcp.LoadPlanner()."
+                "not a tensor. Nothing was loaded. Pass planner=flashckpt.dcp.LoadPlanner()."
             )
         found = [source.value(item.storage_index.fqn) for item in values]
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
@@ -133,24 +139,24 @@ class Reader(StorageReader):
 
 
 def _source(store: Store, step: int | None) -> Source:
-    if step is None and store.exists(folder.METADATA):
-        return _Folder(store)
+    if step is None and store.exists(METADATA):
+        return _WriterFolder(store)
     if store.exists(".metadata"):
         raise RunError(
-            f"{store.url} is a checkpoint of torch's own FileSystemWriter, with pickles in it. Nothing was "
+            f"{store.url} is a checkpoint of torch's FileSystemWriter and contains pickles. Nothing was "
             "loaded. Load it with torch's FileSystemReader, or convert it: `flashckpt import`.",
             path=store.url,
         )
-    if step is None and folder.files_in(store):
-        folder.read(store)  # which says that no save was completed
-    return _Step(StepItems(store, step))
+    if step is None and files_in(store):
+        read_metadata(store)  # raises the error that no save was completed
+    return _Step(store, step)
 
 
-class _Folder:
-    """What a Writer wrote."""
+class _WriterFolder:
+    """A checkpoint that a Writer wrote."""
 
     def __init__(self, store: Store) -> None:
-        self._saved, self._images = folder.read(store), Images(store)
+        self._saved, self._images = read_metadata(store), Images(store)
         self.identity = min(self._saved.files, default="")
 
     def metadata(self) -> Metadata:
@@ -162,7 +168,7 @@ class _Folder:
         return Metadata(state_dict_metadata={**tensors, **values}, planner_data=dict(self._saved.paths))
 
     def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
-        chunks = [self._chunk(item) for item in items]  # all verified before the first is used
+        chunks = [self._chunk(item) for item in items]  # verify all before the first is used
         for item, chunk in zip(items, chunks, strict=True):
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 chunk = chunk.narrow(dim, start, length)
@@ -180,35 +186,194 @@ class _Folder:
         return decode_json(self._images.data(self._saved.values[fqn]))
 
 
-class _Step:
-    """A committed step of a run."""
-
-    def __init__(self, items: StepItems) -> None:
-        self._items, self.identity = items, items.identity
-
-    def metadata(self) -> Metadata:
-        tensors: Mapping[str, Any] = {
-            fqn: _tensor(leaf.dtype, leaf.shape, [((0,) * len(leaf.shape), leaf.shape)])
-            for fqn, leaf in self._items.tensors.items()
-        }
-        values = dict.fromkeys(self._items.values, BytesStorageMetadata())
-        return Metadata(state_dict_metadata={**tensors, **values}, planner_data=self._items.paths)
-
-    def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
-        yield from self._items.read(
-            [
-                (item.storage_index.fqn, BoxRegion(tuple(item.storage_offsets), tuple(item.lengths)))
-                for item in items
-            ]
-        )
-
-    def value(self, fqn: str) -> Any:
-        return self._items.value(fqn)
-
-
 def _tensor(dtype: str, shape: tuple[int, ...], chunks: list[Any]) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
         size=Size(shape),
         chunks=[ChunkStorageMetadata(offsets=Size(at), sizes=Size(sizes)) for at, sizes in chunks],
     )
+
+
+# Steps of a run
+
+
+PART = "state_dict"
+"""The name of the one part of a run that `flashckpt.dcp.save` makes."""
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value that is not a tensor. `name`: its place, the prefix of the names of its leaves."""
+
+    value: Any
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module over all ranks: its extra state by name, and the leaves that its state_dict leaves out."""
+
+    extra: dict[str, Any] = field(default_factory=dict)
+    left_out: set[str] = field(default_factory=set)
+
+
+class _Step:
+    """A committed step of a run as the items of a state_dict. `tensors`, `values`: by name. `paths`: position
+    of each in the nested state_dict.
+
+    Names are those of each part's `state_dict()` below the part's name; for an optimizer those of torch's
+    `get_optimizer_state_dict`, by the names of parameters. Items of a run that `flashckpt.dcp.save` made have
+    no part's name. Tensors are assembled from all ranks; where ranks differ, rank 0's are taken.
+    """
+
+    def __init__(self, store: Store, step: int | None) -> None:
+        """step: None takes the newest. Raises NoSuchStepError, RunError, DamagedError, MismatchError."""
+        record = resolve(store, step)
+        self.identity = str(record.name)
+        self._url, self._step = store.url, record.step
+        self._whole = WholeTensors(record)
+        self._leaves = {name: leaf for leaf in self._whole.leaves for name in (leaf.name, *leaf.aliases)}
+        self.tensors: dict[str, Leaf] = {}
+        self.values: dict[str, _Value] = {}
+        self.paths: dict[str, Path] = {}
+        modules: dict[str, _Module] = {}
+        try:
+            for number in sorted(each.rank for part in record.parts for each in part.ranks):
+                each = record.rank(number)
+                self._add_rank(SavedRank(number, each.values, full_names(each)), modules)
+            for name, module in modules.items():
+                self._add_module(name, module)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
+            raise DamagedError(
+                f"The values of step {record.step} of {store.url} do not have the form they were written in "
+                f"({error!r}). Nothing was loaded. Load another step.",
+                step=record.step,
+                path=store.url,
+            ) from error
+
+    def _add_rank(self, rank: SavedRank, modules: dict[str, _Module]) -> None:
+        """Add the items that no earlier rank has. Of modules, add only what is in no leaf."""
+        for name, entry in rank.entries.items():
+            if entry["kind"] == "module":
+                module = modules.setdefault(name, _Module())
+                module.left_out.update(entry.get("transient", ()))
+                for place, value in entry.get("extra", {}).items():
+                    module.extra.setdefault(join(place, "_extra_state"), value)
+            elif entry["kind"] == "optimizer":
+                self._add_optimizer(name, entry, rank)
+            else:
+                path: Path = () if name == PART and len(rank.entries) == 1 else (name,)
+                self._add(path, name, entry["state"])
+
+    def _add_module(self, name: str, module: _Module) -> None:
+        for place, value in module.extra.items():
+            self._add((name, place[len(name) + 1 :]), place, value)
+            module.left_out.update(
+                leaf for at, ref in references(value, place) for leaf in leaf_names(at, ref)
+            )
+        for leaf in self._leaves:
+            if leaf.startswith(f"{name}.") and leaf not in module.left_out:
+                self._add_tensor((name, leaf[len(name) + 1 :]), leaf)
+
+    def _add_optimizer(self, name: str, entry: Mapping[str, Any], rank: SavedRank) -> None:
+        short = short_names(name, entry["params"], rank.entries)
+        for (optimizer, full), state in rank.states.items():
+            if optimizer == name:
+                self._add((name, "state", short[full]), state.prefix, _filled(state), rank.renamed)
+        for number, (options, names) in enumerate(zip(entry["groups"], entry["params"], strict=True)):
+            path: Path = (name, "param_groups", number)
+            for key, option in options.items():
+                self._add((*path, key), f"{name}.groups.{number}.{key}", option)
+            self._add((*path, "params"), "", [short[full] for full in names])
+
+    def _add(self, path: Path, name: str, value: Any, renamed: Mapping[str, str] | None = None) -> None:
+        """Add a value as torch flattens it: dicts by key, and lists if an item is a tensor or has items
+        itself."""
+        if type(value) is LeafRef and not is_stored(value):
+            leaf_name = name if name in self._leaves else (renamed or {}).get(name, name)
+            if leaf_name in self._leaves:  # torch has no item for a tensor subclass of several leaves
+                self._add_tensor(path, leaf_name)
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                self._add((*path, str(key)), join(name, key), item, renamed)
+        elif _is_open(value):
+            for index, item in enumerate(value):
+                self._add((*path, index), join(name, index), item, renamed)
+        else:
+            self.values.setdefault(self._named(path), _Value(value, name))
+
+    def _add_tensor(self, path: Path, leaf_name: str) -> None:
+        self.tensors.setdefault(self._named(path), self._leaves[leaf_name])
+
+    def _named(self, path: Path) -> str:
+        fqn = ".".join(map(str, path))
+        self.paths.setdefault(fqn, path)
+        return fqn
+
+    def metadata(self) -> Metadata:
+        tensors: Mapping[str, Any] = {
+            fqn: _tensor(leaf.dtype, leaf.shape, [((0,) * len(leaf.shape), leaf.shape)])
+            for fqn, leaf in self.tensors.items()
+        }
+        values = dict.fromkeys(self.values, BytesStorageMetadata())
+        return Metadata(state_dict_metadata={**tensors, **values}, planner_data=self.paths)
+
+    def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
+        wanted = [
+            (
+                self.tensors[item.storage_index.fqn],
+                TensorSlice(tuple(item.storage_offsets), tuple(item.lengths)),
+            )
+            for item in items
+        ]
+        try:
+            slices = self._whole.slices(wanted, torch.get_num_threads())
+        except FileNotFoundError as error:
+            raise DamagedError(
+                f"{self._url}: a file of step {self._step} does not exist. Nothing was loaded. The run's job "
+                "may have deleted the step during the load: load again.",
+                step=self._step,
+                path=self._url,
+            ) from error
+        for data, leaf in slices:
+            yield leaf_view(data, leaf, 0)
+
+    def value(self, fqn: str) -> Any:
+        """Return a value that is not a tensor; tensors inside of it are on the CPU."""
+        entry = self.values[fqn]
+        return self._made(entry.value, entry.name)
+
+    def _made(self, value: Any, name: str) -> Any:
+        if type(value) is LeafRef:
+            leaf = self._leaves[name]
+            [(data, _)] = self._whole.slices([(leaf, TensorSlice.of(leaf))], 1)
+            tensor = leaf_view(data, leaf, 0)
+            return value_of(value.about, tensor) if is_stored(value) else tensor
+        items = list(children(value))
+        made = [(key, self._made(item, join(name, key))) for key, item in items]
+        return (
+            value if all(a is b for (_, a), (_, b) in zip(items, made, strict=True)) else rebuild(value, made)
+        )
+
+
+def _is_open(value: Any) -> bool:
+    """Whether torch flattens a list."""
+    return type(value) is list and any(
+        (type(item) is LeafRef and not is_stored(item)) or isinstance(item, Mapping) or _is_open(item)
+        for item in value
+    )
+
+
+def _filled(state: SavedState) -> Any:
+    """The state of one parameter, with its own values in the holes of the shared schema."""
+    own = iter(state.scalars)
+
+    def filled(value: Any) -> Any:
+        if type(value) is Hole:
+            return next(own)
+        items = list(children(value))
+        return rebuild(value, [(key, filled(item)) for key, item in items]) if items else value
+
+    return filled(state.schema)

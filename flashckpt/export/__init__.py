@@ -1,1 +1,1 @@
-"""Taking a step's tensors out of a run, into files that other programs read. Never writes into a run."""
+"""Exports a step's tensors to files for other programs. Never writes into a run."""

@@ -1,36 +1,217 @@
-"""Writers of tensor files and folders for other programs: safetensors, `torch.save`, torch's DCP.
+"""The tensors of an export (which ones, their names, their verified bytes in pieces), and the writers for
+other programs: safetensors, `torch.save`, torch's DCP. Needs torch only for the latter two and to change a
+dtype.
 
-In a safetensors file a tensor that has several names is stored once: the other names are in its metadata. A
-dtype that safetensors does not have is stored as bytes, and named there. `torch.save` and DCP write a pickle,
-because these formats contain one; flashckpt never reads one back.
+A safetensors file has a tensor with several names once; its metadata lists the other names. A dtype that
+safetensors lacks is stored as bytes, and the metadata names it. `torch.save` and DCP write a pickle, because
+these formats contain one; flashckpt never unpickles it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import os
+import tempfile
+import threading
 import warnings
+from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
+from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
-from flashckpt.export.selection import SelectedLeaf
-from flashckpt.format.layout import DTYPES
+from flashckpt.errors import NoSuchStepError, OptionError
+from flashckpt.format.layout import DTYPES, Leaf, header_bytes
+from flashckpt.restore.step_tensors import Parts, Piece, StepFile, TensorSlice, entry_of, transient_names
+from flashckpt.restore.whole_tensors import WholeTensors, pieces
+from flashckpt.store.base import Store
+from flashckpt.store.read_plan import damaged
+
+if TYPE_CHECKING:
+    import torch
+
+# Dtypes that a cast reads and writes. A float8 tensor has a separate scale, so a cast would change its value.
+CASTABLE = ("bfloat16", "float16", "float32", "float64")
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedLeaf:
+    """One tensor to export. `leaf`: names, dtype and shape in the export. `stored`: those in the step, which
+    holds the tensor as `parts`. `place`: sort key for the fastest reading order."""
+
+    leaf: Leaf
+    stored: Leaf
+    parts: Parts
+    place: tuple[str, int]
+
+    def of_piece(self, piece: memoryview) -> memoryview:
+        """Convert a stored piece to exported bytes."""
+        if self.leaf.dtype == self.stored.dtype or not piece:
+            return piece
+        import torch
+
+        before, after = getattr(torch, self.stored.dtype), getattr(torch, self.leaf.dtype)
+        values = torch.frombuffer(piece, dtype=before).to(after)
+        return memoryview(values.view(torch.uint8).numpy().data)
+
+
+def pieces_of(store: Store, leaves: Sequence[SelectedLeaf]) -> Iterator[memoryview]:
+    """Yield the bytes of these leaves in order, each row-major. Each piece is verified by chunk checksums
+    first. After the last piece, raises DamagedError if a digest does not match."""
+    for index, piece in pieces(store, [(each.stored, each.parts) for each in leaves], _THREADS):
+        yield leaves[index].of_piece(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The names of an export. only: parts of the state or leaves, all if empty. prefix: removed from each
+    name, for example "model." if the export has one module. excluded: leaves that are not exported."""
+
+    only: tuple[str, ...] = ()
+    prefix: str = ""
+    excluded: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, record: StepRecord, only: Sequence[str]) -> Names:
+        """The names for `only`. If `only` is one module or a part of one, names are those of its state_dict.
+        Excludes buffers that are not persistent, unless `only` names them, and tensors inside a module's
+        extra state, which have no names in a file of tensors."""
+        excluded = transient_names(record) - set(only)
+        if len(only) != 1:
+            return cls(tuple(only), excluded=excluded)
+        _, entry = entry_of(record, 0, only[0])
+        if entry.get("kind") != "module":
+            return cls(tuple(only), excluded=excluded)
+        inside = tuple(f"{path}._extra_state{mark}" for path in entry.get("extra", {}) for mark in ".[")
+        return cls(tuple(only), f"{only[0]}.", excluded | _Within(inside).names(record))
+
+    def of_leaf(self, leaf: Leaf) -> Leaf | None:
+        """The leaf with its exported names, or None if no name is exported."""
+        names = [name for name in (leaf.name, *leaf.aliases) if self._has(name)]
+        if not names:
+            return None
+        names = [name if name in self.only else name.removeprefix(self.prefix) for name in names]
+        return replace(leaf, name=names[0], aliases=tuple(names[1:]), box=None, offset=-1)
+
+    def _has(self, name: str) -> bool:
+        if name in self.excluded:
+            return False
+        return not self.only or any(name == each or name.startswith(f"{each}.") for each in self.only)
+
+
+@dataclass(frozen=True, slots=True)
+class _Within:
+    prefixes: tuple[str, ...]
+
+    def names(self, record: StepRecord) -> frozenset[str]:
+        """Names of leaves of a step that begin with one of the prefixes."""
+        if not self.prefixes:
+            return frozenset()
+        leaves = (leaf for part in record.parts for rank in part.ranks for _, leaf, _ in rank.counted())
+        return frozenset(
+            n for leaf in leaves for n in (leaf.name, *leaf.aliases) if n.startswith(self.prefixes)
+        )
+
+
+def select(record: StepRecord, only: Sequence[str], dtype: str | None) -> list[SelectedLeaf]:
+    """Select whole tensors of a step. Raises NoSuchStepError if no tensor has such a name."""
+    names = Names.of(record, only)
+    return _stored(record, 0, names, dtype) if record.world == 1 else _assembled(record, names, dtype)
+
+
+def select_rank(record: StepRecord, rank: int, only: Sequence[str], dtype: str | None) -> list[SelectedLeaf]:
+    """Select the leaves in the files of one rank, as stored."""
+    return _stored(record, rank, Names(tuple(only)), dtype)
+
+
+def dtype_name(dtype: object) -> str:
+    """The name of a floating-point dtype given as text ("bf16", "torch.bfloat16") or as torch.dtype. Raises
+    OptionError for others."""
+    text = str(dtype).removeprefix("torch.")
+    name = _SHORT.get(text, text)
+    if name not in CASTABLE:
+        raise OptionError(
+            f"dtype={dtype!r} is not supported. Nothing was written. Give one of {', '.join(CASTABLE)}."
+        )
+    return name
+
+
+def only_module(record: StepRecord, only: Sequence[str], format: str) -> str:
+    """The name of the exported module: the one in `only`, or the only module of the state."""
+    value, entry = entry_of(record, 0, only[0] if only else "")
+    modules: list[str] = [name for name, each in value["entries"].items() if each["kind"] == "module"]
+    if len(only) == 1 and entry.get("kind") == "module":
+        return only[0]
+    if not only and len(modules) == 1:
+        return modules[0]
+    raise OptionError(
+        f"format={format!r} exports one module, and step {record.step} has {', '.join(modules) or 'none'}. "
+        "Nothing was written. Name one of them with --only."
+    )
+
+
+def _stored(record: StepRecord, rank: int, names: Names, dtype: str | None) -> list[SelectedLeaf]:
+    files = {contents.shard.file: StepFile(path, contents) for path, contents in record.files(rank)}
+    found, leaves = list[SelectedLeaf](), list[Leaf]()
+    for file, leaf, digest in record.rank(rank).counted():
+        leaves.append(leaf)
+        if (exported := names.of_leaf(leaf)) is not None:
+            # As stored: of a sliced tensor, only the slice.
+            stored = replace(leaf, box=None)
+            piece = Piece(TensorSlice.of(stored), rank, files[file], leaf, digest)
+            place = file, leaf.offset
+            found.append(SelectedLeaf(_cast(exported, dtype), stored, [(piece, piece.region)], place))
+    return found or _refuse(record, names.only, leaves)
+
+
+def _assembled(record: StepRecord, names: Names, dtype: str | None) -> list[SelectedLeaf]:
+    tensors = WholeTensors(record)
+    pairs = [(names.of_leaf(leaf), leaf) for leaf in tensors.leaves]
+    found = [
+        SelectedLeaf(_cast(exported, dtype), leaf, tensors.parts(leaf), (leaf.name, 0))
+        for exported, leaf in pairs
+        if exported is not None
+    ]
+    return found or _refuse(record, names.only, tensors.leaves)
+
+
+def _cast(leaf: Leaf, dtype: str | None) -> Leaf:
+    return replace(leaf, dtype=dtype) if dtype is not None and leaf.dtype in CASTABLE else leaf
+
+
+def _refuse(record: StepRecord, only: Sequence[str], leaves: Iterable[Leaf]) -> list[SelectedLeaf]:
+    names = sorted({leaf.name.partition(".")[0] for leaf in leaves})
+    raise NoSuchStepError(
+        f"step {record.step} has no leaf under {' or '.join(only) or 'any name'}. Nothing was written. "
+        f"It has: {', '.join(names)}.",
+        step=record.step,
+    )
+
+
+# Writers
+
 
 Progress = Callable[[int, int], None]
 INDEX = "model.safetensors.index.json"
 _ALIGNMENT = 8
-# Pieces (chunks of 4 MiB, or 8 to 64 MiB of an assembled tensor) that are read before they are written.
-_AHEAD = 2
+# Pieces to read ahead of writing. A piece is part of one tensor and has up to 24 MiB, or 64 MiB for a tensor
+# that ranks have in columns.
+_READ_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """What is exported of a step. `rank` is the rank whose files these leaves are from, or whose values count
-    where ranks differ. `folder`: where temporary files may be written, beside the destination."""
+    """The exported part of a step. `rank`: the rank whose files have these leaves, or whose values are used
+    where ranks differ. `folder`: place for temporary files, beside the destination."""
 
     record: StepRecord
     leaves: Sequence[SelectedLeaf]
@@ -44,19 +225,19 @@ class Selected:
 
 
 def write_safetensors(path: str, selected: Selected) -> None:
-    """Write one file, a few pieces in memory at a time. DamagedError where a leaf is not what was
-    captured."""
+    """Write one file, with a few pieces in memory at a time. Raises DamagedError if a leaf differs from its
+    capture."""
     with open(path, "xb", buffering=0) as file:
         write_image(file.fileno(), selected)
 
 
 def write_image(file: int, selected: Selected, done: int = 0, total: int | None = None) -> int:
-    """Write a safetensors file to a descriptor. Returns where its data begins."""
+    """Write a safetensors file to a descriptor. Return the offset of its data."""
     ordered = in_file_order(selected.leaves)
     header = _header(selected, ordered)
     _write_all(file, memoryview(header))
     total = selected.num_bytes if total is None else total
-    with closing(read_ahead(piece for each in ordered for piece in each.pieces())) as pieces:
+    with closing(read_ahead(pieces_of(selected.record.store, ordered))) as pieces:
         for piece in pieces:
             _write_all(file, piece)
             done += len(piece)
@@ -65,8 +246,8 @@ def write_image(file: int, selected: Selected, done: int = 0, total: int | None 
 
 
 def write_sharded(folder: str, selected: Selected, most_bytes: int) -> None:
-    """Write files of at most so many bytes of tensors (or of one tensor), and the index that transformers and
-    others read. One file has no index."""
+    """Write files with at most `most_bytes` of tensors each (or one larger tensor), and the index that
+    transformers and others read. A single file has no index."""
     os.mkdir(folder)
     shards = _shards(sorted(selected.leaves, key=lambda each: each.place), most_bytes)
     index, done, total = dict[str, str](), 0, selected.num_bytes
@@ -86,30 +267,27 @@ def write_sharded(folder: str, selected: Selected, most_bytes: int) -> None:
 
 
 def write_torch(path: str, selected: Selected) -> None:
-    """Write a file for `torch.load(weights_only=True)`. Tied names give one tensor, stored once."""
-    # Late: safetensors needs no torch, nor does a machine that only copies weights.
+    """Write a file for `torch.load(weights_only=True)`. Tied names share one stored tensor."""
+    # Late import: an export to safetensors works without torch.
     import torch
 
-    from flashckpt.export.mapped import mapped_tensors
-
-    # By a file object: with a path, a full disk is a RuntimeError without errno.
+    # Pass a file object: with a path, a full disk raises RuntimeError without errno.
     with mapped_tensors(selected) as tensors, open(path, "xb") as file:
         torch.save(tensors, file)
 
 
 def write_dcp(folder: str, selected: Selected) -> None:
-    """Write a folder for `torch.distributed.checkpoint.load`, by torch's own writer in this process alone."""
+    """Write a folder for `torch.distributed.checkpoint.load`, by torch's own writer in this process."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
-
-    from flashckpt.export.mapped import mapped_tensors
 
     try:
         with mapped_tensors(selected) as tensors, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")
             save(tensors, checkpoint_id=folder, no_dist=True)
     except CheckpointException as error:
-        # A BaseException around torch's own error around that of the disk, which is what a caller handles.
+        # Unwrap: callers handle the disk's OSError, which torch wraps twice, the second time in a
+        # BaseException.
         first = next(iter(error.failures.values()))[0]
         cause: BaseException | None = first
         while cause is not None and not isinstance(cause, OSError):
@@ -118,53 +296,42 @@ def write_dcp(folder: str, selected: Selected) -> None:
 
 
 def in_file_order(leaves: Sequence[SelectedLeaf]) -> list[SelectedLeaf]:
-    """Leaves as a safetensors file has them: each at a multiple of its dtype's size."""
+    """Order leaves as in a safetensors file: each starts at a multiple of its dtype's size."""
     return sorted(leaves, key=lambda each: (-DTYPES[each.leaf.dtype][0], each.place))
 
 
 def _shards(leaves: Sequence[SelectedLeaf], most_bytes: int) -> list[list[SelectedLeaf]]:
     shards: list[list[SelectedLeaf]] = []
-    held = 0
+    shard_bytes = 0
     for each in leaves:
-        if not shards or (held and held + each.leaf.num_bytes > most_bytes):
+        if not shards or (shard_bytes and shard_bytes + each.leaf.num_bytes > most_bytes):
             shards.append([])
-            held = 0
+            shard_bytes = 0
         shards[-1].append(each)
-        held += each.leaf.num_bytes
+        shard_bytes += each.leaf.num_bytes
     return shards
 
 
 def _header(selected: Selected, ordered: Sequence[SelectedLeaf]) -> bytes:
     record = selected.record
     aliases = {alias: each.leaf.name for each in ordered for alias in each.leaf.aliases}
-    odd = {
+    other_dtypes = {
         each.leaf.name: {"dtype": each.leaf.dtype, "shape": list(each.leaf.shape)}
         for each in ordered
         if DTYPES[each.leaf.dtype][1] is None
     }
-    # Text to text is all that safetensors allows here.
-    table: dict[str, object] = {
-        "__metadata__": {
-            "format": "pt",
-            "flashckpt.step": str(record.step),
-            "flashckpt.attempt": str(record.attempt),
-            "flashckpt.rank": str(selected.rank),
-            "flashckpt.world": str(record.world),
-            "flashckpt.aliases": json.dumps(aliases),
-            "flashckpt.dtypes": json.dumps(odd),
-        }
+    metadata = {
+        "format": "pt",
+        "flashckpt.step": str(record.step),
+        "flashckpt.attempt": str(record.attempt),
+        "flashckpt.rank": str(selected.rank),
+        "flashckpt.world": str(record.world),
+        "flashckpt.aliases": json.dumps(aliases),
+        "flashckpt.dtypes": json.dumps(other_dtypes),
     }
-    offset = 0
-    for each in ordered:
-        leaf = each.leaf
-        stored = DTYPES[leaf.dtype][1]
-        shape = list(leaf.shape) if stored else [leaf.num_bytes]
-        end = offset + leaf.num_bytes
-        table[leaf.name] = {"dtype": stored or "U8", "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    length = -(-(8 + len(text)) // _ALIGNMENT) * _ALIGNMENT - 8
-    return length.to_bytes(8, "little") + text.ljust(length, b" ")
+    ends = accumulate(each.leaf.num_bytes for each in ordered)
+    placed = (replace(e.leaf, offset=end - e.leaf.num_bytes) for e, end in zip(ordered, ends, strict=True))
+    return header_bytes(placed, alignment=_ALIGNMENT, metadata=metadata)
 
 
 def _write_all(file: int, data: memoryview) -> None:
@@ -173,12 +340,118 @@ def _write_all(file: int, data: memoryview) -> None:
 
 
 def read_ahead(pieces: Iterator[memoryview]) -> Generator[memoryview]:
-    """The same pieces. A thread reads and verifies the next ones while the caller writes."""
+    """Yield the pieces. A thread reads and verifies the next ones while the caller writes."""
     with ThreadPoolExecutor(1, "flashckpt-export") as pool:
-        under_way = deque(pool.submit(next, pieces, None) for _ in range(_AHEAD))
+        under_way = deque(pool.submit(next, pieces, None) for _ in range(_READ_AHEAD))
         try:
             while (piece := under_way.popleft().result()) is not None:
                 under_way.append(pool.submit(next, pieces, None))
                 yield piece
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+# Mapped tensors, for writers that take torch tensors. Keeps anonymous memory bounded.
+
+# Native code reads a batch without the GIL, which safetensors holds while it writes a file.
+_BATCH_BYTES = 1 << 30
+
+
+@contextlib.contextmanager
+def mapped_tensors(selected: Selected) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the tensors by name; tied names share one tensor. If the run's files hold the exported bytes, map
+    these files and verify them in a thread, in the order of `selected`, while the block writes. Otherwise
+    verify the tensors, write them to an unnamed file beside the destination, and map that file.
+
+    Leaving the block raises DamagedError if a byte differs from the capture; the output of the block must not
+    be used then. Raises OSError for a full disk."""
+    stored = _in_files(selected)
+    if stored is None:
+        yield _by_name(_in_scratch_file(selected))
+    else:
+        with _verified(selected, stored):
+            yield _by_name([(each.leaf, tensor) for each, tensor in stored])
+
+
+def _by_name(pairs: Sequence[tuple[Leaf, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor for leaf, tensor in pairs for name in (leaf.name, *leaf.aliases)}
+
+
+def _in_files(selected: Selected) -> list[tuple[SelectedLeaf, torch.Tensor]] | None:
+    """Map the tensors from the run's files; return None if the files do not hold the exported bytes."""
+    own = {path for path, _ in selected.record.files(selected.rank)}
+    for each in selected.leaves:
+        is_one = len(each.parts) == 1 and each.parts[0][1] == TensorSlice.of(each.stored)
+        if not is_one or each.leaf.dtype != each.stored.dtype or each.parts[0][0].file.path not in own:
+            return None
+    from flashckpt.restore.loading import views_of_files
+
+    views = views_of_files(selected.record, selected.rank)
+    return None if views is None else [(each, views[each.parts[0][0].leaf.name]) for each in selected.leaves]
+
+
+@contextlib.contextmanager
+def _verified(selected: Selected, stored: Sequence[tuple[SelectedLeaf, torch.Tensor]]) -> Iterator[None]:
+    """Verify the mapped tensors in a thread, in this order, and wait for it at the end of the block. If the
+    block writes in the same order, the thread reads each tensor from the disk first."""
+    is_cancelled = threading.Event()
+
+    def verify() -> None:
+        done = 0
+        for batch in _batches(stored):
+            if is_cancelled.is_set():
+                return
+            for (leaf, _), digest in zip(batch, _digests([tensor for _, tensor in batch]), strict=True):
+                piece = leaf.parts[0][0]
+                if digest != piece.digest:
+                    why = f"{piece.leaf.name} differs from its capture"
+                    raise damaged(selected.record.store.url, piece.file.path, why)
+                done += leaf.leaf.num_bytes
+            selected.progress(done, selected.num_bytes)
+
+    with ThreadPoolExecutor(1, "flashckpt-verify") as pool:
+        verified = pool.submit(verify)
+        try:
+            yield
+            verified.result()
+        except BaseException:
+            is_cancelled.set()
+            raise
+
+
+def _batches(
+    stored: Sequence[tuple[SelectedLeaf, torch.Tensor]],
+) -> Iterator[list[tuple[SelectedLeaf, torch.Tensor]]]:
+    batch: list[tuple[SelectedLeaf, torch.Tensor]] = []
+    num_bytes = 0
+    for each in stored:
+        batch.append(each)
+        num_bytes += each[0].leaf.num_bytes
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> array[int]:
+    addresses = array("Q", [tensor.data_ptr() for tensor in tensors])
+    sizes = array("Q", [tensor.nbytes for tensor in tensors])
+    found = array("Q", bytes(8 * len(tensors)))
+    _native.digest_many(addresses, sizes, _native.address_of(found), _THREADS)
+    return found
+
+
+def _in_scratch_file(selected: Selected) -> Sequence[tuple[Leaf, torch.Tensor]]:
+    from flashckpt.restore.snapshot import leaf_view
+
+    # The file has no name, so its blocks are freed however this process ends.
+    with tempfile.TemporaryFile(dir=selected.folder, buffering=0) as file:
+        offset = write_image(file.fileno(), selected)
+        size = os.fstat(file.fileno()).st_size
+        image = memoryview(mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE))
+    found = []
+    for each in in_file_order(selected.leaves):
+        found.append((each.leaf, leaf_view(image, each.leaf, offset)))
+        offset += each.leaf.num_bytes
+    return found

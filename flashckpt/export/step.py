@@ -1,36 +1,43 @@
 """The export of a step. Owns the order: choose, read and verify while writing beside the destination, rename.
+Owns the temporary name, and the list of an exported folder's files.
 
-One file or folder with whole tensors, assembled from the ranks' pieces; or a folder with a file for each
+Writes a file or folder of whole tensors, assembled from the ranks' pieces, or a folder with a file for each
 rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import json
 import os
-import re
-from collections.abc import Callable, Sequence
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OptionError
-from flashckpt.export.destination import check_free, list_files, put_in_place, rank_file, write_list
 from flashckpt.export.formats import (
     Progress,
     Selected,
+    dtype_name,
+    only_module,
+    select,
+    select_rank,
     write_dcp,
     write_safetensors,
     write_sharded,
     write_torch,
 )
-from flashckpt.export.selection import dtype_name, only_module, select, select_rank
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.options import size_of
 from flashckpt.store.base import Store
 
 _FILES = {"safetensors": (write_safetensors, "safetensors"), "torch": (write_torch, "pt")}
 FORMATS = (*_FILES, "dcp", "hf")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 Writer = Callable[[str, Selected], None]
 """Writes a file or a folder at a path that does not exist yet."""
@@ -38,7 +45,7 @@ Writer = Callable[[str, Selected], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written: files (relative to `out` where that is a folder) with their bytes."""
+    """The result of an export. `files`: paths (relative to `out` if it is a folder) with their bytes."""
 
     run: str
     step: int
@@ -51,13 +58,13 @@ class Exported:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked for, but for the writer. one_module: export one module, the only one where `only` is
-    empty. is_folder: the writer makes a folder."""
+    """An export, except for its writer. one_module: export one module; if `only` is empty, the only one of
+    the state. is_folder: the writer makes a folder."""
 
     out: str
     format: str
     step: int | None = None
-    attempt: AttemptName | None = None
+    at: AttemptName | SnapshotId | None = None
     only: tuple[str, ...] = ()
     dtype: str | None = None
     one_module: bool = False
@@ -72,7 +79,7 @@ def export(
     *,
     format: str = "safetensors",
     step: int | None = None,
-    attempt: AttemptName | None = None,
+    at: AttemptName | SnapshotId | None = None,
     only: Sequence[str] = (),
     dtype: object | None = None,
     max_shard_size: int | str | None = None,
@@ -80,40 +87,42 @@ def export(
     force: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
-    """Write the tensors of a committed step (the one that a resume would take, if none is named) to `out`.
+    """Write the tensors of a committed step (by default, the step that a resume takes) to `out`.
 
     format: "safetensors", "torch" (a file for torch.load) or "dcp" (a folder for torch's DCP); for "hf" see
-    flashckpt.transformers.export. only: names of parts of the state, or of leaves; where that is one module,
-    names are as its state_dict has them. Buffers that are not persistent are left out. dtype: of
-    floating-point tensors in the export. max_shard_size: bytes, or text ("5GB", "2GiB"): a folder of
-    safetensors files of at most so much, with an index.
+    flashckpt.transformers.export. only: names of parts of the state, or of leaves; if it is one module, names
+    are those of its state_dict. Buffers that are not persistent are left out. dtype: of floating-point
+    tensors in the export. max_shard_size: bytes, or text ("5GB", "2GiB"): write a folder of safetensors files
+    of at most this size, with an index.
 
-    Of a step of several ranks each tensor is whole, and those that differ from rank to rank (buffers,
-    counters) are rank 0's. by_rank: a folder instead, with a file for each rank's own files, pieces and names
-    as stored.
+    Tensors of several ranks are assembled; for tensors that differ between ranks (buffers, counters), rank
+    0's are taken. by_rank: write a folder with a file for each rank instead, with slices and names as stored.
 
-    Raises OptionError for what cannot be combined, where `out` exists already and not `force`, where it is a
-    folder with anything but an earlier export in it, or the run, in it or above it; MismatchError where the
-    pieces of a tensor do not make it up; NoSuchStepError, DamagedError. Then nothing is left behind, and what
-    stood there stands.
+    Raises OptionError for options that cannot be combined, if `out` exists without `force`, if it is a folder
+    with other files than those of an earlier export, or if it is the run, inside it or above it. Raises
+    MismatchError if the slices of a tensor do not cover it; NoSuchStepError, DamagedError. After an error no
+    new file remains, and an existing `out` is unchanged.
     """
     request = Request(
         out=out,
         format=format,
         step=step,
-        attempt=attempt,
+        at=at,
         only=tuple(only),
         dtype=None if dtype is None else dtype_name(dtype),
         force=force,
         progress=progress,
     )
     most_bytes = None if max_shard_size is None else size_of(max_shard_size)
+    if max_shard_size is not None and most_bytes is None:
+        wrong = f"max_shard_size={max_shard_size!r}"
+        raise OptionError(f"{wrong}: a size like 5GB or 500MiB. Nothing was written.")
     if format == "dcp" and not by_rank and most_bytes is None:
         return export_with(store, write_dcp, replace(request, is_folder=True))
     if format not in _FILES:
         names = ", ".join((*_FILES, "dcp"))
-        why = "with --by-rank or --max-shard-size one of safetensors, torch" if format == "dcp" else names
-        raise OptionError(f"format={format!r}: one of {why}. Nothing was written.")
+        why = "safetensors, torch with --by-rank or --max-shard-size" if format == "dcp" else names
+        raise OptionError(f"format={format!r} is not supported. Nothing was written. Give one of {why}.")
     if most_bytes is not None:
         if format != "safetensors" or by_rank:
             raise OptionError(
@@ -127,28 +136,16 @@ def export(
 
 
 def export_with(store: Store, write: Writer, request: Request, *, by_rank: bool = False) -> Exported:
-    """Export by a writer. Raises as `export` does, and what the writer raises: then nothing is left
-    behind."""
+    """Export with a writer. Raises the errors of `export` and of the writer, after which no new file
+    remains."""
     open_run(store, create=False)
     check_free(request.out, store.url, force=request.force, is_folder=request.is_folder or by_rank)
     return read_whole(
         store,
         request.step,
-        request.attempt,
+        request.at,
         read=lambda record: _exported(record, write, request, by_rank=by_rank),
     )
-
-
-def size_of(text: int | str) -> int:
-    """A size in bytes, given as a number or as text: "5GB" is 5e9, "5GiB" 5 * 2**30."""
-    match = _SIZE.fullmatch(str(text).strip())
-    size = 0
-    if match is not None:
-        base = 1024 if match[3] else 1000
-        size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
-    if size < 1:
-        raise OptionError(f"max_shard_size={text!r}: a size like 5GB or 500MiB. Nothing was written.")
-    return size
 
 
 def _exported(record: StepRecord, write: Writer, request: Request, *, by_rank: bool) -> Exported:
@@ -182,11 +179,7 @@ def _chosen(record: StepRecord, request: Request, *, by_rank: bool) -> list[Sele
         ranks = sorted(rank.rank for part in record.parts for rank in part.ranks)
         return [
             Selected(
-                record,
-                select_rank(record, rank, request.only, request.dtype),
-                rank,
-                folder,
-                request.progress,
+                record, select_rank(record, rank, request.only, request.dtype), rank, folder, request.progress
             )
             for rank in ranks
         ]
@@ -194,3 +187,163 @@ def _chosen(record: StepRecord, request: Request, *, by_rank: bool) -> list[Sele
     if request.one_module:
         only = (only_module(record, only, request.format),)
     return [Selected(record, select(record, only, request.dtype), 0, folder, request.progress)]
+
+
+# The destination: creation in one rename, and the list of a folder's files
+
+
+# Lists the origin and the files of an exported folder. An export replaces only a folder without other files.
+LIST = "flashckpt-export.json"
+_MAX_LIST_BYTES = 16 << 20
+
+
+def rank_file(rank: int, suffix: str) -> str:
+    """The name of a rank's file in a folder with a file for each rank."""
+    return f"rank-{rank:05d}.{suffix}"
+
+
+def check_free(out: str, run: str, *, force: bool, is_folder: bool) -> None:
+    """Raise OptionError if `out` exists and must not be replaced, if its parent is not a folder, or if it is
+    the run, inside it or above it. An export to a folder may replace an empty folder. With `force` it may
+    also replace a folder that has only files of an earlier export."""
+    folder = os.path.dirname(os.path.abspath(out))
+    if not os.path.isdir(folder):
+        raise OptionError(f"{folder} is not a folder. Nothing was written. Make it first.")
+    run_path, out_path = os.path.realpath(run), os.path.realpath(out)
+    if os.path.commonpath([run_path, out_path]) in (run_path, out_path):
+        raise OptionError(
+            f"{out} is the run {run}, inside it or above it. Nothing was written or deleted. Name another "
+            "file."
+        )
+    if os.path.lexists(out) and not force and not (is_folder and _is_empty(out)):
+        raise OptionError(
+            f"{out} exists already{' and is not empty' if is_folder else ''}. Nothing was written. Name "
+            "another one, or give --force."
+        )
+    if not _is_replaceable(out):
+        raise OptionError(
+            f"{out} is a folder and holds more than an earlier export. Nothing was written or deleted. "
+            "Name a file in it, or another folder."
+        )
+
+
+def list_files(folder: str) -> list[tuple[str, int]]:
+    """List the files below a folder as (path in it, bytes). A file is listed as ("", bytes)."""
+    if not os.path.isdir(folder):
+        return [("", os.path.getsize(folder))]
+    found = []
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            found.append((os.path.relpath(path, folder), os.path.getsize(path)))
+    return sorted(found)
+
+
+def write_list(folder: str, about: Mapping[str, object]) -> None:
+    """Write the list of an exported folder, its last file."""
+    table = {**about, "files": dict(list_files(folder))}
+    with open(os.path.join(folder, LIST), "x", encoding="utf-8") as file:
+        file.write(json.dumps(table, indent=2) + "\n")
+
+
+def _is_empty(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path)
+
+
+def _is_replaceable(out: str) -> bool:
+    if os.path.islink(out) or not os.path.isdir(out) or _is_empty(out):
+        return True
+    try:
+        with open(os.path.join(out, LIST), encoding="utf-8") as file:
+            listed = json.loads(file.read(_MAX_LIST_BYTES))["files"]
+        found = {name for name, _ in list_files(out)}
+        return isinstance(listed, dict) and found <= {LIST, *listed}
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def put_in_place(out: str, *, force: bool) -> Iterator[str]:
+    """Yield a temporary path beside `out`, for a file or a folder. When the block succeeds, rename it to
+    `out`, durably. With `force`, this replaces an existing `out`."""
+    out = os.path.abspath(out)
+    temporary = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.{secrets.token_hex(8)}.tmp")
+    try:
+        yield temporary
+        for path in _files(temporary):
+            _sync(path)
+        _rename(temporary, out, force=force)
+        # A power failure must not lose the name after the command has reported success.
+        _sync(os.path.dirname(out))
+    finally:
+        _remove(temporary)
+
+
+def _rename(temporary: str, out: str, *, force: bool) -> None:
+    if force:
+        if os.path.isdir(temporary) or (os.path.isdir(out) and not os.path.islink(out)):
+            _exchange(temporary, out)
+        else:
+            os.replace(temporary, out)
+        return
+    try:
+        # A link never replaces a file, and a rename of a folder only an empty one, that another process made.
+        put = os.rename if os.path.isdir(temporary) else os.link
+        put(temporary, out)
+    except OSError as error:
+        has_no_links = error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+        is_taken = error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+        if is_taken or (has_no_links and os.path.lexists(out)):
+            raise OptionError(
+                f"{out} exists already. Nothing was written. Name another one, or give --force."
+            ) from error
+        if not has_no_links:
+            raise
+        os.rename(temporary, out)
+
+
+def _exchange(temporary: str, out: str) -> None:
+    """Replace `out` if one of the two is a folder, which a rename cannot do. Remove the old `out` last, and
+    restore it if the rename fails."""
+    if not _is_replaceable(out):
+        raise OptionError(
+            f"{out} has got files since that are not of an earlier export. Nothing was written or deleted. "
+            "Name another folder."
+        )
+    before = f"{temporary.removesuffix('.tmp')}.before"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(out, before)
+    try:
+        os.rename(temporary, out)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(before, out)
+        raise
+    _remove(before)
+
+
+def _files(path: str) -> list[str]:
+    """Paths to sync: each file, then each folder, the outermost last."""
+    if not os.path.isdir(path):
+        return [path]
+    found = []
+    for root, _, names in os.walk(path, topdown=False):
+        found += [os.path.join(root, name) for name in names]
+        found.append(root)
+    return found
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

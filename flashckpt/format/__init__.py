@@ -1,1 +1,1 @@
-"""What bytes mean: leaves, images, metadata, records, typed values. Knows no file, no region, no torch."""
+"""Formats of leaves, images, metadata, records and typed values. Opens no file or region; needs no torch."""

@@ -1,8 +1,8 @@
-"""Checksummed JSON, the form of every small file of a run: the envelope, bounded readings of what is in it,
-and what all records have in common. Knows no record itself, and never touches a disk.
+"""Checksummed JSON, the form of every small file of a run: the envelope, bounded reading of fields, and the
+base class of all records. Knows no particular record, and never touches a disk.
 
-A file is one ASCII JSON object that begins with its format version and ends with a checksum of all
-bytes before it, so that a file cut short, exchanged or flipped never parses. See docs/format.md.
+A file is one ASCII JSON object that begins with its format version and ends with a checksum of all preceding
+bytes, so that a truncated or altered file never parses. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -18,46 +18,41 @@ from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.names import AttemptName
 
-# What records are written in. Those of a folder that has some ranks of a job alone, manifests of shards that
-# stand compressed, and what names another attempt's constants, in one that a reader which knows nothing of
-# such things refuses.
-FORMAT, SOME_RANKS_FORMAT = 2, 3
-COMPRESSED_FORMAT = OLDER_CONSTANTS_FORMAT = NEWEST_FORMAT = 4
+FORMAT = 1
+"""Format version of every record."""
 MAX_DEPTH = 200
-# Python refuses longer ones by default; a longer one takes quadratic time to parse.
+# Parsing takes quadratic time. Python's default limit.
 MAX_INTEGER_DIGITS = 4300
 
 _BEFORE = b',"checksum":"'
 _AFTER = b'"}\n'
 _HEAD = b',"head":"'
-_WITHOUT_HEAD = b'{"format":1,'
 TAIL_BYTES = len(_BEFORE) + 32 + len(_AFTER)
-# What a checksum of the head adds to it.
+# Bytes that the checksum of the head takes.
 _HEAD_END_BYTES = len(_HEAD) + 32 + 1
 
 
-def dump(
-    obj: Mapping[str, object], after: Mapping[str, object] | None = None, *, version: int = FORMAT
-) -> bytes:
-    """The bytes of a file that holds `obj`, and then `after`: with it, `obj` can be read without the rest
-    (`parse_head`). ValueError for what `parse` would refuse (NaN, depth)."""
+def dump(obj: Mapping[str, object], after: Mapping[str, object] | None = None) -> bytes:
+    """Return the bytes of a file with the fields of `obj`, then of `after`. With `after`, `parse_head` can
+    read `obj` from a prefix of the file. Raises ValueError for values that `parse` would refuse (NaN,
+    depth)."""
     for each in (obj, after or {}):
         assert each.keys().isdisjoint({"format", "head", "checksum"})
         if not _depth_within(each, MAX_DEPTH):
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-    text = _open_object({"format": version, **obj})
+    text = _open_object({"format": FORMAT, **obj})
     if after is not None:
         text += _HEAD + _checksum(text) + b'",' + _open_object(after)[1:]
     return text + _BEFORE + _checksum(text) + _AFTER
 
 
 def compact(value: object) -> bytes:
-    """JSON in ASCII without spaces: equal values in equal order have equal bytes."""
+    """Encode JSON in ASCII without spaces: equal values in equal order have equal bytes."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
 def _open_object(obj: Mapping[str, object]) -> bytes:
-    """Without the brace that closes it."""
+    """Encode an object without its closing brace."""
     return compact(obj)[:-1]
 
 
@@ -66,8 +61,8 @@ def _checksum(data: bytes | memoryview) -> bytes:
 
 
 def checksum_in(tail: bytes, *, what: str) -> str:
-    """The checksum, in hex, that stands in a file's last TAIL_BYTES; the whole file may be given. It is
-    compared with nothing. DamagedError where there is none."""
+    """Return the checksum, in hex, from a file's last TAIL_BYTES or from the whole file, without verifying
+    it. Raises DamagedError if it is missing."""
     tail = tail[-TAIL_BYTES:]
     digits = tail[len(_BEFORE) : -len(_AFTER)]
     if (
@@ -80,18 +75,18 @@ def checksum_in(tail: bytes, *, what: str) -> str:
 
 
 def checked(data: bytes, *, what: str) -> str:
-    """The same of a whole file, compared with its bytes. DamagedError where they are others."""
+    """Return the checksum of a whole file. Raises DamagedError if it does not match the bytes."""
     found = checksum_in(data, what=what)
     if len(data) <= TAIL_BYTES or found.encode("ascii") != _checksum(memoryview(data)[:-TAIL_BYTES]):
         _refuse(what, "its checksum does not match")
     return found
 
 
-def parse_head(data: bytes, *, what: str) -> tuple[dict[str, Any], int] | None:
-    """What a file begins with, checked by itself, and its format: `data` are its first bytes. None where its
-    head does not end in them, or it has none. Raises as `parse` does."""
-    text = None if data.startswith(_WITHOUT_HEAD) else _head_of(data, what)
-    return None if text is None else _versioned(strict_loads(text + b"}", what=what), what)
+def parse_head(data: bytes, *, what: str) -> dict[str, Any] | None:
+    """Parse and verify the head of a file from its first bytes, `data`. Return None if they do not hold the
+    whole head. Raises the errors of `parse`."""
+    text = _head_of(data, what)
+    return None if text is None else _without_format(strict_loads(text + b"}", what=what), what)
 
 
 def _head_of(data: bytes, what: str) -> bytes | None:
@@ -103,37 +98,36 @@ def _head_of(data: bytes, what: str) -> bytes | None:
     return data[:end]
 
 
-def parse(data: bytes, *, what: str, max_bytes: int) -> tuple[dict[str, Any], int]:
-    """The object in a file's bytes, without its format and checksum, and the format. `what` names the file in
-    errors.
+def parse(data: bytes, *, what: str, max_bytes: int) -> dict[str, Any]:
+    """Parse a file's bytes into an object without format and checksum. `what` names the file in errors.
 
-    DamagedError for anything but bytes that `dump` could have written; FormatError for a newer format.
+    Raises DamagedError for bytes that `dump` cannot have written, FormatError for another format.
     """
     if len(data) > max_bytes:
-        _refuse(what, f"{len(data)} bytes, where at most {max_bytes} can be")
+        _refuse(what, f"it has {len(data)} bytes, and at most {max_bytes} are possible")
     checked(data, what=what)
-    obj, version = _versioned(strict_loads(data[:-TAIL_BYTES] + b"}", what=what), what)
-    if version > 1 and "head" in obj and _head_of(data, what) is None:
+    obj = _without_format(strict_loads(data[:-TAIL_BYTES] + b"}", what=what), what)
+    if "head" in obj and _head_of(data, what) is None:
         _refuse(what, "its head does not end")
-    return obj, version
+    return obj
 
 
-def _versioned(obj: dict[str, Any], what: str) -> tuple[dict[str, Any], int]:
+def _without_format(obj: dict[str, Any], what: str) -> dict[str, Any]:
     version = obj.pop("format", None)
     if type(version) is not int or version < 1:
         _refuse(what, "it has no format version")
-    if version > NEWEST_FORMAT:
+    if version != FORMAT:
         raise FormatError(
-            f"{what} is written in format {version}; this flashckpt reads up to {NEWEST_FORMAT}. "
-            "Nothing was changed. Upgrade flashckpt to use this run.",
+            f"{what} is written in format {version}; this flashckpt reads only format {FORMAT}. Nothing was "
+            "changed. Use the flashckpt that has written this run, or another folder.",
             path=what,
         )
-    return obj, version
+    return obj
 
 
 def strict_loads(data: bytes, *, what: str) -> dict[str, Any]:
-    """A JSON object, refused with DamagedError where JSON is lax: repeated keys, NaN, Infinity, numbers
-    that overflow or never end, nesting deeper than MAX_DEPTH."""
+    """Parse a JSON object strictly. Raises DamagedError for repeated keys, NaN, Infinity, numbers that
+    overflow or are too long, and nesting deeper than MAX_DEPTH."""
     try:
         obj = json.loads(
             data.decode("utf-8"),
@@ -151,17 +145,17 @@ def strict_loads(data: bytes, *, what: str) -> dict[str, Any]:
 
 def _refuse(what: str, why: str) -> NoReturn:
     raise DamagedError(
-        f"{what} is damaged: {why}. Nothing of it was used. "
+        f"{what} is damaged: {why}. It was not used. "
         "Run `flashckpt verify` on the run to see which steps are whole.",
         path=what,
     )
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON's object, refused with ValueError where a key stands twice."""
+    """Build an object from pairs. Raises ValueError for a repeated key."""
     obj = dict(pairs)
     if len(obj) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key is repeated")
     return obj
 
 
@@ -183,10 +177,11 @@ def _bounded(text: str) -> int:
 
 
 def _depth_within(obj: object, limit: int) -> bool:
-    """Breadth first, so that the depth of hostile input never becomes the depth of the stack."""
+    """Whether `obj` nests at most `limit` levels. Breadth first, so hostile input cannot exhaust the
+    stack."""
     level: list[Any] = [obj]
     for _ in range(limit):
-        # A manifest has a list for each rank: none of them costs a call.
+        # A record has a list for each rank, so a call per list would be slow.
         within = chain.from_iterable(i if isinstance(i, (list, tuple)) else i.values() for i in level)
         level = [value for value in within if isinstance(value, (dict, list, tuple))]
         if not level:
@@ -199,13 +194,12 @@ MAX_ITEMS = 10_000_000
 
 
 class Fields:
-    """One JSON object, read field by field. Each reading raises DamagedError, naming file and field.
-    `version` is the format that its file is written in."""
+    """One JSON object, read field by field. Each method raises DamagedError, which names file and field."""
 
-    __slots__ = ("_obj", "version", "what")
+    __slots__ = ("_obj", "what")
 
-    def __init__(self, obj: object, what: str, version: int = FORMAT) -> None:
-        self.what, self.version = what, version
+    def __init__(self, obj: object, what: str) -> None:
+        self.what = what
         if not isinstance(obj, dict):
             self.refuse("an object is missing")
         self._obj: dict[str, Any] = obj
@@ -227,7 +221,7 @@ class Fields:
         if not isinstance(value, str) or len(value) > max_chars:
             self.refuse(f"{key!r} is not a text of at most {max_chars} characters")
         if pattern is not None and pattern.fullmatch(value) is None:
-            self.refuse(f"{key!r} is {value[:80]!r}, which is no such name")
+            self.refuse(f"{key!r} is {value[:80]!r}, which is not a valid name")
         return value
 
     def items(self, key: str, max_items: int = MAX_ITEMS) -> list[Any]:
@@ -237,27 +231,27 @@ class Fields:
         return value
 
     def plain(self, key: str) -> dict[str, Any]:
-        """An object that is opaque here."""
+        """Return an object without checking its contents."""
         value = self._obj.get(key)
         if not isinstance(value, dict):
             self.refuse(f"{key!r} is not an object")
         return value
 
     def rows(self, key: str, *names: str, max_items: int = MAX_ITEMS) -> list[Fields]:
-        """A list of short lists, the items of each under these names."""
+        """Return a list of rows, each a list whose items get these names."""
         rows = self.items(key, max_items)
         if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
             self.refuse(f"a row of {key!r} is not {', '.join(names)}")
-        return [Fields(dict(zip(names, row, strict=True)), self.what, self.version) for row in rows]
+        return [Fields(dict(zip(names, row, strict=True)), self.what) for row in rows]
 
     def within(self, key: str) -> Fields:
-        return Fields(self._obj.get(key), self.what, self.version)
+        return Fields(self._obj.get(key), self.what)
 
     def each(self, key: str, max_items: int = MAX_ITEMS) -> list[Fields]:
-        return [Fields(item, self.what, self.version) for item in self.items(key, max_items)]
+        return [Fields(item, self.what) for item in self.items(key, max_items)]
 
     def hex(self, key: str, num_bytes: int) -> bytes:
-        """Exactly `num_bytes` bytes, written as lower-case hex digits."""
+        """Return exactly `num_bytes` bytes, written as lower-case hex digits."""
         value = self._obj.get(key)
         if not isinstance(value, str) or re.fullmatch(rf"[0-9a-f]{{{2 * num_bytes}}}", value) is None:
             self.refuse(f"{key!r} does not hold {num_bytes} bytes as hex")
@@ -268,16 +262,11 @@ R = TypeVar("R", bound="JsonRecord")
 
 
 class JsonRecord:
-    """One small file. The kind stands inside, so that a file moved to another's name is refused."""
+    """One small file. It contains its kind, so that a file under the name of another kind is refused."""
 
     __slots__ = ()
     KIND: ClassVar[str]
     MAX_BYTES: ClassVar[int] = 1 << 16
-
-    @property
-    def written_format(self) -> int:
-        """The format that its file is written in."""
-        return FORMAT
 
     def to_dict(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -287,29 +276,28 @@ class JsonRecord:
         raise NotImplementedError
 
     def to_bytes(self) -> bytes:
-        """The file's bytes. ValueError where they would be more than MAX_BYTES, or could not be read back."""
+        """Return the file's bytes. Raises ValueError if they exceed MAX_BYTES or could not be read back."""
         data = self._dumped()
         if len(data) > self.MAX_BYTES:
             raise ValueError(f"a {self.KIND} of {len(data)} bytes; at most {self.MAX_BYTES} can be read back")
         return data
 
     def _dumped(self) -> bytes:
-        return dump({"kind": self.KIND, **self.to_dict()}, version=self.written_format)
+        return dump({"kind": self.KIND, **self.to_dict()})
 
     @classmethod
     def from_bytes(cls: type[R], data: bytes, what: str) -> R:
-        """Validated in full. Raises DamagedError or FormatError; `what` names the file in them."""
-        obj, version = parse(data, what=what, max_bytes=cls.MAX_BYTES)
-        fields = Fields(obj, what, version)
+        """Parse and validate a file. `what` names the file in errors. Raises DamagedError or FormatError."""
+        fields = Fields(parse(data, what=what, max_bytes=cls.MAX_BYTES), what)
         kind = fields.text("kind")
         if kind != cls.KIND:
-            fields.refuse(f"it is a {kind[:20]!r} where a {cls.KIND!r} should be")
+            fields.refuse(f"it is a {kind[:20]!r} instead of a {cls.KIND!r}")
         return cls.from_fields(fields)
 
 
 def attempt_of(fields: Fields, key: str) -> AttemptName:
-    """The attempt that a field names."""
+    """Read a field with the name of an attempt."""
     name = AttemptName.parse(fields.text(key, max_chars=32))
     if name is None:
-        fields.refuse(f"{key!r} names no attempt")
+        fields.refuse(f"{key!r} is not the name of an attempt")
     return name

@@ -1,9 +1,9 @@
-"""Leaves: where their bytes stand in an image, and their form as columns of JSON. Owns the order of an image
-and every bound on a leaf; never touches bytes.
+"""Leaves: their positions in an image, and their form as columns of JSON. Owns the order of an image and
+every bound on a leaf. Never touches the bytes of leaves.
 
-An image is the exact bytes of a stock safetensors file: eight bytes of header length, a JSON header
-padded with spaces so that data starts on a page, and the leaves' bytes without holes, ordered so that every
-leaf is aligned as far as its own size allows. See docs/format.md.
+An image is the bytes of a standard safetensors file: eight bytes of header length, a JSON header padded with
+spaces to a page, and the leaves' bytes without gaps, ordered so that every leaf is aligned as far as its size
+allows. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from __future__ import annotations
 import json
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flashckpt.format.checked_json import Fields
+from flashckpt._native import xxh3_128
+from flashckpt.format.checked_json import Fields, compact
 
 PAGE = 4096
 ALIGNED = 512
-"""Leaves whose size is a multiple of this begin at a multiple of it in an image."""
+"""Leaves whose size is a multiple of this start at a multiple of it in an image."""
 RESERVED = "__metadata__"
-"""What safetensors keeps for itself: no leaf can have this name."""
+"""Name that safetensors reserves; no leaf can have it."""
 
-# True dtype (torch's own name) -> bytes an element, safetensors' name or None where it has none:
-# those are stored as U8 with their bytes as the only dimension, and the part keeps the true dtype.
+# torch's dtype name -> (bytes per element, safetensors' name). Dtypes without a safetensors name are stored
+# as U8 with their number of bytes as the only dimension; the part records the true dtype.
 DTYPES: dict[str, tuple[int, str | None]] = {
     "float64": (8, "F64"), "float32": (4, "F32"), "float16": (2, "F16"), "bfloat16": (2, "BF16"),
     "int64": (8, "I64"), "int32": (4, "I32"), "int16": (2, "I16"), "int8": (1, "I8"),
@@ -39,7 +40,7 @@ DTYPES: dict[str, tuple[int, str | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """Where a piece lies in a larger tensor: the larger one's `shape`, and the piece's first index in each
+    """Position of a slice in a larger tensor: the shape of that tensor, and the slice's first index in each
     dimension."""
 
     shape: tuple[int, ...]
@@ -48,12 +49,11 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """One tensor of the state, or a box of one, as it is stored.
+    """A stored tensor of the state, or a stored slice of a tensor.
 
-    `shape` and `stride` are in elements, of what is stored; `stride` is that of the live tensor, None where
-    it is row-major (bytes in an image always are). `box` says where in a larger tensor this lies, None where
-    it is the whole. `offset` counts from the first byte of the image's data. `aliases` are the further names
-    under which the same tensor stands in the state.
+    `shape`: of the stored tensor or slice, in elements. `stride`: of the live tensor, in elements; None if
+    row-major (images always are). `box`: position in the larger tensor; None for a whole tensor. `offset`:
+    from the first byte of the image's data. `aliases`: further names of the same tensor in the state.
     """
 
     name: str
@@ -73,17 +73,17 @@ class Leaf:
 
     @property
     def content(self) -> tuple[object, ...]:
-        """All of it but its place in an image."""
+        """All fields except the position in an image."""
         return self.name, self.dtype, self.shape, self.stride, self.aliases, self.box
 
 
 def image_order(leaf: Leaf) -> tuple[int, int, str]:
     """Sort key for the leaves of an image: by the largest power of two, up to ALIGNED, that divides the size,
-    largest first; then by the size of an element, largest first; then by name.
+    largest first; then by element size, largest first; then by name.
 
-    So each leaf begins at a multiple of that power of two, which its elements divide. By elements alone, the
-    4-byte `step` tensors of an optimizer shift all that follows them, and kernels that write clones of
-    what follows can store no unit larger than 4 bytes.
+    So each leaf starts at a multiple of that power of two, and is aligned to its elements. Ordered by element
+    size alone, an optimizer's 4-byte `step` tensors would misalign all later leaves, and kernels that write
+    clones of these could store at most 4 bytes at a time.
     """
     rest = leaf.num_bytes % ALIGNED
     return -(rest & -rest or ALIGNED), -DTYPES[leaf.dtype][0], leaf.name
@@ -100,12 +100,12 @@ class Layout:
 
     @classmethod
     def of(cls, leaves: Iterable[Leaf]) -> Layout:
-        """Order the leaves, give each its offset, write the header. Names must be unique."""
+        """Order the leaves, assign offsets and write the header. Names must be unique."""
         return cls.ordered(sorted(leaves, key=image_order))
 
     @classmethod
     def ordered(cls, leaves: Iterable[Leaf]) -> Layout:
-        """The same for leaves in the order in which they stand in an image that exists."""
+        """Like `of`, for leaves in the order of an existing image."""
         placed, offset = list[Leaf](), 0
         for leaf in leaves:
             placed.append(leaf if leaf.offset == offset else replace(leaf, offset=offset))
@@ -116,14 +116,15 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class SlotImage:
-    """Where a snapshot's leaves stand: those of the shard in its slot's image; behind it, from a page on,
-    those that are `kept` and that another rank writes; those that are `left` to other ranks of the node in
-    their slots, each in the image of whoever holds it; and, where there are constants, those in the image of
-    a region that all slots share. Starts are in bytes from the image that has them; of what is left, from
-    that of a copy of all of it.
+    """Positions of a snapshot's leaves.
 
-    A constant whose name is among the others too has changed since its region, or its file, was written: the
-    bytes there count, those of the region are `outdated`, and only dead weight."""
+    shard: leaves in the slot's image that this rank writes. kept: leaves in the slot, after the shard from a
+    page boundary, that another rank writes. left: leaves in the slots of other ranks of the node. constants:
+    leaves in a region that all slots share. Starts are in bytes from the start of the image that holds the
+    leaf; for `left`, of an image with all of these leaves.
+
+    A constant whose name is also among the other leaves has changed since its region or file was written. The
+    other leaf is valid; the constant's bytes in the region are `outdated` and unused."""
 
     shard: Layout
     constants: Layout | None = None
@@ -132,22 +133,22 @@ class SlotImage:
 
     @property
     def own(self) -> tuple[Leaf, ...]:
-        """The leaves in the slot: the shard's, then those that are kept."""
+        """The leaves in the slot: shard, then kept."""
         return self.shard.leaves + (self.kept.leaves if self.kept is not None else ())
 
     @property
     def first_left(self) -> int:
-        """How many leaves the slot has, and so the index among `leaves` of the first that is left."""
+        """The number of leaves in the slot; the index in `leaves` of the first leaf of `left`."""
         return len(self.shard.leaves) + (len(self.kept.leaves) if self.kept is not None else 0)
 
     @property
     def first_constant(self) -> int:
-        """The index among `leaves` of the first constant."""
+        """The index in `leaves` of the first constant."""
         return self.first_left + (len(self.left.leaves) if self.left is not None else 0)
 
     @property
     def num_bytes(self) -> int:
-        """Of the slot's image."""
+        """Bytes of the slot's image."""
         return self._kept_start + (self.kept.num_bytes if self.kept is not None else 0)
 
     @property
@@ -156,17 +157,18 @@ class SlotImage:
 
     @property
     def ordinary(self) -> tuple[Leaf, ...]:
-        """All but the constants: the slot's, then those that are left to other ranks."""
+        """All leaves except constants: the slot's leaves, then `left`."""
         return self.own + (self.left.leaves if self.left is not None else ())
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
-        """In the order of the digest table: the ordinary ones, then the constants, outdated ones too."""
+        """All leaves in the order of the digest table: ordinary leaves, then constants, also outdated
+        ones."""
         return self.ordinary + (self.constants.leaves if self.constants is not None else ())
 
     @property
     def outdated(self) -> frozenset[int]:
-        """Indexes among `leaves` of those that count no more."""
+        """Indexes in `leaves` of outdated constants."""
         if self.constants is None:
             return frozenset()
         first = self.first_constant
@@ -174,48 +176,51 @@ class SlotImage:
 
     @property
     def constants_bytes(self) -> int:
-        """Bytes of the constants' image, 0 where there is none."""
+        """Bytes of the constants' image, 0 without constants."""
         return self.constants.num_bytes if self.constants is not None else 0
 
     def starts(self) -> list[int]:
-        """Where each leaf begins, in the order of `leaves`."""
+        """The start of each leaf, in the order of `leaves`."""
         layouts = [(0, self.shard), (self._kept_start, self.kept), (0, self.left), (0, self.constants)]
         found = [(start + layout.data_start, layout) for start, layout in layouts if layout is not None]
         return [start + leaf.offset for start, layout in found for leaf in layout.leaves]
 
 
 def outdated(shard: Iterable[Leaf], constants: Iterable[Leaf]) -> frozenset[int]:
-    """Indexes of the constants that a shard has anew, under whichever of its names."""
+    """Indexes of constants whose name is a name or an alias of a leaf in `shard`."""
     names = {name for leaf in shard for name in (leaf.name, *leaf.aliases)}
     return frozenset(index for index, leaf in enumerate(constants) if leaf.name in names)
 
 
 def contradiction(shard: Sequence[Leaf], constants: Sequence[Leaf]) -> str:
-    """Why these cannot be the shard and the constants of one snapshot, or nothing."""
-    gone = outdated(shard, constants)
-    if len(gone) == len(constants):
-        return "its constants are none"
+    """Why these cannot be the shard and the constants of one snapshot; empty if they can."""
+    stale = outdated(shard, constants)
+    if len(stale) == len(constants):
+        return "all its constants are outdated"
     names = {name for leaf in shard for name in (leaf.name, *leaf.aliases)}
-    if any(not names.isdisjoint(leaf.aliases) for i, leaf in enumerate(constants) if i not in gone):
+    if any(not names.isdisjoint(leaf.aliases) for i, leaf in enumerate(constants) if i not in stale):
         return "a constant has a name that another leaf has"
     return ""
 
 
-def header_bytes(leaves: Sequence[Leaf]) -> bytes:
-    """The safetensors header of placed leaves, its length prefix included, padded to a page.
+def header_bytes(
+    leaves: Iterable[Leaf], *, alignment: int = PAGE, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """The safetensors header of leaves with offsets, with its length prefix, padded to a multiple of
+    `alignment`.
 
-    ValueError for a leaf with the one name that safetensors keeps for itself.
+    Raises ValueError for a leaf with the name that safetensors reserves.
     """
-    table: dict[str, object] = {}
+    table: dict[str, object] = {} if metadata is None else {RESERVED: metadata}
     for leaf in leaves:
         if leaf.name == RESERVED:
-            raise ValueError(f"{RESERVED} cannot be a leaf's name: safetensors keeps it for itself")
+            raise ValueError(f"{RESERVED} cannot be a leaf's name: safetensors reserves it")
         size, stored = DTYPES[leaf.dtype]
         end = leaf.offset + leaf.num_bytes
         shape = list(leaf.shape) if stored else [leaf.num_bytes]
         table[leaf.name] = {"dtype": stored or "U8", "shape": shape, "data_offsets": [leaf.offset, end]}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    length = -(-(8 + len(text)) // PAGE) * PAGE - 8
+    length = -(-(8 + len(text)) // alignment) * alignment - 8
     return length.to_bytes(8, "little") + text.ljust(length, b" ")
 
 
@@ -227,7 +232,7 @@ MAX_LEAF_BYTES = 1 << 50
 
 
 def leaf_columns(leaves: Sequence[Leaf]) -> dict[str, Any]:
-    """Columns of leaves in image order. Strides, aliases and boxes are sparse: most leaves have none."""
+    """Encode leaves in image order as columns. Columns that most leaves do not need are sparse."""
     dtypes = sorted({leaf.dtype for leaf in leaves})
     index = {dtype: position for position, dtype in enumerate(dtypes)}
     return {
@@ -246,8 +251,8 @@ def _ranges(shape: Sequence[int], box: Box) -> list[list[int]]:
 
 
 def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
-    """Leaves with their offsets. DamagedError unless they are whole, bounded, unique and each is aligned to
-    its elements. The order is the writer's."""
+    """Decode leaves, in the written order, with offsets. Raises DamagedError unless all are complete,
+    bounded, unique and aligned to their elements."""
     names = fields.items("names", MAX_LEAVES)
     dtypes, shapes = _dtype_column(fields, len(names)), fields.items("shapes", MAX_LEAVES)
     if len(shapes) != len(names):
@@ -255,10 +260,10 @@ def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
     strides, aliases = _sparse(fields, "strides", len(names)), _sparse(fields, "aliases", len(names))
     boxes = _sparse(fields, "boxes", len(names))
     leaves, offset = list[Leaf](), 0
-    known: dict[Any, Any] = {}  # layers have the same shapes and boxes over and over: one object for each
+    known: dict[Any, Any] = {}  # layers repeat shapes and boxes: share one object for each
     for i, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or name == RESERVED:
-            fields.refuse(f"leaf {i} has no name that can be")
+            fields.refuse(f"leaf {i} has no valid name")
         if offset % DTYPES[dtype][0]:
             fields.refuse(f"leaf {name[:200]!r} is not aligned to its elements")
         whole = _sizes(fields, shape)
@@ -275,7 +280,7 @@ def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
         )
         num_bytes = leaf.num_bytes
         if num_bytes > MAX_LEAF_BYTES:
-            fields.refuse(f"leaf {name[:200]!r} has more bytes than can be")
+            fields.refuse(f"leaf {name[:200]!r} has more than {MAX_LEAF_BYTES} bytes")
         leaves.append(leaf)
         offset += num_bytes
     _check_unique(fields, leaves)
@@ -299,7 +304,7 @@ def _sparse(fields: Fields, key: str, count: int) -> dict[int, Any]:
     column: dict[int, Any] = {}
     for text, value in fields.plain(key).items():
         if not (text.isascii() and text.isdigit() and len(text) < 10 and str(int(text)) == text):
-            fields.refuse(f"{key!r} names no leaf by {text[:20]!r}")
+            fields.refuse(f"{key!r} has {text[:20]!r}, which is not the index of a leaf")
         if int(text) >= count:
             fields.refuse(f"{key!r} names a leaf past the last")
         column[int(text)] = value
@@ -311,7 +316,7 @@ def _sizes(fields: Fields, value: object) -> tuple[int, ...]:
         fields.refuse(f"a shape is not a list of at most {MAX_DIMENSIONS} sizes")
     for size in value:
         if type(size) is not int or not 0 <= size <= MAX_SIZE:
-            fields.refuse("a size is not a whole number that can be")
+            fields.refuse(f"a size is not a whole number from 0 to {MAX_SIZE}")
     return tuple(value)
 
 
@@ -323,7 +328,7 @@ def _stride(fields: Fields, value: object, shape: list[int]) -> tuple[int, ...]:
 
 
 def _box(fields: Fields, value: object, whole: tuple[int, ...]) -> tuple[tuple[int, ...], Box]:
-    """The sizes of a box, and where it lies."""
+    """Decode a box: its sizes and its position."""
     if not isinstance(value, list) or len(value) != len(whole):
         fields.refuse("a box has another number of dimensions than its tensor")
     ranges = [_sizes(fields, each) for each in value]
@@ -333,7 +338,7 @@ def _box(fields: Fields, value: object, whole: tuple[int, ...]) -> tuple[tuple[i
         fields.refuse("a box does not lie in its tensor")
     stored = tuple(stop - start for start, stop in ranges)
     if stored == whole:
-        fields.refuse("a box that is the whole tensor is written as none")
+        fields.refuse("a box covers its whole tensor")
     return stored, Box(shape=whole, start=tuple(start for start, _ in ranges))
 
 
@@ -351,7 +356,7 @@ def _check_unique(fields: Fields, leaves: Sequence[Leaf]) -> None:
     for leaf in leaves:
         names.extend(leaf.aliases)
     if len(set(names)) != len(names):
-        fields.refuse("a name stands twice")
+        fields.refuse("a name is repeated")
     try:
         "".join(names).encode("utf-8")
     except UnicodeEncodeError:
@@ -359,7 +364,7 @@ def _check_unique(fields: Fields, leaves: Sequence[Leaf]) -> None:
 
 
 def digests_to_hex(digests: Sequence[int]) -> str:
-    """16 hex digits for each, big-endian."""
+    """Encode digests as 16 hex digits each, big-endian."""
     words = array("Q", digests)
     if sys.byteorder == "little":
         words.byteswap()
@@ -367,8 +372,100 @@ def digests_to_hex(digests: Sequence[int]) -> str:
 
 
 def digests_of(data: bytes) -> tuple[int, ...]:
-    """The digests that `digests_to_hex` wrote, from its bytes."""
+    """Decode the bytes of digests written by `digests_to_hex`."""
     words = array("Q", data)
     if sys.byteorder == "little":
         words.byteswap()
     return tuple(words)
+
+
+# Replicas: leaves that a set of ranks declares identical. Does not compare ranks: see commit
+
+
+# Replaces the names of leaves where they are too many. No leaf has this name.
+EVERY = ""
+Ranks = tuple[range, ...]
+"""A set of ranks as ascending ranges that do not overlap."""
+
+
+def ranks_of(members: Iterable[int]) -> Ranks:
+    """Build a set of ranks. Equal sets have equal ranges."""
+    runs: list[range] = []
+    for rank in sorted(set(members)):
+        last = runs[-1] if runs else None
+        if last is None or (len(last) > 1 and rank - last[-1] != last.step):
+            runs.append(range(rank, rank + 1))
+        else:
+            runs[-1] = range(last[0], rank + 1, rank - last[-1])
+    return tuple(runs)
+
+
+def has_rank(ranks: Ranks, rank: int) -> bool:
+    return any(rank in run for run in ranks)
+
+
+def count_of(ranks: Ranks) -> int:
+    return sum(map(len, ranks))
+
+
+def ranks_to_json(ranks: Ranks) -> list[list[int]]:
+    return [[run[0], run[-1] + 1, run.step] for run in ranks]
+
+
+def ranks_from_json(fields: Fields, key: str, world: int) -> Ranks:
+    """Read a set of ranks. Raises DamagedError unless it has at least two ranks of `world`, in order."""
+    runs: list[range] = []
+    for row in fields.rows(key, "start", "stop", "step", max_items=world):
+        start = row.integer("start", 0, world - 1)
+        run = range(start, row.integer("stop", start + 1, world), row.integer("step", 1, world))
+        is_odd = run.stop != run[-1] + 1 or (len(run) == 1 and run.step != 1)
+        if is_odd or (runs and start <= runs[-1][-1]):
+            fields.refuse("a set of ranks is out of order")
+        runs.append(run)
+    if count_of(tuple(runs)) < 2:
+        fields.refuse("a set of ranks has fewer than 2")
+    return tuple(runs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicas:
+    """Leaves, in image order, that all of `ranks` hold with the same bytes, and the digest of each.
+
+    `writers`: for each leaf the rank whose files (shard or constants) have its bytes, None if the files of
+    each of `ranks` have them. Leaves have no offsets here.
+    """
+
+    ranks: Ranks
+    leaves: tuple[Leaf, ...] = field(repr=False)
+    digests: tuple[int, ...] = field(repr=False)
+    writers: tuple[int | None, ...] = field(repr=False)
+
+    def rows(self) -> Iterable[tuple[Leaf, int, int | None]]:
+        """Each leaf with its digest and its writer."""
+        return zip(self.leaves, self.digests, self.writers, strict=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "ranks": ranks_to_json(self.ranks),
+            "leaves": leaf_columns(self.leaves),
+            "digests": digests_to_hex(self.digests),
+            "writers": list(self.writers),
+        }
+
+    def checksum(self) -> str:
+        """XXH3-128, in hex, of the table as a part encodes it. Ranks with equal tables get equal
+        checksums."""
+        return xxh3_128(compact(self.to_dict())).hex()
+
+    @classmethod
+    def of(cls, fields: Fields, world: int) -> Replicas:
+        ranks = ranks_from_json(fields, "ranks", world)
+        leaves = tuple(replace(leaf, offset=-1) for leaf in leaves_from_columns(fields.within("leaves")))
+        writers = fields.items("writers", len(leaves))
+        if not leaves or len(writers) != len(leaves):
+            fields.refuse("a table of replicas is empty, or its columns are of different lengths")
+        for writer in writers:
+            if writer is not None and (type(writer) is not int or not has_rank(ranks, writer)):
+                fields.refuse("the writer of a replica is not in its set of ranks")
+        digests = digests_of(fields.hex("digests", 8 * len(leaves)))
+        return cls(ranks=ranks, leaves=leaves, digests=digests, writers=tuple(writers))

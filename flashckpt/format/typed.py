@@ -1,12 +1,12 @@
-"""Typed JSON: what stands for the values of a state that are not tensors, and nothing else.
+"""Typed JSON: the encoding of the state's values that are not tensors.
 
-A value comes back with its type, its order and its bits, or it is refused while it is written. Reading
-builds values from a fixed table of tags; nothing read is ever looked up by name in the program, imported
-or called. Never imports torch or NumPy: flashckpt/state/values.py registers their types.
+A value is decoded with its exact type, order and bits, or encoding it fails. Decoding builds values from a
+fixed table of tags; it never looks up, imports or calls anything by a name that it reads. Never imports torch
+or NumPy: flashckpt/state/values.py registers their types.
 
-Plain JSON stands for itself: null, true, false, numbers, strings, arrays (list), objects (dict with
-string keys in order). All else is an object with one key that begins with "!", its tag; a dict with
-such a key, or with keys that are no strings, is written as pairs under "!dict".
+Plain JSON represents itself: null, true, false, numbers, strings, arrays (list), objects (dict with string
+keys, in order). Every other value is an object with one key, its tag, which begins with "!". A dict with such
+a key, or with keys that are not strings, is written as pairs under "!dict".
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Same = Callable[[Any, Any], bool]
 
 @dataclass(frozen=True, slots=True)
 class LeafRef:
-    """Stands where a tensor stood. `about` says what its bytes, shape and strides do not: simple values."""
+    """Placeholder for a tensor. `about`: simple values that its bytes, shape and strides do not tell."""
 
     name: str
     about: Mapping[str, object] = field(default_factory=dict)
@@ -44,11 +44,11 @@ class LeafRef:
 
 @dataclass(frozen=True, slots=True)
 class Hole:
-    """Stands where a value stood that is written elsewhere, in the order of the holes."""
+    """Placeholder for a value that is written elsewhere, in the order of the holes."""
 
 
 class Encoded:
-    """A value with its text, which is made once and written as often as it takes."""
+    """A value with its encoded text, which is made once and may be written repeatedly."""
 
     __slots__ = ("data", "value")
 
@@ -65,10 +65,9 @@ def register(
     *,
     same: Same = operator.eq,
 ) -> None:
-    """Teach the encoding more types, exact types only. `to_plain` gives encodable values and raises
-    ValueError for what has none; `from_plain` gets them back and raises ValueError, TypeError or
-    LookupError for what cannot be; `same` compares two values to the bit. Raises ValueError for a tag that
-    is taken."""
+    """Register exact types with the encoding. `to_plain` returns encodable values or raises ValueError.
+    `from_plain` decodes them and raises ValueError, TypeError or LookupError for invalid ones. `same`
+    compares two values bit by bit. Raises ValueError for a tag that is taken."""
     if tag in _decoders:
         raise ValueError(f"the tag {tag!r} is taken")
 
@@ -88,7 +87,7 @@ SEQUENCES = (list, tuple, deque)
 
 
 def children(value: object) -> Iterable[tuple[Any, Any]]:
-    """What a mapping, a list, a tuple or a deque holds, by key or position; nothing of all else."""
+    """The items of a mapping, list, tuple or deque by key or position; nothing for other values."""
     if isinstance(value, Mapping):
         return value.items()
     return enumerate(value) if isinstance(value, SEQUENCES) else ()
@@ -98,7 +97,7 @@ def children(value: object) -> Iterable[tuple[Any, Any]]:
 
 
 def encode(value: object, depth: int = 0) -> Any:
-    """What json.dumps takes for `value`. Raises StateError for what has no exact encoding."""
+    """Encode `value` for json.dumps. Raises StateError if it has no exact encoding."""
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -117,7 +116,7 @@ def encode(value: object, depth: int = 0) -> Any:
 
 
 def encode_json(value: object) -> bytes:
-    """`value` as typed JSON, ASCII, compact. Raises StateError for what has no exact encoding."""
+    """Encode `value` as compact typed JSON in ASCII. Raises StateError if it has no exact encoding."""
     pieces: list[bytes] = []
     _write(value, pieces)
     return b"".join(pieces)
@@ -144,7 +143,8 @@ _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular
 
 
 def _holds_encoded(value: object, levels: int = 7) -> bool:
-    """Looked for where this library puts them: in dicts, and in lists of a few of these or of dicts."""
+    """Whether `value` contains an Encoded. Searches where this library puts them: in dicts, and in short
+    lists of them or of dicts."""
     if type(value) is Encoded:
         return True
     inner: Iterable[object] = ()
@@ -164,14 +164,14 @@ def _encode_str(value: str) -> object:
         return value
     try:
         value.encode()
-    except UnicodeEncodeError:  # JSON would join two lone surrogates to one character
+    except UnicodeEncodeError:  # JSON would join two lone surrogates into one character
         return {"!str": value.encode("utf-16-le", "surrogatepass").hex()}
     return value
 
 
 def _encode_items(values: Iterable[object], depth: int) -> list[object]:
     items = list(values)
-    if len(items) > _FEW:  # ten thousand step counters or names at once
+    if len(items) > _FEW:  # fast path for ten thousand step counters or names
         kinds = set(map(type, items))
         if kinds <= {bool, type(None)}:
             return items
@@ -236,8 +236,7 @@ _encoders: dict[type, Encoder] = {
 
 
 def decode(obj: object, depth: int = 0) -> Any:
-    """The value that `obj`, parsed JSON, stands for. Raises DamagedError for what no value was ever
-    written as."""
+    """Decode parsed JSON. Raises DamagedError for JSON that `encode` never writes."""
     if depth > 4 * MAX_DEPTH + 1:
         _damaged("values nest too deep")
     if type(obj) is dict:
@@ -250,7 +249,7 @@ def decode(obj: object, depth: int = 0) -> Any:
 
 
 def decode_json(data: bytes | memoryview) -> Any:
-    """The value that was written with `encode_json`. The caller bounds the size. Raises DamagedError."""
+    """Decode a value written by `encode_json`. The caller bounds the size. Raises DamagedError."""
     try:
         parsed = json.loads(bytes(data), object_pairs_hook=unique, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
@@ -263,7 +262,7 @@ def _decode_object(obj: dict[str, object], depth: int) -> object:
     if not tagged:
         return {key: decode(item, depth + 1) for key, item in obj.items()}
     if len(obj) != 1 or tagged[0][1:] not in _decoders:
-        _damaged(f"the tag {tagged[0]!r} is not one of ours")
+        _damaged(f"the tag {tagged[0]!r} is unknown")
     payload = decode(obj[tagged[0]], depth + 1)
     try:
         return _decoders[tagged[0][1:]](payload)
@@ -279,20 +278,20 @@ def _pairs_into(made: Any, pairs: list[list[object]]) -> Any:
     for key, item in pairs:
         made[key] = item
     if len(made) != len(pairs):
-        raise ValueError("a key stands twice")
+        raise ValueError("a key is repeated")
     return made
 
 
 def _decode_set(items: list[Any]) -> set[Any]:
     made = set(_a_list(items))
     if len(made) != len(items):
-        raise ValueError("an element stands twice")
+        raise ValueError("an element is repeated")
     return made
 
 
 def _a_list(items: Any) -> list[Any]:
     if type(items) is not list:
-        raise TypeError(f"{type(items).__name__} where a list was written")
+        raise TypeError(f"{type(items).__name__} instead of a list")
     return items
 
 
@@ -329,19 +328,19 @@ _decoders: dict[str, Decoder] = {
 
 
 def check_roundtrip(value: object, location: str) -> None:
-    """Raise StateError, with the path in the state, if `value` does not come back to the bit."""
+    """Raise StateError, with the path in the state, if `value` is not decoded bit by bit."""
     checked(value, location)
 
 
 def checked(value: object, location: str) -> Encoded:
-    """`value` as it comes back, sharing nothing with it, with the text that was compared. Raises StateError,
-    with the path in the state, if that is not `value` to the bit."""
+    """Return the decoded `value`, which shares nothing with it, with its text. Raises StateError, with the
+    path in the state, if the decoded value differs in any bit."""
     try:
         data = encode_json(value)
         back = decode_json(data)
         if same(value, back):
             return Encoded(back, data)
-        reason = "it does not come back equal"
+        reason = "its decoded form differs"
     except (StateError, DamagedError) as error:
         reason = str(error)
     path, found = _locate(value, location)
@@ -354,20 +353,20 @@ def checked(value: object, location: str) -> Encoded:
 
 
 def too_large(values: Mapping[str, object], num_bytes: int, most_bytes: int) -> StateError:
-    """Of values by name that take `num_bytes` as JSON and may take `most_bytes`: the error, with the path of
-    the part that takes most."""
+    """The error for values that take `num_bytes` as JSON where `most_bytes` are allowed. Names the path of
+    the largest part."""
     path, part, size = _largest(values, "", num_bytes)
     return StateError(
         f"{path or 'the state'} takes {size:,} bytes as plain values ({type(part).__name__}). All of them "
-        f"take {num_bytes:,} bytes, and each rank has room for {most_bytes:,} in a snapshot: it could "
-        "never be committed, so it is not saved. Keep large data in tensors, NumPy arrays or bytes, which "
-        "are stored as they are, or leave it out of the state.",
+        f"take {num_bytes:,} bytes, and a snapshot has room for {most_bytes:,} per rank: it could never be "
+        "committed, so it is not saved. Keep large data in tensors, NumPy arrays or bytes, which are stored "
+        "as they are, or leave it out of the state.",
         location=path,
     )
 
 
 def _largest(value: object, path: str, num_bytes: int) -> tuple[str, object, int]:
-    """The innermost part that takes more than half of `value`, with its path and its bytes."""
+    """The innermost part that takes more than half of `value`, with its path and its number of bytes."""
     while True:
         for key, part in children(value):
             size = len(encode_json(part))
@@ -379,7 +378,7 @@ def _largest(value: object, path: str, num_bytes: int) -> tuple[str, object, int
 
 
 def _locate(value: object, path: str, depth: int = 0) -> tuple[str, object]:
-    """The innermost part of `value` that does not come back, and its path."""
+    """The path of the innermost part of `value` that is not decoded exactly, and the part."""
     if isinstance(value, Encoded):
         return _locate(value.value, path, depth)
     for key, part in children(value) if depth < MAX_DEPTH else ():
@@ -391,7 +390,7 @@ def _locate(value: object, path: str, depth: int = 0) -> tuple[str, object]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are of the same types, in the same order and equal to the bit."""
+    """Whether two values have the same types and order and equal bits."""
     if type(a) is Encoded:
         return same(a.value, b)
     if type(a) is not type(b):

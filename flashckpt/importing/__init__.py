@@ -1,1 +1,2 @@
-"""`flashckpt import`: the checkpoint of another library becomes a new run. Runs no code of what it reads."""
+"""`flashckpt import`: makes a run from the checkpoint of another library. Runs no code from the
+checkpoint."""

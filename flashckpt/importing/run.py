@@ -1,51 +1,67 @@
-"""A new run whose only step holds what was imported.
+"""Writes a new run whose only step is an imported checkpoint.
 
-Owns the order: the source is read and named first, then attempt, shard, part and manifest are written, and
-run.json last. A folder without it is refused by every command and by training, so that an import that was
-killed is neither a checkpoint nor the place of a fresh run. Tensors are read one at a time.
+Owns the mapping that a user gives, the names of leaves, and the order: read and map the source, write
+attempt, shard, part and commit record, and run.json last. Training and every command refuse a folder without
+run.json, so a killed import leaves neither a checkpoint nor a place for a fresh run. Reads one tensor at a
+time.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts, steps
-from flashckpt.commit.holder import here
-from flashckpt.errors import FlashckptError, RunError
+from flashckpt.checkpointer.progress import ANY_LOOP, Progress
+from flashckpt.commit import attempts, starting
+from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.commit_step import commit, publish_part
+from flashckpt.errors import FlashckptError, OptionError, RunError
 from flashckpt.format.checked_json import strict_loads
-from flashckpt.format.layout import Layout
-from flashckpt.format.names import (
-    ATTEMPTS,
-    RUN,
-    STEPS,
-    AttemptName,
-    shard_name,
-    step_attempt_folder,
+from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.names import ATTEMPTS, COMMITS, DATA, MAX_STEP, RUN, AttemptName, SnapshotId, shard_name
+from flashckpt.format.records import CHUNK_BYTES, MAX_VALUES_BYTES, Part, RankRecord, Run, ShardRecord
+from flashckpt.format.typed import LeafRef, children, encode_json, too_large
+from flashckpt.importing.source import (
+    Source,
+    SourceTensor,
+    Unreadable,
+    damaged,
+    items,
+    lookup,
+    open_source,
+    without_unreadable,
 )
-from flashckpt.format.parts import CHUNK_BYTES
-from flashckpt.format.records import Part, RankRecord, Run, ShardRecord
-from flashckpt.format.typed import encode_json
-from flashckpt.importing.parts import Content, Mapped, content_of
-from flashckpt.importing.source import SourceTensor, damaged, open_source
+from flashckpt.restore.filling import MARK
+from flashckpt.state import rng
 from flashckpt.state.tensors import DTYPE_NAMES, bits
+from flashckpt.state.tree import NAMESPACE
+from flashckpt.state.values import CONTAINERS, join, rebuild
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-from flashckpt.store.image_sums import ImageSums
+from flashckpt.store.read_plan import ImageSums
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
+
+_FOLDERS = (COMMITS, DATA, ATTEMPTS)
+_SHOWN = 20
+_EXTRA = "_extra_state"
+_FLAT = "model"
+RNG = ("torch", "python", "numpy", "cuda")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What was written. `parts`: name, tensors and bytes of each; `skipped` says of each item that could not
-    be read why; `left_out` are keys of the source that were not chosen."""
+    """The result of an import. `parts`: name, number of tensors and bytes of each. `skipped`: unreadable
+    items with the reason. `left_out`: keys of the source that were not used."""
 
     source: str
     format: str
@@ -62,13 +78,12 @@ def import_checkpoint(
     run: str | os.PathLike[str],
     mapped: Mapped | None = None,
     *,
-    progress: Progress = lambda done, total: None,
+    progress: OnProgress = lambda done, total: None,
 ) -> Imported:
     """Write the checkpoint in `path` as the first step of a new run.
 
-    Raises OptionError (an unknown source, a key that is not there, an item that cannot be read), DamagedError
-    (a source that is damaged or hostile), RunError where the place of the run is not free, OSError. Then
-    there is no run.
+    Raises OptionError (an unknown source, a missing key, an unreadable item), DamagedError (a damaged or
+    hostile source), RunError (the place of the run is not free), OSError. After an error no run exists.
     """
     store = open_store(run)
     _check_free(store)
@@ -92,63 +107,65 @@ def _check_free(store: Store) -> None:
         raise RunError(
             f"{store.url} is a run already. Nothing was written. Import into another folder.", path=store.url
         )
-    if store.list(STEPS) or store.list(ATTEMPTS):
+    if any(map(store.list, _FOLDERS)):
         raise RunError(
-            f"{store.url} holds steps or attempts and no {RUN}: an import into it was interrupted or still "
+            f"{store.url} has steps or attempts but no {RUN}: an import into it was interrupted or still "
             "runs. Nothing was written. Remove the folder if no import runs, or import into another one.",
             path=store.url,
         )
 
 
-def _write(store: Store, content: Content, progress: Progress, source: str) -> AttemptName:
+def _write(store: Store, content: Content, progress: OnProgress, source: str) -> AttemptName:
     attempts.check_place(store)
-    attempt = attempts.claim(store, here(), lambda: _check_free(store))
+    attempt, catalogue = starting.claim(store, local_owner(), lambda: _check_free(store))
     try:
-        attempts.start(store, attempt, None, 0, 1)
+        starting.start(store, attempt, None, 0, 1, catalogue)
         crashpoints.point("import.begun")
+        snapshot = SnapshotId(attempt, 0)
         part = Part(
             step=content.step,
             attempt=attempt,
+            boundary=snapshot.boundary,
             world=1,
             keeper=0,
-            ranks=(_write_shard(store, attempt, content, progress, source),),
+            ranks=(_write_shard(store, snapshot, content, progress, source),),
         )
         crashpoints.point("import.written")
-        steps.publish_part(store, part)
-        steps.commit(store, content.step, attempt, 1)
+        publish_part(store, part)
+        commit(store, snapshot, 1)
         attempts.mark_ended(store, attempt, "closed")
         crashpoints.point("import.committed")
     except BaseException:
         _give_up(store)
         raise
-    # What follows has no way back: the run may be there, and trained on.
+    # Remove nothing after this point: the run may exist, and another process may train on it.
     if not store.create(RUN, Run(run_id=secrets.token_hex(8)).to_bytes()):
         raise RunError(
-            f"{store.url} has become a run of another process meanwhile, and has a step of this import in "
-            "it. Nothing was removed. Import into another folder.",
+            f"Another process made {store.url} a run during this import, and the folder also has the "
+            "imported step. Nothing was removed. Import into another folder.",
             path=store.url,
         )
     return attempt
 
 
 def _give_up(store: Store) -> None:
-    """Remove the rest of an import that failed. What another process has made a run stays."""
+    """Remove the files of a failed import, unless another process has made the folder a run."""
     with suppress(OSError, FlashckptError):
         if not store.exists(RUN):
-            for folder in (STEPS, ATTEMPTS):
+            for folder in _FOLDERS:
                 store.remove_tree(folder)
                 store.remove(folder)
 
 
 def _write_shard(
-    store: Store, attempt: AttemptName, content: Content, progress: Progress, source: str
+    store: Store, snapshot: SnapshotId, content: Content, progress: OnProgress, source: str
 ) -> RankRecord:
     tensors = {leaf.name: tensor for leaf, tensor in content.leaves}
     layout = Layout.of(leaf for leaf, _ in content.leaves)
     name = shard_name(0, secrets.token_hex(6))
     sums = ImageSums(layout, CHUNK_BYTES)
     chunks = _chunks(_pieces(layout, tensors, source), sums, layout.num_bytes, progress)
-    store.write_parts(f"{step_attempt_folder(content.step, attempt)}/{name}", chunks, layout.num_bytes)
+    store.write_parts(f"{snapshot.data_folder}/{name}", chunks, layout.num_bytes)
     return RankRecord(
         rank=0,
         shard=ShardRecord.of(name, layout, sums.checksums()),
@@ -159,25 +176,27 @@ def _write_shard(
 
 
 def _pieces(layout: Layout, tensors: dict[str, SourceTensor], source: str) -> Iterator[memoryview]:
-    """The bytes of the image: its header, and each tensor, of which one is in memory at a time."""
+    """Yield the bytes of the image: its header and each tensor, with one tensor in memory at a time."""
     yield memoryview(layout.header)
     for leaf in layout.leaves:
         tensor = tensors[leaf.name].read()
         if tuple(tensor.shape) != leaf.shape or DTYPE_NAMES.get(tensor.dtype) != leaf.dtype:
-            raise damaged(source, f"{leaf.name} has changed while it was read")
+            raise damaged(source, f"{leaf.name} changed while it was read")
         if tensor.numel():
             data = bits(tensor).contiguous().reshape(-1).view(torch.uint8)
             yield memoryview(data.numpy())  # type: ignore[arg-type]
 
 
-def _chunks(pieces: Iterator[memoryview], sums: ImageSums, total: int, progress: Progress) -> Iterator[bytes]:
-    """The same in chunks, of which the sums are taken."""
+def _chunks(
+    pieces: Iterator[memoryview], sums: ImageSums, total: int, progress: OnProgress
+) -> Iterator[bytes]:
+    """Regroup the pieces into chunks and add them to the sums."""
     buffer, done = bytearray(), 0
     for piece in pieces:
         while piece:
-            taken = piece[: CHUNK_BYTES - len(buffer)]
-            buffer += taken
-            piece = piece[len(taken) :]
+            part = piece[: CHUNK_BYTES - len(buffer)]
+            buffer += part
+            piece = piece[len(part) :]
             if len(buffer) == CHUNK_BYTES or done + len(buffer) == total:
                 chunk = bytes(buffer)
                 sums.add(done, memoryview(chunk))
@@ -185,3 +204,238 @@ def _chunks(pieces: Iterator[memoryview], sums: ImageSums, total: int, progress:
                 yield chunk
                 buffer.clear()
                 progress(done, total)
+
+
+# The mapping of a source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """The mapping of a source. `state`: names in the state -> keys of the source, in the forms of `lookup`.
+    If empty, each key of the source is taken; a source of tensors only becomes `model`. `step` and `epoch`: a
+    number or a key. `rng`: names in `RNG` -> keys of generator states."""
+
+    state: Mapping[str, str] = field(default_factory=dict)
+    step: str = "0"
+    epoch: str = "0"
+    rng: Mapping[str, str] = field(default_factory=dict)
+    skip_unreadable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The content of the imported step: leaves with their tensors, and the values of its rank. `parts`: name,
+    number of tensors and bytes of each. `skipped`: paths of unreadable items. `left_out`: keys of the source
+    that the mapping does not use."""
+
+    step: int
+    leaves: Sequence[tuple[Leaf, SourceTensor]]
+    values: dict[str, Any]
+    parts: Sequence[tuple[str, int, int]]
+    skipped: Sequence[str]
+    left_out: Sequence[str]
+
+
+def content_of(source: Source, mapped: Mapped) -> Content:
+    """Apply the mapping. Raises OptionError for keys that the source does not have, and, with their paths,
+    for unreadable items unless `skip_unreadable`."""
+    chosen = _chosen(source, mapped)
+    step, epoch = (_count(source, what, getattr(mapped, what)) for what in ("step", "epoch"))
+    generators = {name: _generator(source, name, key) for name, key in mapped.rng.items()}
+    unreadable = [
+        f"{path} {value.why}"
+        for name, part in chosen.items()
+        for path, value in items(part, name)
+        if type(value) is Unreadable
+    ]
+    if unreadable and not mapped.skip_unreadable:
+        more = f"\n  … and {len(unreadable) - _SHOWN} more" if len(unreadable) > _SHOWN else ""
+        listed = "\n".join(f"  {line}" for line in unreadable[:_SHOWN])
+        raise OptionError(
+            f"{source.path}: {len(unreadable)} items cannot be imported:\n{listed}{more}\nNothing was "
+            "written. Name the parts to take with --state NAME=KEY, or give --skip-unreadable to import all "
+            "others."
+        )
+    parts = {name: without_unreadable(part) for name, part in chosen.items()}
+    collector = _LeafCollector()
+    entries = {
+        name: collector.entry(name, part) for name, part in parts.items() if type(part) is not Unreadable
+    }
+    if not collector.leaves:
+        raise OptionError(
+            f"{source.path}: the chosen parts have no tensor. Nothing was written. Choose others with "
+            "--state NAME=KEY."
+        )
+    # At the start of an epoch: the position of another library's loader is unknown.
+    progress = Progress(ANY_LOOP)
+    progress.step, progress.epoch = step, epoch
+    values = {
+        MARK: {"format": source.kind},
+        "state": {"entries": entries, NAMESPACE: {"names": [], "kinds": "", "exceptions": {}}},
+        "progress": progress.value(),
+        "rng": generators,
+    }
+    if (num_bytes := len(encode_json(values))) > MAX_VALUES_BYTES:
+        raise too_large(parts, num_bytes, MAX_VALUES_BYTES)
+    return Content(
+        step=step,
+        leaves=collector.leaves,
+        values=values,
+        parts=[_summary(name, collector.leaves) for name in entries],
+        skipped=unreadable,
+        left_out=_left_out(source, mapped),
+    )
+
+
+def _chosen(source: Source, mapped: Mapped) -> dict[str, Any]:
+    if not mapped.state:
+        if all(type(each) is SourceTensor for each in source.tree.values()):
+            return {_FLAT: source.tree}
+        for key in source.tree:
+            _check_name(str(key))
+        return {str(key): value for key, value in source.tree.items()}
+    found: dict[str, Any] = {}
+    for name, key in mapped.state.items():
+        _check_name(name)
+        part, _, inner = name.partition(".")
+        if part in mapped.state and inner:
+            raise OptionError(
+                f"--state {name}: {part} is already taken as a whole. Nothing was written. Give only one of "
+                "the two."
+            )
+        value = _looked_up(source, key)
+        if inner:
+            found.setdefault(part, {})[inner] = value
+        else:
+            found[part] = value
+    return found
+
+
+def _check_name(name: str) -> None:
+    if not name or name.startswith(("!", "_", ".")) or name.split(".")[0] == NAMESPACE:
+        raise OptionError(
+            f"{name!r} cannot be the name of a part of the state. Nothing was written. Give the parts other "
+            "names: --state NAME=KEY."
+        )
+
+
+def _looked_up(source: Source, key: str) -> Any:
+    try:
+        return lookup(source.tree, key)
+    except KeyError:
+        names = ", ".join(str(each) for each in list(source.tree)[:_SHOWN])
+        raise OptionError(f"{source.path} has no {key!r}. Nothing was written. It has: {names}.") from None
+
+
+def _count(source: Source, what: str, text: str) -> int:
+    """Read a step or epoch, given as a number or as a key of the source."""
+    found: Any = int(text) if text.isascii() and text.isdigit() else _looked_up(source, text)
+    if type(found) is SourceTensor and not found.shape:
+        found = found.read().item()
+    if type(found) is float and found.is_integer():
+        found = int(found)
+    if type(found) is not int or not 0 <= found <= MAX_STEP:
+        raise OptionError(
+            f"--{what} {text} is not the number of a {what}. Nothing was written. Give a number, or a key of "
+            "the source that has one."
+        )
+    return found
+
+
+def _left_out(source: Source, mapped: Mapped) -> list[str]:
+    """Keys of the source that the mapping does not use."""
+    if not mapped.state or "" in mapped.state.values():
+        return []
+    keys = [*mapped.state.values(), mapped.step, mapped.epoch, *mapped.rng.values()]
+    return [
+        str(each)
+        for each in source.tree
+        if not any(
+            key == str(each) or f"{key}.".startswith(f"{each}.") or f"{each}.".startswith(f"{key}.")
+            for key in keys
+        )
+    ]
+
+
+def _summary(name: str, leaves: Sequence[tuple[Leaf, SourceTensor]]) -> tuple[str, int, int]:
+    """Name of a part, number of its tensors, and their bytes."""
+    own = [leaf for leaf, _ in leaves if leaf.name == name or leaf.name.startswith(f"{name}.")]
+    return name, len(own), sum(leaf.num_bytes for leaf in own)
+
+
+class _LeafCollector:
+    """Collects the leaves of parts."""
+
+    def __init__(self) -> None:
+        self.leaves: list[tuple[Leaf, SourceTensor]] = []
+        self._names: set[str] = set()
+
+    def entry(self, name: str, part: Any) -> dict[str, Any]:
+        """Return the entry of a part. A dictionary of tensors becomes the entry of a module. Every other
+        value is kept unchanged until a program attaches an object under this name."""
+        if not _is_of_module(part):
+            return {"kind": MARK, "state": self._values(part, name)}
+        extra = {}
+        for key, value in part.items():
+            if type(value) is SourceTensor and key.split(".")[-1] != _EXTRA:
+                self._leaf(join(name, key), value)
+            else:
+                path = join(name, key.removesuffix(_EXTRA).rstrip("."))
+                extra[path] = self._values(value, join(path, _EXTRA))
+        return {"kind": "module", **({"extra": extra} if extra else {})}
+
+    def _values(self, value: Any, name: str) -> Any:
+        if type(value) is SourceTensor:
+            self._leaf(name, value)
+            return LeafRef(name)
+        if type(value) in CONTAINERS:
+            return rebuild(
+                value, [(key, self._values(each, join(name, key))) for key, each in children(value)]
+            )
+        return value
+
+    def _leaf(self, name: str, tensor: SourceTensor) -> None:
+        if name in self._names:
+            raise OptionError(
+                f"Two tensors of the source would be called {name}. Nothing was written. Import their parts "
+                "under other names: --state NAME=KEY."
+            )
+        self._names.add(name)
+        self.leaves.append(
+            (Leaf(name=name, dtype=tensor.dtype, shape=tensor.shape, stride=tensor.stride), tensor)
+        )
+
+
+def _is_of_module(part: Any) -> bool:
+    if not isinstance(part, dict) or not all(isinstance(key, str) for key in part):
+        return False
+    tensors = {key for key, value in part.items() if type(value) is SourceTensor}
+    return bool(tensors) and all(key in tensors or key.split(".")[-1] == _EXTRA for key in part)
+
+
+# Random numbers
+
+
+def _generator(source: Source, name: str, key: str) -> Any:
+    """Convert the result of a library's `get_state` to the form of `rng.capture`."""
+    value = _looked_up(source, key)
+    try:
+        if name == "python":
+            generator = random.Random()
+            generator.setstate(value)
+            return rng.capture_one(generator)
+        if name == "numpy":
+            legacy = np.random.RandomState()
+            legacy.set_state(value)
+            if not 0 <= legacy.get_state(legacy=False)["state"]["pos"] <= 624:  # NumPy does not check it
+                raise ValueError("its position is outside of its key")
+            return rng.capture_one(legacy)
+        if name == "torch":
+            return rng.capture_one(torch.Generator().set_state(value.read()))
+        devices = value if isinstance(value, (list, tuple)) else [value]
+        return [each.read().numpy().tobytes() for each in devices]
+    except (TypeError, LookupError, ValueError, AttributeError, RuntimeError) as error:
+        raise OptionError(
+            f"--rng {name}={key} is not a state of the {name} generator ({error}). Nothing was written. Name "
+            "the key of such a state, or leave the option out."
+        ) from error

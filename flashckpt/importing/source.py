@@ -1,29 +1,42 @@
-"""What is read of a checkpoint of another library: nested plain values, in which tensors are still in their
-files.
+"""Reads another library's checkpoint as nested plain values with lazy tensors: safetensors, files of
+torch.save, folders of `torch.distributed.checkpoint`.
 
-Owns the forms of a source, the choice of its reader, and which names a file may have. Never follows a name
-out of the source's folder.
+Never follows a name out of the source's folder, and never imports or calls a name from a pickle: placeholders
+and inert records replace its classes. Values with a placeholder are reported as unreadable; the rest is read.
+Owns the checks that torch omits: each record of an archive must be uncompressed and match its checksum, and
+the pieces of a DCP tensor must cover it.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import math
 import os
+import pickle
 import stat
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
-from flashckpt.errors import DamagedError, OptionError
-from flashckpt.format.typed import children
+from flashckpt.errors import DamagedError, OptionError, StateError
+from flashckpt.format.checked_json import unique
+from flashckpt.format.layout import DTYPES, MAX_DIMENSIONS, MAX_LEAF_BYTES
+from flashckpt.format.typed import MAX_DEPTH, check_roundtrip, children, decode
+from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, check, is_wrapper, strides
 from flashckpt.state.values import CONTAINERS, join, rebuild
+
+_MOST_VALUES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a source: `read` gives it on the CPU, with `dtype` (torch's name) and `shape`. `stride` as
-    in a leaf's record."""
+    """A tensor of a source. `read`: returns it on the CPU, with `dtype` (torch's name) and `shape`. `stride`:
+    see `Leaf`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,14 +46,14 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in the place of what cannot be read without code of the source's, or not exactly."""
+    """Placeholder for a value that cannot be read exactly, or only with code of the source."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint. `tree` holds SourceTensors, Unreadables and plain values by their keys; `kind` names its
+    """A checkpoint. `tree`: SourceTensors, Unreadables and plain values by key. `kind`: name of the
     format."""
 
     path: str
@@ -49,31 +62,25 @@ class Source:
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Read the structure of a checkpoint: a DCP folder, a folder or file of safetensors, or a file that
-    torch.save wrote.
+    """Read the structure of a checkpoint: a DCP folder, a folder or file of safetensors, or a file written by
+    torch.save.
 
-    Raises OptionError for anything else, and DamagedError, which names the file, for a source that is cut
-    short, damaged or hostile.
+    Raises OptionError for anything else, and DamagedError, which names the file, for a truncated, damaged or
+    hostile source.
     """
     path = os.path.abspath(path)
     if os.path.isdir(path):
         return _open_folder(path)
     if not os.path.exists(path):
-        raise OptionError(f"{path} is not there. Nothing was written. Name a file or a folder that is there.")
+        raise OptionError(f"{path} does not exist. Nothing was written. Name an existing file or folder.")
     if path.endswith((".safetensors", ".safetensors.index.json")):
-        from flashckpt.importing.safetensors_files import read_safetensors
-
         return Source(path, "safetensors", read_safetensors(path))
-    from flashckpt.importing.torch_file import read_torch
-
     return Source(path, "torch", read_torch(path))
 
 
 def _open_folder(path: str) -> Source:
     names = sorted(os.listdir(path))
     if ".metadata" in names:
-        from flashckpt.importing.dcp_folder import read_dcp
-
         return Source(path, "dcp", read_dcp(path))
     found = [name for name in names if name.endswith(".safetensors.index.json")]
     found = found or [name for name in names if name.endswith(".safetensors")]
@@ -81,20 +88,20 @@ def _open_folder(path: str) -> Source:
         return open_source(os.path.join(path, found[0]))
     if found:
         raise OptionError(
-            f"{path} holds {len(found)} safetensors files and no index. Nothing was written. Name one of "
+            f"{path} has {len(found)} safetensors files and no index. Nothing was written. Name one of "
             f"them: {', '.join(found[:5])}."
         )
     raise OptionError(
-        f"{path} has neither .metadata (DCP) nor safetensors files. Nothing was written. Name the folder or "
-        "the file of a checkpoint: of torch.save the file, of DCP the folder of one step."
+        f"{path} has neither .metadata (DCP) nor safetensors files. Nothing was written. Name a checkpoint: "
+        "a file of torch.save or safetensors, or DCP's folder of one step."
     )
 
 
 def file_in(folder: str, name: object) -> str:
-    """The path of a file that a record in this folder names. DamagedError for a name that leads out of the
-    folder, and for anything but a file."""
-    plain = isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
-    if not plain or "\0" in str(name) or "\\" in str(name):
+    """The path of a file that a record in this folder names. Raises DamagedError for a name that leads out of
+    the folder, for a missing file, and for anything that is not a file."""
+    is_name = isinstance(name, str) and name == os.path.basename(name) and name not in ("", ".", "..")
+    if not is_name or "\0" in str(name) or "\\" in str(name):
         raise damaged(folder, f"it names the file {str(name)[:200]!r}, which is not in its folder")
     path = os.path.join(folder, str(name))
     try:
@@ -102,7 +109,7 @@ def file_in(folder: str, name: object) -> str:
     except FileNotFoundError:
         raise damaged(path, "it is missing") from None
     if not is_file:
-        raise damaged(path, "it is no file")
+        raise damaged(path, "it is not a file")
     return path
 
 
@@ -115,7 +122,7 @@ def damaged(path: str, why: str) -> DamagedError:
 
 
 def read_at(path: str, offset: int, num_bytes: int) -> bytearray:
-    """Bytes of a file. DamagedError where it ends before."""
+    """Read bytes of a file. Raises DamagedError if it ends before."""
     data, done = bytearray(num_bytes), 0
     with open(path, "rb", buffering=0) as file:
         file.seek(offset)
@@ -127,11 +134,35 @@ def read_at(path: str, offset: int, num_bytes: int) -> bytearray:
     return data
 
 
+def check_size(path: str, value: Any, record: type | None = None) -> None:
+    """Raise DamagedError for a value that takes too long to walk. A few lists, each contained twice in the
+    next, have exponentially many parts. With `record`, walk the attributes of its instances too, and raise
+    for too deep nesting."""
+    todo, count = [(value, 0)], 0
+    while todo:
+        each, depth = todo.pop()
+        if isinstance(each, dict):
+            parts = [*each.keys(), *each.values()]
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            parts = list(each)
+        elif record is not None and isinstance(each, record):
+            parts = list(vars(each).values())
+        else:
+            continue
+        count += len(parts)
+        if count > _MOST_VALUES:
+            raise damaged(path, f"it holds more than {_MOST_VALUES:,} values")
+        if depth < MAX_DEPTH:
+            todo += [(part, depth + 1) for part in parts]
+        elif record is not None:
+            raise damaged(path, f"it nests deeper than {MAX_DEPTH} levels")
+
+
 # Finding and leaving out
 
 
 def items(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in a nested value, with its path: everything that is no container."""
+    """Yield each value in a nested value that is not a container, with its path."""
     if type(value) not in CONTAINERS:
         yield name, value
         return
@@ -140,8 +171,8 @@ def items(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_unreadable(value: Any) -> Any:
-    """A nested value without the keys of dictionaries under which something cannot be read; Unreadable where
-    there is no such key."""
+    """Remove the dictionary keys whose values contain an Unreadable. Return the Unreadable if it is not below
+    a dictionary key."""
     if type(value) not in CONTAINERS:
         return value
     pairs = [(key, without_unreadable(item)) for key, item in children(value)]
@@ -154,7 +185,7 @@ def without_unreadable(value: Any) -> Any:
 def lookup(tree: Any, key: str) -> Any:
     """Return the value of a key. `model.encoder` means, in this order, the key of that name, the value of
     `encoder` in `model`, or all values whose names begin with `model.encoder.`, by the rest of their names.
-    An empty key means the whole tree. Raises KeyError where nothing matches."""
+    An empty key means the whole tree. Raises KeyError if nothing matches."""
     if not key:
         return tree
     if not isinstance(tree, dict):
@@ -174,3 +205,575 @@ def lookup(tree: Any, key: str) -> Any:
         if head in tree:
             return lookup(tree[head], ".".join(parts[count:]))
     raise KeyError(key)
+
+
+# Safetensors: a file, or several with an index. The format has no checksums, so a flipped byte goes unnoticed
+
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
+_MAX_INDEX_BYTES = 1 << 30
+_METADATA = "__metadata__"
+_STORED = {stored: name for name, (_, stored) in DTYPES.items() if stored is not None}
+
+
+def read_safetensors(path: str) -> dict[Any, Any]:
+    """Read the tensors of a file, or of all files in an index, by name. Raises DamagedError, which names the
+    file."""
+    if not path.endswith(".index.json"):
+        return _tensors(path)
+    folder = os.path.dirname(path)
+    file_of = _weight_map(path)
+    files = {name: _tensors(file_in(folder, name)) for name in sorted(set(file_of.values()))}
+    for name, file in file_of.items():
+        if name not in files[file]:
+            raise damaged(os.path.join(folder, file), f"it lacks {name[:200]!r}, which the index lists in it")
+    for file, tensors in files.items():
+        if others := [name for name in tensors if file_of.get(name) != file]:
+            raise damaged(path, f"it does not name {others[0][:200]!r}, which {file} holds")
+    return {name: files[file][name] for name, file in file_of.items()}
+
+
+def _weight_map(path: str) -> dict[str, str]:
+    if os.path.getsize(path) > _MAX_INDEX_BYTES:
+        raise damaged(path, "it is too long for an index")
+    with open(path, "rb") as file:
+        index = _parsed(path, file.read())
+    file_of = index.get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
+        raise damaged(path, "it has no weight_map")
+    for name, file_name in file_of.items():
+        if not isinstance(file_name, str):
+            raise damaged(path, f"it lists no file for {name[:200]!r}")
+    return file_of
+
+
+def _parsed(path: str, data: bytes | bytearray) -> dict[str, Any]:
+    try:
+        found = json.loads(data, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"its header or index is not JSON ({str(error)[:200]})") from error
+    if not isinstance(found, dict):
+        raise damaged(path, "its header or index is not a JSON object")
+    return found
+
+
+def _tensors(path: str) -> dict[Any, Any]:
+    num_bytes = os.path.getsize(path)
+    length = int.from_bytes(read_at(path, 0, 8), "little")
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
+        raise damaged(path, f"its header has {length} bytes, and the file has {num_bytes}")
+    header = _parsed(path, read_at(path, 8, length))
+    metadata = header.pop(_METADATA, None) or {}
+    rows = {name: _row(path, name, row) for name, row in header.items()}
+    at = 0
+    for name, (_, _, start, end) in sorted(rows.items(), key=lambda row: row[1][2:]):
+        if start != at:
+            raise damaged(path, f"{name[:200]!r} does not start at the end of the tensor before it")
+        at = end
+    if 8 + length + at != num_bytes:
+        raise damaged(path, f"it has {num_bytes} bytes, and its header describes {8 + length + at}")
+    dtypes, aliases = _json_of(metadata, "flashckpt.dtypes"), _json_of(metadata, "flashckpt.aliases")
+    found = {}
+    for name, (dtype, shape, start, _) in rows.items():
+        dtype, shape = _recorded(path, name, dtypes, dtype, shape)
+        found[name] = _tensor(path, dtype, shape, 8 + length + start)
+    # `save_model` of safetensors writes ties into its metadata, as name -> name.
+    names = {**(metadata if isinstance(metadata, dict) else {}), **aliases}
+    found.update(
+        {
+            name: found[first]
+            for name, first in names.items()
+            if name not in found and isinstance(first, str) and first in found
+        }
+    )
+    return found
+
+
+def _row(path: str, name: str, row: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """Parse a tensor's row of the header: dtype, shape, start and end in the data."""
+    if not isinstance(row, dict) or not isinstance(row.get("dtype"), str):
+        raise damaged(path, f"its header does not describe {name[:200]!r}")
+    dtype = _STORED.get(row["dtype"])
+    if dtype is None:
+        raise damaged(path, f"{name[:200]!r} has the unknown dtype {row['dtype'][:40]!r}")
+    shape, offsets = _sizes(row.get("shape")), _sizes(row.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2:
+        raise damaged(path, f"{name[:200]!r} has no shape or no offsets")
+    if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype][0]:
+        raise damaged(path, f"{name[:200]!r} has another length than its shape")
+    return dtype, shape, offsets[0], offsets[1]
+
+
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return None
+    return tuple(value) if all(type(n) is int and 0 <= n <= MAX_LEAF_BYTES for n in value) else None
+
+
+def _json_of(metadata: Any, key: str) -> dict[str, Any]:
+    """Parse metadata that `flashckpt export` adds: ties, and dtypes that safetensors lacks."""
+    try:
+        found = json.loads(metadata[key])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _recorded(
+    path: str, name: str, dtypes: dict[str, Any], dtype: str, shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    row = dtypes.get(name)
+    if row is None:
+        return dtype, shape
+    true_dtype = row.get("dtype") if isinstance(row, dict) else None
+    is_known = isinstance(true_dtype, str) and true_dtype in DTYPES and true_dtype in TORCH_DTYPES
+    if isinstance(true_dtype, str) and is_known and dtype == "uint8":
+        sizes = _sizes(row.get("shape"))
+        if sizes is not None and math.prod(sizes) * DTYPES[true_dtype][0] == math.prod(shape):
+            return true_dtype, sizes
+    raise damaged(path, f"its metadata does not match {name[:200]!r}")
+
+
+def _tensor(path: str, dtype: str, shape: tuple[int, ...], offset: int) -> SourceTensor:
+    num_bytes = math.prod(shape) * DTYPES[dtype][0]
+
+    def read() -> Tensor:
+        if not num_bytes:
+            return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")
+        data = read_at(path, offset, num_bytes)
+        return torch.frombuffer(data, dtype=torch.uint8).view(TORCH_DTYPES[dtype]).view(shape)
+
+    return SourceTensor(dtype, shape, read)
+
+
+# Pickles: files of torch.save, and folders of torch.distributed.checkpoint
+
+
+_PIECE_BYTES = 1 << 20
+_Global = Callable[..., Any] | tuple[Callable[..., Any], str]
+# A file that names one of these is hostile and refused as a whole. torch itself refuses the first four.
+_HOSTILE_MODULES = (
+    "os", "posix", "nt", "sys", "subprocess", "io", "importlib", "runpy", "pty", "socket", "shutil",
+)  # fmt: skip
+_HOSTILE_BUILTINS = (
+    "eval", "exec", "compile", "open", "getattr", "setattr", "delattr", "__import__", "globals",
+)  # fmt: skip
+
+
+class _Placeholder:
+    """Replacement for a class: accepts all arguments and state from a pickle, and ignores them."""
+
+    name = "numpy.ndarray"
+
+    def __new__(cls, *args: object, **kwargs: object) -> _Placeholder:
+        return object.__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+def read_torch(path: str) -> dict[Any, Any]:
+    """Read a file into a dict. Tensors are mapped from an archive, and read into memory from an older file.
+    Raises DamagedError, which names the file, if it is damaged, hostile or not a dictionary."""
+    with open(path, "rb") as file:
+        is_archive = check_archive(file, path)
+        file.seek(0)
+        found = load_safely(file, path, is_archive=is_archive, mapped=path if is_archive else None)
+    tree = plain(found, "")
+    if not isinstance(tree, dict):
+        why = tree.why if isinstance(tree, Unreadable) else f"it holds a {type(found).__name__}"
+        raise damaged(path, f"{why}, and only a dictionary has names for its parts")
+    return tree
+
+
+def check_archive(file: BinaryIO, path: str) -> bool:
+    """Whether the file is an archive. Raises DamagedError if a record does not match its checksum or is
+    compressed: torch never compresses records, and a compressed one may have any size."""
+    if not zipfile.is_zipfile(file):
+        return False
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+                    raise damaged(path, f"its record {record.filename[:200]!r} is compressed")
+                with archive.open(record) as data:
+                    while data.read(_PIECE_BYTES):
+                        pass
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        raise damaged(path, str(error)[:300]) from error
+    return True
+
+
+def load_safely(file: BinaryIO, path: str, *, is_archive: bool, mapped: str | None = None) -> Any:
+    """Load with `torch.load(weights_only=True)`, with placeholders for classes that it refuses. `mapped`: the
+    file's path, to get tensors that are views of the file."""
+    try:
+        with torch.serialization.safe_globals(_numpy_placeholders()):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if is_archive else []
+            for name in sorted(names):
+                module, _, rest = name.partition(".")
+                if module in _HOSTILE_MODULES or (module == "builtins" and rest in _HOSTILE_BUILTINS):
+                    raise damaged(path, f"its pickle names {name[:200]}, which no checkpoint needs")
+            file.seek(0)
+            placeholders: list[_Global] = [
+                (type("_Unread", (_Placeholder,), {"name": name}), name) for name in names
+            ]
+            with torch.serialization.safe_globals(placeholders):
+                found = torch.load(
+                    mapped or file, weights_only=True, map_location="cpu", mmap=True if mapped else None
+                )
+    except pickle.UnpicklingError as error:
+        # Without torch's advice to allow the classes in the file.
+        reason = (str(error).partition("WeightsUnpickler error:")[2] or str(error)).strip()
+        reason = reason.partition("\n")[0].partition(" was not an allowed")[0][:300]
+        raise damaged(path, reason or type(error).__name__) from error
+    except (
+        EOFError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError,
+        UnicodeDecodeError, OverflowError, MemoryError, ImportError,
+    ) as error:  # fmt: skip
+        raise damaged(path, f"torch cannot read it ({type(error).__name__}: {str(error)[:300]})") from error
+    check_size(path, found)
+    return found
+
+
+class _NumpyType(_Placeholder):
+    """Placeholder for numpy.dtype. NumPy trusts a pickle's description of a dtype and of an array's memory,
+    so a file could make it read any address. Here NumPy gets only a checked name, a shape and bytes."""
+
+    name, text = "numpy.dtype", ""
+
+    def __init__(self, name: object, *_: object) -> None:
+        self._name = name
+
+    def __setstate__(self, state: Any) -> None:
+        # A dtype with fields, a subarray or a unit of time has more state.
+        if len(state) == 8 and state[2:5] == (None, None, None):
+            self.text = f"{state[1]}{self._name}"
+
+
+class _NumpyValue:
+    """Placeholder for an array or a scalar of NumPy."""
+
+    plain: object = None
+
+    def made(self) -> Any:
+        """Return the value. Raises DamagedError if it has no exact encoding."""
+        if self.plain is None:
+            raise DamagedError("It has fields, objects or units of time.")
+        return decode(self.plain)
+
+
+class _NumpyScalar(_NumpyValue):
+    def __init__(self, kind: object, data: object = None) -> None:
+        if isinstance(kind, _NumpyType) and type(data) is bytes:
+            self.plain = {"!numpy.scalar": [kind.text, data]}
+
+
+class _NumpyArray(_NumpyValue):
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, is_fortran, data = state
+        if isinstance(kind, _NumpyType) and type(data) is bytes:
+            self.plain = {"!numpy.array": [kind.text, list(shape), data, bool(is_fortran)]}
+
+
+def _no_bytes() -> bytes:
+    """Replacement for `bytes`, which a pickle calls to make empty bytes."""
+    return b""
+
+
+def _numpy_placeholders() -> list[_Global]:
+    """Replacements for the names that a NumPy array or scalar needs, in NumPy 1 and 2."""
+    found: list[_Global] = [(_NumpyType, "numpy.dtype"), (_Placeholder, "numpy.ndarray")]
+    found += [(_no_bytes, "builtins.bytes"), (_no_bytes, "__builtin__.bytes")]
+    for module in ("numpy._core.multiarray", "numpy.core.multiarray"):
+        found += [(_NumpyArray, f"{module}._reconstruct"), (_NumpyScalar, f"{module}.scalar")]
+    return found
+
+
+# Conversion of torch's result
+
+
+def plain(value: Any, name: str, depth: int = 0) -> Any:
+    """Convert a nested value: tensors to SourceTensor, values without an exact encoding to Unreadable."""
+    if isinstance(value, Tensor):
+        return tensor_of(value, name)
+    if isinstance(value, _NumpyValue):
+        try:
+            return value.made()
+        except DamagedError:
+            return Unreadable("is a NumPy value that has no exact encoding")
+    if isinstance(value, _Placeholder):
+        return Unreadable(f"is a {type(value).name}, which cannot be read without its code")
+    if isinstance(value, type) and issubclass(value, _Placeholder):
+        return Unreadable(f"is {value.name}, which cannot be read without its code")
+    if depth > MAX_DEPTH:
+        return Unreadable(f"nests deeper than {MAX_DEPTH} levels, or contains itself")
+    if type(value) in CONTAINERS:
+        return rebuild(value, [(k, plain(item, join(name, k), depth + 1)) for k, item in children(value)])
+    try:
+        check_roundtrip(value, name)
+    except StateError as error:
+        return Unreadable(f"is a {type(value).__name__}, which has no exact encoding ({error})")
+    return value
+
+
+def tensor_of(tensor: Tensor, name: str) -> SourceTensor | Unreadable:
+    detached = tensor.detach()
+    try:
+        check(detached, name)
+    except StateError as error:
+        return Unreadable(str(error).removeprefix(name).strip())
+    if is_wrapper(detached) or type(detached) not in (Tensor, torch.nn.Parameter):
+        return Unreadable(f"is a {type(detached).__name__}, and only plain tensors can be imported")
+    stride = strides(detached)
+    if stride is not None and any(size == 0 for size in stride):
+        stride = None
+    return SourceTensor(DTYPE_NAMES[detached.dtype], tuple(detached.shape), lambda: detached, stride)
+
+
+def load_item(data: bytes | bytearray, path: str) -> Any:
+    """Load one value that torch.save wrote into a larger file, with placeholders."""
+    file = io.BytesIO(data)
+    is_archive = check_archive(file, path)
+    file.seek(0)
+    return load_safely(file, path, is_archive=is_archive)
+
+
+# Folders of torch.distributed.checkpoint
+
+
+_MAX_METADATA_BYTES = 1 << 30
+_MAX_ELEMENTS = 1 << 48
+_PACKAGE = "torch.distributed.checkpoint"
+
+
+class _Record:
+    """Inert replacement for an instance of one of DCP's classes: holds its attributes, runs no code."""
+
+    args: tuple[Any, ...] = ()
+
+    def __new__(cls, *args: Any) -> _Record:
+        made = object.__new__(cls)
+        made.args = args
+        return made
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.args = state if isinstance(state, tuple) else ()
+
+
+_RECORDS: dict[tuple[str, str], type[_Record]] = {
+    (f"{_PACKAGE}.{module}", name): type(name, (_Record,), {})
+    for module, names in {
+        "metadata": (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+            "MetadataIndex", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        ),
+        "filesystem": ("_StorageInfo",),
+    }.items()
+    for name in names
+}  # fmt: skip
+_PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+
+
+def _allowed() -> dict[tuple[str, str], Any]:
+    table: dict[tuple[str, str], Any] = {**_RECORDS, ("torch", "Size"): torch.Size}
+    table[("torch.serialization", "_get_layout")] = _Record
+    table[("collections", "OrderedDict")] = dict
+    for module in ("pathlib", "pathlib._local"):
+        table.update({(module, name): _Record for name in _PATHS})
+    dtypes = (each for each in vars(torch).values() if isinstance(each, torch.dtype))
+    table.update({("torch", str(each).removeprefix("torch.")): each for each in dtypes})
+    return table
+
+
+class _Metadata(pickle.Unpickler):
+    """An unpickler of `.metadata` that finds only names in `_allowed`."""
+
+    _table = _allowed()
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._table[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(
+                f"it names {module[:100]}.{name[:100]}, which no checkpoint needs"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Position of a value or of a tensor's piece in a file. `at`: first index of the piece in the tensor."""
+
+    path: str
+    offset: int
+    length: int
+    at: tuple[int, ...] | None
+
+    def load(self) -> Any:
+        return load_item(read_at(self.path, self.offset, self.length), self.path)
+
+
+def read_dcp(folder: str) -> dict[Any, Any]:
+    """Read a folder into nested dicts as they were saved. Raises DamagedError, which names the file, for a
+    damaged or hostile file."""
+    path = file_in(folder, ".metadata")
+    metadata: Any = _read_metadata(path)
+    try:
+        items = _items(folder, metadata.storage_data)
+        found = {}
+        for name, record in metadata.state_dict_metadata.items():
+            if not isinstance(name, str):
+                raise ValueError(f"an item has the name {str(name)[:80]!r}")
+            found[name] = _value(path, name, record, items.get(name, []))
+        return _nested(found, getattr(metadata, "planner_data", None))
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise damaged(path, f"it does not have the form that DCP writes ({str(error)[:300]})") from error
+
+
+def _read_metadata(path: str) -> _Record:
+    if os.path.getsize(path) > _MAX_METADATA_BYTES:
+        raise damaged(path, "it is too long")
+    try:
+        with open(path, "rb") as file:
+            found = _Metadata(file).load()
+    except DamagedError:
+        raise
+    except Exception as error:  # a truncated or damaged pickle may raise any error
+        why = str(error) if isinstance(error, pickle.UnpicklingError) else f"{type(error).__name__}: {error}"
+        raise damaged(path, why[:300]) from error
+    if not isinstance(found, _RECORDS[f"{_PACKAGE}.metadata", "Metadata"]):
+        raise damaged(path, f"it holds a {type(found).__name__} instead of DCP's Metadata")
+    check_size(path, found, _Record)
+    return found
+
+
+def _items(folder: str, stored: Mapping[Any, Any]) -> dict[str, list[_Item | str]]:
+    """The pieces of each name. The reason replaces a piece that cannot be read."""
+    found: dict[str, list[_Item | str]] = {}
+    files: dict[str, tuple[str, int]] = {}
+    for index, info in stored.items():
+        pieces = found.setdefault(index.fqn, [])
+        if getattr(info, "transform_descriptors", None):
+            pieces.append(f"is stored in the unknown form {str(info.transform_descriptors)[:80]}")
+            continue
+        name, offset, length = info.relative_path, info.offset, info.length
+        if name not in files:
+            path = file_in(folder, name)
+            files[name] = path, os.path.getsize(path)
+        path, num_bytes = files[name]
+        if not all(type(n) is int and n >= 0 for n in (offset, length)) or offset + length > num_bytes:
+            raise damaged(path, f"it is shorter than {offset + length}, where {index.fqn[:200]!r} should end")
+        at = getattr(index, "offset", None)
+        pieces.append(_Item(path, offset, length, None if at is None else tuple(at)))
+    return found
+
+
+def _value(path: str, name: str, record: Any, pieces: list[_Item | str]) -> Any:
+    if not pieces:
+        raise damaged(path, f"it has no position for {name[:200]!r}")
+    items = [each for each in pieces if isinstance(each, _Item)]
+    if len(items) < len(pieces):
+        return Unreadable(next(each for each in pieces if isinstance(each, str)))
+    if not isinstance(record, _RECORDS[f"{_PACKAGE}.metadata", "TensorStorageMetadata"]):
+        return plain(items[0].load(), name)
+    dtype, shape = record.properties.args[0], tuple(record.size)  # type: ignore[attr-defined]
+    if dtype not in DTYPE_NAMES:
+        return Unreadable(f"has the dtype {dtype}")
+    sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in record.chunks}  # type: ignore[attr-defined]
+    boxes = [(item.at if item.at is not None else (0,) * len(shape), item) for item in items]
+    placed = [(at, sizes[at], item) for at, item in boxes]
+    _check_boxes(path, name, shape, [(at, size) for at, size, _ in placed])
+    return SourceTensor(DTYPE_NAMES[dtype], shape, lambda: _gathered(name, dtype, shape, placed))
+
+
+def _check_boxes(
+    path: str, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """Raise DamagedError unless the pieces cover the tensor with each element once."""
+    if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > _MAX_ELEMENTS:
+        raise damaged(path, f"{name[:200]!r} has the shape {shape}")
+    for at, size in boxes:
+        if len(at) != len(shape) or len(size) != len(shape):
+            raise damaged(path, f"a piece of {name[:200]!r} has another number of dimensions")
+        if not all(min(a, n) >= 0 and a + n <= whole for a, n, whole in zip(at, size, shape, strict=True)):
+            raise damaged(path, f"a piece of {name[:200]!r} is outside of the tensor")
+    full = [box for box in boxes if math.prod(box[1])]
+    if sum(math.prod(size) for _, size in full) != math.prod(shape) or _overlap(full):
+        raise damaged(path, f"the pieces of {name[:200]!r} do not cover the tensor")
+
+
+def _overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two boxes overlap. In sorted order, each box is compared only with boxes that end after its
+    start."""
+    open_: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for at, size in sorted(boxes):
+        if at:
+            open_ = [(a, n) for a, n in open_ if a[0] + n[0] > at[0]]
+        for a, n in open_:
+            if all(x < y + m and y < x + k for x, k, y, m in zip(at, size, a, n, strict=True)):
+                return True
+        open_.append((at, size))
+    return False
+
+
+def _gathered(
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    placed: list[tuple[tuple[int, ...], tuple[int, ...], _Item]],
+) -> Tensor:
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
+    for at, size, item in placed:
+        piece = item.load()
+        if not isinstance(piece, Tensor) or tuple(piece.shape) != size or piece.dtype != dtype:
+            raise damaged(item.path, f"a piece of {name[:200]!r} differs from its description in .metadata")
+        target = whole
+        for dimension, (start, count) in enumerate(zip(at, size, strict=True)):
+            target = target.narrow(dimension, start, count)
+        target.copy_(piece.detach())
+    return whole
+
+
+def _nested(found: dict[str, Any], paths: Any) -> dict[Any, Any]:
+    """Nest the items by the key paths that DCP's planner has flattened; without paths, keep their names."""
+    if not isinstance(paths, dict) or not paths:
+        return dict(found)
+    root = _Level()
+    for name, value in found.items():
+        keys = paths.get(name, (name,))
+        if not isinstance(keys, tuple) or not keys or not all(type(key) in (str, int) for key in keys):
+            raise ValueError(f"{name[:200]!r} has no path")
+        inner = root
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, _Level())
+            if type(inner) is not _Level:
+                raise ValueError(f"{name[:200]!r} is inside of a value")
+        if keys[-1] in inner:
+            raise ValueError(f"{name[:200]!r} is repeated")
+        inner[keys[-1]] = value
+    return {key: _with_lists(value) for key, value in root.items()}
+
+
+class _Level(dict[Any, Any]):
+    """A dict that `_nested` made for a level of paths, as opposed to a dict in the checkpoint."""
+
+
+def _with_lists(value: Any) -> Any:
+    """Turn levels with integer keys into lists. Only lists have integer keys: a planner turns all other keys
+    into text."""
+    if type(value) is not _Level:
+        return value
+    made = {key: _with_lists(item) for key, item in value.items()}
+    if not all(type(key) is int for key in made):
+        return made
+    if sorted(made) != list(range(len(made))):
+        raise ValueError("a list has gaps")
+    return [made[place] for place in range(len(made))]

@@ -1,9 +1,8 @@
-"""Memory for a trainer: one request, one answer.
+"""Allocation of slots and regions of constants to trainers.
 
-Owns the requests that are not answered yet, one after the other for each rank, and the sums by which a set
-is reserved for the whole node before any of it is taken. A thread a rank takes the memory; everything that
-the keeper knows changes in its loop alone (`next`). A trainer that dies, or hangs up, while it waits has what
-was made for it taken back.
+Owns the open requests, which are answered one after the other for each rank, and the sums by which memory is
+reserved for the whole node before any is taken. A thread for each rank takes the memory; the keeper's state
+changes only in its loop (`next`). Regions for a trainer that dies or disconnects meanwhile are removed again.
 """
 
 from __future__ import annotations
@@ -17,35 +16,31 @@ from functools import partial
 from typing import Any
 
 from flashckpt import crashpoints
-from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
+from flashckpt.errors import FlashckptError, KeeperError, OutOfSpaceError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import Connection, ProtocolError, names, number, numbers, text
-from flashckpt.keeper.trainers import Trainer
-from flashckpt.memory import numa, room
-from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory import memory_budget
 from flashckpt.memory.held_regions import MAX_REGIONS, HeldRegion, Made, Regions
-from flashckpt.memory.region import MEMFD
+from flashckpt.memory.region import MEMFD, SlotSize
 from flashckpt.memory.slot import Sealed, SlotState
 from flashckpt.options import MOST_SLOTS
-from flashckpt.persist.worker import Worker
+from flashckpt.persist.job import Trainer
+from flashckpt.threads import Worker
 
 _MOST_SLOT_BYTES = 1 << 46
-# Snapshots held where nobody says how many: the newest sealed, the one being written, the one being
-# persisted, and with several ranks one that not all of them have yet.
+# The default number of slots: for the newest sealed snapshot, the one being written, the one being persisted,
+# and among several ranks one that not all of them have yet.
 _SLOTS_ALONE, _SLOTS_OF_SEVERAL, _FEWEST = 3, 4, 2
-# Where what has been released is still to leave: the next look whether it has.
-_LOOK_S = 0.1
-# Of memory that was there when it was reserved, and was not when it was taken.
-_TRIES = 3
+_RETRY_S = 0.1  # while released slots are still to go
+_TRIES = 3  # if memory that was reserved was gone when it was taken
 
 SLOTS, CONSTANTS = "slots", "constants"
 
 
 @dataclass(eq=False)
 class _MemoryRequest:
-    """What was asked for. `count` is 0 where the keeper decides; `needed` is what a slot has to hold,
-    `wanted` what it is to have room for where there is memory; `have` names what the trainer writes; `node`
-    is the NUMA node that new memory comes from where it has some."""
+    """A request for memory. `count`: 0 if the keeper decides. `needed`: the least size of a slot, `wanted`:
+    the size if memory allows. `have`: the names of the trainer's slots. `node`: the preferred NUMA node."""
 
     connection: Connection
     trainer: Trainer
@@ -55,7 +50,7 @@ class _MemoryRequest:
     wanted: SlotSize
     have: frozenset[str]
     node: int
-    look_at: float = 0.0
+    retry_at: float = 0.0
     tries: int = 0
     given: list[HeldRegion] = field(default_factory=list)
 
@@ -66,9 +61,7 @@ class _MemoryRequest:
         wanted = SlotSize(*numbers(message, "wanted", 2, _MOST_SLOT_BYTES))
         purpose = text(message, "purpose", 16)
         if purpose not in (SLOTS, CONSTANTS):
-            raise ProtocolError(
-                f"{purpose!r} is nothing that memory is asked for. The connection was closed."
-            )
+            raise ProtocolError(f"{purpose!r} is not a purpose of memory. The connection was closed.")
         return cls(
             connection,
             trainer,
@@ -77,13 +70,13 @@ class _MemoryRequest:
             needed,
             SlotSize(max(needed[0], wanted[0]), max(needed[1], wanted[1])),
             frozenset(names(message, "have")),
-            number(message, "node", numa.NO_NODE, numa.MOST_NODES - 1),
+            number(message, "node", memory_budget.NO_NODE, memory_budget.MOST_NODES - 1),
         )
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is to be made for a request, beside what it is given of what is here."""
+    """The regions to make for a request, beside existing ones."""
 
     count: int
     size: SlotSize
@@ -91,41 +84,41 @@ class _Plan:
 
 
 class Allocation:
-    """`is_needed` says whether a snapshot is the newest of its rank or still to be persisted; `wake` is the
-    eventfd that wakes the keeper's loop; `stands` says whether this is still the keeper: otherwise what is
-    made here may be another one's, and is neither given nor taken back."""
+    """is_needed: whether a snapshot is the newest of its rank or still to be persisted. wake: the eventfd
+    that wakes the keeper's loop. stands: whether this is still the keeper: if not, new regions may be another
+    keeper's, and are neither granted nor removed."""
 
     def __init__(
         self,
         regions: Regions,
         is_needed: Callable[[HeldRegion, Sealed], bool],
         wake: int,
-        available: Callable[[], int] = room.available_bytes,
+        available: Callable[[], int] = memory_budget.available_bytes,
         stands: Callable[[], bool] = lambda: True,
     ) -> None:
         self._regions, self._is_needed, self._stands = regions, is_needed, stands
         self._wake, self._available = wake, available
         self._waiting: dict[int, deque[_MemoryRequest]] = {}
         self._workers: dict[int, Worker] = {}
-        # Bytes that each rank is still to take. Its own thread counts them down.
+        # The bytes that each rank is still to take; its thread counts them down.
         self._reserved: dict[int, int] = {}
         self._guard = threading.Lock()
-        self._making: dict[int, str] = {}  # for what, by rank
+        self._making: dict[int, str] = {}  # the purpose, by rank
         self._decided_for: AttemptName | None = None
         self._slots_each = 0
 
     @property
     def busy(self) -> bool:
-        """Whether something is asked and not answered yet."""
+        """Whether a request is not answered yet."""
         return any(self._waiting.values())
 
     def ask(self, connection: Connection, trainer: Trainer, message: dict[str, Any]) -> None:
-        """Take up a request, whose answer comes from `next`. Raises ProtocolError for what is none."""
+        """Add a request, which `next` answers. Raises ProtocolError if it is invalid."""
         request = _MemoryRequest.parsed(connection, trainer, message)
         self._waiting.setdefault(trainer.rank, deque()).append(request)
 
     def next(self) -> None:
-        """Hand over what was made, and begin what can be."""
+        """Grant the regions that were made, and begin the next requests."""
         if not self._stands():
             return
         for rank, waiting in self._waiting.items():
@@ -134,43 +127,39 @@ class Allocation:
                 worker.collect()
             while waiting and not (worker is not None and worker.busy):
                 if waiting[0].connection.is_open and not self._begin(waiting[0]):
-                    break  # it waits for what is to leave, or is being made
+                    break  # its regions are being made, or it waits for slots that are to go
                 waiting.popleft()
                 worker = self._workers.get(rank)
 
-    # ---- what a request comes to
+    # ---- decisions
 
     def _begin(self, request: _MemoryRequest) -> bool:
-        """Whether it is answered already."""
-        if time.monotonic() < request.look_at:
+        """Begin a request. Returns whether it is answered already."""
+        if time.monotonic() < request.retry_at:
             return False
         try:
-            request.given, plan = self._decided(request)
+            decide = self._region_for_constants if request.purpose == CONSTANTS else self._slots
+            request.given, plan = decide(request)
             if plan is not None:
                 self._make(request, plan)
                 return False
             self._give(request)
-        except OutOfRoomError as error:
+        except OutOfSpaceError as error:
             if any(map(self._is_leaving, self._regions.of_rank(request.trainer.rank))):
-                request.look_at = time.monotonic() + _LOOK_S
+                request.retry_at = time.monotonic() + _RETRY_S
                 return False
             request.connection.refuse(error)
-        except (FlashckptError, OSError, RuntimeError) as error:  # the last where there are no more threads
-            request.connection.refuse(_told(error))
+        except (FlashckptError, OSError) as error:
+            request.connection.refuse(_as_refusal(error))
         return True
 
-    def _decided(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
-        """What is given of what is here, and what is made for the rest. OutOfRoomError where it cannot be."""
-        if request.purpose == CONSTANTS:
-            return self._region_for_constants(request)
-        return self._slots(request)
-
     def _slots(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
-        """Room to grow before none, then fewer slots; then those that others left and that are too large."""
+        """The existing slots to grant, and the plan for the rest. Raises OutOfSpaceError. Prefers slots of
+        the wanted size, then of the needed size, then fewer slots, then larger ones of earlier trainers."""
         trainer, lock = request.trainer, request.trainer.lock
         mine = [each for each in self._regions.of_rank(trainer.rank) if self._may_be_given(each, request)]
         large_enough = [each for each in mine if each.slot.size.holds(request.needed)]
-        # What this trainer was given before comes first; of what others left, the smallest.
+        # Slots that were granted to this trainer before come first, then the smallest of earlier trainers.
         large_enough.sort(key=lambda each: (each.writer != lock, each.slot.size.image_bytes))
         most = 2 * request.wanted.image_bytes
         fit = [each for each in large_enough if each.writer == lock or each.slot.size.image_bytes <= most]
@@ -183,14 +172,14 @@ class Allocation:
             missing = count - has - len(fit)
             if missing <= 0:
                 return fit[: max(count - has, 0)], None
-            if self._has_room(request, count, missing, size):
+            if self._fits(request, count, missing, size):
                 self._clear(each for each in large_enough if each not in fit)
                 return fit, _Plan(missing, size, self._has_memfd(trainer))
         if has + len(large_enough) >= count:
             return large_enough[: count - has], None
         num_bytes = request.needed.region_bytes
         available = len(large_enough) * num_bytes + self._left_for(trainer.rank)
-        raise room.out_of_room((count - has) * num_bytes, available)
+        raise memory_budget.out_of_memory((count - has) * num_bytes, available)
 
     def _region_for_constants(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
         trainer, size = request.trainer, request.needed
@@ -198,8 +187,8 @@ class Allocation:
             is_empty = each.writer == trainer.lock and each.state() is SlotState.FREE
             if is_empty and each.slot.name not in request.have and each.slot.size.holds(size):
                 return [each], None
-        if not self._has_room(request, 1, 1, size):
-            raise room.out_of_room(size.region_bytes, self._left_for(trainer.rank))
+        if not self._fits(request, 1, 1, size):
+            raise memory_budget.out_of_memory(size.region_bytes, self._left_for(trainer.rank))
         return [], _Plan(1, size)
 
     def _may_be_given(self, held: HeldRegion, request: _MemoryRequest) -> bool:
@@ -208,27 +197,25 @@ class Allocation:
         return not is_others and held.slot.name not in request.have and is_fit
 
     def _has(self, request: _MemoryRequest) -> int:
-        """How many slots the trainer has that are large enough."""
+        """The number of slots that the trainer has and that are large enough."""
         held = self._regions.of_rank(request.trainer.rank)
         return sum(each.slot.name in request.have and each.slot.size.holds(request.needed) for each in held)
 
     def _has_memfd(self, trainer: Trainer) -> bool:
-        """Whether its constants stand in a memfd: snapshots in memory that outlives all processes must not
-        name what does not."""
+        """Whether its constants are in a memfd: snapshots in named memory must not name them."""
         regions = self._regions.constants_of(trainer.rank)
         return any(each.kind == MEMFD and each.writer == trainer.lock for each in regions)
 
     def _clear(self, regions: Iterable[HeldRegion]) -> None:
-        """Remove slots of another size that are nobody's and hold nothing that is needed, before others are
-        made: their room may be what these need."""
+        """Remove unused slots of another size without a needed snapshot: new ones may need the memory."""
         for held in [each for each in regions if not self._regions.is_written(each)]:
             self._regions.remove_spent(held, self._is_needed)
 
     # ---- sums
 
     def _count(self, request: _MemoryRequest, size: SlotSize, here: int) -> int:
-        """How many slots of a size, of which so many are here: what the user said, else three (or four) where
-        those of all ranks of the node fit into half of what is available, else two. Decided once a node."""
+        """The number of slots of a size, `here` existing ones included: the user's, else three (four) if
+        those of all ranks fit into half of the available memory, else two. Decided once a node."""
         if request.count:
             return request.count
         trainer, ranks = request.trainer, len(request.trainer.ranks)
@@ -241,14 +228,13 @@ class Allocation:
         return self._slots_each
 
     def _left_for(self, rank: int) -> int:
-        """Bytes that may be taken now for a rank: without what others are still to take."""
+        """The bytes that may be taken now for a rank, without those reserved for other ranks."""
         with self._guard:
             others = sum(left for each, left in self._reserved.items() if each != rank)
         return self._available() - others
 
-    def _has_room(self, request: _MemoryRequest, count: int, missing: int, size: SlotSize) -> bool:
-        """Whether so many more can be made, and up to `count` for each rank of the node whose own are still
-        to come."""
+    def _fits(self, request: _MemoryRequest, count: int, missing: int, size: SlotSize) -> bool:
+        """Whether there is memory for `missing` more, and for `count` of each rank that has none yet."""
         trainer, regions, is_constants = request.trainer, self._regions, request.purpose == CONSTANTS
         for rank in set(trainer.ranks) - {trainer.rank}:
             held = regions.constants_of(rank) if is_constants else regions.of_rank(rank)
@@ -304,54 +290,54 @@ class Allocation:
         if not self._stands():
             return
         if any(self._regions.get(each.slot.name) is not each for each in request.given):
-            return  # it was nobody's, and went meanwhile: decided anew, with what was made
+            return  # an unused region was removed meanwhile: decide again, with the new regions
         if request.purpose == SLOTS and len(held) < plan.count:
-            # Fewer do, where these are enough to go on with.
+            # Fewer slots are enough for training.
             has = self._has(request) + len(request.given) + len(held)
             error = None if has >= _FEWEST else error
         if error is None:
             self._give(request, held)
         else:
-            self._take_back(held)
-            if isinstance(error, OutOfRoomError) and request.tries < _TRIES:
-                request.tries += 1  # others took it meanwhile: decided anew by what is left
+            self._remove_free(held)
+            if isinstance(error, OutOfSpaceError) and request.tries < _TRIES:
+                request.tries += 1  # another job took the memory meanwhile: decide again
                 return
-            request.connection.refuse(_told(error))
+            request.connection.refuse(_as_refusal(error))
         self._waiting[rank].popleft()
 
-    # ---- giving
+    # ---- granting
 
     def _give(self, request: _MemoryRequest, made: Sequence[HeldRegion] = ()) -> None:
-        """Hand the regions over. What was made for somebody who is not there any more is taken back."""
+        """Grant the regions, or remove new ones if the trainer is gone."""
         trainer, given = request.trainer, [*request.given, *made]
         rank = trainer.rank
         try:
             rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in given]
             answer = {"slots": rows, "available": max(0, self._left_for(rank))}
-            is_told = request.connection.tell(answer, [held.slot.descriptor for held in given])
+            is_sent = request.connection.reply(answer, [held.slot.descriptor for held in given])
         except FlashckptError as error:
             request.connection.refuse(error)
-            is_told = False
-        if not is_told:
-            self._take_back(made)
+            is_sent = False
+        if not is_sent:
+            self._remove_free(made)
             return
         for held in given:
             held.retired = False
             held.writer = trainer.lock
         for held in self._regions.of_rank(rank) if request.purpose == SLOTS else ():
-            # What was given just now is not, though its trainer may have died since it was told.
+            # Not slots that were granted just now, though their trainer may have died since.
             if held not in given and not self._regions.is_written(held):
-                held.retired = True  # of an earlier attempt, and not wanted
+                held.retired = True  # of an earlier attempt, and not granted
         crashpoints.point("memory.given")
 
-    def _take_back(self, made: Sequence[HeldRegion]) -> None:
+    def _remove_free(self, made: Sequence[HeldRegion]) -> None:
         for held in made:
             if held.state() is SlotState.FREE:
                 self._regions.remove(held)
 
     def _is_leaving(self, held: HeldRegion) -> bool:
-        """Whether a slot that no trainer uses any more goes soon: not where one writes it all the same, nor
-        where it holds the newest snapshot of its rank, or one that cannot be persisted."""
+        """Whether a retired slot goes soon: not if a trainer still writes it, nor if it holds the newest
+        snapshot of its rank, or one that cannot be persisted."""
         state = held.state()
         if not held.retired or (state is not None and state.is_begun):
             return False
@@ -361,8 +347,7 @@ class Allocation:
         return held.slot.wants_persist(sealed.generation) and held.slot.failed[0] != sealed.generation
 
 
-def _told(error: Exception) -> FlashckptError:
-    """In words for whoever asked."""
+def _as_refusal(error: Exception) -> FlashckptError:
     if isinstance(error, FlashckptError):
         return error
-    return KeeperError(f"Memory for snapshots could not be taken: {error}. None is kept until it is.")
+    return KeeperError(f"Memory for snapshots could not be taken: {error}. Until then no snapshot is kept.")

@@ -1,40 +1,506 @@
-"""What a trainer asks of its keeper. Owns the words of each request and what is held of an answer. Never
-called by the training thread between two batches.
+"""A trainer's client of its node's keeper: finds the keeper or starts one, reconnects, and makes the
+requests; `KeeperWait` decides how long a process waits for a keeper.
+
+Owns the sockets, the descriptors for the next keeper, and the requests that are repeated to it. The training
+thread never calls it between two batches.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from flashckpt.errors import FlashckptError
-from flashckpt.format.names import AttemptName
-from flashckpt.keeper.connection import KeeperConnection, Taken, asked
-from flashckpt.keeper.connection import SlotGrant as SlotGrant
-from flashckpt.keeper.protocol import PROTOCOL, ProtocolError, Status, close_all, reach, remote_to_dict
-from flashckpt.memory.control_page import SlotSize
+from flashckpt.errors import FlashckptError, KeeperError, OutOfSpaceError
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.keeper import start
+from flashckpt.keeper.protocol import (
+    ELECTION_LOCK,
+    LOG_NAME,
+    MAX_DESCRIPTORS,
+    PROTOCOL,
+    SOCKET_NAME,
+    Failure,
+    ProtocolError,
+    Refusal,
+    Status,
+    cache_to_dict,
+    close_all,
+    connect,
+    peer_uid,
+    receive,
+    remote_to_dict,
+    send,
+)
+from flashckpt.memory import forks
+from flashckpt.memory.cache_folder import CachePlace, open_cached
 from flashckpt.memory.held_regions import sealed_in
-from flashckpt.memory.numa import NO_NODE
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.memory_budget import NO_NODE
+from flashckpt.memory.region import CACHE, MEMFD, Region, SlotSize, memfds_of
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, holder_of, is_alive
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Keep, Remote
 from flashckpt.store import options_of
 
-_PATIENCE_S = 30.0
-# For a keeper that need not be asked: one that is silent for so long is replaced soon after.
-_SHORT_PATIENCE_S = 5.0
+log = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 60.0
+_START_AGAIN_S = 5.0
+_RETRY_S = 0.05
+_TRIES = 4
+_CLOSE_TIMEOUT_S = 2.0
+# An answer that was under way when a wait began may be older than what was asked for.
+_FRESH_ANSWERS = 2
+# After this many keepers without a commit, writes do not count as progress any more.
+_MOST_KEEPERS = 4
+
+T = TypeVar("T")
+Answer = tuple[dict[str, Any], list[int]]
+# Takes an answer and its descriptors, which it must close or keep.
+TakeAnswer = Callable[[dict[str, Any], list[int]], T]
+
+
+@dataclass(frozen=True)
+class SlotGrant:
+    """A slot, or region of constants, that the keeper granted. The receiver closes `descriptor`, or `open`
+    takes it over; it is -1 for a cached one, whose file is `path`. `owner`: this trainer's index in the slot.
+    `kind`: "named", "memfd" or "cache"."""
+
+    descriptor: int
+    name: str
+    owner: int
+    kind: str
+    num_bytes: int
+    holds_constants: bool = False
+    path: str = ""
+
+    @property
+    def outlives_both(self) -> bool:
+        """Whether the slot survives the death of trainer and keeper together."""
+        return self.kind != MEMFD
+
+    def open(self, *, map_image: bool = True) -> Slot:
+        """Map the slot, which owns the descriptor from now on, except the image of a cached slot."""
+        if self.kind == CACHE:
+            return open_cached(self.path)
+        try:
+            return Slot.open(self.descriptor, map_image=map_image)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+
+class HeldDescriptors:
+    """The descriptors of regions that a trainer holds for the next keeper, which may not find them by name.
+    `released`: names of regions that a keeper must not keep for this trainer."""
+
+    def __init__(self) -> None:
+        self.released: list[str] = []
+        self.held: dict[str, int] = {}
+        self._lent: set[str] = set()
+        self._has_slots = False
+        self._lock = threading.Lock()
+        forks.hold(self)
+
+    def forked(self) -> None:
+        for descriptor in self.held.values():
+            forks.close(descriptor)
+        self.held, self._lent, self._lock = {}, set(), threading.Lock()
+
+    def keep(self, grants: Sequence[SlotGrant], *, lent: bool = False) -> None:
+        """Hold regions that this trainer uses, or (`lent`) only reads: memfds, until it has slots."""
+        names = {grant.name for grant in grants}
+        with self._lock:
+            for grant in grants:
+                if grant.name not in self.held and (grant.kind == MEMFD or not lent):
+                    self.held[grant.name] = os.dup(grant.descriptor)
+                    self._lent |= {grant.name} if lent else set()
+            self._lent -= set() if lent else names
+            self.released = [name for name in self.released if name not in names]
+
+    def lend(self, regions: Sequence[Region]) -> None:
+        """Hold memfds of a keeper that is replaced, of any rank, until its successor has them and this
+        trainer has slots: until then it may resume from them."""
+        with self._lock:
+            for region in regions:
+                if region.name in self.held:
+                    os.close(region.descriptor)
+                else:
+                    self.held[region.name] = region.descriptor
+                    self._lent.add(region.name)
+
+    def end_loans(self) -> None:
+        """Let go of regions that were only read: this trainer has slots now."""
+        with self._lock:
+            self._has_slots = True
+            self._let_go(self._lent)
+            self._lent.clear()
+
+    def handed_over(self) -> None:
+        """Note that the keeper has all descriptors."""
+        if self._has_slots:
+            self.end_loans()
+
+    def release(self, names: Sequence[str]) -> None:
+        with self._lock:
+            self._let_go(names)
+            self.released = [*self.released, *names][-MAX_DESCRIPTORS:]
+
+    def nameless(self) -> list[int]:
+        """New descriptors of the regions that no keeper finds: memfds, and regions whose name was removed."""
+        with self._lock:
+            return [os.dup(each) for each in self.held.values() if not os.fstat(each).st_nlink]
+
+    def close(self) -> None:
+        with self._lock:
+            self._let_go(list(self.held))
+
+    def _let_go(self, names: Collection[str]) -> None:
+        # Forget them first: a child that is forked in between must not close reused numbers.
+        close_all([self.held.pop(name) for name in names if name in self.held])
+
+
+class KeeperConnection:
+    """A connection to the keeper of a run, which is started or replaced as needed. `restarts` counts the
+    keepers after the first. `longest_pause_s` limits the pause before the next keeper after many that died,
+    during which calls raise KeeperError. A keeper that is silent for `timeout_s` is replaced. Every call
+    except `call_apart` has a time limit. For any thread."""
+
+    def __init__(self, run_path: str, runtime: RuntimeFolder, life: LifeLock, timeout_s: float) -> None:
+        self._run_path, self._runtime, self._life = run_path, runtime, life
+        self._timeout_s = timeout_s
+        self._held = HeldDescriptors()
+        self._lock = threading.RLock()
+        self._peer: socket.socket | None = None
+        # Sockets of `call_apart`. Only the waiting thread closes one; shutting it down ends the wait.
+        self._waiting: set[socket.socket] = set()
+        self._closed = False
+        self._elected: tuple[int, int] | None = None
+        self._known: tuple[tuple[int, int] | None, int] | None = None
+        self._repeated: dict[str, dict[str, Any]] = {}
+        self._pauses = start.Pauses()
+        self._keeper_end = -1  # readable (POLLHUP) once the keeper that was started last has ended
+        self.longest_pause_s = start.LONGEST_PAUSE_S
+        self.restarts = 0
+        forks.hold(self)
+
+    def forked(self) -> None:
+        # The connection is the parent's: a message of the child would be taken for the parent's.
+        if self._peer is not None:
+            forks.close(self._peer.detach())
+        for peer in self._waiting:
+            forks.close(peer.detach())
+        if self._keeper_end >= 0:
+            forks.close(self._keeper_end)
+        self._waiting = set()
+        self._peer, self._keeper_end, self._lock = None, -1, threading.RLock()
+
+    def call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request. Raises KeeperError, OutOfSpaceError."""
+        return self.call_with_descriptors(message, _alone)
+
+    def call_repeatedly(self, message: dict[str, Any]) -> None:
+        """Make a request now, and of each new keeper."""
+        with self._lock:  # no keeper comes between the two
+            self.call(message)
+            self._repeated[message["op"]] = message
+
+    def release(self, names: Sequence[str]) -> None:
+        """Release slots that this trainer does not map any more."""
+        with self._lock:
+            self.call({"op": "release", "names": list(names)})
+            # Only now: a keeper that is started by this call gets memfds from this process alone.
+            self._held.release(names)
+
+    def call_with_descriptors(self, message: dict[str, Any], take: TakeAnswer[T]) -> T:
+        """Make a request, and return what `take` makes of the answer and its descriptors."""
+        with self._lock:
+            tries = 1
+            while True:
+                try:
+                    found = _exchanged(self._connected(), message)
+                    break
+                except (OSError, EOFError) as error:
+                    self._drop()
+                    if tries >= _TRIES:
+                        raise _unreachable(self._runtime, f"it does not answer ({error})") from error
+                    if isinstance(error, TimeoutError):
+                        self._depose()
+                        tries = _TRIES
+                    else:
+                        # A keeper that is being killed takes connections until its listener is closed.
+                        time.sleep(_RETRY_S)
+                        tries += 1
+                except BaseException:
+                    # Interrupted: this answer would be taken for that of the next request.
+                    self._drop()
+                    raise
+            return take(*_accepted(*found))
+
+    def call_apart(self, message: dict[str, Any], take: TakeAnswer[T]) -> T:
+        """The same for a request that may take long, on a socket of its own, so that only this thread waits.
+        If the keeper dies or is replaced meanwhile, its successor is asked. Raises KeeperError (also after
+        `stop_waiting`), OutOfSpaceError."""
+        tries, restarts = 0, -1
+        while not self._closed:
+            self.call({"op": "ping"})  # after this a keeper runs, and has this trainer's descriptors
+            tries, restarts = (tries + 1, restarts) if restarts == self.restarts else (1, self.restarts)
+            try:
+                return self._answered_apart(message, take)
+            except (OSError, EOFError) as error:
+                if tries >= _TRIES or isinstance(error, TimeoutError):
+                    raise _unreachable(self._runtime, f"it does not answer ({error})") from error
+                time.sleep(_RETRY_S)
+        raise KeeperError("The run was closed while it waited for its keeper.")
+
+    def _answered_apart(self, message: dict[str, Any], take: TakeAnswer[T]) -> T:
+        with self._lock:
+            elected = self._runtime.inode(ELECTION_LOCK)
+            peer = None if self._closed else connect(self._runtime, self._timeout_s)
+            if peer is None:
+                raise EOFError("no keeper listens")
+            keeper = elected, peer_uid(peer)[0]
+            self._waiting.add(peer)
+        try:
+            if "hello" in self._repeated:
+                asked(peer, self._repeated["hello"])
+            peer.settimeout(None)
+            answer, received = _exchanged(peer, message)
+        finally:
+            with self._lock:
+                self._waiting.discard(peer)
+            peer.close()
+        with self._lock:
+            if self._known != keeper:
+                # A newer keeper already has this trainer's descriptors, without these. (Or the same keeper
+                # was elected between the two lines above: reconnect.)
+                close_all(received)
+                self._drop()
+                raise EOFError("another keeper has come")
+            return take(*_accepted(answer, received))
+
+    def stop_waiting(self) -> None:
+        """End all waits of `call_apart`: the run ends."""
+        self._closed = True
+        self._shut_waiting()
+
+    def _shut_waiting(self) -> None:
+        for peer in list(self._waiting):
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
+    def tend(self) -> bool:
+        """Start a keeper again if it is dead or silent, and return whether this trainer has a new one. Call
+        it once a second or so."""
+        with self._lock:
+            before = self.restarts
+            if self._was_swept():
+                self._drop()
+            self.call({"op": "ping"})
+            return self.restarts > before
+
+    def close(self) -> None:
+        """Disconnect, and close all descriptors."""
+        # Another thread may wait for a silent keeper: then the end of the process closes them.
+        if not self._lock.acquire(timeout=_CLOSE_TIMEOUT_S):
+            return
+        try:
+            self._drop()
+            self._watch_end(-1)
+            self._held.close()
+        finally:
+            self._lock.release()
+
+    def _connected(self) -> socket.socket:
+        """The connection; connects and starts a keeper as needed."""
+        if self._peer is not None:
+            return self._peer
+        self._was_swept()
+        until = time.monotonic() + _START_TIMEOUT_S
+        tried_at = -_START_AGAIN_S
+        silent, silent_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
+        while (peer := self._reach()) is None:
+            now, elected = time.monotonic(), self._elected
+            if elected is None or elected != silent or not is_alive(self._runtime, ELECTION_LOCK):
+                silent, silent_since = elected, now
+            elif now - silent_since > self._timeout_s + _START_AGAIN_S:
+                # A keeper that is elected and has no socket hangs, and would block others for ever.
+                self._depose()
+            if now > until:
+                raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
+            is_due = now - tried_at > _START_AGAIN_S or self._has_ended()
+            if is_due and not is_alive(self._runtime, ELECTION_LOCK):
+                if self._pauses.left_s(self.longest_pause_s) > 0:
+                    raise _unreachable(
+                        self._runtime, "keepers die soon after their start; the next has to wait"
+                    )
+                self._watch_end(start.start(self._run_path, self._runtime))
+                self._pauses.started()
+                tried_at = now
+            time.sleep(_RETRY_S)
+        self._watch_end(-1)
+        self._peer = peer
+        self._introduce(peer)
+        return peer
+
+    def _was_swept(self) -> bool:
+        """Make the runtime folder and the life lock again if they were removed (a logout that clears shared
+        memory, a cleaner of temporary files). Returns whether they were."""
+        runtime, life = self._runtime, self._life
+        is_gone = not runtime.exists()
+        if is_gone:
+            runtime.renew()
+        if life.stands(runtime):
+            return False
+        life.renew(runtime)
+        log.warning(
+            "%s was removed while this run was trained. It was made again, and the snapshots in memory are "
+            "handed to a new keeper; if all processes die before the next commit, they are lost. Stop its "
+            "removal, or set FLASHCKPT_RUNTIME to another folder.",
+            runtime.path if is_gone else f"{runtime.path}/{life.name}",
+        )
+        return True
+
+    def _watch_end(self, descriptor: int) -> None:
+        """Watch the end of the keeper that was started last by this descriptor; -1: of none."""
+        if self._keeper_end >= 0:
+            os.close(self._keeper_end)
+        self._keeper_end = descriptor
+
+    def _has_ended(self) -> bool:
+        """Whether the keeper that was started last has ended: it was killed, or another was elected, which
+        may be gone by now. False after many deaths: then the next start waits."""
+        if self._keeper_end < 0 or self._pauses.left_s() > 0:
+            return False
+        poll = select.poll()
+        poll.register(self._keeper_end, 0)
+        return bool(poll.poll(0))
+
+    def _introduce(self, peer: socket.socket) -> None:
+        """Repeat hello, descriptors and other requests to a keeper that may be a new one."""
+        # The next keeper may reuse the lock's file, so compare the process, too.
+        found = self._elected, peer_uid(peer)[0]
+        try:
+            if "hello" not in self._repeated:
+                self._hand_over(peer)
+                self._known = found
+                return
+            asked(peer, self._repeated["hello"])
+            self._hand_over(peer)
+            if self._held.released:
+                asked(peer, {"op": "release", "names": self._held.released})
+            for op in ("started", "closing"):
+                if op in self._repeated:
+                    asked(peer, self._repeated[op])
+        except BaseException:
+            self._drop()
+            raise
+        self.restarts += self._known != found
+        self._known = found
+
+    def _hand_over(self, peer: socket.socket) -> None:
+        nameless = self._held.nameless()
+        try:
+            for first in range(0, len(nameless), MAX_DESCRIPTORS):
+                try:
+                    asked(peer, {"op": "adopt"}, nameless[first : first + MAX_DESCRIPTORS])
+                except KeeperError as error:
+                    # A damaged slot must not keep a run from having a keeper.
+                    log.error("the new keeper: %s", error)
+        finally:
+            close_all(nameless)
+        self._held.handed_over()
+
+    def _reach(self) -> socket.socket | None:
+        self._elected = self._runtime.inode(ELECTION_LOCK)
+        return connect(self._runtime, self._timeout_s)
+
+    def _depose(self) -> None:
+        """Remove the names of a keeper that lives and does not answer (stopped, or hanging in storage), so
+        that another can be elected. When it wakes it finds that it is not the keeper any more."""
+        self._drop()
+        self._take_memfds()
+        # Not those of a new keeper that another trainer has started meanwhile.
+        if self._runtime.inode(ELECTION_LOCK) == self._elected:
+            for name in (SOCKET_NAME, ELECTION_LOCK):
+                self._runtime.remove(name)
+
+    def _take_memfds(self) -> None:
+        """Hold the memfds of a silent keeper for its successor: one may be the newest snapshot, and a start
+        must not resume from an older one because the keeper is slow."""
+        pid = holder_of(self._runtime, ELECTION_LOCK)
+        try:
+            if pid is not None:
+                self._held.lend(memfds_of(pid))
+        except OSError as error:
+            log.error(
+                "The keeper %d of %s does not answer and is replaced, and its memory cannot be read (%s). "
+                "Snapshots in memfds that are not committed are lost; those in named regions are kept. Give "
+                "the processes of this user one pid namespace, or /dev/shm room for the slots.",
+                pid, self._runtime.path, error,
+            )  # fmt: skip
+
+    def _drop(self) -> None:
+        if self._peer is not None:
+            with contextlib.suppress(OSError):
+                self._peer.close()
+            self._peer = None
+        self._shut_waiting()  # waits for a silent keeper would never end
+
+
+def _exchanged(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Answer:
+    send(peer, message, descriptors)
+    return receive(peer)
+
+
+def _accepted(answer: dict[str, Any], received: list[int]) -> Answer:
+    if answer.get("ok") is True:
+        return answer, received
+    close_all(received)
+    message = str(answer.get("error", "The keeper refused without a reason."))
+    if answer.get("kind") == "space":
+        raise OutOfSpaceError(message, needed=int(answer["needed"]), available=int(answer["available"]))
+    raise Refusal(message)
+
+
+def _alone(answer: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    close_all(descriptors)
+    return answer
+
+
+def asked(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Answer:
+    """The keeper's answer to a message, with its descriptors. Raises its refusal, OSError, EOFError."""
+    return _accepted(*_exchanged(peer, message, descriptors))
+
+
+def _unreachable(runtime: RuntimeFolder, reason: str) -> KeeperError:
+    return KeeperError(
+        f"The keeper cannot be asked: {reason}. Training is not touched; sealed snapshots stay in memory and "
+        f"are persisted as soon as a keeper runs. Its log: {os.path.join(runtime.path, LOG_NAME)}",
+        path=runtime.path,
+    )
+
+
+_TIMEOUT_S = 30.0
+_SHORT_TIMEOUT_S = 5.0  # for a request that may fail
 
 
 class KeeperClient(KeeperConnection):
-    """What a trainer asks of its node's keeper. One that died is started again by the next call, told again
-    who we are, and handed the memfds that only we still hold."""
+    """The requests of a trainer to its node's keeper. The next call after a keeper's death starts another,
+    which gets this trainer's hello and memfds again."""
 
     def __init__(
-        self, run_path: str, runtime: RuntimeFolder, life: LifeLock, *, patience_s: float = _PATIENCE_S
+        self, run_path: str, runtime: RuntimeFolder, life: LifeLock, *, timeout_s: float = _TIMEOUT_S
     ) -> None:
-        super().__init__(run_path, runtime, life, patience_s)
-        self.available_bytes = 0  # what the node had left when slots were granted last
+        super().__init__(run_path, runtime, life, timeout_s)
+        self.available_bytes = 0  # of the node, when slots were granted last
 
     def hello(
         self,
@@ -50,15 +516,17 @@ class KeeperClient(KeeperConnection):
         ranks: Sequence[int] = (),
         remote: Remote | None = None,
         grace_s: float = 60.0,
+        cache: CachePlace | None = None,
     ) -> None:
-        """Say who this trainer is: from here on the keeper watches its life lock. `attempt` is the name of
-        the attempt that was claimed; `environment` (plain JSON, at most some 10 kB) goes into every part.
-        `stacks_signal` makes this process write its Python stacks into its file for them (0: none does);
-        `kill_when_stuck` lets the keeper end it when it is stuck. `ranks` are those of its node, itself alone
-        where none are given: what they seal of a step makes one part. `remote` is where committed steps are
-        copied to, with the options of its store: also a keeper that lives already has them from here alone.
-        `grace_s`: for how long the keeper, after the last trainer, stays for a remote that takes nothing."""
-        said = {
+        """Introduce this trainer: from now on the keeper watches its life lock.
+
+        attempt: the claimed attempt. environment: plain JSON of some 10 kB at most, stored in every part.
+        stacks_signal: makes this process write its Python stacks into its file (0: no signal does).
+        kill_when_stuck: the keeper may kill it when it is stuck. ranks: those of its node (default: itself
+        alone), whose snapshots of a step make one part. remote: where committed steps are copied to. grace_s:
+        how long the keeper, after the last trainer, waits for a remote without progress. cache: where
+        snapshots are copied to on this node first."""
+        message = {
             "op": "hello",
             "protocol": PROTOCOL,
             "rank": rank,
@@ -71,14 +539,15 @@ class KeeperClient(KeeperConnection):
             "linger_s": linger_s,
             "environment": dict(environment or {}),
             "run": self._run_path,
-            # Those of a keeper that lives already may be of credentials that have been replaced.
+            # A keeper that runs already may have credentials that were replaced since.
             "storage": options_of(self._run_path),
             "stacks_signal": stacks_signal,
             "kill_when_stuck": kill_when_stuck,
             "grace_s": grace_s,
             "remote": None if remote is None else remote_to_dict(remote),
+            "cache": None if cache is None else cache_to_dict(cache),
         }
-        self.say(said)
+        self.call_repeatedly(message)
 
     def slots(
         self,
@@ -88,13 +557,12 @@ class KeeperClient(KeeperConnection):
         have: Sequence[str] = (),
         node: int = NO_NODE,
     ) -> list[SlotGrant]:
-        """Slots for this trainer to write, each with room for `needed`, and for `wanted` where there is
-        memory: what survived of this rank, where it is large enough, and new ones. `count` of them (0: as
-        many as the keeper finds right), less those in `have` that are large enough already: the names of all
-        that this trainer holds, which are never given. Where memory does not allow the number, two. New ones
-        come from the NUMA node `node` where it has memory.
+        """Slots for this trainer to write, surviving ones of this rank or new ones, each of at least the size
+        `needed`, and `wanted` if memory allows. `count` of them (0: the keeper decides; two if memory allows
+        no more), less those in `have`, the names of the slots that this trainer holds, that are large enough.
+        New ones come from the NUMA node `node` as far as it has memory.
 
-        Blocks while memory is taken (a second a GiB or less). Raises OutOfRoomError with bytes needed and
+        Blocks while memory is taken (at most a second a GiB). Raises OutOfSpaceError with bytes needed and
         available, KeeperError.
         """
 
@@ -107,7 +575,7 @@ class KeeperClient(KeeperConnection):
         return self._requested("slots", count, needed, wanted or needed, have, node, taken)
 
     def constants(self, size: SlotSize, node: int = NO_NODE) -> SlotGrant:
-        """A region for the constants of this trainer, FREE. It stays until this trainer has released it, or
+        """A free region for the constants of this trainer. It stays until this trainer has released it or
         died, and no snapshot names it. Blocks and raises as `slots`."""
         return _one(self._requested("constants", 1, size, size, (), node, self._kept))
 
@@ -119,72 +587,74 @@ class KeeperClient(KeeperConnection):
         wanted: SlotSize,
         have: Sequence[str],
         node: int,
-        taken: Taken[list[SlotGrant]],
+        take: TakeAnswer[list[SlotGrant]],
     ) -> list[SlotGrant]:
         asked = {"purpose": purpose, "count": count, "needed": needed, "wanted": wanted, "have": list(have)}
-        return self.call_apart({"op": "memory", **asked, "node": node}, taken)
+        return self.call_apart({"op": "memory", **asked, "node": node}, take)
 
     def keep_constants(self, name: str) -> SlotGrant:
-        """The region of constants that survived under this name: this trainer goes on naming it. Raises
-        KeeperError where it is gone."""
+        """The surviving region of constants with this name, for snapshots of this trainer to name. Raises
+        KeeperError if it is gone."""
         return _one(self.call_with_descriptors({"op": "keep", "name": name}, self._kept))
 
     def surviving(self) -> list[SlotGrant]:
-        """This rank's slots that hold a sealed snapshot, of an earlier attempt or of this one, and regions of
-        the constants that they share."""
+        """This rank's slots with a sealed snapshot of any attempt, and its constants, in memory and in the
+        cache. Waits until a new cache was read."""
         return self.call_with_descriptors({"op": "surviving"}, self._lent)
 
-    def of_same_boundary(self, attempt: AttemptName, step: int, boundary: int) -> list[Slot]:
-        """The slots of this node's other ranks that hold their snapshot of this boundary, mapped to be looked
-        at, and the caller's to close. Nothing keeps them as they are but what their ranks do."""
+    def of_same_boundary(self, snapshot: SnapshotId) -> list[Slot]:
+        """The slots of this node's other ranks with this snapshot, mapped, for the caller to close: of each
+        rank the one in memory, then the cached one. Their ranks may overwrite them."""
         found: list[Slot] = []
-        asked = {"op": "same_boundary", "attempt": str(attempt), "step": step, "boundary": boundary}
+        asked = {"op": "same_boundary", "attempt": str(snapshot.attempt), "boundary": snapshot.boundary}
 
-        def taken(answer: dict[str, Any], descriptors: list[int]) -> bool:
+        def taken(answer: dict[str, Any], descriptors: list[int]) -> int | None:
             while descriptors:
-                found.append(_looked_at(descriptors.pop(0), descriptors))
-            return answer.get("is_all") is not False
+                found.append(_opened(descriptors.pop(0), descriptors))
+            for path in answer["cached"]:
+                with contextlib.suppress(OSError, FlashckptError):  # it may be gone, or damaged
+                    found.append(open_cached(path, self._runtime.identity))
+            following = answer["next"]
+            return None if following is None else int(following)
 
         try:
-            first = 0
-            while not self.call_with_descriptors({**asked, "first": first}, taken):
-                first = max(slot.rank for slot in found) + 1
+            first: int | None = 0
+            while first is not None:
+                first = self.call_with_descriptors({**asked, "first": first}, taken)
         except BaseException:
             for slot in found:
                 slot.close()
             raise
-        return found
+        return sorted(found, key=lambda slot: (slot.rank, slot.is_cached))
 
-    def started(self, parent: AttemptName, step: int, boundary: int) -> None:
-        """`start.json` of this trainer's attempt is written: it went on from this boundary of another
-        one, out of memory."""
-        self.say({"op": "started", "parent": str(parent), "step": step, "boundary": boundary})
+    def started(self, parent: SnapshotId) -> None:
+        """Report that this trainer's attempt has started, resumed from this snapshot in memory."""
+        self.call_repeatedly({"op": "started", "attempt": str(parent.attempt), "boundary": parent.boundary})
 
-    def status(self, *, awaited: bool = False, common: Sequence[int] = ()) -> Status:
-        """What the keeper has done. `awaited`: somebody waits for it, so that what failed is tried again
-        soon and not after the pauses that many failures have made long. `common`: boundaries of this attempt
-        that every node has committed, where nodes have folders of their own."""
-        answer = self.call({"op": "status", "awaited": awaited, "common": list(common)})
+    def status(self, *, awaited: bool = False) -> Status:
+        """What the keeper has done. awaited: a trainer waits, so that failures are retried soon."""
+        answer = self.call({"op": "status", "awaited": awaited})
         found = answer.get("status")
         if not isinstance(found, dict):
             raise ProtocolError("The keeper's answer holds no status.")
         return Status.from_dict(found)
 
     def event(self, event: dict[str, Any]) -> None:
-        """One line for the run's ledger. `event` names what happened; the keeper adds the time."""
+        """Add a line to the run's ledger; the keeper adds the time."""
         self.call({"op": "event", "event": event})
 
     def closing(self) -> None:
-        """This trainer ends in order: what it asked for is still persisted, then the keeper may go."""
-        self.say({"op": "closing"})
+        """Report that this trainer ends in order: the keeper leaves after it has persisted all requests."""
+        self.call_repeatedly({"op": "closing"})
 
     def _kept(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool = False) -> list[SlotGrant]:
-        """Regions that this trainer uses from now on, or looks at (`lent`)."""
+        """Regions that this trainer uses from now on, or (`lent`) reads."""
         rows = answer.get("slots")
         try:
             if not isinstance(rows, list) or len(rows) != len(descriptors):
                 raise ProtocolError("The keeper's answer does not say what its descriptors are.")
             grants = [SlotGrant(each, **row) for each, row in zip(descriptors, rows, strict=True)]
+            grants += [SlotGrant(-1, **row) for row in answer.get("cached", [])]
             self._held.keep(grants, lent=lent)
         except BaseException:
             close_all(descriptors)
@@ -195,7 +665,7 @@ class KeeperClient(KeeperConnection):
         return self._kept(answer, descriptors, lent=True)
 
 
-def _looked_at(descriptor: int, others: Sequence[int]) -> Slot:
+def _opened(descriptor: int, others: Sequence[int]) -> Slot:
     try:
         return Slot.open(descriptor, map_image=True)
     except BaseException:
@@ -211,27 +681,150 @@ def _one(grants: list[SlotGrant]) -> SlotGrant:
 
 
 def connect_or_start(
-    run_path: str, runtime: RuntimeFolder, life: LifeLock, *, patience_s: float = _PATIENCE_S
+    run_path: str, runtime: RuntimeFolder, life: LifeLock, *, timeout_s: float = _TIMEOUT_S
 ) -> KeeperClient:
-    """A client of the run's keeper on this node, which is started if there is none.
+    """A client of the run's keeper on this node; starts one if there is none.
 
-    `life` is this process's life lock in `runtime`. A keeper that is silent for `patience_s` is replaced.
-    Raises KeeperError.
+    life: this process's life lock in `runtime`. A keeper that is silent for `timeout_s` is replaced. Raises
+    KeeperError.
     """
-    client = KeeperClient(run_path, runtime, life, patience_s=patience_s)
+    client = KeeperClient(run_path, runtime, life, timeout_s=timeout_s)
     client.tend()
     return client
 
 
 def newest_in_memory(runtime: RuntimeFolder) -> tuple[AttemptName, int] | None:
-    """The newest attempt of which this node's memory has a snapshot, and the newest step of it. The keeper
-    knows them all; without one, or where it does not answer, only named regions are found."""
+    """The newest attempt with a snapshot in this node's memory, and its newest step there. Without a keeper
+    that answers only named regions are found."""
     found = [(each.attempt, each.step) for each in sealed_in(runtime)]
     with contextlib.suppress(FlashckptError, OSError, EOFError):
-        if (peer := reach(runtime, _SHORT_PATIENCE_S)) is not None:
+        if (peer := connect(runtime, _SHORT_TIMEOUT_S)) is not None:
             with peer:
                 answer, _ = asked(peer, {"op": "describe"})
             rows = [row for row in answer["keeper"]["regions"] if not row["constants"]]
             named = ((AttemptName.parse(row["attempt"] or ""), row["step"]) for row in rows)
             found += [(attempt, step) for attempt, step in named if attempt is not None]
     return max(found, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitTimeouts:
+    """Seconds without progress after which a keeper is not waited for any longer.
+
+    writing_s: while it writes a file, which it may be syncing. idle_s: while it writes nothing. failing_s:
+    while storage fails; also the time for which tries may fail. others_s: while only parts of other
+    nodes are missing, whose keepers work unseen.
+    """
+
+    writing_s: float
+    idle_s: float
+    failing_s: float
+    others_s: float
+
+    @classmethod
+    def same(cls, timeout_s: float, others_s: float | None = None) -> WaitTimeouts:
+        """The same timeout in each case, but for the parts of other nodes."""
+        others_s = timeout_s if others_s is None else others_s
+        return cls(writing_s=timeout_s, idle_s=timeout_s, failing_s=timeout_s, others_s=others_s)
+
+
+class KeeperWait:
+    """One wait for a keeper: decides from the keeper's answers whether to wait longer.
+
+    step: the step that is waited for; None for whatever the keeper has to save. generation: that of its
+    snapshot; None for any. before: the answer before the wait.
+
+    Progress is a write or a commit. A keeper that is killed at each try (no memory is left for it) also
+    writes before it dies, and so does its successor: after a few keepers without a commit, only commits
+    count. A failure of storage may pass (a server's hiccup, a disk on which a user makes room), and the
+    keeper tries again: the first failure ends no wait.
+    """
+
+    def __init__(
+        self,
+        before: Status,
+        timeouts: WaitTimeouts,
+        *,
+        step: int | None = None,
+        generation: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._timeouts, self._step, self._generation, self._clock = timeouts, step, generation, clock
+        self._torn_before, self._newest, self._answers = before.torn, before, 0
+        self._keepers, self._committed = {before.keeper}, set(before.committed)
+        self._counts_writes = True
+        self._progress = self._progress_of(before)
+        self._moved_s = clock()
+        self._failing_since_s: float | None = None
+
+    def has_stalled(self, status: Status, *, awaits_others: bool = True) -> bool:
+        """Whether the keeper has made no progress for too long. awaits_others: the ranks of other nodes
+        live."""
+        # A new keeper knows fewer commits than the one before: those of the snapshots in slots.
+        if not self._committed.issuperset(status.committed):
+            self._committed.update(status.committed)
+            self._keepers.clear()
+            self._counts_writes = True
+        self._answers += status is not self._newest
+        self._newest = status
+        self._keepers.add(status.keeper)
+        progress = self._progress_of(status)
+        if progress != self._progress:
+            self._progress, self._moved_s = progress, self._clock()
+        return self.still_s > self._timeout_s(status, awaits_others)
+
+    def refusal(self, status: Status) -> str | None:
+        """Return why the keeper will not save the snapshot: it was torn, the keeper has given it up, or tries
+        fail for too long. None while it may still be saved. It is asked with each answer, before
+        `has_stalled`, so that a try in progress is waited for until it has failed, too."""
+        for torn in status.torn:
+            if torn.step == self._step and torn not in self._torn_before:
+                return f"its bytes are not those of its boundary ({', '.join(torn.leaves) or 'metadata'})"
+        if self._step is None and not (status.failing and self._counts_writes):
+            self._failing_since_s = None
+            return None
+        failure = self.failure(status)
+        if failure is None:
+            return None
+        now_s = self._clock()
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        has_failed_again = status.counts.get("failed", 0) != self._newest.counts.get("failed", 0)
+        steps = status.failing if self._step is None else (self._step,)
+        if status.persisting in steps and not has_failed_again:
+            return None
+        # The first answer may be older than the request.
+        is_given_up = self._step not in (None, *status.waiting) and self._answers >= _FRESH_ANSWERS
+        if is_given_up or now_s - self._failing_since_s > self._timeouts.failing_s:
+            return failure.message
+        return None
+
+    def failure(self, status: Status) -> Failure | None:
+        """Return the last failed try."""
+        steps = status.failing if self._step is None else (self._step,)
+        for failure in reversed(status.failures):
+            if failure.step in steps and self._generation in (None, failure.generation):
+                return failure
+        return Failure(steps[-1], 0, "storage fails", 0) if self._step is None and steps else None
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since the last progress."""
+        return self._clock() - self._moved_s
+
+    def count_commits_only(self) -> None:
+        """Ignore what fails until the next commit: another snapshot is waited for."""
+        self._counts_writes = False
+
+    def _timeout_s(self, status: Status, awaits_others: bool) -> float:
+        steps = set(status.waiting) if self._step is None else {self._step}
+        if steps and steps <= set(status.for_others):
+            return self._timeouts.others_s if awaits_others else self._timeouts.idle_s
+        if status.persisting is not None:
+            return self._timeouts.writing_s
+        return self._timeouts.failing_s if status.failing and self._counts_writes else self._timeouts.idle_s
+
+    def _progress_of(self, status: Status) -> object:
+        if not self._counts_writes or len(self._keepers) > _MOST_KEEPERS:
+            return len(self._committed)
+        return status.keeper, len(self._committed), status.progress_bytes

@@ -1,6 +1,6 @@
-"""What trainer and keeper say to each other: bounded JSON messages over a Unix socket, descriptors beside.
+"""The protocol between trainer and keeper: bounded JSON messages over a Unix socket, with descriptors.
 
-Owns the wire and the checks of what comes over it. The data path is not here: it is the control pages.
+Owns the wire format and the checks of received messages. Snapshots do not pass here: see the control pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flashckpt.errors import FlashckptError, KeeperError, OptionError, OutOfRoomError
+from flashckpt.errors import FlashckptError, KeeperError, OptionError, OutOfSpaceError
+from flashckpt.format.names import CommitName, SnapshotId, parse_at
+from flashckpt.memory.cache_folder import CachePlace
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Keep, Remote, check_interval, checked_compress
@@ -25,9 +27,9 @@ from flashckpt.options import Keep, Remote, check_interval, checked_compress
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
 LOG_NAME = "keeper.log"
-PROTOCOL = 7
+PROTOCOL = 9
 MAX_MESSAGE_BYTES = 64 << 10
-"""Of a message in one packet. A longer one, with the options of two stores, stands in a memfd beside it."""
+"""Of a message in one packet. A longer one, with the options of two stores, is sent in a memfd."""
 MAX_LONG_BYTES = 4 << 20
 _LONG = b'{"long":true}'
 MAX_DESCRIPTORS = 32
@@ -37,17 +39,17 @@ _MOST_NAMES = 64
 
 
 class ProtocolError(KeeperError):
-    """What came over the socket is not what this library sends: the connection is closed."""
+    """A received message is invalid: the connection is closed."""
 
 
 class Refusal(KeeperError):
-    """The keeper's answer is that it cannot: to ask again at once would be in vain."""
+    """The keeper refused a request. An immediate retry would fail as well."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A snapshot that was to be persisted and could not be. `errno` is 0 where the system gave none.
-    `has_diverged`: what ranks hold alike by declaration is not alike in it."""
+    """A snapshot that could not be persisted. `errno` is 0 if the system gave none. `has_diverged`: replicas
+    that were declared alike differ."""
 
     step: int
     generation: int
@@ -58,8 +60,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class TornSnapshot:
-    """A snapshot that was discarded: its bytes were not those of its boundary. `leaves` names up to 22 of
-    the leaves that differed, none where the record or the metadata itself was damaged."""
+    """A snapshot that was discarded because its bytes were not those of its boundary. `leaves` names up to 22
+    leaves that differed, none if its record or metadata was damaged."""
 
     step: int
     generation: int
@@ -69,9 +71,9 @@ class TornSnapshot:
 
 @dataclass(frozen=True)
 class RemoteStatus:
-    """What has become of the copies to a remote. `newest`: the newest step that is known to be committed
-    there, -1 for none; `copying`: the one that is being copied, -1 for none; `waits`: not all that is due is
-    there; `error`: why the last try failed, empty where it did not. `progress_bytes` only grows."""
+    """The state of the mirror. `newest`: the newest step known to be committed there, and `copying`, the step
+    that is being copied: -1 for none. `waits`: a due step is not there yet. `error`: why the last try failed,
+    or empty. `progress_bytes` only grows."""
 
     url: str
     newest: int = -1
@@ -81,15 +83,31 @@ class RemoteStatus:
     progress_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class CacheStatus:
+    """The state of this node's cache. `cached`: the newest 64 snapshots that all of its ranks have there,
+    oldest first. `error`: why the last snapshot passed the cache by, or empty."""
+
+    cached: tuple[CommitName, ...] = ()
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "cached": list(map(str, self.cached))}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CacheStatus:
+        return cls(**{**data, "cached": tuple(map(_commit_name, data["cached"]))})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What the keeper has done for the attempt of who asks. Steps in `committed` are the newest 64, oldest
-    first; `persisting` is being written now; `waiting` were asked for and are not done (failed ones included,
-    and those in `for_others`, of which only parts of other nodes are missing; `failing` are those of them, of
-    whatever attempt, whose last try has failed). `progress_bytes` only grows:
-    as long as it does, the keeper is writing. `diverged` names leaves that ranks were to hold alike and do
-    not; where they are too many, `EVERY` alone stands for all. `counts` are of all attempts. `remote`: None
-    where this keeper copies nothing."""
+    """What the keeper has done for the attempt of a trainer.
+
+    `committed`: the newest 64 steps, oldest first. `waiting`: requested steps that are not committed, cached
+    ones included, `unsaved` their names; among them `for_others`, which lack only parts of other
+    nodes, and `failing`, whose last try has failed, of all attempts. `persisting`: the step that is being
+    written, during which `progress_bytes` grows. `diverged`: replicas that differ, `EVERY` for too many.
+    `counts`: of all attempts. `remote`, `cache`: None without one."""
 
     keeper: str = ""
     committed: tuple[int, ...] = ()
@@ -98,6 +116,7 @@ class Status:
     waiting: tuple[int, ...] = ()
     for_others: tuple[int, ...] = ()
     failing: tuple[int, ...] = ()
+    unsaved: tuple[CommitName, ...] = ()
     failures: tuple[Failure, ...] = ()
     torn: tuple[TornSnapshot, ...] = ()
     diverged: tuple[str, ...] = ()
@@ -105,20 +124,24 @@ class Status:
     progress_bytes: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     remote: RemoteStatus | None = None
+    cache: CacheStatus | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        cache = None if self.cache is None else self.cache.to_dict()
+        return {**asdict(self), "unsaved": list(map(str, self.unsaved)), "cache": cache}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Status:
-        """Raises ProtocolError unless `data` is what `to_dict` gave."""
+        """Raises ProtocolError unless `data` is a result of `to_dict`."""
         try:
             kinds = ("committed", "waiting", "for_others", "failing")
             steps = {key: tuple(map(int, data[key])) for key in kinds}
             failures = tuple(Failure(**each) for each in data["failures"])
             torn = [TornSnapshot(**{**each, "leaves": tuple(each["leaves"])}) for each in data["torn"]]
             remote = None if data["remote"] is None else RemoteStatus(**data["remote"])
-            named = {"diverged": tuple(map(str, data["diverged"])), "torn": tuple(torn), "remote": remote}
+            named: dict[str, Any] = {"diverged": tuple(map(str, data["diverged"])), "torn": tuple(torn)}
+            named |= {"remote": remote, "unsaved": tuple(map(_commit_name, data["unsaved"]))}
+            named["cache"] = None if data["cache"] is None else CacheStatus.from_dict(data["cache"])
             return cls(**{**data, **steps, **named, "failures": failures})
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"The keeper's status cannot be read: {error}") from error
@@ -126,24 +149,24 @@ class Status:
 
 @dataclass(eq=False)
 class Connection:
-    """One peer of the keeper, which waits for none: one that does not read is hung up on. `lock` is the life
-    lock of the trainer that it said it is."""
+    """A peer of the keeper, which never waits for one: a peer that does not read is disconnected. `lock`: the
+    life lock of the trainer, from its hello."""
 
     peer: socket.socket
     pid: int
     lock: str | None = None
     is_open: bool = True
 
-    def tell(self, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
-        """Answer what was asked, with descriptors, which stay the caller's. False where nobody is there to
-        be told any more; ProtocolError for what is too long."""
+    def reply(self, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
+        """Answer a request, with descriptors, which stay the caller's. False if the peer is gone. Raises
+        ProtocolError for an answer that is too long."""
         return self._send({"ok": True, **answer}, given)
 
     def refuse(self, error: FlashckptError) -> None:
-        """Answer that it cannot be, and why."""
+        """Answer a request with an error."""
         answer: dict[str, Any] = {"ok": False, "kind": "keeper", "error": str(error)[:4000]}
-        if isinstance(error, OutOfRoomError):
-            answer |= {"kind": "room", "needed": error.needed, "available": error.available}
+        if isinstance(error, OutOfSpaceError):
+            answer |= {"kind": "space", "needed": error.needed, "available": error.available}
         self._send(answer)
 
     def _send(self, message: dict[str, Any], given: Sequence[int] = ()) -> bool:
@@ -161,7 +184,7 @@ class Connection:
 
 
 def send(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send one message. Raises ProtocolError if it is too long, OSError where the peer is gone."""
+    """Send one message. Raises ProtocolError if it is too long, OSError if the peer is gone."""
     data = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
     if len(data) > MAX_LONG_BYTES:
         raise ProtocolError(f"A message of {len(data)} bytes is too long for the keeper. It was not sent.")
@@ -180,13 +203,10 @@ def _send(peer: socket.socket, data: bytes, descriptors: Sequence[int]) -> None:
 
 
 def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """One message and the descriptors that came with it, which are the caller's to close.
-
-    Raises EOFError where the peer is gone, ProtocolError for anything that is no message (then no
-    descriptor is left open).
-    """
-    room = socket.CMSG_SPACE((MAX_DESCRIPTORS + 1) * 4)
-    data, ancillary, flags, _ = peer.recvmsg(MAX_MESSAGE_BYTES + 1, room, socket.MSG_CMSG_CLOEXEC)
+    """Receive one message and its descriptors, which the caller closes. Raises EOFError if the peer is gone,
+    and ProtocolError for an invalid message; then no descriptor is left open."""
+    space = socket.CMSG_SPACE((MAX_DESCRIPTORS + 1) * 4)
+    data, ancillary, flags, _ = peer.recvmsg(MAX_MESSAGE_BYTES + 1, space, socket.MSG_CMSG_CLOEXEC)
     received = array.array("i")
     for level, kind, content in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -199,15 +219,21 @@ def receive(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
             raise ProtocolError("A message is too long. The connection was closed.")
         if data == _LONG and descriptors:
             data = _read_long(descriptors.pop(0))
-        return _parsed(data), descriptors
+        message = json.loads(data)
+        if not isinstance(message, dict):
+            raise ProtocolError("A message is not an object. The connection was closed.")
+        return message, descriptors
+    except (ValueError, RecursionError) as error:
+        close_all(descriptors)
+        raise ProtocolError("A message is not JSON. The connection was closed.") from error
     except BaseException:
         close_all(descriptors)
         raise
 
 
 def _read_long(descriptor: int) -> bytes:
-    """The bytes of a long message, whose file is closed here. Never blocks: it is read only where it is a
-    file, and its peer may cut it short meanwhile."""
+    """Read a long message from its file, and close that. Never blocks: reads regular files only, which the
+    peer may cut short meanwhile."""
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_LONG_BYTES:
@@ -218,20 +244,20 @@ def _read_long(descriptor: int) -> bytes:
 
 
 def peer_uid(peer: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of whoever made the connection; the pid is 0 where it is of another namespace."""
+    """(pid, uid) of the process that connected; the pid is 0 for a process of another namespace."""
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
 
-def reach(runtime: RuntimeFolder, patience_s: float) -> socket.socket | None:
-    """A connection to the keeper of a runtime folder, None where nobody listens. Raises KeeperError where
-    another user's process answers, OSError."""
+def connect(runtime: RuntimeFolder, timeout_s: float) -> socket.socket | None:
+    """Connect to the keeper of a runtime folder; None if no process listens. Raises KeeperError if a process
+    of another user answers, OSError."""
     if not runtime.check_socket(SOCKET_NAME):
         return None
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        peer.settimeout(patience_s)
+        peer.settimeout(timeout_s)
         peer.connect(runtime.reachable(SOCKET_NAME))
         if peer_uid(peer)[1] != os.geteuid():
             why = "Another user's process answers in the keeper's place. Nothing was changed."
@@ -252,8 +278,8 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def remove_names(runtime: RuntimeFolder) -> None:
-    """Of a keeper that is gone, socket and log. The log explains the regions: it goes when none is left."""
-    with contextlib.suppress(KeeperError):  # what is no socket of ours is left alone
+    """Remove the socket of a dead keeper, and, once no region is left, its log, which explains them."""
+    with contextlib.suppress(KeeperError):  # a name that is no socket of ours stays
         if runtime.check_socket(SOCKET_NAME):
             runtime.remove(SOCKET_NAME)
     if not any(map(is_region_name, runtime.names())):
@@ -261,21 +287,21 @@ def remove_names(runtime: RuntimeFolder) -> None:
 
 
 def number(message: dict[str, Any], key: str, least: int = 0, most: int = _MAX_NUMBER) -> int:
-    """A whole number of a message. Raises ProtocolError if it is none or out of bounds, as all of these."""
+    """A whole number of a message. Raises ProtocolError if it is out of bounds, as all of these."""
     value: Any = message.get(key)
     _check(key, type(value) is int and least <= value <= most)
     return int(value)
 
 
 def numbers(message: dict[str, Any], key: str, count: int, most: int) -> list[int]:
-    """So many whole numbers of a message, from 1 on."""
+    """A list of `count` positive numbers of a message."""
     found: Any = message.get(key)
     _check(key, isinstance(found, list) and len(found) == count)
     return [number({key: each}, key, 1, most) for each in found]
 
 
 def names(message: dict[str, Any], key: str) -> list[str]:
-    """Names of regions, as many as one keeper holds at most."""
+    """A list of names of regions."""
     found: Any = message.get(key)
     _check(key, isinstance(found, list) and len(found) <= _MOST_NAMES)
     _check(key, all(isinstance(name, str) for name in found))
@@ -306,7 +332,7 @@ _MOST_OPTIONS = 256
 
 
 def remote_to_dict(remote: Remote) -> dict[str, Any]:
-    """A remote as a trainer says it; `remote_of` reads it."""
+    """A remote as a field of a hello; `remote_of` reads it."""
     return {
         "url": remote.url,
         "every": remote.every,
@@ -318,36 +344,51 @@ def remote_to_dict(remote: Remote) -> dict[str, Any]:
 
 
 def remote_of(message: dict[str, Any]) -> Remote | None:
-    """The remote that a trainer names. Raises ProtocolError, which shows none of its options."""
-    said: Any = message.get("remote")
-    if said is None:
+    """The remote of a hello. Raises ProtocolError, which shows none of its options."""
+    named: Any = message.get("remote")
+    if named is None:
         return None
-    _check("remote", isinstance(said, dict) and set(said) == _REMOTE_FIELDS)
-    every, options = said["every"], said["options"]
+    _check("remote", isinstance(named, dict) and set(named) == _REMOTE_FIELDS)
+    every, options = named["every"], named["options"]
     try:
         check_interval(every, "remote_every")
-        compress = checked_compress(said["compress"])
+        compress = checked_compress(named["compress"])
     except OptionError:
         _check("every", False)
     plain = isinstance(options, dict) and all(
         type(each) in (str, int, float, bool) for each in options.values()
     )
     _check("options", plain and len(options) <= _MOST_OPTIONS)
-    keep = Keep(last=number(said, "keep_last", 1), every_steps=number(said, "keep_every") or None)
-    url = text(said, "url", _MOST_TEXT)
+    keep = Keep(last=number(named, "keep_last", 1), every_steps=number(named, "keep_every") or None)
+    url = text(named, "url", _MOST_TEXT)
     return Remote(url=url, every=every, keep=keep, options=options, compress=compress)
 
 
-def _parsed(data: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError("A message is no JSON. The connection was closed.") from error
-    if not isinstance(message, dict):
-        raise ProtocolError("A message is no object. The connection was closed.")
-    return message
+def cache_to_dict(cache: CachePlace) -> dict[str, Any]:
+    """A cache as a field of a hello; `cache_of` reads it."""
+    return {"path": cache.path, "limit": cache.limit_bytes or 0}
+
+
+def cache_of(message: dict[str, Any]) -> CachePlace | None:
+    """The cache of a hello. Raises ProtocolError."""
+    named: Any = message.get("cache")
+    if named is None:
+        return None
+    _check("cache", isinstance(named, dict) and set(named) == {"path", "limit"})
+    path = text(named, "path", _MOST_TEXT)
+    _check("cache", os.path.isabs(path))
+    return CachePlace(path, number(named, "limit") or None)
 
 
 def _check(key: str, is_good: bool) -> None:
     if not is_good:
         raise ProtocolError(f"A message's {key!r} is missing or out of bounds. The connection was closed.")
+
+
+def _commit_name(text: str) -> CommitName:
+    """Raises ValueError."""
+    step, _, at = str(text).partition("@")
+    found = parse_at(at)
+    if not isinstance(found, SnapshotId):
+        raise ValueError(f"{text!r} names no snapshot")
+    return CommitName(int(step), found.attempt, found.boundary)

@@ -1,9 +1,8 @@
-"""The keeper's socket: who may connect, what trainers ask and are told, and what becomes of a message that is
-no request.
+"""The keeper's server: the listening socket, the requests of trainers, and the outcomes that it reports to
+them.
 
-Owns the listening socket, the connections, the meaning of each request, and the count of how tries to persist
-have ended. Never blocks, and does nothing long: a request for memory is answered by `allocation` once it was
-taken.
+Owns the connections, the meaning of each request, and the bounded history of outcomes. Never blocks:
+`allocation` answers requests for memory once that was taken.
 """
 
 from __future__ import annotations
@@ -16,24 +15,27 @@ import os
 import select
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError
-from flashckpt.format.names import MAX_BOUNDARY, MAX_RANK, MAX_STEP, AttemptName
-from flashckpt.format.replicas import EVERY
+from flashckpt.format.layout import EVERY
+from flashckpt.format.names import MAX_BOUNDARY, MAX_RANK, AttemptName, SnapshotId
 from flashckpt.keeper.allocation import Allocation
-from flashckpt.keeper.mirroring import Mirroring
+from flashckpt.keeper.liveness import ExitRule, RunFolder, TrainerRegistry
+from flashckpt.keeper.mirror_upload import MirrorUpload
 from flashckpt.keeper.protocol import (
     MAX_DESCRIPTORS,
     PROTOCOL,
     SOCKET_NAME,
+    CacheStatus,
     Connection,
     Failure,
     ProtocolError,
     Status,
     TornSnapshot,
+    cache_of,
     close_all,
     flag,
     names,
@@ -45,14 +47,13 @@ from flashckpt.keeper.protocol import (
     send,
     text,
 )
-from flashckpt.keeper.run_folder import RunFolder
-from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.runtime import RuntimeFolder, check_name
 from flashckpt.options import Keep
-from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
+from flashckpt.persist.job import Incomplete, JobState, StepJob, StepOutcome, Trainer
 from flashckpt.persist.ledger import Event, Ledger
-from flashckpt.persist.queue import Queue
+from flashckpt.persist.queue import UNKNOWN, Queue
+from flashckpt.persist.slot_cache import SlotCache
 from flashckpt.store import give_options
 
 log = logging.getLogger(__name__)
@@ -61,8 +62,8 @@ _MOST_CONNECTIONS = 256
 _BACKLOG = 128
 _MAX_PATH = 4096
 _MOST_RANKS = 1024
-_MOST_COMMON = 64
 _MOST_COMMITTED = 64
+_MOST_CACHED = 8
 _MOST_FAILURES = 16
 _MOST_TORN = 4
 _MOST_TEXT = 400
@@ -70,8 +71,8 @@ _MOST_LEAVES = 22
 _MOST_NAMES_BYTES = 4096
 
 Answer = tuple[dict[str, Any], Sequence[int]]
-# Takes a connection, a message and its descriptors (which it must close or keep); returns the answer and the
-# descriptors to send with it (which stay whose they are), or None for one that comes later.
+# Takes a connection, a message and its descriptors, which it must close or keep. Returns the answer and
+# descriptors to send with it, which it still owns, or None if it answers later.
 Answering = Callable[[Connection, dict[str, Any], list[int]], Answer | None]
 
 
@@ -80,7 +81,7 @@ class Server:
         self._answer = answer
         self._folder = folder
         self._connections: dict[int, Connection] = {}
-        # What a dead keeper left under the name goes; anything that is not ours is refused.
+        # Remove the socket of a dead keeper; raise for anything else under its name.
         if folder.check_socket(SOCKET_NAME):
             folder.remove(SOCKET_NAME)
         self._listener = self._listening()
@@ -93,15 +94,15 @@ class Server:
             poll.register(descriptor, select.POLLIN)
 
     def serve(self, ready: Sequence[int]) -> None:
-        """Answer those of the ready descriptors that are ours."""
+        """Serve the ready descriptors among those registered."""
         for descriptor in ready:
             if descriptor == self._listener.fileno():
                 self._accept()
             elif descriptor in self._connections and self._connections[descriptor].is_open:
                 self._serve(self._connections[descriptor])
 
-    def mend(self) -> None:
-        """Be found again where the socket's name was removed. To be called by the elected keeper alone."""
+    def restore_name(self) -> None:
+        """Make the socket again if its name was removed. Only for the elected keeper."""
         if self._folder.inode(SOCKET_NAME) is None:
             log.warning("the keeper's socket was removed: it is made again")
             self._listener.close()
@@ -139,7 +140,7 @@ class Server:
         self._connections[peer.fileno()] = Connection(peer, pid)
 
     def _turn_away(self, error: OSError) -> None:
-        """Whoever cannot be let in for want of a descriptor is told so: it would wait for its answer."""
+        """Refuse a connection for want of descriptors; otherwise its peer would wait."""
         close_all([self._spare])
         self._spare = -1
         try:
@@ -152,7 +153,7 @@ class Server:
                 "files of the process that started it: raise that (ulimit -n)."
             )
             send(peer, {"ok": False, "kind": "keeper", "error": why})
-        # Open until the next one comes: who is hung up on while it speaks hears nothing.
+        # Keep it open until the next one: a peer that is still sending would not read the refusal.
         self._spare = peer.detach()
 
     def _serve(self, connection: Connection) -> None:
@@ -161,7 +162,7 @@ class Server:
             message, descriptors = receive(connection.peer)
             answer = self._answer(connection, message, descriptors)
             if answer is not None:
-                connection.tell(*answer)
+                connection.reply(*answer)
         except BlockingIOError:
             return
         except (EOFError, OSError):
@@ -176,29 +177,43 @@ class Server:
 
 
 class Requests:
-    """Answers one message at a time, in the keeper's loop."""
+    """Answers messages in the keeper's loop."""
 
     def __init__(
         self,
         regions: Regions,
-        roster: Roster,
+        registry: TrainerRegistry,
         ledger: Ledger,
         allocation: Allocation,
         queue: Queue,
         outcomes: Outcomes,
         run_folder: RunFolder,
         exit_rule: ExitRule,
-        mirroring: Mirroring,
+        mirroring: MirrorUpload,
+        cache: SlotCache,
     ) -> None:
-        self._regions, self._roster, self._ledger, self._allocation = regions, roster, ledger, allocation
+        self._regions, self._registry, self._ledger, self._allocation = regions, registry, ledger, allocation
         self._queue, self._outcomes, self._run_folder, self._exit = queue, outcomes, run_folder, exit_rule
-        self._mirroring = mirroring
+        self._mirroring, self._cache = mirroring, cache
+        # Requests that wait until the contents of the cache are known.
+        self._waiting: list[tuple[Connection, dict[str, Any]]] = []
+
+    def next(self) -> None:
+        """Answer the requests that waited for the cache."""
+        waiting, self._waiting = self._waiting, []
+        for connection, message in waiting:
+            try:
+                answer = self.answer(connection, message, []) if connection.is_open else None
+                if answer is not None:
+                    connection.reply(*answer)
+            except FlashckptError as error:
+                connection.refuse(error)
 
     def answer(
         self, connection: Connection, message: dict[str, Any], descriptors: list[int]
     ) -> Answer | None:
-        """None for a request for memory, whose answer comes once it was taken. Raises ProtocolError for what
-        is no request, KeeperError or OutOfRoomError for what cannot be."""
+        """The answer to a request, or None if it comes later: after memory was taken, or the cache was read.
+        Raises ProtocolError for an invalid request, KeeperError or OutOfSpaceError for a refusal."""
         op = message.get("op")
         if op != "adopt":
             close_all(descriptors)
@@ -207,27 +222,29 @@ class Requests:
             case "hello":
                 self._hello(connection, message)
             case "memory":
-                self._allocation.ask(connection, self._who(connection), message)
+                self._allocation.ask(connection, self._trainer(connection), message)
                 return None
             case "keep":
-                return self._keep(self._who(connection), message)
+                return self._keep(self._trainer(connection), message)
+            case "surviving" | "same_boundary" if self._cache.is_adopting:
+                self._waiting.append((connection, message))
+                return None
             case "surviving":
-                return self._surviving(self._who(connection))
+                return self._surviving(self._trainer(connection))
             case "same_boundary":
-                return self._same_boundary(self._who(connection), message)
+                return self._same_boundary(self._trainer(connection), message)
             case "started":
-                self._who(connection)
-                self._started(message)
+                self._started(self._trainer(connection), message)
             case "adopt":
                 return self._adopt(descriptors)
             case "release":
-                self._release(self._who(connection), message)
+                self._release(self._trainer(connection), message)
             case "event":
-                self._event(self._who(connection), message)
+                self._event(self._trainer(connection), message)
             case "closing":
-                self._who(connection).closing = True
+                self._trainer(connection).closing = True
             case "status":
-                return self._status(self._roster.get(connection.lock), message)
+                return self._status(self._registry.get(connection.lock), message)
             case "describe":
                 return {"keeper": self._described()}, ()
             case "discard":
@@ -235,13 +252,13 @@ class Requests:
             case "ping":
                 pass
             case _:
-                raise ProtocolError(f"{str(op)[:40]!r} is no request. The connection was closed.")
+                raise ProtocolError(f"{str(op)[:40]!r} is not a request. The connection was closed.")
         return {}, ()
 
-    def _who(self, connection: Connection) -> Trainer:
-        trainer = self._roster.get(connection.lock)
+    def _trainer(self, connection: Connection) -> Trainer:
+        trainer = self._registry.get(connection.lock)
         if trainer is None:
-            raise ProtocolError("A request came before its sender said who it is. The connection was closed.")
+            raise ProtocolError("A request came before the hello of its sender. The connection was closed.")
         return trainer
 
     def _hello(self, connection: Connection, message: dict[str, Any]) -> None:
@@ -257,8 +274,8 @@ class Requests:
         except KeeperError as error:
             raise ProtocolError(str(error)) from error
         if attempt is None or not lock.startswith("trainer-") or not isinstance(environment, dict):
-            raise ProtocolError("A trainer's name is none. The connection was closed.")
-        known = self._roster.get(lock)
+            raise ProtocolError("The hello of a trainer is invalid. The connection was closed.")
+        known = self._registry.get(lock)
         if known is not None and known.attempt not in (None, attempt):
             raise ProtocolError(f"{lock} is of attempt {known.attempt}. The connection was closed.")
         every = number(message, "keep_every")
@@ -276,80 +293,98 @@ class Requests:
             kill_when_stuck=flag(message, "kill_when_stuck"),
             remote=remote_of(message),
             grace_s=seconds(message, "grace_s"),
+            cache=cache_of(message),
         )
-        self._roster.watch(trainer)
+        self._registry.watch(trainer)
         connection.lock = lock
-        self._hear_of_run(message)
+        newest = self._registry.newest()
+        self._cache.set_place(None if newest is None else newest.cache)
+        self._note_run_path(message)
         if storage := _storage(message):
             give_options(self._run_folder.url, storage)
 
-    def _started(self, message: dict[str, Any]) -> None:
-        parent = AttemptName.parse(text(message, "parent", 64))
-        if parent is None:
-            raise ProtocolError("What an attempt went on from has no name. The connection was closed.")
-        self._queue.taken_up(parent, *_place(message))
+    def _started(self, trainer: Trainer, message: dict[str, Any]) -> None:
+        trainer.resumed = _snapshot(message)
+        self._queue.resumed(trainer.resumed)
 
-    def _hear_of_run(self, message: dict[str, Any]) -> None:
-        """Where who asks has found the run; a trainer says it once, with its name."""
+    def _note_run_path(self, message: dict[str, Any]) -> None:
+        """Note the path under which the sender has found the run."""
         if "run" in message:
-            self._run_folder.told(text(message, "run", _MAX_PATH))
+            self._run_folder.found_at(text(message, "run", _MAX_PATH))
 
     def _keep(self, trainer: Trainer, message: dict[str, Any]) -> Answer:
-        """A region of constants that survived: this trainer's snapshots go on naming it."""
+        """Grant a region of constants that survived, which the trainer's snapshots name again."""
         name = text(message, "name", 64)
         for held in self._regions.constants_of(trainer.rank):
             if held.slot.name == name:
                 held.writer = trainer.lock
                 row = self._regions.row(held, trainer.pid, trainer.lock)
                 return {"slots": [row]}, [held.slot.descriptor]
-        raise KeeperError(f"{name} is not here any more. No snapshot may name it; each holds its own.")
+        raise KeeperError(f"{name} does not exist any more. Each snapshot holds its own constants.")
 
     def _surviving(self, trainer: Trainer) -> Answer:
-        """Slots with a sealed snapshot, and the constants that they share."""
+        """Slots with a sealed snapshot, and constants, in memory and in the cache."""
         found = [held for held in self._regions.of_rank(trainer.rank) if held.sealed() is not None]
         constants = [held for held in self._regions.constants_of(trainer.rank) if held.sealed() is not None]
         found = (constants + found)[:MAX_DESCRIPTORS]
         rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in found]
-        return {"slots": rows}, [held.slot.descriptor for held in found]
+        rest = [self._regions.row(held, trainer.pid, trainer.lock) for held in self._cached_of(trainer.rank)]
+        return {"slots": rows, "cached": rest}, [held.slot.descriptor for held in found]
+
+    def _cached_of(self, rank: int) -> list[HeldRegion]:
+        """The newest cached slots of a rank, newest first, and the constants that they name."""
+        held = [each for each in self._regions.cached() if each.slot.rank == rank and each.path]
+        rows = [(sealed, each) for each in held if (sealed := each.sealed()) is not None]
+        rows = sorted(rows, key=lambda row: row[0].age, reverse=True)[:_MOST_CACHED]
+        named = {sealed.record.constants_nonce for sealed, _ in rows}
+        constants = [each for each in self._regions.cached_constants() if each.slot.header.nonce in named]
+        return [each for each in constants if each.path] + [each for _, each in rows]
 
     def _same_boundary(self, trainer: Trainer, message: dict[str, Any]) -> Answer:
-        """The slots of other ranks with the snapshot of one boundary, to be looked at: those of the lowest
-        ranks from `first` on, as many as one answer takes."""
-        content = (AttemptName.parse(text(message, "attempt", 64)), *_place(message))
+        """The slots of other ranks with the same snapshot: of ranks from `first` on as many as one answer
+        holds, and the `next` rank if there are more."""
+        snapshot = _snapshot(message)
         first = number(message, "first", 0, MAX_RANK)
         by_rank: dict[int, HeldRegion] = {}
         for held in self._regions.slots():
             sealed = held.sealed() if held.slot.rank >= first else None
-            if sealed is not None and sealed.content == content and held.slot.rank != trainer.rank:
+            if sealed is not None and sealed.id == snapshot and held.slot.rank != trainer.rank:
                 by_rank[held.slot.rank] = held
-        found = [by_rank[rank] for rank in sorted(by_rank)[:MAX_DESCRIPTORS]]
-        return {"is_all": len(found) == len(by_rank)}, [held.slot.descriptor for held in found]
+        ranks = sorted(by_rank)
+        rest = ranks[MAX_DESCRIPTORS:]
+        paths = []
+        for held in self._regions.cached() if not first else ():
+            sealed = held.sealed()
+            if sealed is not None and sealed.id == snapshot and held.slot.rank != trainer.rank and held.path:
+                paths.append(held.path)
+        answer = {"next": rest[0] if rest else None, "cached": paths}
+        return answer, [by_rank[rank].slot.descriptor for rank in ranks[:MAX_DESCRIPTORS]]
 
     def _adopt(self, descriptors: list[int]) -> Answer:
-        names, ranks, wrong = [], set(), []
+        adopted, wrong = [], []
         while descriptors:
             try:
-                slot = self._regions.adopt_memfd(descriptors.pop()).slot
-                names.append(slot.name)
-                ranks.add(slot.rank)
+                adopted.append(self._regions.adopt_memfd(descriptors.pop()))
             except (DamagedError, FormatError, KeeperError, OSError) as error:
                 wrong.append(str(error))
-        for rank in ranks:
-            if not self._roster.of_rank(rank):
-                self._queue.rescue(rank)  # a dead trainer's, of a keeper that was replaced
+        self._registry.watch_owners(self._regions, adopted)
+        for rank in {held.slot.rank for held in adopted}:
+            if not self._registry.of_rank(rank):
+                self._queue.rescue(rank)  # its trainer died while the keeper was replaced
+        names = [held.slot.name for held in adopted]
         self._ledger.add(None, Event.ADOPT, slots=names, kind="memfd")
         if wrong:
-            raise KeeperError(f"A slot that was handed over is none, all others were taken: {wrong[0]}")
+            raise KeeperError(f"A slot that was handed over is invalid, all others were taken: {wrong[0]}")
         return {"names": names}, ()
 
     def _release(self, trainer: Trainer, message: dict[str, Any]) -> None:
         for held in map(self._regions.get, names(message, "names")):
-            # One that another living trainer was given since stays that one's.
+            # Not if another living trainer was granted it since.
             if held and (held.writer == trainer.lock or not self._regions.is_written(held)):
                 held.retired, held.writer = True, ""
 
     def _discard(self) -> None:
-        if len(self._roster):
+        if len(self._registry):
             raise KeeperError("A trainer of this run lives: nothing is discarded.")
         self._exit.discard()
 
@@ -361,39 +396,51 @@ class Requests:
         self._ledger.add(str(trainer.attempt), event["event"], **fields)
 
     def _status(self, trainer: Trainer | None, message: dict[str, Any]) -> Answer:
-        self._hear_of_run(message)
+        self._note_run_path(message)
         if message.get("again") is True:
             self._queue.try_again()
             self._outcomes.forget_failures(self._queue.given_up())
         if message.get("awaited") is True:
-            self._queue.hurry()
-        if trainer is not None and message.get("common"):
-            trainer.common = _boundaries(message)
-        attempt = trainer.attempt if trainer is not None else None
-        committed = self._queue.committed(attempt)
-        status = self._outcomes.status(self._queue, str(attempt) if attempt else None, committed)
-        return {"status": replace(status, remote=self._mirroring.status()).to_dict()}, ()
+            self._queue.expedite()
+        status = self._outcomes.status(self._queue, trainer)
+        found = replace(status, remote=self._mirroring.status(), cache=self._cache_status())
+        return {"status": found.to_dict()}, ()
+
+    def _cache_status(self) -> CacheStatus | None:
+        if not self._cache.path:
+            return None
+        cached = tuple(self._queue.cached()[-_MOST_COMMITTED:])
+        return CacheStatus(cached, self._cache.error)
+
+    def _described_cache(self) -> dict[str, Any] | None:
+        if not self._cache.path:
+            return None
+        sealed = [each for held in self._regions.cached() if (each := held.sealed()) is not None]
+        return {
+            "path": self._cache.path,
+            "num_bytes": self._cache.num_bytes,
+            "newest_step": max((each.step for each in sealed), default=None),
+            "unsaved": sorted({each.step for each in sealed if not each.is_persisted}),
+        }
 
     def _described(self) -> dict[str, Any]:
-        """What `flashckpt keepers` shows."""
+        """The row of `flashckpt keepers`."""
         return {
-            "pid": os.getpid(),
             "run": self._run_folder.url,
             "run_is_gone": self._exit.run_is_gone,
             "is_saving": self._queue.is_pending(),
             "lingers_s": round(self._exit.lingers_s, 1),
-            "remote": None if (remote := self._mirroring.status()) is None else asdict(remote),
-            "trainers": [
-                {"pid": each.pid, "rank": each.rank, "attempt": str(each.attempt) if each.attempt else None}
-                for each in self._roster.all()
-            ],
+            "cache": self._described_cache(),
+            "trainers": [each.pid for each in self._registry.all()],
             "regions": [_described(held) for held in self._regions.everything()],
         }
 
 
-def _place(message: dict[str, Any]) -> tuple[int, int]:
-    """A step and its boundary."""
-    return number(message, "step", 0, MAX_STEP), number(message, "boundary", 0, MAX_BOUNDARY)
+def _snapshot(message: dict[str, Any]) -> SnapshotId:
+    attempt = AttemptName.parse(text(message, "attempt", 64))
+    if attempt is None:
+        raise ProtocolError("The attempt of a snapshot has an invalid name. The connection was closed.")
+    return SnapshotId(attempt, number(message, "boundary", 0, MAX_BOUNDARY))
 
 
 def _described(held: HeldRegion) -> dict[str, Any]:
@@ -410,18 +457,11 @@ def _described(held: HeldRegion) -> dict[str, Any]:
     }
 
 
-def _boundaries(message: dict[str, Any]) -> tuple[int, ...]:
-    found = message["common"]
-    if not isinstance(found, list) or len(found) > _MOST_COMMON:
-        raise ProtocolError("The boundaries that all nodes have are none. The connection was closed.")
-    return tuple(number({"boundary": each}, "boundary", 0, MAX_BOUNDARY) for each in found)
-
-
 def _storage(message: dict[str, Any]) -> dict[str, str | int | float | bool]:
-    """What a trainer opens the run's store with; empty where it was given nothing."""
+    """The options of the run's store."""
     found = message.get("storage", {})
     if not isinstance(found, dict) or not all(isinstance(each, (str, int, float)) for each in found.values()):
-        raise ProtocolError("The options of a store are none. The connection was closed.")
+        raise ProtocolError("The options of a store are invalid. The connection was closed.")
     return found
 
 
@@ -429,26 +469,26 @@ def _ranks(message: dict[str, Any]) -> tuple[int, ...]:
     """The ranks of a trainer's node."""
     ranks = message.get("ranks")
     if not isinstance(ranks, list) or not 1 <= len(ranks) <= _MOST_RANKS:
-        raise ProtocolError("A trainer's ranks are none. The connection was closed.")
+        raise ProtocolError("A trainer's ranks are invalid. The connection was closed.")
     world = number(message, "world", 1, MAX_RANK)
     found = {number({"ranks": each}, "ranks", 0, world - 1) for each in ranks}
     if number(message, "rank", 0, MAX_RANK) not in found:
-        raise ProtocolError("A trainer is none of its node's ranks. The connection was closed.")
+        raise ProtocolError("A trainer is not among the ranks of its node. The connection was closed.")
     return tuple(sorted(found))
 
 
-# ---- what became of what was asked for
+# ---- outcomes
 
 
 class Outcomes:
-    """Bounded memory of outcomes, newest last, each with the attempt that it belongs to: a branch may
-    train on from an older step, and what another attempt committed is not what it waits for."""
+    """A bounded history of outcomes, newest last, each with its snapshot: an attempt waits for its own, and
+    for the one that it resumed from. A branch may resume from an older step than others have committed."""
 
     def __init__(self, keeper: str) -> None:
         self._keeper = keeper
-        self._committed: list[tuple[str, int]] = []
-        self._failures: dict[tuple[str, int], tuple[str, Failure]] = {}
-        self._torn: list[tuple[str, TornSnapshot]] = []
+        self._committed: list[tuple[SnapshotId, int]] = []
+        self._failures: dict[tuple[str, int], tuple[SnapshotId, Failure]] = {}
+        self._torn: list[tuple[SnapshotId, TornSnapshot]] = []
         self._diverged: dict[str, tuple[str, ...]] = {}
         self._counts: Counter[str] = Counter()
         self.superseded_by: str | None = None
@@ -456,29 +496,32 @@ class Outcomes:
     def count(self, name: str, number: int = 1) -> None:
         self._counts[name] += number
 
-    def told(self, job: StepJob, outcome: StepOutcome) -> None:
-        """A try of a step has come to an end."""
+    def record(self, job: StepJob, outcome: StepOutcome) -> None:
+        """Record the outcome of a try."""
         if outcome.state is JobState.COMMITTED:
             self._commit(job, outcome)
-        elif outcome.void is Void.TORN:
+        elif outcome.incomplete is Incomplete.TORN:
             self._tear(job, outcome)
-        elif outcome.state is JobState.FAILED or outcome.void in (Void.SUPERSEDED, Void.DIVERGED):
+        elif outcome.state is JobState.FAILED or outcome.incomplete in (
+            Incomplete.SUPERSEDED,
+            Incomplete.DIVERGED,
+        ):
             self._fail(job, outcome)
             self._diverge(outcome)
 
     def _commit(self, job: StepJob, outcome: StepOutcome) -> None:
-        """A committed step settles its attempt's failures of all steps up to it."""
+        """A commit settles the failures of its attempt up to its boundary."""
         self.count("committed")
         self.count("persisted_bytes", outcome.num_bytes)
         if outcome.num_bytes:
             self.count("direct" if outcome.direct else "buffered")
-        row = (outcome.attempt, job.step)
+        row = (job.id, job.step)
         others = [each for each in self._committed if each != row]
         self._committed = [*others, row][-_MOST_COMMITTED:]
         self._failures = {
-            key: (attempt, each)
-            for key, (attempt, each) in self._failures.items()
-            if each.step > job.step or attempt != outcome.attempt
+            key: (of, each)
+            for key, (of, each) in self._failures.items()
+            if of.boundary > job.boundary or of.attempt != job.attempt
         }
 
     def _fail(self, job: StepJob, outcome: StepOutcome) -> None:
@@ -487,7 +530,7 @@ class Outcomes:
             failure = Failure(
                 job.step, each.generation, outcome.message[:_MOST_TEXT], outcome.errno, bool(outcome.diverged)
             )
-            self._failures[each.slot.name, each.generation] = (outcome.attempt, failure)
+            self._failures[each.slot.name, each.generation] = (job.id, failure)
         while len(self._failures) > _MOST_FAILURES:
             del self._failures[next(iter(self._failures))]
 
@@ -505,19 +548,22 @@ class Outcomes:
             if each.slot.name == outcome.slot:
                 self._failures.pop((outcome.slot, each.generation), None)
                 torn = TornSnapshot(job.step, each.generation, outcome.slot, names)
-                self._torn = [*self._torn, (outcome.attempt, torn)][-_MOST_TORN:]
+                self._torn = [*self._torn, (job.id, torn)][-_MOST_TORN:]
 
     def forget_failures(self, given_up: set[tuple[str, int]]) -> None:
-        """All but those of these slots and generations, which nobody tries again."""
+        """Forget all failures but those of jobs that were given up."""
         self._failures = {key: each for key, each in self._failures.items() if key in given_up}
 
-    def status(self, queue: Queue, attempt: str | None, committed: Iterable[int]) -> Status:
-        """What concerns an attempt (None: all). `committed` are steps of it that slots say are."""
+    def status(self, queue: Queue, trainer: Trainer | None) -> Status:
+        """The status for a trainer: its attempt's snapshots, the one it resumed from, and damaged ones. None:
+        all."""
+        attempt = None if trainer is None else trainer.attempt
 
-        def concerns(owner: str) -> bool:
-            return attempt is None or owner in (attempt, "")
+        def concerns(of: SnapshotId) -> bool:
+            resumed = None if trainer is None else trainer.resumed
+            return attempt is None or of.attempt == attempt or of in (resumed, UNKNOWN)
 
-        steps = {step for owner, step in self._committed if concerns(owner)} | set(committed)
+        steps = {step for of, step in [*self._committed, *queue.committed()] if concerns(of)}
         waiting = sorted(queue.waiting())[:_MOST_COMMITTED]
         failed = {each.step for _, each in self._failures.values()}
         return Status(
@@ -528,9 +574,15 @@ class Outcomes:
             waiting=tuple(waiting),
             for_others=tuple(sorted(queue.waiting(for_others=True))[:_MOST_COMMITTED]),
             failing=tuple(step for step in waiting if step in failed),
-            failures=tuple(each for owner, each in self._failures.values() if concerns(owner)),
-            torn=tuple(each for owner, each in self._torn if concerns(owner)),
-            diverged=tuple(name for of, each in self._diverged.items() if concerns(of) for name in each),
+            unsaved=tuple(sorted(queue.unsaved())[-_MOST_COMMITTED:]),
+            failures=tuple(each for of, each in self._failures.values() if concerns(of)),
+            torn=tuple(each for of, each in self._torn if concerns(of)),
+            diverged=tuple(
+                name
+                for of, each in self._diverged.items()
+                if attempt is None or of == str(attempt)
+                for name in each
+            ),
             superseded_by=self.superseded_by,
             progress_bytes=queue.progress_bytes,
             counts=dict(self._counts + Counter(audited=queue.sound)),

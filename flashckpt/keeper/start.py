@@ -1,6 +1,6 @@
-"""Starting a keeper from a trainer: a new program, double fork, a session and streams of its own.
+"""Starts a keeper from a trainer: a new program, double fork, a session and streams of its own.
 
-Owns the command line. Never waits for the keeper to be ready: the client does, by asking it.
+Owns the command line. Never waits until the keeper is ready: the client does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,22 +20,24 @@ from flashckpt.errors import FlashckptError, KeeperError
 from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import options_of
+from flashckpt.threads import start_thread
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
 _MAX_LOG_BYTES = 1 << 20
 _STARTS_AT_ONCE = 8
-# Where nobody waits; where somebody does; and at the end of a run, after which nobody would start one.
+# The longest pause in general, while a trainer waits, and at the end of a run, after which none would be
+# started.
 LONGEST_PAUSE_S, AWAITED_PAUSE_S, NO_PAUSE_S = 30.0, 1.0, 0.0
 _LIVED_S = 60.0
 _MOST_DOUBLINGS = 10
 
 
 class Pauses:
-    """When a keeper may be started again. Those killed now and then are replaced at once. One that dies over
-    and over (no memory left for it, an installation that broke under a run) is replaced after 1, 2, 4 … 30 s:
-    each begins its write anew, on storage that the training needs, too. Whoever waits may shorten a pause."""
+    """When a keeper may be started again: at once after occasional deaths; after 1, 2, 4 … 30 s if keepers
+    die over and over (no memory for them, an installation that broke during a run), since each begins its
+    write again, on storage that the training needs, too."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,27 +45,25 @@ class Pauses:
         self._started_s = -_LIVED_S
 
     def started(self) -> None:
-        """One was started. The count begins anew where the one before had a minute to live."""
+        """Note a start. The count begins again if the keeper before lived for a minute."""
         now = self._clock()
         self._starts = 1 if now - self._started_s >= _LIVED_S else self._starts + 1
         self._started_s = now
 
     def left_s(self, longest_s: float = LONGEST_PAUSE_S) -> float:
-        """Seconds until the next may be started: 0 or less where it may be now. No pause is longer than
-        `longest_s`."""
+        """Seconds until the next start, 0 or less if it may be now. No pause is longer than `longest_s`."""
         beyond = self._starts - _STARTS_AT_ONCE
-        # A night of keepers that die is a thousand of them, and two to that power is no number.
+        # After a night of dying keepers two to their number would be no number.
         pause_s = 0.0 if beyond < 0 else min(2.0 ** min(beyond, _MOST_DOUBLINGS), longest_s)
         return self._started_s + pause_s - self._clock()
 
 
-# Keepers that were begun before anybody asked for them, by runtime folder: what tells of their ends.
+# Keepers that were started early, by runtime folder: the descriptors that show their ends.
 _early: dict[str, Future[int]] = {}
 
 
 def start_early(run_path: str, runtime: RuntimeFolder) -> None:
-    """The same beside the caller, who goes on at once: the next `start` for this runtime folder, or
-    `end_early`, takes what this gives. `runtime` is closed here."""
+    """Start a keeper in a thread: the next `start` or `take_early` takes the result. Closes `runtime`."""
     begun: Future[int] = Future()
     _early[runtime.path] = begun
 
@@ -76,16 +75,16 @@ def start_early(run_path: str, runtime: RuntimeFolder) -> None:
         finally:
             runtime.close()
 
-    threading.Thread(target=run, name="flashckpt-keeper", daemon=True).start()
+    start_thread("flashckpt-keeper", run)
 
 
-def end_early(runtime: RuntimeFolder) -> int:
-    """What tells of the end of a keeper that was started early, -1 where there is none, or none any more."""
+def take_early(runtime: RuntimeFolder) -> int:
+    """The descriptor of a keeper that was started early, as of `start`; -1 if none runs."""
     begun = _early.pop(runtime.path, None)
     try:
         descriptor = -1 if begun is None else begun.result(_START_TIMEOUT_S)
     except (FlashckptError, OSError, TimeoutError):
-        return -1  # whoever needs a keeper tries again, and says why there is none
+        return -1  # `start` tries again, and raises the reason
     if descriptor >= 0:
         poll = select.poll()
         poll.register(descriptor, 0)
@@ -96,10 +95,9 @@ def end_early(runtime: RuntimeFolder) -> int:
 
 
 def start(run_path: str, runtime: RuntimeFolder) -> int:
-    """Start a keeper for a run. It ends by itself if the run has one. Returns a descriptor, the caller's to
-    close, that is at its end (POLLHUP) once the keeper's process has ended. Raises KeeperError where none can
-    be started."""
-    begun = end_early(runtime)
+    """Start a keeper for a run, which ends by itself if the run has one. Returns a descriptor, for the caller
+    to close, that shows POLLHUP once the keeper's process has ended. Raises KeeperError."""
+    begun = take_early(runtime)
     return begun if begun >= 0 else _started(run_path, runtime)
 
 
@@ -109,43 +107,43 @@ def _started(run_path: str, runtime: RuntimeFolder) -> int:
             "Python does not know its own program, so no keeper can be started. Training is not touched, "
             "but nothing would be persisted. Run under an ordinary python."
         )
-    told = {
+    orders = {
         "paths": _import_path(), "run": run_path, "runtime": runtime.path, "starter": os.getpid(),
         # On its stdin: not in what `ps` shows.
         "storage": options_of(run_path),
     }  # fmt: skip
     program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
-    log = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    log_file = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     reading = writing = -1
     try:
         reading, writing = os.pipe()
-        bound_log(runtime, log)
+        bound_log(runtime, log_file)
         child = subprocess.Popen(
             [sys.executable, "-I", program, run_path],
             stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
+            stdout=log_file,
+            stderr=log_file,
             cwd="/",
             start_new_session=True,
             close_fds=True,
-            # Nobody writes into it: it is open as long as the keeper's process lives.
+            # Never written: it is open as long as the keeper's process lives.
             pass_fds=[writing],
         )
         with child:
-            _order(child, json.dumps(told).encode())
+            _order(child, json.dumps(orders).encode())
     except BaseException as error:
         close_all([reading])
         if isinstance(error, OSError):
-            raise _cannot(str(error)) from error
+            raise _start_error(str(error)) from error
         raise
     finally:
-        close_all([log, writing])
+        close_all([log_file, writing])
     return reading
 
 
 def _import_path() -> list[str]:
-    """The absolute folders of this process's import path. Relative ones ('' is one) mean the working
-    directory; they are left out where that was deleted, since nothing can be imported from it."""
+    """The folders of this process's import path, made absolute. Without the relative ones ('' is one) if the
+    working directory was deleted."""
     try:
         here = os.getcwd()
     except FileNotFoundError:
@@ -154,8 +152,7 @@ def _import_path() -> list[str]:
 
 
 def bound_log(runtime: RuntimeFolder, descriptor: int) -> None:
-    """Begin a keeper's log anew where it has become too long: it is in the memory that slots need. What is
-    not the log of this runtime folder is left alone."""
+    """Truncate a keeper's log that is too long: it takes memory of slots. Leaves other files alone."""
     with contextlib.suppress(OSError):
         found = os.fstat(descriptor)
         is_log = runtime.inode(LOG_NAME) == (found.st_dev, found.st_ino)
@@ -164,7 +161,7 @@ def bound_log(runtime: RuntimeFolder, descriptor: int) -> None:
 
 
 def survival_warnings(cgroup: str = "/proc/self/cgroup") -> list[str]:
-    """Why a keeper of this process might not outlive it, one sentence each: to be said at attach."""
+    """The reasons why a keeper might not outlive this process, for a warning at attach."""
     warnings = []
     if os.getpid() == 1:
         warnings.append(
@@ -180,7 +177,7 @@ def survival_warnings(cgroup: str = "/proc/self/cgroup") -> list[str]:
     if any(part.startswith(("slurm", "job_")) for part in parts):
         warnings.append(
             "The scheduler ends every process of the job's cgroup together: the keeper ends with the job, "
-            "and what is not committed by then is lost. Ask for a warning signal (sbatch --signal)."
+            "and uncommitted snapshots are lost. Ask for a warning signal (sbatch --signal)."
         )
     if any(path.endswith(".service") and "/user@" not in path for path in paths):
         warnings.append(
@@ -195,16 +192,16 @@ def _order(child: subprocess.Popen[bytes], orders: bytes) -> None:
         child.communicate(orders, timeout=_START_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         child.kill()
-        raise _cannot(f"it did not begin within {_START_TIMEOUT_S:.0f} s") from error
+        raise _start_error(f"it did not begin within {_START_TIMEOUT_S:.0f} s") from error
     if child.returncode < 0:
-        # It was killed while it began, as it may be at any other moment: whoever needs it starts another.
-        logger.warning("a keeper was ended by signal %d while it began", -child.returncode)
+        # A keeper may be killed at any moment: the next call starts another.
+        log.warning("a keeper was ended by signal %d while it began", -child.returncode)
     elif child.returncode != 0:
-        raise _cannot(f"it ended with status {child.returncode}")
+        raise _start_error(f"it ended with status {child.returncode}")
 
 
-def _cannot(reason: str) -> KeeperError:
+def _start_error(reason: str) -> KeeperError:
     return KeeperError(
         f"The keeper could not be started: {reason}. Training is not touched, but nothing is persisted "
-        "until it runs; it is tried again. Its log stands in the runtime folder."
+        "until it runs; it is tried again. Its log is in the runtime folder."
     )

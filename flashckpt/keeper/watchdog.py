@@ -1,10 +1,11 @@
-"""The watchdog: trainers that live and pass no boundaries any more.
+"""The watchdog: finds trainers that live and pass no boundaries any more.
 
-Owns the judgement that a trainer is stuck, what is told of it (its Python stacks, what the kernel says of its
-process) and, where its options say so, its end. It reads the heartbeats on the control pages, and counts only
-the time that it has seen pass itself: neither a suspended machine nor a keeper that was stopped makes a
-trainer stuck. One that is stopped by a signal or a debugger is told as that, and never ended. Signals go to
-nobody but the process that holds the trainer's life lock; that for stacks only if it has a handler for it.
+Owns the decision that a trainer is stuck, the report (its Python stacks, its process state) and, if its
+options say so, its kill. Reads the heartbeats on the control pages, and counts only time in which it ran
+itself: neither a suspended machine nor a stopped keeper makes a trainer stuck. Reports a trainer that a
+signal or a debugger has stopped as stopped, and never kills it. Signals only the process that holds the
+trainer's life lock, and for stacks only if it has a handler. A keeper that replaces another during a hang
+reports it again.
 """
 
 from __future__ import annotations
@@ -23,248 +24,218 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from flashckpt.errors import KeeperError
-from flashckpt.keeper.trainers import Roster, Trainer
+from flashckpt.keeper.liveness import TrainerRegistry
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.runtime import RuntimeFolder, holder_of, stacks_name
-from flashckpt.memory.slot import Heartbeat, Slot
+from flashckpt.memory.slot import Heartbeat
+from flashckpt.persist.job import Trainer
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
-from flashckpt.persist.worker import Worker
+from flashckpt.threads import Worker
 
 log = logging.getLogger(__name__)
 
-# More than this between two looks is time in which this process did not run itself.
-_LONGEST_GAP_S = 2.0
-# A process is looked at once its boundary is so late: most never are.
-_LATE_S = 1.0
-# What is sealed outlives the trainer: an end does not wait for storage that hangs.
-_PERSIST_LIMIT_S = 300.0
-# How long stacks are waited for, and how long they must have stood still to be whole.
-_SIGNAL_LIMIT_S = 10.0
-_SETTLED_S = 0.5
-_LOOK_S = 0.05
-_PY_SPY_LIMIT_S = 30.0
-_MOST_READ_BYTES = 256 << 10
-# A ledger's line has 32 KiB.
-_MOST_TOLD_BYTES = 20 << 10
-_MOST_LINE = 500
+_MAX_GAP_S = 2.0  # between two checks; during the rest this process did not run
+_LATE_S = 1.0  # the process state is read once a boundary is so late
+_PERSIST_TIMEOUT_S = 300.0  # a kill waits so long for storage: sealed snapshots outlive the trainer
+_STACKS_TIMEOUT_S = 10.0
+_SETTLED_S = 0.5  # stacks are complete once their file has not grown for so long
+_POLL_S = 0.05
+_PY_SPY_TIMEOUT_S = 30.0
+_MAX_READ_BYTES = 256 << 10
+_MAX_REPORT_BYTES = 20 << 10  # of the 32 KiB of a line in the ledger
+_MAX_LINE = 500
+_GONE = "its process is gone, or of another pid namespace"
 
 
 @dataclass
 class Silence:
-    """How long one trainer has passed no boundary: `quiet_s` are seconds in which it ran, `still_s` those in
-    which it was held still. `told` is the event that was written of it, if one was."""
+    """The time in which a trainer has passed no boundary: `quiet_s` while it ran, `still_s` while it was
+    stopped. `reported`: the event that was written of it."""
 
     trainer: Trainer
     heartbeat: Heartbeat
-    looked_s: float
+    checked_s: float
     quiet_s: float = 0.0
     still_s: float = 0.0
-    told: Event | None = None
-    told_s: float = 0.0
-    asking: bool = False
-    ended: bool = False
+    reported: Event | None = None
+    reported_s: float = 0.0
+    is_collecting: bool = False
+    is_killed: bool = False
 
 
 class Watchdog:
-    """`look` is called several times a second, by the keeper's loop."""
+    """The keeper's loop calls `check` several times a second."""
 
     def __init__(
         self,
         folder: RuntimeFolder,
         regions: Regions,
-        roster: Roster,
+        registry: TrainerRegistry,
         ledger: Ledger,
         queue: Queue,
         worker: Worker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._regions, self._roster, self._ledger = folder, regions, roster, ledger
+        self._folder, self._regions, self._registry, self._ledger = folder, regions, registry, ledger
         self._queue, self._worker, self._clock = queue, worker, clock
         self._silences: dict[str, Silence] = {}
 
-    def look(self) -> None:
+    def check(self) -> None:
         heartbeats = self._heartbeats()
         watched = {
-            each.lock: each for each in self._roster.all() if not each.closing and each.lock in heartbeats
+            each.lock: each for each in self._registry.all() if not each.closing and each.lock in heartbeats
         }
         for lock in self._silences.keys() - watched.keys():
             silence = self._silences.pop(lock)
-            # It may have gone on and come to its end since the last look.
+            # It may have passed a boundary and ended since the last check.
             if _differ(silence.heartbeat, heartbeats.get(lock, silence.heartbeat)):
-                self._moved(silence.trainer, silence, heartbeats[lock])
+                self._passed(silence.trainer, silence, heartbeats[lock])
         now = self._clock()
         for lock, trainer in watched.items():
             if lock not in self._silences:
-                self._silences[lock] = self._begun(trainer, heartbeats[lock], now)
+                self._silences[lock] = Silence(trainer, heartbeats[lock], now)
                 continue
             silence = self._silences[lock]
-            gap_s = min(now - silence.looked_s, _LONGEST_GAP_S)
-            silence.trainer, silence.looked_s = trainer, now
+            gap_s = min(now - silence.checked_s, _MAX_GAP_S)
+            silence.trainer, silence.checked_s = trainer, now
             if _differ(silence.heartbeat, heartbeats[lock]):
-                self._moved(trainer, silence, heartbeats[lock])
-            elif silence.heartbeat.patience_ns:
+                self._passed(trainer, silence, heartbeats[lock])
+            elif silence.heartbeat.timeout_ns:
                 self._waited(trainer, silence, gap_s)
 
     def _heartbeats(self) -> dict[str, Heartbeat]:
-        """The newest heartbeat of each trainer, by the life lock of who wrote it."""
+        """The newest heartbeat of each trainer, by its life lock."""
         heartbeats: dict[str, Heartbeat] = {}
         for each in self._regions.slots():
-            heartbeat, lock = each.slot.heartbeat, self._lock_of(each.slot)
-            if lock is not None:
-                known = heartbeats.get(lock, heartbeat)
-                heartbeats[lock] = max(known, heartbeat, key=lambda beat: beat.beat_ns)
+            heartbeat = each.slot.heartbeat
+            if (owner := each.slot.owner(heartbeat.owner)) is not None:
+                known = heartbeats.get(owner[1], heartbeat)
+                heartbeats[owner[1]] = max(known, heartbeat, key=lambda beat: beat.beat_ns)
         return heartbeats
 
-    def _lock_of(self, slot: Slot) -> str | None:
-        owner = slot.owner(slot.heartbeat.owner)
-        return None if owner is None else owner[1]
+    # ---- boundaries
 
-    def _remember(self, trainer: Trainer, boundaries: int, beat_ns: int) -> None:
-        """On the slots, where the next keeper finds it."""
-        for each in self._regions.slots():
-            if self._lock_of(each.slot) == trainer.lock:
-                each.slot.set_stuck(boundaries, beat_ns)
-
-    def _begun(self, trainer: Trainer, heartbeat: Heartbeat, now: float) -> Silence:
-        """A hang that the keeper before has told of is not told again, but its end is."""
-        silence = Silence(trainer, heartbeat, now)
-        told = {each.slot.stuck for each in self._regions.slots() if self._lock_of(each.slot) == trainer.lock}
-        boundaries, since = max(told, key=lambda stuck: stuck[1], default=(0, 0))
-        if since:
-            silence.told, silence.told_s = Event.STUCK, now
-            before = heartbeat._replace(boundaries=boundaries, beat_ns=since, patience_ns=1)
-            if _differ(before, heartbeat):
-                silence.heartbeat = before
-                self._moved(trainer, silence, heartbeat)
-            else:
-                self._queue.rescue(trainer.rank)
-        return silence
-
-    # What a look comes to
-
-    def _moved(self, trainer: Trainer, silence: Silence, heartbeat: Heartbeat) -> None:
-        before, told = silence.heartbeat, silence.told
+    def _passed(self, trainer: Trainer, silence: Silence, heartbeat: Heartbeat) -> None:
+        before, reported = silence.heartbeat, silence.reported
         silence.heartbeat, silence.quiet_s, silence.still_s = heartbeat, 0.0, 0.0
-        silence.told, silence.ended = None, False
-        if told is not None:
-            self._goes_on(trainer, before, heartbeat)
+        silence.reported, silence.is_killed = None, False
+        if reported is not None:
+            self._report_end(trainer, before, heartbeat)
 
-    def _goes_on(self, trainer: Trainer, before: Heartbeat, heartbeat: Heartbeat) -> None:
+    def _report_end(self, trainer: Trainer, before: Heartbeat, heartbeat: Heartbeat) -> None:
         end_ns = heartbeat.beat_ns if heartbeat.beat_ns > before.beat_ns else time.monotonic_ns()
         seconds = round((end_ns - before.beat_ns) / 1e9, 1)
-        log.warning("trainer %d goes on: it had passed no boundary for %.1f s", trainer.pid, seconds)
-        self._tell(trainer, Event.GOES_ON, before, seconds=seconds)
-        self._remember(trainer, 0, 0)
+        log.warning("trainer %d continues after %.1f s without a boundary", trainer.pid, seconds)
+        self._note(trainer, Event.GOES_ON, before, seconds=seconds)
 
     def _waited(self, trainer: Trainer, silence: Silence, gap_s: float) -> None:
         silence.quiet_s += gap_s
-        if silence.quiet_s + silence.still_s < min(_LATE_S, silence.heartbeat.patience_ns / 2e9):
+        if silence.quiet_s + silence.still_s < min(_LATE_S, silence.heartbeat.timeout_ns / 2e9):
             return
-        if condition(trainer.pid).held_still:
-            self._held_still(trainer, silence, gap_s)
+        if condition(trainer.pid).is_stopped:
+            self._report_stopped(trainer, silence, gap_s)
             return
         silence.still_s = 0.0
-        if silence.quiet_s * 1e9 < silence.heartbeat.patience_ns:
+        if silence.quiet_s * 1e9 < silence.heartbeat.timeout_ns:
             return
-        if silence.told is not Event.STUCK:
-            self._ask(trainer, silence)
-        elif trainer.kill_when_stuck and not silence.ended:
-            self._end(trainer, silence)
+        if silence.reported is not Event.STUCK:
+            self._collect(trainer, silence)
+        elif trainer.kill_when_stuck and not silence.is_killed:
+            self._kill(trainer, silence)
 
-    def _held_still(self, trainer: Trainer, silence: Silence, gap_s: float) -> None:
-        """Whoever stopped it will continue it: from then on it has all of its time again."""
+    def _report_stopped(self, trainer: Trainer, silence: Silence, gap_s: float) -> None:
+        """Report a stopped trainer. Its timeout begins again once it is continued."""
         silence.still_s, silence.quiet_s = silence.still_s + gap_s, 0.0
-        if silence.told is None and silence.still_s * 1e9 >= silence.heartbeat.patience_ns:
-            silence.told = Event.STOPPED
+        if silence.reported is None and silence.still_s * 1e9 >= silence.heartbeat.timeout_ns:
+            silence.reported = Event.STOPPED
             log.warning("trainer %d is stopped, by a signal or a debugger; it is left alone", trainer.pid)
-            self._tell(trainer, Event.STOPPED, silence.heartbeat, seconds=round(silence.still_s, 1))
+            self._note(trainer, Event.STOPPED, silence.heartbeat, seconds=round(silence.still_s, 1))
             self._queue.rescue(trainer.rank)
 
-    # A trainer that is stuck
+    # ---- stuck trainers
 
-    def _ask(self, trainer: Trainer, silence: Silence) -> None:
-        """Its newest snapshot is persisted while its stacks are fetched."""
-        if silence.asking or self._worker.busy:
+    def _collect(self, trainer: Trainer, silence: Silence) -> None:
+        """Collect its stacks, while its newest snapshot is persisted."""
+        if silence.is_collecting or self._worker.busy:
             return
-        silence.asking, asked = True, replace(silence)
+        silence.is_collecting, before = True, replace(silence)
         self._queue.rescue(trainer.rank)
 
         def done(evidence: Evidence | BaseException) -> None:
-            silence.asking = False
+            silence.is_collecting = False
             if isinstance(evidence, BaseException):
-                log.error("the stacks of trainer %d were not had", trainer.pid, exc_info=evidence)
+                log.error("the stacks of trainer %d could not be read", trainer.pid, exc_info=evidence)
                 evidence = Evidence((), "", repr(evidence))
-            moved = _differ(silence.heartbeat, asked.heartbeat)
-            if not moved and not evidence.stacks and condition(trainer.pid).held_still:
+            moved = _differ(silence.heartbeat, before.heartbeat)
+            if not moved and not evidence.stacks and condition(trainer.pid).is_stopped:
                 return
-            self._stuck(trainer, asked, evidence)
+            self._report_stuck(trainer, before, evidence)
             if moved:
-                self._goes_on(trainer, asked.heartbeat, silence.heartbeat)
+                self._report_end(trainer, before.heartbeat, silence.heartbeat)
             else:
-                silence.told, silence.told_s = Event.STUCK, self._clock()
+                silence.reported, silence.reported_s = Event.STUCK, self._clock()
 
         self._worker.submit(partial(collect, self._folder, trainer.lock, trainer.stacks_signal), done)
 
-    def _stuck(self, trainer: Trainer, asked: Silence, evidence: Evidence) -> None:
-        heartbeat, seconds = asked.heartbeat, round(asked.quiet_s, 1)
+    def _report_stuck(self, trainer: Trainer, silence: Silence, evidence: Evidence) -> None:
+        heartbeat, seconds = silence.heartbeat, round(silence.quiet_s, 1)
         log.error(
             "trainer %d passes no boundaries for %.1f s: its newest snapshot is persisted%s",
             trainer.pid, seconds,
             "".join(f"\n    {line}" for line in evidence.stacks) or f" ({evidence.reason})",
         )  # fmt: skip
-        self._tell(
+        self._note(
             trainer,
             Event.STUCK,
             heartbeat,
             seconds=seconds,
-            limit_seconds=round(heartbeat.patience_ns / 1e9, 1),
+            limit_seconds=round(heartbeat.timeout_ns / 1e9, 1),
             state=condition(trainer.pid).state,
             stacks=list(evidence.stacks),
             source=evidence.source,
             reason=evidence.reason,
         )
-        self._remember(trainer, heartbeat.boundaries, heartbeat.beat_ns)
 
-    def _end(self, trainer: Trainer, silence: Silence) -> None:
-        """SIGKILL: a handler of any other signal may itself wait for the boundary that does not come."""
-        waited_s = self._clock() - silence.told_s
-        if not self._queue.is_settled(trainer.rank) and waited_s < _PERSIST_LIMIT_S:
+    def _kill(self, trainer: Trainer, silence: Silence) -> None:
+        """Send SIGKILL: the handler of any other signal may wait for a boundary, too."""
+        waited_s = self._clock() - silence.reported_s
+        if not self._queue.is_settled(trainer.rank) and waited_s < _PERSIST_TIMEOUT_S:
             return
-        silence.ended = True
+        silence.is_killed = True
         try:
             with held(self._folder, trainer.lock) as process:
                 if process is None:
-                    raise ProcessLookupError("its process is gone, or of another pid namespace")
+                    raise ProcessLookupError(_GONE)
                 if _differ(silence.heartbeat, self._heartbeats().get(trainer.lock, silence.heartbeat)):
-                    silence.ended = False
+                    silence.is_killed = False
                     return
-                log.error("trainer %d is ended with SIGKILL, as its options say", trainer.pid)
-                self._tell(trainer, Event.KILL, silence.heartbeat, saved=self._queue.is_saved(trainer.rank))
+                log.error("trainer %d is killed, as its options say", trainer.pid)
+                self._note(trainer, Event.KILL, silence.heartbeat, saved=self._queue.is_saved(trainer.rank))
                 signal.pidfd_send_signal(process[1], signal.SIGKILL)
         except (OSError, KeeperError) as error:
-            log.error("trainer %d cannot be ended: %s", trainer.pid, error)
-            self._tell(trainer, Event.ERROR, silence.heartbeat, what="kill", message=str(error))
+            log.error("trainer %d cannot be killed: %s", trainer.pid, error)
+            self._note(trainer, Event.ERROR, silence.heartbeat, what="kill", message=str(error))
 
-    def _tell(self, trainer: Trainer, event: Event, heartbeat: Heartbeat, **fields: object) -> None:
+    def _note(self, trainer: Trainer, event: Event, heartbeat: Heartbeat, **fields: object) -> None:
         attempt = str(trainer.attempt) if trainer.attempt else None
         named = {"rank": trainer.rank, "pid": trainer.pid, "boundaries": heartbeat.boundaries}
         self._ledger.add(attempt, event, **named, **fields)
 
 
 def _differ(one: Heartbeat, other: Heartbeat) -> bool:
-    """Whether a boundary was passed, or is no longer awaited, between the two."""
-    seen = (one.boundaries, one.beat_ns, one.patience_ns == 0)
-    return seen != (other.boundaries, other.beat_ns, other.patience_ns == 0)
+    """Whether a boundary was passed, or is no longer expected, between the two."""
+    before = (one.boundaries, one.beat_ns, one.timeout_ns == 0)
+    return before != (other.boundaries, other.beat_ns, other.timeout_ns == 0)
 
 
-# ---- what a process is doing
+# ---- the state of a process
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """`stacks` are lines of text, `source` is "faulthandler" or "py-spy", "" where nothing could be read:
-    then `reason` says why."""
+    """The stacks of a process, in lines. `source`: "faulthandler" or "py-spy"; "" if there are none, with the
+    `reason`."""
 
     stacks: tuple[str, ...]
     source: str
@@ -273,15 +244,16 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Condition:
-    """What the kernel says of a process. `held_still`: stopped by a signal, or by a debugger."""
+    """The state of a process. `is_stopped`: by a signal, or by a debugger. `caught`: a mask of handled
+    signals."""
 
     state: str = ""
-    held_still: bool = False
+    is_stopped: bool = False
     caught: int = 0
 
 
 def condition(pid: int) -> Condition:
-    """All empty for a process that is gone or cannot be seen."""
+    """The state of a process; empty if it is gone or hidden."""
     state, tracer, caught = "", 0, 0
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
@@ -300,8 +272,8 @@ def condition(pid: int) -> Condition:
 
 @contextlib.contextmanager
 def held(folder: RuntimeFolder, lock: str) -> Iterator[tuple[int, int] | None]:
-    """(pid, pidfd) of the process that holds a life lock, None where it is gone or not to be named. The
-    descriptor means that very process: it held the lock before and after it was opened."""
+    """(pid, pidfd) of the process that holds a life lock, or None. The pidfd is of that process, which held
+    the lock before and after it was opened."""
     pid, descriptor = holder_of(folder, lock), -1
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid) if pid and pid != os.getpid() else -1
@@ -315,11 +287,11 @@ def held(folder: RuntimeFolder, lock: str) -> Iterator[tuple[int, int] | None]:
 
 
 def collect(folder: RuntimeFolder, lock: str, signal_number: int) -> Evidence:
-    """The stacks of the holder of a life lock: by its own signal handler, else by py-spy."""
+    """The stacks of the holder of a life lock, by its signal handler, else by py-spy."""
     try:
         with held(folder, lock) as process:
             if process is None:
-                return Evidence((), "", "its process is gone, or of another pid namespace")
+                return Evidence((), "", _GONE)
             pid, pidfd = process
             text, reason = _by_signal(folder, lock, pid, pidfd, signal_number)
             if text:
@@ -334,7 +306,7 @@ def collect(folder: RuntimeFolder, lock: str, signal_number: int) -> Evidence:
 
 def _by_signal(folder: RuntimeFolder, lock: str, pid: int, pidfd: int, signal_number: int) -> tuple[str, str]:
     """The text, or why there is none."""
-    # Without a handler a real-time signal is the process's end.
+    # Without a handler the signal would kill the process.
     if not signal_number or not condition(pid).caught >> (signal_number - 1) & 1:
         return "", "it has no signal handler for stacks"
     try:
@@ -345,7 +317,7 @@ def _by_signal(folder: RuntimeFolder, lock: str, pid: int, pidfd: int, signal_nu
         os.ftruncate(descriptor, 0)
         signal.pidfd_send_signal(pidfd, signal_number)
         _settle(descriptor)
-        text = os.pread(descriptor, _MOST_READ_BYTES, 0).decode(errors="replace")
+        text = os.pread(descriptor, _MAX_READ_BYTES, 0).decode(errors="replace")
         os.ftruncate(descriptor, 0)
         return text, "its signal handler wrote nothing"
     finally:
@@ -353,11 +325,11 @@ def _by_signal(folder: RuntimeFolder, lock: str, pid: int, pidfd: int, signal_nu
 
 
 def _settle(descriptor: int) -> None:
-    """Wait until stacks are written and no more come."""
+    """Wait until the stacks are complete."""
     now = time.monotonic()
-    until, size, grown = now + _SIGNAL_LIMIT_S, 0, now
+    until, size, grown = now + _STACKS_TIMEOUT_S, 0, now
     while now < until and (size == 0 or now - grown < _SETTLED_S):
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
         now = time.monotonic()
         found = os.fstat(descriptor).st_size
         if found != size:
@@ -365,25 +337,25 @@ def _settle(descriptor: int) -> None:
 
 
 def _by_py_spy(pid: int) -> tuple[str, str]:
-    """The text, or why there is none. It reads the process from outside, without pausing it."""
-    beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    """The text, or why there is none. py-spy reads the process without pausing it."""
+    local = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    program = local if os.access(local, os.X_OK) else shutil.which("py-spy")
     if program is None:
         return "", "py-spy is not installed"
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PY_SPY_LIMIT_S, check=False
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PY_SPY_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"py-spy: {error}"
     if done.returncode != 0:
-        return "", f"py-spy: {done.stderr[:_MOST_LINE].decode(errors='replace').strip()}"
-    return done.stdout[:_MOST_READ_BYTES].decode(errors="replace"), ""
+        return "", f"py-spy: {done.stderr[:_MAX_LINE].decode(errors='replace').strip()}"
+    return done.stdout[:_MAX_READ_BYTES].decode(errors="replace"), ""
 
 
 def _bounded(text: str) -> tuple[str, ...]:
-    """As many threads as a line of the ledger holds: who answered, the main one, the others."""
+    """As many threads as a line of the ledger holds: the one that answered, the main one, the others."""
     threads = [block for block in text.replace("\nThread ", "\n\nThread ").split("\n\n") if block.strip()]
     last = threads[-1:]
     current = [block for block in threads[:-1] if block.startswith("Current thread")]
@@ -391,9 +363,9 @@ def _bounded(text: str) -> tuple[str, ...]:
     lines: list[str] = []
     num_bytes = 0
     for index, block in enumerate(current + last + rest):
-        added = [line[:_MOST_LINE] for line in block.strip("\n").split("\n")]
+        added = [line[:_MAX_LINE] for line in block.strip("\n").split("\n")]
         num_bytes += sum(len(json.dumps(line)) + 1 for line in added)
-        if num_bytes > _MOST_TOLD_BYTES and lines:
+        if num_bytes > _MAX_REPORT_BYTES and lines:
             lines.append(f"… {len(threads) - index} more threads")
             break
         lines += added

@@ -1,9 +1,8 @@
-"""What a forked child must not keep: descriptors of regions, of the runtime folder and its locks, and the
-keeper's socket. A loader's worker that kept one would hold memory that everybody else has let go.
+"""Closes descriptors in forked children: of regions, of the runtime folder and its locks, and of the keeper's
+socket. A loader's worker with one of them would keep memory that all other processes have released.
 
-Owns the list of those who hold such descriptors, weakly. In a child each lets go of its own (`forked`), so
-that none closes a number later that is another file's by then; what a thread had in its hands is found by its
-name.
+Owns the weak list of their holders. In a child each holder closes its own (`forked`), so that none closes a
+reused number later; descriptors of threads that were just using them are found by their names.
 """
 
 from __future__ import annotations
@@ -14,30 +13,30 @@ import re
 import weakref
 from typing import Protocol
 
-_MEMFD = re.compile(r"/memfd:(?:slot|constants|chunks)-[0-9a-f-]+ \(deleted\)")
+_MEMFD = re.compile(r"/memfd:(?:cached-)?(?:slot|constants|chunks)-[0-9a-f-]+ \(deleted\)")
 
 
 class DescriptorHolder(Protocol):
     def forked(self) -> None:
-        """Close what is held, in a child: there are no other threads, and no lock can be waited for."""
+        """Close the descriptors in a child, which has no other threads, and must not wait for a lock."""
 
 
 _holders: weakref.WeakSet[DescriptorHolder] = weakref.WeakSet()
 _folders: set[str] = set()
 
 
-def hold(holder: DescriptorHolder) -> None:
-    """From now on until it is gone, a child of this process lets go of what this object holds."""
-    _holders.add(holder)
+def hold(owner: DescriptorHolder) -> None:
+    """Call `owner.forked` in each forked child while this object exists."""
+    _holders.add(owner)
 
 
 def hold_folder(path: str) -> None:
-    """What is below this folder is open in no child."""
+    """Close all descriptors of files in this folder in each forked child."""
     _folders.add(path)
 
 
 class OwnDescriptor:
-    """A descriptor that no child keeps; -1 once it is closed."""
+    """A descriptor that forked children close; -1 once it is closed."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -48,8 +47,8 @@ class OwnDescriptor:
         self.descriptor = -1
 
     def close(self) -> bool:
-        """Returns whether it was open."""
-        # Forgotten first: a child that is forked in between must not close what has the number next.
+        """Close it, and return whether it was open."""
+        # Forget it first: a child that is forked in between must not close a reused number.
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -62,12 +61,12 @@ def close(descriptor: int) -> None:
 
 
 def _in_child() -> None:
-    for holder in list(_holders):
-        holder.forked()
+    for owner in list(_holders):
+        owner.forked()
     _holders.clear()
     if not _folders:
         return
-    with contextlib.suppress(OSError):  # without /proc there is nothing to look at
+    with contextlib.suppress(OSError):  # without /proc
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 if _is_ours(os.readlink(f"/proc/self/fd/{name}")):

@@ -1,7 +1,7 @@
-"""The runtime folder of a run on this node, and what "alive" means in it.
+"""The runtime folder of a run on this node, and the life locks in it, which show that a process lives.
 
-Owns the folder `flashckpt-UID/IDENTITY`, the checks that it is ours alone, and the lock files in it.
-Never repairs and never removes what is not ours: it refuses. See docs/memory.md.
+Owns the folder `flashckpt-UID/IDENTITY`, the checks that only this user can access it, and the lock files.
+Refuses files of others, and never repairs or removes them. See docs/memory.md.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ _FLOCK = struct.Struct("@hhqqi4x")
 
 
 def base_folders(override: str | None = None) -> list[str]:
-    """All places where runtime folders may be, the best one first."""
+    """The places where runtime folders may be, the preferred one first."""
     if override is not None:
         return [os.path.abspath(override)]
     places = ["/dev/shm", os.environ.get("XDG_RUNTIME_DIR") or ""]
-    # It writes a file to find one: where the temporary folders are full, the others do.
+    # gettempdir writes a file: it fails if all temporary folders are full.
     with contextlib.suppress(FileNotFoundError):
         places.append(tempfile.gettempdir())
     return list(dict.fromkeys(filter(None, places)))
 
 
 def base_folder(override: str | None = None) -> str:
-    """Where runtime folders are made: `override`, else /dev/shm, else $XDG_RUNTIME_DIR, else the
-    temporary folder. Only the first of them keeps regions by name where it is not a tmpfs."""
+    """The first usable folder for runtime folders, or `override`."""
     if override is not None:
         return os.path.abspath(override)
     candidates = base_folders()
@@ -62,14 +61,13 @@ def base_folder(override: str | None = None) -> str:
 
 
 def identity_of(run_id: str, place: str) -> str:
-    """A run's name on this node, of 32 characters, from its id and its store's `place()`: a copy is another
-    run."""
+    """A run's name on this node, of 32 characters, from its id and its store's `place()`."""
     return _native.xxh3_128(f"{run_id}\0{place}".encode()).hex()
 
 
 class RuntimeFolder(forks.OwnDescriptor):
-    """An open runtime folder. Everything in it is reached through its descriptor, never through its
-    path, so that nobody can exchange a folder above it afterwards."""
+    """An open runtime folder. Accesses files through its descriptor: exchanging a folder above it has no
+    effect."""
 
     def __init__(self, path: str, descriptor: int) -> None:
         super().__init__(descriptor)
@@ -78,11 +76,8 @@ class RuntimeFolder(forks.OwnDescriptor):
 
     @classmethod
     def open(cls, base: str, identity: str, *, create: bool = True) -> RuntimeFolder:
-        """Open `base/flashckpt-UID/identity`, made if missing and `create`.
-
-        Raises KeeperError if it belongs to another user, has another mode or is a link,
-        FileNotFoundError if it is missing and not to be made.
-        """
+        """Open `base/flashckpt-UID/identity`; `create`: make it if it is missing. Raises KeeperError if it
+        belongs to another user, has another mode or is a link, FileNotFoundError."""
         if not _IDENTITY.fullmatch(identity):
             raise KeeperError(f"{identity!r} names no run. Nothing was opened.")
         try:
@@ -96,21 +91,21 @@ class RuntimeFolder(forks.OwnDescriptor):
 
     @classmethod
     def at(cls, path: str) -> RuntimeFolder:
-        """Open the folder that another process made at `path`, with the same checks."""
+        """Open the existing folder at `path`, with the same checks."""
         own, identity = os.path.split(os.path.abspath(path))
         folder = cls.open(os.path.dirname(own), identity, create=False)
         if folder.path != os.path.abspath(path):
             folder.close()
-            raise _refused(path, "its name is not one that this library gives")
+            raise _refused(path, "its name is not one of this library")
         return folder
 
     @property
     def identity(self) -> bytes:
-        """16 bytes that every slot in the folder carries."""
+        """The 16 bytes that every slot in the folder has in its header."""
         return bytes.fromhex(os.path.basename(self.path))
 
     def check_socket(self, name: str) -> bool:
-        """Whether a socket of ours stands under `name`. Raises KeeperError for anything else there."""
+        """Whether `name` is a socket of this user. Raises KeeperError for any other file."""
         check_name(name)
         try:
             found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
@@ -123,8 +118,8 @@ class RuntimeFolder(forks.OwnDescriptor):
         return True
 
     def open_file(self, name: str, flags: int = os.O_RDWR) -> int:
-        """A descriptor of a file of ours in the folder. Raises KeeperError if it is a link, has
-        another owner or mode or a second name, FileNotFoundError if it is missing."""
+        """Open a file in the folder. Raises KeeperError if it is a link, has another owner or mode or a
+        second name, FileNotFoundError."""
         check_name(name)
         path = os.path.join(self.path, name)
         try:
@@ -138,14 +133,19 @@ class RuntimeFolder(forks.OwnDescriptor):
                 raise _refused(path, f"it cannot be opened ({error.strerror})") from error
             raise
         try:
-            _check_file(os.fstat(descriptor), path)
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise _refused(path, "it is no regular file")
+            _check_owner(found, _FILE_MODE, path)
+            if found.st_nlink > 1:
+                raise _refused(path, f"it has {found.st_nlink} names")
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
     def inode(self, name: str) -> tuple[int, int] | None:
-        """Device and inode that a name stands for, None where there is no such name."""
+        """Device and inode of a file, None if it does not exist."""
         try:
             found = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
         except FileNotFoundError:
@@ -156,7 +156,7 @@ class RuntimeFolder(forks.OwnDescriptor):
         return sorted(os.listdir(self.descriptor))
 
     def remove(self, name: str) -> None:
-        """Remove a name, if it is there."""
+        """Remove a file if it exists."""
         check_name(name)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.descriptor)
@@ -167,12 +167,12 @@ class RuntimeFolder(forks.OwnDescriptor):
         os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def reachable(self, name: str) -> str:
-        """A path to a name that is short enough for a Unix socket, however deep the folder is."""
+        """A path to a file that is short enough for a Unix socket."""
         check_name(name)
         return f"/proc/self/fd/{self.descriptor}/{name}"
 
     def exists(self) -> bool:
-        """Whether the folder still stands under its path (a cleaner may have removed it)."""
+        """Whether the folder still has its path (a cleaner may have removed it)."""
         try:
             there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self.descriptor)
         except FileNotFoundError:
@@ -180,26 +180,26 @@ class RuntimeFolder(forks.OwnDescriptor):
         return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
     def renew(self) -> None:
-        """Make the folder again under its path, where somebody has removed it: whoever has this object is in
-        the new one from here on. Raises KeeperError, OSError."""
+        """Make the folder again after it was removed: this object refers to the new one then. KeeperError,
+        OSError."""
         own, identity = os.path.split(self.path)
         made = RuntimeFolder.open(os.path.dirname(own), identity)
         os.dup2(made.descriptor, self.descriptor, inheritable=False)
         made.close()
 
     def discard(self) -> None:
-        """Remove the folder itself, if it is empty."""
+        """Remove the folder if it is empty."""
         with contextlib.suppress(OSError):
             os.rmdir(self.path)
 
 
 @dataclass
 class LifeLock:
-    """The record lock that says "this process is alive". It goes with the process, however it ends; a
-    forked child does not have it, and a descriptor that somebody inherited says nothing.
+    """The record lock that shows that this process lives. The kernel drops it at any end of the process;
+    forked children and inherited descriptors do not hold it.
 
-    Its file must never be opened again by this process: closing any descriptor of a file drops every
-    record lock the process has on it. `is_alive` knows that and does not.
+    This process must never open the file again: closing any descriptor of a file drops all record locks of
+    the process on it. `holder_of` respects that.
     """
 
     name: str
@@ -208,14 +208,14 @@ class LifeLock:
 
     @classmethod
     def acquire(cls, folder: RuntimeFolder, name: str) -> LifeLock | None:
-        """Take the lock `name`, or return None if a living process, this one included, has it."""
+        """Take the lock `name`; None if a living process, or this one, holds it."""
         with _held.guard:
             return None if folder.inode(name) in _held.locks else cls._take(folder, name, name)
 
     @classmethod
     def born(cls, folder: RuntimeFolder, name: str) -> LifeLock:
-        """Take the lock `name`, which no other process ever takes. The name appears with its lock held: one
-        without a holder is a dead process's, and may be removed at any moment."""
+        """Take the lock `name`, which no other process ever takes. The name appears with its lock held: a
+        name without a holder belongs to a dead process, and may be removed at any moment."""
         with _held.guard:
             made = cls._take(folder, _UNBORN + name, name)
             if made is None:
@@ -224,7 +224,7 @@ class LifeLock:
 
     @classmethod
     def _take(cls, folder: RuntimeFolder, first: str, name: str) -> LifeLock | None:
-        """Open the file `first`, lock it, and see it under `name`: None where another process has that."""
+        """Open the file `first`, lock it, and name it `name`; None if another process holds that."""
         while True:
             descriptor = folder.open_file(first, os.O_RDWR | os.O_CREAT)
             try:
@@ -240,18 +240,18 @@ class LifeLock:
             if is_ours and stands:
                 _held.locks.add(inode)
                 return cls(name, inode, descriptor)
-            # Its last holder removed the name between our open and our lock, or is about to drop the lock
-            # after that, or the file was taken for what a dead process left: it is nobody's.
+            # The last holder removed the name between our open and our lock, or is about to drop the lock, or
+            # the file was taken for that of a dead process: try again.
             os.close(descriptor)
             if stands:
                 return None
 
     def stands(self, folder: RuntimeFolder) -> bool:
-        """Whether the name still means this lock. It does not when somebody deposed the holder."""
+        """Whether the name still refers to this lock. It does not after the holder was replaced."""
         return folder.inode(self.name) == self.inode
 
     def renew(self, folder: RuntimeFolder) -> None:
-        """Take the lock again, where somebody has removed its name."""
+        """Take the lock again after its name was removed."""
         with _held.guard:
             made = LifeLock.born(folder, self.name)
             if self.inode in _held.locks:
@@ -259,17 +259,17 @@ class LifeLock:
                 os.close(self.descriptor)
             self.inode, self.descriptor = made.inode, made.descriptor
 
-    def say_closed(self) -> None:
-        """Write into the lock's file that its holder ends in order: for a keeper that could not be told."""
+    def mark_closed(self) -> None:
+        """Write into the lock's file that its holder ends in order, for a keeper that cannot be reached."""
         with _held.guard:
             if self.inode in _held.locks:
                 os.pwrite(self.descriptor, _CLOSED, 0)
 
     def release(self, folder: RuntimeFolder) -> None:
-        """Remove the name, then drop the lock: whoever finds the name finds it held."""
+        """Remove the name, then drop the lock, so that the name never exists without its holder."""
         with _held.guard:
             if self.inode not in _held.locks:
-                return  # released before, or a forked child that never had it
+                return  # released before, or in a forked child
             if self.stands(folder):
                 folder.remove(self.name)
             _held.locks.remove(self.inode)
@@ -277,7 +277,7 @@ class LifeLock:
 
 
 def lock_record(descriptor: int) -> bool:
-    """Take the record lock of an open file. False where another process has it. Raises OSError."""
+    """Take the record lock of an open file. False if another process holds it. Raises OSError."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except OSError as error:
@@ -288,13 +288,13 @@ def lock_record(descriptor: int) -> bool:
 
 
 def is_alive(folder: RuntimeFolder, name: str) -> bool:
-    """Whether a living process holds the lock `name`. Right for this process's own locks too."""
+    """Whether a living process, or this one, holds the lock `name`."""
     return holder_of(folder, name) is not None
 
 
 def holder_of(folder: RuntimeFolder, name: str) -> int | None:
-    """The pid of the living process that holds the lock `name`, None where none does; 0 for one that
-    this process cannot name, being of another pid namespace."""
+    """The pid of the living process that holds the lock `name`, 0 if it is of another pid namespace; None: no
+    holder."""
     with _held.guard:
         inode = folder.inode(name)
         if inode is None:
@@ -310,42 +310,42 @@ def holder_of(folder: RuntimeFolder, name: str) -> int | None:
 
 
 def locker_of(descriptor: int) -> int | None:
-    """The same for the open file of a lock of another process, whether it still has a name or not."""
+    """The same for the open file of a lock of another process, with or without a name."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
     return None if kind == fcntl.F_UNLCK else max(pid, 0)
 
 
 def is_trainer_lock(name: str) -> bool:
-    """Whether a name is a trainer's life lock, or one that is about to be."""
+    """Whether a name is a trainer's life lock, or one that is being made."""
     return name.removeprefix(_UNBORN).startswith("trainer-") and name.endswith(".lock")
 
 
 def trainer_lock_name(rank: int) -> str:
-    """A name for this process's life lock that no other process has or had."""
+    """A new unique name for this process's life lock."""
     return f"trainer-{rank:05d}-{os.getpid()}-{secrets.token_hex(4)}.lock"
 
 
 def rank_of_lock(lock: str) -> int | None:
-    """The rank in the name of a trainer's life lock, None where it has none."""
+    """The rank in the name of a trainer's life lock, or None."""
     found = _TRAINER_LOCK.fullmatch(lock)
     return int(found[1]) if found else None
 
 
 def stacks_name(lock: str) -> str:
-    """The file of the trainer with this life lock into which its stacks are written when it is stuck."""
+    """The file into which the trainer with this life lock writes its stacks."""
     return f"stacks-{lock.removeprefix('trainer-').removesuffix('.lock')}"
 
 
 def enter(base: str, identity: str, lock: str) -> tuple[RuntimeFolder, LifeLock]:
-    """Open a run's runtime folder and take the life lock `lock` in it. A keeper that leaves removes an
-    empty folder: with the lock in it, it is not empty any more. Raises KeeperError."""
+    """Open a run's runtime folder and take the life lock `lock` in it, which keeps a leaving keeper from
+    removing the folder. Raises KeeperError."""
     for _ in range(_JOIN_TRIES):
         try:
             folder = RuntimeFolder.open(base, identity)
         except OSError as error:
             if isinstance(error, FileNotFoundError) and os.path.isdir(base):
-                continue  # it went between its making and its opening
+                continue  # it was removed between its making and its opening
             raise _no_place(base, error) from error
         try:
             life = LifeLock.born(folder, lock)
@@ -370,7 +370,7 @@ def _no_place(base: str, error: OSError) -> KeeperError:
 
 
 class _Held:
-    """The locks of this process. A forked child starts with none: it has not inherited any."""
+    """The locks of this process; none in a forked child."""
 
     def __init__(self) -> None:
         self.forget()
@@ -385,11 +385,11 @@ os.register_at_fork(after_in_child=_held.forget)
 
 
 class TrainerLocks:
-    """Who of a run's trainers on this node lives, for a keeper, which asks again and again.
+    """Which trainers of a run on this node live, for a keeper that checks repeatedly.
 
-    Owns the files of the life locks that it was told to watch, each kept open from when it was seen held: a
-    lock is on a file, not on a name, so a holder whose name somebody has removed (a cleaner of temporary
-    files) lives until it lets go of the file. Takes no lock. For one thread.
+    Keeps the file of each watched life lock open from when it was first seen held: a lock is on a file, so
+    the holder of a file whose name was removed (by a cleaner of temporary files) still counts. Takes no lock.
+    For one thread.
     """
 
     def __init__(self, folder: RuntimeFolder) -> None:
@@ -397,7 +397,7 @@ class TrainerLocks:
         self._files: dict[str, int] = {}
 
     def watch(self, lock: str) -> None:
-        """Keep the file of a trainer's lock at hand from when it is first seen held until `forget`."""
+        """Keep the file of a trainer's lock open, once it is seen held, until `forget`."""
         self._files.setdefault(lock, -1)
         self.holds(lock)
 
@@ -407,19 +407,20 @@ class TrainerLocks:
             os.close(descriptor)
 
     def holds(self, lock: str) -> bool:
-        """Whether a living process holds a lock: its file, if that is watched, or else what has its name.
-        What is not this user's alone (a link, another mode) is nobody's lock."""
-        # The file first: who takes its lock again lets go of the old file once the new one has the name.
+        """Whether a living process holds a lock: its watched file, or the file with its name. A file that
+        others can access (a link, another mode) is no lock."""
+        # The file first: a process that takes its lock again drops the old file after the new one has the
+        # name.
         descriptor = self._files.get(lock, -1)
         if descriptor >= 0 and _is_locked(descriptor):
             return True
         try:
-            holder = holder_of(self._folder, lock)
+            owner = holder_of(self._folder, lock)
         except KeeperError:
             return False
-        # This process never opens the file of a lock of its own: closing it would drop the lock.
-        if lock in self._files and holder not in (None, os.getpid()):
-            # Removed, or exchanged, since: then it stays as it was.
+        # Never open the file of a lock of this process: closing it would drop the lock.
+        if lock in self._files and owner not in (None, os.getpid()):
+            # Not if it was removed or exchanged meanwhile.
             with contextlib.suppress(FileNotFoundError, KeeperError):
                 descriptor = self._folder.open_file(lock)
                 if _is_locked(descriptor):
@@ -427,10 +428,10 @@ class TrainerLocks:
                     self._files[lock] = descriptor
                 else:
                     os.close(descriptor)
-        return holder is not None
+        return owner is not None
 
     def has_closed(self, lock: str) -> bool:
-        """Whether the last holder of a watched lock, dead by now, has left word that it ended in order."""
+        """Whether the dead holder of a watched lock has marked that it ended in order."""
         descriptor = self._files.get(lock, -1)
         try:
             return descriptor >= 0 and os.pread(descriptor, len(_CLOSED), 0) == _CLOSED
@@ -438,12 +439,12 @@ class TrainerLocks:
             return False
 
     def remove_dead(self, lock: str) -> bool:
-        """Remove what a trainer leaves in the runtime folder, if it is dead. Returns whether it is."""
+        """Remove the files of a dead trainer. Returns whether it is dead."""
         inode = self._folder.inode(lock)
         if self.holds(lock):
             return False
-        # The lock last: by it the next keeper finds the other file if this one is killed here. A file that
-        # came meanwhile is of a trainer that had lost its lock and has taken it again.
+        # The lock last: by it the next keeper finds the other file. A new file under the name belongs to a
+        # trainer that has taken its lock again.
         for name in (stacks_name(lock), lock):
             if self._folder.inode(lock) == inode:
                 self._folder.remove(name)
@@ -454,7 +455,7 @@ def _is_locked(descriptor: int) -> bool:
     try:
         return locker_of(descriptor) is not None
     except OSError:
-        # On a network file system a file without a name may be out of reach: then the name decides.
+        # On a network file system a file without a name may not be accessible: then the name decides.
         return False
 
 
@@ -462,7 +463,7 @@ def check_name(name: str) -> None:
     """Raises KeeperError for a name that could lead out of the folder."""
     is_ours = name.isascii() and 0 < len(name) <= _MAX_NAME_BYTES and name not in (".", "..")
     if not is_ours or "/" in name or "\0" in name:
-        raise KeeperError(f"{name!r} is not a name that this library gives. It was left alone.")
+        raise KeeperError(f"{name!r} is not a name of this library. It was left alone.")
 
 
 def _own_folder(above: int, name: str, path: str, create: bool) -> int:
@@ -486,14 +487,6 @@ def _own_folder(above: int, name: str, path: str, create: bool) -> int:
     return descriptor
 
 
-def _check_file(found: os.stat_result, path: str) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise _refused(path, "it is no regular file")
-    _check_owner(found, _FILE_MODE, path)
-    if found.st_nlink > 1:
-        raise _refused(path, f"it has {found.st_nlink} names")
-
-
 def _check_owner(found: os.stat_result, mode: int, path: str) -> None:
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != mode:
         raise _refused(path, f"it belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}")
@@ -502,7 +495,7 @@ def _check_owner(found: os.stat_result, mode: int, path: str) -> None:
 def _refused(path: str, reason: str) -> KeeperError:
     return KeeperError(
         f"{path} is not this user's alone: {reason}. It was left as it is, and no snapshot is kept there. "
-        "Find out who made it and remove it, or set FLASHCKPT_RUNTIME to another folder.",
+        "Find out who made it and remove it, or name another folder (FLASHCKPT_RUNTIME, or `cache=`).",
         path=path,
     )
 

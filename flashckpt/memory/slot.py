@@ -1,9 +1,8 @@
-"""One slot: a region mapped, its word, its record, its metadata and (for a trainer) its image. And the ring
-of a rank's slots: which of them is written next.
+"""A slot: a mapped region with its state word, record, metadata and (for a trainer) image. And the ring of a
+rank's slots, which decides which of them is written next.
 
 Owns the mapping and every change of the control page. The state word changes by compare-and-swap only:
-FREE -> WRITING -> (UNCONFIRMED ->) SEALED <-> PINNED, SEALED -> FREE. Never frees or resizes the region
-itself.
+FREE -> WRITING -> (UNCONFIRMED ->) SEALED <-> PINNED, SEALED -> FREE. Never frees or resizes the region.
 """
 
 from __future__ import annotations
@@ -13,16 +12,17 @@ import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.metadata import Geometry, Metadata
-from flashckpt.format.names import AttemptName
-from flashckpt.memory import control_page as page
+from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.memory import forks
-from flashckpt.memory.control_page import Record, SlotHeader, SlotSize
+from flashckpt.memory import region as page
+from flashckpt.memory.region import Record, SlotHeader, SlotSize
 
 _MASK_48 = (1 << 48) - 1
 
@@ -33,16 +33,16 @@ class SlotState(IntEnum):
     SEALED = 2
     PINNED = 3
     UNCONFIRMED = 4
-    """Complete, and not yet trusted: its trainer has not confirmed it (docs/capture.md, "An abort")."""
+    """Complete, but not confirmed by its trainer yet (docs/capture.md, "An abort")."""
 
     @property
     def is_begun(self) -> bool:
-        """Whether the slot holds a snapshot that only its trainer may use. It is gone if the trainer dies."""
+        """Whether only its trainer may use the snapshot, which is lost if the trainer dies."""
         return self in (SlotState.WRITING, SlotState.UNCONFIRMED)
 
 
 class Word(NamedTuple):
-    """The state word of a slot, taken apart: {state:8 | owner:8 | generation:48}."""
+    """The fields of a state word: {state:8 | owner:8 | generation:48}."""
 
     state: SlotState
     owner: int
@@ -55,24 +55,33 @@ class Word(NamedTuple):
     def unpacked(cls, word: int) -> Word:
         """Raises DamagedError for a state that does not exist."""
         if word & 0xFF > SlotState.UNCONFIRMED:
-            raise DamagedError(f"A slot's state word {word:#x} is none. The slot is not used.")
+            raise DamagedError(f"A slot's state word {word:#x} is invalid. The slot is not used.")
         return cls(SlotState(word & 0xFF), word >> 8 & 0xFF, word >> 16 & _MASK_48)
 
 
 class Heartbeat(NamedTuple):
-    """A trainer's sign of life: boundaries passed, CLOCK_MONOTONIC ns of the last (or of when the trainer
-    began to be watched), its owner's index, and how many ns without a boundary are a hang; 0 while none
-    is expected."""
+    """A trainer's sign of life: the number of boundaries passed, CLOCK_MONOTONIC ns of the last (or of the
+    begin of the watch), the index of its owner, and the timeout: ns without a boundary that are a hang, 0
+    while no boundary is expected."""
 
     boundaries: int
     beat_ns: int
     owner: int
-    patience_ns: int
+    timeout_ns: int
+
+
+class Capture(NamedTuple):
+    """Identifies a snapshot of a rank in any slot. A boundary may be captured again after a torn capture."""
+
+    rank: int
+    id: SnapshotId
+    captured_ns: int
+    metadata_checksum: bytes
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A sealed (or pinned) snapshot of a slot: its word and its verified record."""
+    """A sealed or pinned snapshot of a slot: its state word and its verified record."""
 
     slot: Slot = field(repr=False, compare=False)
     word: Word
@@ -85,7 +94,7 @@ class Sealed:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Its slot, and the generation that it has in it."""
+        """The name of its slot, and its generation there."""
         return self.slot.name, self.generation
 
     @property
@@ -98,7 +107,7 @@ class Sealed:
 
     @property
     def boundary(self) -> int:
-        """Which boundary of that attempt it is: the same on all ranks."""
+        """The index of its boundary in the attempt: the same on all ranks."""
         return self.record.boundary
 
     @property
@@ -106,10 +115,14 @@ class Sealed:
         """The attempt that captured it."""
         return AttemptName(self.record.attempt_number, f"{self.record.attempt_nonce:08x}")
 
-    @property
-    def content(self) -> tuple[AttemptName, int, int]:
-        """Which content it is, on all ranks: attempt, step and boundary."""
-        return self.attempt, self.step, self.boundary
+    @cached_property
+    def id(self) -> SnapshotId:
+        """Identifies the snapshot on all ranks."""
+        return SnapshotId(self.attempt, self.boundary)
+
+    @cached_property
+    def capture(self) -> Capture:
+        return Capture(self.slot.rank, self.id, self.record.captured_ns, self.metadata_checksum)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -118,16 +131,23 @@ class Sealed:
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Sorts snapshots of one rank, newest last."""
-        return self.record.attempt_number, self.record.step, self.record.captured_ns
+        """Sorts snapshots of one rank, newest last. A boundary may be captured again after a torn capture."""
+        return *self.order, self.record.captured_ns
 
 
 class Slot(forks.OwnDescriptor):
-    """A mapped slot. The descriptor stays the caller's until `close`, which closes it too. Addresses are this
-    process's; offsets are in bytes from the region's first."""
+    """A mapped slot. `close` closes the descriptor, too. Addresses are this process's; offsets are in bytes
+    from the start of the region. `image`: of a cached slot the descriptor of its file, closed with it. That
+    image is read with pread and never mapped, since a disk error would be a SIGBUS."""
 
     def __init__(
-        self, descriptor: int, header: SlotHeader, *, map_image: bool, is_read_only: bool = False
+        self,
+        descriptor: int,
+        header: SlotHeader,
+        *,
+        map_image: bool,
+        is_view: bool = False,
+        image: int = -1,
     ) -> None:
         self.header = header
         self.name, self.index, self.rank = header.name, header.index, header.rank
@@ -135,8 +155,9 @@ class Slot(forks.OwnDescriptor):
         self.image_offset = header.image_offset
         length = header.num_bytes if map_image else header.image_offset
         self._map: Any = None
-        if is_read_only:
-            self._map = mmap.mmap(descriptor, length, prot=mmap.PROT_READ)
+        if is_view:
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            self._map = mmap.mmap(descriptor, length, flags=mmap.MAP_PRIVATE, prot=protection)
         else:
             self._map = _native.Mapping(descriptor, length)
         self._address = _native.address_of(self._map)
@@ -144,36 +165,40 @@ class Slot(forks.OwnDescriptor):
         self.metadata_address = self._address + PAGE
         self._maps_image = map_image
         # Last: a slot that could not be mapped has no descriptor, and its number is another file's soon.
+        self.is_cached, self._image = image >= 0, image
         super().__init__(descriptor)
 
     @staticmethod
     def format(descriptor: int, header: SlotHeader) -> None:
-        """Make a slot of an allocated region. The header is written last, so that a region without it is one
-        whose maker died before it was whole."""
+        """Make a slot of an allocated region. Writes the header last: without it a region is unfinished."""
         _check_size(descriptor, header)
         os.pwrite(descriptor, bytes(PAGE - page.HEADER_END), page.HEADER_END)
         os.pwrite(descriptor, header.packed(), page.HEADER_OFFSET)
 
     @classmethod
     def open(
-        cls,
-        descriptor: int,
-        *,
-        map_image: bool,
-        identity: bytes | None = None,
-        is_read_only: bool = False,
+        cls, descriptor: int, *, map_image: bool, identity: bytes | None = None, is_view: bool = False
     ) -> Slot:
-        """Map a slot that was formatted before; one that is read-only can be looked at, and that is all.
-        Raises DamagedError, FormatError, or KeeperError for a slot of another run."""
+        """Map a formatted slot. is_view: written words stay in this process, and the descriptor may be
+        read-only. Raises DamagedError, FormatError, KeeperError (another run)."""
         header = SlotHeader.unpacked(os.pread(descriptor, page.HEADER_END, page.HEADER_OFFSET))
         _check_size(descriptor, header)
         if identity is not None and header.identity != identity:
             raise KeeperError(f"{header.name} is a slot of another run. It was left alone.")
-        return cls(descriptor, header, map_image=map_image, is_read_only=is_read_only)
+        return cls(descriptor, header, map_image=map_image, is_view=is_view)
+
+    def forked(self) -> None:
+        super().forked()
+        if self._image >= 0:
+            forks.close(self._image)
+        self._image = -1
 
     def close(self) -> bool:
-        """Unmap and close. Views of the slot must be gone; a mapping that is still viewed goes with them. A
-        forked child leaves the mapping alone, which is not its own."""
+        """Unmap and close; returns whether it was open. A mapping with open views lives until they are gone.
+        A forked child leaves the mapping alone."""
+        image, self._image = self._image, -1
+        if image >= 0:
+            os.close(image)
         was_open = super().close()
         if was_open:
             try:
@@ -182,13 +207,18 @@ class Slot(forks.OwnDescriptor):
                 del self._map
         return was_open
 
-    # Places
+    # ---- addresses and views
 
     @property
     def mapping(self) -> _native.Mapping:
-        """To make it known to a device, for as long as it is mapped."""
+        """The mapping, for registration with a device."""
         found: _native.Mapping = self._map
         return found
+
+    @property
+    def image_descriptor(self) -> int:
+        """The file that holds the image at `image_offset`."""
+        return self._image if self.is_cached else self.descriptor
 
     @property
     def image_address(self) -> int:
@@ -209,18 +239,17 @@ class Slot(forks.OwnDescriptor):
         return memoryview(self._map)
 
     def populate(self) -> None:
-        """Touch every page but the control page: a first touch by a copy would cost it twenty times as
-        much."""
+        """Touch every page but the control page: the first touch would make a copy twenty times slower."""
         _native.populate(self.metadata_address, sum(self.size), threads=1)
 
-    # The word
+    # ---- the state word
 
     def state(self) -> Word:
-        """Raises DamagedError for a word that is none."""
+        """Raises DamagedError for an invalid state word."""
         return Word.unpacked(_native.load(self.word_address))
 
     def mend(self) -> bool:
-        """Free a slot whose word is none (a flipped bit): nobody could ever change it again."""
+        """Reset a slot whose state word is invalid (a flipped bit), and return whether it was."""
         raw = _native.load(self.word_address)
         try:
             Word.unpacked(raw)
@@ -233,8 +262,8 @@ class Slot(forks.OwnDescriptor):
         return _native.compare_exchange(self.word_address, expected.packed(), desired.packed())
 
     def begin(self, owner: int) -> int | None:
-        """Take a FREE or SEALED slot for writing: the new generation, or None if it is no longer to be
-        had. What it held is gone from here on."""
+        """Take a FREE or SEALED slot for writing, and drop its snapshot. Returns the new generation, or None
+        if another process was faster."""
         word = self.state()
         if word.state is SlotState.SEALED:
             free = Word(SlotState.FREE, 0, word.generation)
@@ -247,7 +276,7 @@ class Slot(forks.OwnDescriptor):
         return generation if self.change(word, Word(SlotState.WRITING, owner, generation)) else None
 
     def abandon(self, owner: int, generation: int) -> bool:
-        """Give up what is not sealed yet: WRITING or UNCONFIRMED -> FREE."""
+        """Drop a snapshot that is not sealed: WRITING or UNCONFIRMED -> FREE."""
         free = Word(SlotState.FREE, 0, generation)
         begun = (SlotState.WRITING, SlotState.UNCONFIRMED)
         return any(self.change(Word(state, owner, generation), free) for state in begun)
@@ -258,28 +287,29 @@ class Slot(forks.OwnDescriptor):
         return self.change(unconfirmed, Word(SlotState.SEALED, 0, generation))
 
     def pin(self, owner: int, sealed: Word) -> Word | None:
-        """SEALED -> PINNED: nobody overwrites it. The pinned word, or None if it is no longer sealed."""
+        """SEALED -> PINNED, so that no trainer overwrites it. Returns the new word, None if it is not
+        sealed."""
         pinned = Word(SlotState.PINNED, owner, sealed.generation)
         if sealed.state is not SlotState.SEALED or not self.change(sealed, pinned):
             return None
         return pinned
 
     def unpin(self, pinned: Word) -> bool:
-        """PINNED -> SEALED. False if somebody took the pin away: then the slot is not ours any more."""
+        """PINNED -> SEALED. False if another process removed the pin."""
         return self.change(pinned, Word(SlotState.SEALED, 0, pinned.generation))
 
     def holds(self, word: Word) -> bool:
-        """Whether the word is exactly this one."""
+        """Whether this is the state word."""
         return _native.load(self.word_address) == word.packed()
 
     def free(self, word: Word) -> bool:
-        """Drop a sealed or pinned snapshot: -> FREE, if the word is still that one."""
+        """Drop a sealed or pinned snapshot: -> FREE, if this is still the state word."""
         return self.change(word, Word(SlotState.FREE, 0, word.generation))
 
-    # The record and the metadata
+    # ---- record and metadata
 
     def write_record(self, record: Record) -> None:
-        """Write the fields that the sealer will checksum. The slot must be this process's own, WRITING."""
+        """Write the fields that the sealer will checksum. This process must be writing the slot."""
         start = page.RECORD_OFFSET + page.RECORD_FIELDS_OFFSET
         fields = record.packed()
         self._view[start : start + len(fields)] = fields
@@ -297,10 +327,9 @@ class Slot(forks.OwnDescriptor):
         held: memoryview | None = None,
         confirms: bool = False,
     ) -> None:
-        """Hand a slot whose metadata, but for the `count` digests, and record are written to the thread that
-        seals it: once every wait is over, what comes late has been put in its place (moves: u64 triples of
-        source, destination and bytes) and every digest is there, the last ones as they are `held` elsewhere
-        (u64). `confirms`: the snapshot is left UNCONFIRMED, for this process to confirm."""
+        """Hand a slot to the thread that seals it; all but the `count` digests of its metadata must be
+        written. The thread seals after all `waits`, late copies (`moves`: u64 triples of source, destination
+        and bytes) and digests, the last ones copied from `held` (u64). `confirms`: leave it UNCONFIRMED."""
         sealed = Word(SlotState.SEALED, 0, generation)
         unconfirmed = Word(SlotState.UNCONFIRMED, owner, generation)
         sealer.submit(
@@ -317,21 +346,30 @@ class Slot(forks.OwnDescriptor):
             held=held,
         )
 
+    def record_bytes(self) -> bytes:
+        return bytes(self._view[page.RECORD_OFFSET : page.RECORD_OFFSET + page.RECORD_BYTES])
+
     def sealed(self) -> Sealed | None:
-        """What is sealed or pinned in the slot, or None. Raises DamagedError for a record whose checksum,
-        generation or lengths are not right."""
+        """The sealed or pinned snapshot, or None. Raises DamagedError for an invalid record."""
         word = self.state()
         if word.state not in (SlotState.SEALED, SlotState.PINNED):
             return None
-        data = bytes(self._view[page.RECORD_OFFSET : page.RECORD_OFFSET + page.RECORD_BYTES])
+        data = self.record_bytes()
         after = self.state()
         if after.generation != word.generation or after.state not in (SlotState.SEALED, SlotState.PINNED):
             return None
         record = Record.unpacked(data, word.generation, self.size)
         return Sealed(self, word, record, data[: page.RECORD_FIELDS_OFFSET])
 
+    def sealed_or_none(self) -> Sealed | None:
+        """The same, and None for a damaged record."""
+        try:
+            return self.sealed()
+        except DamagedError:
+            return None
+
     def metadata(self, sealed: Sealed) -> Metadata:
-        """The metadata of a sealed snapshot, copied. Raises DamagedError where it is not what was sealed."""
+        """A copy of the metadata of a sealed snapshot. Raises DamagedError."""
         data = bytes(self._view[PAGE : PAGE + sealed.record.metadata_bytes])
         if _native.xxh3_128(data) != sealed.metadata_checksum:
             raise DamagedError(
@@ -345,9 +383,8 @@ class Slot(forks.OwnDescriptor):
         return metadata
 
     def not_held(self, metadata: Metadata) -> list[int]:
-        """Of a region of constants: indexes, among the leaves of a snapshot that names it, of those that it
-        was not sealed with; all of them where it was sealed with other leaves, or is damaged: then it was
-        never this snapshot's. Whether its bytes still have their digests is for an audit to say."""
+        """The indexes of the constants of a snapshot that this region of constants does not have, by digests
+        and layout: all of them if it is damaged. Does not read the bytes."""
         first = metadata.image.first_constant
         try:
             sealed = self.sealed()
@@ -359,23 +396,33 @@ class Slot(forks.OwnDescriptor):
         pairs = enumerate(zip(held.digests, metadata.constants_digests, strict=True), first)
         return [index for index, (digest, wanted) in pairs if digest != wanted]
 
-    # Words between trainer and keeper
+    # ---- words between trainer and keeper
 
-    def request_persist(self, generation: int) -> None:
-        """Ask that this generation be persisted, now or as soon as it is sealed."""
+    def request_persist(self, generation: int, *, home: bool = True) -> None:
+        """Request that this generation is persisted once it is sealed; without `home`, that it is copied into
+        the cache, if that is usable."""
+        if home:
+            self._store(page.HOME_OFFSET, generation)
         self._store(page.PERSIST_OFFSET, generation)
+
+    def wants_home(self, generation: int) -> bool:
+        """Whether it was requested at home and is not committed."""
+        return self._load(page.HOME_OFFSET) == generation and self.wants_persist(generation)
 
     @property
     def asked(self) -> int:
-        """The generation that was last asked to be persisted."""
+        """The generation that was requested last."""
         return self._load(page.PERSIST_OFFSET)
 
     def request_persist_after(self, asked: int, generation: int) -> bool:
-        """The same beside a trainer that lives: what it has asked for since `asked` was read stands."""
-        return _native.compare_exchange(self._address + page.PERSIST_OFFSET, asked, generation)
+        """Request this generation at home, unless another request was made since `asked` was read."""
+        if not _native.compare_exchange(self._address + page.PERSIST_OFFSET, asked, generation):
+            return False
+        self._store(page.HOME_OFFSET, generation)
+        return True
 
     def wants_persist(self, generation: int) -> bool:
-        """Whether it was asked for and is not done."""
+        """Whether it was requested and is not committed."""
         return self._load(page.PERSIST_OFFSET) == generation != self.persisted
 
     @property
@@ -387,8 +434,25 @@ class Slot(forks.OwnDescriptor):
         self._store(page.PERSISTED_OFFSET, generation)
 
     @property
+    def cached(self) -> int:
+        """The generation that the running keeper has found whole in the node's cache, 0 for none."""
+        return self._load(page.CACHED_OFFSET)
+
+    def set_cached(self, generation: int) -> None:
+        self._store(page.CACHED_OFFSET, generation)
+
+    @property
+    def home_ended(self) -> tuple[int, int]:
+        """(attempt number, boundary) of the newest snapshot of this rank, in any slot, whose request for the
+        home has ended: it is committed, or its only copy is lost. Zeros for none."""
+        return page.unpack_complete(self._load(page.HOME_ENDED_OFFSET))
+
+    def set_home_ended(self, attempt_number: int, boundary: int) -> None:
+        self._store(page.HOME_ENDED_OFFSET, page.pack_complete(attempt_number, boundary))
+
+    @property
     def failed(self) -> tuple[int, int]:
-        """(generation, errno) of the last try that failed; errno 0 where there is none."""
+        """(generation, errno) of the last failed save; errno 0 if the system gave none."""
         return self._load(page.FAILED_OFFSET), self._load(page.FAILED_ERRNO_OFFSET)
 
     def set_failed(self, generation: int, error_number: int) -> None:
@@ -397,8 +461,8 @@ class Slot(forks.OwnDescriptor):
 
     @property
     def torn(self) -> tuple[int, tuple[int, ...]]:
-        """(generation, indexes of the first leaves that differed, in image order) of the last snapshot
-        that an audit discarded; no index where the record or the metadata itself was damaged."""
+        """(generation, indexes of the first leaves that differed) of the last snapshot that an audit
+        discarded; no index if its record or metadata was damaged."""
         generation = self._load(page.TORN_OFFSET)
         count = min(self._load(page.TORN_COUNT_OFFSET), page.TORN_LEAVES)
         return generation, tuple(self._load(page.TORN_LEAVES_OFFSET + 8 * i) for i in range(count))
@@ -411,51 +475,39 @@ class Slot(forks.OwnDescriptor):
         self._store(page.TORN_OFFSET, generation)
 
     def beat(self, heartbeat: Heartbeat) -> None:
-        """The trainer's sign that it passes boundaries."""
-        self._store(page.PATIENCE_NS_OFFSET, heartbeat.patience_ns)
+        """Write the trainer's heartbeat."""
+        self._store(page.TIMEOUT_NS_OFFSET, heartbeat.timeout_ns)
         self._store(page.BEAT_NS_OFFSET, heartbeat.beat_ns)
         self._store(page.BOUNDARIES_OFFSET, heartbeat.boundaries)
-        # Last: what stands beside the owner of now must not be what an earlier one left.
+        # Last: the values must not be those of an earlier owner.
         self._store(page.BEATER_OFFSET, heartbeat.owner)
 
     @property
     def heartbeat(self) -> Heartbeat:
-        """As it was last written; its owner is 0 where that one is not the slot's any more."""
-        offsets = page.BOUNDARIES_OFFSET, page.BEAT_NS_OFFSET, page.BEATER_OFFSET, page.PATIENCE_NS_OFFSET
+        """The last heartbeat; its owner is 0 if that process is no owner of the slot any more."""
+        offsets = page.BOUNDARIES_OFFSET, page.BEAT_NS_OFFSET, page.BEATER_OFFSET, page.TIMEOUT_NS_OFFSET
         return Heartbeat(*map(self._load, offsets))
 
     @property
     def complete(self) -> tuple[int, int]:
-        """(number of the attempt, boundary) of the newest snapshot that all ranks have sealed; zeros where
-        this rank has no others."""
+        """(attempt number, boundary) of the newest snapshot that all ranks have sealed; zeros if alone."""
         return page.unpack_complete(self._load(page.COMPLETE_OFFSET))
 
     def set_complete(self, attempt_number: int, boundary: int) -> None:
-        """Among several ranks: who keeps their schedule says it, from the attempt's start on."""
         self._store(page.COMPLETE_OFFSET, page.pack_complete(attempt_number, boundary))
 
-    @property
-    def stuck(self) -> tuple[int, int]:
-        """(boundaries, beat_ns) of the heartbeat after which the keeper has told of a hang that it has not
-        seen end; zeros for none."""
-        return self._load(page.STUCK_BOUNDARIES_OFFSET), self._load(page.STUCK_SINCE_OFFSET)
-
-    def set_stuck(self, boundaries: int, beat_ns: int) -> None:
-        self._store(page.STUCK_BOUNDARIES_OFFSET, boundaries)
-        self._store(page.STUCK_SINCE_OFFSET, beat_ns)
-
-    # Owners
+    # ---- owners
 
     def owner(self, index: int) -> tuple[int, str] | None:
-        """(pid, lock) of an owner's index, None for one that is none."""
+        """(pid, lock) of the owner with this index, or None."""
         if not 1 <= index <= page.OWNERS:
             return None
         start = page.OWNERS_OFFSET + (index - 1) * page.OWNER_BYTES
         return page.unpack_owner(bytes(self._view[start : start + page.OWNER_BYTES]))
 
     def enroll(self, pid: int, lock: str, is_alive: Callable[[str], bool]) -> int:
-        """Give the holder of `lock` an owner's index in this slot, the keeper alone does. Entries of the
-        dead are used again once no word names them. Raises KeeperError if all owners live."""
+        """Give the holder of `lock` an index in the owner table; only the keeper may. Reuses entries of dead
+        owners that the state word does not name. Raises KeeperError if all owners live."""
         entries = {index: self.owner(index) for index in range(1, page.OWNERS + 1)}
         for index, entry in entries.items():
             if entry is not None and entry[1] == lock:
@@ -464,13 +516,12 @@ class Slot(forks.OwnDescriptor):
         for index, entry in entries.items():
             if index != named and (entry is None or not is_alive(entry[1])):
                 if self._load(page.BEATER_OFFSET) == index:
-                    # The dead one's heartbeat is not that of who has its index from now on.
+                    # The heartbeat of the dead owner is not that of the new one.
                     self._store(page.BEATER_OFFSET, 0)
-                    self.set_stuck(0, 0)
                 start = page.OWNERS_OFFSET + (index - 1) * page.OWNER_BYTES
                 self._view[start : start + page.OWNER_BYTES] = page.pack_owner(pid, lock)
                 return index
-        raise KeeperError(f"{self.name} has {page.OWNERS} living owners. No further process can use it.")
+        raise KeeperError(f"{self.name} has {page.OWNERS} living owners. No other process can use it.")
 
     def _load(self, offset: int) -> int:
         return _native.load(self._address + offset)
@@ -480,16 +531,16 @@ class Slot(forks.OwnDescriptor):
 
 
 def newest_complete(held: Iterable[Sealed]) -> tuple[int, int] | None:
-    """(number of the attempt, boundary) of the newest snapshot that all ranks of the job have, as the control
-    page of the newest that this rank holds says. None for a rank that has no others."""
+    """(attempt number, boundary) of the newest snapshot that all ranks of the job have, by the control page
+    of the newest snapshot of this rank. None for a rank alone."""
     newest = max(held, key=lambda each: each.age, default=None)
     named = (0, 0) if newest is None else newest.slot.complete
     return named if named[0] else None
 
 
 def must_stay(sealed: Sealed, held: Sequence[Sealed]) -> bool:
-    """Whether this one of the snapshots that a rank holds is never overwritten: the newest where it is alone;
-    among ranks the newest complete one and all that are newer, of which each may be complete next."""
+    """Whether this snapshot, of those that a rank holds, must not be overwritten: of a rank alone the newest;
+    among several ranks the newest complete one and all newer ones, which may be complete next."""
     complete = newest_complete(held)
     if complete is None:
         return sealed.age == max((each.age for each in held), default=sealed.age)
@@ -497,26 +548,25 @@ def must_stay(sealed: Sealed, held: Sequence[Sealed]) -> bool:
 
 
 class SlotRing:
-    """The slots of one rank, and the order in which they are written. A snapshot that `must_stay` is never
-    given away, nor one that is still to be persisted and whose try has not failed. `is_single`: there is to
-    be one slot, whose snapshot is given away once it is committed. `void`: snapshots, by their `order`, that
-    other ranks have missed: they are given away however new they are, or ranks that miss different ones would
-    fill up with what nobody else has."""
+    """The slots of one rank, and the order in which they are written. Never overwrites a snapshot that
+    `must_stay`, nor a requested one that is neither cached nor failed. `is_single`: there is one slot, which
+    is overwritten once its snapshot is committed or cached. `incomplete`: the `order` of snapshots that other
+    ranks missed: they are overwritten however new they are, or the slots would run out."""
 
     def __init__(self, slots: Sequence[Slot], *, is_single: bool = False) -> None:
         self.slots, self.is_single = tuple(slots), is_single
-        self.void: Collection[tuple[int, int]] = frozenset()
+        self.incomplete: Collection[tuple[int, int]] = frozenset()
 
     def without(self, slot: Slot) -> SlotRing | None:
-        """The others; None where there are none."""
+        """The ring without one slot; None for an empty one."""
         left = [each for each in self.slots if each is not slot]
         return SlotRing(left, is_single=self.is_single) if left else None
 
     def take(self) -> Slot | None:
-        """The slot to write next, for `begin`; None while all are in use: then the boundary is skipped.
+        """The slot to write next; None while all are in use: then the boundary is skipped.
 
-        FREE before the oldest sealed before the oldest whose persisting failed. A slot whose record is
-        damaged holds nothing and counts as the oldest.
+        A free slot comes first, then one with a damaged record, the oldest sealed one, and the oldest whose
+        save failed.
         """
         for slot in self.slots:
             if _state(slot) is SlotState.FREE:
@@ -529,18 +579,17 @@ class SlotRing:
                 choices.append(((0, (0, 0, 0)), slot))
             elif each.word.state is not SlotState.SEALED:
                 continue
-            elif not must_stay(each, held) or each.order in self.void:
-                waits = slot.wants_persist(each.generation)
+            elif not must_stay(each, held) or each.order in self.incomplete:
+                waits = slot.wants_persist(each.generation) and slot.cached != each.generation
                 if not waits or slot.failed[0] == each.generation:
                     choices.append(((1 if waits else 0, each.age), slot))
-            elif self.is_single and slot.persisted == each.generation:
+            elif self.is_single and each.generation in (slot.persisted, slot.cached):
                 choices.append(((0, each.age), slot))
         return min(choices, key=lambda choice: choice[0])[1] if choices else None
 
     def begin(self, complete: tuple[int, int], attempt_number: int) -> None:
-        """Say in slots that an attempt was given what stays: among ranks what they went on from, until all
-        have a newer one. What an earlier attempt had beyond that is nobody's any more, and in the way of what
-        comes. `complete` is (0, 0) for a rank alone."""
+        """Begin an attempt: note the snapshot that all ranks resumed from as the newest complete one, and
+        free newer snapshots of earlier attempts. `complete` is (0, 0) for a rank alone."""
         self.set_complete(*complete)
         for slot, sealed in self._sealed() if any(complete) else ():
             is_left = sealed is not None and complete < sealed.order < (attempt_number, 0)
@@ -548,23 +597,28 @@ class SlotRing:
                 slot.free(sealed.word)
 
     def set_complete(self, attempt_number: int, boundary: int) -> None:
-        """Say in every slot that all ranks have sealed this boundary, or went on from it."""
+        """Note in every slot that all ranks have sealed this boundary, or resumed from it."""
         for slot in self.slots:
             slot.set_complete(attempt_number, boundary)
 
-    def make_room(self) -> None:
-        """Nothing can be taken: where that is so until the only snapshot is committed, ask for that."""
+    def request_single(self) -> None:
+        """Request a save of the snapshot in a single slot, which cannot be overwritten before; also if it was
+        requested for a cache that passed it by."""
         newest = self.newest_sealed() if self.is_single else None
-        if newest is not None and newest[0].asked != newest[1].generation:
-            newest[0].request_persist(newest[1].generation)
+        if newest is None:
+            return
+        slot, generation = newest[0], newest[1].generation
+        is_passed_by = slot.failed[0] == generation and not slot.wants_home(generation)
+        if slot.asked != generation or is_passed_by:
+            slot.request_persist(generation)
 
     def newest_sealed(self) -> tuple[Slot, Sealed] | None:
-        """The newest snapshot that is whole as far as its record says."""
+        """The newest snapshot with an undamaged record."""
         whole = [(slot, each) for slot, each in self._sealed() if each is not None]
         return max(whole, key=lambda pair: pair[1].age, default=None)
 
     def _sealed(self) -> list[tuple[Slot, Sealed | None]]:
-        """Slots that are sealed or pinned, with None where a sealed one's record is damaged."""
+        """Sealed and pinned slots; with None for a sealed one with a damaged record."""
         found: list[tuple[Slot, Sealed | None]] = []
         for slot in self.slots:
             try:
@@ -579,7 +633,7 @@ class SlotRing:
 
 
 def _state(slot: Slot) -> SlotState | None:
-    """None for a word that is none: the keeper mends it."""
+    """None for an invalid state word, which the keeper resets."""
     try:
         return slot.state().state
     except DamagedError:
@@ -587,7 +641,7 @@ def _state(slot: Slot) -> SlotState | None:
 
 
 def _check_size(descriptor: int, header: SlotHeader) -> None:
-    """A mapping longer than its file is a SIGBUS waiting for its touch."""
+    """Raise DamagedError for a region shorter than its mapping would be: touching it would be a SIGBUS."""
     capacities = (header.metadata_capacity, header.image_capacity)
     if any(size % PAGE or size <= 0 for size in capacities):
         raise DamagedError(f"{header.name}: capacities must be whole pages.")

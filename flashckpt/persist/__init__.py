@@ -1,4 +1,4 @@
-"""Persisting steps: from sealed slots, or from parts at rest, to committed steps, and what may go afterwards.
+"""Persisting steps: from sealed slots or stored parts to committed steps, and the deletions that follow.
 
 The keeper runs these jobs while a run is trained, `flashckpt recover` after a crash. Never imports torch.
 """

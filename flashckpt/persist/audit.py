@@ -1,8 +1,7 @@
-"""Whether a snapshot's bytes are those of its boundary: digests of a slot's image against its table.
+"""The audit of a snapshot: compares the bytes in a slot's image with the digests of its boundary.
 
-Owns the windows through which the keeper looks at an image: never more than 64 MiB are mapped, so that
-the keeper's memory stays small and so does its OOM score. Changes nothing but the word of a slot whose
-snapshot is torn.
+Owns the windows through which the keeper reads an image: it maps at most 64 MiB, to keep its memory and its
+OOM score small. Changes only the words of a slot whose snapshot is torn.
 """
 
 from __future__ import annotations
@@ -16,24 +15,28 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.memory.slot import Slot, Word
-from flashckpt.persist.job import JobState, LeafSource, SealedSnapshot, StepOutcome, Void
+from flashckpt.persist.job import Incomplete, JobState, LeafSource, SealedSnapshot, StepOutcome
 
 WINDOW_BYTES = 64 << 20
 assert WINDOW_BYTES % _native.BLOCK_BYTES == 0
 
 
 class Stopped(Exception):
-    """An audit was ended before its end: it says nothing."""
+    """An audit was stopped before its end, without a result."""
 
 
 class Torn(Exception):
-    """A snapshot (`snapshot`, where it is known) that nobody may use; `leaves`: (index, name) that differ."""
+    """A snapshot must not be used. `leaves`: (index, name) of those that differ."""
 
     snapshot: SealedSnapshot | None = None
 
     def __init__(self, message: str, leaves: tuple[tuple[int, str], ...] = ()) -> None:
         super().__init__(message)
         self.leaves = leaves
+
+
+class UnreadableError(OSError):
+    """The image of the cached slot named `filename` cannot be read now. It may be later."""
 
 
 def torn(metadata: Metadata, leaves: list[int]) -> Torn:
@@ -43,25 +46,31 @@ def torn(metadata: Metadata, leaves: list[int]) -> Torn:
 
 
 def check_header(region: Slot, layout: Layout) -> None:
-    """Raises Torn unless the image of a slot, or of a region of constants, begins as its layout says."""
-    if os.pread(region.descriptor, layout.data_start, region.image_offset) != layout.header:
+    """Raise Torn unless the image of a region begins with the header of its layout."""
+    if _bytes_of(region, region.image_offset, layout.data_start) != layout.header:
         raise Torn("An image does not begin with the header of its plan.")
 
 
+def check_cached(region: Slot, metadata: Metadata, leaves: range) -> None:
+    """Raise Torn unless these leaves of a cached region have their digests; skip a region in memory. After
+    that the image may be mapped: a disk error shows here, and not as a SIGBUS."""
+    if region.is_cached and (found := differing(metadata, [LeafSource(region, leaves)], only=leaves)):
+        raise torn(metadata, found)
+
+
 def discard(slot: Slot, word: Word, found: Torn, attempt: str = "") -> StepOutcome:
-    """Free a snapshot that nobody may use, and tell its trainer; unless it is gone already."""
+    """Free a torn snapshot and mark it for its trainer, unless it is gone already."""
     if not slot.free(word):
-        return StepOutcome(JobState.VOID, Void.GONE, attempt)
+        return StepOutcome(JobState.INCOMPLETE, Incomplete.GONE, attempt)
     slot.set_torn(word.generation, [index for index, _ in found.leaves])
     return StepOutcome(
-        JobState.VOID, Void.TORN, attempt, slot=slot.name, leaves=found.leaves, message=str(found)
+        JobState.INCOMPLETE, Incomplete.TORN, attempt, slot=slot.name, leaves=found.leaves, message=str(found)
     )
 
 
 def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: False) -> StepOutcome | bool:
-    """Compare a sealed snapshot's bytes with its digests, without pinning it. True where they are those of
-    its boundary, the outcome where it was discarded. False says nothing: what is overwritten meanwhile is
-    judged by nobody, nor is what was not looked at to its end."""
+    """Compare a sealed snapshot's bytes with its digests, without pinning it. Returns True if they agree, the
+    outcome if it was discarded, and False without a result: it was overwritten, or the audit stopped."""
     slot, attempt = snapshot.slot, ""
     word = slot.state()
     try:
@@ -73,7 +82,7 @@ def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: Fal
         crashpoints.point("audit.begun")
         sources = snapshot.sources(metadata)
         if metadata.constants is not None and len(sources) == 1:
-            return False  # not handed over yet, or gone: it is for whoever needs the bytes to say
+            return False  # the constants are not handed over yet, or gone: the writer decides
         leaves = differing(metadata, sources, is_stopped)
     except Stopped:
         return False
@@ -85,31 +94,35 @@ def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: Fal
 
 
 def differing(
-    metadata: Metadata, sources: Sequence[LeafSource], is_stopped: Callable[[], bool] = lambda: False
+    metadata: Metadata,
+    sources: Sequence[LeafSource],
+    is_stopped: Callable[[], bool] = lambda: False,
+    *,
+    only: range | None = None,
 ) -> list[int]:
     """Indexes, in the order of the table, of the leaves whose bytes do not have the digest of their boundary,
-    or stand in none of these sources: the first is the snapshot's own slot. What is left to other ranks of
-    the node is not looked at.
+    or that none of these sources has; the first source is the snapshot's own slot. Skips leaves that other
+    ranks of the node hold, and those not in `only`.
 
-    May run while the slot is written again: then its result means nothing, and the word tells. Raises
-    Stopped at the next window once `is_stopped`.
+    If the slot is overwritten meanwhile, which its word shows, the result means nothing. Raises Stopped at
+    the next window once `is_stopped`.
     """
     found = []
-    holders = {index: each.region for each in sources for index in each.leaves}
+    owners = {index: each.region for each in sources for index in each.leaves}
     for each in sources[1:]:
         for index in each.region.not_held(metadata):
-            del holders[index]
+            del owners[index]
     image = metadata.image
     left = range(image.first_left, image.first_constant)
     for index, (leaf, start) in enumerate(zip(image.leaves, image.starts(), strict=True)):
-        if index in left:
+        if index in left or (only is not None and index not in only):
             continue
-        holder = holders.get(index)
-        if holder is None:
+        owner = owners.get(index)
+        if owner is None:
             found.append(index)
             continue
-        offset = holder.image_offset + start
-        if _digest_of(holder.descriptor, offset, leaf.num_bytes, is_stopped) != metadata.digests[index]:
+        offset = owner.image_offset + start
+        if _digest_of(owner, offset, leaf.num_bytes, is_stopped) != metadata.digests[index]:
             found.append(index)
     return found
 
@@ -119,20 +132,38 @@ def unlike(metadata: Metadata, digests: Sequence[int], first: int = 0) -> list[i
     return [index for index, now in enumerate(digests, first) if metadata.digests[index] != now]
 
 
-def _digest_of(descriptor: int, offset: int, num_bytes: int, is_stopped: Callable[[], bool]) -> int:
+def _bytes_of(region: Slot, offset: int, num_bytes: int) -> bytes:
+    """Bytes of an image. Raises UnreadableError if the disk of a cached one fails."""
+    data = b""
+    try:
+        while len(data) < num_bytes and (
+            piece := os.pread(region.image_descriptor, num_bytes - len(data), offset)
+        ):
+            data, offset = data + piece, offset + len(piece)
+    except OSError as error:
+        raise UnreadableError(
+            error.errno, f"{region.name} cannot be read: {error.strerror}", region.name
+        ) from error
+    return data
+
+
+def _digest_of(region: Slot, offset: int, num_bytes: int, is_stopped: Callable[[], bool]) -> int:
     """The digest of a range of a region, in windows of whole blocks."""
     hashes = 0
     for done in range(0, num_bytes, WINDOW_BYTES):
         if is_stopped():
             raise Stopped
         length = min(WINDOW_BYTES, num_bytes - done)
-        hashes += _hashes(descriptor, offset + done, length, done // _native.BLOCK_BYTES)
+        hashes += _hashes(region, offset + done, length, done // _native.BLOCK_BYTES)
     return _native.finish_digest(num_bytes, hashes % 2**64)
 
 
-def _hashes(descriptor: int, offset: int, length: int, first_block: int) -> int:
+def _hashes(region: Slot, offset: int, length: int, first_block: int) -> int:
+    if region.is_cached:
+        data = _bytes_of(region, offset, length)
+        return _native.hash_blocks(_native.address_of(data), len(data), first_block)
     begin = offset // PAGE * PAGE
     with mmap.mmap(
-        descriptor, offset - begin + length, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin
+        region.descriptor, offset - begin + length, mmap.MAP_SHARED, mmap.PROT_READ, offset=begin
     ) as window:
         return _native.hash_blocks(_native.address_of(window) + offset - begin, length, first_block)

@@ -1,64 +1,132 @@
-"""A step on its way to storage: the snapshots of this node's ranks, and how far they have come.
+"""A step on its way to storage: the snapshots of this node's ranks, or parts that are stored already.
 
     gathering → writing → part written → committed
-                                       | void: nobody will ever persist it
-                                       | failed: to be tried again, unless it was given up
+                                       | void: it is never persisted
+                                       | failed: it is retried, unless it was given up
 
-Owns the words for it, and when it is tried again. Waiting for the parts of other nodes (part written) is a
-state, and no failure.
+Owns the states of a job, its retries, and what of a snapshot is stored. Waiting for the parts of other nodes
+(part written) is a state, and no failure. Changes nothing in storage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from flashckpt.errors import DamagedError
+from flashckpt.commit import attempts
+from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
+from flashckpt.commit.commit_step import check_due
+from flashckpt.commit.steps import KnownHeads, missing_files, part_paths, read_record
+from flashckpt.commit.verification import verify_file
+from flashckpt.errors import DamagedError, SupersededError
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import AttemptName
-from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
-from flashckpt.options import Keep
-from flashckpt.persist.stored_steps import StoredStep
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId, frozen_path
+from flashckpt.format.records import Part, PartHead
+from flashckpt.memory.cache_folder import CachePlace
+from flashckpt.memory.slot import Capture, Sealed, Slot, SlotState, Word
+from flashckpt.options import Keep, Remote
+from flashckpt.store.base import Store
 
-_LONGEST_PAUSE_S = 300.0
-_LONGEST_LOOK_S = 10.0
-_FIRST_LOOK_S = 0.25
-_MOST_DOUBLINGS = 10
+_MAX_PAUSE_S = 300.0
+_FIRST_POLL_S, _MAX_POLL_S = 0.25, 10.0
+_MAX_DOUBLINGS = 10  # of a pause: after a thousand tries 2 to their power is no number
 _FEW_PAUSES_S = (0.1, 0.5, 2.0)
+_MAX_SHOWN_FILES = 4
 MOST_NAMED = 100
+
+SlotKey = tuple[str, int]
+"""The name of a slot, and a generation in it."""
+
+# ---- retries
+
+PauseAfter = Callable[[int], float | None]
+"""The pause in seconds after this number of failed tries; None: no further try."""
+
+
+def pause_s(tries: int) -> float:
+    """Retry for ever: a server may be away for a long weekend."""
+    return min(2.0 ** min(tries - 1, _MAX_DOUBLINGS), _MAX_PAUSE_S)
+
+
+def few_pauses_s(tries: int) -> float | None:
+    """Retry a few times while a user waits: long enough for the hiccup of a server."""
+    return _FEW_PAUSES_S[tries - 1] if tries <= len(_FEW_PAUSES_S) else None
+
+
+def poll_pause_s(polls: int) -> float:
+    """The pause after this number of polls for the parts of other nodes."""
+    return min(_FIRST_POLL_S * 2.0 ** min(polls - 1, _MAX_DOUBLINGS), _MAX_POLL_S)
+
+
+@dataclass
+class Retry:
+    """When an operation is retried. `tries` counts the failed ones; the last ended at `tried_at`.
+    Times are CLOCK_MONOTONIC seconds; `due_at` is infinite if no try follows."""
+
+    pauses: PauseAfter = pause_s
+    tries: int = 0
+    tried_at: float = 0.0
+    due_at: float = 0.0
+
+    def failed(self, now: float) -> None:
+        self.tries += 1
+        pause = self.pauses(self.tries)
+        self.wait(now, math.inf if pause is None else pause)
+
+    def wait(self, now: float, pause_s: float) -> None:
+        """Set the next try without counting a failure."""
+        self.tried_at, self.due_at = now, now + pause_s
+
+    def succeeded(self) -> None:
+        """Forget all failures, also after a repair."""
+        self.tries, self.due_at = 0, 0.0
+
+    def expedite(self, pause_s: float) -> None:
+        """Retry at most this pause after the last try."""
+        self.due_at = min(self.due_at, self.tried_at + pause_s)
+
+    def is_due(self, now: float) -> bool:
+        return now >= self.due_at
+
+    @property
+    def has_next(self) -> bool:
+        return self.due_at < math.inf
+
+
+# ---- jobs
 
 
 class JobState(Enum):
     GATHERING = "gathering"
-    """Not all ranks of this node have sealed it yet, or its turn has not come."""
+    """Not all ranks of this node have sealed it, or other jobs come first."""
     WRITING = "writing"
     PART_WRITTEN = "part written"
-    """What this node has of it is at rest. The parts of other nodes are waited for."""
+    """The part of this node is stored; the parts of other nodes are not."""
     COMMITTED = "committed"
-    VOID = "void"
+    INCOMPLETE = "void"
     FAILED = "failed"
 
 
-class Void(Enum):
-    """Why a step is never persisted, or not this content of it."""
+class Incomplete(Enum):
+    """Why a snapshot is never persisted."""
 
     TORN = "torn"
-    """The bytes of a snapshot are not those of its boundary."""
+    """Its bytes are not those of its boundary."""
     SUPERSEDED = "superseded"
-    """A newer attempt has started, or another content stands under this number."""
+    """A newer attempt has started without it, retention has deleted it, or it can never be whole."""
     GONE = "gone"
-    """A slot was written anew meanwhile."""
+    """Its slot was overwritten."""
     DIVERGED = "diverged"
-    """What ranks hold alike by declaration is not alike."""
+    """Replicas that were declared alike differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRanks:
-    """What is known of the attempt that a step is of: its ranks on this node, and on all nodes (None where
-    only its start.json says it). `keep` is None where no trainer has said what its user wants to keep."""
+    """The ranks of an attempt on this node, and its number of ranks (`world`; None: only start.json has it).
+    `keep`: the retention that a trainer reported, or None."""
 
     ranks: tuple[int, ...]
     world: int | None = None
@@ -66,19 +134,37 @@ class NodeRanks:
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
-class KnownTrainer(Protocol):
-    """What a trainer has said of itself. `ranks` are those of its attempt on this node."""
+@dataclass
+class Trainer:
+    """A training process. `attempt`: None for one known only by its slots. `ranks`: all of its attempt on
+    this node. `resumed`: the snapshot in memory that the attempt resumed from. `remote`: where committed
+    steps are copied to; after the last trainer the keeper waits at most `grace_s` for one without progress.
+    `cache`: where snapshots are copied to on this node first."""
 
+    lock: str
     rank: int
-    ranks: tuple[int, ...]
-    world: int
-    attempt: AttemptName | None
-    keep: Keep | None
-    environment: Mapping[str, Any]
+    pid: int = 0
+    world: int = 1
+    ranks: tuple[int, ...] = ()
+    attempt: AttemptName | None = None
+    resumed: SnapshotId | None = None
+    keep: Keep | None = None
+    linger_s: float = 1800.0
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    stacks_signal: int = 0
+    kill_when_stuck: bool = False
+    closing: bool = False
+    remote: Remote | None = None
+    grace_s: float = 60.0
+    cache: CachePlace | None = None
+    pidfd: int = -1
+
+    def __post_init__(self) -> None:
+        self.ranks = self.ranks or (self.rank,)
 
 
 class LeafSource(NamedTuple):
-    """Where leaves of a snapshot stand: a region, which may be another rank's, and which of its leaves."""
+    """A region, which may be another rank's, and the leaves of a snapshot that it holds."""
 
     region: Slot
     leaves: range
@@ -86,31 +172,33 @@ class LeafSource(NamedTuple):
 
 @dataclass
 class SealedSnapshot:
-    """What one rank has sealed of a step. `owner` is this process's index in the slot's owner table, `pin`
-    the word while it is pinned by this job, `regions` those that hold leaves of it beside the slot: one that
-    it names and that is not among them is not here."""
+    """A sealed snapshot of one rank. `owner`: this process's index in the owner table of the slot. `pin`: the
+    word while this job has it pinned. `regions`: the regions that hold other leaves of it; `is_whole`: none
+    is missing. `capture`: None if the record is damaged."""
 
     slot: Slot
     generation: int
     owner: int
     regions: tuple[Slot, ...] = ()
     pin: Word | None = None
+    capture: Capture | None = None
+    is_whole: bool = True
 
     @property
     def rank(self) -> int:
         return self.slot.rank
 
     def take(self) -> bool:
-        """Pin it. False where the slot holds something else, or somebody else has it pinned."""
-        if self.pin is None and (sealed := self._sealed()) is not None:
-            self.pin = self.slot.pin(self.owner, sealed)
+        """Pin it. False if the slot holds another snapshot, or another process has it pinned."""
+        if self.pin is None and (word := self._sealed_word()) is not None:
+            self.pin = self.slot.pin(self.owner, word)
         return self.holds()
 
     def is_free(self) -> bool:
-        """Whether it can be pinned, or is."""
-        return self.holds() or self._sealed() is not None
+        """Whether it is pinned by this job, or can be."""
+        return self.holds() or self._sealed_word() is not None
 
-    def _sealed(self) -> Word | None:
+    def _sealed_word(self) -> Word | None:
         try:
             word = self.slot.state()
         except DamagedError:
@@ -121,20 +209,20 @@ class SealedSnapshot:
         return self.pin is not None and self.slot.holds(self.pin)
 
     def release(self) -> bool:
-        """Unpin it. False where the pin was taken away: the slot is not ours any more."""
+        """Unpin it. False if another process has removed the pin."""
         pin, self.pin = self.pin, None
         return pin is None or self.slot.unpin(pin)
 
     def sources(self, metadata: Metadata) -> list[LeafSource]:
-        """Where the leaves of the snapshot stand, as far as they are here, but for those that are left to
-        other ranks: whoever has those in its own slot answers for them."""
+        """The regions with the leaves of the snapshot, without missing regions and without leaves that other
+        ranks hold in their own slots."""
         rest = range(metadata.image.first_constant, len(metadata.leaves))
         shared = [LeafSource(region, rest) for region in self.regions if rest]
         return [LeafSource(self.slot, range(metadata.image.first_left)), *shared]
 
 
 class RankWrite(NamedTuple):
-    """Seconds and bytes of writing what one rank has of a step: audit, checksums and file."""
+    """Seconds and bytes of writing the snapshot of one rank: audit, checksums and file."""
 
     rank: int
     seconds: float
@@ -143,14 +231,13 @@ class RankWrite(NamedTuple):
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step in one try. Sizes in bytes, times in seconds. `written`: what this try wrote of
-    each rank. Of one that is torn, `slot` is the slot and `leaves` are (index, name) of those that differed;
-    `diverged` are the names of replicas that are not alike; `errno` is 0 where the system gave none.
-    `lacks_region`: without the region that a snapshot names it can never be persisted. `is_of_all`: where it
-    is committed all ranks of the job have it, and not those of this folder alone."""
+    """The outcome of one try. Sizes in bytes, times in seconds; `written`: by rank, in this try. `slot`: the
+    slot whose snapshot is torn, or the cached slot that cannot be read. `leaves`: (index, name) of torn
+    leaves; `diverged`: names of replicas that differ. `errno`: 0 if the system gave none. `lacks_region`: a
+    region of the snapshot is missing. `catalogue`: the listing by which a commit was checked."""
 
     state: JobState
-    void: Void | None = None
+    incomplete: Incomplete | None = None
     attempt: str = ""
     num_bytes: int = 0
     seconds: float = 0.0
@@ -162,50 +249,53 @@ class StepOutcome:
     message: str = ""
     errno: int = 0
     lacks_region: bool = False
-    is_of_all: bool = True
+    catalogue: Catalogue | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(eq=False, kw_only=True)
 class StepJob:
-    """`attempt` is the one that captured the step, at its `boundary`. `has_others`: another keeper lives that
-    could write for it. `has_trainers`: a trainer lives here that is, or may be, of the attempt, and may wait
-    for the step. `part_of` is the attempt as whose this node's part stands, once it does. `stored`: of a job
-    without snapshots, the parts that want their manifest; `reads_stored`, with every byte of them read first,
-    so that no damaged step becomes the newest. `tries` counts those that failed, `looks` those that found no
-    parts of other nodes, `rests_since` is when the first of these was. `given_up`: it is not tried again.
-    `is_noted`: the ledger says how it was written. `lacks`: why not all ranks of this node will ever have it;
-    then it is only looked whether it was committed before."""
+    """`has_trainers`: a living trainer is, or may be, of the attempt, and may wait for the step. `given_up`:
+    it is not retried. `is_noted`: the ledger has its write. `polls`: tries that did not find the parts of
+    other nodes, since `rests_since`. `has_part`: the part of this node is stored. `known`: heads of parts
+    that were read. `stored`: of a job without snapshots, its parts; `reads_stored`: read all their bytes
+    before the commit. `lacks`: why not all ranks of this node will have it; only an earlier commit counts
+    then."""
 
-    attempt: AttemptName
+    id: SnapshotId
     step: int
-    boundary: int
     node: NodeRanks
     snapshots: dict[int, SealedSnapshot] = field(default_factory=dict)
     state: JobState = JobState.GATHERING
-    has_others: bool = True
     has_trainers: bool = False
     is_urgent: bool = False
     given_up: bool = False
     is_noted: bool = False
-    tries: int = 0
-    looks: int = 0
-    tried_at: float = 0.0
-    retry_at: float = 0.0
+    retry: Retry = field(default_factory=Retry)
+    polls: int = 0
     rests_since: float = 0.0
     outcome: StepOutcome | None = None
-    part_of: AttemptName | None = None
+    has_part: bool = False
+    known: KnownHeads = field(default_factory=KnownHeads)
     stored: StoredStep | None = None
     reads_stored: bool = True
     lacks: str = ""
 
     @property
-    def content(self) -> tuple[AttemptName, int, int]:
-        """Which content it is, on all ranks: attempt, step and boundary."""
-        return self.attempt, self.step, self.boundary
+    def attempt(self) -> AttemptName:
+        """The attempt that captured the snapshot."""
+        return self.id.attempt
 
     @property
-    def keys(self) -> set[tuple[str, int]]:
-        """Its slots, each with the generation that it has in it."""
+    def boundary(self) -> int:
+        return self.id.boundary
+
+    @property
+    def name(self) -> CommitName:
+        """The name of its commit."""
+        return CommitName(self.step, self.id.attempt, self.id.boundary)
+
+    @property
+    def keys(self) -> set[SlotKey]:
         return {(each.slot.name, each.generation) for each in self.snapshots.values()}
 
     @property
@@ -215,62 +305,41 @@ class StepJob:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether all ranks of this node have sealed it that ever will, or what they had is at rest."""
-        is_at_rest = self.part_of is not None or self.stored is not None
-        return is_at_rest or not self.missing or bool(self.lacks)
+        """Whether all ranks of this node have sealed it that ever will, or its part is stored."""
+        return self.has_part or self.stored is not None or not self.missing or bool(self.lacks)
 
     @property
     def is_over(self) -> bool:
-        return self.given_up or self.state in (JobState.COMMITTED, JobState.VOID)
+        return self.given_up or self.state in (JobState.COMMITTED, JobState.INCOMPLETE)
 
     def is_tried_after(self, now: float) -> bool:
-        """Whether it has failed, and its next try is still to come."""
-        return not self.is_over and self.state is JobState.FAILED and now < self.retry_at < math.inf
+        """Whether it has failed, and is retried later."""
+        return not self.is_over and self.state is JobState.FAILED and now < self.retry.due_at < math.inf
 
-    def order(self) -> tuple[bool, int]:
-        """Sorts jobs: of what a dead trainer left the newest first, else oldest first."""
-        return not self.is_urgent, -self.step if self.is_urgent else self.step
+    def order(self) -> tuple[bool, int, int]:
+        """Sort key: snapshots of dead trainers first, newest first; then the others, oldest first."""
+        number, boundary = self.attempt.number, self.boundary
+        return (False, -number, -boundary) if self.is_urgent else (True, number, boundary)
 
     def members(self) -> list[SealedSnapshot]:
-        """In the order of ranks."""
+        """Its snapshots in the order of ranks."""
         return [self.snapshots[rank] for rank in sorted(self.snapshots)]
 
     def release(self) -> bool:
-        """Unpin all. False where a pin had been taken away."""
+        """Unpin all. False if another process has removed a pin."""
         return all([each.release() for each in self.members()])
 
 
-def alone(sealed: Sealed, owner: int, *regions: Slot) -> StepJob:
-    """The job of a snapshot of one rank."""
+def job_of_one(sealed: Sealed, *regions: Slot, owner: int = 0) -> StepJob:
+    """The job of a snapshot of one rank. owner: this process's index in the owner table of the slot."""
     rank = sealed.slot.rank
     snapshots = {rank: SealedSnapshot(sealed.slot, sealed.generation, owner, regions)}
     node = NodeRanks(ranks=(rank,), world=1)
-    attempt, step, boundary = sealed.content
-    return StepJob(attempt=attempt, step=step, boundary=boundary, node=node, snapshots=snapshots)
-
-
-# Seconds before the try that follows so many that failed; None where none follows.
-PauseAfter = Callable[[int], float | None]
-
-
-def pause_s(tries: int) -> float:
-    """Without end: a server may be away for a long weekend."""
-    # That is a thousand tries, and two to that power is no number.
-    return min(2.0 ** min(tries - 1, _MOST_DOUBLINGS), _LONGEST_PAUSE_S)
-
-
-def few_pauses_s(tries: int) -> float | None:
-    """While somebody waits: a server's hiccup is over by then, a full disk is not."""
-    return _FEW_PAUSES_S[tries - 1] if tries <= len(_FEW_PAUSES_S) else None
-
-
-def look_again_s(looks: int) -> float:
-    """Until the next look for the parts of other nodes: who writes the last one commits, unless it dies."""
-    return min(_FIRST_LOOK_S * 2.0 ** min(looks - 1, _MOST_DOUBLINGS), _LONGEST_LOOK_S)
+    return StepJob(id=sealed.id, step=sealed.step, node=node, snapshots=snapshots)
 
 
 def unlike_steps(steps: Mapping[int, int]) -> str:
-    """In words, why no step is made of a boundary that ranks count as these steps."""
+    """Say why a boundary with these step numbers, by rank, is no step."""
     shown = ", ".join(f"step {step} on rank {rank}" for rank, step in sorted(steps.items())[:MOST_NAMED])
     return (
         f"ranks count their steps differently: the same boundary is {shown}. Let all ranks go through the "
@@ -279,7 +348,131 @@ def unlike_steps(steps: Mapping[int, int]) -> str:
 
 
 def ranks_named(ranks: Iterable[int]) -> str:
-    """In words."""
     names = [str(rank) for rank in sorted(ranks)]
     shown = ", ".join(names[:MOST_NAMED])
     return f"rank {shown}" if len(names) == 1 else f"ranks {shown}"
+
+
+# ---- stored snapshots; a result is true at that moment only, so a caller that acts on it checks again
+
+
+class Completeness(Enum):
+    """How much of a snapshot is stored."""
+
+    COMMITTED = "committed"
+    MISSING = "files are missing"
+    UNREADABLE = "its commit record is damaged"
+    DELETING = "it is being deleted"
+    COMPLETE = "all parts and no commit record"
+    PARTIAL = "not all parts"
+    NOTHING = "no part"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredStep:
+    """A snapshot in storage. `step`: -1 if no record or part shows it. `heads`: of the readable parts of a
+    snapshot without a record; `problem`: why others cannot be read. `has_failed`: storage failed, and the
+    snapshot may be complete."""
+
+    id: SnapshotId
+    step: int
+    completeness: Completeness
+    problem: str = ""
+    heads: tuple[PartHead, ...] = ()
+    has_failed: bool = False
+
+    @property
+    def attempt(self) -> AttemptName:
+        return self.id.attempt
+
+    @property
+    def name(self) -> CommitName:
+        return CommitName(self.step, self.id.attempt, self.id.boundary)
+
+    @property
+    def folder(self) -> str:
+        return self.id.data_folder
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether only parts of other nodes are missing."""
+        return self.completeness is Completeness.PARTIAL and not self.problem
+
+
+def unfinished(store: Store) -> list[StoredStep]:
+    """Snapshots with parts and without a commit record, newest first."""
+    catalogue = Catalogue.of(store)
+    committed = {each.id for each in catalogue.commits}
+    without = sorted(set(snapshots_with_data(store)) - committed, reverse=True)
+    found = []
+    for snapshot in without:
+        try:
+            found.append(stored_step(store, snapshot, catalogue))
+        except OSError as error:
+            why = str(error)
+            found.append(StoredStep(snapshot, -1, Completeness.PARTIAL, why, has_failed=True))
+    return [each for each in found if each.completeness in (Completeness.COMPLETE, Completeness.PARTIAL)]
+
+
+def stored_step(store: Store, snapshot: SnapshotId, catalogue: Catalogue | None = None) -> StoredStep:
+    """How much of a snapshot is stored. `catalogue`: a new listing."""
+    catalogue = Catalogue.of(store) if catalogue is None else catalogue
+    name = catalogue.named(snapshot)
+    if snapshot in catalogue.tombstones:
+        return StoredStep(snapshot, -1 if name is None else name.step, Completeness.DELETING)
+    if name is not None:
+        try:
+            record = read_record(store, name)
+        except DamagedError as error:
+            return StoredStep(snapshot, name.step, Completeness.UNREADABLE, str(error))
+        if record is not None:
+            missing = missing_files(store, record)
+            why = f"missing or cut short: {', '.join(missing[:_MAX_SHOWN_FILES])}" if missing else ""
+            found = Completeness.MISSING if missing else Completeness.COMMITTED
+            return StoredStep(snapshot, name.step, found, why)
+    heads, problem = [], ""
+    for path in part_paths(store, snapshot.data_folder):
+        try:
+            heads.append(_part(store, path).head())
+        except DamagedError as error:
+            problem = str(error)
+        except FileNotFoundError:
+            continue
+    ranks = sorted(rank.rank for head in heads for rank in head.ranks)
+    found = Completeness.PARTIAL if heads or problem else Completeness.NOTHING
+    if heads and ranks == list(range(heads[0].world)) and not problem:
+        found = Completeness.COMPLETE
+    return StoredStep(snapshot, heads[0].step if heads else -1, found, problem, tuple(heads))
+
+
+def _part(store: Store, path: str) -> Part:
+    return Part.from_bytes(store.read(path, Part.MAX_BYTES), path)
+
+
+def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]:
+    """Why an unfinished snapshot must not be committed, empty if it may be; and whether the reason is damage.
+    read: verify every byte first, so that no damaged step becomes the newest."""
+    if stored.completeness is not Completeness.COMPLETE:
+        return stored.problem or "not all of its ranks' parts are there", bool(stored.problem)
+    if len({head.step for head in stored.heads}) > 1:
+        return "its parts count the boundary as different steps, and are no step together", False
+    try:
+        check_due(store.at_once(), stored.name)
+    except SupersededError as error:
+        return str(error), False
+    if attempts.read_start(store, stored.attempt) is None:
+        return "its attempt has no start.json", False
+    wrong = [f"{file}: {why}" for file, why in _wrong_files(store, stored)] if read else []
+    return "; ".join(wrong[:_MAX_SHOWN_FILES]), bool(wrong)
+
+
+def _wrong_files(store: Store, stored: StoredStep) -> Iterator[tuple[str, str]]:
+    paths = (f"{stored.folder}/{head.file}" for head in stored.heads)
+    for rank in (rank for path in paths for rank in _part(store, path).ranks):
+        named = [(f"{stored.folder}/{rank.shard.file}", rank.contents)]
+        if rank.constants is not None:
+            named.append((frozen_path(rank.constants.shard.file), rank.constants))
+        for file, contents in named:
+            status, detail = verify_file(store, file, contents)
+            if status != "ok":
+                yield file, f"{status}, {detail}"

@@ -1,8 +1,8 @@
-"""The run's ledger: RUN/events/<attempt>.jsonl, one JSON line an event. Where a store cannot append, lines go
-into numbered objects that each writer has for itself: those of several nodes never overwrite one another's.
+"""The run's ledger: RUN/events/<attempt>.jsonl, one JSON line an event. In a store without append, each
+writer has numbered objects of its own, so that several nodes never overwrite each other's lines.
 
-Owns those files, their size, and the thread that writes them. A ledger that cannot be written is counted
-and never harms anything: no caller waits for it, none is told.
+Owns those files, their size, and the thread that writes them. No caller waits for it; errors are counted and
+affect nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import logging
 import queue
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from enum import Enum
@@ -21,25 +20,26 @@ from typing import Any
 from flashckpt.errors import FlashckptError
 from flashckpt.format.names import EVENTS, RUN
 from flashckpt.store.base import Store
+from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 32 << 10
-# An attempt's ledger is three files of at most this size: how it began, and its newest lines in two that
-# take turns. Weeks of a step a second would otherwise fill the storage that checkpoints need.
+# An attempt's ledger is three files of at most this size: its first lines, and its newest lines in two files
+# that take turns. Weeks of a step a second would otherwise fill the storage.
 FILE_BYTES = 8 << 20
-# Keepers that append at once each find room for their own line: a file may be a little longer than its bound.
+# Keepers that append at the same time may exceed the size of a file by their lines.
 _READ_BYTES = 2 * FILE_BYTES
 _MOST_WAITING = 10_000
-# Where each write costs a request, and writes all of an object: lines wait for each other, objects are small,
-# and of one writer those stay which it began with, and its newest.
+# Each write to an object store costs a request, and writes the whole object: lines wait for each other,
+# objects are small, and a writer keeps its first and its newest ones.
 _PAUSE_S = 5.0
 _OBJECTS_A_FILE = 256
 _FIRST_KEPT, _NEWEST_KEPT = 64, 192
 
 
 class Event(str, Enum):
-    """What can happen to a run: one line of the ledger each."""
+    """The kinds of lines in the ledger."""
 
     ATTACH = "attach"
     PLAN = "plan"
@@ -49,6 +49,7 @@ class Event(str, Enum):
     PERSIST = "persist"
     COMMIT = "commit"
     PRUNE = "prune"
+    CACHE = "cache"
     MIRROR = "mirror"
     DEATH = "death"
     ADOPT = "adopt"
@@ -65,15 +66,24 @@ class Event(str, Enum):
     CLOSE = "close"
 
 
-# What comes with each step, and may wait for what comes next. All else may be the last that is heard.
+# Events of each step, which may wait for the next line. Any other may be the last line of the run.
 _OFTEN = frozenset(
-    {Event.SNAPSHOT, Event.SKIP, Event.PERSIST, Event.COMMIT, Event.PRUNE, Event.MIRROR, Event.TIMES}
+    {
+        Event.SNAPSHOT,
+        Event.SKIP,
+        Event.PERSIST,
+        Event.COMMIT,
+        Event.PRUNE,
+        Event.CACHE,
+        Event.MIRROR,
+        Event.TIMES,
+    }
 )
-_Row = tuple[str, bytes, bool]  # the attempt, its line, and whether that may wait
+_Row = tuple[str, bytes, bool]  # attempt, line, and whether the line may wait
 
 
 def lines_of(store: Store, attempt: str) -> Iterator[dict[str, Any]]:
-    """The events of an attempt that can be read, oldest first. Nothing hangs on a ledger."""
+    """The readable events of an attempt, oldest first."""
     names: list[str] = []
     with contextlib.suppress(OSError, FlashckptError):
         names = [entry.name for entry in store.list(EVENTS) if entry.name.startswith(f"{attempt}.")]
@@ -96,7 +106,7 @@ def _lines(store: Store, names: list[str]) -> Iterator[dict[str, Any]]:
         except (OSError, FlashckptError):
             continue
         for line in data.splitlines():
-            # The last one may be half written.
+            # The last line may be unfinished.
             with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(line)
                 if isinstance(event, dict) and isinstance(event.get("event"), str):
@@ -104,8 +114,8 @@ def _lines(store: Store, names: list[str]) -> Iterator[dict[str, Any]]:
 
 
 class Ledger:
-    """Lines wait in a bounded queue; what does not fit is dropped and counted. `stands` says whether the run
-    is still in the store: a run that was deleted is not begun again by its ledger."""
+    """Writes lines from a bounded queue; drops and counts those that do not fit. `stands` returns whether the
+    run still exists in the store: a ledger must not create a deleted run again."""
 
     def __init__(
         self, store: Store, *, stands: Callable[[], bool] | None = None, file_bytes: int = FILE_BYTES
@@ -114,13 +124,12 @@ class Ledger:
         self._stands = stands or (lambda: store.exists(RUN))
         self._waiting: queue.Queue[_Row | None] = queue.Queue(_MOST_WAITING)
         self.dropped = 0
-        self._said = False
+        self._has_warned = False
         self._objects = None if store.capabilities.appends else _Objects(store, file_bytes // _OBJECTS_A_FILE)
-        self._thread = threading.Thread(target=self._write_all, name="ledger", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("ledger", self._write_all)
 
     def add(self, attempt: str | None, event: Event | str, /, **fields: Any) -> None:
-        """Note what happened, with the wall clock's time. `attempt` None stands for the keeper itself."""
+        """Add an event with the wall clock's time. `attempt` None: of the keeper itself."""
         line = {"time": round(time.time(), 3), "event": str(getattr(event, "value", event)), **fields}
         try:
             data = json.dumps(line, separators=(",", ":"), default=str).encode() + b"\n"
@@ -132,7 +141,7 @@ class Ledger:
             self.dropped += 1
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Write what waits, for at most `timeout_s`: storage that hangs must not keep the keeper."""
+        """Write the queued lines, for at most `timeout_s`: the storage may hang."""
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
@@ -145,16 +154,16 @@ class Ledger:
             for attempt, data in _by_attempt(rows):
                 try:
                     self._write(attempt, data)
-                except Exception as error:  # nothing that a ledger meets may end the keeper
+                except Exception as error:  # no error of a ledger may end the keeper
                     self.dropped += 1
-                    if not self._said:
-                        self._said = True
-                        log.warning("the ledger cannot be written (%s); nothing else is harmed", error)
+                    if not self._has_warned:
+                        self._has_warned = True
+                        log.warning("the ledger cannot be written (%s); nothing else is affected", error)
             if is_last:
                 return
 
     def _with_next(self, item: _Row) -> tuple[list[_Row], bool]:
-        """A line and those that come soon after it, and whether they are the last."""
+        """A line and the lines that follow it soon, and whether they are the last."""
         rows, until = [item], time.monotonic() + _PAUSE_S
         with contextlib.suppress(queue.Empty):
             while len(rows) < _MOST_WAITING:
@@ -171,11 +180,11 @@ class Ledger:
         if self._objects is not None:
             self._objects.add(attempt, data)
             return
-        # To the first file while there is room in it, else to the recent one.
+        # Into the first file until that is full, then into the recent one.
         first, previous, recent = (f"{EVENTS}/{name}" for name in file_names(attempt))
         if self._append(first, data) or self._append(recent, data):
             return
-        # Where two keepers turn at once, the second takes lines away that nobody has missed yet.
+        # If two keepers turn at the same time, some lines are lost.
         self._store.replace(previous, self._store.read(recent, _READ_BYTES), durable=False)
         self._store.remove(recent)
         self._append(recent, data)
@@ -185,8 +194,8 @@ class Ledger:
 
 
 class _Objects:
-    """The numbered objects of one writer, each written anew with its newest lines until full. What could
-    not be written comes with the next."""
+    """The numbered objects of one writer, each rewritten with its newest lines until full. Lines that could
+    not be written come with the next."""
 
     def __init__(self, store: Store, num_bytes: int) -> None:
         self._store, self._num_bytes, self._writer = store, num_bytes, secrets.token_hex(4)
@@ -206,7 +215,7 @@ class _Objects:
 
 
 def _by_attempt(rows: list[_Row]) -> list[tuple[str, bytes]]:
-    """The lines of each attempt together."""
+    """The lines of each attempt, joined."""
     found: dict[str, list[bytes]] = {}
     for attempt, data, _ in rows:
         found.setdefault(attempt, []).append(data)
@@ -214,6 +223,6 @@ def _by_attempt(rows: list[_Row]) -> list[tuple[str, bytes]]:
 
 
 def file_names(attempt: str) -> tuple[str, str, str]:
-    """An attempt's files in the order of their lines: the first ones, then the newest in two files. Between
-    the first two, lines may be missing. By name they are in that order, too."""
+    """An attempt's files in the order of their lines, which is also that of their names. Lines may be missing
+    between the first two."""
     return f"{attempt}.jsonl", f"{attempt}.previous.jsonl", f"{attempt}.recent.jsonl"

@@ -1,64 +1,67 @@
-"""What to persist or audit next, and what follows from how it went.
+"""The queue of the keeper: which snapshot is persisted or audited next, and what follows from the outcome.
 
-Owns the jobs: which snapshots make one, their order, when one is tried again, and the rescue of what a dead
-trainer left. The bytes are the writer's. For one thread, but for the deeds that its worker does.
+Owns the jobs: which snapshots make one, their order, their retries, and the rescue of snapshots of dead
+trainers. Bytes are the writer's. For one thread, but for the operations of its worker.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
+from flashckpt import crashpoints
 from flashckpt.errors import DamagedError
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import rank_of
-from flashckpt.memory.slot import Sealed, SlotState, must_stay, newest_complete
+from flashckpt.memory.slot import Sealed, Slot, SlotState, must_stay, newest_complete
 from flashckpt.persist.audit import Torn, audit, discard
 from flashckpt.persist.job import (
     MOST_NAMED,
+    Incomplete,
     JobState,
-    KnownTrainer,
     NodeRanks,
     PauseAfter,
+    Retry,
     SealedSnapshot,
+    SlotKey,
     StepJob,
     StepOutcome,
-    Void,
-    alone,
-    look_again_s,
+    StoredStep,
+    Trainer,
+    job_of_one,
     pause_s,
+    poll_pause_s,
     ranks_named,
     unlike_steps,
 )
 from flashckpt.persist.ledger import Event, Ledger
-from flashckpt.persist.stored_steps import StoredStep
-from flashckpt.persist.worker import Worker
+from flashckpt.persist.slot_cache import SlotCache
 from flashckpt.persist.writer import Writer
+from flashckpt.threads import Worker
 
 log = logging.getLogger(__name__)
 
 _AWAITED_RETRY_S = 1.0
-# An audit may take this share of the time, so that idle means idle for the trainer too.
-_AUDIT_SHARE = 0.05
-_LEAST_AUDIT_PAUSE_S = 1.0
-_LOOK_PAUSE_S = 0.2
-_OTHERS_S = 60.0  # so long parts of other nodes, which may never come, keep a slot of what is at rest here
+_AUDIT_SHARE = 0.05  # of the time: an idle keeper must not slow the trainer down
+_MIN_AUDIT_PAUSE_S = 1.0
+_SCAN_PAUSE_S = 0.2
+_WRITER = "writer"
+_OTHER_NODES_TIMEOUT_S = 60.0  # then a step that waits for other nodes holds no slot here any more
 
-# A slot and the generation in it.
-_Key = tuple[str, int]
+UNKNOWN = SnapshotId(AttemptName(0, "0" * 8), 0)
+"""The id of a snapshot whose record is damaged."""
 
 
 class Queue:
-    """`sound` counts the snapshots that an audit in idle time found to be so. `told` is called with every job
-    whose try has come to an end, after the queue has drawn its own conclusions. `by` is noted in the ledger,
-    `pauses` are those between tries that fail, `world_of` gives the ranks of an attempt of which no trainer
-    has said anything."""
+    """notify: called with each job and the outcome of its try, after the queue has acted on it. pauses:
+    between failed tries. world_of: the number of ranks of an attempt without a known trainer. by: noted in
+    the ledger. With a cache, snapshots are copied there first, and persisted from there. `sound`: the number
+    of snapshots that audits found undamaged."""
 
     def __init__(
         self,
@@ -67,35 +70,41 @@ class Queue:
         worker: Worker,
         ledger: Ledger,
         *,
-        told: Callable[[StepJob, StepOutcome], None] = lambda job, outcome: None,
+        notify: Callable[[StepJob, StepOutcome], None] = lambda job, outcome: None,
         pauses: PauseAfter = pause_s,
         world_of: Callable[[AttemptName], int | None] = lambda attempt: None,
         by: str = "",
+        cache: SlotCache | None = None,
     ) -> None:
         self._regions, self._writer, self.worker, self._ledger = regions, writer, worker, ledger
-        self._told, self._pauses, self._world_of = told, pauses, world_of
+        self._notify, self._pauses, self._world_of = notify, pauses, world_of
         self._by = {"by": by} if by else {}
+        self._cache = cache
+        if cache is not None:
+            cache.on_adopted = self._rescue_cached
+        # The snapshot that is being copied into the cache, and its job if it has one.
+        self._copied: SealedSnapshot | None = None
+        self._copied_job: StepJob | None = None
+        self._given_up: list[StepJob] = []  # jobs whose cached slots are still to be removed
         self._known: dict[tuple[AttemptName, int], NodeRanks] = {}
         self._living: set[tuple[AttemptName | None, int]] = set()
-        # Those of snapshots, and those without any, of which parts are at rest.
-        self._jobs: list[StepJob] = []
-        self._urgent: set[_Key] = set()
+        self._jobs: list[StepJob] = []  # also those without snapshots, whose parts are stored
+        self._urgent: set[SlotKey] = set()
         self._audited: dict[str, int] = {}
         self._audit_at = 0.0
         self.sound = 0
-        self._is_hurried = threading.Event()
+        self._stops_audit = threading.Event()
         self.writing: StepJob | None = None
-        self._begun_before = False
+        self._ignores_failure = False  # of the try in progress, which began before a repair
 
-    # What is to be done
+    # ---- orders
 
-    def know(self, trainers: Iterable[KnownTrainer]) -> None:
-        """Who lives. What a dead trainer said (what to keep, its environment) holds for what it left."""
+    def set_trainers(self, trainers: Iterable[Trainer]) -> None:
+        """Set the living trainers. The settings of a dead one stay valid for its snapshots."""
         living = list(trainers)
         before, self._living = self._living, {(trainer.attempt, trainer.rank) for trainer in living}
         if self._living - before:
-            # Whoever comes may hand a region over.
-            self._take_back()
+            self._retry_missing_regions()  # a new trainer may hand a region over
         for trainer in living:
             if trainer.attempt is not None:
                 self._known[trainer.attempt, trainer.rank] = NodeRanks(
@@ -109,83 +118,96 @@ class Queue:
                 job.node = self._node(job.attempt, min(job.snapshots))
 
     def known(self, attempt: AttemptName | None) -> NodeRanks | None:
-        """What a trainer of an attempt has said, if one has."""
+        """The ranks and settings of an attempt, None without a trainer that reported them."""
         return next((each for (of, _), each in self._known.items() if of == attempt), None)
 
     def adopt(self, stored: StoredStep, *, read: bool) -> None:
-        """Take up a step at rest whose parts want their manifest."""
-        boundary = stored.heads[0].boundary if stored.heads else 0
-        node = NodeRanks(ranks=())
-        job = StepJob(attempt=stored.attempt, step=stored.step, boundary=boundary, node=node, stored=stored)
+        """Take over a stored snapshot whose parts have no commit record."""
+        retry = Retry(self._pauses)
+        job = StepJob(id=stored.id, step=stored.step, node=NodeRanks(ranks=()), stored=stored, retry=retry)
         job.state, job.reads_stored = JobState.PART_WRITTEN, read
         self._jobs.append(job)
 
     def rescue(self, rank: int) -> None:
-        """Ask for the newest step that a dead or stuck trainer and the other ranks of its node have sealed,
-        whether it had asked or not; past those that were given up. One that lives after all may ask for a
-        newer one in the same slot meanwhile: that stands."""
-        before = {held.slot.name: held.slot.asked for held in self._regions.slots()}
+        """Request the newest step that a dead or stuck trainer and the other ranks of its node have sealed,
+        except steps that were given up. A newer request of a trainer that lives after all stands."""
+        before = self._requested_generations()
         self._discard_damaged(rank)
         found = [
             rows for rows in self._complete(rank) if not any(self._is_given_up(each.key) for each in rows)
         ]
         node = self._node(found[0][0].attempt, rank) if found else NodeRanks(ranks=())
-        complete = newest_complete(self._regions.sealed(rank))
-        # Of a job on several nodes nobody here may know which step all of them hold: it is one of these.
+        in_memory = self._regions.sealed(rank)
+        complete = newest_complete(in_memory or self._regions.snapshots(rank))
+        # Of a job on several nodes this node may not know which step all of them hold: it is one of these.
         is_alone = complete is None if node.world is None else node.world == len(node.ranks)
+        if not in_memory:
+            complete = None  # not all ranks need have cached what all of them had in memory
         for rows in found[: 1 if is_alone else None]:
             if all(each.is_persisted for each in rows):
-                return  # it is committed, and what is older is not needed
+                return  # it is committed, and older steps are not needed
             order = rows[0].order
             if complete is not None and not is_alone and order < complete:
                 continue  # all nodes have a newer one
             for each in rows:
-                self._save(each, before, urgently=complete in (None, order))
+                if each.is_persisted:
+                    continue
+                if complete in (None, order):
+                    self._urgent.add(each.key)
+                    if (job := self._job(each.key)) is not None:
+                        job.is_urgent = True
+                each.slot.request_persist_after(before[each.slot.name], each.generation)
 
-    def _save(self, sealed: Sealed, before: Mapping[str, int], *, urgently: bool) -> None:
-        if sealed.is_persisted:
-            return
-        if urgently:
-            self._urgent.add(sealed.key)
-            if (job := self._job(sealed.key)) is not None:
-                job.is_urgent = True
-        sealed.slot.request_persist_after(before[sealed.slot.name], sealed.generation)
+    def _rescue_cached(self) -> None:
+        """After the cache was adopted: rescue its ranks, except ranks that have begun to train, whose newest
+        snapshot is in memory."""
+        living = {attempt for attempt, _ in self._living}
+        training = {each.slot.rank for each in self._regions.sealed() if each.attempt in living}
+        for rank in sorted({held.slot.rank for held in self._regions.cached()} - training):
+            self.rescue(rank)
 
-    def taken_up(self, attempt: AttemptName, step: int, boundary: int) -> None:
-        """An attempt has started that went on from this boundary of another: what the ranks of this node have
-        of it counts as its own now. Who was too late for the old one is not for this one."""
-        before = {held.slot.name: held.slot.asked for held in self._regions.slots()}
-        for each in self._regions.sealed():
-            if each.content != (attempt, step, boundary):
+    def resumed(self, snapshot: SnapshotId) -> None:
+        """Request the snapshot that a new attempt has resumed from, even if it was given up before."""
+        before = self._requested_generations()
+        for each in self._regions.snapshots():
+            if each.id != snapshot:
                 continue
             job = self._job(each.key)
             if job is not None and job.state is not JobState.WRITING:
                 self._drop(job)
             each.slot.request_persist_after(before[each.slot.name], each.generation)
 
+    def _requested_generations(self) -> dict[str, int]:
+        """The generation that was requested last, by slot."""
+        held = [*self._regions.slots(), *self._regions.cached()]
+        return {each.slot.name: each.slot.asked for each in held}
+
     def next(self) -> None:
-        """Give the worker its next job, if it is free and there is one."""
+        """Start the next job if the worker is free, else an audit; and the next copy into the cache."""
         now = time.monotonic()
+        if self._cache is not None:
+            self._cache.next(now)
+            self._fill_cache(self._cache)
         ready = self._ready(now)
         if self.worker.busy:
             if ready:
-                # An audit is for idle time: of a large state it would take a run's grace.
-                self._is_hurried.set()
-            return
-        if ready:
+                self._stops_audit.set()  # the audit of a large state would take a run's grace
+        elif ready:
             self._submit(min(ready, key=StepJob.order))
         elif now >= self._audit_at:
             self._audit_newest()
 
     def run_to_idle(self, watch: Callable[[], None]) -> None:
-        """Do all that can be done now: what waits for others is looked at once more and left to them, what
-        fails is tried as often as the pauses say. `watch` is called again and again meanwhile; what it
-        raises ends this, once the worker is done; an interrupt at once: storage may hang."""
+        """Do all work that can be done now: poll once for other nodes, retry failures as often as the pauses
+        allow. Calls `watch` repeatedly; an exception of it ends this once the worker is done, an interrupt at
+        once, since storage may hang."""
+        polls = {job: job.polls for job in self._jobs}
         try:
             while True:
                 self.worker.collect()
                 now = time.monotonic()
-                if ready := self._ready(now):
+                # Polled once: on a slow store the first step is due again before the last one was polled.
+                if ready := [job for job in self._ready(now) if job.polls == polls.setdefault(job, 0)]:
                     if not self.worker.busy:
                         self._submit(min(ready, key=StepJob.order))
                 elif not (self.worker.busy or any(job.is_tried_after(now) for job in self._jobs)):
@@ -199,42 +221,58 @@ class Queue:
             raise
 
     def try_again(self) -> None:
-        """Something was mended: what failed so far, and fails in the try under way, says nothing now."""
-        self._begun_before = self.writing is not None
-        for job in self._look():
+        """Retry all failures now, after a repair; ignore a failure of the try in progress."""
+        self._ignores_failure = self.writing is not None
+        for job in self._refresh():
             if job is not self.writing and not job.given_up:
-                job.tries, job.retry_at = 0, 0.0
+                job.retry.succeeded()
 
-    def hurry(self) -> None:
-        """Somebody waits: what failed is tried again soon, however often it has failed."""
-        for job in self._look():
+    def expedite(self) -> None:
+        """Retry failures soon: a trainer waits."""
+        for job in self._refresh():
             if not job.given_up:
-                job.retry_at = min(job.retry_at, job.tried_at + _AWAITED_RETRY_S)
+                job.retry.expedite(_AWAITED_RETRY_S)
 
-    # What is known
+    # ---- state
 
     @property
     def progress_bytes(self) -> int:
         return self._writer.progress_bytes
 
     def waiting(self, *, for_others: bool = False) -> list[int]:
-        """The steps that were asked for and are not done; or of these those that wait for other nodes."""
-        jobs = [job for job in self._look() if not job.is_over]
+        """The requested steps that are not done; `for_others`: those that wait for other nodes."""
+        jobs = [job for job in self._refresh() if not job.is_over]
         return [job.step for job in jobs if not for_others or job.state is JobState.PART_WRITTEN]
 
-    def given_up(self) -> set[_Key]:
-        """Slots and generations that nobody tries again."""
+    def unsaved(self) -> list[CommitName]:
+        """The requested snapshots of all ranks that are not committed."""
+        return [job.name for job in self._refresh() if not job.is_over]
+
+    def given_up(self) -> set[SlotKey]:
+        """The slots of jobs that are never retried."""
         return {key for job in self._jobs if job.given_up for key in job.keys}
 
-    def committed(self, attempt: AttemptName | None) -> list[int]:
-        """Steps in slots that are committed. They know of commits of an earlier keeper, too."""
-        found = [each for each in self._regions.sealed() if each.is_persisted]
-        return [each.step for each in found if attempt in (None, each.attempt)]
+    def committed(self) -> list[tuple[SnapshotId, int]]:
+        """The committed snapshots in slots, also of commits by an earlier keeper, each with its step."""
+        return [(each.id, each.step) for each in self._regions.snapshots() if each.is_persisted]
+
+    def cached(self) -> list[CommitName]:
+        """The snapshots that all ranks of their node have in the cache, oldest first."""
+        ranks: dict[SnapshotId, set[int]] = {}
+        steps: dict[SnapshotId, int] = {}
+        for held in self._regions.cached():
+            if (sealed := held.sealed()) is not None and held.path:
+                ranks.setdefault(sealed.id, set()).add(sealed.slot.rank)
+                steps[sealed.id] = sealed.step
+        some = {each.attempt: min(ranks[each]) for each in ranks}
+        nodes = {attempt: {*self._node(attempt, rank).ranks} for attempt, rank in some.items()}
+        whole = [each for each in ranks if ranks[each] >= nodes[each.attempt]]
+        return [CommitName(steps[each], each.attempt, each.boundary) for each in sorted(whole)]
 
     def is_pending(self, attempt: AttemptName | None = None) -> bool:
-        """Whether something of an attempt (of any) is still to be persisted from this node's memory. What
-        waits for other nodes is at rest here, and what waits for a rank that is dead will not come."""
-        jobs = [job for job in self._look() if attempt in (None, job.attempt)]
+        """Whether a snapshot (of an attempt) is still to be written by this keeper: not one that waits for
+        other nodes, or for a rank that is dead."""
+        jobs = [job for job in self._refresh() if attempt in (None, job.attempt)]
         return any(self._is_to_come(job) for job in jobs)
 
     def is_saved(self, rank: int) -> bool:
@@ -243,71 +281,75 @@ class Queue:
         return newest is not None and newest.is_persisted
 
     def is_settled(self, rank: int) -> bool:
-        """Whether it is, or its last try has failed, or its part is at rest, or there is none."""
+        """Whether the newest snapshot of a rank is committed, cached or failed, or its part is written, or
+        the rank has no snapshot."""
         newest = self._newest(rank)
         if newest is None or newest.is_persisted or newest.slot.failed[0] == newest.generation:
             return True
+        if newest.slot.is_cached:
+            return True
         job = self._job(newest.key)
-        return job is not None and (job.given_up or job.part_of is not None)
+        return job is not None and (job.given_up or job.has_part)
 
     def is_needed(self, held: HeldRegion, sealed: Sealed) -> bool:
-        """Whether a snapshot must stay in its rank's slots, or is still to be persisted."""
+        """Whether a snapshot must stay in its slot, or is still to be persisted from there."""
         if must_stay(sealed, self._regions.sealed(held.slot.rank)):
             return True
-        return held.slot.wants_persist(sealed.generation) and not self._is_given_up(sealed.key)
-
-    def in_hand(self) -> set[int]:
-        """The steps that this process may still commit."""
-        return {each.step for each in self._regions.sealed()} | {job.step for job in self._look()}
+        if self._regions.in_cache(sealed) is not None:
+            return False
+        return held.slot.wants_home(sealed.generation) and not self._is_given_up(sealed.key)
 
     def _newest(self, rank: int) -> Sealed | None:
-        return max(self._regions.sealed(rank), key=lambda each: each.age, default=None)
+        return max(self._regions.snapshots(rank), key=lambda each: each.age, default=None)
 
     def _complete(self, rank: int) -> list[list[Sealed]]:
-        """The steps that all ranks of a rank's node hold, newest first."""
-        steps, here = [], sorted(self._regions.sealed(), key=lambda each: each.age)
-        for mine in reversed([each for each in here if each.slot.rank == rank]):
-            ranks = self._node(mine.attempt, rank).ranks
-            same = [each for each in here if each.content == mine.content]
-            rows = {each.slot.rank: each for each in same if each.slot.rank in ranks} | {rank: mine}
+        """The snapshots that all ranks of a rank's node hold, newest first."""
+        steps, here = [], sorted(self._regions.snapshots(), key=lambda each: each.age)
+        for own in reversed([each for each in here if each.slot.rank == rank]):
+            ranks = self._node(own.attempt, rank).ranks
+            same = [each for each in here if each.id == own.id]
+            rows = {each.slot.rank: each for each in same if each.slot.rank in ranks} | {rank: own}
             if len(rows) == len(ranks):
                 steps.append(list(rows.values()))
         return steps
 
-    def _is_given_up(self, key: _Key) -> bool:
+    def _is_given_up(self, key: SlotKey) -> bool:
         job = self._job(key)
         return job is not None and job.given_up
 
     def _node(self, attempt: AttemptName, rank: int) -> NodeRanks:
-        said = (known for (of, _), known in self._known.items() if of == attempt and rank in known.ranks)
-        if (known := next(said, None)) is not None:
-            return known
-        # Nobody has said it: those that have something of the attempt here, and who lives and may yet say it.
-        # A part without one of them would stand in the way of the whole one.
-        ranks = {each.slot.rank for each in self._regions.sealed() if each.attempt == attempt}
+        known = (each for (of, _), each in self._known.items() if of == attempt and rank in each.ranks)
+        if (found := next(known, None)) is not None:
+            return found
+        # No trainer has reported it: the ranks with a snapshot of the attempt here, and the living ones that
+        # may still report it. A part without one of them would be in the way of the whole one.
+        ranks = {each.slot.rank for each in self._regions.snapshots() if each.attempt == attempt}
         ranks |= {rank, *self._living_of(attempt)}
         return NodeRanks(ranks=tuple(sorted(ranks)), world=self._world_of(attempt))
 
     def _living_of(self, attempt: AttemptName) -> set[int]:
-        """The ranks on this node that live and are, or may be, of an attempt."""
-        heard = {of for said, of in self._living if said in (None, attempt)}
-        elsewhere = {of for said, of in self._living if said not in (None, attempt)}
-        return heard | (self._regions.living_ranks() - elsewhere)
+        """The living ranks on this node that are, or may be, of an attempt."""
+        known = {rank for of, rank in self._living if of in (None, attempt)}
+        elsewhere = {rank for of, rank in self._living if of not in (None, attempt)}
+        return known | (self._regions.living_ranks() - elsewhere)
 
-    # The jobs
+    # ---- jobs
 
-    def _job(self, key: _Key) -> StepJob | None:
+    def _job(self, key: SlotKey) -> StepJob | None:
         return next((job for job in self._jobs if key in job.keys), None)
 
-    def _look(self) -> list[StepJob]:
-        """All jobs: those of snapshots that were asked for, as the slots stand now, and of parts at rest."""
-        wanted: set[_Key] = set()
-        for held in self._regions.slots():
+    def _refresh(self) -> list[StepJob]:
+        """All jobs, brought up to date with the words of the slots."""
+        wanted: set[SlotKey] = set()
+        known = {key for job in self._jobs for key in job.keys}
+        for held in [*self._regions.cached(), *self._regions.slots()]:
             word = held.word()
-            if word is None or not held.slot.wants_persist(word.generation):
+            if word is None or not held.slot.wants_home(word.generation):
                 continue
             key = held.slot.name, word.generation
-            if self._job(key) is None:
+            if not held.slot.is_cached and self._is_cached(held):
+                continue  # it is persisted from there
+            if key not in known:
                 if (sealed := held.sealed()) is not None:
                     self._join(sealed)
                 elif word.state is SlotState.SEALED:
@@ -318,32 +360,40 @@ class Queue:
         for job in self._jobs:
             if not job.keys <= wanted and job is not self.writing:
                 self._left(job, wanted)
+        here: dict[SnapshotId, dict[int, Sealed]] = {}
+        for each in self._regions.snapshots():
+            here.setdefault(each.id, {})[each.slot.rank] = each
         for job in self._jobs:
-            self._gather(job)
+            self._gather(job, here.get(job.id, {}))
+        members = [each for job in self._jobs for each in job.members()]
+        self._regions.close_dropped({slot for each in members for slot in (each.slot, *each.regions)})
         return self._jobs
 
     def _join(self, sealed: Sealed) -> None:
         """Put a snapshot into the job of its step."""
         rank, jobs = sealed.slot.rank, [job for job in self._jobs if job.state is JobState.GATHERING]
-        same = [job for job in jobs if job.content == sealed.content and rank in job.missing]
+        same = [job for job in jobs if job.id == sealed.id and rank in job.missing]
         if not same:
-            attempt, step, boundary = sealed.content
-            node = self._node(attempt, rank)
-            same = [StepJob(attempt=attempt, step=step, boundary=boundary, node=node)]
+            node, retry = self._node(sealed.attempt, rank), Retry(self._pauses)
+            same = [StepJob(id=sealed.id, step=sealed.step, node=node, retry=retry)]
             self._jobs.append(same[0])
         same[0].snapshots[rank] = self._snapshot(sealed)
         same[0].is_urgent = same[0].is_urgent or sealed.key in self._urgent
 
     def _snapshot(self, sealed: Sealed) -> SealedSnapshot:
         index, region = self._regions.own_index(sealed.slot), self._regions.constants_named_by(sealed)
-        return SealedSnapshot(sealed.slot, sealed.generation, index, () if region is None else (region,))
+        regions = () if region is None else (region,)
+        is_whole = bool(regions) or not sealed.record.constants_nonce
+        return SealedSnapshot(
+            sealed.slot, sealed.generation, index, regions, capture=sealed.capture, is_whole=is_whole
+        )
 
-    def _left(self, job: StepJob, wanted: set[_Key]) -> None:
-        """A snapshot of a job is not there any more, or not wanted. What is at rest of it is."""
-        if job.part_of is None or job.is_over:
+    def _left(self, job: StepJob, wanted: set[SlotKey]) -> None:
+        """Remove snapshots from a job that are gone or not wanted any more. A written part stays."""
+        if not job.has_part or job.is_over:
             self._drop(job)
             return
-        # Its slot may be unmapped from here on.
+        # Their slots may be unmapped from now on.
         here = [each for each in job.members() if (each.slot.name, each.generation) in wanted]
         job.snapshots = {each.rank: each for each in here}
 
@@ -351,16 +401,20 @@ class Queue:
         job.release()
         self._jobs = [each for each in self._jobs if each is not job]
 
-    def _gather(self, job: StepJob) -> None:
-        """Pin what is sealed of a step that several ranks have, until all have it or one never will."""
-        if job.state is not JobState.GATHERING or len(job.node.ranks) < 2:
+    def _gather(self, job: StepJob, held: Mapping[int, Sealed]) -> None:
+        """Pin the sealed snapshots of a step of several ranks until all have it or one never will. `held`:
+        its snapshots that existed before this call, requested or not."""
+        if job.state is not JobState.GATHERING or len(job.node.ranks) < 2 or job is self._copied_job:
             return
-        held = self._held(job)
         absent = job.missing - held.keys()
-        if any(held[rank].is_persisted for rank in job.missing - absent):
-            job.lacks = "another rank of this node was told that it is committed, and it is not there"
-        elif (why := self._why_never(job, absent)) and self._held(job).keys() == held.keys():
-            # Looked at twice: who has sealed it, and more, since the first look is neither late nor lost.
+        steps = {rank: each.step for rank, each in held.items()}
+        if len({*steps.values()}) > 1:
+            job.lacks = unlike_steps(steps)
+        elif any(held[rank].is_persisted for rank in job.missing - absent):
+            job.lacks = "another rank of this node has seen it committed, and it is not there"
+        elif (why := self._why_never(job, absent)) and self._held_ranks(job) == held.keys():
+            # Read twice: a rank that has sealed it, and a later one, since the first reading has not missed
+            # it.
             job.lacks = why
         elif self._may_come(job):
             for each in job.members():
@@ -368,51 +422,39 @@ class Queue:
         else:
             job.release()
 
-    def _held(self, job: StepJob) -> dict[int, Sealed]:
-        """By rank, what this node has sealed of a job's content, asked for or not."""
-        return {each.slot.rank: each for each in self._regions.sealed() if each.content == job.content}
+    def _held_ranks(self, job: StepJob) -> set[int]:
+        """The ranks on this node that hold a sealed snapshot of a job, requested or not."""
+        return {each.slot.rank for each in self._regions.snapshots() if each.id == job.id}
 
     def _why_never(self, job: StepJob, absent: Collection[int]) -> str:
-        """Why these ranks, which did not hold it before this was asked, never will; empty where they may."""
-        if unlike := self._counted_otherwise(job, absent):
-            return unlike_steps({rank: job.step for rank in job.snapshots} | unlike)
+        """Why these ranks, which do not hold a snapshot, never will; empty if they may."""
         if passed := {rank for rank in absent if self._has_passed(job, rank)}:
             return f"{ranks_named(passed)} of this node passed its boundary without a snapshot of it"
         if absent and (lost := set(absent) - self._living_of(job.attempt)):
             return f"{ranks_named(lost)} of this node ended before a snapshot of it was sealed"
         return ""
 
-    def _void(self, job: StepJob, why: str) -> None:
-        """What this node has of it will never be whole, and is in nobody's way."""
-        self._give_up(job, str(job.attempt), "void", why)
-        self._told(job, StepOutcome(JobState.VOID, Void.SUPERSEDED, str(job.attempt), message=why))
-
-    def _counted_otherwise(self, job: StepJob, ranks: Collection[int]) -> dict[int, int]:
-        """Those of these ranks that have sealed the same boundary as another step, with that step. One that
-        has sealed it as this step since it was looked for is none of them."""
-        same = [e for e in self._regions.sealed() if (e.attempt, e.boundary) == (job.attempt, job.boundary)]
-        unlike = [each for each in same if each.step != job.step]
-        return {each.slot.rank: each.step for each in unlike if each.slot.rank in ranks}
-
     def _has_passed(self, job: StepJob, rank: int) -> bool:
-        """Whether a rank that does not hold it has sealed a later boundary: it never will."""
-        held = [each.boundary for each in self._regions.sealed(rank) if each.attempt == job.attempt]
+        """Whether a rank has sealed a later boundary."""
+        held = [each.boundary for each in self._regions.snapshots(rank) if each.attempt == job.attempt]
         return any(boundary > job.boundary for boundary in held)
 
-    def _give_up(self, job: StepJob, attempt: str | None, what: str, why: str) -> None:
+    def _give_up(self, job: StepJob, outcome: StepOutcome, what: str) -> None:
+        """Never try a job again, and report it."""
         job.release()
-        job.state, job.given_up = JobState.VOID, True
-        for each in job.members():
-            each.slot.set_failed(each.generation, errno.ESTALE)
-        # Said also where a try before it failed: this is the last word on the snapshot.
-        log.warning("step %d is not persisted: %s", job.step, why)
-        self._note(job, Event.ERROR, attempt, what=what, message=why)
+        job.state, job.given_up = JobState.INCOMPLETE, True
+        self._mark(job, lambda slot, generation: slot.set_failed(generation, errno.ESTALE))
+        self._given_up.append(job)
+        # Also after failed tries: this is the last report on the snapshot.
+        log.warning("step %d is not persisted: %s", job.step, outcome.message)
+        self._note(job, Event.ERROR, outcome.attempt or None, what=what, message=outcome.message)
+        self._notify(job, outcome)
 
     def _is_to_come(self, job: StepJob) -> bool:
         if job.is_over or job.lacks or job.state is JobState.PART_WRITTEN:
             return False
         if job.is_gathered or job.state is JobState.WRITING:
-            return job.retry_at < math.inf
+            return job.retry.has_next
         return self._may_come(job)
 
     def _may_come(self, job: StepJob) -> bool:
@@ -420,42 +462,148 @@ class Queue:
         return all((job.attempt, rank) in self._living for rank in job.missing)
 
     def _ready(self, now: float) -> list[StepJob]:
-        jobs = [job for job in self._look() if job is not self.writing and not job.is_over]
-        due = [job for job in jobs if job.is_gathered and now >= job.retry_at]
+        jobs = [job for job in self._refresh() if job is not self.writing and not job.is_over]
+        due = [
+            job
+            for job in jobs
+            if job.is_gathered and job.retry.is_due(now) and not self._is_to_be_cached(job)
+        ]
         return [job for job in due if all(each.is_free() for each in job.members())]
 
-    # Doing it
+    # ---- the cache
+
+    def _is_cached(self, held: HeldRegion) -> bool:
+        """Whether the cache has a requested snapshot; then passes the request on to the cached slot."""
+        sealed = held.sealed()
+        cached = None if sealed is None else self._regions.in_cache(sealed)
+        if cached is None:
+            return False
+        if (word := cached.word()) is not None and cached.slot.asked != word.generation:
+            cached.slot.request_persist(word.generation)
+        return True
+
+    def _uncached(self, job: StepJob) -> list[SealedSnapshot]:
+        """The snapshots that are copied into the cache before this job is written."""
+        if job.is_over or job.has_part or job.lacks or job in (self.writing, self._copied_job):
+            return []
+        return [each for each in job.members() if each.is_whole and not each.slot.is_cached]
+
+    def _is_to_be_cached(self, job: StepJob) -> bool:
+        if self._cache is None or not self._cache.is_usable:
+            return False
+        return job is self._copied_job or bool(self._uncached(job))
+
+    def _fill_cache(self, cache: SlotCache) -> None:
+        """Copy the next requested snapshot into the cache."""
+        for job in self._given_up:
+            self._remove_cached(cache, job)
+        self._given_up = []
+        if not cache.is_usable and cache.path:
+            # Release the slots, which are to be overwritten: the disk may hang for ever.
+            if self._copied is not None and self._copied_job is None:
+                self._copied.release()
+            for each in self._for_cache_alone():
+                each.slot.set_failed(each.generation, errno.ENOSPC)
+        if not cache.is_free or self._copied is not None:
+            return
+        for job in sorted(self._refresh(), key=StepJob.order):
+            member = next((each for each in self._uncached(job) if each.take()), None)
+            if member is not None:
+                self._copy(cache, job, member)
+                return
+        for each in sorted(self._for_cache_alone(), key=lambda each: each.age, reverse=True):
+            member = self._snapshot(each)
+            if member.take():
+                self._copy(cache, None, member)
+                return
+
+    def _for_cache_alone(self) -> list[Sealed]:
+        """The snapshots in memory that were requested for the cache and not for the home."""
+        found = []
+        for each in self._regions.sealed():
+            slot, generation = each.slot, each.generation
+            is_requested = slot.wants_persist(generation) and not slot.wants_home(generation)
+            if is_requested and slot.failed[0] != generation and self._regions.in_cache(each) is None:
+                found.append(each)
+        return found
+
+    def _copy(self, cache: SlotCache, job: StepJob | None, member: SealedSnapshot) -> None:
+        self._copied_job, self._copied = job, member
+        sealed = member.slot.sealed_or_none()
+        # Regions of when the job was made may be gone.
+        member.regions = () if sealed is None else self._snapshot(sealed).regions
+
+        def done(held: HeldRegion | None) -> None:
+            self._copied_job, self._copied = None, None
+            sealed = None if held is None else held.sealed()
+            is_written = job is not None and job is self.writing
+            is_member = job is not None and job.snapshots.get(member.rank) is member
+            if job is not None and sealed is not None and is_member and not is_written:
+                job.snapshots[member.rank] = self._snapshot(sealed)
+            if not is_written:
+                # After the cached word: a trainer that sees the slot sealed must see that word, too.
+                member.release()
+
+        crashpoints.point("cache.pinned")
+        cache.copy(member, done)
+
+    def _remove_cached(self, cache: SlotCache, job: StepJob) -> None:
+        """Remove the cached slots of a job that was given up, or only waits for other nodes. The job keeps
+        the slots in memory with the same snapshots, so that they are not tried again."""
+        for member in [each for each in job.members() if each.slot.is_cached]:
+            twins = self._twins(member)
+            cache.remove(member.slot.name)
+            del job.snapshots[member.rank]
+            if twins:
+                job.snapshots[member.rank] = self._snapshot(twins[0])
+
+    def _twins(self, member: SealedSnapshot) -> list[Sealed]:
+        """The other slots of this node with the same snapshot: in memory, or its cached copy."""
+        held = [*self._regions.slots(), *self._regions.cached()]
+        found = [each.sealed() for each in held if each.slot is not member.slot]
+        return [each for each in found if each is not None and each.capture == member.capture]
+
+    def _mark(self, job: StepJob, mark: Callable[[Slot, int], None]) -> None:
+        """Write a word for each snapshot of a job, in memory, for its trainer, and in the cache."""
+        for member in job.members():
+            mark(member.slot, member.generation)
+            for each in self._twins(member):
+                mark(each.slot, each.generation)
+
+    # ---- running jobs
 
     def _submit(self, job: StepJob) -> None:
-        for each in [each for each in self._regions.sealed() if each.key in job.keys]:
+        for each in [each for each in self._regions.snapshots() if each.key in job.keys]:
             # A region may have been handed over since.
             job.snapshots[each.slot.rank].regions = self._snapshot(each).regions
-        job.has_others = any(self._regions.other_keepers().values())
-        # One that has not said its attempt yet may wait for the step, too: the keeper before this one died.
-        job.has_trainers = any(said in (None, job.attempt) for said, _ in self._living)
+        # A trainer without a known attempt may wait for the step, too: the previous keeper died.
+        job.has_trainers = any(attempt in (None, job.attempt) for attempt, _ in self._living)
         job.state, self.writing = JobState.WRITING, job
 
         def done(outcome: StepOutcome | BaseException) -> None:
             self.writing = None
-            begun_before, self._begun_before = self._begun_before, False
+            ignores_failure, self._ignores_failure = self._ignores_failure, False
             if isinstance(outcome, BaseException):
                 log.error("persisting step %d failed", job.step, exc_info=outcome)
                 job.release()
                 message = f"{type(outcome).__name__}: {outcome}"
                 outcome = StepOutcome(JobState.FAILED, attempt=str(job.attempt), message=message)
-            job.state, job.outcome, job.tried_at = outcome.state, outcome, time.monotonic()
-            if not (begun_before and outcome.state is JobState.FAILED):
+            job.state, job.outcome = outcome.state, outcome
+            if not (ignores_failure and outcome.state is JobState.FAILED):
                 self._follow(job, outcome)
-            self._regions.given_back()
+            self._regions.given_back(by=_WRITER)
 
-        self._regions.lend([region for each in job.members() for region in (each.slot, *each.regions)])
+        self._regions.lend(
+            [region for each in job.members() for region in (each.slot, *each.regions)], _WRITER
+        )
         self.worker.submit(partial(self._writer.persist, job), done)
 
     def _audit_newest(self) -> None:
-        self._audit_at = time.monotonic() + _LOOK_PAUSE_S
+        self._audit_at = time.monotonic() + _SCAN_PAUSE_S
         for rank in {held.slot.rank for held in self._regions.slots()}:
             newest = self._newest(rank)
-            if newest is None or newest.word.state is not SlotState.SEALED:
+            # Cached slots are audited when they are used.
+            if newest is None or newest.word.state is not SlotState.SEALED or newest.slot.is_cached:
                 continue
             if newest.generation not in (self._audited.get(newest.slot.name), newest.slot.persisted):
                 self._audit(newest)
@@ -466,22 +614,22 @@ class Queue:
 
         def done(found: StepOutcome | bool | BaseException) -> None:
             pause = (time.monotonic() - began) / _AUDIT_SHARE
-            self._audit_at = time.monotonic() + max(pause, _LEAST_AUDIT_PAUSE_S)
+            self._audit_at = time.monotonic() + max(pause, _MIN_AUDIT_PAUSE_S)
             if isinstance(found, BaseException):
                 log.error("an audit failed", exc_info=found)
             elif isinstance(found, StepOutcome):
-                self._torn(self._job(sealed.key) or alone(sealed, 0), found)
+                self._torn(self._job(sealed.key) or job_of_one(sealed), found)
             elif found:
                 self.sound += 1
                 self._audited[sealed.slot.name] = sealed.generation
-            self._regions.given_back()
+            self._regions.given_back(by=_WRITER)
 
-        self._is_hurried.clear()
-        self._regions.lend([sealed.slot, *snapshot.regions])
-        self.worker.submit(partial(audit, snapshot, self._is_hurried.is_set), done)
+        self._stops_audit.clear()
+        self._regions.lend([sealed.slot, *snapshot.regions], _WRITER)
+        self.worker.submit(partial(audit, snapshot, self._stops_audit.is_set), done)
 
     def _discard_damaged(self, rank: int) -> None:
-        """A record that does not match its checksum names no snapshot that anybody could use."""
+        """Free the slots of a rank whose record does not match its checksum."""
         for held in self._regions.of_rank(rank):
             word = held.word()
             if word is None or word.state is not SlotState.SEALED:
@@ -489,116 +637,144 @@ class Queue:
             try:
                 held.slot.sealed()
             except DamagedError as error:
-                job = StepJob(attempt=_NOBODY, step=-1, boundary=0, node=NodeRanks(ranks=(rank,)))
+                job = StepJob(id=UNKNOWN, step=-1, node=NodeRanks(ranks=(rank,)))
                 job.snapshots[rank] = SealedSnapshot(held.slot, word.generation, 0)
                 self._torn(job, discard(held.slot, word, Torn(str(error))))
 
-    # What follows
+    # ---- outcomes
 
     def _follow(self, job: StepJob, outcome: StepOutcome) -> None:
-        match outcome.state, outcome.void:
+        match outcome.state, outcome.incomplete:
             case JobState.COMMITTED, _:
                 self._committed(job, outcome)
             case JobState.PART_WRITTEN, _:
                 self._waits(job, outcome)
             case JobState.FAILED, _:
                 self._failed(job, outcome)
-            case _, Void.GONE if job.part_of is not None:
+            case _, Incomplete.GONE if job.has_part:
                 job.state = JobState.PART_WRITTEN
-            case _, Void.SUPERSEDED | Void.DIVERGED if job.stored is None:
+            case _, Incomplete.SUPERSEDED | Incomplete.DIVERGED if job.stored is None:
                 self._superseded(job, outcome)
-            case _, Void.TORN if job.stored is None:
+            case _, Incomplete.TORN if job.stored is None:
                 self._torn(job, outcome)
             case _:
                 self._drop(job)
-                self._told(job, outcome)
+                self._notify(job, outcome)
 
     def _waits(self, job: StepJob, outcome: StepOutcome) -> None:
-        job.looks += 1
-        job.retry_at = job.tried_at + look_again_s(job.looks)
-        job.rests_since = job.rests_since or job.tried_at
-        for each in job.members() if job.tried_at - job.rests_since > _OTHERS_S else ():
-            each.slot.set_failed(each.generation, errno.ETIMEDOUT)
+        """Only parts of other nodes are missing."""
+        now = time.monotonic()
+        job.polls += 1
+        job.retry.wait(now, poll_pause_s(job.polls))
+        job.rests_since = job.rests_since or now
+        if now - job.rests_since > _OTHER_NODES_TIMEOUT_S:
+            self._mark(job, lambda slot, generation: slot.set_failed(generation, errno.ETIMEDOUT))
         self._note_written(job, outcome)
         if job.stored is not None:
             self._drop(job)
-        self._told(job, outcome)
+        self._notify(job, outcome)
 
     def _committed(self, job: StepJob, outcome: StepOutcome) -> None:
+        self._mark(job, Slot.set_persisted)
+        for rank in job.snapshots:
+            self._regions.committed(rank, (job.attempt.number, job.boundary))
         self._drop(job)
-        # Who writes the last part of a step commits it: nothing is lost by waiting no longer for older ones.
-        self._jobs = [
-            each
-            for each in self._jobs
-            if each.snapshots or each.stored or each.attempt != job.attempt or each.step > job.step
-        ]
+        if self._cache is not None:
+            # Older parts that wait for other nodes: no start takes a step older than this one.
+            for each in [each for each in self._jobs if each.has_part and each.id < job.id]:
+                self._remove_cached(self._cache, each)
+        # The keeper that writes the last part of an older step commits it without this keeper.
+        self._jobs = [each for each in self._jobs if each.snapshots or each.stored or each.id > job.id]
         self._note_written(job, outcome)
         self._note(job, Event.COMMIT, outcome.attempt)
-        # It may have written the constants that another snapshot shares.
-        self._take_back()
-        self._told(job, outcome)
+        self._retry_missing_regions()  # this step may have written the constants of another
+        self._notify(job, outcome)
+        if self._cache is not None:
+            self._cache.committed(each.slot.name for each in job.members() if each.slot.is_cached)
 
-    def _take_back(self) -> None:
-        """Try what was given up for want of a region once more."""
+    def _retry_missing_regions(self) -> None:
+        """Retry jobs that were given up because a region was missing."""
         for job in self._jobs:
             if job.given_up and job.outcome is not None and job.outcome.lacks_region:
-                job.given_up, job.retry_at = False, 0.0
+                job.given_up, job.retry.due_at = False, 0.0
 
     def _torn(self, job: StepJob, outcome: StepOutcome) -> None:
-        ranks = list(job.snapshots)
-        if outcome.void is Void.TORN:
+        if self._drop_bad_copy(job, outcome):
+            return
+        ranks, is_torn = list(job.snapshots), outcome.incomplete is Incomplete.TORN
+        if is_torn:
             names = [name for _, name in outcome.leaves]
             log.warning("step %d in %s was discarded: %s", job.step, outcome.slot, outcome.message)
-            told = {"slot": outcome.slot, "leaves": names[:MOST_NAMED], "count": len(names)}
-            self._note(job, Event.TORN, outcome.attempt or None, message=outcome.message, **told)
-            self._told(job, outcome)
+            about = {"slot": outcome.slot, "leaves": names[:MOST_NAMED], "count": len(names)}
+            self._note(job, Event.TORN, outcome.attempt or None, message=outcome.message, **about)
+            self._notify(job, outcome)
         job.snapshots = {each.rank: each for each in job.members() if each.slot.name != outcome.slot}
-        if job.snapshots and outcome.void is Void.TORN:
-            # What the other ranks have of it will never be whole, and is in nobody's way.
-            self._void(job, f"what {ranks_named([rank_of(outcome.slot)])} has of it is torn")
+        if job.snapshots and is_torn:
+            # The snapshots of the other ranks will never make a whole step.
+            why = f"the snapshot of {ranks_named([rank_of(outcome.slot)])} is torn"
+            attempt = str(job.attempt)
+            rest = StepOutcome(JobState.INCOMPLETE, Incomplete.SUPERSEDED, attempt, message=why)
+            self._give_up(job, rest, "void")
         else:
             self._drop(job)
         self._rescue_dead(ranks)
 
+    def _drop_bad_copy(self, job: StepJob, outcome: StepOutcome) -> bool:
+        """Pass the cache by if a cached copy is damaged or cannot be read. Returns whether the snapshot is
+        persisted from memory instead. An unreadable last copy stays."""
+        copy = self._regions.cached_named(outcome.slot)
+        if copy is None:
+            return False
+        rank, is_damaged = copy.slot.rank, outcome.state is not JobState.FAILED
+        has_twin = bool(self._twins(job.snapshots[rank]))
+        if is_damaged or has_twin:
+            self._regions.drop_cached(copy)
+        if self._cache is not None:
+            self._cache.bad_copy(copy, job.step, outcome.message, is_damaged=is_damaged)
+        if has_twin:
+            del job.snapshots[rank]
+            job.state, job.retry.due_at = JobState.GATHERING, 0.0
+            if not job.snapshots:
+                self._drop(job)
+        return has_twin
+
     def _failed(self, job: StepJob, outcome: StepOutcome) -> None:
-        job.tries += 1
-        pause = self._pauses(job.tries)
-        job.retry_at = math.inf if pause is None else job.tried_at + pause
-        if outcome.lacks_region and not self._is_living(job):
-            # Nobody is left who could hand it over. The snapshot stays, and keeps no keeper for ever.
+        if self._drop_bad_copy(job, outcome):
+            return
+        job.retry.failed(time.monotonic())
+        is_living = any(rank in job.snapshots for _, rank in self._living)
+        if outcome.lacks_region and not is_living:
+            # No trainer is left that could hand it over. The snapshot stays, but no keeper waits for it.
             job.given_up = True
-        for each in job.members():
-            each.slot.set_failed(each.generation, outcome.errno or errno.EIO)
-        if job.tries == 1:
+        self._mark(job, lambda slot, generation: slot.set_failed(generation, outcome.errno or errno.EIO))
+        if (copy := self._regions.cached_named(outcome.slot)) is not None:
+            copy.slot.set_failed(0, 0)  # the disk failed, and not the home: the snapshot stays in the cache
+        if job.retry.tries == 1:
             log.error("step %d is not persisted: %s", job.step, outcome.message)
-            why = {"errno": outcome.errno, "message": outcome.message}
-            self._note(job, Event.ERROR, outcome.attempt or None, what="persist", **why)
-        self._told(job, outcome)
-        if not job.snapshots and pause is None:
+            about = {"errno": outcome.errno, "message": outcome.message}
+            self._note(job, Event.ERROR, outcome.attempt or None, what="persist", **about)
+        self._notify(job, outcome)
+        if not job.snapshots and not job.retry.has_next:
             self._drop(job)
         if job.given_up:
-            # An older one may hold its constants itself, and be newer than all that is committed.
+            # An older one may hold its constants itself, and be newer than all commits.
             for rank in job.snapshots:
                 self.rescue(rank)
 
     def _superseded(self, job: StepJob, outcome: StepOutcome) -> None:
-        assert outcome.void is not None
-        self._give_up(job, outcome.attempt or None, outcome.void.value, outcome.message)
-        self._told(job, outcome)
+        assert outcome.incomplete is not None
+        self._give_up(job, outcome, outcome.incomplete.value)
         if not job.snapshots:
             self._drop(job)
-        # An older one may be what the newer attempt has started from, and count as its.
+        # The newer attempt may have resumed from an older one.
         self._rescue_dead(job.snapshots.keys())
 
     def _rescue_dead(self, ranks: Collection[int]) -> None:
         for rank in set(ranks) - {rank for _, rank in self._living}:
             self.rescue(rank)
 
-    def _is_living(self, job: StepJob) -> bool:
-        return any(rank in job.snapshots for _, rank in self._living)
-
     def _note_written(self, job: StepJob, outcome: StepOutcome) -> None:
-        """Once a step: that the parts of other nodes are waited for is no writing."""
+        """Note in the ledger, once a step, that this node's part was written."""
         if job.is_noted or not outcome.num_bytes:
             return
         job.is_noted = True
@@ -608,12 +784,9 @@ class Queue:
 
     def _note(self, job: StepJob, event: Event, attempt: str | None, **fields: object) -> None:
         ranks = [each.rank for each in job.members()]
-        named: dict[str, object] = {"step": job.step}
+        about: dict[str, object] = {"step": job.step, "boundary": job.boundary}
         if ranks:
-            named |= {"rank": ranks[0], "slot": job.snapshots[ranks[0]].slot.name}
+            about |= {"rank": ranks[0], "slot": job.snapshots[ranks[0]].slot.name}
         if len(ranks) > 1:
-            named |= {"ranks": ranks}
-        self._ledger.add(attempt, event, **(named | self._by | fields))
-
-
-_NOBODY = AttemptName(0, "0" * 8)
+            about |= {"ranks": ranks}
+        self._ledger.add(attempt, event, **(about | self._by | fields))

@@ -1,10 +1,8 @@
-"""What rank 0 decides for all ranks: which boundaries are captured, which of them all have, where the loop
-ends.
+"""The decisions of rank 0 for all ranks: which boundaries are captured, which of them are complete, where the
+loop ends.
 
-A function of what the nodes say and of the time that it is told: it reads no clock, no memory and no store,
-so that thousands of ranks can be played through in a test. Whatever messages are late, lost or come twice,
-what was once decided stands.
-"""
+A function of the nodes' messages and of a time that is passed in: it reads no clock, no memory and no store,
+so tests can simulate thousands of ranks. Whatever messages are late, lost or repeated, a decision stands."""
 
 from __future__ import annotations
 
@@ -18,53 +16,47 @@ from statistics import median
 from flashckpt.capture.schedule import Every, Pace
 from flashckpt.ranks.liveness import Silence
 from flashckpt.ranks.messages import (
-    MOST_COMMITTED,
     MOST_OPEN,
-    MOST_SAVES,
     NONE,
+    AnnouncedSchedule,
     Announcement,
     Answer,
-    Call,
     Gone,
     NodeMessage,
     Refused,
-    Save,
     Stop,
     StopState,
-    Terms,
 )
 
 log = logging.getLogger(__name__)
 
-# What a round trip is taken for before one was measured, and how many of the newest count: the longest does.
+# The assumed round trip before one was measured; of the newest measurements the longest counts.
 _FIRST_ROUND_TRIP_S = 2.0
 _ROUND_TRIPS_KEPT = 8
-# A snapshot's outcome is open for a round trip; what a round trip may take beyond the longest of late.
+# A snapshot is undecided for a round trip, which may take this much longer than the longest recent one.
 _MARGIN = 1.5
-# After a boundary that a rank missed snapshots come more seldom, and step by step as often as before again.
+# After a boundary that a rank missed, snapshots are less frequent, and gradually return to the former rate.
 _MORE_CAUTION, _LESS_CAUTION, _MOST_CAUTION = 1.5, 0.9, 4.0
-# One round trip that took far longer than others do (a rank was stopped) is no measure.
+# A round trip far longer than the others (a rank was stopped) is not representative.
 _OUTLIER = 4.0
-# Of the slots one holds the newest complete snapshot and one what is being persisted.
+# One slot holds the newest complete snapshot, and one the snapshot that is being persisted.
 _SLOTS_HELD = 2
 _UNKNOWN_COST_PAUSE_S = 5.0
 _RATES_KEPT = 16
-# Of a node that is so far behind the others nothing is known to be everywhere for a while, and all keep more.
-_COMMITS_KEPT = 256
 _LONGEST_LEAD = 1 << 20
 _LEAST_S = 1e-6
-# Terms are replaced where snapshots should come more seldom, or this much more often: what they follow from
-# is never twice the same.
+# A schedule is replaced if snapshots should be less frequent, or this much more frequent: its inputs always
+# vary.
 _WORTH_IT = 1.6
 _MOST_VOIDS = 10
 
 
 class Decider:
-    """`nodes` are the ranks of each node. `every`, `persist_every` and `overhead` are what the user asked
-    for.
+    """nodes: the ranks of each node. every, persist_every, overhead: the options of the user. has_cache: each
+    node has a cache.
 
-    `round` takes the newest message of each node, None where none came, and gives what is to be announced:
-    the same as before where nothing has changed."""
+    `round` takes the newest message of each node, or None, and returns the announcement: the same object as
+    before if nothing has changed."""
 
     def __init__(
         self,
@@ -72,40 +64,38 @@ class Decider:
         every: Every,
         persist_every: str | int | None,
         overhead: float,
+        *,
+        has_cache: bool = False,
     ) -> None:
         self._nodes, self._now_s = tuple(nodes), 0.0
-        self._heard: list[NodeMessage | None] = [None] * len(nodes)
-        pace = Pace(every, persist_every, overhead=overhead, clock=lambda: self._now_s)
+        self._messages: list[NodeMessage | None] = [None] * len(nodes)
+        pace = Pace(every, persist_every, overhead=overhead, has_cache=has_cache, clock=lambda: self._now_s)
         self._timing = Timing()
         self._verdicts = Verdicts(self._nodes)
         self._persists = Persists(pace, persist_every if isinstance(persist_every, int) else 0)
-        self._commits = Commits(len(nodes))
         self._scheduler = Scheduler(every, persist_every, overhead)
-        self._stops, self._saves = Stops(), Saves(self._nodes)
+        self._stops, self._saves = Stops(), Saves()
         self._silence = Silence(len(nodes), lambda: self._now_s)
         self.announced = Announcement(number=1)
 
     def round(self, messages: Sequence[NodeMessage | None], now_s: float) -> Announcement:
         self._now_s = now_s
         for index, new in enumerate(messages):
-            before = self._heard[index]
+            before = self._messages[index]
             if new is not None and (before is None or new.follows(before)):
-                self._heard[index] = new
-        # Who has not said anything has done nothing, as far as is known.
-        known = [each if each is not None else NodeMessage() for each in self._heard]
-        self._timing.saw(known, self.announced.number, now_s)
-        self._saves.look(known)
-        found = self._verdicts.look(known)
-        self._persists.look(found, known[0], self._saves)
-        self._commits.look(known)
-        self._scheduler.look(known, self._timing, found, self.announced.number)
-        self._stops.look(known, self._timing)
-        failed = max(each.failed for each in known)
-        self._announce(is_ended=known[0].is_ended, failed=failed, gone=self._gone(known))
+                self._messages[index] = new
+        # A node without a message has done nothing, as far as is known.
+        known = [each if each is not None else NodeMessage() for each in self._messages]
+        self._timing.update(known, self.announced.number, now_s)
+        found = self._saves.judge(known, self._timing, self._verdicts.judge(known), self._verdicts.decided)
+        self._persists.update(found, known[0])
+        self._scheduler.update(known, self._timing, found, self.announced.number)
+        self._stops.update(known, self._timing)
+        self._announce(is_ended=known[0].is_ended, gone=self._gone(known))
         return self.announced
 
     def _gone(self, known: Sequence[NodeMessage]) -> Gone:
-        silent = self._silence.look([each.number for each in known])
+        silent = self._silence.update([each.number for each in known])
         died = [each.gone.died for each in known if each.gone.died != NONE]
         died += [self._nodes[index][0] for index in silent if not known[index].is_ended]
         ended = (each.gone.ended for each in known if each.gone.ended != NONE)
@@ -113,34 +103,34 @@ class Decider:
 
     @property
     def all_have_ended(self) -> bool:
-        return all(each is not None and each.is_ended for each in self._heard)
+        return all(each is not None and each.is_ended for each in self._messages)
 
-    def _announce(self, *, is_ended: bool, failed: int, gone: Gone) -> None:
+    def _announce(self, *, is_ended: bool, gone: Gone) -> None:
         verdicts, persist = self._verdicts, set(self._persists.asked)
+        cached = persist & set(self._persists.cached)
         new = Announcement(
             number=self.announced.number,
             decided=verdicts.decided,
             complete=tuple(verdicts.complete),
             persist=tuple(each for each in verdicts.complete if each in persist),
-            terms=self._scheduler.terms,
+            cached=tuple(each for each in verdicts.complete if each in cached),
+            schedules=self._scheduler.schedules,
             stop=self._stops.newest,
-            refused=tuple(self._saves.refused),
+            refused=self._saves.refused,
             agreed=self._saves.agreed,
+            save_at=self._saves.save_at,
             missed=verdicts.missed,
             is_ended=is_ended,
-            committed=self._commits.everywhere,
-            failed=failed,
             gone=gone,
         )
-        # All act on each number, so that a round trip can be measured, but for one that nobody has acted on
-        # yet.
+        # A new number measures a round trip, so there is one whenever all ranks have acted on the last.
         if new != self.announced or self._timing.is_idle:
             self.announced = replace(new, number=self.announced.number + 1)
             self._timing.announced(self.announced.number, self._now_s)
 
 
 class Timing:
-    """How long a round trip takes and an iteration, in seconds, as far as messages tell."""
+    """The times of a round trip and of an iteration, in seconds, estimated from messages."""
 
     def __init__(self) -> None:
         self._sent: deque[tuple[int, float]] = deque(maxlen=64)
@@ -151,32 +141,32 @@ class Timing:
 
     @property
     def round_trip_s(self) -> float:
-        """From a snapshot's seal, or a proposal, until all ranks know what was decided of it."""
+        """The time from a snapshot's seal, or a proposal, until all ranks know the decision."""
         if not self._round_trips:
             return _FIRST_ROUND_TRIP_S
         return min(max(self._round_trips), _OUTLIER * median(self._round_trips))
 
     @property
     def iteration_s(self) -> float | None:
-        """The shortest of late."""
+        """The shortest recent iteration."""
         return min(self._iterations, default=None)
 
     @property
     def is_idle(self) -> bool:
-        """Whether all have acted on everything that was announced."""
+        """Whether all ranks have acted on every announcement."""
         return not self._sent
 
     def announced(self, number: int, now_s: float) -> None:
         self._sent.append((number, now_s))
 
-    def saw(self, known: Sequence[NodeMessage], number: int, now_s: float) -> None:
-        heard = min(each.heard for each in known)
+    def update(self, known: Sequence[NodeMessage], number: int, now_s: float) -> None:
+        heard = min(each.acknowledged for each in known)
         if heard and not self._heard:
-            self._sent.clear()  # they were said before all listened
+            self._sent.clear()  # sent before all ranks received
         self._heard = heard
         while self._sent and self._sent[0][0] <= heard:
             self._round_trips.append(now_s - self._sent.popleft()[1])
-        if self._sent:  # one that is still on its way after longer than any before is known to take that long
+        if self._sent:  # one that already takes longer than any before counts with its time so far
             waits = now_s - self._sent[0][1]
             if self._round_trips and waits > self.round_trip_s:
                 self._round_trips[-1] = waits
@@ -187,15 +177,15 @@ class Timing:
             self._seen = high, now_s
 
     def lead(self, seconds: float, least: int) -> int:
-        """So many boundaries ahead of the fastest rank nothing is passed within that time."""
+        """Return how many boundaries ahead of the fastest rank no rank reaches within that time."""
         if self.iteration_s is None:
             return least
         return least + min(math.ceil(seconds / max(self.iteration_s, _LEAST_S)), _LONGEST_LEAD)
 
 
 class Verdicts:
-    """Which boundaries all ranks have sealed, at one step. `decided`: the outcome of every one up to here is
-    known. `missed`: the newest that some have and not all, and who has not."""
+    """The boundaries that all ranks have sealed, at one step. decided: the outcome of every boundary up to
+    this one is known. missed: the newest incomplete one that a rank sealed, and a rank that did not."""
 
     def __init__(self, nodes: Sequence[tuple[int, ...]]) -> None:
         self._nodes = nodes
@@ -203,8 +193,8 @@ class Verdicts:
         self.complete: deque[int] = deque(maxlen=MOST_OPEN)
         self.missed = (0, NONE)
 
-    def look(self, known: Sequence[NodeMessage]) -> Found:
-        """What has been decided by these messages."""
+    def judge(self, known: Sequence[NodeMessage]) -> Found:
+        """Return what these messages decide."""
         before, until = self.decided, min(each.judged for each in known)
         if until <= before:
             return Found()
@@ -216,21 +206,21 @@ class Verdicts:
             for each in new
             if all(each in of for of in held) and len({of.step_of(each) for of in known}) == 1
         ]
-        void = [each for each in new if each not in complete]
+        incomplete = [each for each in new if each not in complete]
         self.decided = until
         self.complete.extend(complete)
-        if void:
-            self.missed = void[-1], self._who_missed(void[-1], known)
-        return Found(tuple(complete), tuple(void))
+        if incomplete:
+            self.missed = incomplete[-1], self._who_missed(incomplete[-1], known)
+        return Found(tuple(complete), tuple(incomplete))
 
-    def _who_missed(self, ordinal: int, known: Sequence[NodeMessage]) -> int:
+    def _who_missed(self, boundary_index: int, known: Sequence[NodeMessage]) -> int:
         for ranks, each in zip(self._nodes, known, strict=True):
-            if each.missed[0] == ordinal:
+            if each.missed[0] == boundary_index:
                 return each.missed[1]
-            if ordinal not in each.sealed:
+            if boundary_index not in each.sealed:
                 return ranks[0]
-        # All have it: some count other steps.
-        first, steps = self._nodes[0][0], [each.step_of(ordinal) for each in known]
+        # All have it, with different step numbers.
+        first, steps = self._nodes[0][0], [each.step_of(boundary_index) for each in known]
         which = next((index for index, step in enumerate(steps) if step != steps[0]), None)
         if which is None:
             return NONE
@@ -245,60 +235,50 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Found:
-    """Of the boundaries that were decided: those that all have, and those that some have and not all."""
+    """Boundaries that were decided: those that all ranks have, and those that only some have. ordered: the
+    complete ones that answer a call of save()."""
 
     complete: tuple[int, ...] = ()
-    void: tuple[int, ...] = ()
+    incomplete: tuple[int, ...] = ()
+    ordered: tuple[int, ...] = ()
 
 
 class Persists:
-    """Which complete snapshots are persisted: `asked`. One that is void was never asked for on any rank, so
-    no keeper pins or writes it."""
+    """The complete snapshots to persist: `asked`; `cached` are those of them that go only into the caches of
+    the nodes, since the home still takes another one. An incomplete one is requested on no rank, so no keeper
+    pins or writes it."""
 
     def __init__(self, pace: Pace, steps: int) -> None:
         self._pace, self._steps = pace, steps
         self.asked: deque[int] = deque(maxlen=MOST_OPEN)
-        self._awaited = self._noted = self._forgotten = 0
+        self.cached: deque[int] = deque(maxlen=MOST_OPEN)
+        self._awaited = self._noted = 0
 
-    def look(self, found: Found, own: NodeMessage, saves: Saves) -> None:
-        """own: of rank 0's node, which says what was persisted: a step is, once it is on all ranks."""
+    def update(self, found: Found, own: NodeMessage) -> None:
+        """own: of rank 0's node, whose keeper knows when a step is persisted on all ranks."""
         if self._awaited and self._awaited <= max(own.persisted, own.failed):
             self._pace.persist_ended(fulfilled=self._awaited <= own.persisted)
             self._awaited = 0
-        for ordinal in found.complete:
-            # An order that fell on a boundary which not all have stays due.
-            ordered = (ordinal + own.offset) // self._steps * self._steps if self._steps else 0
+        for boundary_index in found.complete:
+            # An order that fell on an incomplete boundary stays due.
+            ordered = (boundary_index + own.offset) // self._steps * self._steps if self._steps else 0
             if ordered > self._noted:
                 self._noted = ordered
                 self._pace.persist_due(ordered)
-            is_due = self._pace.persist_due(-1)
-            # For saves that came too fast to be told apart: the newest that all have, one after the other.
-            is_due = is_due or (saves.forgotten > self._forgotten and not self._awaited)
-            if is_due or ordinal in saves.ordered:
-                self._forgotten = saves.forgotten
-                self.asked.append(ordinal)
-                self._awaited = ordinal
-                self._pace.persist_asked()
-
-
-class Commits:
-    """Which boundaries are in the storage of every node, where each may have its own. A node that has said so
-    of one keeps it: nothing is deleted that is newer than the newest of these."""
-
-    def __init__(self, nodes: int) -> None:
-        self._of_node: list[deque[int]] = [deque(maxlen=_COMMITS_KEPT) for _ in range(nodes)]
-        self.everywhere: tuple[int, ...] = ()
-
-    def look(self, known: Sequence[NodeMessage]) -> None:
-        for mine, each in zip(self._of_node, known, strict=True):
-            mine.extend(ordinal for ordinal in each.committed if ordinal not in mine)
-        found = set.intersection(*map(set, self._of_node)).union(self.everywhere)
-        self.everywhere = tuple(sorted(found)[-MOST_COMMITTED:])
+            is_ordered = boundary_index in found.ordered
+            if self._pace.persist_due(-1) or is_ordered:
+                self.asked.append(boundary_index)
+                home = is_ordered or self._pace.persists_home
+                if home:
+                    self._awaited = boundary_index
+                else:
+                    self.cached.append(boundary_index)
+                self._pace.persist_asked(home=home)
 
 
 class Scheduler:
-    """The terms: which boundaries are captured. They take effect ahead of everybody, and only once the ones
-    before them are in force everywhere: of two, no rank can lack the one that it needs."""
+    """The capture schedule. A new one takes effect ahead of all ranks, and only once the one before is in
+    force everywhere: so no rank lacks the one that it needs."""
 
     def __init__(self, every: Every, persist_every: str | int | None, overhead: float) -> None:
         self._every, self._overhead = every, overhead
@@ -306,45 +286,45 @@ class Scheduler:
         self._caution = 1.0
         self._offset: int | None = None
         self._published = 0
-        self.terms: tuple[Terms, ...] = ()
+        self.schedules: tuple[AnnouncedSchedule, ...] = ()
 
-    def look(self, known: Sequence[NodeMessage], timing: Timing, found: Found, number: int) -> None:
-        """number: of the newest announcement, which the next follows."""
-        if found.void:
+    def update(self, known: Sequence[NodeMessage], timing: Timing, found: Found, number: int) -> None:
+        """number: of the newest announcement."""
+        if found.incomplete:
             self._caution = min(self._caution * _MORE_CAUTION, _MOST_CAUTION)
         elif found.complete:
             self._caution = max(self._caution * _LESS_CAUTION, 1.0)
         if self._every is None and not self._persist_steps:
             return
         is_known = timing.iteration_s is not None and all(each.slots for each in known)
-        in_force = not self.terms or (
-            min(each.entered_low for each in known) >= self.terms[-1].starts
-            and min(each.heard for each in known) >= self._published
+        in_force = not self.schedules or (
+            min(each.entered_low for each in known) >= self.schedules[-1].starts
+            and min(each.acknowledged for each in known) >= self._published
         )
         if is_known and in_force:
             wanted = self._wanted(known, timing)
-            if not self.terms or self._is_worth_it(wanted, self.terms[-1], known[0].offset):
-                self.terms = (*self.terms[-1:], wanted)
+            if not self.schedules or self._is_worth_it(wanted, self.schedules[-1], known[0].offset):
+                self.schedules = (*self.schedules[-1:], wanted)
                 self._offset, self._published = known[0].offset, number + 1
 
-    def _wanted(self, known: Sequence[NodeMessage], timing: Timing) -> Terms:
+    def _wanted(self, known: Sequence[NodeMessage], timing: Timing) -> AnnouncedSchedule:
         spacing, offset, steps = self._spacing(known, timing), known[0].offset, self._persist_steps
         every = self._fewest(self._every, spacing, known, timing)
         also = steps * math.ceil(spacing / steps) if steps else 0
         if self._every == "auto" and steps:
-            # One grid: two of them would have snapshots come too close to one another.
+            # One grid: with two of them, snapshots would be too close to each other.
             every, also = _divisor(steps, every), 0
         grid = every if also == 0 and steps else self._every if isinstance(self._every, int) else 1
         start = max(each.entered_high for each in known) + timing.lead(_MARGIN * timing.round_trip_s, 2)
-        if self.terms:
-            start = max(start, _last_before(self.terms[-1], start) + spacing)
-        number = self.terms[-1].number + 1 if self.terms else 1
+        if self.schedules:
+            start = max(start, _last_before(self.schedules[-1], start) + spacing)
+        number = self.schedules[-1].number + 1 if self.schedules else 1
         also_start = _aligned(start, offset, steps) if also else 0
-        return Terms(number, _aligned(start, offset, grid), every, also_start, also)
+        return AnnouncedSchedule(number, _aligned(start, offset, grid), every, also_start, also)
 
     def _fewest(self, every: Every, spacing: int, known: Sequence[NodeMessage], timing: Timing) -> int:
-        """How many boundaries from one snapshot to the next: what was asked for, or the least multiple of it
-        that no rank misses."""
+        """Return the number of boundaries from one snapshot to the next: the requested one, or its least
+        multiple that no rank misses."""
         if every is None:
             return 0
         if isinstance(every, int):
@@ -353,33 +333,33 @@ class Scheduler:
         plain_s = min((each.plain_ns for each in known if each.plain_ns), default=0) / 1e9
         if not cost_s or not plain_s:
             return max(spacing, math.ceil(_UNKNOWN_COST_PAUSE_S / max(iteration_s, _LEAST_S)), 2)
-        # Of each two iterations one is without a snapshot: what one costs is known by the difference.
+        # At least every second iteration is without a snapshot, so that the difference shows the cost.
         return max(spacing, math.ceil(cost_s / (self._overhead * plain_s)), 2)
 
     def _spacing(self, known: Sequence[NodeMessage], timing: Timing) -> int:
-        """The fewest boundaries between two snapshots of which nobody misses one."""
+        """Return the fewest boundaries between two snapshots with which no rank misses one."""
         landing_s = max(each.landing_ns for each in known) / 1e9
         open_at_once = max(1, min(each.slots for each in known) - _SLOTS_HELD)
         open_s = _MARGIN * (timing.round_trip_s + landing_s) / open_at_once
         iteration_s = max(timing.iteration_s or 0.0, _LEAST_S)
         return max(1, math.ceil(self._caution * max(landing_s, open_s) / iteration_s))
 
-    def _is_worth_it(self, new: Terms, old: Terms, offset: int) -> bool:
+    def _is_worth_it(self, new: AnnouncedSchedule, old: AnnouncedSchedule, offset: int) -> bool:
         pairs = ((new.every, old.every), (new.also_every, old.also_every))
         is_ordered = isinstance(self._every, int) or self._persist_steps > 0
         return (is_ordered and offset != self._offset) or any(a > b or a * _WORTH_IT < b for a, b in pairs)
 
 
 def _divisor(steps: int, least: int) -> int:
-    """The least divisor of `steps` that is no less than `least`, or else its least such multiple."""
+    """Return the least divisor of `steps` that is at least `least`, or else its least such multiple."""
     if least > steps:
         return steps * math.ceil(least / steps)
     return next(each for each in range(least, steps + 1) if steps % each == 0)
 
 
-def _last_before(terms: Terms, start: int) -> int:
-    """The newest boundary before `start` that these terms have captured; one long ago where there is none."""
-    grids = ((terms.start, terms.every), (terms.also_start, terms.also_every))
+def _last_before(schedules: AnnouncedSchedule, start: int) -> int:
+    """Return the newest boundary before `start` that this schedule captures, or 0."""
+    grids = ((schedules.start, schedules.every), (schedules.also_start, schedules.also_every))
     found = [
         first + (start - 1 - first) // every * every for first, every in grids if every and first < start
     ]
@@ -387,23 +367,23 @@ def _last_before(terms: Terms, start: int) -> int:
 
 
 def _aligned(start: int, offset: int, grid: int) -> int:
-    """The first boundary from `start` on whose step is a multiple of `grid`."""
+    """Return the first boundary from `start` on whose step is a multiple of `grid`."""
     return start + -(start + offset) % grid
 
 
 class Stops:
-    """Where the loops of all ranks end: `newest` is the newest proposal. Ranks that end at different
-    boundaries hang in a collective, so one is proposed ahead of all and confirmed once all have promised
+    """The end of the loops of all ranks. newest: the newest proposal. Ranks that end at different boundaries
+    hang in a collective, so a boundary ahead of all is proposed, and confirmed once all ranks have promised
     not to pass it."""
 
     def __init__(self) -> None:
         self.newest: Stop | None = None
         self._voids = 0
 
-    def look(self, known: Sequence[NodeMessage], timing: Timing) -> None:
+    def update(self, known: Sequence[NodeMessage], timing: Timing) -> None:
         stop = self.newest
         if stop is not None and stop.state is StopState.PROPOSED:
-            # A node that has ended passes no boundary any more.
+            # A node that has ended passes no more boundaries.
             answers = [
                 each.promise[1] if each.promise[0] == stop.number else Answer.NONE
                 for each in known
@@ -411,66 +391,62 @@ class Stops:
             ]
             if Answer.REFUSED in answers:
                 self._voids = min(self._voids + 1, _MOST_VOIDS)
-                self.newest = stop._replace(state=StopState.VOID)
+                self.newest = stop._replace(state=StopState.INCOMPLETE)
             elif all(each is Answer.PROMISED for each in answers):
                 self.newest = stop._replace(state=StopState.CONFIRMED)
-        elif stop is None or stop.state is StopState.VOID:
+        elif stop is None or stop.state is StopState.INCOMPLETE:
             asked = min((each.stop_asked[::-1] for each in known if each.stop_asked[0]), default=None)
             if asked is not None:
                 rank, reason = asked
                 lead = timing.lead(_MARGIN * timing.round_trip_s * 2**self._voids, 1)
-                ordinal = max(each.entered_high for each in known) + lead
+                boundary_index = max(each.entered_high for each in known) + lead
                 number = stop.number + 1 if stop is not None else 1
-                self.newest = Stop(number, ordinal, StopState.PROPOSED, rank, reason)
+                self.newest = Stop(number, boundary_index, StopState.PROPOSED, rank, reason)
 
 
 class Saves:
-    """Whether save() was called on all ranks alike. `agreed`: the newest boundary that all are at because all
-    called it outside of an iteration; `ordered`: the newest that are to be persisted once they are complete;
-    `refused`: the newest at which some called and others did not; `forgotten`: the newest of which not all
-    calls are known any more, since they came faster than messages."""
+    """Answers calls of save().
 
-    def __init__(self, nodes: Sequence[tuple[int, ...]]) -> None:
-        self._nodes = nodes
-        self.agreed = self.forgotten = 0
-        self.ordered: deque[int] = deque(maxlen=MOST_OPEN)
-        self.refused: deque[Refused] = deque(maxlen=MOST_SAVES)
-        self._refused_until = 0
+    A call in an iteration on any rank requests a snapshot of all ranks: of the next boundary, which the rank
+    captures by itself and which is complete if all ranks called it, or of a later one. If none is complete by
+    then, `save_at` announces a boundary ahead of all ranks, which all capture.
 
-    def look(self, known: Sequence[NodeMessage]) -> None:
-        saves = [save for each in known for save in each.saves]
-        outside = {save.ordinal for save in saves if save.call is Call.OUTSIDE}
-        for ordinal in sorted({save.ordinal for save in saves}):
-            is_answered = ordinal in self.ordered and (ordinal not in outside or ordinal <= self.agreed)
-            if ordinal <= self._refused_until or is_answered:
-                continue
-            if all(each.saves_since <= ordinal for each in known):
-                self._judge(ordinal, known)
-            else:
-                self.forgotten = max(self.forgotten, ordinal)
+    A call outside of an iteration is a boundary of its own, so all ranks must call it. `agreed`: the newest
+    boundary at which all have; `refused`: the newest at which some have and others never will."""
 
-    def _judge(self, ordinal: int, known: Sequence[NodeMessage]) -> None:
-        rows = [self._of_node(ordinal, *pair) for pair in zip(self._nodes, known, strict=True)]
-        call = max(each.call for each in rows if each.caller != NONE)
-        caller = next(each.caller for each in rows if each.caller != NONE and each.call is call)
-        without = [(not each.is_over, each.absent) for each in rows if each.absent != NONE]
-        without += [  # they may yet wait for what they have called for
-            (message.entered_high < ordinal, each.caller)
-            for each, message in zip(rows, known, strict=True)
-            if each.caller != NONE and each.call is not call
-        ]
-        if not without:
-            if ordinal not in self.ordered:
-                self.ordered.append(ordinal)
-            self.agreed = max(self.agreed, ordinal if call is Call.OUTSIDE else 0)
+    def __init__(self) -> None:
+        self.agreed = self.save_at = 0
+        self.refused = Refused()
+        self._open: set[int] = set()
+        self._answered = self._voids = 0
+
+    def judge(self, known: Sequence[NodeMessage], timing: Timing, found: Found, decided: int) -> Found:
+        """Return `found` with the boundaries that answer calls, and without those that only callers have
+        captured."""
+        self._judge_outside(known)
+        requests = {each for message in known for each in message.requests} | {self.agreed}
+        self._open |= {each for each in requests if each > self._answered}
+        incomplete = tuple(each for each in found.incomplete if each not in self._open)
+        ordered = []
+        for boundary_index in found.complete:
+            if any(each <= boundary_index for each in self._open):
+                ordered.append(boundary_index)
+                self._answered, self._voids = boundary_index, 0
+                self._open = {each for each in self._open if each > boundary_index}
+        self._open = {*sorted(self._open)[-MOST_OPEN:]}
+        if self._open and max(min(self._open), self.save_at) <= decided:
+            lead = timing.lead(_MARGIN * timing.round_trip_s * 2**self._voids, 1)
+            self.save_at = max(each.entered_high for each in known) + lead
+            self._voids = min(self._voids + 1, _MOST_VOIDS)
+        return Found(found.complete, incomplete, tuple(ordered))
+
+    def _judge_outside(self, known: Sequence[NodeMessage]) -> None:
+        boundary_index, caller = max((each.outside for each in known), key=lambda pair: pair[0])
+        if boundary_index <= max(self.agreed, self.refused.boundary_index):
             return
-        to_come, absent = min(without)
-        if not to_come or any(each.withdrawn[0] == ordinal for each in known):
-            self.refused.append(Refused(ordinal, caller, absent))
-            self._refused_until = ordinal
-
-    def _of_node(self, ordinal: int, ranks: tuple[int, ...], message: NodeMessage) -> Save:
-        for save in message.saves:
-            if save.ordinal == ordinal:
-                return save
-        return Save(ordinal, Call.INSIDE, NONE, ranks[0], message.entered_high >= ordinal)
+        without = [each for each in known if each.not_outside[0] < boundary_index]
+        passed = [each for each in without if each.entered_high >= boundary_index]
+        if not without:
+            self.agreed = boundary_index
+        elif passed or any(each.withdrawn == boundary_index for each in known):
+            self.refused = Refused(boundary_index, caller, (passed or without)[0].not_outside[1])

@@ -1,17 +1,16 @@
 """The ranks of a job at `attach`: a store of their own, and one way to agree.
 
-Owns the store and its keys. Each rank says something, rank 0 decides, all read it; a rank that failed says
-so, and then all fail alike. One that was killed says nothing: the others of its node see that its process is
-gone and say it in its place, and rank 0 sees that nothing comes from a node any more. There is no collective
-but the first broadcast, and nothing here is called by a loop. What is said is JSON, from processes that are
-trusted as far as the job is.
-"""
+Owns the store and its keys. In a round each rank sends a value, rank 0 decides, and all read the decision; a
+rank that has failed sends its error, and all raise it. The others of its node report a killed rank, whose
+process is gone; rank 0 notices a silent node. There is one collective, the first broadcast, and a loop calls
+nothing here. Values are JSON from processes that are trusted as far as the job is."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -21,43 +20,41 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from flashckpt import errors
-from flashckpt.commit.holder import here
+from flashckpt.commit.attempts import local_owner
 from flashckpt.errors import FlashckptError, KeeperError, OptionError, RunError
 from flashckpt.memory.runtime import base_folder
 from flashckpt.options import Environment
-from flashckpt.ranks.arrival import arrive
 from flashckpt.ranks.liveness import SILENT_S, Beat, ProcessId, Silence
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Decide = Callable[[list[Any]], Any]
-"""Takes what each rank has said, in their order, and gives what all are told. Called on rank 0 alone. What it
-raises (a FlashckptError) is raised on all."""
+"""Takes the values of all ranks, in order, and returns the decision. Called on rank 0 only. Its
+FlashckptError is raised on all ranks."""
 
-PATIENCE_S = 600.0
-# Reading a step is as slow as its storage.
-LOADING_PATIENCE_S = 4 * 3600.0
-# How long rank 0 stays for the others to hear what was decided last.
+TIMEOUT_S = 600.0
+# A read of a step is as slow as its storage.
+LOADING_TIMEOUT_S = 4 * 3600.0
+# The longest wait of rank 0 until the others have read the last decision.
 _PARTING_S = 5.0
 _PAUSE_S = 0.01
-# Between two waits it is looked whether the others still live.
+# Waits are this long at most, to check in between whether the others live.
 _LEAST_S, _LONGEST_WAIT_S = 0.001, 2.0
 _MOST_NAMED = 8
 _KILLED = (
-    "its process has ended in the middle of attach, without a word: it was killed (by the kernel for want of "
-    "memory, perhaps), or it crashed. Nothing was loaded or changed by that. See why, and start all ranks "
-    "again."
+    "its process has ended during attach: it was killed (by the kernel for lack of memory, perhaps), or it "
+    "crashed. Nothing was loaded or changed by that. Find the cause, and start all ranks again."
 )
 _SILENT = (
-    f"nothing was heard of its node for {SILENT_S:.0f} s in the middle of attach: the node is lost, or it "
-    "stands still. Nothing was loaded or changed by that. Start all ranks again."
+    f"its node has been silent for {SILENT_S:.0f} s during attach: the node is lost, or it hangs. Nothing "
+    "was loaded or changed by that. Start all ranks again."
 )
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank ends: `rank` is None for what is nobody's own fault."""
+    """The error of a rank. rank: None for an error of the decision."""
 
     rank: int | None
     kind: str
@@ -65,8 +62,8 @@ class RankFailure:
 
 
 class KeyValues(Protocol):
-    """What is used of a `torch.distributed.TCPStore`. A wait that is over raises DistStoreError, a store that
-    is gone another RuntimeError."""
+    """The methods used of a `torch.distributed.TCPStore`. An expired wait raises DistStoreError, a lost store
+    another RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -80,10 +77,11 @@ class KeyValues(Protocol):
 class Job:
     """The ranks of one job while they attach. All of them call the same methods in the same order.
 
-    `node` are the ranks on the machine of this one that share its runtime folder, ascending; `nodes`, on rank
-    0, are those of all nodes. `failed`: an error was told to all, and nobody waits for this rank any more.
-    `connect` gives another connection to the same store, for a thread; without it no other node is told that
-    this one lives, and patience decides.
+    node: the ranks on this machine that share its runtime folder, ascending; nodes, on rank 0: those of all
+        nodes.
+    failed: an error was sent to all ranks, and no rank waits for this one.
+    connect: opens another connection to the same store, for the thread that shows other nodes that this one
+        lives; without it timeouts decide.
     """
 
     def __init__(
@@ -91,21 +89,21 @@ class Job:
         rank: int,
         world: int,
         store: KeyValues,
-        patience_s: float = PATIENCE_S,
+        timeout_s: float = TIMEOUT_S,
         connect: Callable[[], KeyValues] | None = None,
     ) -> None:
         self.rank, self.world, self.store = rank, world, store
         self.node: tuple[int, ...] = (rank,)
         self.nodes: tuple[tuple[int, ...], ...] = ()
         self.failed = False
-        self._patience_s, self._asked, self._connect = patience_s, 0, connect
+        self._timeout_s, self._asked, self._connect = timeout_s, 0, connect
         self._neighbours: dict[int, ProcessId] = {}
         self._beat: Beat | None = None
         self._silence = Silence(0, time.monotonic)
 
     def meet(self, node_key: str, process: ProcessId | None = None) -> None:
-        """Find out who shares this node. `node_key` is the same on its ranks and on no others; `process` is
-        that of this rank, if not this one."""
+        """Find the ranks of this node. node_key: the same on these ranks and on no others. process: of this
+        rank, if it is not this one."""
 
         def decide(said: list[Any]) -> None:
             nodes: dict[str, list[list[Any]]] = {}
@@ -113,75 +111,75 @@ class Job:
                 nodes.setdefault(key, []).append([rank, process])
             self.nodes = tuple(tuple(rank for rank, _ in node) for node in nodes.values())
             self._silence = Silence(len(nodes), time.monotonic)
-            # Each node reads its own: what a rank reads does not grow with their number.
+            # Each node reads only its own key, so a read does not grow with the number of nodes.
             told = {_node_path(key): [len(nodes), node] for key, node in nodes.items()}
             self._store_all(told | {_beat_path(ranks[0]): 0 for ranks in self.nodes})
 
         mine = process or ProcessId.of(os.getpid())
         self.agree("who is on which node", [node_key, mine], decide)
-        [told] = self._awaited([_node_path(node_key)], "who is on this node", self._patience_s)
+        [told] = self._awaited([_node_path(node_key)], "who is on this node", self._timeout_s)
         count, node = json.loads(told)
         self.node = tuple(rank for rank, _ in node)
         self._neighbours = {rank: ProcessId(*process) for rank, process in node if rank != self.rank}
         if self._connect is not None and count > 1 and self.rank == self.node[0] != 0:
             self._beat = Beat(self._connect, _beat_path(self.rank))
 
-    def agree(self, what: str, mine: Any, decide: Decide, *, patience_s: float | None = None) -> Any:
-        """Say `mine` (plain JSON) and hear what rank 0 decides. Raises on all ranks what `decide` raises, and
-        what a rank has told with `fail` instead of this; RunError where one says nothing for `patience_s`."""
-        return self._round(what, {"said": mine}, decide, patience_s)
+    def agree(self, what: str, mine: Any, decide: Decide, *, timeout_s: float | None = None) -> Any:
+        """Send `mine` (plain JSON) and return the decision of rank 0. Raises on all ranks the error of
+        `decide` or of a rank that failed; RunError if a rank sends nothing for `timeout_s`."""
+        return self._round(what, {"value": mine}, decide, timeout_s)
 
-    def beside(self, what: str, mine: Any, *, patience_s: float | None = None) -> dict[int, Any]:
-        """Say `mine` (plain JSON) and hear, once all ranks have said theirs, what those of this node have:
-        no rank but 0 is told more. Raises as `agree` does."""
+    def exchange(self, what: str, mine: Any, *, timeout_s: float | None = None) -> dict[int, Any]:
+        """Send `mine` (plain JSON); once all ranks have sent theirs, return those of this node. Raises as
+        `agree` does."""
         number = self._asked
-        self._round(what, {"said": mine}, lambda rows: None, patience_s)
+        self._round(what, {"value": mine}, lambda rows: None, timeout_s)
         try:
             rows = self.store.multi_get([f"{number}/{rank}" for rank in self.node])
         except RuntimeError as error:
             self.failed = True
             raise _unreachable(what, error) from error
-        # One that has left since is heard of in the next round.
-        return {rank: json.loads(row).get("said") for rank, row in zip(self.node, rows, strict=True)}
+        # A rank that has left since is noticed in the next round.
+        return {rank: json.loads(row).get("value") for rank, row in zip(self.node, rows, strict=True)}
 
-    def together(self, what: str, deed: Callable[[], T], *, patience_s: float | None = None) -> T:
-        """Do something on each rank, and hear that all could. Where a rank could not, all raise alike, and
-        the message names it. In the deed the ranks may agree on more, all of them in the same order."""
+    def together(self, what: str, operation: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Run an operation on each rank; returns when all have succeeded. If a rank fails, all raise its
+        error, with its number. The operation may agree on more, on all ranks in the same order."""
         try:
-            done = deed()
+            done = operation()
         except Exception as error:
             if not self.failed:
-                self._fail(what, error, patience_s)
+                self._fail(what, error, timeout_s)
             raise
-        self._round(what, {"said": None}, lambda rows: None, patience_s)
+        self._round(what, {"value": None}, lambda rows: None, timeout_s)
         return done
 
-    def led(self, what: str, deed: Callable[[], T]) -> T:
-        """What rank 0 gets from a deed (plain JSON), told to all; its error otherwise."""
-        done = self.together(what, deed) if self.rank == 0 else self.together(what, lambda: None)
+    def led(self, what: str, operation: Callable[[], T]) -> T:
+        """Return on all ranks the result of an operation on rank 0 (plain JSON), or raise its error."""
+        done = self.together(what, operation) if self.rank == 0 else self.together(what, lambda: None)
         told: T = self.agree(what, done, lambda rows: rows[0])
         return told
 
     def attached(self) -> None:
-        """All have heard the last decision: the store may go with rank 0, which may end at once."""
+        """Wait, on rank 0, until all have read the last decision: the store ends with rank 0."""
         self.end()
         self._part(self._asked - 1)
 
     def end(self) -> None:
-        """Nothing more is said of this node."""
+        """End the counter of this node."""
         if self._beat is not None:
             self._beat.end()
 
     def leave(self) -> None:
-        """This rank ends and waits for nobody, as at an interrupt: the others hear of it where they wait for
-        it. Nothing where all have been told of an error."""
+        """End this rank without a wait, as at an interrupt: the others learn it where they wait for it. Does
+        nothing after an error was sent to all."""
         self.end()
         if self.failed:
             return
         self.failed = True
         why = "it has left attach before all ranks had attached: it was interrupted, or lost the others."
         failed = ["RunError", why]
-        # Also of the round before: it may not be decided yet.
+        # The round before may be undecided too.
         numbers = range(max(0, self._asked - 1), self._asked + 1)
         said = {f"{number}/{self.rank}": {"failed": failed} for number in numbers}
         decided = {f"{number}/decided": {"failed": [[self.rank, *failed]]} for number in numbers}
@@ -189,35 +187,35 @@ class Job:
         try:
             self._store_all(said | known | (decided if self.rank == 0 else {}))
             for number in numbers:
-                self.store.add(f"{number}/heard", 1)  # rank 0 does not stay for this one
+                self.store.add(f"{number}/heard", 1)  # rank 0 does not wait for this one
         except RuntimeError as error:
             log.debug("the ranks' store is gone: %s", error)
 
-    def _fail(self, what: str, error: Exception, patience_s: float | None) -> None:
-        """Tell all that this rank ends. Where others ended with another error, that is raised."""
+    def _fail(self, what: str, error: Exception, timeout_s: float | None) -> None:
+        """Send the error of this rank to all. If the job fails with another error, that is raised."""
         told = {"failed": [type(error).__name__, str(error)]}
         try:
-            self._round(what, told, lambda rows: None, patience_s)
+            self._round(what, told, lambda rows: None, timeout_s)
         except Exception as all_raise:
             if not isinstance(all_raise, FlashckptError) or type(all_raise) is not type(error):
                 raise all_raise from error
-            # The same error, with whatever it carries, in the words that all ranks use.
+            # The same error object with its attributes, with the message that all ranks raise.
             error.args, error.rank = all_raise.args, all_raise.rank
 
     # ---- one round
 
-    def _round(self, what: str, mine: dict[str, Any], decide: Decide, patience_s: float | None) -> Any:
+    def _round(self, what: str, mine: dict[str, Any], decide: Decide, timeout_s: float | None) -> Any:
         number, self._asked = self._asked, self._asked + 1
-        patience_s = patience_s or self._patience_s
+        timeout_s = timeout_s or self._timeout_s
         try:
             self.store.set(f"{number}/{self.rank}", json.dumps(mine))
             if "failed" in mine:
                 self.store.set(_failed_path(number), "")
             if self.rank == 0:
-                self._decide(number, what, decide, patience_s)
-            # Rank 0 is to find out first who says nothing: it knows whom to name.
-            [data] = self._awaited([f"{number}/decided"], what, 2 * patience_s, number)
-        except RuntimeError as error:  # a DistError; of a store that is gone there are several
+                self._decide(number, what, decide, timeout_s)
+            # Rank 0 times out first: it knows which ranks are missing.
+            [data] = self._awaited([f"{number}/decided"], what, 2 * timeout_s, number)
+        except RuntimeError as error:  # a DistError; a lost store raises several kinds
             self.failed = True
             raise _unreachable(what, error) from error
         decided = json.loads(data)
@@ -227,15 +225,15 @@ class Job:
         self._part(number)
         raise _raised([RankFailure(*row) for row in decided["failed"]], self.world)
 
-    def _decide(self, number: int, what: str, decide: Decide, patience_s: float) -> None:
+    def _decide(self, number: int, what: str, decide: Decide, timeout_s: float) -> None:
         failures, told = [], None
         try:
             keys = [f"{number}/{rank}" for rank in range(self.world)]
-            found = self._awaited(keys, what, patience_s, number)
+            found = self._awaited(keys, what, timeout_s, number)
             rows = {rank: json.loads(each) for rank, each in enumerate(found) if each}
             failures = [RankFailure(rank, *row["failed"]) for rank, row in rows.items() if "failed" in row]
             if not failures:
-                told = _decided(what, decide, [row["said"] for row in rows.values()])
+                told = _decided(what, decide, [row["value"] for row in rows.values()])
         except FlashckptError as error:
             failures = [RankFailure(None, type(error).__name__, str(error))]
         answer: dict[str, Any] = {"decided": told}
@@ -244,7 +242,7 @@ class Job:
         self.store.set(f"{number}/decided", json.dumps(answer))
 
     def _part(self, number: int) -> None:
-        """The store goes with rank 0: it stays until all have heard what was decided."""
+        """Wait, on rank 0, until all have read the decision: the store ends with it."""
         heard = f"{number}/heard"
         try:
             self.store.add(heard, 1)
@@ -255,45 +253,45 @@ class Job:
             log.debug("the ranks' store is gone: %s", error)
 
     def _awaited(
-        self, keys: Sequence[str], what: str, patience_s: float, number: int | None = None
+        self, keys: Sequence[str], what: str, timeout_s: float, number: int | None = None
     ) -> list[bytes]:
-        """The values of keys, once all are there. RunError where they do not come. Of a round, its number:
-        what others do not say in it, since they have died, is said in their place; and where one has failed
-        rank 0 waits for no others, whose values are empty then: they hear of it when they come."""
+        """Return the values of keys once all exist. Raises RunError if they do not. number: of a round, in
+        which errors are sent for dead ranks; and once a rank has failed, rank 0 waits for no others, whose
+        values are empty then."""
         from torch.distributed import DistStoreError
 
-        until_s = time.monotonic() + patience_s
+        until_s = time.monotonic() + timeout_s
         while True:
             left_s = until_s - time.monotonic()
             try:
-                # In short waits: an interrupt is heard between them.
+                # In short waits, between which an interrupt is handled.
                 self.store.wait(list(keys), timedelta(seconds=max(_LEAST_S, min(left_s, _LONGEST_WAIT_S))))
                 return list(self.store.multi_get(list(keys)))
             except DistStoreError as error:
                 if left_s <= _LONGEST_WAIT_S:
                     missing = [key for key in keys if not self.store.check([key])]
-                    raise _silent(what, missing, patience_s) from error
+                    raise _silent(what, missing, timeout_s) from error
             if number is not None:
-                self._say_for(number, self._ended_here(), _KILLED)
+                self._fail_for(number, self._ended_here(), _KILLED)
                 if self.rank == 0 and len(self.nodes) > 1:
-                    self._say_for(number, self._silent_elsewhere(), _SILENT)
+                    self._fail_for(number, self._silent_elsewhere(), _SILENT)
                 if self.rank == 0 and self.store.check([_failed_path(number)]):
                     found = [self.store.get(key) if self.store.check([key]) else b"" for key in keys]
-                    # Who was taken for dead, and spoke in that moment, has not failed.
+                    # A rank that was taken for dead may have sent its value at that moment.
                     if any("failed" in json.loads(each) for each in found if each):
                         return found
 
     def _ended_here(self) -> list[int]:
-        """Ranks of this node whose processes are gone. Where rank 0's is, so is the store."""
+        """Return the ranks of this node whose processes are gone; without rank 0, which serves the store."""
         return [rank for rank, process in self._neighbours.items() if rank and process.has_ended]
 
     def _silent_elsewhere(self) -> list[int]:
-        """Ranks of nodes from which nothing comes any more."""
+        """Return the ranks of silent nodes."""
         beats = self.store.multi_get([_beat_path(ranks[0]) for ranks in self.nodes])
-        # Rank 0's own node has no beat.
-        return [rank for index in self._silence.look(beats) if index for rank in self.nodes[index]]
+        # Rank 0's own node has no counter.
+        return [rank for index in self._silence.update(beats) if index for rank in self.nodes[index]]
 
-    def _say_for(self, number: int, ranks: Sequence[int], why: str) -> None:
+    def _fail_for(self, number: int, ranks: Sequence[int], why: str) -> None:
         for rank in ranks:
             if not self.store.check([key := f"{number}/{rank}"]):
                 self.store.set(key, json.dumps({"failed": ["RunError", why]}))
@@ -303,12 +301,11 @@ class Job:
         self.store.multi_set(list(values), [json.dumps(each) for each in values.values()])
 
 
-def meet(environment: Environment, patience_s: float = PATIENCE_S) -> Job | None:
-    """Meet the other ranks of this job; None for a process that trains alone. Collective over the default
-    process group, once.
+def meet(environment: Environment, timeout_s: float = TIMEOUT_S) -> Job | None:
+    """Meet the other ranks of this job; None for a process that trains alone. One collective over the default
+    process group.
 
-    Raises OptionError where the launcher started several processes and no process group is there to meet
-    in."""
+    Raises OptionError if the launcher started several processes and there is no process group."""
     distributed = _initialised()
     if distributed is None:
         _check_alone(environment)
@@ -325,18 +322,18 @@ def meet(environment: Environment, patience_s: float = PATIENCE_S) -> Job | None
         return None
     arrive(distributed, rank, world)
     store, connect = _own_store(distributed, rank)
-    job = Job(rank, world, store, patience_s, connect)
+    job = Job(rank, world, store, timeout_s, connect)
     job.meet(_node_key(environment, rank))
     return job
 
 
 def placed(environment: Environment, job: Job | None) -> Environment:
-    """The environment with this process's place in the job, also where only torch.distributed knows it."""
+    """Return the environment with this process's place in the job, which only torch.distributed may know."""
     return environment if job is None else replace(environment, rank=job.rank, world=job.world)
 
 
 def _initialised() -> Any:
-    """torch.distributed, where it has a default process group."""
+    """Return torch.distributed if it has a default process group."""
     found: Any = sys.modules.get("torch.distributed")
     is_there = found is not None and found.is_available() and found.is_initialized()
     return found if is_there else None
@@ -353,8 +350,8 @@ def _check_alone(environment: Environment) -> None:
 
 
 def _own_store(distributed: Any, rank: int) -> tuple[KeyValues, Callable[[], KeyValues]]:
-    """A store that rank 0 serves on a port that was free, and how to connect to it once more; the others are
-    told by one broadcast, with whatever backend the default group has."""
+    """Return a store that rank 0 serves on a free port, and a function that opens another connection. The
+    others get the address by one broadcast, with any backend of the default group."""
     place: list[Any] = [None, None]
     store: KeyValues | None = None
     if rank == 0:
@@ -371,13 +368,13 @@ def _own_store(distributed: Any, rank: int) -> tuple[KeyValues, Callable[[], Key
 
 
 def _node_key(environment: Environment, rank: int) -> str:
-    """The same for the processes that share a keeper: one boot of one machine, one runtime folder. Where
-    there is none to be had, this rank is on a node of its own until it is refused."""
+    """Return a key that the processes with one keeper share: one boot of one machine, one runtime folder. A
+    rank without a runtime folder counts as a node of its own until it is refused."""
     try:
         found = os.stat(base_folder(environment.runtime_folder))
     except (OSError, KeeperError):
         return f"rank {rank}"
-    return f"{here().boot_id} {found.st_dev}:{found.st_ino}"
+    return f"{local_owner().boot_id} {found.st_dev}:{found.st_ino}"
 
 
 def _node_path(key: str) -> str:
@@ -385,7 +382,7 @@ def _node_path(key: str) -> str:
 
 
 def _failed_path(number: int) -> str:
-    """There once a rank has failed in that round."""
+    """Return the key that exists once a rank has failed in this round."""
     return f"{number}/failed"
 
 
@@ -401,14 +398,14 @@ def _decided(what: str, decide: Decide, said: list[Any]) -> Any:
     except Exception as error:
         log.exception("%s", what)
         raise RunError(
-            f"What the ranks said could not be judged ({what}: {type(error).__name__}: {error}). Nothing was "
-            "loaded or changed by that. This is a fault of flashckpt: please report it, with the traceback "
-            "that rank 0 has logged."
+            f"The decision for all ranks failed ({what}: {type(error).__name__}: {error}). Nothing was "
+            "loaded or changed by that. This is a bug of flashckpt: please report it, with the traceback in "
+            "the log of rank 0."
         ) from error
 
 
 def _raised(failures: list[RankFailure], world: int) -> FlashckptError:
-    """The error that all ranks raise. Of several, the first one's kind."""
+    """Return the error that all ranks raise; of several, with the type of the first."""
     own = [each for each in failures if each.rank is not None]
     first = failures[0]
     kind = getattr(errors, first.kind, None)
@@ -427,12 +424,12 @@ def _raised(failures: list[RankFailure], world: int) -> FlashckptError:
     return raised
 
 
-def _silent(what: str, missing: list[str], patience_s: float) -> RunError:
+def _silent(what: str, missing: list[str], timeout_s: float) -> RunError:
     ranks = [key.rpartition("/")[2] for key in missing[:_MOST_NAMED]]
     more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
     who = f"rank {', '.join(ranks)}{more}" if "decided" not in ranks else "rank 0"
     return RunError(
-        f"{who} said nothing for {patience_s:.0f} s where all ranks were to agree ({what}). Nothing was "
+        f"{who} said nothing for {timeout_s:.0f} s where all ranks were to agree ({what}). Nothing was "
         "loaded or changed by that. See why it hangs or has ended, and start all ranks again."
     )
 
@@ -443,3 +440,131 @@ def _unreachable(what: str, error: Exception) -> RunError:
         "Rank 0 has ended, or the network between the nodes failed. Nothing was changed by that. Start all "
         "ranks again."
     )
+
+
+# ---- arrival at attach, by the default group's own store
+#
+# `if rank == 0: attach(…)` would hang in the one collective below until the group's timeout, and then fail
+# with an error that does not name it. If that store is not available, arrival is not checked.
+
+
+# When missing ranks are logged; the least timeout, and its share of the group's timeout.
+WORD_AFTER_S, LEAST_TIMEOUT_S, SHARE_OF_TIMEOUT = 30.0, 600.0, 0.5
+_DEFAULT_TIMEOUT_S = 1800.0
+_ARRIVAL_WAIT_S, _ARRIVAL_PAUSE_S = 1.0, 0.2
+
+# Each call has its own keys, if all ranks call alike. A call that failed does not count.
+_calls = 0
+
+
+class ArrivalStore(Protocol):
+    """The methods used of a `torch.distributed.Store`."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+
+def arrive(distributed: Any, rank: int, world: int) -> None:
+    """Return once all ranks of the default group have called this. Raises RunError on those that have, if
+    some do not."""
+    global _calls
+    store = _default_store(distributed)
+    if store is None:
+        return
+    timeout_s = max(LEAST_TIMEOUT_S, SHARE_OF_TIMEOUT * _timeout_s(distributed))
+    arrive_at(store, _calls, rank, world, timeout_s)
+    _calls += 1
+
+
+def arrive_at(store: ArrivalStore, call: int, rank: int, world: int, timeout_s: float) -> None:
+    """Do the same at a store, in the call of this number."""
+    # Without the token, keys of an earlier incarnation of the job could be taken for an answer.
+    token, meeting = secrets.token_hex(8), _Meeting(store, call, world)
+    store.set(meeting.keys[rank], token)
+    began_s, is_said = time.monotonic(), False
+    while not (meeting.all_came() if rank == 0 else meeting.is_let_go(token)):
+        waited_s = time.monotonic() - began_s
+        if waited_s > WORD_AFTER_S and not is_said:
+            is_said = True
+            log.warning("%s", _absent(meeting.absent(), waited_s))
+        # Rank 0 times out first: it knows which ranks are missing.
+        if waited_s > timeout_s * (1 + (rank > 0)):
+            words = _absent(meeting.absent(), waited_s)
+            if rank == 0:
+                meeting.give_up(words)
+            raise RunError(words)
+    if rank == 0:
+        meeting.let_go()
+
+
+class _Meeting:
+    def __init__(self, store: ArrivalStore, call: int, world: int) -> None:
+        self._store, self._go = store, f"flashckpt/attach/{call}/go"
+        self.keys = [f"flashckpt/attach/{call}/{rank}" for rank in range(world)]
+
+    def all_came(self) -> bool:
+        return self._waited(self.keys)
+
+    def let_go(self) -> None:
+        self._store.set(self._go, json.dumps(["", []]))
+
+    def give_up(self, words: str) -> None:
+        came = [self._store.get(key).decode() for key in self.keys if self._store.check([key])]
+        self._store.set(self._go, json.dumps([words, came]))
+
+    def is_let_go(self, token: str) -> bool:
+        """Whether rank 0 has seen all ranks. Raises its error of this call."""
+        if not self._waited([self._go]):
+            return False
+        words, came = json.loads(self._store.get(self._go))
+        if token in came:
+            raise RunError(words)
+        if words:
+            time.sleep(_ARRIVAL_PAUSE_S)  # of an earlier call
+        return not words
+
+    def absent(self) -> list[int]:
+        return [rank for rank, key in enumerate(self.keys) if not self._store.check([key])]
+
+    def _waited(self, keys: list[str]) -> bool:
+        try:
+            # In short waits: an interrupt is handled in between, and torch's threads use the store too.
+            self._store.wait(keys, timedelta(seconds=_ARRIVAL_WAIT_S))
+        except RuntimeError:  # each store has its own for a timeout; a lost one raises again
+            return self._store.check(keys)
+        return True
+
+
+def _absent(ranks: Sequence[int], waited_s: float) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    who = f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}" if ranks else "rank 0"
+    return (
+        f"flashckpt.attach (or loop) was called {waited_s:.0f} s ago, and {who} of the default process group "
+        "did not call it. Nothing was started or changed. Every rank must call it, not rank 0 alone: each "
+        "saves and loads its own state. If the call depends on the rank, remove that condition; else find "
+        "out what blocks the others."
+    )
+
+
+def _default_store(distributed: Any) -> ArrivalStore | None:
+    try:
+        found: ArrivalStore | None = distributed.distributed_c10d._get_default_store()
+    except (AttributeError, RuntimeError, ValueError) as error:
+        log.debug("the default group's store cannot be asked: %s", error)
+        return None
+    return found
+
+
+def _timeout_s(distributed: Any) -> float:
+    """Return the timeout of the default group, if it is known."""
+    try:
+        import torch
+
+        group = distributed.distributed_c10d._get_default_group()
+        kinds = [torch.device(kind) for kind in ("cpu", "cuda") if torch.device(kind) in group._device_types]
+        return float(min(group._get_backend(kind).options._timeout.total_seconds() for kind in kinds))
+    except (AttributeError, RuntimeError, ValueError, TypeError):
+        return _DEFAULT_TIMEOUT_S

@@ -1,7 +1,8 @@
-"""Whether another rank still lives: on this node by its process, on another by its leader's counter.
+"""Whether another rank lives: on this node by its process, on another node by its leader's counter; and
+whether a process group reports an error.
 
-A process is one pid with one start time, so that a pid that was given away again is not taken for it. Where
-nothing can be known (another pid namespace, no /proc) it counts as living: patience decides then.
+A process is a pid with a start time, so a reused pid is another process. A process that cannot be checked
+(another pid namespace, no /proc) counts as living: timeouts decide then.
 """
 
 from __future__ import annotations
@@ -9,22 +10,25 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
 SILENT_S = 60.0
-# Of the time between two looks: whoever was stopped himself has not heard the others meanwhile.
-_LONGEST_LOOK_S = 5.0
+# The most a single check adds to a silence: after a stop of the checker itself it has missed messages.
+_LONGEST_STEP_S = 5.0
 _STATE, _STARTED = 0, 19  # fields of /proc/PID/stat after the name
 _ENDED_STATES = (b"Z", b"X", b"x")
 
 
 class ProcessId(NamedTuple):
-    """`started` in ticks since the boot; 0 where it cannot be told."""
+    """started: in ticks since the boot; 0 if unknown."""
 
     pid: int
     started: int
@@ -32,7 +36,7 @@ class ProcessId(NamedTuple):
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """A process of this namespace."""
+        """Return a process of this namespace."""
         return cls(pid, _started(pid) or 0, _namespace())
 
     @property
@@ -44,7 +48,7 @@ class ProcessId(NamedTuple):
 
 
 def _started(pid: int) -> int | None:
-    """None where there is no such process, or nothing but what its parent has not asked for yet."""
+    """Return the start time of a process; None if it does not exist or is a zombie; 0 if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -57,7 +61,7 @@ def _started(pid: int) -> int | None:
 
 @functools.cache
 def _namespace() -> int:
-    """0 where /proc is not that of this process: then it says nothing of others."""
+    """Return the pid namespace; 0 if /proc belongs to another namespace."""
     try:
         is_ours = os.readlink("/proc/self") == str(os.getpid())
         return os.stat("/proc/self/ns/pid").st_ino if is_ours else 0
@@ -66,20 +70,18 @@ def _namespace() -> int:
 
 
 class Counters(Protocol):
-    """What is needed of a store."""
+    """The method used of a store."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
 
 class Beat:
-    """A thread that moves a counter on, over a connection of its own: that of the thread that waits is kept
-    by each wait."""
+    """A thread that increments a counter over a connection of its own: a wait occupies the other one."""
 
     def __init__(self, connect: Callable[[], Counters], key: str) -> None:
         self._connect, self._key = connect, key
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="flashckpt-beat", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("flashckpt-beat", self._run)
 
     def end(self) -> None:
         self._ended.set()
@@ -90,25 +92,57 @@ class Beat:
             while not self._ended.wait(BEAT_S):
                 count += 1
                 store.set(self._key, str(count))
-        except RuntimeError as error:  # rank 0 is gone, and so is whoever would look at it
-            log.debug("no more is said of this node: %s", error)
+        except RuntimeError as error:  # rank 0, which reads the counter, is gone
+            log.debug("the counter of this node ends: %s", error)
 
 
 class Silence:
-    """How long counters have stood still, as far as whoever looks was awake."""
+    """The time for which counters have not changed while this process was running."""
 
     def __init__(self, count: int, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._looked_s = clock()
+        self._updated_s = clock()
         self._values: list[object] = [None] * count
         self._silent_s = [0.0] * count
 
-    def look(self, values: Sequence[object]) -> list[int]:
-        """Takes what all counters say now; which of them are silent."""
+    def update(self, values: Sequence[object]) -> list[int]:
+        """Take the present values of all counters; return the indexes of the silent ones."""
         now_s = self._clock()
-        passed_s, self._looked_s = min(now_s - self._looked_s, _LONGEST_LOOK_S), now_s
+        passed_s, self._updated_s = min(now_s - self._updated_s, _LONGEST_STEP_S), now_s
         for index, value in enumerate(values):
             is_same = value == self._values[index]
             self._silent_s[index] = self._silent_s[index] + passed_s if is_same else 0.0
             self._values[index] = value
         return [index for index, silent_s in enumerate(self._silent_s) if silent_s > SILENT_S]
+
+
+# ---- aborted collectives
+#
+# ProcessGroupNCCL's watchdog records an error (`get_error`: a timeout, a failed communicator, an error of
+# another rank) before it aborts the communicators of that group. So while no group reports one, no watchdog
+# has aborted anything. Reading it starts no collective and calls nothing of CUDA.
+
+
+def group_failure() -> str:
+    """Return why a collective may have been aborted; "" if no process group reports an error.
+
+    A backend without `get_error` reports none: gloo, which raises its errors, and NCCL before torch 2.7."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(distributed, "_world", None)
+    return failure_of(list(getattr(world, "pg_map", ())))
+
+
+def failure_of(groups: Iterable[Any]) -> str:
+    """Return the same for these process groups."""
+    for group in groups:
+        for kind in getattr(group, "_device_types", ()):
+            try:
+                error = group._get_backend(kind).get_error()
+            except (AttributeError, RuntimeError):
+                continue
+            if error.name != "SUCCESS":
+                return (
+                    f"a process group reports {error.name}, and its collectives may have been aborted with "
+                    "half of their result. See the log of torch.distributed, and start all ranks again"
+                )
+    return ""

@@ -1,8 +1,7 @@
-"""What a node tells rank 0 and what rank 0 tells all: small structs of bytes, checked field by field.
+"""The messages of nodes to rank 0 and of rank 0 to all: small structs of bytes, checked field by field.
 
-A message that is damaged, cannot be, or is older than what is known changes nothing: what they say only ever
-moves on. Boundaries are named by their ordinals, which are the same on all ranks; ranks by their numbers.
-"""
+A damaged, impossible or outdated message changes nothing: state only moves forward. Boundaries go by their
+index, which is the same on all ranks; ranks by their numbers."""
 
 from __future__ import annotations
 
@@ -15,23 +14,19 @@ from typing import Any, NamedTuple, TypeVar
 from flashckpt import _native
 from flashckpt.errors import DamagedError
 
-# A 32-bit number that is none: no rank, no boundary.
+# The number of no rank and of no boundary.
 NONE = (1 << 32) - 1
-# As many slots as a trainer may have: of so many snapshots the outcome may be open at once.
+# The most slots of a trainer: so many snapshots may be undecided at once.
 MOST_OPEN = 16
 MOST_SAVES = 4
-# Of the newest boundaries that a node has committed; what all have is mostly among them.
-MOST_COMMITTED = 6
-# A message of either kind fits into this many bytes.
+# The most bytes of a message.
 MOST_BYTES = 1024
 
-_NODE = struct.Struct("<4sQQ10Iq5Q4I")
-_ANNOUNCED = struct.Struct("<4sQQI?5I")
-_TERMS = struct.Struct("<5I")
+_NODE = struct.Struct("<4sQQ14Iq5Q2I")
+_ANNOUNCED = struct.Struct("<4sQI?9I")
+_SCHEDULE = struct.Struct("<5I")
 _STOP = struct.Struct("<IIBIB")
-_SAVE = struct.Struct("<IBIIB")
-_REFUSED = struct.Struct("<III")
-_ORDINAL = struct.Struct("<I")
+_INDEX = struct.Struct("<I")
 _STEP = struct.Struct("<Q")
 _NODE_MAGIC, _ANNOUNCED_MAGIC = b"FNOD", b"FANN"
 _COUNT = struct.Struct("<B")
@@ -39,10 +34,9 @@ _CHECKSUM_BYTES = 8
 _E = TypeVar("_E", bound=IntEnum)
 
 
-class Terms(NamedTuple):
-    """From the boundary `start` on every `every`-th one is captured, that one first, and every
-    `also_every`-th from `also_start` on; 0 for none. Terms with a higher `number` take the place of those
-    before."""
+class AnnouncedSchedule(NamedTuple):
+    """The boundaries to capture: `start` and every `every`-th one after it, `also_start` and every
+    `also_every`-th one after it; 0 for none. A schedule with a higher `number` replaces one with a lower."""
 
     number: int
     start: int
@@ -52,34 +46,39 @@ class Terms(NamedTuple):
 
     @property
     def starts(self) -> int:
-        """The boundary from which on they are in force, in the place of those before."""
+        """The boundary from which on it is in force."""
         starts = [self.start] * (self.every > 0) + [self.also_start] * (self.also_every > 0)
         return min(starts, default=self.start)
 
-    def takes(self, ordinal: int) -> bool:
-        """Whether they have the boundary captured, if they are in force there."""
-        on_grid = self.every > 0 and ordinal >= self.start and (ordinal - self.start) % self.every == 0
-        return on_grid or self.takes_also(ordinal)
+    def takes(self, boundary_index: int) -> bool:
+        """Whether to capture a boundary, if the schedule is in force there."""
+        on_grid = (
+            self.every > 0
+            and boundary_index >= self.start
+            and (boundary_index - self.start) % self.every == 0
+        )
+        return on_grid or self.takes_also(boundary_index)
 
-    def takes_also(self, ordinal: int) -> bool:
+    def takes_also(self, boundary_index: int) -> bool:
         return (
             self.also_every > 0
-            and ordinal >= self.also_start
-            and (ordinal - self.also_start) % self.also_every == 0
+            and boundary_index >= self.also_start
+            and (boundary_index - self.also_start) % self.also_every == 0
         )
 
 
 class StopState(IntEnum):
     PROPOSED = 1
     CONFIRMED = 2
-    VOID = 3
+    INCOMPLETE = 3
 
 
 class Stop(NamedTuple):
-    """The newest proposal to end at the boundary `ordinal`. `rank` asked for it; `reason` as in stop.py."""
+    """The newest proposal to end at this boundary. rank: the one that requested it; reason: see
+    `JointStop`."""
 
     number: int
-    ordinal: int
+    boundary_index: int
     state: StopState
     rank: int
     reason: int
@@ -91,60 +90,44 @@ class Answer(IntEnum):
     REFUSED = 2
 
 
-class Call(IntEnum):
-    """Where save() was called: for the next boundary, or as one of its own. The second may follow the first,
-    and then takes its place."""
-
-    INSIDE = 1
-    OUTSIDE = 2
-
-
 class Gone(NamedTuple):
-    """A rank whose process has ended without a word, and one that has let its run go; or NONE."""
+    """A rank whose process has died, and one that has released its run; or NONE."""
 
     died: int = NONE
     ended: int = NONE
 
 
-class Save(NamedTuple):
-    """A call of save() for the boundary `ordinal` on ranks of one node. `caller` is one that called so,
-    `absent` one that has not, or NONE; `is_over`: it has entered that boundary, so that it never will."""
-
-    ordinal: int
-    call: Call
-    caller: int
-    absent: int
-    is_over: bool
-
-
 class Refused(NamedTuple):
-    """save() for the boundary `ordinal` was not called on all ranks alike; `absent` may be NONE: then nobody
-    knows more than that not all came in time."""
+    """The newest boundary at which a rank called save() outside of an iteration and another did not;
+    `absent`: that other rank, or NONE if it is not known."""
 
-    ordinal: int
-    caller: int
-    absent: int
+    boundary_index: int = 0
+    caller: int = NONE
+    absent: int = NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMessage:
-    """The ranks of one node, taken together.
+    """The state of the ranks of one node, combined.
 
-    heard: the newest announcement that all of them have acted on. entered_low, entered_high: the newest
-    boundary of the slowest and of the fastest. judged: the outcome of every boundary up to it is known here;
-    of those, `sealed` were sealed by all its ranks, as far as slots still hold them undecided, at these
-    `steps`; any other was missed. missed: the newest such, and a rank that missed it. slots: of the rank that
-    has fewest. offset: step less ordinal of its leader. plain_ns, cost_ns, landing_ns: the shortest iteration
-    without a snapshot, what a snapshot costs the loop at most, and how long it takes to be sealed at most; 0
-    where not known.
-    persisted, failed: the newest boundaries whose snapshots were, or could not be. committed: the newest
-    ones that are in this node's storage, and 0 for what the attempt went on from. promise: the newest stop
-    that was answered, and how. saves_since: of boundaries from there on all calls of save() are known. gone:
-    of its ranks.
-    """
+    acknowledged: the newest announcement on which all of them have acted.
+    entered_low, entered_high: the newest boundary of the slowest and of the fastest rank.
+    judged: the outcome of every boundary up to this one is known on all of them. sealed: those of them that
+        all ranks have sealed, as far as slots hold them undecided, at these `steps`; the others were missed.
+    missed: the newest missed boundary that a rank has sealed, and a rank that missed it.
+    slots: of the rank with the fewest. offset: step minus boundary index on the leader.
+    plain_ns, cost_ns, landing_ns: the shortest iteration without a snapshot, the highest cost of a snapshot
+        for the loop, and the longest time until one is sealed; 0 if unknown.
+    stop_asked: a reason to stop, and the rank. promise: the newest stop proposal answered, and the answer.
+    requests: the newest boundaries for which a rank called save().
+    outside: the newest boundary at which a rank called save() outside of an iteration, and this rank.
+        not_outside: the oldest such newest boundary of any rank, and this rank. withdrawn: the newest
+        boundary at which a rank no longer waits for the others to call it.
+    persisted, failed: the newest boundaries whose snapshots were persisted, or could not be. gone: of its
+    ranks."""
 
     number: int = 0
-    heard: int = 0
+    acknowledged: int = 0
     entered_low: int = 0
     entered_high: int = 0
     judged: int = 0
@@ -152,8 +135,9 @@ class NodeMessage:
     missed: tuple[int, int] = (0, NONE)
     stop_asked: tuple[int, int] = (0, NONE)
     promise: tuple[int, Answer] = (0, Answer.NONE)
-    saves_since: int = 0
-    withdrawn: tuple[int, int] = (0, NONE)
+    outside: tuple[int, int] = (0, NONE)
+    not_outside: tuple[int, int] = (0, NONE)
+    withdrawn: int = 0
     offset: int = 0
     plain_ns: int = 0
     cost_ns: int = 0
@@ -164,40 +148,37 @@ class NodeMessage:
     gone: Gone = Gone()
     sealed: tuple[int, ...] = ()
     steps: tuple[int, ...] = ()
-    saves: tuple[Save, ...] = ()
-    committed: tuple[int, ...] = ()
+    requests: tuple[int, ...] = ()
 
-    def step_of(self, ordinal: int) -> int:
-        """Of one of `sealed`; 0 where none was said."""
-        return dict(zip(self.sealed, self.steps, strict=False)).get(ordinal, 0)
+    def step_of(self, boundary_index: int) -> int:
+        """Return the step of one of `sealed`; 0 if it is unknown."""
+        return dict(zip(self.sealed, self.steps, strict=False)).get(boundary_index, 0)
 
     def packed(self) -> bytes:
         head = _NODE.pack(
-            _NODE_MAGIC, self.number, self.heard,
+            _NODE_MAGIC, self.number, self.acknowledged,
             self.entered_low, self.entered_high, self.judged, self.slots | self.is_ended << 16,
             *self.missed, self.stop_asked[0] | self.promise[1] << 16, self.stop_asked[1],
-            self.promise[0], self.saves_since,
+            self.promise[0], *self.outside, *self.not_outside, self.withdrawn,
             self.offset, self.plain_ns, self.cost_ns, self.landing_ns, self.persisted, self.failed,
-            *self.withdrawn, *self.gone,
+            *self.gone,
         )  # fmt: skip
-        sealed, committed = (
-            _rows(_ORDINAL, ((each,) for each in row)) for row in (self.sealed, self.committed)
-        )
+        sealed = _rows(_INDEX, ((each,) for each in self.sealed))
         steps = _rows(_STEP, ((each,) for each in self.steps))
-        return _checked(head + sealed + steps + _rows(_SAVE, self.saves) + committed)
+        return _checked(head + sealed + steps + _rows(_INDEX, ((each,) for each in self.requests)))
 
     @classmethod
     def unpacked(cls, data: bytes) -> NodeMessage:
-        """Raises DamagedError for anything but what `packed` makes."""
+        """Decode the result of `packed`. Raises DamagedError for anything else."""
         reader = _Reader(data)
         (
-            magic, number, heard, low, high, judged, slots, missed, missed_by, asked, asked_by, promised,
-            saves_since, offset, plain_ns, cost_ns, landing_ns, persisted, failed, withdrawn, withdrawn_by,
-            died, ended,
+            magic, number, acknowledged, low, high, judged, slots, missed, missed_by, asked, asked_by,
+            promised, outside, outside_by, absent, absent_by, withdrawn,
+            offset, plain_ns, cost_ns, landing_ns, persisted, failed, died, ended,
         ) = reader.take(_NODE)  # fmt: skip
         found = cls(
             number=number,
-            heard=heard,
+            acknowledged=acknowledged,
             entered_low=low,
             entered_high=high,
             judged=judged,
@@ -205,8 +186,9 @@ class NodeMessage:
             missed=(missed, missed_by),
             stop_asked=(asked & 0xFFFF, asked_by),
             promise=(promised, _enum(Answer, asked >> 16)),
-            saves_since=saves_since,
-            withdrawn=(withdrawn, withdrawn_by),
+            outside=(outside, outside_by),
+            not_outside=(absent, absent_by),
+            withdrawn=withdrawn,
             offset=offset,
             plain_ns=plain_ns,
             cost_ns=cost_ns,
@@ -215,25 +197,20 @@ class NodeMessage:
             failed=failed,
             is_ended=bool(slots >> 16),
             gone=Gone(died, ended),
-            sealed=tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN)),
+            sealed=tuple(boundary_index for (boundary_index,) in reader.rows(_INDEX, MOST_OPEN)),
             steps=tuple(step for (step,) in reader.rows(_STEP, MOST_OPEN)),
-            saves=tuple(
-                Save(ordinal, _enum(Call, call), caller, absent, bool(is_over))
-                for ordinal, call, caller, absent, is_over in reader.rows(_SAVE, MOST_SAVES)
-            ),
-            committed=tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_COMMITTED)),
+            requests=tuple(each for (each,) in reader.rows(_INDEX, MOST_SAVES)),
         )
         reader.end()
         if magic != _NODE_MAGIC or not (judged <= low <= high < NONE) or max(found.sealed, default=0) > high:
-            raise DamagedError("What a node said of its ranks contradicts itself. It is not believed.")
+            raise DamagedError("The message of a node contradicts itself. It is ignored.")
         return found
 
     def follows(self, before: NodeMessage) -> bool:
-        """Whether it may take the place of the one before: a message that is late, comes twice, or takes back
-        what was said may not."""
+        """Whether it may replace the one before: a late, repeated or contradictory message may not."""
         return (
             self.number > before.number
-            and self.heard >= before.heard
+            and self.acknowledged >= before.acknowledged
             and self.entered_low >= before.entered_low
             and self.entered_high >= before.entered_high
             and self.judged >= before.judged
@@ -243,100 +220,103 @@ class NodeMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What rank 0 has decided for all. decided: up to this boundary it is known which ones all ranks have
-    sealed: of the newest those in `complete`, in order; all others are void. persist: those of `complete`
-    that are to be persisted. missed: the newest void one that some rank had sealed, and a rank that missed
-    it. agreed: the newest boundary at which all ranks have called save() outside of an iteration. committed:
-    the newest boundaries, in order, that are in the storage of every node. failed: the newest that a node
-    could not persist so far. gone: of all ranks; one whose node says nothing any more counts as dead until it
-    does."""
+    """The decisions of rank 0 for all ranks.
+
+    decided: for each boundary up to this one it is known whether all ranks have sealed it. complete: the
+    newest of those that all have, ascending; any other is incomplete. persist: those of `complete` to
+    persist; cached: those of `persist` that go only into the caches of the nodes. missed: the newest
+    incomplete boundary that a rank sealed, and a rank that missed it. save_at: a boundary that all ranks
+    capture because a rank called save(), or 0. agreed: the newest boundary at which all ranks called save()
+    outside of an iteration. gone: of all ranks; the leader of a silent node counts as dead until the node
+    sends a message.
+    """
 
     number: int = 0
     decided: int = 0
     complete: tuple[int, ...] = ()
     persist: tuple[int, ...] = ()
-    terms: tuple[Terms, ...] = ()
+    cached: tuple[int, ...] = ()
+    schedules: tuple[AnnouncedSchedule, ...] = ()
     stop: Stop | None = None
-    refused: tuple[Refused, ...] = ()
+    refused: Refused = Refused()
     agreed: int = 0
+    save_at: int = 0
     missed: tuple[int, int] = (0, NONE)
     is_ended: bool = False
-    committed: tuple[int, ...] = ()
-    failed: int = 0
     gone: Gone = Gone()
 
     @property
     def newest_complete(self) -> int:
-        """0 where no boundary is."""
+        """The newest complete boundary, or 0."""
         return self.complete[-1] if self.complete else 0
 
-    def is_void(self, ordinal: int) -> bool:
-        """Whether not all ranks have sealed a boundary. One that is older than all that are known is not said
-        to be so: it is in nobody's way."""
+    def is_incomplete(self, boundary_index: int) -> bool:
+        """Whether a boundary is known to be incomplete. One older than all that are listed counts as unknown:
+        it blocks nothing."""
         oldest = self.complete[0] if len(self.complete) == MOST_OPEN else 0
-        return oldest < ordinal <= self.decided and ordinal not in self.complete
+        return oldest < boundary_index <= self.decided and boundary_index not in self.complete
 
     def packed(self) -> bytes:
         head = _ANNOUNCED.pack(
-            _ANNOUNCED_MAGIC, self.number, self.failed, self.decided, self.is_ended, self.agreed,
-            *self.missed, *self.gone,
+            _ANNOUNCED_MAGIC, self.number, self.decided, self.is_ended, self.agreed, self.save_at,
+            *self.missed, *self.gone, *self.refused,
         )  # fmt: skip
         stop = () if self.stop is None else (self.stop,)
         return _checked(
             head
-            + _rows(_ORDINAL, ((each,) for each in self.complete))
-            + _rows(_ORDINAL, ((each,) for each in self.persist))
-            + _rows(_TERMS, self.terms)
+            + _rows(_INDEX, ((each,) for each in self.complete))
+            + _rows(_INDEX, ((each,) for each in self.persist))
+            + _rows(_INDEX, ((each,) for each in self.cached))
+            + _rows(_SCHEDULE, self.schedules)
             + _rows(_STOP, stop)
-            + _rows(_REFUSED, self.refused)
-            + _rows(_ORDINAL, ((each,) for each in self.committed))
         )
 
     @classmethod
     def unpacked(cls, data: bytes) -> Announcement:
-        """Raises DamagedError for anything but what `packed` makes."""
+        """Decode the result of `packed`. Raises DamagedError for anything else."""
         reader = _Reader(data)
-        magic, number, failed, decided, is_ended, agreed, missed, missed_by, *gone = reader.take(_ANNOUNCED)
-        complete = tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN))
-        persist = tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_OPEN))
-        terms = tuple(Terms(*row) for row in reader.rows(_TERMS, 2))
+        (
+            magic, number, decided, is_ended, agreed, save_at, missed, missed_by, died, ended, *refused,
+        ) = reader.take(_ANNOUNCED)  # fmt: skip
+        complete = tuple(boundary_index for (boundary_index,) in reader.rows(_INDEX, MOST_OPEN))
+        persist = tuple(boundary_index for (boundary_index,) in reader.rows(_INDEX, MOST_OPEN))
+        cached = tuple(boundary_index for (boundary_index,) in reader.rows(_INDEX, MOST_OPEN))
+        schedules = tuple(AnnouncedSchedule(*row) for row in reader.rows(_SCHEDULE, 2))
         stops = [
-            Stop(number, ordinal, _enum(StopState, state), rank, reason)
-            for number, ordinal, state, rank, reason in reader.rows(_STOP, 1)
+            Stop(number, boundary_index, _enum(StopState, state), rank, reason)
+            for number, boundary_index, state, rank, reason in reader.rows(_STOP, 1)
         ]
-        refused = tuple(Refused(*row) for row in reader.rows(_REFUSED, MOST_SAVES))
-        committed = tuple(ordinal for (ordinal,) in reader.rows(_ORDINAL, MOST_COMMITTED))
         reader.end()
         is_rising = all(a < b for a, b in zip(complete, complete[1:], strict=False))
         is_whole = (
             magic == _ANNOUNCED_MAGIC
             and is_rising
             and max(complete, default=0) <= decided < NONE
-            and {*persist} <= {*complete}
+            and {*cached} <= {*persist} <= {*complete}
         )
         if not is_whole:
-            raise DamagedError("What rank 0 announced contradicts itself. It is not followed.")
+            raise DamagedError("The announcement of rank 0 contradicts itself. It is ignored.")
         return cls(
             number=number,
             decided=decided,
             complete=complete,
             persist=persist,
-            terms=terms,
+            cached=cached,
+            schedules=schedules,
             stop=stops[0] if stops else None,
-            refused=refused,
+            refused=Refused(*refused),
             agreed=agreed,
+            save_at=save_at,
             missed=(missed, missed_by),
             is_ended=bool(is_ended),
-            committed=committed,
-            failed=failed,
-            gone=Gone(*gone),
+            gone=Gone(died, ended),
         )
 
     def follows(self, before: Announcement) -> bool:
-        """Whether it may take the place of the one before."""
+        """Whether it may replace the one before."""
 
-        def newest(terms: Sequence[Terms]) -> int:
-            return max((each.number for each in terms), default=0)
+        def newest(schedules: Sequence[AnnouncedSchedule]) -> int:
+            return max((each.number for each in schedules), default=0)
 
         def at(stop: Stop | None) -> tuple[int, int]:
             return (stop.number, stop.state) if stop is not None else (0, 0)
@@ -345,10 +325,11 @@ class Announcement:
             self.number > before.number
             and self.decided >= before.decided
             and self.newest_complete >= before.newest_complete
-            and newest(self.terms) >= newest(before.terms)
+            and newest(self.schedules) >= newest(before.schedules)
             and at(self.stop) >= at(before.stop)
             and self.agreed >= before.agreed
-            and max(self.committed, default=0) >= max(before.committed, default=0)
+            and self.save_at >= before.save_at
+            and self.refused.boundary_index >= before.refused.boundary_index
         )
 
 
@@ -372,15 +353,15 @@ def _enum(kind: type[_E], value: int) -> _E:
 
 class _Reader:
     def __init__(self, data: bytes) -> None:
-        """Raises DamagedError where the checksum does not match."""
+        """Raises DamagedError if the checksum does not match."""
         body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
         if len(data) > MOST_BYTES or _native.xxh3_64(body).to_bytes(_CHECKSUM_BYTES, "little") != checksum:
-            raise DamagedError("A message of a rank does not match its checksum. It is not believed.")
+            raise DamagedError("A message of a rank does not match its checksum. It is ignored.")
         self._data, self._at = body, 0
 
     def take(self, form: struct.Struct) -> tuple[Any, ...]:
         if self._at + form.size > len(self._data):
-            raise DamagedError("A message of a rank is too short. It is not believed.")
+            raise DamagedError("A message of a rank is too short. It is ignored.")
         found = form.unpack_from(self._data, self._at)
         self._at += form.size
         return found
@@ -393,4 +374,4 @@ class _Reader:
 
     def end(self) -> None:
         if self._at != len(self._data):
-            raise DamagedError("A message of a rank is too long. It is not believed.")
+            raise DamagedError("A message of a rank is too long. It is ignored.")

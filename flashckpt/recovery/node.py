@@ -1,7 +1,8 @@
-"""This node's side of a run: its runtime folder, who lives in it, and the locks that a deed takes.
+"""Access to a run from this node for a command: its runtime folder, its locks, the check for a living job.
 
-Owns who is kept out. A deed holds `recover.lock`, and the keeper's own lock where no keeper lives, so
-that none can be elected meanwhile. Whoever trains is never disturbed: he is named, and the deed refused.
+A command that changes the run holds `recover.lock`, and the keeper's own lock if no keeper lives, so that no
+keeper is elected meanwhile. It is refused, with the process, while a trainer lives. A dry run takes no lock:
+it gets views of the store and of the runtime folder.
 """
 
 from __future__ import annotations
@@ -9,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashckpt.commit import attempts
-from flashckpt.commit.holder import Probe, check, here
+from flashckpt.commit.attempts import Probe, check_not_held, local_owner, open_run
 from flashckpt.errors import DamagedError, RunHeldError
 from flashckpt.format.names import AttemptName
-from flashckpt.format.records import Holder, Run
+from flashckpt.format.records import Owner, Run
+from flashckpt.keeper.node_keepers import living_trainers
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.held_regions import keeper_locks
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folder, holder_of, identity_of, is_alive
 from flashckpt.options import Environment
 from flashckpt.store.base import Store
+from flashckpt.store.overlay import OverlayStore
 
 RECOVERY_LOCK = "recover.lock"
 _TRIES = 20
@@ -29,15 +33,15 @@ _TRIES = 20
 
 @contextlib.contextmanager
 def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
-    """The run's runtime folder on this node, None where there is none. RunHeldError where another user has
-    one, who alone can look at what is in it."""
+    """The run's runtime folder on this node, None if there is none. RunHeldError if another user has one:
+    only that user can read what is in it."""
     base, identity = base_folder(Environment.read().runtime_folder), _identity(store, run)
     own = os.path.join(base, f"flashckpt-{os.geteuid()}", identity)
     for theirs in set(glob.glob(os.path.join(glob.escape(base), "flashckpt-*", identity))) - {own}:
         user = os.path.basename(os.path.dirname(theirs)).removeprefix("flashckpt-")
         raise RunHeldError(
             f"{store.url} is in the memory of another user, user {user}, on this machine: {theirs}. Nothing "
-            "was changed. Run this as that user, who alone can look at what is there and save it.",
+            "was changed. Run this as that user, who alone can read and save what is there.",
             path=store.url,
         )
     with contextlib.ExitStack() as stack:
@@ -49,54 +53,49 @@ def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
 
 
 @contextlib.contextmanager
-def lock_probe(store: Store, run: Run) -> Iterator[tuple[Holder, Probe | None]]:
-    """This process as a holder, and how it sees whether a trainer of the run lives on this node. Without
-    a runtime folder here there is no such trainer, and the counter in the run's folder is watched."""
+def lock_probe(store: Store, run: Run) -> Iterator[tuple[Owner, Probe | None]]:
+    """This process as an owner, and how it finds out whether a trainer of the run lives on this node. If the
+    run has no runtime folder here, no trainer lives here, and the counter in the run's folder is watched."""
     with runtime_of(store, run) as runtime:
         yield _probe(runtime)
 
 
-def _probe(runtime: RuntimeFolder | None) -> tuple[Holder, Probe | None]:
+def refuse_if_trained(store: Store) -> None:
+    """RunHeldError if a living attempt of the run in this store would be superseded."""
+    with lock_probe(store, open_run(store, create=False)) as (me, probe):
+        check_not_held(store, me, probe)
+
+
+def _probe(runtime: RuntimeFolder | None) -> tuple[Owner, Probe | None]:
     if runtime is None:
-        return here(), None
-    return here(runtime.path), lambda _, lock: is_alive(runtime, lock)
+        return local_owner(), None
+    return local_owner(runtime.path), lambda _, lock: is_alive(runtime, lock)
 
 
 def refuse_if_held(store: Store, runtime: RuntimeFolder | None) -> None:
-    """RunHeldError, with process and attempt, while anybody trains the run. May take some seconds where
-    its last trainer was on another node: its counter is watched."""
+    """RunHeldError, with process and attempt, while a job trains the run. May take some seconds if its last
+    trainer was on another node: its counter is watched."""
     for lock, pid in living_trainers(runtime) if runtime is not None else ():
         raise RunHeldError(
             f"{store.url} is held: attempt {_claimed_with(store, lock) or '(not claimed yet)'} is trained by "
-            f"process {pid or '(of another container)'} on this machine. Nothing was changed, and nothing of "
-            "the run was touched. Its own keeper saves what is in memory. Stop that job first.",
+            f"process {pid or '(of another container)'} on this machine. Nothing was changed. Its own keeper "
+            "saves what is in memory. Stop that job first.",
             path=store.url,
         )
-    check(store, *_probe(runtime))
-
-
-def living_trainers(runtime: RuntimeFolder) -> list[tuple[str, int]]:
-    """Life locks of trainers that are held, with the processes that hold them."""
-    names = (name for name in runtime.names() if name.startswith("trainer-") and name.endswith(".lock"))
-    return [(name, pid) for name in names if (pid := holder_of(runtime, name)) is not None]
-
-
-def keeper_of(runtime: RuntimeFolder) -> int | None:
-    """The process of the run's keeper on this node, None where none lives."""
-    return holder_of(runtime, ELECTION_LOCK)
+    check_not_held(store, *_probe(runtime))
 
 
 def dead_keepers(runtime: RuntimeFolder) -> set[str]:
-    """Nonces of the keepers that have a lock here and are dead: what they left half written may go."""
+    """Nonces of the keepers that have a lock here and are dead: their half-written files may go."""
     return {nonce for nonce, lives in keeper_locks(runtime).items() if not lives}
 
 
 def died_here(store: Store, runtime: RuntimeFolder) -> list[AttemptName]:
-    """Attempts of this boot and runtime folder whose trainers are dead and whose end nobody has written
-    down. To be asked where no trainer lives."""
-    me, found = here(runtime.path), []
+    """Attempts of this boot and runtime folder whose end is not recorded. They are dead if no trainer lives
+    here."""
+    me, found = local_owner(runtime.path), []
     for info in attempts.attempts(store):
-        theirs = info.claim.holder if info.claim is not None else None
+        theirs = info.claim.owner if info.claim is not None else None
         if info.ended or theirs is None or not theirs.lock:
             continue
         if (theirs.boot_id, theirs.runtime_id) == (me.boot_id, me.runtime_id):
@@ -106,16 +105,23 @@ def died_here(store: Store, runtime: RuntimeFolder) -> list[AttemptName]:
 
 @dataclass
 class Hold:
-    """A run that nobody trains and nobody else recovers, for as long as `guard` says so. `election` is the
-    keeper's lock, None while a keeper lives; `claimed` the newest claim when the hold began."""
+    """A run that no job trains and no other command changes, for as long as `guard` does not raise.
+    `election`: the keeper's lock, None while a keeper lives. `claimed`: the newest claim when the hold began.
+    `stored`: of a dry run the store as it is; `store` is an overlay of it."""
 
     store: Store
     runtime: RuntimeFolder
-    election: LifeLock | None
     claimed: AttemptName | None
+    election: LifeLock | None = None
+    stored: Store | None = None
+
+    @property
+    def is_view(self) -> bool:
+        """Whether this is a dry run, which changes nothing and holds no lock."""
+        return self.stored is not None
 
     def take_election(self) -> None:
-        """Be in the keeper's place, now that it has left. RunHeldError where another was faster."""
+        """Take the place of the keeper, which has left. RunHeldError if another process was faster."""
         self.election = LifeLock.acquire(self.runtime, ELECTION_LOCK)
         self.guard()
         if self.election is None:
@@ -126,8 +132,10 @@ class Hold:
             )
 
     def guard(self) -> None:
-        """To be asked before everything that deletes, and between long works. RunHeldError once a job has
-        begun: what was saved by then stays saved, and the rest is its keeper's."""
+        """Call before each deletion, and during long work. RunHeldError once a job has begun: what was saved
+        by then stays saved, and the job's keeper saves the rest."""
+        if self.is_view:
+            return
         deposed = self.election is not None and not self.election.stands(self.runtime)
         if deposed or living_trainers(self.runtime) or attempts.newest_claimed(self.store) != self.claimed:
             raise RunHeldError(
@@ -139,17 +147,30 @@ class Hold:
 
 
 @contextlib.contextmanager
+def view(store: Store, run: Run) -> Iterator[Hold]:
+    """A run for a dry run: its writes stay in this process. RunHeldError as of `hold`."""
+    with contextlib.ExitStack() as stack:
+        runtime = stack.enter_context(runtime_of(store, run))
+        refuse_if_held(store, runtime)
+        if runtime is None:
+            base = stack.enter_context(tempfile.TemporaryDirectory())
+            runtime = RuntimeFolder.open(base, _identity(store, run))
+            stack.callback(runtime.close)
+        yield Hold(OverlayStore(store), runtime, attempts.newest_claimed(store), stored=store)
+
+
+@contextlib.contextmanager
 def hold(store: Store, run: Run) -> Iterator[Hold]:
-    """Keep everybody else out. RunHeldError where somebody is in. Leaves no file behind."""
+    """Keep other commands and keepers out. RunHeldError if a job or a command has the run. Leaves no file
+    behind."""
     claimed = attempts.newest_claimed(store)
     with runtime_of(store, run) as found:
         refuse_if_held(store, found)
     runtime, lock = _entered(store, run)
-    held = Hold(store, runtime, None, claimed)
+    held = Hold(store, runtime, claimed)
     try:
         held.election = LifeLock.acquire(runtime, ELECTION_LOCK)
-        # Who came between the look and the locks.
-        held.guard()
+        held.guard()  # a job may have begun before the locks were taken
         yield held
     finally:
         if held.election is not None:
@@ -166,7 +187,7 @@ def _entered(store: Store, run: Run) -> tuple[RuntimeFolder, LifeLock]:
         try:
             lock = LifeLock.acquire(runtime, RECOVERY_LOCK)
         except FileNotFoundError:
-            # A keeper that left has removed the folder under us.
+            # A keeper that left has removed the folder meanwhile.
             runtime.close()
             continue
         if lock is not None and runtime.exists():
@@ -182,7 +203,8 @@ def _entered(store: Store, run: Run) -> tuple[RuntimeFolder, LifeLock]:
                 path=store.url,
             )
     raise RunHeldError(
-        f"{store.url}: its runtime folder in {base} comes and goes. Nothing was changed. Try again.",
+        f"{store.url}: its runtime folder in {base} is made and removed again and again. Nothing was "
+        "changed. Try again.",
         path=store.url,
     )
 
@@ -195,6 +217,6 @@ def _claimed_with(store: Store, lock: str) -> AttemptName | None:
     """The attempt that names this lock in its claim."""
     with contextlib.suppress(DamagedError):
         for each in reversed(attempts.attempts(store)):
-            if each.claim is not None and each.claim.holder.lock == lock:
+            if each.claim is not None and each.claim.owner.lock == lock:
                 return each.name
     return None

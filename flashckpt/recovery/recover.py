@@ -1,62 +1,80 @@
-"""Recovering a run, or only looking. Owns the order of its steps, each of which may be killed and done again.
+"""Recovering a run by hand: the keeper's queue, run to idle in this process, and a report.
 
-    look → drain memory → finish commits → verify, mark → clear debris → let regions go → say what is next
-    → bring the newest step to the remote, where one is named
+    save memory and cache → commit finished steps → verify, quarantine → remove orphans → free memory
+    → find the next resume → copy the newest step to the remote, if one is named
 
-Memory comes first: it is the one thing that a reboot would take. A region goes last, once what it held is
-known to be whole at rest.
+Memory comes first: a reboot would take it. A region is freed last, once its snapshot is whole at rest. The
+next recovery repeats a stage that was killed. A dry run does the same on views of the store, the regions and
+the cache, which keep every change in this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection
+import os
+import secrets
+from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 
-from flashckpt.commit import attempts, constants
+from flashckpt.commit import attempts, lineage
 from flashckpt.commit.attempts import open_run
-from flashckpt.commit.lineage import VisibleStep
-from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import AttemptName
-from flashckpt.format.records import Run
-from flashckpt.keeper.protocol import Status
-from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.persist.deletions import unused_files
-from flashckpt.persist.job import JobState, StepJob
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.choice import Offer, Place, RankOffers
+from flashckpt.commit.collect import Survivor, needed_slots
+from flashckpt.commit.steps import is_whole
+from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.keeper import node_keepers
+from flashckpt.keeper.node_keepers import keeper_of
+from flashckpt.keeper.protocol import Status, remove_names
+from flashckpt.memory.cache_folder import CacheFolder, cached_paths, open_cached
+from flashckpt.memory.held_regions import HeldRegion, Regions
+from flashckpt.memory.region import CACHE, rank_of
+from flashckpt.memory.runtime import LifeLock
+from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.persist.audit import Torn, check_header, differing
+from flashckpt.persist.job import (
+    Incomplete,
+    JobState,
+    SealedSnapshot,
+    StepJob,
+    StepOutcome,
+    few_pauses_s,
+    unfinished,
+)
 from flashckpt.persist.ledger import Event, Ledger
-from flashckpt.persist.stored_steps import refusal, unfinished
-from flashckpt.persist.writer import REGION_IS_GONE, Writer
-from flashckpt.recovery import keepers
-from flashckpt.recovery.memory import MemoryRecovery, failed_of, settle
-from flashckpt.recovery.node import (
-    Hold,
-    dead_keepers,
-    died_here,
-    hold,
-    keeper_of,
-    refuse_if_held,
-    runtime_of,
-)
-from flashckpt.recovery.remote import bring_newest, look_at
-from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Watcher
-from flashckpt.recovery.storage import Examined, clear, debris_found, examine, mark, parts_found
-from flashckpt.recovery.survey import (
-    Seen,
-    has_own_disk,
-    job_of,
-    lacks_region,
-    resume_of,
-    slots_in,
-    torn_leaves,
-    unseen_ranks,
-)
-from flashckpt.recovery.uploads import dead_uploads, end_dead_uploads
+from flashckpt.persist.queue import Queue
+from flashckpt.persist.writer import Writer
+from flashckpt.recovery.node import Hold, dead_keepers, died_here, hold, refuse_if_trained, view
+from flashckpt.recovery.report import (
+    Fate,
+    Finding,
+    Kind,
+    RecoveryReport,
+    RemoteFate,
+    RemoteReport,
+    Resume,
+    Watcher,
+)  # fmt: skip
+from flashckpt.recovery.storage import Examined, clear, clear_frozen, examine, parts_found, quarantine
+from flashckpt.replication.mirror import RemoteRun, next_start
+from flashckpt.replication.run_copy import Outcome, copy_run
 from flashckpt.store.base import Store
+from flashckpt.threads import Worker
 
 log = logging.getLogger(__name__)
 
 _SHOWN = 8
+_NEWER_FAILED = "a newer one could not be saved"
+_INCOMPLETE = "not all ranks of this node have it there"
+_TIERS = {Place.MEMORY: "memory", Place.CACHE: "cache", Place.HOME: "local", Place.MIRROR: "remote"}
+_REMOTE_FATES = {
+    Outcome.COPIED: RemoteFate.COPIED,
+    Outcome.THERE: RemoteFate.THERE,
+    Outcome.DELETED: RemoteFate.DELETED,
+}
 
 
 def recover(
@@ -66,222 +84,586 @@ def recover(
     discard: bool = False,
     read: bool = True,
     remote: Store | None = None,
+    cache: str | None = None,
     watcher: Watcher | None = None,
 ) -> RecoveryReport:
-    """Save what survived a crash and say where training goes on from.
+    """Save what survived a crash, and find the step from which training resumes.
 
-    dry_run: only look; nothing at all is changed. discard: let go of what is in memory and can be committed
-    nowhere. read: verify every byte of the visible steps. remote: the newest step goes there, last.
+    dry_run: change nothing, and report what a recovery would find. discard: free snapshots in memory that can
+    be committed nowhere. read: verify every byte of the visible steps. remote: copy the newest step there,
+    last. cache: a folder that the run had as its cache on this node; snapshots there are saved like those in
+    memory.
 
-    Raises RunHeldError while a job, or another recovery, has the run; NoSuchStepError and RunError where the
+    Raises RunHeldError while a job, or another recovery, has the run; NoSuchStepError and RunError if the
     folder is no run; KeeperError for a keeper that does not answer.
     """
-    told = watcher or Watcher()
-    done = _recovered(store, told, remote, dry_run=dry_run, discard=discard, read=read)
-    if remote is None:
-        return done
-    return replace(done, remote=bring_newest(store, remote, told, dry_run=dry_run))
+    watcher = watcher or Watcher()
+    run = open_run(store, create=False)
+    watcher.stage("looking")
+    with (
+        (view if dry_run else hold)(store, run) as held,
+        closing(Ledger(held.store)) as ledger,
+    ):
+        report = _recovered(held, run.run_id, cache, remote, watcher, ledger, discard=discard, read=read)
+        resume = None if report.resume is None else report.resume.step
+        ledger.add(None, Event.RECOVER, resume=resume, problem=report.resume_problem or None)
+    if remote is not None:
+        report = replace(report, remote=_copy_newest(held.store, remote, watcher, dry_run=dry_run))
+    return report
 
 
 def _recovered(
-    store: Store, told: Watcher, remote: Store | None, *, dry_run: bool, discard: bool, read: bool
+    held: Hold,
+    run_id: str,
+    cache: str | None,
+    remote: Store | None,
+    watcher: Watcher,
+    ledger: Ledger,
+    *,
+    discard: bool,
+    read: bool,
 ) -> RecoveryReport:
-    run = open_run(store, create=False)
-    told.stage("looking")
-    if dry_run:
-        with runtime_of(store, run) as runtime:
-            refuse_if_held(store, runtime)
-            unseen = unseen_ranks(store, runtime)
-            found = _look(store, runtime, told, remote, discard=discard, read=read)
-            return _report(store, run, runtime, told, remote, unseen, *found, dry_run=True, read=read)
-    with hold(store, run) as held, closing(Ledger(store)) as ledger:
-        unseen = unseen_ranks(store, held.runtime)
-        found = _save(held, told, ledger, remote, discard=discard, read=read)
-        done = _report(store, run, held.runtime, told, remote, unseen, *found, dry_run=False, read=read)
-        resume = None if done.resume is None else done.resume.step
-        ledger.add(None, Event.RECOVER, resume=resume, problem=done.resume_problem or None)
-        return done
-
-
-def _report(
-    store: Store, run: Run, runtime: RuntimeFolder | None, watcher: Watcher, remote: Store | None,
-    unseen: tuple[int, ...], keeper: int | None, findings: list[Finding], examined: Examined, *,
-    dry_run: bool, read: bool,
-) -> RecoveryReport:  # fmt: skip
-    watcher.stage("resume")
-    there = None if remote is None else look_at(remote)
-    resume, problem = resume_of(store, runtime, examined.damaged, there)
-    if resume is not None:
-        is_elsewhere = bool(unseen) and resume.tier == "memory"
-        resume = replace(resume, of_all=not (is_elsewhere or has_own_disk(store)))
-    return RecoveryReport(
-        run=store.url,
-        run_id=run.run_id,
-        dry_run=dry_run,
-        verified=read,
-        keeper=keeper,
-        findings=tuple(findings),
-        whole=len(examined.whole),
-        num_bytes=examined.num_bytes,
-        resume=resume,
-        resume_problem=problem,
-        unseen=unseen,
-    )
-
-
-def _save(
-    held: Hold, watcher: Watcher, ledger: Ledger, remote: Store | None, *, discard: bool, read: bool
-) -> tuple[int | None, list[Finding], Examined]:
-    """The keeper that goes on living, what became of all that was found, and the steps at rest."""
-    keeper, told = _ask(held, watcher, discard=discard)
-    with closing(MemoryRecovery(held, watcher, ledger)) as memory:
-        if keeper is None:
-            memory.save()
+    keeper, status = _ask_keeper(held, watcher, discard=discard)
+    # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
+    is_keepers = keeper is not None and not held.is_view
+    writers = dead_keepers(held.runtime) if keeper is None else set[str]()
+    with closing(_NodeSnapshots(held, watcher, ledger, cache, is_keepers=is_keepers)) as node:
+        orphans = clear_frozen(held.store, writers)
+        if status is not None:
+            node.report(status)
+        else:
+            node.save()
         watcher.stage("committing")
-        parts = memory.finish(read=read)
+        parts = node.commit_parts(read=read)
         watcher.stage("verifying")
-        examined = examine(held.store, watcher, read=read)
-        watcher.stage("marking")
+        examined = examine(held.stored or held.store, watcher, read=read)
+        watcher.stage("quarantining")
         held.guard()
-        mark(held.store, examined, ledger)
+        quarantine(held.store, examined, ledger)
         if keeper is None:
-            _bury(held, memory.unsaved, ledger)
+            _end_attempts(held, node.unsaved, ledger)
         watcher.stage("clearing")
-        writers = dead_keepers(held.runtime) if keeper is None else set[str]()
-        debris = clear(held, writers, ledger) + end_dead_uploads(held, writers)
-        if remote is not None:
-            debris += end_dead_uploads(held, writers, remote)
-        if keeper is None:
-            if not any(each.outcome is Fate.FAILED for each in debris):
-                memory.forget_dead_keepers()
+        orphans += clear(held, writers, ledger)
+        if keeper is None and not any(each.outcome is Fate.FAILED for each in orphans):
+            node.forget_dead_keepers()
+        # A dry run names the step of a start right now.
+        resume = node.resume(examined.damaged, remote) if held.is_view else None
+        if not is_keepers:
             watcher.stage("letting go")
-            memory.let_go(examined, discard=discard)
-        return keeper, [*told, *memory.findings, *parts, *examined.findings, *debris], examined
+            node.let_go(examined, discard=discard)
+        watcher.stage("resume")
+        found, problem = resume or node.resume(examined.damaged, remote)
+        if found is not None:
+            found = replace(found, of_all=not (node.unseen and found.tier in ("memory", "cache")))
+        return RecoveryReport(
+            run=held.store.url,
+            run_id=run_id,
+            dry_run=held.is_view,
+            verified=read,
+            keeper=keeper,
+            findings=(*node.findings, *parts, *examined.findings, *orphans),
+            whole=len(examined.whole),
+            num_bytes=examined.num_bytes,
+            resume=found,
+            resume_problem=problem,
+            unseen=node.unseen,
+        )
 
 
-def _ask(held: Hold, watcher: Watcher, *, discard: bool) -> tuple[int | None, list[Finding]]:
-    """Let a keeper that lives save what it has: its process, and what it says. One that leaves meanwhile, or
-    that is to, is replaced: then None."""
+def _ask_keeper(held: Hold, watcher: Watcher, *, discard: bool) -> tuple[int | None, Status | None]:
+    """Let a living keeper save what it has. Returns its process and its status; (None, None) if this process
+    has taken its place. A dry run asks nothing."""
+    if held.is_view:
+        return keeper_of(held.runtime), None
     watcher.stage("draining")
     if held.election is not None:
-        return None, []
+        return None, None
     keeper = keeper_of(held.runtime)
-    status = keepers.wait_until_saved(held.store.url, held.runtime, watcher, held.guard)
+    status = node_keepers.wait_until_saved(
+        held.store.url, held.runtime, watcher.progress, watcher.say, held.guard
+    )
     if discard and status is not None:
-        keepers.end_process(held.runtime)
+        node_keepers.end_process(held.runtime)
         status = None
     if status is None:
         held.take_election()
-        return None, []
-    return keeper or 0, _told(held.runtime, status)
+        return None, None
+    return keeper or 0, status
 
 
-def _bury(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) -> None:
-    """Say of the attempts that died on this node that they are dead, so that the next job need not watch
-    them; not before everything of theirs is saved."""
+def _end_attempts(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) -> None:
+    """Record that the attempts that died on this node are dead, so that the next job need not watch them;
+    only once everything of theirs is saved."""
     died = died_here(held.store, held.runtime)
-    # After the look: a job that has claimed meanwhile is among them, and lives.
+    # After the listing: a job that has claimed meanwhile is among them, and lives.
     held.guard()
     for name in (name for name in died if name not in unsaved):
         try:
             attempts.mark_ended(held.store, name, "dead")
         except OSError as error:
-            # The next job finds out by itself.
-            log.warning("the end of attempt %s could not be written down: %s", name, error)
+            log.warning("the end of attempt %s could not be recorded: %s", name, error)
         else:
             ledger.add(str(name), Event.DEATH, by="recover")
 
 
-def _told(runtime: RuntimeFolder, status: Status) -> list[Finding]:
-    """The keeper's slots, and what it said of them."""
-    reasons = dict.fromkeys(status.waiting, keepers.STILL)
-    reasons |= dict.fromkeys(status.for_others, "its part is saved; those of other nodes are missing")
-    reasons |= {each.step: each.message for each in status.failures}
-    findings = []
-    for each in slots_in(runtime):
-        if not each.is_slot:
-            findings.append(each.left_alone())
-        elif each.step is None:
-            findings.append(each.finding(Fate.TORN, each.problem, damage=True))
+class _NodeSnapshots:
+    """The snapshots of a run in the named regions of this node and in its folder in `cache`, given to the
+    keeper's queue. `is_keepers`: a living keeper has them, and the queue gets none. Raises KeeperError if
+    another process uses that folder."""
+
+    def __init__(
+        self, held: Hold, watcher: Watcher, ledger: Ledger, cache: str | None, *, is_keepers: bool
+    ) -> None:
+        is_view = held.is_view or is_keepers
+        self._hold, self._store, self._runtime = held, held.store, held.runtime
+        self._watcher, self._ledger, self._is_view = watcher, ledger, is_view
+        nonce = secrets.token_hex(4)
+        if is_view:
+            life: LifeLock | None = LifeLock(f"keeper-{nonce}.lock", (0, 0), -1)
         else:
-            outcome = Fate.WAS_COMMITTED if each.is_persisted else Fate.KEPT
-            if each.step in status.for_others:
+            life = LifeLock.acquire(self._runtime, f"keeper-{nonce}.lock")
+        assert life is not None, "a nonce came twice"
+        self._life = life
+        self._regions = Regions(self._runtime, life, is_view=is_view)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._queue = Queue(
+            Regions(self._runtime, life, is_view=True) if is_keepers else self._regions,
+            Writer(self._store, nonce, guard=held.guard, gathers=True),
+            Worker("writer", self._wake),
+            ledger,
+            notify=self._note_outcome,
+            pauses=few_pauses_s,
+            world_of=self._world_of,
+            by="recover",
+        )
+        self._snapshots: dict[str, Finding] = {}
+        self._parts: dict[str, Finding] = {}
+        self._unreadable: list[Finding] = []
+        self._waiting: set[AttemptName] = set()
+        self._saved: dict[str, CommitName] = {}
+        self._cache: CacheFolder | None = None
+        self._cached: list[HeldRegion] = []  # also those that the queue drops: their files remain
+        self._damaged_files: list[str] = []
+        self._unread_files: list[str] = []
+        try:
+            self._adopt(cache)
+        except BaseException:
+            self.close()
+            raise
+
+    def _adopt(self, cache: str | None) -> None:
+        self._regions.adopt_named()
+        for name, why in self._regions.not_adopted.items():
+            self._unreadable.append(Finding(Kind.SNAPSHOT, Fate.KEPT, name, detail=why, damage=True))
+        for path in [] if cache is None else self._open_cache(os.path.abspath(cache)):
+            name = os.path.basename(path)
+            try:
+                slot = open_cached(path, self._runtime.identity)
+            except DamagedError as error:
+                self._damaged_files.append(name)
+                self._note_unreadable(name, Fate.TORN, error)
+            except (FlashckptError, OSError) as error:
+                # The file stays: it may be of another version, or its disk may fail.
+                self._unread_files.append(name)
+                self._note_unreadable(name, Fate.FAILED if isinstance(error, OSError) else Fate.KEPT, error)
+            else:
+                held = self._regions.put_cached(slot, path)
+                if held is not None and not slot.header.holds_constants:
+                    self._cached.append(held)
+        ranks = {held.slot.rank for held in self._regions.everything()}
+        self.unseen = self._unseen(ranks | {rank_of(each.place) for each in self._unreadable})
+
+    def _note_unreadable(self, name: str, outcome: Fate, error: Exception) -> None:
+        self._unreadable.append(Finding(Kind.SNAPSHOT, outcome, name, detail=str(error), damage=True))
+
+    def _open_cache(self, base: str) -> list[str]:
+        """The files of the run in a cache, which is locked unless this is a view."""
+        identity = os.path.basename(self._runtime.path)
+        if not self._is_view:
+            try:
+                self._cache = CacheFolder.open(base, identity, create=False)
+            except FileNotFoundError:
+                return []
+            self._cache.names()  # removes half-written files
+        return cached_paths(base, identity)
+
+    def _unseen(self, ranks: Collection[int]) -> tuple[int, ...]:
+        """The ranks of the newest attempt, if it did not end in order, that have nothing on this node: a
+        recovery on their nodes saves theirs."""
+        started = [each for each in attempts.attempts(self._store) if each.start is not None]
+        newest = started[-1] if started else None
+        if newest is None or newest.start is None or newest.closed or newest.start.world < 2:
+            return ()
+        return tuple(rank for rank in range(newest.start.world) if rank not in ranks)
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [*self._snapshots.values(), *self._unreadable]
+
+    @property
+    def unsaved(self) -> set[AttemptName]:
+        """Attempts with a snapshot that could not be saved, or that is not whole without other nodes."""
+        failed = (each.attempt for each in self._snapshots.values() if each.outcome is Fate.FAILED)
+        return {attempt for attempt in failed if attempt is not None} | self._waiting
+
+    # ---- running the queue
+
+    def save(self) -> None:
+        """Persist and commit the snapshots that are needed. Afterwards `findings` has a row for each."""
+        self._regions.reclaim()
+        for held, sealed in self._sealed():
+            self._snapshots[held.slot.name] = _row(sealed, Fate.KEPT)
+            if sealed.is_persisted:
+                self._saved[held.slot.name] = _name_of(sealed)
+                self._note(held.slot.name, Fate.WAS_COMMITTED)
+        for rank in sorted({held.slot.rank for held in (*self._regions.slots(), *self._regions.cached())}):
+            self._queue.rescue(rank)
+        self._run()
+        for name, found in self._snapshots.items():
+            if found.outcome is Fate.KEPT and not found.detail and found.attempt in self.unsaved:
+                self._note(name, Fate.KEPT, _NEWER_FAILED)
+
+    def commit_parts(self, *, read: bool) -> list[Finding]:
+        """Commit the steps at rest that lack only their record; `read`: after reading every byte."""
+        # Oldest first: after a kill in between, the run resumes from an older step, as before.
+        for stored in reversed(unfinished(self._store)):
+            self._queue.adopt(stored, read=read)
+        self._run()
+        return list(self._parts.values())[::-1]
+
+    def _run(self) -> None:
+        before = self._queue.progress_bytes
+
+        def watch() -> None:
+            self._hold.guard()
+            writing = self._queue.writing
+            names = [each.slot.name for each in writing.members()] if writing is not None else []
+            total = sum(self._snapshots[name].num_bytes for name in names if name in self._snapshots)
+            self._watcher.progress(self._queue.progress_bytes - before, total)
+
+        self._queue.run_to_idle(watch)
+
+    def _world_of(self, attempt: AttemptName) -> int | None:
+        start = None
+        # The snapshot of an older attempt may not be needed; a write of this one's reads the record again.
+        with contextlib.suppress(DamagedError):
+            start = attempts.read_start(self._store, attempt)
+        return None if start is None else start.world
+
+    def _sealed(self) -> Iterator[tuple[HeldRegion, Sealed]]:
+        """The snapshots in slots, in memory and in the cache, newest first."""
+        held = [*self._regions.slots(), *self._regions.cached()]
+        found = [(each, sealed) for each in held if (sealed := each.sealed()) is not None]
+        yield from sorted(found, key=lambda each: each[1].age, reverse=True)
+
+    # ---- findings
+
+    def report(self, status: Status) -> None:
+        """The slots of a living keeper, with what its status says of them."""
+        reasons = dict.fromkeys(status.waiting, node_keepers.STILL)
+        reasons |= dict.fromkeys(status.for_others, "its part is saved; those of other nodes are missing")
+        reasons |= {each.step: each.message for each in status.failures}
+        for held, sealed in self._sealed():
+            outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
+            if sealed.step in status.for_others:
                 outcome = Fate.KEPT
-            elif each.step in status.waiting and not each.is_persisted:
-                # What it gave up, since another attempt has begun, it does not wait for any more.
+            elif sealed.step in status.waiting and not sealed.is_persisted:
                 outcome = Fate.FAILED
-            findings.append(each.finding(outcome, reasons.get(each.step, "the keeper has it")))
-    for torn in status.torn:
-        why = f"not the bytes of its boundary: {', '.join(torn.leaves[:_SHOWN]) or 'its metadata'}"
-        findings.append(Finding(Kind.SNAPSHOT, Fate.TORN, torn.slot, torn.step, detail=why, damage=True))
-    return findings
+            why = reasons.get(sealed.step, "the keeper has it")
+            self._snapshots[held.slot.name] = _row(sealed, outcome, why)
+        for held in self._regions.slots():
+            try:
+                held.slot.sealed()
+            except DamagedError as error:
+                self._note(held.slot.name, Fate.TORN, str(error))
+        for torn in status.torn:
+            why = f"not the bytes of its boundary: {', '.join(torn.leaves[:_SHOWN]) or 'its metadata'}"
+            self._unreadable.append(
+                Finding(Kind.SNAPSHOT, Fate.TORN, torn.slot, torn.step, detail=why, damage=True)
+            )
+
+    def _note_outcome(self, job: StepJob, outcome: StepOutcome) -> None:
+        fate, detail = _fate_of(outcome, is_dry_run=self._hold.is_view)
+        if job.stored is not None:
+            is_damage = outcome.incomplete is Incomplete.TORN
+            self._parts[job.stored.folder] = parts_found(job.stored, fate, detail, damage=is_damage)
+            return
+        if outcome.state is JobState.PART_WRITTEN:
+            self._waiting.add(job.attempt)
+        for name in (name for each in job.members() for name in self._copies(each.slot.name)):
+            if outcome.incomplete is Incomplete.TORN and name not in self._copies(outcome.slot):
+                self._note(name, Fate.KEPT, f"what rank {rank_of(outcome.slot)} has of it is torn")
+            else:
+                self._note(name, fate, detail)
+            if outcome.state is JobState.COMMITTED:
+                self._saved[name] = job.name
+
+    def _copies(self, name: str) -> list[str]:
+        """The slot and the one that has the same snapshot, in memory or in the cache."""
+        found = self._snapshots.get(name)
+        if found is None:
+            return [name]
+        mine = rank_of(name), found.attempt, found.boundary
+        return [
+            other
+            for other, each in self._snapshots.items()
+            if (rank_of(other), each.attempt, each.boundary) == mine
+        ]
+
+    def _note(self, name: str, outcome: Fate, detail: str = "") -> None:
+        found = self._snapshots.get(name, Finding(Kind.SNAPSHOT, outcome, name))
+        is_torn = outcome is Fate.TORN
+        self._snapshots[name] = replace(found, outcome=outcome, detail=detail, damage=is_torn)
+
+    # ---- freeing memory
+
+    def let_go(self, examined: Examined, *, discard: bool) -> None:
+        """Remove the regions whose snapshots are whole at rest, or not needed. `examined` are the steps at
+        rest: the copy of a step that is damaged there stays. With `discard` also snapshots that are committed
+        nowhere."""
+        stays = self._settle(examined, discard=discard)
+        for held in [*self._regions.slots(), *self._cached]:
+            self._hold.guard()
+            if held.slot.name in stays:
+                continue
+            if held.kind == CACHE:
+                self._remove_cached(held)
+            else:
+                self._regions.remove(held)
+        self._hold.guard()
+        self._regions.drop_constants()
+        if self._cache is not None:
+            for name in self._damaged_files:
+                self._cache.remove(name)
+            sealed = [held.sealed() for held in self._regions.cached()]
+            named = {each.record.constants_nonce for each in sealed if each is not None}
+            # A file that could not be read may name constants of its rank, too.
+            unknown = {rank_of(name) for name in self._unread_files}
+            for held in self._regions.cached_constants():
+                if held.slot.header.nonce not in named and held.slot.rank not in unknown:
+                    self._remove_cached(held)
+            if not self._cache.names():
+                self._cache.discard()
+
+    def _settle(self, examined: Examined, *, discard: bool) -> set[str]:
+        """The names of the slots that stay; notes the outcome of the others."""
+        # In a dry run `examined` lacks the steps that were committed to the overlay.
+        committed = set(self._saved.values()) & set(Catalogue.of(self._store).visible())
+        whole = examined.whole | (committed - examined.damaged if self._hold.is_view else set())
+        newest = max(whole, default=None)
+        lost = {each for each in examined.damaged if newest is None or each > newest}
+        stays = {name for name, each in self._saved.items() if each in lost}
+        for name in stays:
+            self._note(name, Fate.KEPT, "its copy at rest is not whole: training resumes from memory")
+        for name in self._needed() - stays:
+            if discard:
+                self._note_discarded(name)
+            else:
+                stays.add(name)
+        for name, each in self._snapshots.items():
+            if name not in stays and each.outcome is Fate.KEPT and each.attempt is not None:
+                self._snapshots[name] = replace(each, outcome=Fate.DROPPED)
+        return stays
+
+    def _needed(self) -> set[str]:
+        """Slots with a snapshot that is committed nowhere and still counts."""
+        left = [
+            Survivor(
+                slot=name,
+                rank=rank_of(name),
+                attempt=each.attempt,
+                step=each.step,
+                boundary=each.boundary,
+                is_committed=name in self._saved and is_whole(self._store, self._saved[name]),
+            )
+            for name, each in self._snapshots.items()
+            if each.attempt is not None and each.step is not None and each.outcome is not Fate.TORN
+        ]
+        names = {each.slot for each in left if not each.is_committed}
+        kept = {each.slot for each in left if each.attempt in self.unsaved} & names
+        try:
+            return kept | (needed_slots(self._store, left) if names else set())
+        except (OSError, FlashckptError):
+            return names
+
+    def _note_discarded(self, name: str) -> None:
+        lost = self._snapshots[name]
+        self._snapshots[name] = replace(lost, outcome=Fate.DISCARDED)
+        if self._hold.is_view:
+            return
+        what = f"step {lost.step} of attempt {lost.attempt}"
+        self._watcher.say(f"discarding {what}, which is committed nowhere ({lost.place})")
+        attempt = None if lost.attempt is None else str(lost.attempt)
+        self._ledger.add(attempt, Event.CLOSE, what="discard", step=lost.step, slot=lost.place, by="recover")
+
+    def _remove_cached(self, held: HeldRegion) -> None:
+        name = held.slot.name
+        if self._regions.cached_named(name) is held:
+            self._regions.drop_cached(held)
+        if self._cache is not None:
+            self._cache.remove(name)
+
+    def forget_dead_keepers(self) -> None:
+        """Remove the locks of dead keepers, by which their half-written shards were found."""
+        for nonce, lives in self._regions.other_keepers().items():
+            if not lives:
+                self._regions.forget_keeper(nonce)
+
+    def close(self) -> None:
+        """Let the next keeper find the slots that stay, and leave no other name behind. After an interrupt a
+        busy worker keeps its files until the process ends, and the life lock, by which the next recovery
+        finds its half-written shard."""
+        if not self._queue.worker.busy:
+            for held in self._regions.everything():
+                held.slot.close()
+            self._regions.close_dropped()
+            if self._cache is not None:
+                self._cache.close()
+            self._queue.worker.close()
+            if not self._is_view:
+                self._life.release(self._runtime)
+            os.close(self._wake)
+        with contextlib.suppress(OSError, FlashckptError):
+            if self._hold.election is not None and self._hold.election.stands(self._runtime):
+                self._regions.remove_dead_locks()
+                remove_names(self._runtime)
+
+    # ---- the next resume
+
+    def resume(self, damaged: Collection[CommitName], remote: Store | None) -> tuple[Resume | None, str]:
+        """The step and tier of the next resume, or why there is none; neither for a run without steps.
+        `damaged` are steps at rest that cannot be used. A snapshot in memory or cache is audited if it comes
+        first."""
+        store = self._hold.stored or self._store
+        there = None if remote is None else _opened_remote(remote)
+        torn = set[tuple[str, int]]()
+        while True:
+            held, offers = self._offers(torn)
+            row = RankOffers.of(0, lineage.this_host(), offers)
+            try:
+                choice = next_start(store, there, [row], damaged=[each.id for each in damaged])
+            except OSError as error:
+                return None, f"the step is not known, because storage failed: {error}"
+            if choice.refusal is not None or not choice.candidates:
+                return None, str(choice.refusal or "")
+            first = choice.candidates[0]
+            place = first.places(row, None)[0]
+            wrong = set[tuple[str, int]]()
+            if place in (Place.MEMORY, Place.CACHE):
+                wrong = {each.key for each in held[first.id] if not self._is_sound(each)}
+            if not wrong:
+                found = Resume(step=first.step, attempt=first.id.attempt, tier=_TIERS[place])
+                return found, ""
+            torn |= wrong
+
+    def _offers(
+        self, torn: Collection[tuple[str, int]]
+    ) -> tuple[dict[SnapshotId, list[Sealed]], list[Offer]]:
+        """The copy of each snapshot that each rank would read, but for `torn` ones, and the offers. One that
+        not all ranks of its attempt here have cannot be used: the ranks of a node resume from one boundary
+        together."""
+        ranks: dict[AttemptName, set[int]] = {}
+        copies: dict[SnapshotId, dict[int, tuple[Place, Sealed]]] = {}
+        for held, sealed in self._sealed():
+            ranks.setdefault(sealed.attempt, set()).add(sealed.slot.rank)
+            place = Place.CACHE if held.kind == CACHE else Place.MEMORY
+            mine = copies.setdefault(sealed.id, {})
+            known = mine.get(sealed.slot.rank)
+            if sealed.key not in torn and (known is None or place < known[0]):
+                mine[sealed.slot.rank] = place, sealed
+        offers = []
+        for id, of in copies.items():
+            problem = "" if of.keys() == ranks[id.attempt] else _INCOMPLETE
+            place = max((place for place, _ in of.values()), default=Place.MEMORY)
+            step = next((sealed.step for _, sealed in of.values()), 0)
+            offers.append(Offer(id=id, step=step, world=0, place=place, problem=problem))
+        return {id: [sealed for _, sealed in of.values()] for id, of in copies.items()}, offers
+
+    def _is_sound(self, sealed: Sealed) -> bool:
+        """Whether the bytes of a snapshot are those of its boundary."""
+        region = self._regions.constants_named_by(sealed)
+        regions: tuple[Slot, ...] = () if region is None else (region,)
+        snapshot = SealedSnapshot(sealed.slot, sealed.generation, 0, regions)
+        try:
+            metadata = sealed.slot.metadata(sealed)
+            check_header(sealed.slot, metadata.layout)
+            return not differing(metadata, snapshot.sources(metadata))
+        except (DamagedError, Torn, OSError):
+            return False
 
 
-# ---- only looking: with the same eyes, by the same rules
+def _name_of(sealed: Sealed) -> CommitName:
+    return CommitName(sealed.step, sealed.attempt, sealed.boundary)
 
 
-def _look(
-    store: Store,
-    runtime: RuntimeFolder | None,
-    watcher: Watcher,
-    remote: Store | None,
-    *,
-    discard: bool,
-    read: bool,
-) -> tuple[int | None, list[Finding], Examined]:
-    """The same of what `_save` would do. Predicts no writes: nobody knows what storage will take."""
-    keeper = keeper_of(runtime) if runtime is not None else None
-    watcher.stage("verifying")
-    examined = examine(store, watcher, read=read)
-    found = _snapshots(store, runtime, examined, discard=discard) if runtime is not None else []
-    for stored in unfinished(store):
-        why, is_damage = refusal(store, stored, read=read)
-        found.append(parts_found(stored, Fate.KEPT if why else Fate.SOUND, why, damage=is_damage))
-    dead, writers = list[AttemptName](), set[str]()
-    if runtime is not None and keeper is None:
-        dead, writers = died_here(store, runtime), dead_keepers(runtime)
-    debris = debris_found(unused_files(store, dead, writers)) + dead_uploads(store, dead, writers)
-    if remote is not None:
-        debris += dead_uploads(store, dead, writers, remote)
-    return keeper, found + examined.findings + debris, examined
+def _row(sealed: Sealed, outcome: Fate, detail: str = "") -> Finding:
+    num_bytes = sealed.record.image_bytes + sealed.record.constants_bytes
+    about = sealed.slot.name, sealed.step, sealed.attempt, num_bytes
+    return Finding(Kind.SNAPSHOT, outcome, *about, detail, False, sealed.boundary)
 
 
-def _snapshots(store: Store, runtime: RuntimeFolder, examined: Examined, *, discard: bool) -> list[Finding]:
-    """What is in memory, newest first, audited; of what cannot be saved, what would become of it."""
-    writer = Writer(store, "0" * 8)
-    found: dict[str, Finding] = {}
-    saved: dict[str, VisibleStep] = {}
-    for each in slots_in(runtime):
-        with job_of(runtime, each.slot) as job:
-            found[each.slot] = _judged(store, writer, each, job)
-            if job is not None and found[each.slot].outcome is Fate.WAS_COMMITTED:
-                saved[each.slot] = writer.place_of(job)
-    return list(settle(store, found, saved, failed_of(found), examined, discard=discard)[0].values())
+def _fate_of(outcome: StepOutcome, *, is_dry_run: bool) -> tuple[Fate, str]:
+    """The word for the outcome of a step, and the reason."""
+    detail = outcome.message
+    match outcome.state, outcome.incomplete:
+        case JobState.COMMITTED, _:
+            return Fate.SOUND if is_dry_run else Fate.COMMITTED, ""
+        case JobState.PART_WRITTEN, _:
+            waits = "its part is saved; it is committed once those of the other ranks are there"
+            return Fate.KEPT, detail or waits
+        case JobState.FAILED, _:
+            return Fate.FAILED, detail
+        case _, Incomplete.TORN if outcome.slot:
+            names = ", ".join(leaf for _, leaf in outcome.leaves[:_SHOWN])
+            return Fate.TORN, f"not the bytes of its boundary: {names}" if names else detail
+    return Fate.KEPT, detail
 
 
-def _judged(store: Store, writer: Writer, seen: Seen, job: StepJob | None) -> Finding:
-    if not seen.is_slot:
-        return seen.left_alone()
-    if job is None:
-        return seen.finding(Fate.TORN, seen.problem, damage=True)
-    if seen.is_persisted:
-        return seen.finding(Fate.WAS_COMMITTED)
-    [snapshot] = job.members()
-    attempt, _ = writer.attempt_for(job)
+# ---- the remote
 
-    def on_storage(metadata: Metadata) -> bool:
-        layout, digests = metadata.constants, metadata.constants_digests
-        return layout is not None and constants.stands(store, attempt, snapshot.rank, layout, digests)
 
-    lacks = lacks_region(snapshot, on_storage)
-    torn = [] if lacks else torn_leaves(snapshot, on_storage)
-    if torn != []:
-        names = ", ".join((torn or ["its record or metadata"])[:_SHOWN])
-        return seen.finding(Fate.TORN, f"not the bytes of its boundary: {names}", damage=True)
-    known = writer.look(job)
-    match known.state:
-        case JobState.GATHERING:
-            return seen.finding(Fate.FAILED, REGION_IS_GONE) if lacks else seen.finding(Fate.SOUND)
-        case JobState.COMMITTED:
-            return seen.finding(Fate.WAS_COMMITTED)
-    return seen.finding(Fate.KEPT if known.state is JobState.VOID else Fate.FAILED, known.message)
+def _opened_remote(remote: Store) -> RemoteRun | None:
+    """None if the remote does not answer."""
+    try:
+        open_run(remote, create=False)
+    except (FlashckptError, OSError) as error:
+        log.info("%s was not read: %s", remote.url, error)
+        return None
+    return RemoteRun(store=remote)
+
+
+def _copy_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool) -> RemoteReport:
+    """Copy the step at rest that a resume would take; in a dry run find out whether the remote has it. A
+    failure is in the report, and changes nothing of the run."""
+    watcher.stage("copying")
+    try:
+        if dry_run:
+            name = next((each.name for each in lineage.next_start(store).candidates), None)
+            if name is None:
+                return RemoteReport(url=remote.url, outcome=RemoteFate.NOTHING)
+            fate = RemoteFate.THERE if is_whole(remote, name) else RemoteFate.MISSING
+            return RemoteReport(url=remote.url, outcome=fate, step=name.step, attempt=name.attempt)
+        done = copy_run(
+            store,
+            remote,
+            progress=watcher.progress,
+            may_supersede=lambda: refuse_if_trained(remote),
+        )
+    except NoSuchStepError:
+        return RemoteReport(url=remote.url, outcome=RemoteFate.NOTHING)
+    except (FlashckptError, OSError) as error:
+        return RemoteReport(url=remote.url, outcome=RemoteFate.FAILED, problem=str(error))
+    [found] = done.steps
+    assert found.copied is not None
+    hidden = (
+        f"the run has continued there without it: it is kept as another branch, and `flashckpt branch "
+        f"{remote.url} {found.name}` resumes from it"
+    )
+    return RemoteReport(
+        url=remote.url,
+        outcome=_REMOTE_FATES[found.copied.outcome],
+        step=found.name.step,
+        attempt=found.name.attempt,
+        sent_bytes=found.copied.sent_bytes,
+        note="" if found.is_visible or found.copied.outcome is Outcome.DELETED else hidden,
+    )

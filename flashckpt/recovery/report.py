@@ -1,6 +1,6 @@
-"""What a recovery found, and what became of each thing. Owns the words and the shape of its JSON.
+"""The report of a recovery: each finding and its outcome. Owns the words and the shape of its JSON.
 
-The words are a promise to scripts: pinned by tests/contracts/test_recover_contract.py.
+Scripts depend on the words: tests/contracts/test_recover_contract.py pins them.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from flashckpt.format.names import AttemptName
 
 
 class Kind(str, Enum):
-    """What was found."""
+    """The kind of a finding."""
 
     SNAPSHOT = "snapshot"
     """A sealed snapshot in a slot of this node's memory."""
     PARTS = "parts"
-    """A step at rest without a manifest."""
+    """A step at rest without a commit record."""
     STEP = "step"
-    """A step with a manifest, of which something is wrong or was."""
-    DEBRIS = "debris"
-    """What dead processes left and nobody can use."""
+    """A committed step that is or was damaged, or quarantined."""
+    ORPHANS = "orphans"
+    """Files of dead processes that cannot be used."""
 
 
 class Fate(str, Enum):
-    """What became of it; in a dry run, what is there, and what would go."""
+    """The outcome of a finding; in a dry run, the outcome that a recovery would have."""
 
     COMMITTED = "committed"
     SOUND = "sound"
-    """In a dry run: whole in memory and not at rest. Whether storage will take it nobody can say."""
+    """In a dry run: whole in memory, and a recovery would commit it, if storage takes it."""
     WAS_COMMITTED = "was committed"
     TORN = "torn"
-    """Its bytes were not those of its boundary: let go, never persisted."""
+    """Its bytes were not those of its boundary: freed, never persisted."""
     FAILED = "failed"
     """It could not be saved; it is still where it was."""
     KEPT = "kept"
     """Left where it is, for the reason given."""
     DROPPED = "dropped"
-    """A snapshot that is older than what is committed, or of a branch that was left: let go."""
+    """A snapshot that is older than a commit, or of an abandoned branch: freed."""
     DISCARDED = "discarded"
-    """Let go because `--discard` said so, though it is committed nowhere."""
-    MARKED = "marked"
-    WAS_MARKED = "was marked"
+    """Committed nowhere, and freed because of `--discard`."""
+    QUARANTINED = "quarantined"
+    WAS_QUARANTINED = "was quarantined"
     REMOVED = "removed"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing. `place` is a slot's name or a path in the run; `detail` says why, empty where that is
-    plain. `damage` is whether bytes are not those that were written, `boundary` that of a snapshot."""
+    """One finding. `place`: a slot's name or a path in the run. `detail`: the reason, may be empty. `damage`:
+    bytes differ from those that were written. `boundary`: that of a snapshot."""
 
     kind: Kind
     outcome: Fate
@@ -78,9 +78,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """Where training goes on from: a step in "memory", in the store ("local") or in its "remote". `of_all`:
-    as far as this node can tell, every rank can read it; else training goes on from the newest step that all
-    of them can."""
+    """The step from which training resumes, in "memory", in the node's "cache", in the store ("local") or in
+    its "remote". `of_all`: as far as this node knows, every rank can read it; if not, training resumes from
+    the newest step that all ranks can read."""
 
     step: int
     attempt: AttemptName
@@ -94,14 +94,12 @@ class Resume:
 
 
 class RemoteFate(str, Enum):
-    """What became of the newest step in the remote."""
+    """The outcome of copying the newest step to the remote."""
 
     COPIED = "copied"
     THERE = "there already"
-    PART = "waits for the other nodes"
-    """What this node's own disk has of it is there; those of other nodes have the rest."""
-    BURIED = "deleted there"
-    """Its retention has deleted the step, and it stays deleted."""
+    DELETED = "deleted there"
+    """The remote's retention is deleting the step."""
     MISSING = "missing"
     """In a dry run: it would be copied."""
     NOTHING = "no step"
@@ -110,8 +108,8 @@ class RemoteFate(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteReport:
-    """The run's newest step at rest, and its remote. `problem` says why it could not be copied, `note` what
-    is to be known of it there; both are empty where there is nothing to say."""
+    """The run's newest step at rest, and its remote. `problem`: why it could not be copied; `note`: a remark
+    on the copy; both may be empty."""
 
     url: str
     outcome: RemoteFate
@@ -135,11 +133,10 @@ class RemoteReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
-    """All of a recovery. `keeper` is the pid of a keeper that still lives, 0 where it has none here;
-    `resume_problem` says why there is no `resume` though the run has steps. `num_bytes` were read of the
-    `whole` steps at rest and of damaged ones; 0 where nothing was verified. `unseen` are ranks of the newest
-    attempt that have nothing in this node's memory: what they have in another's was not looked at. `remote`
-    is None where none was named."""
+    """`keeper`: the pid of a living keeper, 0 in another pid namespace. `resume_problem`: why there is no
+    `resume` although the run has steps. `num_bytes`: bytes read of steps at rest, 0 if none was verified;
+    `whole`: the number of whole ones. `unseen`: ranks of the newest attempt with nothing in this node's
+    memory; other nodes may have theirs. `remote`: None if none was named."""
 
     run: str
     run_id: str
@@ -156,7 +153,7 @@ class RecoveryReport:
 
     @property
     def failed(self) -> bool:
-        """Whether something that is to be saved could not be."""
+        """Whether a snapshot or copy that should be saved could not be."""
         if self.remote is not None and self.remote.outcome is RemoteFate.FAILED:
             return True
         return any(each.outcome is Fate.FAILED for each in self.findings)
@@ -194,14 +191,14 @@ def ranges_of(ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class Watcher:
-    """Who is told how far a recovery is, from its thread, between its steps. This one tells nobody."""
+    """Receives the progress of a recovery, in its thread. This class ignores it."""
 
     def stage(self, name: str) -> None:
-        """What begins now: "looking", "draining", "committing", "verifying", "marking", "clearing",
+        """A stage begins: "looking", "draining", "committing", "verifying", "quarantining", "clearing",
         "letting go", "resume", "copying"."""
 
     def progress(self, done: int, total: int) -> None:
         """Bytes of this stage."""
 
     def say(self, text: str) -> None:
-        """What must be said before it is done."""
+        """A message that the user needs before the next action."""

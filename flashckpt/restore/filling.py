@@ -1,41 +1,97 @@
-"""From a verified snapshot into the live state, and the proof that it arrived.
+"""Whether a snapshot fits the live state, and its way into it.
 
-Nothing live changes before everything of the snapshot is known to fit. After the filling every live
-tensor is digested where it is and compared with the digest taken at its boundary.
-"""
+Nothing live changes before the whole snapshot is known to fit. Afterwards each live tensor is digested in
+place and compared with the digest of its boundary."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.devices import PIECE_BYTES, Device
-from flashckpt.capture.digests import digest_tensors
+from flashckpt.capture.devices import PIECE_BYTES, Device, digest_tensors
+from flashckpt.capture.plan import local
+from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError, MismatchError, StateError
-from flashckpt.restore.snapshot import Snapshot
+from flashckpt.format.layout import Leaf
+from flashckpt.restore.snapshot import Snapshot, StepReading
 from flashckpt.state import tensors
+from flashckpt.state.leaves import LiveLeaf
+from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.tree import Saved, Tree
 
+MARK = "imported"
+"""The section of a rank's values of an imported step, and the kind of an entry that a `state_dict` gave."""
 _ROWS_SHOWN = 40
-# One is filled, one is read, one waits for its turn.
+# One is filled, one is read by the device, one waits.
 _BUFFERS = 3
 
 
-def check_fits(tree: Tree, snapshot: Snapshot) -> None:
-    """Whether the live state can be made that of the snapshot. Changes nothing.
+@dataclass(frozen=True)
+class LiveLayout:
+    """The division of the live state among `world` ranks, on this one."""
 
-    Raises MismatchError if it does not fit, DamagedError if the snapshot's values are not whole.
-    """
+    tree: Tree
+    rank: int
+    world: int
+
+    def is_of(self, world: int, leaves: Iterable[Leaf]) -> bool:
+        """Whether the leaves that a rank of `world` ranks has are those that this rank needs."""
+        if self.world != world or world == 1:
+            return self.world == world
+        leaves = list(leaves)
+        saved = {name: leaf for leaf in leaves for name in (leaf.name, *leaf.aliases)}
+        lives = (leaf for leaf in self.tree.found().leaves if leaf.kind in ("parameter", "buffer"))
+        if any(_is_elsewhere(leaf, saved.get(leaf.name)) for leaf in lives):
+            return False
+        # False for a stage of a pipeline that gave modules to another stage.
+        return all(any(map(self._has_place, (leaf.name, *leaf.aliases))) for leaf in leaves)
+
+    def _has_place(self, name: str) -> bool:
+        """Whether the live state has the module of this leaf; True for leaves of no module."""
+        modules = [each for each in self.tree.entries.values() if isinstance(each, ModuleEntry)]
+        owner = next((each for each in modules if name.startswith(f"{each.name}.")), None)
+        return owner is None or name.rpartition(".")[0] in owner.modules
+
+    def has(self, record: StepRecord) -> bool:
+        """Whether this rank's own leaves of a step are those that it needs."""
+        if record.world != self.world or is_imported(record):
+            return False
+        mine = record.rank(self.rank)
+        return self.is_of(record.world, [leaf for _, leaf, _ in (*mine.counted(), *mine.elsewhere())])
+
+    def begin(self, record: StepRecord, threads: int) -> StepReading:
+        """See `begin_for_layout`."""
+        from flashckpt.restore.merged_state import begin_for_layout
+
+        return begin_for_layout(self.tree, record, self.rank, self.world, threads)
+
+
+def is_imported(record: StepRecord) -> bool:
+    """Whether `flashckpt import` wrote this step. An import is of one rank."""
+    return record.world == 1 and MARK in record.rank(0).values
+
+
+def _is_elsewhere(live: LiveLeaf, saved: Leaf | None) -> bool:
+    if saved is None:
+        return True
+    is_divided = saved.box is not None or live.box is not None
+    return is_divided and (saved.box, saved.shape) != (live.box, tuple(local(live.tensor).shape))
+
+
+def check_fits(tree: Tree, snapshot: Snapshot) -> None:
+    """Raise MismatchError if the snapshot does not fit the live state, DamagedError for malformed values.
+    Changes nothing."""
     check_values(tree, snapshot.saved, snapshot.step)
 
 
 def check_values(tree: Tree, saved: Saved, step: int) -> None:
-    """The same of what is known of a snapshot before its bytes are read."""
+    """Do the same before the bytes of the snapshot are read."""
     differences = tree.differences(saved)
     if differences:
         raise MismatchError(
@@ -49,26 +105,29 @@ def check_values(tree: Tree, saved: Saved, step: int) -> None:
 
 
 def fill(tree: Tree, snapshot: Snapshot, threads: int, devices: Sequence[Device] = ()) -> None:
-    """Make the live state that of a snapshot that fits. `devices` hold some of it.
+    """Make the live state equal to a snapshot that fits. devices: hold some of it.
 
-    Raises DamagedError if a live tensor is not bit for bit what was saved after it was filled, StateError
-    if the program's own code took its part back as something else (the live state is then not to be
-    trusted).
+    Raises DamagedError if a restored tensor is not bit for bit the saved one, StateError if the program's own
+    code restored its part as something else. The live state is invalid then.
     """
     with torch.no_grad():
         filled = tree.restore(snapshot.saved, StagedUploads(devices))
-    _check_arrived(snapshot, filled, threads, tree.own_code)
+    expected = snapshot.digests_by_name
+    found = digest_tensors([tensor for _, tensor in filled], threads)
+    wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
+    if wrong:
+        _refuse_arrived(snapshot.step, wrong, tree.own_code)
 
 
 class StagedUploads:
     """Fills tensors on devices from page-locked memory: the host copies into one buffer while a device reads
-    another. A copy from pageable memory would wait for its device, once a tensor."""
+    another. A copy from pageable memory would wait for its device with each tensor."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
 
     def takes(self, live: Tensor) -> bool:
-        # An inference tensor is written in inference mode alone, in which a device launches nothing.
+        # An inference tensor can only be written in inference mode, which launches nothing on a device.
         return not live.is_inference() and self._owner(live) is not None
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -83,7 +142,7 @@ class StagedUploads:
     def _copy(self, device: Device, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         try:
             staged = _Staged(device, sum(live.nbytes for live, _ in pairs))
-        except RuntimeError:  # the machine has no page-locked memory to spare
+        except RuntimeError:  # no page-locked memory is available
             for live, source in pairs:
                 tensors.fill(live, source)
             return
@@ -100,7 +159,7 @@ class StagedUploads:
 
 
 class _Staged:
-    """Page-locked buffers of one device, in turn: filled, read by the device, filled again."""
+    """Page-locked buffers of one device, used in turn."""
 
     def __init__(self, device: Device, num_bytes: int) -> None:
         self._device, self._size = device, min(PIECE_BYTES, num_bytes)
@@ -109,7 +168,7 @@ class _Staged:
         self._turn = self._end = 0
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue it, in pieces; both are bytes. Waits only until a buffer has been read."""
+        """Enqueue a copy of bytes, in pieces. Waits only for a buffer that the device still reads."""
         start, end = 0, source.numel()
         while start < end:
             if self._end == self._size:
@@ -139,7 +198,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def table_of(differences: list[tuple[str, str, str]]) -> str:
-    """What differs, as an aligned table of (name, in the checkpoint, in the live state)."""
+    """Return differences as an aligned table of (name, in the checkpoint, in the live state)."""
     rows = [("", "in the checkpoint", "in the live state"), *differences[:_ROWS_SHOWN]]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
@@ -150,31 +209,19 @@ def table_of(differences: list[tuple[str, str, str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _check_arrived(
-    snapshot: Snapshot, filled: list[tuple[str, torch.Tensor]], threads: int, own_code: list[str]
-) -> None:
-    expected = snapshot.digests_by_name
-    found = digest_tensors([tensor for _, tensor in filled], threads)
-    wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
-    if wrong:
-        _refuse_arrived(snapshot.step, wrong, own_code)
-
-
 def _refuse_arrived(step: int, wrong: list[str], own_code: list[str]) -> NoReturn:
-    what = (
-        f"{len(wrong)} tensors are not what step {step} holds after they were loaded ({', '.join(wrong[:5])})"
-    )
+    what = f"{len(wrong)} tensors differ from step {step} after they were loaded ({', '.join(wrong[:5])})"
     copied = "the copy went wrong between host memory and the device"
-    after = "The live state is not to be trusted; the checkpoint is intact."
+    after = "The live state is invalid; the checkpoint is intact."
     if not own_code:
         raise DamagedError(
             f"{what}: {copied}. {after} Start again, on another device if it happens twice.", step=step
         )
     theirs = [name for name in own_code if any(leaf.startswith(f"{name}.") for leaf in wrong)]
     message = (
-        f"{what}: either load_state_dict or set_extra_state of {', '.join(theirs or own_code)} made "
-        f"something else of them, or {copied}. {after} Let these methods keep every value as it is; if they "
-        "do, start again, on another device if it happens twice."
+        f"{what}: either load_state_dict or set_extra_state of {', '.join(theirs or own_code)} changed "
+        f"them, or {copied}. {after} Let these methods keep every value as it is; if they do, start again, "
+        "on another device if it happens twice."
     )
     if theirs:
         raise StateError(message, location=theirs[0], step=step)
@@ -182,7 +229,7 @@ def _refuse_arrived(step: int, wrong: list[str], own_code: list[str]) -> NoRetur
 
 
 def audit(snapshot: Snapshot, threads: int) -> list[str]:
-    """Names of the leaves whose bytes in the image are not those that their digests were taken of."""
+    """Return the names of the leaves whose bytes in the image do not match their digests."""
     places = snapshot.places()
     found = array("Q", bytes(8 * len(places)))
     _native.digest_many(

@@ -1,10 +1,9 @@
-"""A step that `flashckpt import` wrote, as this program would have written it.
+"""A step that `flashckpt import` wrote, in the form in which this program would have written it.
 
-An import knows names and values, and no program: which parameter number 7 of an optimizer is, which tensors
-are tied, what is a container and what an object. The live state answers these. Owns that translation: of
-records alone, before a byte of a tensor is read. What the live state does not have keeps its recorded form,
-and the comparison reports it. See docs/import.md.
-"""
+An import knows names and values but no program: the live state decides which parameter is number 7 of an
+optimizer, which tensors are tied, and what is a container or an object. Owns that translation of records,
+before a byte of a tensor is read. Values that the live state lacks keep their recorded form, and the
+comparison reports them. See docs/import.md."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from flashckpt.commit.step_parts import StepParts
-from flashckpt.commit.steps import StepRecord
+from flashckpt.commit.steps import StepParts, StepRecord
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Leaf
 from flashckpt.format.records import RankRecord
 from flashckpt.format.typed import Hole, LeafRef, children, decode, encode_json
-from flashckpt.restore.state_names import short_names, state_name
+from flashckpt.restore.filling import MARK
+from flashckpt.restore.step_tensors import short_names, state_name
 from flashckpt.state import rng
 from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import ContainerEntry, ObjectEntry, ScalerEntry, StateEntry
@@ -30,33 +29,24 @@ from flashckpt.state.values import CONTAINERS, join, rebuild, references
 
 log = logging.getLogger(__name__)
 
-MARK = "imported"
-"""The section of a rank's values that says that a step was imported, and the kind of an entry that is what a
-`state_dict` gave."""
-
 _WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _NOT_OPTIONS = ("params", "param_names")
 _DUPLICATE = "duplicate of "
 
 
-def is_imported(record: StepRecord) -> bool:
-    """Whether `flashckpt import` wrote this step. An import is of one rank."""
-    return record.world == 1 and MARK in record.rank(0).values
-
-
 def bound(tree: Tree, record: StepRecord) -> StepRecord:
-    """The record of an imported step under the names and in the forms of the live state. Changes nothing.
+    """Return the record of an imported step with the names and forms of the live state. Changes nothing.
 
-    Raises MismatchError for state of a parameter that the live optimizer does not have, DamagedError where
-    the record does not have the form that an import writes.
+    Raises MismatchError for state of a parameter that the live optimizer does not have, DamagedError for a
+    malformed record.
     """
     rank = record.rank(0)
     try:
         taken = _Binding(tree, rank).bound()
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DamagedError(
-            f"The values of step {record.step} do not have the form that an import writes ({error!r}). It "
-            "cannot be used; nothing was loaded. Import it again, into another folder.",
+            f"The values of step {record.step}, which was imported, are malformed ({error!r}). It cannot be "
+            "used; nothing was loaded. Import it again, into another folder.",
             step=record.step,
         ) from error
     [part] = record.parts
@@ -81,7 +71,7 @@ class _Binding:
         for name, entry in self._tree.entries.items():
             if name in self._entries:
                 self._entries[name] = self._entry(entry, self._entries[name])
-        # Only what the source had is taken: random numbers that it did not have stay the program's.
+        # Random states that the source lacks stay those of the program.
         self._values["rng"] = {**rng.capture(), **self._values["rng"]}
         self._values["state"][PARTIAL] = True
         leaves = tuple(map(self._leaf, self._rank.leaves))
@@ -112,7 +102,7 @@ class _Binding:
                     )
 
     def _leave_out_plain(self) -> None:
-        """A number or a text that is a part of its own cannot be named by a program."""
+        """Remove numbers and texts that are parts by themselves: a program cannot name these."""
         for name, value in list(self._entries.items()):
             is_plain = value["kind"] == MARK and type(value["state"]) not in CONTAINERS
             if is_plain and name not in self._tree.entries and type(value["state"]) is not LeafRef:
@@ -135,7 +125,7 @@ class _Binding:
         return value
 
     def _state_of(self, name: str, value: Mapping[str, Any]) -> Any:
-        """The state_dict itself: of what was taken for a module its tensors by their keys."""
+        """Return the state_dict; of a recorded module its tensors by their keys."""
         if value["kind"] != "module":
             return value["state"]
         prefix = f"{name}."
@@ -154,7 +144,7 @@ class _Binding:
         return value
 
     def _unwrapped(self, part: str, name: str) -> str:
-        """What a tensor is called without the wrappers that its state_dict was saved with."""
+        """Return the name of a tensor without the wrappers with which its state_dict was saved."""
         if name in self._live.named:
             return name
         inner = [each for each in name[len(part) + 1 :].split(".") if each not in _WRAPPERS]
@@ -162,13 +152,13 @@ class _Binding:
         return found if found in self._live.named and found not in self._leaves else name
 
     def _tie(self, entry: ModuleEntry) -> None:
-        """Give a tensor all the names that the live one has: a file has ties once, or once for each name."""
+        """Give a tensor all names of the live one: a file has a tied tensor once, or once for each name."""
         saved = {self._named.get(name, (name,))[0]: name for name in self._leaves}
         for live in self._live.leaves:
             names = [each for each in (live.name, *live.aliases) if each.startswith(f"{entry.name}.")]
             there = [saved[name] for name in names if name in saved]
             if len(names) < 2 or not there or len(set(map(self._content, there))) > 1:
-                continue  # other bytes under names of one tensor: the comparison says so
+                continue  # different bytes for one tensor: the comparison reports it
             first = next(name for name in names if name in saved)
             self._named[saved[first]] = first, tuple(name for name in names if name != first)
             for other in there:
@@ -219,8 +209,8 @@ class _Binding:
         }
 
     def _parameters(self, groups: Iterable[Mapping[str, Any]], live: list[list[str]]) -> list[list[str]]:
-        """The full names of the parameters of each group. torch numbers them in the order of the groups, and
-        its `load_state_dict` goes by that order; DCP has their names in the module."""
+        """Return the full names of each group's parameters. torch numbers them in the order of the groups,
+        and its `load_state_dict` goes by that order; DCP has their names in the module."""
         names, found = self._parameter_names(live), []
         for place, group in enumerate(groups):
             ids = group["params"]
@@ -232,7 +222,7 @@ class _Binding:
         return found
 
     def _parameter_names(self, live: list[list[str]]) -> dict[str, str]:
-        """Names in their modules -> full names, of parameters of named modules."""
+        """Return names in modules -> full names, of parameters of named modules."""
         modules = [each.name for each in self._tree.entries.values() if isinstance(each, ModuleEntry)]
         names = {
             full[len(module) + 1 :]: full
@@ -258,7 +248,7 @@ class _Binding:
 
 
 def _options(group: Mapping[str, Any], name: str, number: int) -> dict[str, Any]:
-    """The options of a group. A tensor among them has the name that the optimizer gives it."""
+    """Return the options of a group; a tensor among them has the name that the optimizer gives it."""
     place = f"{name}.groups.{number}"
     return {
         key: LeafRef(join(place, key)) if type(option) is LeafRef else option
@@ -268,8 +258,8 @@ def _options(group: Mapping[str, Any], name: str, number: int) -> dict[str, Any]
 
 
 def _schema(value: Any, scalars: list[Any]) -> Any:
-    """The form of a parameter's state: references without names, and a hole for each part without tensors,
-    which goes to `scalars`."""
+    """Return the schema of a parameter's state: references without names, and a hole for each part without
+    tensors, which is appended to `scalars`."""
     if type(value) is LeafRef:
         return LeafRef("", value.about)
     if next(references(value, ""), None) is None:
@@ -279,8 +269,8 @@ def _schema(value: Any, scalars: list[Any]) -> Any:
 
 
 def _nested(flat: Mapping[str, Any], live: list[list[str]], names: Mapping[str, str]) -> dict[str, Any]:
-    """An optimizer's state_dict of one level (`flatten_optimizer_state_dict` of DCP) in the usual form, with
-    groups as the live optimizer has them."""
+    """Return a flat optimizer state_dict (`flatten_optimizer_state_dict` of DCP) in the usual form, with the
+    groups of the live optimizer."""
     states: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in flat.items():
@@ -297,7 +287,7 @@ def _nested(flat: Mapping[str, Any], live: list[list[str]], names: Mapping[str, 
 
 
 def _scaler_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch's `GradScaler.load_state_dict` makes of its state_dict: the tensors come with the first
+    """Return the state after torch's `GradScaler.load_state_dict`, which creates the tensors with the first
     scaled loss."""
     if not state:
         return {}

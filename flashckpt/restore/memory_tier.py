@@ -1,87 +1,108 @@
-"""Snapshots that survived in this node's slots: pinned, audited, given as they stand.
+"""Snapshots that survived on this node: in slots in memory, where they are verified and used in place, and in
+the node's cache, from which they are copied into memory of this process.
 
-What a rank has left to others of its node is read where it stands in their slots, and counts only with the
-digest of the rank's own table. None of these slots is pinned from here: only a trainer of its own rank writes
-a slot, and none does before all ranks have filled their state. What would be written all the same is found by
-the digests that are taken of the live state then.
-"""
+Leaves that a rank left to others of its node are read in their slots, and count only with the digest of the
+rank's own table. The slots of others are not pinned here: only a trainer of its own rank writes a slot, and
+none does before all ranks have restored their state. A slot that is written all the same is found by the
+digests of the live state.
+
+A file of the cache is read with `preadv`, never through a mapping: a failing disk raises an error, not
+SIGBUS. The reads are buffered, because the ranks of a node read parts of each other's files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashckpt.errors import DamagedError
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.typed import decode_json
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.restore.filling import audit
 from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_image import StepMemory
+from flashckpt.threads import start_thread
+
+_CHUNK_BYTES = 8 << 20
+_MOST_THREADS = 8
+# A start in private memory equals that in the image modulo this: vector loads stay aligned.
+_ALIGNMENT = 512
 
 
 @dataclass
 class Held:
-    """A slot of this rank, mapped by this process, and the owner index that this process has in it.
+    """A slot of this rank, mapped by this process or cached, and the owner index of this process in it.
 
-    `sealed` is the snapshot in it, `pinned` the word while it is ours, `constants` the region that the
-    snapshot names, mapped, where it names one that is here; `others`, by rank, are the slots of other ranks
-    of this node that have the same boundary, mapped.
+    sealed: the snapshot in it. pinned: its state word while this process has it pinned. constants: the local
+    copies of its constants region. others: by rank, the slots of other ranks of this node with the same
+    boundary. Of each the copy on the side of the slot itself, memory or cache, comes first: so damage of one
+    side leaves the other one usable. region: the one of `constants` that was loaded.
     """
 
     slot: Slot
     owner: int
     sealed: Sealed | None = None
     pinned: Word | None = None
-    constants: Slot | None = None
-    others: Mapping[int, Slot] = field(default_factory=dict)
+    constants: Sequence[Slot] = ()
+    others: Mapping[int, Sequence[Slot]] = field(default_factory=dict)
+    region: Slot | None = None
+
+    @property
+    def tier(self) -> str:
+        return "cache" if self.slot.is_cached else "memory"
+
+    @property
+    def name(self) -> CommitName:
+        """The name of its commit record, whether it exists or not. Sorts snapshots, newest last."""
+        assert self.sealed is not None
+        return CommitName(self.sealed.step, self.sealed.attempt, self.sealed.boundary)
 
     @property
     def step(self) -> int:
-        assert self.sealed is not None
-        return self.sealed.step
-
-    @property
-    def age(self) -> tuple[int, int, int]:
-        """Sorts snapshots of one rank, newest last."""
-        assert self.sealed is not None
-        return self.sealed.age
+        return self.name.step
 
     @property
     def attempt(self) -> AttemptName:
-        assert self.sealed is not None
-        record = self.sealed.record
-        return AttemptName(record.attempt_number, f"{record.attempt_nonce:08x}")
+        return self.name.attempt
 
     def lacks(self) -> tuple[int, ...]:
-        """The ranks to which leaves of the snapshot were left and whose slots are not here. Raises
-        DamagedError."""
+        """Return the ranks to which leaves were left and whose slots are not here. Raises DamagedError."""
         assert self.sealed is not None
-        holders = {holder for _, holder in self.slot.metadata(self.sealed).divided()}
-        return tuple(sorted(holders - {self.slot.rank} - self.others.keys()))
+        owners = {owner for _, owner in self.slot.metadata(self.sealed).divided()}
+        return tuple(sorted(owners - {self.slot.rank} - self.others.keys()))
 
     def close(self) -> None:
         self.unpin()
-        for each in (self.slot, *self.others.values()):
+        for each in (self.slot, *(slot for slots in self.others.values() for slot in slots)):
             each.close()
 
     def unpin(self) -> None:
-        """Let the keeper and the ring have the slot again."""
+        """Return the slot to the keeper and the ring."""
         if self.pinned is not None:
             self.slot.unpin(self.pinned)
             self.pinned = None
 
+    @property
+    def _is_still(self) -> bool:
+        assert self.sealed is not None
+        word = self.slot.state()
+        is_sealed = word.state in (SlotState.SEALED, SlotState.PINNED)
+        return is_sealed and word.generation == self.sealed.generation
+
 
 def load(held: Held, threads: int) -> Snapshot:
-    """The snapshot in a slot, verified. It stays pinned until `Held.unpin`.
+    """Return the snapshot in a slot, verified. It stays pinned until `Held.unpin`.
 
-    Raises DamagedError where its bytes are not those that were sealed; the slot is then let go.
+    Raises DamagedError if its bytes are not the sealed ones; the slot is unpinned then.
     """
     assert held.sealed is not None
     held.pinned = held.slot.pin(held.owner, held.slot.state())
-    # A keeper that is persisting or auditing this very snapshot has it pinned, and only reads: so may we.
-    # Nobody but a trainer of this rank, which is this process, overwrites a slot.
-    if held.pinned is None and not _is_still(held):
+    # A keeper that persists or audits this snapshot has it pinned and only reads, so this process may too.
+    # Only a trainer of this rank, which is this process, overwrites a slot.
+    if held.pinned is None and not held._is_still:
         raise DamagedError(
             f"The slot {held.slot.name} no longer holds the snapshot of step {held.step}. It is passed over.",
             step=held.step,
@@ -93,77 +114,177 @@ def load(held: Held, threads: int) -> Snapshot:
         raise
 
 
-def _is_still(held: Held) -> bool:
-    assert held.sealed is not None
-    word = held.slot.state()
-    return word.state in (SlotState.SEALED, SlotState.PINNED) and word.generation == held.sealed.generation
-
-
 def _audited(held: Held, threads: int) -> Snapshot:
     assert held.sealed is not None
     metadata = held.slot.metadata(held.sealed)
-    region = held.constants if metadata.constants is not None else None
-    if metadata.constants is not None and (region is None or region.not_held(metadata)):
-        raise DamagedError(
-            f"The constants of the snapshot of step {held.step} in {held.slot.name} are not in this node's "
-            "memory. It is passed over.",
-            step=held.step,
-        )
+    ranges = [SlotRange(held.slot, 0, metadata.image.num_bytes)]
+    if metadata.constants is not None:
+        held.region = next((each for each in held.constants if not each.not_held(metadata)), None)
+        if held.region is None:
+            raise DamagedError(
+                f"The constants of the snapshot of step {held.step} in {held.slot.name} are not on this "
+                "node. It is passed over.",
+                step=held.step,
+            )
+        ranges.append(SlotRange(held.region, 0, metadata.image.constants_bytes))
+    own = len(ranges)
+    places, memory = fetch(ranges + _left_to_others(held, metadata), held.step, threads)
+    [image, *constants] = [
+        view[start : start + each.num_bytes] if each.slot.is_cached else view
+        for each, (view, start) in zip(ranges, places, strict=False)
+    ]
     snapshot = Snapshot(
         step=held.step,
         attempt=held.attempt,
         boundary=held.sealed.boundary,
-        tier="memory",
+        tier=held.tier,
         layout=metadata.image,
         digests=metadata.digests,
         values=decode_json(metadata.values),
-        image=held.slot.image_view,
-        constants_image=region.image_view if region is not None else None,
-        left=_left(held, metadata),
+        image=image,
+        constants_image=constants[0] if constants else None,
+        left=places[own:],
+        memory=memory,
     )
     changed = audit(snapshot, threads)
-    if changed or not _is_still(held):
+    if changed or not held._is_still:
+        snapshot.discard()
+        where = "the cache" if held.slot.is_cached else "memory"
         raise DamagedError(
-            f"{len(changed)} leaves of the snapshot of step {held.step} in memory are not what was captured "
+            f"{len(changed)} leaves of the snapshot of step {held.step} in {where} are not what was captured "
             f"({', '.join(changed[:5])}). It is passed over and never persisted.",
             step=held.step,
         )
     return snapshot
 
 
-def _left(held: Held, metadata: Metadata) -> list[tuple[memoryview, int]]:
-    """Where each leaf stands that was left to another rank: in which image, and at which byte of it. Whether
-    these are the bytes of the boundary is for the audit to say. Raises DamagedError where some are not
-    there."""
+def _left_to_others(held: Held, metadata: Metadata) -> list[SlotRange]:
+    """Return the range of each leaf that was left to another rank, unverified. Raises DamagedError if some
+    are not there."""
     if metadata.left is None:
         return []
-    # Each of these has a holder, or the metadata would not have been read.
-    holders, first = dict(metadata.divided()), metadata.image.first_left
-    places = {rank: _places(slot, held) for rank, slot in held.others.items()}
+    owners, first = dict(metadata.divided()), metadata.image.first_left
+    wanted: dict[int, list[tuple[object, int]]] = {}
+    for index, leaf in enumerate(metadata.left.leaves, first):
+        wanted.setdefault(owners[index], []).append((leaf.content, metadata.digests[index]))
+    chosen = {rank: _slot_of_owner(held, rank, leaves) for rank, leaves in wanted.items()}
     found = []
     for index, leaf in enumerate(metadata.left.leaves, first):
-        rank, wanted = holders[index], (leaf.content, metadata.digests[index])
-        start = places.get(rank, {}).get(wanted)
-        if start is None:
-            raise DamagedError(
-                f"Rank {rank} holds {leaf.name} of the snapshot of step {held.step} for all ranks of its "
-                "node, and its slot does not have it. It is passed over.",
-                step=held.step,
-            )
-        found.append((held.others[rank].image_view, start))
+        slot, starts = chosen[owners[index]]
+        found.append(SlotRange(slot, starts[leaf.content, metadata.digests[index]], leaf.num_bytes))
     return found
 
 
-def _places(slot: Slot, held: Held) -> dict[tuple[object, int], int]:
-    """Where leaves stand in the image of another rank's slot, by content and digest. Nothing where it does
-    not say that it has them, of this boundary."""
+_Starts = dict[tuple[object, int], int]
+
+
+def _slot_of_owner(held: Held, rank: int, wanted: Sequence[tuple[object, int]]) -> tuple[Slot, _Starts]:
+    """Return a slot of another rank whose metadata has all these leaves, and where they begin in its
+    image."""
+    for slot in held.others.get(rank, ()):
+        starts = _starts(slot, held)
+        if starts.keys() >= set(wanted):
+            return slot, starts
+    raise DamagedError(
+        f"Rank {rank} holds leaves of the snapshot of step {held.step} for all ranks of its node, and its "
+        "slot does not have them. It is passed over.",
+        step=held.step,
+    )
+
+
+def _starts(slot: Slot, held: Held) -> _Starts:
+    """Return where leaves begin in the image of another rank's slot, by content and digest; {} if it has
+    another boundary."""
     assert held.sealed is not None
     try:
         sealed = slot.sealed()
-        if sealed is None or sealed.content != held.sealed.content:
+        if sealed is None or sealed.id != held.sealed.id:
             return {}
         metadata = slot.metadata(sealed)
     except DamagedError:
         return {}
     rows = zip(metadata.image.own, metadata.digests, metadata.image.starts(), strict=False)
     return {(leaf.content, digest): start for leaf, digest, start in rows}
+
+
+# ---- bytes of slots, in memory and in files
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRange:
+    """Bytes of a slot's image."""
+
+    slot: Slot
+    start: int
+    num_bytes: int
+
+
+def fetch(
+    ranges: Sequence[SlotRange], step: int, threads: int
+) -> tuple[Sequence[tuple[memoryview, int]], StepMemory | None]:
+    """Return the buffer and the first byte of each range, and the memory into which those of cached slots
+    were read; None if no slot is cached. Raises OutOfSpaceError; DamagedError if a file is truncated or its
+    disk fails. Keeps nothing then."""
+    starts, end = list[int](), 0
+    for each in ranges:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT + each.start % _ALIGNMENT
+        starts.append(start)
+        end = start + each.num_bytes if each.slot.is_cached else end
+    if not end:
+        return [(each.slot.image_view, each.start) for each in ranges], None
+    memory = StepMemory(step)
+    [view] = memory.take([end])
+    rows = list(zip(ranges, starts, strict=True))
+    try:
+        _read(
+            [(each, view[start : start + each.num_bytes]) for each, start in rows if each.slot.is_cached],
+            threads,
+        )
+    except OSError as error:
+        memory.discard()
+        raise DamagedError(
+            f"The cached copy of step {step} cannot be read: {error}. It is passed over.", step=step
+        ) from error
+    except BaseException:
+        memory.discard()
+        raise
+    return [
+        (view, start) if each.slot.is_cached else (each.slot.image_view, each.start) for each, start in rows
+    ], memory
+
+
+def _read(wanted: Sequence[tuple[SlotRange, memoryview]], threads: int) -> None:
+    """Read each range into its view, in a few threads. Raises the first error."""
+    chunks = iter(
+        [(each, view, done) for each, view in wanted for done in range(0, each.num_bytes, _CHUNK_BYTES)]
+    )
+    lock, errors = threading.Lock(), list[BaseException]()
+
+    def run() -> None:
+        try:
+            while not errors:
+                with lock:
+                    found = next(chunks, None)
+                if found is None:
+                    return
+                each, view, done = found
+                _read_chunk(each, view[done : done + _CHUNK_BYTES], done)
+        except BaseException as error:
+            errors.append(error)
+
+    several = min(threads, _MOST_THREADS, sum(-(-len(view) // _CHUNK_BYTES) for _, view in wanted))
+    helpers = [start_thread("flashckpt-cache", run) for _ in range(several - 1)]
+    run()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+
+
+def _read_chunk(each: SlotRange, view: memoryview, done: int) -> None:
+    offset = each.slot.image_offset + each.start + done
+    while view:
+        num_bytes = os.preadv(each.slot.image_descriptor, [view], offset)
+        if not num_bytes:
+            raise OSError(f"{each.slot.name} is truncated")
+        view, offset = view[num_bytes:], offset + num_bytes

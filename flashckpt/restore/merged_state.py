@@ -1,15 +1,15 @@
-"""The state of a step, put together for a live state of another layout: which boxes of which tensors it
-takes, and its values.
+"""A committed step for a live state of another layout: more ranks or fewer, another mesh, one process.
 
-Owns what belongs to everybody and what to a rank. Parameters and what an optimizer keeps of them go by name,
-wherever they rest. All else (schedulers, counters, buffers that differ) is a rank's own: rank r takes that of
-rank r, or where there was none, of r modulo the old number. Reads no bytes of tensors and changes nothing
-live.
-"""
+Owns the slices of tensors that a rank takes, and the values. Parameters and their optimizer state go by
+name, on whatever ranks they are. Everything else (schedulers, counters, buffers that differ) belongs to a
+rank: rank r takes that of rank r modulo the old world size. FSDP1 (deprecated by torch) is refused. Reads no
+bytes of tensors before the merged state is known to fit, and changes nothing live. Imported only for such a
+step."""
 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,14 +17,27 @@ from typing import Any
 
 from torch import Tensor
 
+from flashckpt import _native
 from flashckpt.capture.plan import local
+from flashckpt.commit.steps import FileLeaf, StepRecord
 from flashckpt.errors import DamagedError, MismatchError, StateError
-from flashckpt.format.layout import Box, Leaf
-from flashckpt.format.typed import LeafRef, children, encode_json
-from flashckpt.restore.saved_rank import SavedRank, SavedState
-from flashckpt.restore.step_leaves import BoxRegion, Index, Parts, StepTensor
-from flashckpt.restore.step_ranks import StepRanks
-from flashckpt.state.leaves import LiveLeaf, leaf_names
+from flashckpt.format.layout import Box, Layout, Leaf, SlotImage
+from flashckpt.format.typed import Hole, LeafRef, children, decode, encode_json
+from flashckpt.restore.filling import MARK, check_values, is_imported
+from flashckpt.restore.imported import bound
+from flashckpt.restore.snapshot import Snapshot, StepReading
+from flashckpt.restore.step_image import StepImage, StepMemory
+from flashckpt.restore.step_tensors import (
+    Parts,
+    StepRanks,
+    StepTensor,
+    TensorSlice,
+    short_names,
+    state_name,
+)
+from flashckpt.restore.whole_tensors import plan_of
+from flashckpt.state.leaves import LiveLeaf, Saved, leaf_names
+from flashckpt.state.loader.position import goes_by_others, merged_progress, merged_rng
 from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import StateEntry
 from flashckpt.state.optimizers import OptimizerEntry
@@ -38,53 +51,216 @@ _DTENSOR = ["_local_tensor"]
 _SPARSE = ("S", "C")
 
 
+def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, threads: int) -> StepReading:
+    """Merge a step for the live state of `rank` of `world`, and compare them; leave all bytes to read.
+    Changes nothing.
+
+    Raises MismatchError if the step is of another model, cannot be merged, or is of FSDP1; OutOfSpaceError;
+    DamagedError or OSError if its records cannot be read.
+    """
+    if is_imported(record):
+        record = bound(tree, record)
+    ranks = StepRanks(record, rank, world)
+    merged = MergedState(tree, tree.found(), ranks, rank, world)
+    merged.merge()
+    whole = {
+        taken.leaf.name: file_leaf for taken in merged.leaves if (file_leaf := _file_leaf(taken)) is not None
+    }
+    parted = Layout.of(taken.leaf for taken in merged.leaves if taken.leaf.name not in whole)
+    left = Layout.of(taken.leaf for taken in merged.leaves if taken.leaf.name in whole) if whole else None
+    layout = SlotImage(parted, left=left)
+    values = _values(merged, ranks, rank, world)
+    saved = Saved({leaf.name: leaf for leaf in layout.leaves}, merged.value, _no_tensor)
+    check_values(tree, saved, record.step)
+    parts = {taken.leaf.name: taken.parts for taken in merged.leaves}
+    image = StepImage(record, ranks.source, StepMemory(record.step), held=[])
+    [into] = image.memory.take([parted.num_bytes])
+    plan = plan_of(parted, [parts[leaf.name] for leaf in parted.leaves], into)
+    names = [leaf.name for leaf in layout.leaves[layout.first_left :]]
+
+    def made() -> Snapshot:
+        log.info(
+            "step %d of %d ranks was put together for rank %d of %d: %d leaves, %d bytes",
+            record.step, record.world, rank, world, len(layout.leaves),
+            sum(leaf.num_bytes for leaf in layout.leaves),
+        )  # fmt: skip
+        return Snapshot(
+            step=record.step,
+            attempt=record.attempt,
+            boundary=record.boundary,
+            tier="local",
+            layout=layout,
+            digests=[*_digests(parted, into, threads), *(whole[name].digest for name in names)],
+            values=values,
+            image=into,
+            left=image.places_of(left),
+            at_rest=image,
+            untaken=merged.untaken(),
+            elsewhere=merged.untaken(("module",)),
+        )
+
+    return StepReading(image, made, whole, plan)
+
+
 @dataclass(frozen=True, slots=True)
 class TakenLeaf:
-    """A leaf as it is to be here, and the pieces that make it up."""
+    """A leaf as it is on this rank, and the pieces that make it up."""
 
     leaf: Leaf
     parts: Parts
 
 
+def _file_leaf(taken: TakenLeaf) -> FileLeaf | None:
+    """Return the leaf of a file that equals this one; None if it consists of parts."""
+    if len(taken.parts) != 1:
+        return None
+    [(piece, common)] = taken.parts
+    if common != piece.region or piece.leaf.num_bytes != taken.leaf.num_bytes:
+        return None
+    return FileLeaf(piece.file.path, piece.file.contents, piece.leaf, piece.digest)
+
+
+def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dict[str, Any]:
+    own, old_world = merged.source.values, ranks.record.world
+    if rank >= old_world or goes_by_others(own["progress"]):
+        ranks.read_apart()
+    known = {each: merged.saved(each).values for each in ranks.known}
+    progress = {each: values["progress"] for each, values in known.items()}
+    if rank >= old_world and MARK not in own:
+        log.warning(
+            "step %d was made by %d ranks, and rank %d was not among them: its random numbers and its own "
+            "values are derived from those of rank %d. They are the same at each such start, and differ from "
+            "those of an uninterrupted run",
+            ranks.record.step, old_world, rank, ranks.source,
+        )  # fmt: skip
+    return {
+        **own,
+        "state": merged.value,
+        "progress": merged_progress(progress, rank, world, old_world),
+        "rng": merged_rng({each: values["rng"] for each, values in known.items()}, rank, old_world),
+    }
+
+
+def _no_tensor(name: str) -> Any:
+    raise AssertionError(f"{name} is read before it is known to fit")
+
+
+def _digests(layout: Layout, image: memoryview, threads: int) -> array[int]:
+    digests = array("Q", bytes(8 * len(layout.leaves)))
+    address = _native.address_of(image) + layout.data_start
+    _native.digest_many(
+        array("Q", [address + leaf.offset for leaf in layout.leaves]),
+        array("Q", [leaf.num_bytes for leaf in layout.leaves]),
+        _native.address_of(digests) if layout.leaves else 0,
+        max(1, threads),
+    )
+    return digests
+
+
+@dataclass(frozen=True, slots=True)
+class SavedState:
+    """An optimizer's state of one parameter: a schema with references, and the scalars of its holes. Names of
+    its leaves, in its rank's record, begin with `prefix`."""
+
+    prefix: str
+    schema: Any
+    scalars: list[Any]
+
+
+class SavedRank:
+    """The values of one rank of a step, decoded. renamed: names of leaves -> full names."""
+
+    def __init__(self, rank: int, values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+        self.rank, self.renamed = rank, renamed
+        self.values: dict[str, Any] = decode(dict(values))
+        self.entries: dict[str, Any] = self.values["state"]["entries"]
+
+    @cached_property
+    def gradients(self) -> dict[str, tuple[str, Any]]:
+        """Name of a parameter -> the kind of its gradient, and its exception or None."""
+        value = self.values["state"][NAMESPACE]
+        pairs = zip(value["names"], value["kinds"], strict=True)
+        return {name: (kind, value["exceptions"].get(name)) for name, kind in pairs}
+
+    @cached_property
+    def states(self) -> dict[tuple[str, str], SavedState]:
+        """Optimizer and full name of a parameter -> its state."""
+        return {
+            (name, full): state
+            for name, value in self.entries.items()
+            if value["kind"] == "optimizer"
+            for full, state in self._states_of(name, value)
+        }
+
+    def _states_of(self, name: str, value: Mapping[str, Any]) -> Iterator[tuple[str, SavedState]]:
+        short = short_names(name, value["params"], self.entries)
+        order, scalars = [full for group in value["params"] for full in group], iter(value["scalars"])
+        for index, number in zip(*value["state"], strict=True):
+            schema, full = value["schemas"][number], order[index]
+            own = [next(scalars) for _ in range(_holes(schema))]
+            yield full, SavedState(state_name(name, short[full]), schema, own)
+
+
+def _holes(schema: Any) -> int:
+    return 1 if type(schema) is Hole else sum(_holes(item) for _, item in children(schema))
+
+
 class MergedState:
-    """What a live state takes of a step: after `merge`, `leaves` and `value` (as `Tree.walk` has it)."""
+    """The parts of a step that a live state takes: after `merge`, `leaves` and `value` (as in
+    `Tree.walk`)."""
 
     def __init__(self, tree: Tree, live: Walk, ranks: StepRanks, rank: int, world: int) -> None:
         self._tree, self._live, self._ranks, self._rank, self._world = tree, live, ranks, rank, world
         self._saved: dict[int, SavedRank] = {}
-        self._wanted: list[tuple[Leaf, StepTensor, BoxRegion]] = []
+        self._wanted: list[tuple[Leaf, StepTensor, TensorSlice]] = []
         self._names: set[str] = set()
         self._used: set[str] = set()
-        self._holder: dict[str, int] = {}
+        self._owner: dict[str, int] = {}
         self.leaves: list[TakenLeaf] = []
         self.value: dict[str, Any] = {}
 
     def merge(self) -> None:
-        """Raises MismatchError where pieces do not go together, DamagedError where values do not have the
-        form they were written in."""
+        """Raises MismatchError if pieces cannot be merged, DamagedError for malformed values."""
         try:
+            self._check_not_flat()
             self._take_live()
             entries = {}
             for name, entry in self._tree.entries.items():
-                saved = self._having(name)
+                saved = self._with_entry(name)
                 if saved is not None:
                     entries[name] = self._entry(entry, saved)
             if self._world == 1:
-                entries = self._strangers() | entries
+                entries = self._other_entries() | entries
             self.value = {"entries": entries, NAMESPACE: self._gradients()}
             if PARTIAL in self.source.values["state"]:
                 self.value[PARTIAL] = True
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
             raise DamagedError(
-                f"The values of the step do not have the form they were written in ({error!r}). It cannot be "
-                "used; nothing was loaded."
+                f"The values of the step are malformed ({error!r}). It cannot be used; nothing was loaded."
             ) from error
-        self._find()
+        found = self._ranks.find([(tensor.name, region) for _, tensor, region in self._wanted])
+        pairs = zip(self._wanted, found, strict=True)
+        self.leaves += [TakenLeaf(leaf, parts) for (leaf, _, _), parts in pairs]
+
+    def _check_not_flat(self) -> None:
+        """Raise MismatchError if parameters are, or were, in the flat form of FSDP1."""
+        flat = {name for value in self.source.entries.values() for name in value.get("flat", ())}
+        for entry in self._tree.entries.values():
+            flat |= set(entry.flat) if isinstance(entry, ModuleEntry) else set()
+        if flat:
+            record, name = self._ranks.record, min(flat)
+            raise MismatchError(
+                f"{name} is a parameter of FSDP1 (FullyShardedDataParallel). A run with FSDP1 resumes only "
+                f"with the number of ranks and the wrapping that made the step: {record.world} ranks made "
+                f"it, and there are {self._world}. Nothing was loaded. Start with as many ranks and wrap the "
+                "model alike; for any number of ranks use FSDP2 (fully_shard).",
+                differences=((name, f"{record.world} ranks", f"FSDP1 on {self._world} ranks"),),
+            )
 
     # ---- tensors
 
     def saved(self, rank: int) -> SavedRank:
-        """The values of a rank of the step."""
+        """Return the values of a rank of the step."""
         if rank not in self._saved:
             record = self._ranks[rank]
             self._saved[rank] = SavedRank(rank, record.values, self._ranks.renamed[rank])
@@ -92,129 +268,106 @@ class MergedState:
 
     @cached_property
     def source(self) -> SavedRank:
-        """The rank whose own things this one takes."""
+        """The rank whose own values this one takes."""
         return self.saved(self._ranks.source)
 
     def _take_live(self) -> None:
-        """Parameters and buffers that are here, under the names that they have here."""
+        """Take the live parameters and buffers, under their live names."""
         lives = [leaf for leaf in self._live.leaves if leaf.kind in ("parameter", "buffer")]
         names = [[leaf.name, *leaf.aliases] for leaf in lives]
         self._ranks.tensors([name for each in names for name in each])
         for leaf, mine in zip(lives, names, strict=True):
             there = [(name, found) for name in mine if (found := self._ranks.leaves.get(name)) is not None]
-            # Tied as they were saved: what is another tie here is told by the comparison.
+            # Tied as they were saved; the comparison reports another tie here.
             for first, group in _ties(there).items():
                 self._take(leaf, group, first)
         self._take_absent()
 
     def _take(self, live: LiveLeaf, names: list[str], tensor: StepTensor) -> None:
         if live.kind == "parameter":
-            self._check_shared(tensor)
-        self._holder.update(dict.fromkeys(names, self._nearest(tensor)))
-        here = _whole_shape(live)
-        shape = here if self._was(names[0], tensor) == self._is(live.tensor, here) else tensor.shape
-        region = BoxRegion((0,) * len(shape), shape)
-        if live.box is not None and live.box.shape == shape:
-            region = BoxRegion(live.box.start, tuple(local(live.tensor).shape))
-        stored = tensor.leaf
-        stride = stored.stride if region.shape == stored.shape else None
-        self._want(names[0], tensor, region, stride, tuple(names[1:]), shape)
+            self._check_one(tensor)
+        self._owner.update(dict.fromkeys(names, self._nearest(tensor)))
+        region = tensor.whole
+        if live.box is not None and live.box.shape == tensor.shape:
+            region = TensorSlice(live.box.start, tuple(local(live.tensor).shape))
+        stride = tensor.leaf.stride if region.shape == tensor.leaf.shape else None
+        self._want(names[0], tensor, region, stride, tuple(names[1:]))
 
-    # What a parameter was and is, but for FSDP1, which lays it out in one dimension: then it is taken as it
-    # lies here.
-
-    def _was(self, name: str, tensor: StepTensor) -> list[Any]:
-        return self.saved(self._nearest(tensor)).flat.get(name, list(tensor.shape))  # type: ignore[no-any-return]
-
-    def _is(self, live: Tensor, here: Index) -> list[Any]:
-        flat = self._live.flat.get(live)
-        return list(here) if flat is None else flat.whole
-
-    def _check_shared(self, tensor: StepTensor) -> None:
-        """MismatchError for a parameter of which each rank has another, where ranks are not those of
-        before."""
+    def _check_one(self, tensor: StepTensor) -> None:
+        """Raise MismatchError for a parameter that is different on each rank, if the number of ranks has
+        changed."""
         if self._world == self._ranks.record.world:
             return
         if not tensor.is_one:
-            self._ranks.read(range(self._ranks.record.world))  # any may have other bytes of it
+            self._ranks.read(range(self._ranks.record.world))  # any may have different bytes
         if tensor.is_by_rank:
+            ranks = tensor.ranks
+            shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
             raise MismatchError(
-                f"{tensor.name} is whole on ranks {_some(tensor.ranks)} and has other bytes on each: with "
+                f"{tensor.name} is whole on ranks {shown} and has different bytes on each: with "
                 f"{self._world} ranks where there were {self._ranks.record.world}, nothing says which one "
-                "counts. Nothing was loaded. Start with as many ranks as made the step.",
+                "is right. Nothing was loaded. Start with as many ranks as made the step.",
                 differences=((tensor.name, "another one on each rank", "one tensor"),),
             )
 
     def _take_absent(self) -> None:
-        """Leaves of modules that are not here: buffers that are made from the snapshot, and in one process,
-        which has all there is, whatever else there was."""
+        """Take leaves of modules that the live state lacks: buffers that are created from the snapshot; in
+        one process, which merges all ranks, every leaf."""
         names = {name for leaf in self._live.leaves for name in (leaf.name, *leaf.aliases)}
         ranks = range(self._ranks.record.world) if self._world == 1 else [self._ranks.source]
         for rank in ranks:
-            saved = self.saved(rank)
-            for part, value in saved.entries.items():
+            for part, value in self.saved(rank).entries.items():
                 if value["kind"] != "module":
                     continue
                 extra = {leaf for ref in _extra_references(value) for leaf in leaf_names(*ref)}
                 made = {*value.get("transient", ()), *value.get("resized", ())}
-                for leaf in self._leaves_of(rank, part):
-                    if leaf.name in names or leaf.name in extra or leaf.name in self._names:
+                record = self._ranks[rank]
+                for _, leaf, _ in (*record.counted(), *record.elsewhere()):
+                    name = leaf.name
+                    if not name.startswith(f"{part}.") or name in names or name in extra | self._names:
                         continue
-                    if self._world == 1 or leaf.name in made or self._is_unmade(leaf.name):
-                        self._own(leaf.name, rank)
-
-    def _leaves_of(self, rank: int, part: str) -> Iterator[Leaf]:
-        record = self._ranks[rank]
-        for _, leaf, _ in (*record.counted(), *record.elsewhere()):
-            if leaf.name.startswith(f"{part}."):
-                yield leaf
+                    if self._world == 1 or name in made or self._is_unmade(name):
+                        self._take_of_rank(name, rank)
 
     def _is_unmade(self, name: str) -> bool:
-        """Whether a module here declares a buffer of this name and has not filled it yet."""
+        """Whether a live module declares a buffer of this name and has not created it yet."""
         path, _, key = name.rpartition(".")
         for entry in self._tree.entries.values():
             if isinstance(entry, ModuleEntry) and path in entry.modules:
                 return entry.modules[path]._buffers.get(key, self) is None
         return False
 
-    def _own(self, name: str, rank: int, here: str | None = None) -> None:
-        """A tensor as one rank had it, called `here`."""
+    def _take_of_rank(self, name: str, rank: int, here: str | None = None) -> None:
+        """Take a tensor as one rank had it. here: its live name, if it differs."""
         here = here or name
         if here in self._names:
             return
         tensor = self._ranks.leaves.get(self.saved(rank).renamed.get(name, name))
         if tensor is None:
-            return  # the comparison says that it is missing
+            return  # the comparison reports it as missing
         self._used.add(tensor.name)
         piece = tensor.of_rank(rank)
         if piece is None:
-            self._want(here, tensor, BoxRegion((0,) * len(tensor.shape), tensor.shape), tensor.leaf.stride)
+            self._want(here, tensor, tensor.whole, tensor.leaf.stride)
             return
-        self._names.add(here)
-        leaf = replace(piece.leaf, name=here, aliases=self._aliases(piece.leaf, name), offset=-1)
+        aliases = tuple(each for each in (piece.leaf.name, *piece.leaf.aliases) if each != name)
+        self._names.update((here, *aliases))
+        leaf = replace(piece.leaf, name=here, aliases=aliases, offset=-1)
         self.leaves.append(TakenLeaf(leaf, [(piece, piece.region)]))
-
-    def _aliases(self, leaf: Leaf, name: str) -> tuple[str, ...]:
-        others = tuple(each for each in (leaf.name, *leaf.aliases) if each != name)
-        self._names.update(others)
-        return others
 
     def _want(
         self,
         name: str,
         tensor: StepTensor,
-        region: BoxRegion,
+        region: TensorSlice,
         stride: tuple[int, ...] | None,
         aliases: tuple[str, ...] = (),
-        shape: Index | None = None,
     ) -> None:
-        """`region`: of the tensor in that shape, where it is not taken in its own."""
         if name in self._names:
             return
-        shape = shape or tensor.shape
         self._used.add(tensor.name)
         self._names.update((name, *aliases))
-        box = None if region.shape == shape else Box(shape=shape, start=region.start)
+        box = None if region.shape == tensor.shape else Box(shape=tensor.shape, start=region.start)
         leaf = Leaf(
             name=name, dtype=tensor.dtype, shape=region.shape, stride=stride, aliases=aliases, box=box
         )
@@ -223,47 +376,35 @@ class MergedState:
             as_it_was = replace(own.leaf, name=name, aliases=aliases, offset=-1)
             self.leaves.append(TakenLeaf(as_it_was, [(own, own.region)]))
         else:
-            self._wanted.append((leaf, tensor, self._in_step(tensor, region, shape)))
-
-    def _in_step(self, tensor: StepTensor, region: BoxRegion, shape: Index) -> BoxRegion:
-        if shape == tensor.shape:
-            return region
-        flat = tensor.in_one(region, shape)
-        # Of more ranks there is more padding: nothing of that is stored, and what is not filled is zero.
-        start = min(flat.start[0], tensor.num_elements)
-        return BoxRegion((start,), (min(flat.shape[0], tensor.num_elements - start),))
+            self._wanted.append((leaf, tensor, region))
 
     def _nearest(self, tensor: StepTensor) -> int:
-        """The rank whose own things are taken, if it had something of a tensor, else another that had."""
+        """Return the rank whose values are taken if it has a slice of the tensor, else another that has."""
         ranks, source = tensor.ranks, self._ranks.source
         return source if source in ranks else ranks[self._rank % len(ranks)]
 
-    def _find(self) -> None:
-        found = self._ranks.find([(tensor.name, region) for _, tensor, region in self._wanted])
-        pairs = zip(self._wanted, found, strict=True)
-        self.leaves += [TakenLeaf(leaf, parts) for (leaf, _, _), parts in pairs]
-
     def untaken(self, kinds: Collection[str] = ("module", "optimizer")) -> tuple[str, ...]:
-        """Leaves of modules and optimizers, of the ranks that are known, that have no place here. On another
-        rank they may have one: another stage of a pipeline."""
+        """Return leaves of modules and optimizers, of the known ranks, that have no place here. They may have
+        one on another rank: another stage of a pipeline."""
+
+        def names_of(name: str) -> tuple[str, ...]:
+            tensor = self._ranks.leaves.get(name)
+            return () if tensor is None else (tensor.leaf.name, *tensor.leaf.aliases)
+
         parts = tuple(f"{name}." for name, value in self.source.entries.items() if value["kind"] in kinds)
         left = [name for name in self._ranks.leaves if name.startswith(parts) and name not in self._used]
-        return tuple(sorted(name for name in left if self._used.isdisjoint(self._also_called(name))))
-
-    def _also_called(self, name: str) -> tuple[str, ...]:
-        tensor = self._ranks.leaves.get(name)
-        return () if tensor is None else (tensor.leaf.name, *tensor.leaf.aliases)
+        return tuple(sorted(name for name in left if self._used.isdisjoint(names_of(name))))
 
     # ---- values
 
-    def _having(self, name: str) -> SavedRank | None:
-        """The rank whose entry of this name is taken."""
+    def _with_entry(self, name: str) -> SavedRank | None:
+        """Return the rank whose entry of this name is taken."""
         if name in self.source.entries:
             return self.source
         return next((s for r in self._ranks.known if name in (s := self.saved(r)).entries), None)
 
-    def _strangers(self) -> dict[str, Any]:
-        """Parts of the state that only the step has, with their leaves."""
+    def _other_entries(self) -> dict[str, Any]:
+        """Return the entries that only the step has."""
         found: dict[str, Any] = {}
         for rank in range(self._ranks.record.world):
             for name, value in self.saved(rank).entries.items():
@@ -280,21 +421,21 @@ class MergedState:
         if isinstance(entry, OptimizerEntry):
             return self._optimizer(entry, value, saved)
         found = list(references(value["state"], entry.name))
-        self._take_references(iter(found), saved.rank)
-        self._tell_differing(entry.name, found)
+        self._take_references(found, saved.rank)
+        self._warn_of_differences(entry.name, found)
         return dict(value)
 
-    def _take_references(self, refs: Iterator[tuple[str, LeafRef]], rank: int) -> None:
+    def _take_references(self, refs: Iterable[tuple[str, LeafRef]], rank: int) -> None:
         for place, ref in refs:
             for leaf in leaf_names(place, ref):
-                self._own(self._primary(leaf, rank), rank)
+                self._take_of_rank(self._stored_name(leaf, rank), rank)
 
-    def _primary(self, name: str, rank: int) -> str:
-        """The name under which a rank has stored a leaf that is called `name` there."""
+    def _stored_name(self, name: str, rank: int) -> str:
+        """Return the first name of the leaf that a rank stored under this name or alias."""
         tensor = self._ranks.leaves.get(name)
         return tensor.leaf_of(rank).name if tensor is not None and rank in tensor.ranks else name
 
-    def _tell_differing(self, name: str, refs: Iterable[tuple[str, LeafRef]]) -> None:
+    def _warn_of_differences(self, name: str, refs: Iterable[tuple[str, LeafRef]]) -> None:
         known = [rank for rank in self._ranks.known if name in self.saved(rank).entries]
         differs = len({encode_json(self.saved(rank).entries[name]) for rank in known}) > 1
         for leaf in (leaf for place, ref in refs for leaf in leaf_names(place, ref)):
@@ -302,66 +443,47 @@ class MergedState:
             differs = differs or (tensor is not None and tensor.is_by_rank)
         if differs and self._world != self._ranks.record.world:
             log.warning(
-                "%s differs from rank to rank in step %d: rank %d of %d goes on with that of rank %d of %d",
+                "%s differs from rank to rank in step %d: rank %d of %d continues with that of rank %d of %d",
                 name, self._ranks.record.step, self._rank, self._world, self._ranks.source,
                 self._ranks.record.world,
             )  # fmt: skip
 
     def _module(self, entry: ModuleEntry, value: dict[str, Any]) -> dict[str, Any]:
-        """Lists of names are those of all ranks that are known; extra state is a rank's own."""
+        """Merge lists of names of all known ranks; extra state belongs to a rank."""
         values = [self.saved(r).entries.get(entry.name, {}) for r in self._ranks.known]
-        merged = {**value, "frozen": self._all_of("frozen", values)}
+        merged = {**value, "frozen": _all_of("frozen", values)}
         for key in ("transient", "resized"):
-            if names := self._all_of(key, values):
+            if names := _all_of(key, values):
                 merged[key] = names
         extra: dict[str, Any] = {}
+        here = {path for path, _ in entry.extras}
         for rank in (self._ranks.source, *self._ranks.known):
             own = self.saved(rank).entries.get(entry.name, {}).get("extra", {})
-            here = {path for path, _ in entry.extras}
             for path, state in own.items():
                 if path not in extra and (path in here or self._world == 1):
                     extra[path] = state
                     self._take_references(references(state, join(path, "_extra_state")), rank)
         merged.pop("extra", None)
-        merged["flat"] = self._flat_of(entry)
         return {**merged, "extra": extra} if extra else merged
-
-    def _flat_of(self, entry: ModuleEntry) -> dict[str, Any]:
-        """Of the parameters that are flat here what they were; and of those that were flat, and are others
-        here."""
-        found = {}
-        for name, parameter in entry.parameters:
-            tensor, live = self._ranks.leaves.get(name), self._live.named.get(name)
-            if tensor is not None and live is not None:
-                was = self._was(name, tensor)
-                is_flat = name in entry.flat or name in self.saved(self._nearest(tensor)).flat
-                if is_flat and (name in entry.flat or was != self._is(parameter, _whole_shape(live))):
-                    found[name] = was
-        return found
-
-    def _all_of(self, key: str, values: Sequence[Mapping[str, Any]]) -> list[str]:
-        return sorted({name for value in values for name in value.get(key, ())})
 
     def _optimizer(self, entry: OptimizerEntry, value: dict[str, Any], saved: SavedRank) -> dict[str, Any]:
         name = entry.name
         groups = self._groups_of(name, len(value["params"]))
         live = [[full for full, _, _ in group] for group in entry.places()]
+        # One process merges all ranks: it keeps the parameters that it lacks, for the comparison.
         merged = [
-            [*(full for full in mine if full in there), *self._left_over(mine, there)]
+            [full for full in mine if full in there]
+            + [full for full in there if self._world == 1 and full not in mine]
             for mine, there in zip(live, groups, strict=False)
         ]
         for number, options in enumerate(value["groups"]):
             self._take_references(references(options, f"{name}.groups.{number}"), saved.rank)
         self._take_references(references(value["shared"], f"{name}.shared"), saved.rank)
-        states = self._states(entry)
-        return {
-            **value,
-            "params": merged + [list(each) for each in groups[len(live) :]],
-            **states,
-        }
+        params = merged + [list(each) for each in groups[len(live) :]]
+        return {**value, "params": params, **self._states(entry)}
 
     def _groups_of(self, name: str, count: int) -> list[dict[str, None]]:
-        """The parameters of each group, of all ranks that are known."""
+        """Return the parameters of each group, of all known ranks."""
         groups: list[dict[str, None]] = [{} for _ in range(count)]
         for rank in self._ranks.known:
             value = self.saved(rank).entries.get(name)
@@ -370,23 +492,18 @@ class MergedState:
                     group.update(dict.fromkeys(names))
         return groups
 
-    def _left_over(self, live: Sequence[str], saved: Mapping[str, None]) -> list[str]:
-        """What nobody but this process could take."""
-        return [name for name in saved if name not in live] if self._world == 1 else []
-
     def _states(self, entry: OptimizerEntry) -> dict[str, Any]:
-        """The state by parameter, in the form in which `OptimizerEntry` writes it."""
+        """Return the state by parameter, in the form that `OptimizerEntry` writes."""
         schemas: dict[bytes, tuple[int, Any]] = {}
         columns: list[list[int]] = [[], []]
         scalars: list[Any] = []
         places = [place for group in entry.places() for place in group]
         for index, (full, prefix, parameter) in enumerate(places):
-            is_here = entry.steps(parameter) and not (parameter in self._live.flat and not parameter.numel())
-            found = self._state_of(entry.name, full) if is_here else None
+            found = self._state_of(entry.name, full) if entry.steps(parameter) else None
             if found is None:
                 continue
             saved, state = found
-            schema = self._as_here(saved, state, prefix, full, entry.name, parameter)
+            schema = self._live_schema(saved, state, prefix, parameter)
             number, _ = schemas.setdefault(encode_json(schema), (len(schemas), schema))
             columns[0].append(index)
             columns[1].append(number)
@@ -398,60 +515,47 @@ class MergedState:
         }
 
     def _state_of(self, optimizer: str, full: str) -> tuple[SavedRank, SavedState] | None:
-        rank = self._holder.get(full)
+        rank = self._owner.get(full)
         if rank is None:
             return None
-        ranks, tensor = [rank], self._ranks.leaves.get(full)
-        if tensor is not None and full in self.saved(rank).flat:
-            ranks += [each for each, box in tensor.boxes() if box.num_elements]
-            ranks += range(self._ranks.record.world)
+        ranks = [rank]
         if self.saved(rank).entries.get(optimizer, {}).get("partitioned"):
-            ranks += range(self._ranks.record.world)  # one of them has stepped it
+            ranks += range(self._ranks.record.world)  # one of them steps it
         for each in ranks:
             state = self.saved(each).states.get((optimizer, full))
             if state is not None:
                 return self.saved(each), state
         return None
 
-    def _as_here(
-        self, saved: SavedRank, state: SavedState, prefix: str, full: str, optimizer: str, parameter: Tensor
-    ) -> Any:
-        """The schema with tensors as they are made for this parameter; takes their leaves."""
+    def _live_schema(self, saved: SavedRank, state: SavedState, prefix: str, parameter: Tensor) -> Any:
+        """Return the schema with references to tensors as they are created for this parameter; takes their
+        leaves."""
 
         def made(place: str, ref: LeafRef) -> LeafRef:
             leaves = leaf_names(place, ref)
             tensors = [self._ranks.leaves.get(saved.renamed.get(leaf, leaf)) for leaf in leaves]
             here = [prefix + leaf[len(state.prefix) :] for leaf in leaves]
             if len(leaves) == 1 and tensors[0] is not None:
-                return self._made(ref, tensors[0], here[0], full, parameter)
+                return self._take_like(ref, tensors[0], here[0], parameter)
             for leaf, name in zip(leaves, here, strict=True):
-                self._own(leaf, saved.rank, name)
+                self._take_of_rank(leaf, saved.rank, name)
             return LeafRef("", ref.about)
 
         return _replaced(state.schema, state.prefix, made)
 
-    def _made(self, ref: LeafRef, tensor: StepTensor, name: str, full: str, like: Tensor) -> LeafRef:
-        """One tensor that belongs to a parameter, as it is here: a DTensor where the parameter is one, if it
-        has its shape or was one, and else plain."""
-        self._check_shared(tensor)
-        was_sharded, stored = ref.about.get("parts") == _DTENSOR, tensor.leaf
-        parameter, flat, shape = self._ranks.leaves.get(full), self._live.flat.get(like), tensor.shape
-        box = flat.piece.box if flat is not None else None
-        if parameter is not None and parameter.shape == shape:
-            here = box.shape if box is not None else tuple(like.shape)
-            shape = here if self._was(full, parameter) == self._is(like, here) else shape
-        whole = BoxRegion((0,) * len(shape), shape)
+    def _take_like(self, ref: LeafRef, tensor: StepTensor, name: str, like: Tensor) -> LeafRef:
+        """Take one tensor that belongs to the parameter `like`: as a DTensor if the parameter is one and the
+        tensor has its shape or was one, else as a plain tensor."""
+        self._check_one(tensor)
+        was_sharded, stored, shape = ref.about.get("parts") == _DTENSOR, tensor.leaf, tensor.shape
         if is_sharded(like) and (was_sharded or shape == tuple(like.shape)):
-            about = self._sharded(ref, tensor, shape, like)
-            wanted = replace(stored, name=name, shape=shape, box=None)
-            to_make = self._to_make(about, wanted, like, name)
-            start = to_make.box.start if to_make.box is not None else whole.start
+            about = self._sharded(ref, tensor, like)
+            to_make = self._to_make(about, replace(stored, name=name, shape=shape, box=None), like, name)
+            start = to_make.box.start if to_make.box is not None else tensor.whole.start
             stride = stored.stride if to_make.shape == stored.shape else None
-            self._want(name, tensor, BoxRegion(start, to_make.shape), stride, shape=shape)
+            self._want(name, tensor, TensorSlice(start, to_make.shape), stride)
             return LeafRef("", about)
-        stride = stored.stride if stored.box is None and stored.shape == shape else None
-        region = BoxRegion(box.start, tuple(like.shape)) if box is not None and box.shape == shape else whole
-        self._want(name, tensor, region, stride, shape=shape)
+        self._want(name, tensor, tensor.whole, stored.stride if stored.box is None else None)
         if was_sharded:
             kept = ("device", "requires_grad")
             return LeafRef("", {key: ref.about[key] for key in kept if key in ref.about})
@@ -468,9 +572,10 @@ class MergedState:
                 differences=((name, f"DTensor {leaf.shape}", "another mesh"),),
             ) from error
 
-    def _sharded(self, ref: LeafRef, tensor: StepTensor, shape: Index, like: Tensor) -> dict[str, object]:
+    def _sharded(self, ref: LeafRef, tensor: StepTensor, like: Tensor) -> dict[str, object]:
+        shape = tensor.shape
         if ref.about.get("parts") == _DTENSOR:
-            # Its own placements are those of another mesh where its shape is its parameter's.
+            # With its parameter's shape it takes the live placements: its own are of another mesh.
             same = shape == tuple(like.shape)
             return {**ref.about, "class": kind_of(like)} | ({"context": None} if same else {})
         stride = tensor.leaf.stride if tensor.leaf.shape == shape else None
@@ -488,17 +593,15 @@ class MergedState:
     def _gradients(self) -> dict[str, Any]:
         names, kinds, exceptions = [], "", {}
         for full, parameter in self._parameters():
-            rank = self._holder.get(full, self._ranks.source)
+            rank = self._owner.get(full, self._ranks.source)
             saved = self.source if full in self.source.gradients else self.saved(rank)
-            if full in saved.flat:
-                saved = self._with_elements(full, saved)
             kind, exception = saved.gradients.get(full, ("-", None))
             names.append(full)
             kinds += kind
             place = f"{NAMESPACE}.{full}"
             if kind in _SPARSE:
-                self._own(f"{place}.indices", saved.rank)
-                self._own(f"{place}.values", saved.rank)
+                self._take_of_rank(f"{place}.indices", saved.rank)
+                self._take_of_rank(f"{place}.values", saved.rank)
             elif kind == "L":
                 ref = exception if isinstance(exception, LeafRef) else LeafRef("")
                 exception = self._gradient(ref, place, saved, parameter)
@@ -506,25 +609,11 @@ class MergedState:
                 exceptions[full] = exception
         return {"names": names, "kinds": kinds, "exceptions": exceptions}
 
-    def _with_elements(self, full: str, saved: SavedRank) -> SavedRank:
-        """A rank that has something of a parameter: one that has nothing of FSDP1's has no gradient of it."""
-        tensor = self._ranks.leaves.get(full)
-        while tensor is not None:
-            having = [rank for rank, box in tensor.boxes() if box.num_elements]
-            if saved.rank in having or not tensor.num_elements:
-                return saved
-            if having:
-                return self.saved(having[0])
-            if self._ranks.is_complete:
-                return saved
-            self._ranks.read(range(self._ranks.record.world))
-        return saved
-
     def _gradient(self, ref: LeafRef, place: str, saved: SavedRank, parameter: Tensor) -> LeafRef | None:
-        tensor = self._ranks.leaves.get(self._primary(place, saved.rank))
+        tensor = self._ranks.leaves.get(self._stored_name(place, saved.rank))
         if tensor is None:
             return ref if ref.about else None
-        made = self._made(ref, tensor, place, place.removeprefix(f"{NAMESPACE}."), parameter)
+        made = self._take_like(ref, tensor, place, parameter)
         return LeafRef(place, made.about) if made.about else None
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -536,24 +625,20 @@ class MergedState:
                     yield name, parameter
 
 
-def _whole_shape(live: LiveLeaf) -> Index:
-    return live.box.shape if live.box is not None else tuple(local(live.tensor).shape)
-
-
 def _ties(there: Sequence[tuple[str, StepTensor]]) -> dict[StepTensor, list[str]]:
-    """Names that one stored tensor has, under the first of them."""
+    """Return each stored tensor once, with its names."""
     stored: dict[tuple[int, str], StepTensor] = {}
     found: dict[StepTensor, list[str]] = {}
     for name, tensor in there:
-        # Of what is of no elements none is tied to another.
-        rank = next((rank for rank, box in tensor.boxes() if box.num_elements), tensor.ranks[0])
+        # Empty slices are not tied.
+        rank = next((rank for rank, each in tensor.slices() if each.num_elements), tensor.ranks[0])
         first = stored.setdefault((rank, tensor.leaf_of(rank).name), tensor)
         found.setdefault(first, []).append(name)
     return found
 
 
 def _replaced(value: Any, name: str, made: Any) -> Any:
-    """A nested value with other references."""
+    """Return a nested value with other references."""
     if type(value) is LeafRef:
         return made(name, value)
     if type(value) in CONTAINERS:
@@ -561,6 +646,10 @@ def _replaced(value: Any, name: str, made: Any) -> Any:
             value, [(key, _replaced(item, join(name, key), made)) for key, item in children(value)]
         )
     return value
+
+
+def _all_of(key: str, values: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted({name for value in values for name in value.get(key, ())})
 
 
 def _extra_references(value: Mapping[str, Any]) -> Iterator[tuple[str, LeafRef]]:
@@ -574,7 +663,3 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         found.append(stride)
         stride *= max(size, 1)
     return tuple(reversed(found))
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

@@ -1,49 +1,61 @@
-"""Chunks of a step's files that several ranks of a node need: one of them reads each from storage, the others
-take it out of that one's memory.
+"""Chunks of a step's files that several ranks of a node need: one of them reads each from storage, and the
+others map its memory.
 
-What is taken so is as unverified as what comes from a disk: whoever takes it compares each chunk with its
-checksum where it lies then (`Gathering`), and goes to storage where it is not right. So whatever happens here
-costs time, and never loads a wrong byte. The memory is a memfd, which others open through /proc: it has no
-name, no keeper knows of it, and it goes with the processes that have it open. Nobody maps it: of one that has
-been let go less is read, and no touch is a SIGBUS.
-"""
+The rank that reads a chunk compares its checksum. The others use a complete leaf in place after comparing its
+digest; of chunks with parts of their leaves they compare the checksums (`ReadPlan`). What differs is read
+from storage. So an error here costs time and never loads a wrong byte. The memory is a memfd, which the
+others open through /proc."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
+from flashckpt import _native
 from flashckpt._native import xxh3_64
-from flashckpt.errors import DamagedError
+from flashckpt.commit.steps import FileLeaf
+from flashckpt.errors import DamagedError, OutOfSpaceError
 from flashckpt.format.checked_json import compact
-from flashckpt.memory import room
-from flashckpt.memory.control_page import round_up
+from flashckpt.memory import memory_budget
 from flashckpt.memory.forks import OwnDescriptor
-from flashckpt.restore.box_gathering import BLOCK_CHUNKS, MOST_THREADS
-from flashckpt.restore.step_reading import StepReading
+from flashckpt.restore.snapshot import StepReading
+from flashckpt.restore.step_image import NOT_SHARED, Place, StepMemory, pages
 from flashckpt.store.base import Store
+from flashckpt.store.read_plan import ReadPlan, each_piece
 
 log = logging.getLogger(__name__)
 
-Say = Callable[[str, Any], Mapping[int, Any]]
-"""Says something (plain JSON) to all ranks of the job; gives, by rank, what those of this node have said."""
+BLOCK_CHUNKS = 4
+"""The number of neighbouring chunks that a rank reads together."""
+
+_NEEDS, _SHARES = "the chunks that the ranks of a node need", "the chunks that they have read for each other"
+
+Exchange = Callable[[str, Any], Mapping[int, Any]]
+"""See `Agreement.exchange`."""
 
 
 class FileChunks(NamedTuple):
-    """What a rank needs of a file: runs of chunks, each the first and the one behind the last. `is_held`: it
-    has all of it already."""
+    """The chunks of a file that a rank needs, in runs: (first, the one after the last). held_at: the first
+    byte of the whole file in the rank's memfd, if it has it, or NOT_SHARED."""
 
     chunk_bytes: int
     num_bytes: int
-    is_held: bool
+    held_at: int
     runs: Sequence[tuple[int, int]]
+
+    def has(self, start: int) -> bool:
+        """Whether the chunk that begins at this byte is needed."""
+        at = bisect_right(self.runs, start // self.chunk_bytes, key=lambda run: run[0])
+        return at > 0 and start // self.chunk_bytes < self.runs[at - 1][1]
 
 
 Needs = Mapping[str, FileChunks]
@@ -51,251 +63,271 @@ Needs = Mapping[str, FileChunks]
 
 
 class Range(NamedTuple):
-    """Bytes of a file: the first, and the one behind the last."""
+    """Bytes of a file."""
 
     path: str
     start: int
     stop: int
 
 
-class _Place(NamedTuple):
-    """Where bytes of a file stand: at which byte of whose memory."""
+class Piece(NamedTuple):
+    """Bytes of a file that begin at byte `at` of a descriptor."""
 
     start: int
     stop: int
-    file: OwnDescriptor
+    descriptor: int
     at: int
 
 
 def divide(needs: Mapping[int, Needs]) -> dict[int, list[Range]]:
-    """By rank what it gives the others: of what more than one needs, or has, each byte once; who has a file
-    gives of that, else who has least to read. The same on each rank."""
+    """Return for each rank the ranges that it reads for itself and others: those that several ranks need and
+    none holds, each by the rank with the least to read. The same on each rank."""
     loads = dict.fromkeys(sorted(needs), 0)
     found: dict[int, list[Range]] = {rank: [] for rank in loads}
     for path in sorted({path for each in needs.values() for path in each}):
         of_file = {rank: needs[rank][path] for rank in loads if path in needs[rank]}
-        holder = next((rank for rank, each in of_file.items() if each.is_held), None)
+        if any(each.held_at != NOT_SHARED for each in of_file.values()):
+            continue
         chunk_bytes, num_bytes, *_ = next(iter(of_file.values()))
         for first, last, ranks in _runs(of_file):
             start, stop = first * chunk_bytes, min(last * chunk_bytes, num_bytes)
-            if holder is not None:
-                found[holder].append(Range(path, start, stop))
-            elif len(ranks) > 1:
+            if len(ranks) > 1:
                 reader = min(ranks, key=lambda rank: (loads[rank], rank))
                 loads[reader] += stop - start
                 found[reader].append(Range(path, start, stop))
+    for ranges in found.values():
+        # Ranges without whole huge pages come last, to keep the others aligned.
+        ranges.sort(key=lambda each: (each.stop - each.start) % (_native.huge_page() or 1) > 0)
     return found
 
 
 def _runs(of_file: Mapping[int, FileChunks]) -> Iterable[tuple[int, int, list[int]]]:
-    """Chunks side by side, of one block, that the same ranks need: the first, the one behind the last,
-    these."""
+    """Yield neighbouring chunks of one block that the same ranks need: the first, the one after the last, the
+    ranks."""
     ranks: dict[int, list[int]] = {}
     for rank, each in of_file.items():
         for first, last in each.runs:
             for chunk in range(first, last):
                 ranks.setdefault(chunk, []).append(rank)
-    # Side by side: as much as the chunk's number grows, its place does.
+    # Neighbours have equal differences of chunk number and place.
     order = [(chunk // BLOCK_CHUNKS, ranks[chunk], chunk - i) for i, chunk in enumerate(sorted(ranks))]
     for _, group in groupby(zip(order, sorted(ranks), strict=True), key=lambda row: row[0]):
         chunks = [chunk for _, chunk in group]
         yield chunks[0], chunks[-1] + 1, ranks[chunks[0]]
 
 
-class NodeChunks:
-    """A step's files as one rank of a node reads them: a `Source`. Every rank of the job calls `exchange`
-    once, also one that reads nothing; what it has for others goes with `close`, once they have it.
+class _View:
+    """The pieces of a file that ranks of this node have, mapped at their places in it. memory: of the rank
+    that maps them. Raises OSError if a piece is not there: a rank that sees other ranks of the node divides
+    differently, and its memory may be shorter."""
 
-    `stored_bytes` were read from storage, its own files before `exchange` too; `taken_bytes` are another
-    rank's."""
+    def __init__(self, pieces: Sequence[Piece], memory: StepMemory) -> None:
+        self._pieces, parts, end = sorted(pieces), list[tuple[int, int, int]](), 0
+        for start, stop, descriptor, at in self._pieces:
+            if not 0 <= at <= os.fstat(descriptor).st_size - pages(stop - start):
+                raise OSError(errno.ENXIO, "a rank of this node has less of it than expected")
+            parts += [(-1, 0, start - end), (descriptor, at, pages(stop - start))]
+            end = start + pages(stop - start)
+        self.bytes = memory.mapped(parts)
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield the parts of these bytes that are here."""
+        for piece in self._pieces[
+            max(0, bisect_right(self._pieces, start, key=lambda each: each.start) - 1) :
+        ]:
+            if piece.start >= stop:
+                break
+            if piece.stop > start:
+                yield max(start, piece.start), min(stop, piece.stop)
+
+
+class NodeChunks:
+    """The `Source` of a step's files for one rank of a node. Every rank of the job calls `exchange` once,
+    also one that reads nothing. Chunks for other ranks are in the memory of its image.
+
+    stored_bytes: read from storage, with its own files before `exchange`; taken_bytes: used in the memory of
+    another rank."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self.url = store.url
         self._store, self._rank = store, rank
-        self._files: dict[int, OwnDescriptor] = {}
-        self._places: dict[str, list[_Place]] = {}
+        self._views: dict[str, _View] = {}
+        self._has_shared = False
         self._lock = threading.Lock()
         self.stored_bytes = self.taken_bytes = 0
 
-    def exchange(self, reading: StepReading | None, say: Say, threads: int) -> None:
-        """Know what the ranks of this node need, and read this one's share of what several do. Two rounds
-        among all ranks. `reading`: None where this one has nothing to read. OSError is never raised: what is
-        not to be had so is read from storage."""
-        mine = None if reading is None else needs_of(reading)
-        said = say("what the ranks of a node need of a step", None if mine is None else self._publish(mine))
-        shares: dict[int, list[Range]] = {}
-        if mine is not None and self._rank in self._files:
-            found = {rank: self._known(rank, address) for rank, address in said.items()}
-            shares = divide({rank: needs for rank, needs in found.items() if needs is not None})
-        offered = False
-        if reading is not None and self._rank in shares:
-            self.stored_bytes = sum(contents.shard.num_bytes for contents, _ in reading.held.values())
-            offered = self._offer(shares[self._rank], reading, len(said), threads)
-        there = say("what they have read of it for each other", offered)
-        for rank, ranges in shares.items():
-            if there.get(rank) is True:
-                self._place(rank, ranges, first=said[rank][3])
+    def exchange(self, reading: StepReading | None, exchange: Exchange, threads: int) -> None:
+        """Exchange the needs of this node's ranks, read this rank's share, and map those of the others, in
+        two rounds among all ranks. reading: None if this rank has nothing to read. Never raises OSError: what
+        cannot be shared is read from storage."""
+        if reading is None:
+            exchange(_NEEDS, None)
+            exchange(_SHARES, None)
+            return
+        mine = needs_of(reading)
+        self.stored_bytes = sum(contents.shard.num_bytes for contents, _ in reading.held().values())
+        address = _published(reading, mine)
+        addresses = exchange(_NEEDS, address)
+        with ExitStack() as closing:
+            files: dict[int, OwnDescriptor] = {}
+            found: dict[int, Needs] = {}
+            for rank, each in addresses.items() if address is not None else ():
+                if (known := _known(rank, each)) is not None:
+                    files[rank], found[rank] = known
+                    closing.callback(files[rank].close)
+            self._has_shared = self._rank in found
+            shares = divide(found) if self._has_shared else {}
+            offered = self._offer(shares[self._rank], reading, len(addresses), threads) if shares else None
+            there = exchange(_SHARES, offered)
+            for path, pieces in _pieces(mine, found, files, shares, there).items() if shares else ():
+                try:
+                    self._views[path] = _View(pieces, reading.image.memory)
+                except OSError as error:
+                    log.warning("the memory of ranks of this node with %s cannot be mapped: %s", path, error)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
-        """See `Store.read_bytes`; unverified."""
-        places, stop, pieces = self._places.get(path, []), offset + num_bytes, []
-        first = bisect_right(places, offset, key=lambda place: place.stop)
-        for place in places[first:]:
-            if place.start >= stop:
-                break
-            if offset < place.start:
-                pieces.append(self._stored(path, offset, place.start, file_bytes))
-                offset = place.start
-            last = min(stop, place.stop)
-            pieces.append(self._take(path, place, offset, last, file_bytes))
-            offset = last
-        if offset < stop:
-            pieces.append(self._stored(path, offset, stop, file_bytes))
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    def place(self, leaf: FileLeaf) -> Place | None:
+        """Return the place of a complete leaf in this node's memory."""
+        start = leaf.contents.shard.data_start + leaf.leaf.offset
+        stop, view = start + leaf.leaf.num_bytes, self._views.get(leaf.path)
+        if view is None or sum(b - a for a, b in view.within(start, stop)) != stop - start or start == stop:
+            return None
+        self.taken_bytes += stop - start
+        return view.bytes, start
+
+    def read_chunks(
+        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
+    ) -> None:
+        """See `Store.read_chunks`."""
+        if (view := self._views.get(path)) is not None:
+            chunk_bytes, before = plan.chunk_bytes, _bytes_left(plan)
+            runs = ((first * chunk_bytes, last * chunk_bytes) for first, last in plan.left())
+            pieces = (piece for start, stop in runs for piece in view.within(start, stop))
+
+            def add(start: int, stop: int) -> None:
+                # A private copy: the other rank could write between the comparison and the copy.
+                plan.add(start, bytes(view.bytes[start:stop]))
+
+            each_piece(path, pieces, threads, add, cancel)
+            with self._lock:
+                self.taken_bytes += before - _bytes_left(plan)
+        if left := _bytes_left(plan):
+            with self._lock:
+                self.stored_bytes += left
+            self._store.read_chunks(path, plan, threads=threads, progress=progress, cancel=cancel)
 
     def close(self) -> None:
-        """Give the memory back, whoever has it open."""
-        if (own := self._files.get(self._rank)) is not None:
-            os.ftruncate(own.descriptor, 0)
-        for each in self._files.values():
-            each.close()
-        if self._places:
+        """End the reads."""
+        if self._has_shared:
             log.info(
-                "%d bytes of the step were read from storage, and %d came from other ranks of this node",
+                "%d bytes of the step were read from storage, and %d used in memory of ranks of this node",
                 self.stored_bytes, self.taken_bytes,
             )  # fmt: skip
-        self._files, self._places = {}, {}
+        self._views = {}
 
-    # ---- what is said
-
-    def _publish(self, needs: Needs) -> list[int] | None:
-        """Where others find what this rank needs: process, descriptor, what tells the file from others, and
-        of the table its bytes and digest."""
-        table = compact(needs)
-        try:
-            file = OwnDescriptor(os.memfd_create(f"chunks-{self._rank}"))
-            self._files[self._rank] = file
-            _write(file.descriptor, table, 0)
-            known = os.fstat(file.descriptor)
-        except OSError as error:
-            log.info("no memory for chunks of a step is shared on this node: %s", error)
-            return None
-        return [os.getpid(), file.descriptor, known.st_ino, len(table), xxh3_64(table)]
-
-    def _known(self, rank: int, address: Any) -> Needs | None:
-        """What a rank of this node needs. None where that cannot be seen from here."""
-        try:
-            pid, descriptor, inode, num_bytes, digest = address
-            if rank not in self._files:
-                path = f"/proc/{pid}/fd/{descriptor}"
-                if os.stat(path).st_ino != inode:  # before it is opened: it may be anything of anybody's
-                    return None
-                self._files[rank] = OwnDescriptor(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-            table = _read(self._files[rank].descriptor, 0, num_bytes)
-            if xxh3_64(table) != digest:
-                return None
-            return {path: FileChunks(*row) for path, row in json.loads(table).items()}
-        except (OSError, TypeError, ValueError) as error:
-            if address is not None:
-                log.info("what rank %d reads of a step cannot be seen here or shared: %s", rank, error)
-            return None
-
-    # ---- what is read for others
-
-    def _offer(self, ranges: Sequence[Range], reading: StepReading, ranks: int, threads: int) -> bool:
-        """Put this rank's share where the others find it. False, said, where there is no room."""
-        num_bytes = sum(each.stop - each.start for each in ranges)
-        # The others of the node look at the same time, and what they read into is to be touched yet.
-        needed, available = ranks * (num_bytes + reading.left.num_bytes), room.available_bytes()
+    def _offer(self, ranges: Sequence[Range], reading: StepReading, ranks: int, threads: int) -> int | None:
+        """Read this rank's share, and return its first byte in the memfd; None if that failed."""
+        starts = _starts(ranges)
+        # The other ranks of the node take memory at the same time.
+        needed, available = ranks * starts[-1], memory_budget.available_bytes()
         if needed > available:
             log.warning(
-                "chunks that several ranks of this node need are read by each of them: for sharing them "
-                "%d bytes of memory are needed, and %d are available",
+                "each rank of this node reads by itself the chunks that several of them need: to share them "
+                "takes %d bytes of memory, and %d are available",
                 needed, available,
             )  # fmt: skip
-            return False
-        file = self._files[self._rank].descriptor
-        starts = _starts(ranges, os.fstat(file).st_size)
-        lengths = {path: contents.shard.num_bytes for path, contents, *_ in reading.left.needs()}
-
-        def put(each: Range, at: int) -> None:
-            held = reading.held.get(each.path)
-            data: bytes | memoryview
-            if held is not None:
-                data = held[1][each.start : each.stop]
-            else:
-                data = self._stored(each.path, each.start, each.stop, lengths.get(each.path))
-            _write(file, data, at)
-
-        with ThreadPoolExecutor(max(1, min(threads, MOST_THREADS)), "flashckpt-share") as pool:
-            try:
-                list(pool.map(put, ranges, starts))
-            except (OSError, DamagedError) as error:
-                # Each rank tries it again by itself, and says what it finds.
-                log.warning("this rank could not read its share of a step for others: %s", error)
-                return False
-        return True
-
-    def _place(self, rank: int, ranges: Sequence[Range], first: int) -> None:
-        for each, at in zip(ranges, _starts(ranges, first), strict=True):
-            place = _Place(each.start, each.stop, self._files[rank], at)
-            self._places.setdefault(each.path, []).append(place)
-        for places in self._places.values():
-            places.sort(key=lambda place: place.start)
-
-    def _take(self, path: str, place: _Place, start: int, stop: int, file_bytes: int | None) -> bytes:
-        data = _read(place.file.descriptor, place.at + start - place.start, stop - start)
-        if len(data) < stop - start:
-            return self._stored(path, start, stop, file_bytes)
-        if place.file is not self._files[self._rank]:
-            with self._lock:
-                self.taken_bytes += len(data)
-        return data
-
-    def _stored(self, path: str, start: int, stop: int, file_bytes: int | None) -> bytes:
-        data = self._store.read_bytes(path, start, stop - start, file_bytes)
-        with self._lock:
-            self.stored_bytes += len(data)
-        return data
+            return None
+        if not ranges:
+            return 0
+        plan, contents = ReadPlan(), {path: each for path, (each, _) in reading.needs().items()}
+        try:
+            [(into, first)] = reading.image.memory.share(starts[-1:])
+            for (path, start, stop), at in zip(ranges, starts, strict=False):
+                plan.copy(path, contents[path], start, stop - start, (), into, at)
+            self.stored_bytes += plan.run(self._store, threads)
+        except (OSError, DamagedError, OutOfSpaceError) as error:
+            # Each rank reads them again by itself, and reports its errors.
+            log.warning("this rank could not read its share of a step for others: %s", error)
+            return None
+        return first
 
 
 def needs_of(reading: StepReading) -> dict[str, FileChunks]:
-    """What a rank has yet to read of a step, and which files it has."""
+    """Return the chunks that a rank has yet to read of a step, and the files that it has."""
     found: dict[str, FileChunks] = {}
-    for path, (contents, _) in reading.held.items():
-        found[path] = FileChunks(contents.shard.chunk_bytes, contents.shard.num_bytes, True, [])
-    runs: dict[str, list[tuple[int, int]]] = {}
-    for path, contents, first, last in reading.left.needs():
-        row = FileChunks(
-            contents.shard.chunk_bytes, contents.shard.num_bytes, False, runs.setdefault(path, [])
-        )
+    for path, (contents, start) in reading.held().items():
+        found[path] = FileChunks(contents.shard.chunk_bytes, contents.shard.num_bytes, start, [])
+    for path, (contents, runs) in reading.needs().items():
+        row = FileChunks(contents.shard.chunk_bytes, contents.shard.num_bytes, NOT_SHARED, runs)
         found.setdefault(path, row)
-        runs[path].append((first, last))
     return found
 
 
-def _starts(ranges: Sequence[Range], first: int) -> list[int]:
-    """Where in a rank's memory each stands, behind its table."""
-    at, found = round_up(first), []
-    for each in ranges:
-        found.append(at)
-        at += each.stop - each.start
-    return found
+def _pieces(
+    mine: Needs,
+    found: Mapping[int, Needs],
+    files: Mapping[int, OwnDescriptor],
+    shares: Mapping[int, Sequence[Range]],
+    offered: Mapping[int, Any],
+) -> dict[str, list[Piece]]:
+    """Return the pieces that the ranks of a node have of the files that this one needs."""
+    pieces: dict[str, list[Piece]] = {path: [] for path, each in mine.items() if each.runs}
+    for rank, needs in found.items():
+        for path, each in needs.items():
+            if each.held_at != NOT_SHARED and path in pieces and not pieces[path]:
+                pieces[path].append(Piece(0, each.num_bytes, files[rank].descriptor, each.held_at))
+        if type(first := offered.get(rank)) is not int:
+            continue
+        for (path, start, stop), at in zip(shares[rank], _starts(shares[rank]), strict=False):
+            if path in pieces and mine[path].has(start):
+                pieces[path].append(Piece(start, stop, files[rank].descriptor, first + at))
+    return {path: each for path, each in pieces.items() if each}
 
 
-def _write(file: int, data: bytes | memoryview, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(file, view, at)
-        view, at = view[done:], at + done
+def _published(reading: StepReading, needs: Needs) -> list[int] | None:
+    """Write the table of this rank's needs into its memfd; return where others find it: process, descriptor,
+    inode, and the first byte, length and digest of the table. None if no memory can be shared."""
+    table = compact(needs)
+    try:
+        [(view, start)] = reading.image.memory.share([len(table)])
+    except OutOfSpaceError as error:
+        log.info("no memory for chunks of a step is shared on this node: %s", error)
+        return None
+    if (file := reading.image.memory.file) is None:
+        return None
+    view[: len(table)] = table
+    return [os.getpid(), file.descriptor, os.fstat(file.descriptor).st_ino, start, len(table), xxh3_64(table)]
 
 
-def _read(file: int, at: int, num_bytes: int) -> bytes:
-    """Bytes of a memory; fewer where it ends before."""
-    data = os.pread(file, num_bytes, at)
-    while data and len(data) < num_bytes:
-        more = os.pread(file, num_bytes - len(data), at + len(data))
-        if not more:
-            break
-        data += more
-    return data
+def _known(rank: int, address: Any) -> tuple[OwnDescriptor, Needs] | None:
+    """Return the memfd of a rank of this node, and its needs; None if they are not accessible here."""
+    if address is None:
+        return None
+    try:
+        pid, descriptor, inode, start, num_bytes, digest = address
+        path = f"/proc/{pid}/fd/{descriptor}"
+        if os.stat(path).st_ino != inode:  # before it is opened: it may be any other file
+            return None
+        with ExitStack() as undo:
+            file = OwnDescriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+            undo.callback(file.close)
+            table = os.pread(file.descriptor, num_bytes, start)
+            is_safe = fcntl.fcntl(file.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not is_safe or xxh3_64(table) != digest:
+                return None
+            needs = {path: FileChunks(*row) for path, row in json.loads(table).items()}
+            undo.pop_all()
+            return file, needs
+    except (OSError, TypeError, ValueError) as error:
+        log.info("the memory of rank %d for a step is not accessible here: %s", rank, error)
+        return None
+
+
+def _bytes_left(plan: _native.FilePlan) -> int:
+    return sum(
+        min(last * plan.chunk_bytes, plan.num_bytes) - first * plan.chunk_bytes for first, last in plan.left()
+    )
+
+
+def _starts(ranges: Sequence[Range]) -> list[int]:
+    """Return where each range begins in a rank's share, and where the last one ends."""
+    return list(accumulate((pages(each.stop - each.start) for each in ranges), initial=0))

@@ -1,277 +1,255 @@
-"""A committed step in memory of this process's own: a rank's files, every byte verified as it arrives.
+"""One rank's files of a committed step, read into memory of this process, every byte verified.
 
-No slot: a step at rest is lost by nobody's death, and without one reading needs no keeper. So it begins with
-the process (`EarlyRead`), beside imports, claim and the keeper's start, and its memory is gone before slots
-are asked for. Changes nothing in the store; imports no torch.
-"""
+Owns that memory (`StepMemory`: private, or a memfd that the other ranks of the node map) and the read that
+begins with the process (`EarlyRead`), beside imports, claim and the start of the keeper: so this module
+imports neither torch nor much else. Changes nothing in the store."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import fcntl
 import logging
+import mmap
+import os
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import TypeVar
 
 from flashckpt import _native
-from flashckpt.commit.lineage import sources
-from flashckpt.commit.steps import StepRecord, read_step
-from flashckpt.errors import DamagedError, OutOfRoomError
-from flashckpt.format.layout import Layout, Leaf, SlotImage
-from flashckpt.format.records import Contents
-from flashckpt.memory import room
-from flashckpt.memory.control_page import round_up
-from flashckpt.restore.box_reading import BoxReader
-from flashckpt.store.base import LOST_BYTES, Read, Store
+from flashckpt.commit.choice import RankOffers, choose
+from flashckpt.commit.lineage import history, this_host
+from flashckpt.commit.steps import FileLeaf, StepRecord, read_step
+from flashckpt.errors import OutOfSpaceError
+from flashckpt.format.layout import ALIGNED, Layout, SlotImage
+from flashckpt.format.records import CommitRecord
+from flashckpt.memory import memory_budget
+from flashckpt.memory.forks import OwnDescriptor
+from flashckpt.store.base import Store
+from flashckpt.store.read_plan import ReadPlan
+from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
 
+Place = tuple[memoryview, int]
+"""The start of a leaf: a buffer, and a byte of it."""
+NOT_SHARED = -1
+_Taken = TypeVar("_Taken")
 
-class UnreadableShardError(OSError):
-    """The bytes of one shard cannot be had, as its file system says: of the disk, or of this host."""
+
+def pages(num_bytes: int) -> int:
+    """Round up to whole pages of this machine."""
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class StepMemory:
+    """The memory of one rank for one step. file: the memfd with what it shares; None if it shares nothing.
+    The memfd has no name, the keeper does not know it, and it is released with the last process that has it
+    open. It cannot shrink, so no access to a mapping raises SIGBUS."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._mappings: list[_native.Mapping] = []
+        self.file: OwnDescriptor | None = None
+
+    def take(self, sizes: Sequence[int]) -> list[memoryview]:
+        """Return a private buffer of zeros for each size, rounded up to pages. Raises OutOfSpaceError."""
+        return self._checked(sizes, self._private)
+
+    def share(self, sizes: Sequence[int]) -> list[Place]:
+        """Return the same in the memfd, with the byte at which each begins there. If no memfd can be created,
+        they are private, with NOT_SHARED."""
+        if self.file is None:
+            self.file = _memfd()
+        if self.file is None:
+            return [(each, NOT_SHARED) for each in self.take(sizes)]
+        return self._checked(sizes, self._shared)
+
+    def mapped(self, parts: Sequence[tuple[int, int, int]]) -> memoryview:
+        """Map parts of memfds next to each other: (descriptor, first byte, bytes in whole pages) each. A
+        descriptor of -1 makes a hole, which must not be touched. Raises OSError."""
+        rows = array("q", [number for part in parts for number in part])
+        self._mappings.append(_native.Mapping(parts=rows))
+        return memoryview(self._mappings[-1])
+
+    def discard(self) -> None:
+        """Release all memory now. Views that remain show zeros."""
+        for each in self._mappings:
+            each.discard()
+        if self.file is not None:
+            self.file.close()
+
+    def _private(self, size: int) -> memoryview:
+        self._mappings.append(memory_budget.huge_pages.tried(_native.Mapping(num_bytes=size), size))
+        return memoryview(self._mappings[-1])
+
+    def _shared(self, size: int) -> Place:
+        assert self.file is not None
+        unit = max(mmap.PAGESIZE, _native.huge_page())
+        start = -(-os.fstat(self.file.descriptor).st_size // unit) * unit
+        # A failure raises here; at the first access it would be SIGBUS.
+        memory_budget.take(
+            self.file.descriptor, size, start=start, available=lambda: memory_budget.available_bytes()
+        )
+        return self.mapped([(self.file.descriptor, start, size)]), start
+
+    def _checked(self, sizes: Sequence[int], take: Callable[[int], _Taken]) -> list[_Taken]:
+        rounded = [pages(size) for size in sizes]
+        needed, available = sum(rounded), memory_budget.available_bytes()
+        error: Exception | None = None
+        if needed <= available:
+            try:
+                return [take(size) for size in rounded]
+            except OSError as refused:
+                error, available = refused, 0
+            except OutOfSpaceError as refused:
+                error, available = refused, refused.available
+        raise OutOfSpaceError(
+            f"Step {self._step} needs {needed:,} bytes of host memory to be verified before it is loaded, "
+            f"and {available:,} may be taken here (the least of what the machine and every cgroup above this "
+            "process leave, less a margin). Nothing was loaded or changed. Give the job more memory, use "
+            "fewer loader workers, or spread the state over more ranks.",
+            needed=needed,
+            available=available,
+        ) from error
+
+
+def _memfd() -> OwnDescriptor | None:
+    try:
+        file = OwnDescriptor(os.memfd_create("chunks-0", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError as error:
+        log.info("no memory of a step is shared on this node: %s", error)
+        return None
+    fcntl.fcntl(file.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return file
 
 
 @dataclass(frozen=True)
 class StepImage:
-    """What one rank has of a step, verified: `images` holds its shard, with what other ranks wrote for it
-    behind, unless only its own files were read (`is_whole`), and its constants, where it has any."""
+    """One rank's leaves of a committed step. held: its own files, verified: its shard, and its constants if
+    there are any, each with its first byte in the shared part of `memory`. places: of leaves that other ranks
+    wrote for it, by name."""
 
     record: StepRecord
     rank: int
-    images: Sequence[memoryview] = field(repr=False)
-    _memory: Sequence[_native.Mapping] = field(repr=False)
-    is_whole: bool = True
+    memory: StepMemory = field(repr=False)
+    held: Sequence[Place] = field(repr=False)
+    places: dict[str, Place] = field(default_factory=dict, repr=False)
+
+    def borrowed(self) -> dict[str, FileLeaf]:
+        """Return the leaves that other ranks wrote for this one, by name. Raises DamagedError if they did
+        not."""
+        own = {path for path, _ in self.record.files(self.rank)}
+        return {each.leaf.name: each for each in self.record.leaves(self.rank) if each.path not in own}
+
+    def places_of(self, left: Layout | None) -> Sequence[Place]:
+        """Return the places of a layout's leaves, which are among `places`."""
+        return [self.places[leaf.name] for leaf in left.leaves] if left is not None else ()
 
     def discard(self) -> None:
-        """Give the memory back now, whoever still has a view of it: that shows zeros."""
-        for each in self._memory:
-            each.discard()
+        """Release the memory now."""
+        self.memory.discard()
 
 
 def read_image(
-    record: StepRecord, rank: int, threads: int, cancel: int = 0, *, own_alone: bool = False
+    record: StepRecord, rank: int, threads: int, cancel: int = 0, *, shared: bool = False
 ) -> StepImage:
-    """Read one rank's files of a committed step, and of those of others what they wrote for it; with
-    `own_alone` there is memory for that, and it is not read. `cancel`: see `Store.read_ranges`.
+    """Read one rank's files of a committed step, and what other ranks wrote for it; the latter not with
+    `shared`: then the ranks of this node read it together. cancel: see `Store.read_chunks`.
 
-    Raises DamagedError where a byte is not what was committed, UnreadableShardError where the disk does not
-    give it, OSError where it cannot be read for another reason, OutOfRoomError where there is no memory for
-    it. Nothing is kept then.
+    Raises what `ReadPlan.run` does, and OutOfSpaceError. Keeps nothing then.
     """
-    files = [_ShardFile(record, path, contents) for path, contents in record.files(rank)]
-    borrowed = _borrowed(record, rank)
-    layout, _ = image_of(record, rank)
-    sizes = [round_up(layout.num_bytes), *(each.room for each in files[1:])]
-    read_now = [] if own_alone else borrowed
-    more = max((each.file.room for each in read_now if each.is_most), default=0)
-    memory = private_memory(record.step, sizes, more)
-    is_whole = len(read_now) == len(borrowed)
-    image = StepImage(record, rank, [memoryview(each) for each in memory], memory, is_whole)
+    files = record.files(rank)
+    memory, plan = StepMemory(record.step), ReadPlan()
+    sizes = [contents.shard.num_bytes for _, contents in files]
     try:
-        for into, file in zip(image.images, files, strict=True):
-            file.read(into[: file.room], threads, cancel)
-        starts = {leaf.name: start for leaf, start in zip(layout.leaves, layout.starts(), strict=True)}
-        for each in read_now:
-            each.read(image.images[0], starts, threads, cancel)
+        held = memory.share(sizes) if shared else [(each, NOT_SHARED) for each in memory.take(sizes)]
+        image = StepImage(record, rank, memory, held)
+        for (into, _), (path, contents) in zip(image.held, files, strict=True):
+            plan.whole_file(path, contents, into)
+        if not shared:
+            add_leaves(plan, image, image.borrowed())
+        plan.run(record.store, threads, cancel=cancel)
     except BaseException:
-        image.discard()  # whoever keeps the error keeps what was read into, too
+        memory.discard()  # the error's traceback keeps the buffers
         raise
     return image
 
 
-def image_of(record: StepRecord, rank: int) -> tuple[SlotImage, tuple[int, ...]]:
-    """Where `read_image` puts the leaves of a rank, and their digests."""
+def layout_of(record: StepRecord, rank: int) -> tuple[SlotImage, tuple[int, ...]]:
+    """Return the layout of a rank's leaves in its `StepImage`, and their digests."""
     mine = record.rank(rank)
     others = {leaf.name: digest for _, leaf, digest in mine.elsewhere()}
-    kept = Layout.of(leaf for _, leaf, _ in mine.elsewhere()) if others else None
+    left = Layout.of(leaf for _, leaf, _ in mine.elsewhere()) if others else None
     constants = mine.constants
-    layout = SlotImage(mine.layout(), constants.layout() if constants is not None else None, kept)
-    digests = mine.digests + tuple(others[leaf.name] for leaf in (kept.leaves if kept is not None else ()))
+    layout = SlotImage(
+        mine.layout(), constants.layout() if constants is not None else None, kept=None, left=left
+    )
+    digests = mine.digests + tuple(others[leaf.name] for leaf in (left.leaves if left is not None else ()))
     return layout, digests + (constants.digests if constants is not None else ())
 
 
-def _borrowed(record: StepRecord, rank: int) -> list[_Borrowed]:
-    """The files of other ranks that have leaves of this one."""
-    own = {path for path, _ in record.files(rank)}
-    found: dict[str, _Borrowed] = {}
-    for path, contents, leaf, _ in record.leaves(rank):
-        if path not in own:
-            found.setdefault(path, _Borrowed(_ShardFile(record, path, contents), [])).leaves.append(leaf)
-    return list(found.values())
-
-
-def private_memory(step: int, sizes: Sequence[int], more: int = 0) -> list[_native.Mapping]:
-    """Memory for images of these bytes, of this process's own. OutOfRoomError where there is none, or not so
-    many bytes `more`."""
-    needed, available = sum(sizes) + more, room.available_bytes()
-    error = None
-    if needed <= available:
-        try:
-            return [room.huge_pages.tried(_native.Mapping(num_bytes=each), each) for each in sizes]
-        except OSError as refused:
-            error, available = refused, 0
-    raise OutOfRoomError(
-        f"Step {step} needs {needed:,} bytes of host memory to be verified before it is loaded, and "
-        f"{available:,} may be taken here (the least of what the machine and every cgroup above this process "
-        "leave, less a margin). Nothing was loaded or changed. Give the job more memory, use fewer loader "
-        "workers, or spread the state over more ranks.",
-        needed=needed,
-        available=available,
-    ) from error
-
-
-class _ShardFile:
-    """One file of a step."""
-
-    def __init__(self, record: StepRecord, path: str, contents: Contents) -> None:
-        self._step, self._store = record.step, record.store
-        self._path, self._contents = path, contents
-
-    @property
-    def room(self) -> int:
-        """Bytes of memory that it is read into."""
-        return round_up(self._contents.shard.num_bytes)
-
-    @property
-    def data_start(self) -> int:
-        return self._contents.shard.data_start
-
-    def read(self, into: memoryview, threads: int, cancel: int) -> None:
-        """Read it whole and verified; raises as `read_image` does."""
-        with self._told():
-            found = self._store.read_ranges(self._path, self._contents, into, threads=threads, cancel=cancel)
-        self._check(found, into)
-
-    def read_leaves(
-        self, leaves: Sequence[Leaf], put: Callable[[Leaf, bytearray], None], cancel: int
-    ) -> None:
-        """Read a few of its leaves, in the order of their places in it; raises as `read_image` does."""
-        reader = BoxReader(self._store, self._path, self._contents)
-        for leaf in sorted(leaves, key=lambda each: each.offset):
-            if cancel and _native.load(cancel):
-                raise OSError(errno.ECANCELED, "nobody wants it any more")
-            with self._told():
-                put(leaf, reader.leaf(leaf))
-
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except DamagedError as error:
-            raise self._damaged(f"{error}. Nothing of it was loaded.") from error
-        except OSError as error:
-            if error.errno in LOST_BYTES:
-                raise UnreadableShardError(error.errno, error.strerror, self._named) from error
-            raise
-
-    def _check(self, found: Read, image: memoryview) -> None:
-        layout, wrong = self._contents.layout(), found.wrong_leaves(self._contents)
-        if found.bad_chunks or wrong:
-            where = f"chunks {found.bad_chunks[:5]}" if found.bad_chunks else f"leaves {', '.join(wrong[:5])}"
-            raise self._damaged(
-                f"it is not what was committed ({where}; chunks of {self._contents.shard.chunk_bytes} "
-                "bytes). "
-                "Nothing of it was loaded; an older step is taken. Keep the file if the disk's fault is to "
-                "be found.",
-            )
-        if bytes(image[: layout.data_start]) != layout.header:
-            raise self._damaged(
-                "its header is not that of its leaves. Nothing of it was loaded; an older step is taken."
-            )
-
-    def _damaged(self, message: str) -> DamagedError:
-        return DamagedError(f"{self._named}: {message}", step=self._step, path=self._named)
-
-    @property
-    def _named(self) -> str:
-        return f"{self._store.url}/{self._path}"
-
-
-@dataclass(frozen=True)
-class _Borrowed:
-    """Leaves in a file of another rank, with their places in that file."""
-
-    file: _ShardFile
-    leaves: list[Leaf]
-
-    @property
-    def is_most(self) -> bool:
-        """Whether they are most of the file: then it is read in one pass."""
-        return 2 * sum(leaf.num_bytes for leaf in self.leaves) > self.file.room
-
-    def read(self, image: memoryview, starts: Mapping[str, int], threads: int, cancel: int) -> None:
-        """Put them where they stand in the image. Raises as `read_image` does."""
-
-        def put(leaf: Leaf, data: memoryview | bytearray) -> None:
-            start = starts[leaf.name]
-            image[start : start + leaf.num_bytes] = memoryview(data)[: leaf.num_bytes]
-
-        if not self.is_most:
-            self.file.read_leaves(self.leaves, put, cancel)
-            return
-        memory = _native.Mapping(num_bytes=self.file.room)
-        try:
-            whole = memoryview(memory)
-            self.file.read(whole, threads, cancel)
-            for leaf in self.leaves:
-                put(leaf, whole[self.file.data_start + leaf.offset :])
-        finally:
-            memory.discard()
+def add_leaves(plan: ReadPlan, image: StepImage, leaves: Mapping[str, FileLeaf]) -> None:
+    """Add leaves, by their names here, to a plan, into private memory. Raises OutOfSpaceError."""
+    ends = list(accumulate(-(-each.leaf.num_bytes // ALIGNED) * ALIGNED for each in leaves.values()))
+    into = image.memory.take(ends[-1:])[0] if any(ends) else memoryview(b"")
+    for (name, (path, contents, leaf, digest)), start in zip(leaves.items(), [0, *ends], strict=False):
+        plan.copy(path, contents, contents.shard.data_start + leaf.offset, leaf.num_bytes, (), into, start)
+        plan.digest(path, contents, leaf, digest)
+        image.places[name] = into, start
 
 
 class EarlyRead:
-    """Reads, in a thread, the step that a resume would take if nothing of the run is in memory. Says and
-    raises nothing: whatever is wrong, the resume comes to it by itself. What is read is a copy of a step that
-    was whole; whether it is the one to go on from is decided later, by who takes it. `own_alone`: see
-    `read_image`."""
+    """Reads in a thread the step that a resume takes if the memory of the node has nothing of the run. Raises
+    and logs no errors: the resume meets them again. Whether the step is the one to resume from is decided
+    later. shared: see `read_image`."""
 
     def __init__(
-        self, store: Store, rank: int, threads: int, world: int = 1, *, own_alone: bool = False
+        self, store: Store, rank: int, threads: int, world: int = 1, *, shared: bool = False
     ) -> None:
         self._cancel = array("Q", [0])
+        self._is_known = threading.Event()
         self._record: StepRecord | None = None
         self._image: StepImage | None = None
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(store, rank, threads, world, own_alone),
-            name="flashckpt-read",
-            daemon=True,
-        )
-        self._thread.start()
+        self._thread = start_thread("flashckpt-read", partial(self._run, store, rank, threads, world, shared))
+
+    def known(self, record: CommitRecord) -> StepRecord | None:
+        """Return the parts of this commit that were read: of its rank, and of those that wrote for it."""
+        self._is_known.wait()
+        return self._record if self._record is not None and self._record.record == record else None
 
     def take(self, record: StepRecord) -> StepImage | None:
-        """What was read, waited for, where it is of this very step. It is the caller's from here on."""
-        if self._record is not None and not _is_same(self._record, record):
+        """Wait for the image and hand it over to the caller, if it is of this step."""
+        if self._record is not None and self._record.record != record.record:
             self.close()
         self._thread.join()
-        if self._image is None or not _is_same(self._image.record, record):
+        if self._image is None or self._image.record.record != record.record:
             return None
         image, self._image = self._image, None
         return image
 
     def close(self) -> None:
-        """Nobody wants it. Returns when nothing is read any more and its memory has gone."""
+        """Cancel the read. Returns after it has ended and its memory is released."""
         _native.store(_native.address_of(self._cancel), 1)
         self._thread.join()
         image, self._image = self._image, None
         if image is not None:
             image.discard()
 
-    def _run(self, store: Store, rank: int, threads: int, world: int, own_alone: bool) -> None:
+    def _run(self, store: Store, rank: int, threads: int, world: int, shared: bool) -> None:
         try:
-            for each in sources(store, {}, says=False)[:1]:
-                record = read_step(store, each.step, each.attempt, {rank}, with_writers=True)
+            choice = choose([RankOffers(rank, this_host())], history(store))
+            for name in [each.name for each in choice.candidates[:1]]:
+                record = read_step(store, name, {rank}, with_writers=True)
                 if record.world != world:
-                    return  # a rank's own files are not what this one takes of it
+                    return  # this rank needs other leaves than that rank's own files have
                 self._record = record
+                self._is_known.set()
                 cancel = _native.address_of(self._cancel)
-                self._image = read_image(record, rank, threads, cancel, own_alone=own_alone)
+                self._image = read_image(record, rank, threads, cancel, shared=shared)
         except Exception as error:
             log.debug("no step was read early: %s", error)
-
-
-def _is_same(one: StepRecord, other: StepRecord) -> bool:
-    """The manifest has the checksums of its parts, and they have those of all bytes."""
-    return (one.step, one.attempt, one.manifest) == (other.step, other.attempt, other.manifest)
+        finally:
+            self._is_known.set()

@@ -1,37 +1,143 @@
-"""The tensors of a step whole, whatever number of ranks made it: for a machine that has no ranks. Needs no
-torch and no live state.
+"""Whole tensors and slices of a step, read from the pieces that its ranks wrote.
 
-Of a tensor that differs from rank to rank (a buffer, a counter) it is one rank's.
-"""
+Owns the copy of a slice from a file to memory, in strided runs, and `WholeTensors`: the tensors of a step of
+any number of ranks, for a machine without ranks. Does not import torch, and needs no live state."""
 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flashckpt.commit.steps import StepRecord
-from flashckpt.format.layout import Box, Layout, Leaf
+from flashckpt.format.layout import DTYPES, Box, Layout, Leaf
 from flashckpt.printable import escaped
-from flashckpt.restore.box_gathering import Gathering, SlicedDigests, gather
-from flashckpt.restore.step_leaves import BoxRegion, Parts, StepTensor, shape_of
-from flashckpt.restore.step_ranks import StepRanks
+from flashckpt.restore.step_tensors import Index, Parts, StepRanks, StepTensor, TensorSlice, shape_of
+from flashckpt.store.read_plan import Digests, ReadPlan, Source, Steps
 
 log = logging.getLogger(__name__)
 
+WINDOW_BYTES = 24 << 20
+_MOST_WINDOW_BYTES = 64 << 20
 _ALL = 1 << 62
-_PIECE_BYTES, _MOST_PIECE_BYTES = 8 << 20, 64 << 20
+
+
+def plan_of(layout: Layout, parts: Sequence[Parts], into: memoryview) -> ReadPlan:
+    """Return the plan that reads an image of `layout`, whose leaves consist of `parts`, in its order. Writes
+    the image's header at once."""
+    plan = ReadPlan()
+    into[: layout.data_start] = layout.header
+    for leaf, pieces_ in zip(layout.leaves, parts, strict=True):
+        take(plan, leaf, into, layout.data_start + leaf.offset, pieces_)
+    return plan
+
+
+def take(
+    plan: ReadPlan, leaf: Leaf, into: memoryview, target: int, parts: Parts, *, is_slice: bool = False
+) -> None:
+    """Add a leaf that consists of `parts` to a plan; it begins at byte `target` of `into`. A piece that is
+    used completely is compared with its digest. is_slice: the leaf has some rows of each piece, and other
+    calls take the rest."""
+    wanted = TensorSlice.of(leaf)
+    for piece, common in parts:
+        path, contents = piece.file.path, piece.file.contents
+        begin = contents.shard.data_start + piece.leaf.offset
+        source, goal, run, steps = copy_of(piece.leaf, begin, piece.region, wanted, target, common)
+        plan.copy(path, contents, source, run, steps, into, goal)
+        if is_slice or common == piece.region:
+            plan.digest(path, contents, piece.leaf, piece.digest, *piece.rows(common))
+
+
+def copy_of(
+    stored: Leaf, begin: int, held: TensorSlice, wanted: TensorSlice, target: int, common: TensorSlice
+) -> tuple[int, int, int, Steps]:
+    """Return the copy of `common` from a leaf with the slice `held`, whose bytes begin at `begin` of a file,
+    to a buffer in which the slice `wanted` begins at `target`. Both are row-major. The copy: where it begins
+    in the file and in the buffer, the bytes of a run, and its steps."""
+    item = DTYPES[stored.dtype][0]
+    from_strides, to_strides = _strides(held.shape, item), _strides(wanted.shape, item)
+    source = begin + _offset(common.start, held.start, from_strides)
+    goal = target + _offset(common.start, wanted.start, to_strides)
+    run, dimension = item, len(common.shape)
+    # Inner dimensions that both slices have completely make one run, with the wanted part of the next one.
+    while dimension:
+        dimension -= 1
+        run *= common.shape[dimension]
+        if not common.shape[dimension] == held.shape[dimension] == wanted.shape[dimension]:
+            break
+    steps = tuple(
+        (common.shape[d], from_strides[d], to_strides[d]) for d in range(dimension) if common.shape[d] > 1
+    )
+    return source, goal, run, steps
+
+
+def _strides(shape: Index, item: int) -> list[int]:
+    return [item * math.prod(shape[d + 1 :]) for d in range(len(shape))]
+
+
+def _offset(index: Index, origin: Index, strides: list[int]) -> int:
+    return sum((i - o) * stride for i, o, stride in zip(index, origin, strides, strict=True))
+
+
+def pieces(
+    source: Source, wanted: Sequence[tuple[Leaf, Parts]], threads: int, window_bytes: int = WINDOW_BYTES
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of leaves, each row-major: the index of the leaf and some of its rows, in order. Reads
+    about `window_bytes` at once. A chunk is verified before its bytes are yielded, digests after the last
+    piece. Raises what `ReadPlan.run` does."""
+    digests = Digests()
+    for _, parts in wanted:
+        for piece, _ in parts:
+            digests.place(piece.file.path, piece.leaf, piece.digest)
+
+    def read() -> Iterator[tuple[int, memoryview]]:
+        plan, found = ReadPlan(digests), list[tuple[int, memoryview]]()
+        for index, rows, parts in window:
+            into = memoryview(bytearray(rows.num_bytes))
+            take(plan, rows, into, 0, parts, is_slice=True)
+            found.append((index, into))
+        plan.run(source, threads)
+        yield from found
+
+    window, held = list[tuple[int, Leaf, Parts]](), 0
+    for index, (leaf, parts) in enumerate(wanted):
+        # Ranks with columns give a part of each row: few rows at a time would read each chunk many times.
+        columns = sum(not any(region.start[:1]) for _, region in parts)
+        most_bytes = min(window_bytes * max(1, columns), max(window_bytes, _MOST_WINDOW_BYTES))
+        for rows in _by_rows(leaf, most_bytes):
+            if window and held + rows.num_bytes > window_bytes:
+                yield from read()
+                window, held = [], 0
+            mine = [(piece, region.common(TensorSlice.of(rows))) for piece, region in parts]
+            window.append((index, rows, [(piece, common) for piece, common in mine if common is not None]))
+            held += rows.num_bytes
+    yield from read()
+    digests.check(source.url)
+
+
+def _by_rows(leaf: Leaf, most_bytes: int) -> Iterator[Leaf]:
+    """Yield slices of a leaf, in order: as many rows as fit, at least one."""
+    if not leaf.shape or leaf.num_bytes <= most_bytes:
+        yield leaf
+        return
+    count = max(1, most_bytes * leaf.shape[0] // leaf.num_bytes)
+    for first in range(0, leaf.shape[0], count):
+        shape = (min(count, leaf.shape[0] - first), *leaf.shape[1:])
+        box = Box(shape=leaf.shape, start=(first, *(0 for _ in leaf.shape[1:])))
+        yield replace(leaf, shape=shape, box=box)
 
 
 class WholeTensors:
-    """`leaves` are those of the step, without boxes and not placed, in the order of an image. Names in an
-    optimizer's state that mean other parameters on other ranks are written in full."""
+    """The tensors of a step, whole. leaves: without slices and offsets, in the order of an image. If a name
+    in an optimizer's state means different parameters on different ranks, full names are used. A tensor that
+    differs from rank to rank (a buffer, a counter) is that of one rank."""
 
     def __init__(self, record: StepRecord, rank: int = 0) -> None:
-        """`record` with all parts. `rank`: whose things are taken where ranks differ. MismatchError where the
-        pieces of a tensor have holes, or overlap."""
+        """record: with all parts. rank: whose tensors are taken if ranks differ. Raises MismatchError if the
+        pieces of a tensor have holes or overlap."""
         self._record = record
         self._ranks = StepRanks(record, rank, 1, small_bytes=_ALL)
         self._rank, self._parts = rank, dict[str, Parts]()
@@ -41,38 +147,33 @@ class WholeTensors:
             leaves.append(leaf)
             self._parts[leaf.name] = parts
             by_rank += [leaf.name] if tensor.is_by_rank else []
-        self.leaves: Sequence[Leaf] = [_unplaced(leaf) for leaf in Layout.of(leaves).leaves]
+        self.leaves: Sequence[Leaf] = [
+            Leaf(name=each.name, dtype=each.dtype, shape=each.shape, stride=each.stride, aliases=each.aliases)
+            for each in Layout.of(leaves).leaves
+        ]
         if by_rank:
             log.info("%d tensors differ from rank to rank: those of rank %d are taken (%s)",
                      len(by_rank), rank, escaped(", ".join(by_rank[:5])))  # fmt: skip
 
     def layout(self, leaves: Sequence[Leaf] | None = None) -> Layout:
-        """The image of some of the leaves, or of all."""
+        """Return the layout of an image of some of the leaves, or of all."""
         return Layout.of(self.leaves if leaves is None else leaves)
 
     def read(self, layout: Layout, into: memoryview, threads: int) -> int:
-        """Fill an image of a layout that `layout` gave, verified. Raises what `gather` does."""
+        """Read an image of a layout from `layout()`, verified. Raises what `ReadPlan.run` does."""
         parts = [self._parts[leaf.name] for leaf in layout.leaves]
-        return gather(self._record.store, layout, parts, into, threads)
+        return plan_of(layout, parts, into).run(self._record.store, threads)
 
-    def pieces(self, leaf: Leaf, threads: int, piece_bytes: int = _PIECE_BYTES) -> Iterator[memoryview]:
-        """The bytes of one of `leaves`, row-major, in pieces of about `piece_bytes`. A chunk is verified
-        before a byte of it is given, the digests after the last piece. Raises what `gather` does."""
-        parts, digests = self._parts[leaf.name], SlicedDigests()
-        # Ranks that have columns give a part of each row: few rows at a time would read each chunk many
-        # times.
-        beside = sum(not any(region.start[:1]) for _, region in parts)
-        for rows in _slices(leaf, min(piece_bytes * beside, _MOST_PIECE_BYTES)):
-            gathering, image = Gathering(), memoryview(bytearray(rows.num_bytes))
-            gathering.take(rows, 0, _common(leaf, rows, parts), digests)
-            gathering.run(self._record.store, image, threads)
-            yield image
-        digests.check(self._record.store.url)
+    def parts(self, leaf: Leaf) -> Parts:
+        """Return the pieces that make up one of `leaves`."""
+        return self._parts[leaf.name]
 
-    def boxes(self, wanted: Sequence[tuple[Leaf, BoxRegion]], threads: int) -> list[tuple[memoryview, Leaf]]:
-        """Boxes of `leaves`: the bytes of each, row-major, and the leaf that they make; all verified. Raises
-        what `gather` does."""
-        asked = [
+    def slices(
+        self, wanted: Sequence[tuple[Leaf, TensorSlice]], threads: int
+    ) -> list[tuple[memoryview, Leaf]]:
+        """Read slices of `leaves`, verified: the bytes of each, row-major, and its leaf. Raises what
+        `ReadPlan.run` does."""
+        layout = Layout.of(
             Leaf(
                 name=str(number),
                 dtype=leaf.dtype,
@@ -80,35 +181,36 @@ class WholeTensors:
                 box=Box(shape=leaf.shape, start=region.start) if region.shape != leaf.shape else None,
             )
             for number, (leaf, region) in enumerate(wanted)
-        ]
-        layout = Layout.of(asked)
+        )
         parts: list[Parts] = []
-        for box in layout.leaves:
-            leaf, region = wanted[int(box.name)]
+        for each in layout.leaves:
+            leaf, region = wanted[int(each.name)]
             cut = [(piece, part.common(region)) for piece, part in self._parts[leaf.name]]
             parts.append([(piece, both) for piece, both in cut if both is not None])
         image = memoryview(mmap.mmap(-1, layout.num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        gather(self._record.store, layout, parts, image, threads)
-        by_number = sorted(layout.leaves, key=lambda box: int(box.name))
-        starts = [layout.data_start + box.offset for box in by_number]
+        plan_of(layout, parts, image).run(self._record.store, threads)
+        in_order = sorted(layout.leaves, key=lambda each: int(each.name))
+        starts = [layout.data_start + each.offset for each in in_order]
         return [
-            (image[start : start + box.num_bytes], box) for start, box in zip(starts, by_number, strict=True)
+            (image[start : start + each.num_bytes], each)
+            for start, each in zip(starts, in_order, strict=True)
         ]
 
     def _stored(self) -> list[tuple[list[str], StepTensor]]:
-        """Each tensor once, with its names."""
+        """Return each tensor once, with its names."""
         found: dict[tuple[int, str], tuple[list[str], StepTensor]] = {}
-        published = self._published()
+        short = self._short_names()
         for name in self._ranks.leaves:
             tensor = self._ranks.leaves.get(name)
             assert tensor is not None
             rank = self._nearest(tensor)
             key = rank, tensor.leaf_of(rank).name
-            found.setdefault(key, ([], tensor))[0].append(published.get(name, name))
+            found.setdefault(key, ([], tensor))[0].append(short.get(name, name))
         return list(found.values())
 
-    def _published(self) -> dict[str, str]:
-        """Full names of an optimizer's state -> the short ones, where each rank means the same by them."""
+    def _short_names(self) -> dict[str, str]:
+        """Return full names of an optimizer's state -> the short ones, if these mean the same on each
+        rank."""
         short = {full: name for renamed in self._ranks.renamed.values() for name, full in renamed.items()}
         meant = Counter(short.values())
         other = {name for name in self._ranks.leaves if name not in short}
@@ -121,8 +223,7 @@ class WholeTensors:
             parts: Parts = [(own, own.region)]
         else:
             tensor.check_covered()
-            whole = BoxRegion((0,) * len(tensor.shape), tensor.shape)
-            [parts] = self._ranks.find([(tensor.name, whole)])
+            [parts] = self._ranks.find([(tensor.name, tensor.whole)])
         first = min(names, key=lambda name: (name != stored.name, name))
         aliases = tuple(name for name in names if name != first)
         stride = stored.stride if stored.box is None else None
@@ -131,34 +232,3 @@ class WholeTensors:
 
     def _nearest(self, tensor: StepTensor) -> int:
         return self._rank if self._rank in tensor.ranks else tensor.ranks[0]
-
-
-def _unplaced(leaf: Leaf) -> Leaf:
-    return Leaf(name=leaf.name, dtype=leaf.dtype, shape=leaf.shape, stride=leaf.stride, aliases=leaf.aliases)
-
-
-def _slices(leaf: Leaf, most_bytes: int) -> Iterator[Leaf]:
-    """Rows of a leaf, in order: as many at a time as fit, at least one."""
-    if not leaf.shape or leaf.num_bytes <= most_bytes:
-        yield leaf
-        return
-    count = max(1, most_bytes * leaf.shape[0] // leaf.num_bytes)
-    for first in range(0, leaf.shape[0], count):
-        shape = (min(count, leaf.shape[0] - first), *leaf.shape[1:])
-        box = Box(shape=leaf.shape, start=(first, *(0 for _ in leaf.shape[1:])))
-        yield replace(leaf, shape=shape, box=box)
-
-
-def _common(leaf: Leaf, rows: Leaf, parts: Parts) -> Parts:
-    """The pieces that make up these rows, and the slice of each that belongs to them."""
-    found = []
-    for piece, region in parts:
-        wanted: BoxRegion | None = BoxRegion.of(rows)
-        if len(region.shape) != len(leaf.shape):
-            # FSDP1 stores it in one dimension.
-            wanted = BoxRegion.of(rows).flat(leaf.shape)
-        assert wanted is not None, leaf.name
-        common = region.common(wanted)
-        if common is not None:
-            found.append((piece, common))
-    return found

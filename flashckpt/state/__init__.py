@@ -1,1 +1,1 @@
-"""What a state consists of: leaves, values, random numbers, the loader's position, and the way back."""
+"""The training state: tensors, values, random number generators, the loader's position, and the restore."""

@@ -1,23 +1,25 @@
-"""The leaves of a state: names, ties, and what must stay as it is for a plan to stand.
+"""The leaves of a state: their names, their ties, and the conditions under which a plan stays valid.
 
-Owns the rules that a tensor is stored once however many names it has, that no name stands twice, and that a
-parameter is called in an optimizer's state by the key under which the module that owns it holds it; and the
-two sinks into which a state is walked: `Walk` for all of it, `Refresh` for the values alone between two
-walks.
+Owns three rules: a tensor is stored once, however many names it has; no name is used twice; an optimizer's
+state names a parameter by the key in the module that owns the parameter. Owns the two sinks of a walk: `Walk`
+collects the whole state, `Refresh` only the values between two walks.
 
-On the way back (`Filling`), owns which live tensor a leaf has become, so that ties stay ties and what was
-apart stays apart, and the copies that are still to be made. Tensors handed out by a snapshot are views of
-memory that goes: they are copied and never kept.
+At a restore, `Filling` owns the map from leaves to live tensors, so that tied tensors stay tied and separate
+tensors stay separate, and the list of pending copies. A snapshot's tensors are views of memory that is
+released later: they are copied, never kept.
 """
 
 from __future__ import annotations
 
 import functools
+import re
+import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,10 +27,15 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import LeafRef
-from flashckpt.state.sharding import FlatPiece, Meshes, Ranks, TensorBox, Whole, assembled, own_placements
-from flashckpt.state.stored import stored
 from flashckpt.state.tensors import (
+    DTYPE_NAMES,
+    FlatPiece,
+    Meshes,
+    Ranks,
+    TensorBox,
+    Whole,
     assemble,
+    assembled,
     check,
     dress,
     fill,
@@ -38,6 +45,7 @@ from flashckpt.state.tensors import (
     is_wrapper,
     kind_of,
     make,
+    own_placements,
     part_name,
     refuse,
     same_memory,
@@ -56,14 +64,19 @@ _WRAPPED = {
 
 
 class Restructured(Exception):
-    """The state has other tensors, or tensors in other places, than at the last walk: walk again."""
+    """Tensors of the state were replaced, added, removed or moved since the last walk: walk again."""
 
 
 class Place(NamedTuple):
-    """Where a tensor was found: `container[key]` or `getattr(container, key)`, None where it is made
-    anew each time it is asked for. `home` is the device a tensor here is on if nothing is recorded;
-    `parameter` is the one that an optimizer's state belongs to; `piece` is what is known of what the tensor
-    is a part of, `wrapper` the outermost tensor that is made of it and others."""
+    """Where a tensor was found.
+
+    container, key: the tensor is `container[key]` or `getattr(container, key)`; container is None if the
+        owner makes a new tensor at each access.
+    home: the device of a tensor in this place, unless another one is recorded.
+    parameter: the parameter to which a tensor of an optimizer's state belongs.
+    piece: the slice of a larger tensor that this tensor is, as far as the walk knows it.
+    wrapper: the outermost tensor subclass that contains this tensor.
+    """
 
     kind: Kind
     owner: object
@@ -77,13 +90,17 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class LiveLeaf:
-    """One tensor of the live state. `aliases` are its further names, `tied` the objects found under those
-    that have a place of their own: it, or other tensors over its memory. Where `container` is None the
-    tensor is made anew by its owner, and `Tree.values` puts the newest one here. `box` says where in a larger
-    tensor this lies, None where it is the whole. `replicas` are the global ranks, this one among them, that
-    hold the very same by declaration, in order; empty where no other does: the leaf is kept by rank. `whole`
-    is what ranks that have other parts of the tensor must say alike of it. `wrapper` is the DTensor, or other
-    tensor made of tensors, that this is a part of, the outermost: what modules and optimizers hold."""
+    """One tensor of the live state.
+
+    container, key: as in `Place`. If container is None, `Tree.values` sets `tensor` to the newest one.
+    aliases: further names of the tensor.
+    tied: the tensors found under aliases with a container: the same object, or others over its memory.
+    box: the slice of a larger tensor that this tensor is; None for a whole tensor.
+    replicas: sorted global ranks, including this one, that hold the same data by declaration (DDP,
+        Replicate). Empty if no other rank does; the leaf then belongs to this rank.
+    whole: the facts on which all ranks with other slices of the tensor must agree.
+    wrapper: the outermost DTensor or other tensor subclass that contains this tensor.
+    """
 
     name: str
     tensor: Tensor
@@ -100,40 +117,44 @@ class LiveLeaf:
 
     @property
     def held(self) -> Tensor:
-        """What the module or the optimizer holds."""
+        """The tensor that the module or the optimizer holds."""
         return self.tensor if self.wrapper is None else self.wrapper
 
 
 class Sink:
-    """What a walk hands its tensors to."""
+    """The receiver of a walk's tensors."""
 
     def add(self, name: str, tensor: Tensor, place: Place) -> Any:
-        """Take a tensor under a name; gives what stands for it among the values."""
+        """Take a tensor under a name; return its placeholder for the values."""
         raise NotImplementedError
 
     def store(self, name: str, value: object) -> Any:
-        """Take a large array or large bytes under a name; gives what stands for it among the values: itself
-        in a sink that keeps everything there."""
+        """Take a large array or large bytes under a name; return the placeholder for the values, or the value
+        itself in a sink that stores no leaves."""
         return value
 
     def absent(self, name: str, container: object, key: object) -> None:
-        """There is no tensor in this place now."""
+        """Record that this place holds no tensor now."""
 
     def guard(self, container: Sized) -> None:
-        """The plan stands only while the container keeps its length."""
+        """Make the plan depend on the container's length."""
 
     def anchor(self, container: object, key: object, value: object) -> None:
-        """The plan stands only while `container[key]` (or that attribute) is this very object."""
+        """Make the plan depend on the identity of `container[key]` (or of that attribute)."""
 
 
 class Walk(Sink):
-    """One walk of the state: its leaves in the order in which they were found, and its value, for
-    `encode_json` at once: it may hold live containers. `asked` are the names of leaves that stand among
-    values, and are asked for again with them. `owners`: which module or optimizer owns a parameter, and under
-    which key: the first that was found. `replicas`: the ranks that hold a parameter too because it was
-    declared so (DDP), of parameters that are no DTensors; `flat` is what FSDP1 has here of one. A plan of it
-    stands while every guard's container has its length, every anchor (container, key, object) holds that very
-    object, and every leaf is where it was."""
+    """One walk of the state.
+
+    leaves: in the order in which they were found.
+    value: the values; encode them at once, because they may contain live containers.
+    in_values: the names of leaves inside values. Each later read of the values must return them again.
+    owners: parameter -> (module or optimizer, key) of its first owner.
+    replicas: parameter -> the ranks that hold it too by declaration (DDP); without DTensors.
+    flat: parameter -> this rank's slice of a parameter that FSDP1 flattens.
+    guards, anchors: a plan is valid while each guarded container has its length, each anchor (container, key,
+        object) still holds its object, and each leaf is in its place.
+    """
 
     def __init__(self) -> None:
         self.leaves: list[LiveLeaf] = []
@@ -146,7 +167,7 @@ class Walk(Sink):
         self.anchors: list[tuple[object, object, object]] = []
         self.named: dict[str, LiveLeaf] = {}
         self.refs: dict[str, LeafRef] = {}
-        self.asked: Set[str] = frozenset()
+        self.in_values: Set[str] = frozenset()
         self._by_id: dict[int, LiveLeaf] = {}
         self._by_address: dict[int, list[LiveLeaf]] = {}
 
@@ -160,22 +181,22 @@ class Walk(Sink):
         if container is not None:
             self.anchors.append((container, key, value))
 
-    def stand(self) -> bool:
-        """Whether modules and optimizers still hold the parameters and buffers that were found in them: the
-        state's own code may have put others there since, also in this very walk."""
+    def is_valid(self) -> bool:
+        """Whether modules and optimizers still hold the parameters and buffers that this walk found. The
+        state's own code may have replaced them, even during the walk."""
         return self._hold(leaf for leaf in self.leaves if leaf.kind in ("parameter", "buffer"))
 
-    def stand_whole(self) -> bool:
-        """The same of every leaf that has a place."""
+    def all_leaves_valid(self) -> bool:
+        """The same for every leaf that has a container."""
         return self._hold(leaf for leaf in self.leaves if leaf.container is not None)
 
     def _hold(self, leaves: Iterable[LiveLeaf]) -> bool:
-        # What a wrapper is made of, it may make anew each time it is asked.
+        # A wrapper may return new inner tensors at each access.
         places = [(e.container, e.key, e.tensor) for e in leaves if not isinstance(e.container, Tensor)]
         return _native.Standing(self.guards, [*places, *self.anchors]).stands()
 
     def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
-        """Take a tensor under a name. Raises StateError for what cannot be saved exactly."""
+        """Take a tensor under a name. Raises StateError if it cannot be saved exactly."""
         known = self._by_id.get(id(tensor))
         if known is None and is_wrapper(tensor):
             ref = self._add_wrapper(name, tensor, place)
@@ -185,9 +206,9 @@ class Walk(Sink):
         return ref
 
     def store(self, name: str, value: object) -> LeafRef:
-        """A leaf that shares its memory with no other: a value in two places comes back as two."""
+        """Add a leaf that is never tied to another: a value in two places is restored as two values."""
         if name in self.named:
-            refuse(name, "stands twice: the state holds the same name for two values", "Rename one of them.")
+            refuse(name, "is the name of two values of the state", "Rename one of them.")
         tensor, about = stored(value, name)
         self.leaves.append(LiveLeaf(name, tensor, "value", None, None, None))
         self.named[name] = self.leaves[-1]
@@ -197,7 +218,7 @@ class Walk(Sink):
     def _add_plain(self, name: str, tensor: Tensor, place: Place, known: LiveLeaf | None) -> LeafRef:
         about = facts(tensor, place)
         if name in self.named:
-            refuse(name, "stands twice: the state holds the same name for two tensors", "Rename one of them.")
+            refuse(name, "is the name of two tensors of the state", "Rename one of them.")
         if known is None:
             check(tensor, name)
             there = self._by_address.setdefault(tensor.data_ptr(), [])
@@ -219,8 +240,8 @@ class Walk(Sink):
         return LeafRef(name, about)
 
     def _piece(self, tensor: Tensor, place: Place) -> TensorBox:
-        """What a plain tensor is a part of, and who has it too. A gradient that is still to be used is
-        declared to be nobody else's."""
+        """Return the slice that a plain tensor is, and the ranks that hold it too. A gradient that is still
+        to be used belongs to this rank alone."""
         parameter = place.parameter
         like: Any = place.owner if place.kind == "gradient" else parameter
         if (flat := self.flat.get(like)) is not None and tensor.shape == like.shape:
@@ -229,8 +250,8 @@ class Walk(Sink):
             return place.piece if place.kind != "gradient" else TensorBox(place.piece.box, ())
         if not is_sharded(parameter):
             return TensorBox(None, self.replicas.get(parameter, ()))
-        # Of a DTensor's state what is no DTensor itself may be made for the part that is here; a counter of
-        # steps, which has no dimension, is the same wherever a part is.
+        # A plain tensor in a DTensor's optimizer state may belong to the local shard alone. A step counter,
+        # which has no dimension, is the same on all ranks of the mesh.
         return TensorBox(None, self.meshes.ranks(parameter) if tensor.ndim == 0 else ())
 
     def _add_wrapper(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
@@ -240,7 +261,7 @@ class Walk(Sink):
         wrapper = tensor if place.wrapper is None else place.wrapper
         for attribute in parts:
             inner = getattr(tensor, attribute)
-            # Parts of a part have sizes of their own.
+            # Inner tensors have sizes of their own, so the outer slice does not apply to them.
             piece = TensorBox(None, place.piece.replicas)
             if is_sharded(tensor):
                 piece = self.meshes.piece(tensor, inner, name)
@@ -249,10 +270,10 @@ class Walk(Sink):
         return LeafRef(name, wrapper_facts(name, tensor, parts, context, place))
 
     def check_shared_memory(self) -> None:
-        """Refuse tensors that would have to be made anew and that share part of their memory with
-        another: once made, they would no longer change together. Raises StateError."""
-        apart = (leaf for leaf in self.leaves if leaf.kind != "value")  # made anew as a value of its own
-        spans = sorted((*span(leaf.tensor), leaf.name, leaf.kind) for leaf in apart)
+        """Raise StateError for tensors that share part of their memory and that a restore may have to create:
+        the created ones would no longer change together."""
+        tensors = (leaf for leaf in self.leaves if leaf.kind != "value")  # a value is restored by itself
+        spans = sorted((*span(leaf.tensor), leaf.name, leaf.kind) for leaf in tensors)
         end, holder, kind = -1, "", ""
         for start, stop, name, this in spans:
             if start < end and not {kind, this} <= {"parameter", "buffer"}:
@@ -262,7 +283,7 @@ class Walk(Sink):
 
 
 class Refresh(Sink):
-    """Takes the tensors of a state between two walks: they must be those of the last one."""
+    """The sink between two walks: checks that the tensors are those of the last walk."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
@@ -273,7 +294,7 @@ class Refresh(Sink):
             raise Restructured(name)
 
     def add(self, name: str, tensor: Tensor, place: Place) -> LeafRef:
-        """The reference of the last walk. Raises Restructured if this is another tensor."""
+        """Return the reference of the last walk. Raises Restructured if this is another tensor."""
         leaf = self._walk.named.get(name)
         ref = self._walk.refs.get(name)
         if ref is None:
@@ -297,7 +318,7 @@ class Refresh(Sink):
         return ref
 
     def store(self, name: str, value: object) -> LeafRef:
-        """Raises Restructured if there was no such value, or one of another size."""
+        """Take a value again. Raises Restructured if the last walk has no value of this name and size."""
         leaf = self._walk.named.get(name)
         if leaf is None or leaf.kind != "value":
             raise Restructured(name)
@@ -322,7 +343,7 @@ class Refresh(Sink):
 
 
 def facts(tensor: Tensor, place: Place) -> dict[str, object]:
-    """What has to be known to make a plain tensor anew, beyond its leaf."""
+    """Return the facts, beyond its leaf, that are needed to create a plain tensor again."""
     about: dict[str, object] = {}
     if tensor.device != place.home and tensor.device.type != place.home.type:
         about["device"] = tensor.device.type
@@ -336,7 +357,7 @@ def facts(tensor: Tensor, place: Place) -> dict[str, object]:
 def wrapper_facts(
     name: str, tensor: Tensor, parts: list[str], context: object, place: Place
 ) -> dict[str, object]:
-    """The same for a subclass that wraps others: its class, its parts, and how they go together."""
+    """The same for a tensor subclass that wraps others: its class, its parts, and how to assemble them."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     if is_sharded(tensor):
         context = own_placements(tensor, place.parameter, name)
@@ -344,17 +365,17 @@ def wrapper_facts(
 
 
 def leaf_names(name: str, ref: LeafRef) -> list[str]:
-    """The leaves that a reference stands for: more than one where a subclass wraps several tensors."""
+    """Return the names of a reference's leaves: several if a tensor subclass wraps several tensors."""
     if "parts" not in ref.about:
         return [name]
     return [part_name(name, part) for part in part_names(ref.about)]
 
 
 def part_names(about: Mapping[str, object]) -> list[str]:
-    """The attributes in which a wrapping tensor has its parts."""
+    """Return the attributes of a wrapping tensor that hold its parts."""
     parts = about.get("parts")
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise DamagedError("The snapshot holds a tensor of unknown parts. It cannot be used.")
+        raise DamagedError("The snapshot holds a tensor with unknown parts. It cannot be used.")
     return parts
 
 
@@ -362,7 +383,7 @@ def part_names(about: Mapping[str, object]) -> list[str]:
 
 
 def step_name(parent: nn.Module, child: str) -> str:
-    """The part of a name that a child adds: nothing where the parent only wraps it."""
+    """Return the part of a name that a child adds: "" if the parent only wraps the child."""
     if child in _WRAPPED and any(kind.__name__ == _WRAPPED[child] for kind in type(parent).__mro__):
         return ""
     if child == "module" and isinstance(parent, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -371,17 +392,17 @@ def step_name(parent: nn.Module, child: str) -> str:
 
 
 def unowned(group: int, index: int) -> str:
-    """A parameter that no attached module owns."""
+    """Return the name of a parameter that no attached module owns."""
     return f"group{group}[{index}]"
 
 
-# The way back
+# Restore
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A snapshot as it is read: its leaves, its values (decoded), and the bytes of a leaf as a row-major
-    tensor on the CPU with the leaf's dtype and shape, which is only valid while it is asked for."""
+    """A snapshot that is being read: its leaves, its decoded values, and `tensor`, which returns a leaf as a
+    row-major CPU tensor with the leaf's dtype and shape. The next call may invalidate that tensor."""
 
     leaves: Mapping[str, Leaf]
     value: dict[str, Any]
@@ -389,7 +410,7 @@ class Saved:
 
     @functools.cached_property
     def names(self) -> dict[str, str]:
-        """Each name of each leaf -> the name it is stored under."""
+        """Each name and alias of each leaf -> the name under which it is stored."""
         aliases = {alias: leaf.name for leaf in self.leaves.values() for alias in leaf.aliases}
         return {name: name for name in self.leaves} | aliases
 
@@ -406,18 +427,18 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class Uploads(Protocol):
-    """Copies to devices, many at a time: each one alone would wait for its device."""
+    """Batched copies to devices: a single copy would wait for its device each time."""
 
     def takes(self, live: Tensor) -> bool:
-        """Whether the tensor is on a device that is known here."""
+        """Whether the tensor is on a device that these copies support."""
 
     def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Fill each live tensor from its source in host memory, as `fill`; waits for the devices."""
+        """Fill each live tensor from its source in host memory, as `fill` does; wait for the devices."""
 
 
 class Filling:
-    """One restore: what is filled already, under which leaf's name. Copies between plain host tensors, and
-    those that `uploads` takes, are put off until `make_copies`, unless `at_once` is set."""
+    """One restore, with the list of (leaf name, live tensor) filled so far. Copies between plain host
+    tensors, and copies that `uploads` takes, wait for `make_copies`, unless `at_once` is set."""
 
     def __init__(self, saved: Saved, uploads: Uploads | None = None) -> None:
         self.saved = saved
@@ -431,7 +452,7 @@ class Filling:
         self.filled: list[tuple[str, Tensor]] = []
 
     def make_copies(self) -> None:
-        """Make every copy that was put off."""
+        """Make all pending copies."""
         uploaded, self._uploaded = self._uploaded, []
         if self._uploads is not None and uploaded:
             self._uploads.copy(uploaded)
@@ -450,20 +471,22 @@ class Filling:
             torch.autograd.graph.increment_version(live)
 
     def leaf(self, name: str) -> Leaf:
-        """The leaf that is stored under a name or one of its further names. Raises DamagedError."""
+        """Return the leaf with a name or alias. Raises DamagedError if there is none."""
         try:
             return self.saved.leaves[self.saved.names[name]]
         except KeyError:
-            raise DamagedError(f"The snapshot names {name!r} and does not hold it; it is no use.") from None
+            raise DamagedError(
+                f"The snapshot refers to {name!r} and does not contain it. It cannot be used."
+            ) from None
 
-    def made(self, name: str, value: object) -> None:
-        """This was made of the bytes that are stored under a name."""
+    def add_value(self, name: str, value: object) -> None:
+        """Record a value that was made from the bytes of a leaf."""
         leaf = self.leaf(name)
         if leaf.name not in self._live:
             self._becomes(leaf, stored(value, name)[0])
 
     def fill(self, name: str, live: Tensor) -> None:
-        """Fill a live tensor that fits, once."""
+        """Fill a live tensor that fits, unless its leaf was used already."""
         leaf = self.leaf(name)
         if leaf.name not in self._live:
             self._copy(leaf, live)
@@ -494,9 +517,9 @@ class Filling:
         like: Tensor | None = None,
         box: Box | None = None,
     ) -> Tensor:
-        """The tensor that belongs where `ref` stands: `live`, filled, if it can be; the tensor that the
-        leaf has become already; or a new one, as recorded, on `home` or the device class recorded. `box` is
-        that of `live`."""
+        """Return the tensor that belongs in the place of `ref`: the tensor that already has this leaf; else
+        `live`, filled, if it fits; else a new tensor as recorded, on the recorded type of device or on
+        `home`. `box` is the slice that `live` is."""
         about = ref.about
         if "parts" in about:
             return self._place_wrapper(ref, name, live, home, like)
@@ -548,3 +571,96 @@ class Filling:
         if like is not None and is_sharded(like):
             return assembled(about, parts["_local_tensor"], like, name)
         return assemble(about, parts, like)
+
+
+# Large arrays and bytes among values, stored as leaves: their bytes are in the shard, with digest and
+# checksum, and not in the JSON of the values. A reference to such a leaf holds the type of the value in
+# `about["value"]` and, for an array, dtype, shape and order.
+
+
+# For fewer bytes, a leaf (its row in the plan, its digest, its place in the image) costs more than it saves.
+LARGE_BYTES = 64 << 10
+_KEY = "value"
+_ARRAY_DTYPE = re.compile(r"[<>|=][biufcSUMm]\d{1,9}(\[\d{0,9}[A-Za-z]{1,3}\])?")
+
+
+def is_large(value: object) -> bool:
+    """Whether a value is stored as a leaf."""
+    if type(value) is np.ndarray:
+        return value.nbytes > LARGE_BYTES
+    return type(value) in (bytes, bytearray) and len(value) > LARGE_BYTES  # type: ignore[arg-type]
+
+
+def is_stored(ref: LeafRef) -> bool:
+    """Whether a reference stands for a stored value, not for a tensor."""
+    return _KEY in ref.about
+
+
+def stored(value: Any, name: str) -> tuple[Tensor, dict[str, object]]:
+    """Return a tensor with a large value's bytes, and the facts for its reference. Does not copy an array in
+    row-major or column-major order. Raises StateError for an array without an exact encoding."""
+    if type(value) is not np.ndarray:
+        # Copied, because a bytearray cannot be resized while a buffer of it is exported.
+        array = np.frombuffer(bytes(value), dtype=np.uint8)
+        return _tensor(array), {_KEY: [type(value).__name__]}
+    try:
+        check_array(value)
+    except ValueError as error:
+        refuse(name, f"is {error}", "Keep its content in arrays of numbers.")
+    flags = value.flags
+    fortran = value.ndim > 1 and flags.f_contiguous and not flags.c_contiguous
+    array = value if flags.c_contiguous or fortran else np.ascontiguousarray(value)
+    return _tensor(array), {_KEY: ["numpy.array", value.dtype.str, list(value.shape), fortran]}
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about read-only arrays: this tensor is never written
+        try:
+            tensor = torch.from_numpy(array)
+        except (TypeError, ValueError):  # a dtype that torch lacks, such as text and dates
+            tensor = None
+        if tensor is None or tensor.dtype not in DTYPE_NAMES:
+            tensor = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return tensor
+
+
+def check_array(array: np.ndarray[Any, Any]) -> None:
+    """Raise ValueError for an array without an exact encoding."""
+    if array.dtype.hasobject or not _ARRAY_DTYPE.fullmatch(array.dtype.str):
+        raise ValueError(f"an array of dtype {array.dtype} has no exact encoding")
+
+
+def array_dtype(text: object) -> np.dtype[Any]:
+    """Return the dtype with this `str`. Raises ValueError for other text."""
+    if not isinstance(text, str) or not _ARRAY_DTYPE.fullmatch(text):
+        raise ValueError(f"{text!r} is not a dtype of an array")
+    return np.dtype(text)
+
+
+def check_stored(about: Mapping[str, object], num_bytes: int) -> None:
+    """Raise ValueError or TypeError unless `num_bytes` bytes are a value of the recorded type."""
+    facts = about[_KEY]
+    if not isinstance(facts, list) or not facts:
+        raise ValueError(f"{facts!r} is not a type of value")
+    kind, *rest = facts
+    if kind == "numpy.array" and len(rest) == 3:
+        dtype, shape = array_dtype(rest[0]), rest[1]
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError("an invalid shape")
+        if len(shape) > 64 or dtype.itemsize * int(np.prod(shape, dtype=object)) != num_bytes:
+            raise ValueError("an array of another length")
+    elif kind not in ("bytes", "bytearray") or rest:
+        raise ValueError(f"{kind!r} is not a type of value")
+
+
+def value_of(about: Mapping[str, Any], source: Tensor) -> Any:
+    """Return the stored value, with memory of its own. `source`: its leaf, row-major."""
+    check_stored(about, source.numel() * source.element_size())
+    kind, *rest = about[_KEY]
+    flat = source.contiguous().reshape(-1).view(torch.uint8).numpy()
+    if kind != "numpy.array":
+        return flat.tobytes() if kind == "bytes" else bytearray(flat)
+    text, shape, fortran = rest
+    array = flat.copy().view(array_dtype(text)).reshape(shape)
+    return np.asfortranarray(array) if fortran else array

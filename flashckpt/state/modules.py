@@ -1,10 +1,9 @@
-"""Modules: parameters, buffers, extra state. Owns how they are found, named and put back.
+"""Modules: parameters, buffers, extra state. Owns how they are found, named and restored.
 
-Buffers that `state_dict` leaves out (persistent=False) are saved too: a resume to the bit needs those
-that change. Attributes that are neither are not state, as in torch, but for those of metrics. Never calls
-`state_dict` of a module after it was attached: hooks there gather, copy and rename. It is looked into once,
-for what a module saves beyond these by overriding it or by hooks: that would come back as it was built, and
-is refused. One that only renames, hides or nests what is saved anyway is let through.
+Saves also non-persistent buffers: an exact resume needs those that change. Other attributes are no state, as
+in torch, except those of metrics. Calls a module's `state_dict` only once, at attach, and never later: hooks
+there gather, copy and rename. Refuses a module whose own `state_dict` or hook saves data that no leaf holds,
+because a restore would lose it. Accepts one that only renames, hides or nests the data of leaves.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
@@ -21,44 +21,50 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flashckpt.format.layout import Leaf
-from flashckpt.format.typed import Encoded, LeafRef, children
-from flashckpt.state.leaves import (
-    Filling,
-    Kind,
-    LiveLeaf,
-    Place,
-    Saved,
-    Sink,
-    Walk,
-    leaf_names,
-    step_name,
-)
-from flashckpt.state.metrics import is_metric, metric_state, put_metric_state
+from flashckpt.format.typed import SEQUENCES, Encoded, LeafRef, children
+from flashckpt.state.leaves import Filling, Kind, LiveLeaf, Place, Saved, Sink, Walk, leaf_names, step_name
 from flashckpt.state.objects import MISSING, Row, StateEntry, misfit
-from flashckpt.state.sharding import FlatPiece, Ranks, TensorBox, flat_pieces, has_unreduced_gradients
-from flashckpt.state.tensors import DTYPE_NAMES, described, fits, is_sharded, is_wrapper, refuse, span
-from flashckpt.state.values import Settling, join, references, survey
+from flashckpt.state.tensors import (
+    DTYPE_NAMES,
+    FlatPiece,
+    Ranks,
+    TensorBox,
+    described,
+    fits,
+    flat_pieces,
+    has_unreduced_gradients,
+    is_sharded,
+    is_wrapper,
+    refuse,
+    span,
+)
+from flashckpt.state.values import SIMPLE, Settling, join, references, survey
 
 log = logging.getLogger(__name__)
 
 _EXTRA = "_extra_state"
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-# Whose state_dict has their parameters in other pieces, which are saved and put back themselves.
+# Their state_dict splits or joins parameters that are saved as leaves.
 _CONVERTING = {
     "torchtitan.models.common.attention.FusedQKVLinear",
     "torchtitan.overrides.fused_swiglu.FusedSwiGLU",
     "torchtitan.overrides.fused_swiglu.FusedGroupedExperts",
 }
 _REMEDY = (
-    "Make it a buffer, give the module get_extra_state and set_extra_state, or name what holds it as an "
-    "object of its own beside the module (anything with state_dict and load_state_dict)."
+    "Make it a buffer, give the module get_extra_state and set_extra_state, or name the object that holds it "
+    "in the state beside the module (any object with state_dict and load_state_dict)."
 )
 
 
 class _Around(NamedTuple):
-    """What the modules around a module say of it: the sharded parameters of the last walk (None: this is the
-    first), which modules they are, which FSDP shards it, what FSDP1 has here of its parameters, which ranks
-    have them too (DDP), and of which that is not true."""
+    """The facts that enclosing modules determine for a module.
+
+    sharded: module -> its sharded parameters at the last walk; None in the first walk.
+    ids: the ids of the enclosing modules.
+    fsdp: the version of FSDP that shards it; 0 for none.
+    flat: parameter -> this rank's slice of a parameter of FSDP1.
+    replicas: the ranks that hold its parameters too (DDP), except for the parameters in `ignored`.
+    """
 
     sharded: Mapping[nn.Module, Mapping[str, Tensor]] | None
     ids: tuple[int, ...] = ()
@@ -68,28 +74,28 @@ class _Around(NamedTuple):
     ignored: Set[Tensor] = frozenset()
 
     def inside(self, module: nn.Module) -> _Around:
-        """The same for what is inside of a module."""
+        """Return the facts for the children of a module."""
         around = self._replace(ids=(*self.ids, id(module)))
         if _is_torchs_own(module, "FSDPModule"):
             if self.sharded is None:
-                module.reshard()  # type: ignore[operator]  # frees what it had gathered; no collective
+                module.reshard()  # type: ignore[operator]  # frees gathered parameters; no collective
             around = around._replace(fsdp=2)
         elif _is_gathered(module):
             around = around._replace(fsdp=1, flat={**around.flat, **flat_pieces(module)})
         if isinstance(module, nn.parallel.DistributedDataParallel):
             names = module.parameters_to_ignore
-            # torch looks for parameters of the module itself with a dot in front, too.
+            # torch also accepts names of the module's own parameters with a leading dot.
             ignored = {p for n, p in module.module.named_parameters() if n in names or f".{n}" in names}
             ranks = tuple(sorted(dist.get_process_group_ranks(module.process_group)))
             around = around._replace(replicas=ranks if len(ranks) > 1 else (), ignored=ignored)
         return around
 
     def sharded_one(self, module: nn.Module, key: str, shown: Tensor, name: str) -> Tensor:
-        """The parameter that a module has, where FSDP may show another in its place."""
+        """Return the sharded parameter of a module, where FSDP may show another one in its place."""
         known = (self.sharded or {}).get(module, {}).get(key)
         if self.fsdp == 1 and not isinstance(shown, nn.Parameter):
             if known is None:
-                why = "is shown whole: FSDP waits for a backward pass"
+                why = "is unsharded: FSDP waits for a backward pass"
                 refuse(name, why, "Attach before the first forward pass, or after a backward one.")
             return known
         if self.fsdp == 1 or known is None:
@@ -99,9 +105,8 @@ class _Around(NamedTuple):
 
 
 class ModuleEntry(StateEntry):
-    """One named module. As of the last walk: `extras` are the metrics and the modules that have a
-    get_extra_state; `flat` says of parameters that FSDP1 lays out in one dimension what they are
-    (`FlatPiece.whole`)."""
+    """One named module. As of the last walk: `extras` are (path, module) of metrics and of modules with
+    get_extra_state; `flat` maps the name of a parameter that FSDP1 flattens to its `FlatPiece.whole`."""
 
     kind = "module"
 
@@ -112,10 +117,10 @@ class ModuleEntry(StateEntry):
         self.flat: dict[str, list[Any]] = {}
         self._flat_record = Encoded(self.flat)
         self._transient: list[str] = []
-        self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, when they were seen first
+        self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, at the first walk
         self._resized: set[str] = set()
-        # FSDP's parameters as they are sharded. After a forward pass without a backward one a module shows
-        # others in their places: whole ones, or ones of a smaller mesh.
+        # FSDP's sharded parameters. After a forward pass without a backward pass, a module shows others in
+        # their places: unsharded ones, or ones on a smaller mesh.
         self._sharded: dict[nn.Module, dict[str, Tensor]] | None = None
         self._fsdp: list[tuple[str, nn.Module]] = []
         self._frozen: list[str] = []
@@ -147,7 +152,7 @@ class ModuleEntry(StateEntry):
         return value
 
     def _frozen_now(self) -> Encoded:
-        """The parameters that need no gradient; written again only when they are others."""
+        """Return the names of frozen parameters, encoded again only if they have changed."""
         frozen = [name for name, parameter in self.parameters if not parameter.requires_grad]
         if frozen != self._frozen:
             self._frozen, self._frozen_record = frozen, Encoded(frozen)
@@ -176,17 +181,10 @@ class ModuleEntry(StateEntry):
             if child is not None:
                 self._visit(child, join(path, step_name(module, child_name)), walk, around)
 
-    def _keep(self, module: nn.Module, key: str, parameter: Tensor) -> Mapping[str, Tensor]:
-        """Note a sharded parameter; the dict that it is in."""
-        assert self._sharded is not None
-        mine = self._sharded.setdefault(module, {})
-        mine[key] = parameter
-        return mine
-
     def _take(
         self, kind: Kind, module: nn.Module, path: str, walk: Walk, around: _Around
     ) -> Iterator[tuple[str, str, Tensor]]:
-        """Hand over the parameters or buffers that a module holds; (name, key, tensor) of each."""
+        """Add a module's own parameters or buffers to the walk; yield (name, key, tensor) of each."""
         held: Mapping[str, Tensor | None] = module._parameters if kind == "parameter" else module._buffers
         walk.guard(held)
         for key, shown in held.items():
@@ -198,7 +196,10 @@ class ModuleEntry(StateEntry):
                 tensor = around.sharded_one(module, key, shown, join(path, key))
                 if around.fsdp == 1 or (around.fsdp == 2 and is_sharded(tensor)):
                     walk.anchor(held, key, shown)
-                    place = place._replace(container=self._keep(module, key, tensor))
+                    assert self._sharded is not None
+                    sharded = self._sharded.setdefault(module, {})
+                    sharded[key] = tensor
+                    place = place._replace(container=sharded)
                     if (flat := around.flat.get(tensor)) is not None:
                         walk.flat[tensor], self.flat[join(path, key)] = flat, flat.whole
                         place = place._replace(piece=flat.piece)
@@ -218,7 +219,7 @@ class ModuleEntry(StateEntry):
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         in_extra = self._extra_leaves(value)
         recorded = {n: saved.leaves[leaf] for n, leaf in saved.names.items() if self._is_mine(n, in_extra)}
-        mine = {n: leaf for n, leaf in live.named.items() if self._is_mine(n, live.asked)}
+        mine = {n: leaf for n, leaf in live.named.items() if self._is_mine(n, live.in_values)}
         rows: list[Row] = []
         for name, leaf in recorded.items():
             wrong = misfit(leaf, mine.get(name))
@@ -243,13 +244,14 @@ class ModuleEntry(StateEntry):
         return name.startswith(self.name + ".") and name not in in_extra
 
     def _extra_leaves(self, value: dict[str, Any]) -> set[str]:
-        """Exactly the leaves that extra state names: a parameter may be called `_extra_state_too`."""
+        """Return exactly the leaves of extra state. Names do not decide: a parameter may be called
+        `_extra_state_too`."""
         return {leaf for place, ref in self.references(value) for leaf in leaf_names(place, ref)}
 
     def _may_make(self, leaf: Leaf, name: str, value: dict[str, Any]) -> bool:
-        """Whether a buffer may come from the snapshot as it is: one that the module declares and has not
-        filled yet, one that is no part of its state_dict (a cache that grew), or one that was seen to change
-        its shape while the run was trained (an observer's ranges)."""
+        """Whether a restore may create a buffer with the saved shape: one that the module declares as None, a
+        non-persistent one (a cache that grew), or one whose shape changed in training (an observer's
+        ranges)."""
         path, _, key = name.rpartition(".")
         module = self.modules.get(path)
         if module is None or key in module._parameters or key in module._modules:
@@ -271,7 +273,7 @@ class ModuleEntry(StateEntry):
             self._freeze(set(value["frozen"]))
 
     def _freeze(self, frozen: set[str]) -> None:
-        """What was frozen or thawed in the course of the run is so again."""
+        """Set requires_grad of each parameter as it was saved."""
         changed = [(n, p) for n, p in self.parameters if p.requires_grad == (n in frozen)]
         for name, parameter in changed:
             parameter.requires_grad_(name not in frozen)
@@ -285,8 +287,8 @@ class ModuleEntry(StateEntry):
         path, _, key = name.rpartition(".")
         module = self.modules[path]
         before = module._buffers.get(key)
-        beside = before if before is not None else next(self.target.parameters(), None)
-        home = torch.device("cpu") if beside is None else beside.device
+        neighbour = before if before is not None else next(self.target.parameters(), None)
+        home = torch.device("cpu") if neighbour is None else neighbour.device
         if key in module._buffers:
             transient = key in module._non_persistent_buffers_set
         module._buffers.pop(key, None)
@@ -296,8 +298,13 @@ class ModuleEntry(StateEntry):
         before = len(filling.filled)
         for path, module in self.extras:
             if path in value.get("extra", {}):
-                saved_one = Settling(filling).settle(value["extra"][path], None, join(path, _EXTRA))
-                _set_extra_state(module, saved_one)
+                state = Settling(filling).settle(value["extra"][path], None, join(path, _EXTRA))
+                if not is_metric(module):
+                    module.set_extra_state(state)
+                    continue
+                put_metric_state(module, state)
+                if "own" in state:
+                    module.set_extra_state(state["own"])
         return filling.filled[before:]
 
 
@@ -306,24 +313,15 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def _extra_state(module: nn.Module) -> Any:
-    """What a module has beside parameters and buffers: by its own method, and the states of a metric."""
+    """Return a module's extra state: that of `get_extra_state`, and the states of a metric."""
     if not is_metric(module):
         return module.get_extra_state()
     state = metric_state(module)
     return {**state, "own": module.get_extra_state()} if _has_extra_state(module) else state
 
 
-def _set_extra_state(module: nn.Module, state: Any) -> None:
-    if not is_metric(module):
-        module.set_extra_state(state)
-        return
-    put_metric_state(module, state)
-    if "own" in state:
-        module.set_extra_state(state["own"])
-
-
 def tie_differences(saved: Saved, live: Walk) -> list[Row]:
-    """Names that are one tensor on one side and several on the other, among those both sides have."""
+    """Return the names, among those on both sides, that are tied on one side and separate on the other."""
     names = saved.names
     shared = [n for n, leaf in live.named.items() if n in names and leaf.kind in ("parameter", "buffer")]
     rows: list[Row] = []
@@ -339,18 +337,18 @@ def tie_differences(saved: Saved, live: Walk) -> list[Row]:
     return rows
 
 
-# What a module saves by its own code
+# Modules that save by their own code
 
 
 def check_own_saving(modules: Mapping[str, nn.Module], leaves: Iterable[LiveLeaf]) -> None:
-    """Raise StateError for a module (path -> module) whose `state_dict` holds what no leaf holds."""
-    # A metric's own code gives copies of its states.
+    """Raise StateError for a module (path -> module) whose `state_dict` holds data that no leaf holds."""
+    # Metrics are left out: their own code returns copies of their states.
     own = [(path, module) for path, module in modules.items() if saves_its_own(module)]
     suspects = [(path, module) for path, module in own if not is_metric(module)]
     if not suspects:
         return
     held = LeafMemory(leaves, modules.values())
-    for path, module in reversed(suspects):  # the inner ones first: theirs is the path to name
+    for path, module in reversed(suspects):  # inner modules first: their path is the exact one
         if any(_is_gathered(inner) for inner in module.modules()):
             continue
         state = _state_of(module, path)
@@ -364,7 +362,7 @@ def check_own_saving(modules: Mapping[str, nn.Module], leaves: Iterable[LiveLeaf
 
 
 def saves_its_own(module: nn.Module) -> bool:
-    """Whether a module's own code, or a hook that is not torch's, has a part in its `state_dict`."""
+    """Whether a module's own code, or a hook that is not torch's, contributes to its `state_dict`."""
     kind = type(module)
     if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
         return True
@@ -383,12 +381,12 @@ def _is_torchs(function: Any) -> bool:
 
 
 def _is_gathered(module: nn.Module) -> bool:
-    """FSDP1: its state_dict is made of all ranks' parts, and no tensor in it is one of ours."""
+    """Whether FSDP1 wraps a module: its state_dict gathers the slices of all ranks into new tensors."""
     return _is_torchs_own(module, "FullyShardedDataParallel")
 
 
 def _is_torchs_own(module: nn.Module, name: str) -> bool:
-    """Whether a module is of a class that torch has under this name: to import it costs a second."""
+    """Whether a module is an instance of torch's class of this name. To import the class takes a second."""
     return any(kind.__name__ == name and _is_torchs(kind) for kind in type(module).__mro__)
 
 
@@ -403,15 +401,15 @@ def _state_of(module: nn.Module, path: str) -> Mapping[Any, Any]:
         found: Any = method(**options)
     except Exception as error:
         why = f"has a state_dict of its own that fails ({type(error).__name__}: {error})"
-        refuse(path, why, "Let it return what is to be saved.")
+        refuse(path, why, "Let it return the state to save.")
     if not isinstance(found, Mapping):
-        refuse(path, f"has a state_dict that gives a {type(found).__name__}", "Let it return a dict.")
+        refuse(path, f"has a state_dict that returns a {type(found).__name__}", "Let it return a dict.")
     return found
 
 
 def _is_converted(module: nn.Module, state: Mapping[Any, Any]) -> bool:
-    """Whether a module of a known kind has only its own parameters in its state_dict, in other pieces. Of
-    another kind the same count of elements says nothing: an average of weights has it, too."""
+    """Whether a module of a known class has only its own parameters in its state_dict, split differently. For
+    other classes the number of elements proves nothing: an average of weights has the same."""
     kind = type(module)
     if f"{kind.__module__}.{kind.__qualname__}" not in _CONVERTING:
         return False
@@ -428,7 +426,7 @@ def _elements(tensors: Iterable[Tensor]) -> Counter[torch.dtype]:
 
 
 def _first_lost(value: object, name: str, held: LeafMemory) -> str | None:
-    """The name of the first part of a state_dict's value that no leaf holds."""
+    """Return the name of the first part of a state_dict's value that no leaf holds."""
     if isinstance(value, Tensor):
         return None if held.holds(value) else name
     if name.split(".")[-1] == _EXTRA:
@@ -443,7 +441,7 @@ def _first_lost(value: object, name: str, held: LeafMemory) -> str | None:
 
 
 class LeafMemory:
-    """The memory of all leaves of a state, and the tensors that they were found as."""
+    """The memory ranges of all leaves of a state, and the ids of their tensors."""
 
     def __init__(self, leaves: Iterable[LiveLeaf], modules: Iterable[nn.Module]) -> None:
         self._ids = {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
@@ -456,7 +454,7 @@ class LeafMemory:
             self._spans.setdefault(_storage(leaf.tensor), []).append(span(leaf.tensor))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether all elements of a tensor are in the memory of one leaf."""
+        """Whether one leaf's memory contains all elements of a tensor."""
         if id(tensor) in self._ids:
             return True
         if is_wrapper(tensor):
@@ -471,3 +469,59 @@ class LeafMemory:
 
 def _storage(tensor: Tensor) -> tuple[object, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+# Metrics of torchmetrics (as of 1.9), whose states are plain attributes, neither parameters nor buffers.
+# Attributes that configure a metric are not saved: the program sets them. Never imports torchmetrics.
+
+
+# Of all metrics; of MetricCollection; of Running and MinMaxMetric.
+_ATTRIBUTES = (
+    "_update_count", "_computed", "_forward_cache", "_is_synced", "_cache",
+    "_groups_checked", "_groups", "_state_is_copy",
+    "_num_vals_seen", "min_val", "max_val",
+)  # fmt: skip
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether a module is a metric or a collection of metrics."""
+    package = sys.modules.get("torchmetrics")
+    kinds = tuple(getattr(package, n) for n in ("Metric", "MetricCollection") if hasattr(package, n))
+    return isinstance(module, kinds)
+
+
+def metric_state(module: Any) -> dict[str, Any]:
+    """Return the state of a metric without its inner metrics. The tensors are the metric's own; those with
+    autograd history are detached."""
+    states = {name: _detached(getattr(module, name)) for name in getattr(module, "_defaults", ())}
+    held = vars(module)
+    names = [name for name in _ATTRIBUTES if name in held and name not in states]
+    # A cached result may have any type. The metric computes a missing one again.
+    attributes = {name: _detached(held[name]) if _is_plain(held[name]) else None for name in names}
+    return {"states": states, "attributes": attributes}
+
+
+def put_metric_state(module: Any, state: dict[str, Any]) -> None:
+    """Set the state that `metric_state` returned. Raises ValueError for the state of another metric."""
+    here = set(getattr(module, "_defaults", ()))
+    if state["states"].keys() != here:
+        raise ValueError(
+            f"a {type(module).__name__} has the states {sorted(here)}, and the checkpoint has "
+            f"{sorted(state['states'])}"
+        )
+    for name, value in {**state["attributes"], **state["states"]}.items():
+        setattr(module, name, value)
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in SIMPLE or isinstance(value, Tensor):
+        return True
+    return type(value) in (dict, *SEQUENCES) and all(_is_plain(item) for _, item in children(value))
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if type(value) is dict:
+        return {key: _detached(item) for key, item in value.items()}
+    return type(value)(map(_detached, value)) if type(value) in (list, tuple) else value

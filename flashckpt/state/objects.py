@@ -1,14 +1,15 @@
-"""What every kind of named object gives to the tree; and the kinds that are neither module nor optimizer:
-containers, GradScaler, and objects known by `state_dict` and `load_state_dict` alone (schedulers, metrics,
+"""The interface of all named objects of a state, and the kinds that are neither module nor optimizer:
+containers, GradScaler, and objects with only `state_dict` and `load_state_dict` (schedulers, metrics,
 self-saving optimizers).
 
-Owns asking those at every boundary, giving back copies of their own, and comparing what they hold then with
-what was saved. They come last, after all else is filled. What their methods do is theirs.
+Owns the call of their `state_dict` at each boundary, the copies for their `load_state_dict`, and the
+comparison of the restored state with the saved one. A restore calls them last, after all else is filled.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,20 +20,20 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from flashckpt.errors import StateError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import SEQUENCES, LeafRef, children, encode_json
 from flashckpt.state import rng
-from flashckpt.state.leaves import Filling, LiveLeaf, Place, Saved, Sink, Walk, unowned
-from flashckpt.state.stored import is_stored
-from flashckpt.state.tensors import can_make, described, fits
+from flashckpt.state.leaves import Filling, LiveLeaf, Place, Saved, Sink, Walk, is_stored, unowned
+from flashckpt.state.tensors import can_make, described, fits, is_sharded
 from flashckpt.state.values import Settling, join, references, survey
 
 log = logging.getLogger(__name__)
 
 Row = tuple[str, str, str]
 MISSING = "missing"
-# With this key a value of the state may lack named objects, and one of an object may lack keys: they stay as
-# the program made them. Imported steps have it: another version wrote them.
+# With this key, the value of a state may lack named objects, and the value of an object may lack keys: these
+# keep the program's own values. Steps that were imported from other formats have it.
 PARTIAL = "partial"
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque)
@@ -44,8 +45,8 @@ _SHOWN = 3
 
 
 class StateEntry:
-    """One named object of the state. `parameters` are those of the last walk, with their full names: they may
-    have gradients."""
+    """One named object of the state. `parameters`: (full name, parameter) of those that may have gradients,
+    as of the last walk."""
 
     kind = ""
 
@@ -54,55 +55,54 @@ class StateEntry:
         self.parameters: list[tuple[str, Tensor]] = []
 
     def take(self, walk: Walk) -> None:
-        """Hand over the tensors that `values` does not. Raises StateError."""
+        """Add the tensors that `values` does not add to the walk. Raises StateError."""
 
     def values(self, sink: Sink) -> dict[str, Any]:
-        """The values alone, now. Raises Restructured if the tensors are others than at the walk."""
+        """Return the current values. Raises Restructured if the tensors differ from those of the walk."""
         raise NotImplementedError
 
     def structure(self) -> dict[str, object]:
-        """What the program has to build before it can be filled."""
+        """Return the structure that the program has to build before a restore: name -> size."""
         return {}
 
     def references(self, value: dict[str, Any]) -> Iterator[tuple[str, LeafRef]]:
-        """The tensors that a saved value names, beside parameters and buffers, each by its place."""
+        """Yield (name of its place, reference) of each tensor in a saved value, without parameters and
+        buffers."""
         return references(value["state"], self.name)
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
-        """What does not fit, `live` being a walk made just now; changes nothing."""
+        """Return the differences that prevent a restore. `live`: a walk of the current state. Changes
+        nothing."""
         raise NotImplementedError
 
     def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
-        """Fill what exists and make what does not."""
+        """Fill existing tensors and values, and create missing ones."""
         raise NotImplementedError
 
     def finish(self, value: dict[str, Any], filling: Filling, saved: Saved) -> Sequence[tuple[str, Tensor]]:
-        """Call what is the user's own (`load_state_dict`, `set_extra_state`), after all else is filled.
-        (leaf name, tensor) of what came into the state by that."""
+        """Call the user's own methods (`load_state_dict`, `set_extra_state`), after all else is filled.
+        Return (leaf name, tensor) of the leaves that they restored."""
         return ()
 
 
-# What is not named
-
-
 def warn_of_hooks(modules: Iterable[nn.Module], named: Mapping[str, object]) -> None:
-    """Warn of communication hooks of DDP whose state (PowerSGD's error feedback) no named object holds."""
+    """Warn about communication hooks of DDP whose state (PowerSGD's error feedback) no named object holds."""
     held = {id(value) for _, value in rng.reached(named)}
     for module in (each for root in modules for each in root.modules()):
         if isinstance(module, nn.parallel.DistributedDataParallel):
             for _, state in module._comm_hooks:
-                if _changes(state) and id(state) not in held:
+                if _holds_numbers(state) and id(state) not in held:
                     log.warning(
                         "a communication hook of DDP has a %s, which is not saved: a resumed run begins "
-                        "with a new one, and its gradients differ from those of a run that was never "
-                        "stopped. Name an object that holds it and has state_dict and load_state_dict; "
-                        "docs/distributed.md has one for PowerSGD",
+                        "with a new one, and its gradients differ from those of an uninterrupted run. Name "
+                        "an object that holds it and has state_dict and load_state_dict; "
+                        "docs/distributed.md shows one for PowerSGD",
                         type(state).__name__,
                     )
 
 
-def _changes(state: object) -> bool:
-    """Whether an object holds numbers: its attributes, also where they stand in `__slots__`."""
+def _holds_numbers(state: object) -> bool:
+    """Whether an object's attributes, including those in `__slots__`, hold numbers, tensors or generators."""
     names = {*getattr(state, "__dict__", ()), *getattr(type(state), "__slots__", ())}
     values = [getattr(state, name, None) for name in names]
     return any(
@@ -115,12 +115,12 @@ def _changes(state: object) -> bool:
 
 
 def is_container(target: object) -> bool:
-    """Whether an object can be put back in place by its contents alone."""
+    """Whether an object can be restored in place by its contents alone."""
     return type(target) in _CONTAINERS or isinstance(target, Tensor) or rng.is_generator(target)
 
 
 class ContainerEntry(StateEntry):
-    """One named dict, list, tensor or generator: kept where it is, its contents put back."""
+    """One named dict, list, tensor or generator: a restore keeps the object and replaces its contents."""
 
     kind = "container"
 
@@ -160,7 +160,7 @@ class ContainerEntry(StateEntry):
 
 
 class ScalerEntry(StateEntry):
-    """One named GradScaler: its tensors are leaves, read where they are. Its own `state_dict` waits for the
+    """One named GradScaler. Its tensors are leaves, read in place: its own `state_dict` waits for the
     device."""
 
     kind = "scaler"
@@ -169,14 +169,13 @@ class ScalerEntry(StateEntry):
         content = {}
         for key, name, home in self._attributes():
             held = getattr(self.target, f"_{key}")
-            if held is None:  # its tensors appear with the first scaled loss
+            if held is None:  # the first scaled loss creates the tensors
                 sink.absent(name, self.target, f"_{key}")
             content[key] = survey(held, name, Place("other", self.target, self.target, f"_{key}", home), sink)
         return {"kind": self.kind, "state": content}
 
     def _attributes(self) -> list[tuple[str, str, torch.device]]:
-        """None of one that is not enabled."""
-        if not self.target.is_enabled():
+        if not self.target.is_enabled():  # it has no state then
             return []
         return [(key, f"{self.name}.{key}", torch.device(self.target._device)) for key in _SCALER]
 
@@ -192,7 +191,7 @@ class ScalerEntry(StateEntry):
 
 
 def is_torch_scaler(target: object) -> bool:
-    """Whether this is a GradScaler that saves as torch's does: one with methods of its own is asked."""
+    """Whether this is a GradScaler with torch's own saving. Others are saved by their own methods."""
     kind = type(target)
     return isinstance(target, GradScaler) and (
         kind.state_dict is GradScaler.state_dict  # type: ignore[attr-defined]
@@ -228,7 +227,7 @@ class ObjectEntry(StateEntry):
         fill_unowned(self.target, filling, live)
 
     def finish(self, value: dict[str, Any], filling: Filling, saved: Saved) -> Sequence[tuple[str, Tensor]]:
-        """What it holds then counts, and not the copies that it was given."""
+        """Load the state, then compare the state that the object returns with the saved one."""
         recorded = value["state"]
         self.target.load_state_dict(Settling(filling).settle(recorded, None, self.name))
         if isinstance(self.target, Optimizer) and saves_as_torch(self.target):
@@ -237,7 +236,7 @@ class ObjectEntry(StateEntry):
         now = self.values(held)["state"]
         wrong = [f"{leaf.name} was not saved" for leaf in held.leaves if leaf.name not in saved.names]
         if changed := changed_values(recorded, now, self.name):
-            # What differs from one call to the next (a clock) says nothing about what was loaded.
+            # A value that differs between two calls (a clock) proves nothing about the load.
             changing = changed_values(now, self.values(Walk())["state"], self.name)
             if PARTIAL in value:
                 changing |= dict.fromkeys(changed.keys() - dict(_parts(recorded, self.name)).keys(), "")
@@ -249,15 +248,15 @@ class ObjectEntry(StateEntry):
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ValueError(
-                f"it holds something else after its own load_state_dict: {'; '.join(wrong[:_SHOWN])}{more}. "
-                "Let state_dict and load_state_dict keep every value as it is (a torch optimizer without its "
-                "own keeps dtypes), and leave out what belongs to one process"
+                f"its state differs after its own load_state_dict: {'; '.join(wrong[:_SHOWN])}{more}. Let "
+                "state_dict and load_state_dict keep every value unchanged (for a torch optimizer without "
+                "its own methods, flashckpt keeps dtypes), and leave out values that belong to one process"
             )
         return [(leaf.name, here.tensor) for leaf, here in pairs]
 
 
 def misfit(leaf: Leaf, live: LiveLeaf | None) -> list[Row]:
-    """The row of a live leaf that a saved one cannot fill, and of one that is not there."""
+    """Return the row of a saved leaf that cannot fill its live one, or that has none."""
     if live is None:
         return [(leaf.name, described(leaf), MISSING)]
     if fits(leaf, live.tensor, live.box):
@@ -266,16 +265,17 @@ def misfit(leaf: Leaf, live: LiveLeaf | None) -> list[Row]:
 
 
 def unknown_classes(refs: Iterable[tuple[str, LeafRef]], like: Tensor | None, live: Walk) -> list[Row]:
-    """Tensors of a class that cannot be made here, where the live state has none yet."""
+    """Return the rows of tensors that the live state lacks and whose class a restore cannot create."""
     return [
-        (name, str(ref.about["class"]), "a class that is not known here")
+        (name, str(ref.about["class"]), "an unknown class")
         for name, ref in refs
         if not can_make(ref.about, like) and name not in live.refs
     ]
 
 
 def take_unowned(name: str, optimizer: Optimizer, walk: Walk) -> list[tuple[str, Tensor]]:
-    """Parameters that no attached module holds are state of their optimizer."""
+    """Add the parameters that no attached module owns to the walk, as state of their optimizer; return
+    (name, parameter) of each."""
     taken: list[tuple[str, Tensor]] = []
     for number, group in enumerate(optimizer.param_groups):
         walk.guard(group["params"])
@@ -288,21 +288,21 @@ def take_unowned(name: str, optimizer: Optimizer, walk: Walk) -> list[tuple[str,
 
 
 def fill_unowned(optimizer: Optimizer, filling: Filling, live: Walk) -> None:
-    """Fill those again."""
+    """Fill the parameters that `take_unowned` added."""
     for name, leaf in live.named.items():
         if leaf.owner is optimizer and leaf.kind == "parameter":
             filling.fill(name, leaf.tensor)
 
 
 def saves_as_torch(target: Optimizer) -> bool:
-    """Whether both of an optimizer's methods are torch's own: at most it has hooks."""
+    """Whether an optimizer's state_dict and load_state_dict are torch's own. It may have hooks."""
     kind = type(target)
     return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
 
 
 def _undo_casts(target: Optimizer, given: Any) -> None:
-    """torch casts state to its parameter's dtype as it loads. Where `state_dict` hands out the very
-    tensor that the optimizer holds, no hook makes another of it, and it can be put back as saved."""
+    """Restore the saved dtypes of state that torch casts to the parameter's dtype at a load. Only where
+    `state_dict` returns the tensor that the optimizer holds: then no hook has converted it."""
     handed: Any = target.state_dict()
     parameters = [p for group in target.param_groups for p in group["params"]]
     for index, parameter in enumerate(parameters):
@@ -317,15 +317,15 @@ def _undo_casts(target: Optimizer, given: Any) -> None:
 
 
 def _state_at(packed: Any, index: int) -> dict[Any, Any]:
-    """The state of one parameter in what torch's own state_dict gives, empty in any other form."""
+    """Return the state of one parameter from the result of torch's own state_dict; {} for other forms."""
     states = packed.get("state") if isinstance(packed, dict) else None
     state = states.get(index) if isinstance(states, dict) else None
     return state if isinstance(state, dict) else {}
 
 
 def changed_values(recorded: Any, found: Any, name: str) -> dict[str, str]:
-    """Where two nested values differ: path -> what was found there. Order of keys does not count, nor
-    what a tensor is beyond being one."""
+    """Return the differences of two nested values: path -> the value found there. Ignores the order of keys
+    and the contents of tensors."""
     before, now = dict(_parts(recorded, name)), dict(_parts(found, name))
     return {path: now.get(path, "nothing") for path in {**before, **now} if before.get(path) != now.get(path)}
 
@@ -333,6 +333,10 @@ def changed_values(recorded: Any, found: Any, name: str) -> dict[str, str]:
 def _parts(value: Any, name: str) -> Iterator[tuple[str, str]]:
     if type(value) is LeafRef and not is_stored(value):
         yield name, "a tensor"
+    elif isinstance(value, Tensor):
+        held: Any = value.detach()
+        held = (held.to_local() if is_sharded(held) else held).cpu().contiguous().reshape(-1)
+        yield name, f"{value.dtype} {tuple(value.shape)} {held.view(torch.uint8).numpy().tobytes().hex()}"
     elif isinstance(value, (Mapping, *SEQUENCES)):
         length = "" if isinstance(value, Mapping) else f" of {len(value)}"
         yield name, f"{type(value).__name__}{length}"
@@ -342,3 +346,49 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, str]]:
         yield name, f"{type(value).__name__} {sorted(encode_json(item) for item in value)}"
     else:
         yield name, encode_json(value).decode("ascii")
+
+
+# State that is applied after load_state_dict
+
+
+class Deferred(ABC):
+    """State that a program can apply only some time after `load_state_dict`: the counters of a trainer, which
+    the trainer's own set-up would overwrite.
+
+    `load_state_dict` keeps the state in `pending`, and `state_dict` returns `pending`, until `apply` puts the
+    state in place. `pending` is None on a fresh run and after `apply`.
+    """
+
+    pending: dict[str, Any] | None = None
+
+    @abstractmethod
+    def read(self) -> dict[str, Any]:
+        """Return the current state: nested plain values, tensors and generator states, no other objects."""
+
+    @abstractmethod
+    def put(self, state: dict[str, Any]) -> None:
+        """Apply a state that `read` returned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.read() if self.pending is None else self.pending
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pending = state
+
+    def apply(self) -> None:
+        """Apply the loaded state, if it is still pending. Raises StateError, with the names, if the state
+        then differs from the saved one."""
+        if self.pending is None:
+            return
+        state, self.pending = self.pending, None
+        saved = dict(_parts(state, ""))
+        self.put(state)
+        now = dict(_parts(self.read(), ""))
+        wrong = sorted(path for path in saved.keys() | now.keys() if saved.get(path) != now.get(path))
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise StateError(
+                f"{type(self).__name__}: {', '.join(wrong[:_SHOWN])}{more} differ from the checkpoint "
+                "after they were restored. Training from here would not continue the run. Nothing was "
+                "captured, and the checkpoint is intact. Report this with the versions of the packages."
+            )

@@ -1,9 +1,9 @@
-"""Optimizers: the options of their groups, their state by parameter, and parameters that nobody else owns.
+"""Optimizers: the options of their groups, their state by parameter, and parameters without another owner.
 
-Owns how the state is named, its compact record, and its way back tensor by tensor: `load_state_dict`
-would cast it to the parameter's dtype. An optimizer with a `state_dict` of its own is an object instead
-(objects.py). Refuses what drives an optimizer without being named (schedulers, optimizers run inside
-backward): its position would be lost without a word. Never steps, never touches gradients.
+Owns the names of the state, its compact record, and its restore, tensor by tensor: `load_state_dict` would
+cast it to the parameter's dtype. An optimizer with its own `state_dict` is an object instead (objects.py).
+Refuses schedulers that drive an optimizer, and optimizers that run inside backward, if they are not named:
+their state would be lost silently. Never calls `step`, never changes gradients.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SEARCH_LEVELS = 4
 
 
 class OptimizerEntry(StateEntry):
-    """One named torch optimizer whose saving is torch's own."""
+    """One named torch optimizer with torch's own saving."""
 
     kind = "optimizer"
 
@@ -66,15 +66,15 @@ class OptimizerEntry(StateEntry):
 
     @property
     def inner(self) -> Any:
-        """The optimizer that has the state of the parameters."""
+        """The optimizer that holds the state of the parameters."""
         return self.target
 
     def steps(self, parameter: Tensor) -> bool:
-        """Whether this rank steps a parameter, and so has its state."""
+        """Whether this rank steps a parameter and so holds its state."""
         return True
 
     def _declared(self, parameter: Tensor) -> Tensor | None:
-        """The parameter whose ranks have its state too; None where its state is one rank's."""
+        """Return the parameter if all ranks that hold it also hold its state; None if only one rank does."""
         return parameter
 
     def take(self, walk: Walk) -> None:
@@ -89,7 +89,7 @@ class OptimizerEntry(StateEntry):
             for index, parameter in enumerate(group["params"]):
                 walk.anchor(group["params"], index, parameter)
         owners = [[walk.owners.get(parameter) for parameter in group["params"]] for group in groups]
-        # In names of the state the module is left out where one owns all that are owned.
+        # Names of the state omit the module if one module owns all parameters that have an owner.
         first = 0 if len({owner[0] for group in owners for owner in group if owner}) > 1 else 1
         self._short_names = [
             [".".join(owner[first:]) if owner else unowned(g, i) for i, owner in enumerate(group)]
@@ -147,7 +147,8 @@ class OptimizerEntry(StateEntry):
         return {**groups, **{name: tuple(parameter.shape) for name, parameter in self.parameters}}
 
     def _take_state(self, walk: Walk) -> dict[str, Any]:
-        """The state by parameter: which of a few schemas each has, and the places of what is no tensor."""
+        """Add the state by parameter to the walk; return its record: the schemas, and the schema of each
+        parameter. `_holes` gets the places of the values that are not tensors."""
         state = self.inner.state
         walk.guard(state)
         schemas: dict[object, object] = {}
@@ -163,8 +164,8 @@ class OptimizerEntry(StateEntry):
         return {"schemas": Encoded(list(schemas.values())), "state": Encoded(columns)}
 
     def places(self) -> list[list[tuple[str, str, Tensor]]]:
-        """Of each group the parameters, as of the last walk: full name, what the names of the leaves of its
-        state begin with, and the parameter."""
+        """Return the parameters of each group, as of the last walk, as (full name, prefix of the leaf names
+        of its state, parameter)."""
         return [
             [
                 (full, f"{self.name}.state.{short}", parameter)
@@ -202,7 +203,7 @@ class OptimizerEntry(StateEntry):
             yield from references(schema, name)
 
     def _saved_states(self, value: dict[str, Any]) -> Iterator[tuple[Any, str, Tensor, dict[str, Any]]]:
-        """The schemas of a saved value, each with the place where it belongs."""
+        """Yield (schema, name, parameter, group) of each parameter with a saved state."""
         places = list(self._state_places())
         for index, number in zip(*value["state"], strict=True):
             yield value["schemas"][number], *places[index]
@@ -216,7 +217,12 @@ class OptimizerEntry(StateEntry):
             rows.append((f"{self.name}.groups", f"{len(recorded)} groups", f"{len(here)} groups"))
             return rows
         for number, (names, live_names) in enumerate(zip(recorded, here, strict=True)):
-            rows += _name_rows(f"{self.name}.groups.{number}", names, live_names)
+            group = f"{self.name}.groups.{number}"
+            if len(names) != len(live_names):
+                rows.append((group, f"{len(names)} parameters", f"{len(live_names)} parameters"))
+                continue
+            pairs = enumerate(zip(names, live_names, strict=True))
+            rows += [(f"{group}.params[{index}]", a, b) for index, (a, b) in pairs if a != b]
         for name, _ in self.parameters:
             if name in saved.leaves:
                 rows += misfit(saved.leaves[name], live.named.get(name))
@@ -246,7 +252,7 @@ class OptimizerEntry(StateEntry):
             restored[parameter] = settling.settle(schema, state.get(parameter), name)
         if next(holes, self) is not self:
             raise DamagedError(
-                f"The snapshot holds more values than {self.name} has places for; it is no use."
+                f"The snapshot holds more values than the state of {self.name} needs. It cannot be used."
             )
         for key, shared in value["shared"].items():
             name = join(f"{self.name}.shared", key)
@@ -256,12 +262,12 @@ class OptimizerEntry(StateEntry):
 
 
 class ZeroEntry(OptimizerEntry):
-    """One named ZeroRedundancyOptimizer: its own groups, and the state of those parameters that this rank
-    steps, which is in an optimizer inside of it. Its `state_dict` gathers all ranks' on one."""
+    """One named ZeroRedundancyOptimizer: its own groups, and the state of the parameters that this rank
+    steps, which its inner optimizer holds. Its own `state_dict` gathers the state of all ranks on one."""
 
     def __init__(self, name: str, target: Optimizer) -> None:
         if getattr(target, "_overlap_with_ddp", False):
-            why = "is a ZeroRedundancyOptimizer that steps inside of DDP's backward (overlap_with_ddp)"
+            why = "is a ZeroRedundancyOptimizer that steps inside DDP's backward (overlap_with_ddp)"
             refuse(name, why, "Leave overlap_with_ddp out.")
         super().__init__(name, target)
 
@@ -278,7 +284,7 @@ class ZeroEntry(OptimizerEntry):
     def take(self, walk: Walk) -> None:
         walk.anchor(self.target, "optim", self.target.optim)
         super().take(walk)
-        self._record["partitioned"] = True  # state of other parameters is other ranks'
+        self._record["partitioned"] = True  # other ranks hold the state of other parameters
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         rows = super().differences(value, saved, live)
@@ -289,7 +295,7 @@ class ZeroEntry(OptimizerEntry):
 
 
 def is_zero(target: object) -> bool:
-    """Whether this is torch's ZeroRedundancyOptimizer, with the methods that it has there."""
+    """Whether this is torch's ZeroRedundancyOptimizer itself, not a subclass."""
     home = "torch.distributed.optim.zero_redundancy_optimizer"
     return (type(target).__module__, type(target).__name__) == (home, "ZeroRedundancyOptimizer")
 
@@ -309,7 +315,7 @@ def _read(container: Any, key: Any) -> object:
 
 
 def _nameless(schema: Any) -> Any:
-    """A schema without the names of one parameter's leaves: they follow from where they stand."""
+    """Return a schema without the names of one parameter's leaves: their places determine them."""
     kind = type(schema)
     if kind is LeafRef:
         return LeafRef("", schema.about)
@@ -321,7 +327,7 @@ def _nameless(schema: Any) -> Any:
 def _misplaced(
     refs: Iterable[tuple[str, LeafRef]], parameter: Tensor, saved: Saved, live: Walk
 ) -> Iterator[Row]:
-    """DTensors of a parameter's state that would have to be made, and of which other parts would be here."""
+    """Yield the rows of DTensors of a parameter's state that a restore would create with another slice."""
     for name, ref in refs:
         leaf = saved.leaves.get(saved.names.get(name, ""))
         if name in live.refs or leaf is None or "parts" not in ref.about:
@@ -331,15 +337,8 @@ def _misplaced(
             yield name, described(leaf), described(here)
 
 
-def _name_rows(group: str, recorded: list[str], live: list[str]) -> list[Row]:
-    if len(recorded) != len(live):
-        return [(group, f"{len(recorded)} parameters", f"{len(live)} parameters")]
-    pairs = zip(recorded, live, strict=True)
-    return [(f"{group}.params[{i}]", a, b) for i, (a, b) in enumerate(pairs) if a != b]
-
-
 def has_own_saving(target: Optimizer) -> bool:
-    """Whether an optimizer saves or loads in its own way, by overriding or by hooks."""
+    """Whether an optimizer changes how it saves or loads, by overriding methods or by hooks."""
     if not saves_as_torch(target):
         return True
     hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
@@ -347,7 +346,7 @@ def has_own_saving(target: Optimizer) -> bool:
 
 
 def warn_of_attributes(name: str, target: Optimizer) -> None:
-    """Say so if an optimizer that saves as torch's do keeps values in attributes of its own."""
+    """Warn if an optimizer with torch's own saving keeps values in attributes of its own."""
     if has_own_saving(target) or type(target).__module__.startswith("torch."):
         return
     own = [
@@ -365,11 +364,11 @@ def warn_of_attributes(name: str, target: Optimizer) -> None:
         )  # fmt: skip
 
 
-# What drives an optimizer
+# Schedulers, and optimizers inside backward
 
 
 def unwrapped(target: Any) -> Any:
-    """The torch optimizer inside a wrapper that is no scheduler (`accelerate`'s), else the object itself."""
+    """Return the torch optimizer inside a wrapper such as accelerate's; any other object itself."""
     while not isinstance(target, LRScheduler) and hasattr(target, "param_groups"):
         inner = getattr(target, "optimizer", None)
         if not isinstance(inner, Optimizer) or inner is target:
@@ -381,19 +380,19 @@ def unwrapped(target: Any) -> Any:
 def check_drivers(
     named: Mapping[str, object], optimizers: Mapping[str, Optimizer], parameters: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Raise StateError for what drives a named optimizer, or steps a parameter, and is itself not named: a
-    scheduler, an optimizer that runs inside backward."""
+    """Raise StateError for a scheduler of a named optimizer, or an optimizer that steps a parameter inside
+    backward, that is not named itself."""
     driven = {name: o for name, o in optimizers.items() if hasattr(o.step, "_wrapped_by_lr_sched")}
     searched = named.values() if driven else ()
     reached = {id(s) for target in searched for s in _schedulers_in(target, _SEARCH_LEVELS)}
     if driven and _unnamed(driven, reached):
-        gc.collect()  # one that is only part of a garbage cycle is not used any more
+        gc.collect()  # a scheduler that only a garbage cycle holds is unused
     for name, scheduler in _unnamed(driven, reached) if driven else ():
         kind = type(scheduler).__name__
         raise StateError(
             f"The optimizer {name!r} is driven by a {kind} that is not part of the state: after a resume its "
             "learning rate would start over. Nothing was saved or changed. Name it: add the keyword "
-            f"scheduler=<the {kind}> (any name will do), or delete it if it is not used any more.",
+            f"scheduler=<the {kind}> (with any name), or delete it if it is not used any more.",
             location=name,
         )
     for name, parameter in parameters:
@@ -415,7 +414,7 @@ def _unnamed(driven: Mapping[str, Optimizer], reached: set[int]) -> list[tuple[s
 
 
 def _schedulers_in(target: object, levels: int) -> Iterator[LRScheduler]:
-    """Schedulers that an object is or holds: SequentialLR and ChainedScheduler hold others."""
+    """Yield the schedulers that an object is or holds: SequentialLR and ChainedScheduler hold others."""
     if isinstance(target, LRScheduler):
         yield target
     if levels == 0 or isinstance(target, (Tensor, nn.Module, Optimizer, str, bytes, type)):

@@ -1,9 +1,9 @@
-"""The state of random number generators as compact plain values, and the way back; and which generators an
-object's parts own.
+"""The states of random number generators as compact plain values, their restore, and the search for the
+generators that an object holds.
 
-Owns the global generators (Python, NumPy's legacy one, torch on the CPU and on every CUDA device) and the
-encoding of single generators. Never synchronises a device, never initialises CUDA, never seeds. Looks only at
-attributes of what is the user's; calls nothing of it.
+Owns the global generators (Python, NumPy's legacy one, torch on the CPU and on each CUDA device) and the
+encoding of single generators. Never synchronises a device, never initialises CUDA, never seeds. Reads only
+attributes of the user's objects and calls none of their methods.
 """
 
 from __future__ import annotations
@@ -44,18 +44,19 @@ def _globals() -> dict[str, Any]:
 
 
 def capture() -> State:
-    """The global generators' states now: Python, NumPy, torch CPU, each CUDA device if CUDA is in use."""
+    """Return the states of the global generators: Python, NumPy, torch CPU, each CUDA device if CUDA is
+    initialised."""
     state: State = _packed(_record())
     return state
 
 
 def capture_cpu() -> State:
-    """The same without devices: what a loader's worker process has."""
+    """Return the same without devices: the generators of a loader's worker process."""
     return {name: capture_one(generator) for name, generator in _globals().items()}
 
 
 def _record() -> dict[str, Any]:
-    """What `capture` packs."""
+    """Return the raw states that `capture` packs."""
     raw: dict[str, Any] = {name: _raw(generator) for name, generator in _globals().items()}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raw["cuda"] = [_raw(generator) for generator in torch.cuda.default_generators]
@@ -63,40 +64,39 @@ def _record() -> dict[str, Any]:
 
 
 def restore(state: State) -> None:
-    """Put back what `capture` gave. All of it is read before any generator is touched.
+    """Restore the states that `capture` returned. Decodes all of them before it changes a generator.
 
-    Devices that this process does not have are left out; CUDA that is not in use yet is set when it is.
-    Raises DamagedError for anything that `capture` cannot have given.
+    Ignores devices that this process does not have. If CUDA is not initialised yet, torch sets its generators
+    then. Raises DamagedError for states that `capture` cannot have returned.
     """
     with _damaged("the random numbers' state"):
         put_back = [_read(generator, state[name]) for name, generator in _globals().items()]
         cuda = [_torch_state(packed) for packed in state.get("cuda", ())]
         for put in put_back:
             put()
-        # Without NVML the question for devices initialises CUDA: asked only where there is an answer to use.
+        # Without NVML, device_count initialises CUDA: call it only if there are states for devices.
         devices = torch.cuda.device_count() if cuda else 0
         for index, device_state in enumerate(cuda[:devices]):
             torch.cuda.set_rng_state(device_state, index)
 
 
 def is_generator(value: object) -> bool:
-    """Whether `capture_one` can take it."""
+    """Whether `capture_one` supports a value."""
     return isinstance(value, torch.Generator | random.Random | np.random.RandomState | np.random.Generator)
 
 
 def is_global(value: object) -> bool:
-    """Whether it is one of those that `capture` takes."""
+    """Whether a value is a generator that `capture` includes."""
     return any(value is each for each in (*_globals().values(), *torch.cuda.default_generators))
 
 
 def capture_one(generator: object) -> Any:
-    """The state of one generator of torch, Python or NumPy, as plain values."""
+    """Return the state of one generator of torch, Python or NumPy, as plain values."""
     return _packed(_raw(generator))
 
 
 class _Raw(NamedTuple):
-    """The state of a generator as the generator gives it, in memory of its own, and the function that packs
-    it."""
+    """The state of a generator as it returns it, in separate memory, and the function that packs it."""
 
     state: Any
     pack: Callable[[Any], Any]
@@ -110,19 +110,15 @@ def _raw(generator: object) -> _Raw:
         state = _numpy_global.state() if is_global else generator.get_state(legacy=False)
         return _Raw(state, _numpy_plain)
     if isinstance(generator, np.random.Generator):
-        # Packed now: a bit generator of another package may hand out the arrays that it draws from.
-        return _Raw(_plain(dict(generator.bit_generator.state)), _as_it_is)
+        # Packed now: a bit generator of another package may return the arrays from which it draws.
+        return _Raw(_plain(dict(generator.bit_generator.state)), lambda state: state)
     if isinstance(generator, random.Random):
         return _Raw(generator.getstate(), _python_bytes)
     raise StateError(f"{type(generator).__name__} is not a random number generator that can be saved.")
 
 
-def _as_it_is(state: Any) -> Any:
-    return state
-
-
 def _packed(raw: Any) -> Any:
-    """Each `_Raw` in nested dicts and lists, packed."""
+    """Return nested dicts and lists with each `_Raw` packed."""
     if isinstance(raw, _Raw):
         return raw.pack(raw.state)
     if isinstance(raw, dict):
@@ -131,14 +127,14 @@ def _packed(raw: Any) -> Any:
 
 
 class _NumpyGlobal:
-    """Reads the state of NumPy's global generator. NumPy copies the 624 words of its twister one by one,
-    which takes 30 us; a comparison of the twister's memory takes 1 us, and a training process that does not
-    draw from NumPy has the same words each time.
+    """A cached reader for the state of NumPy's global generator. NumPy copies the 624 words of its Mersenne
+    Twister one by one, which takes 30 us. A comparison of the memory takes 1 us, and the words do not change
+    in a training process that does not draw from NumPy.
 
-    The words do not say whether a normal number waits, the second of a pair. A state is kept only where
-    none waits: a pair that is drawn changes the words, and a state read with the same words as one in which a
-    number waited is not kept either. What this cannot see is a `np.random.set_state` of the program that goes
-    back to the middle of the newest pair, with no record taken in that middle before.
+    The words do not show whether the second normal number of a pair is buffered (`has_gauss`). So a state is
+    cached only if no number is buffered, and only if its words differ from the last ones with a buffered
+    number: a new pair changes the words. One change is not detected: a `np.random.set_state` of the program
+    to the middle of the newest pair, if no state was read in that middle before.
     """
 
     _NUM_BYTES = 4 * _NUMPY_WORDS + 4  # the words and the position
@@ -148,7 +144,7 @@ class _NumpyGlobal:
         self._address = 0
         self._words = b""
         self._state: Any = None
-        self._waited_at = b""
+        self._buffered_at = b""  # the words of the last state with a buffered number
 
     def state(self) -> Any:
         bits = np.random.get_bit_generator() if hasattr(np.random, "get_bit_generator") else None
@@ -163,27 +159,27 @@ class _NumpyGlobal:
         state: Any = np.random.get_state(legacy=False)
         self._state = None
         if state["has_gauss"]:
-            self._waited_at = words
-        elif words != self._waited_at:
+            self._buffered_at = words
+        elif words != self._buffered_at:
             self._words, self._state = words, state
         return state
 
     def forget(self) -> None:
-        """A state was set: the same words may have another number that waits."""
-        self._state, self._waited_at = None, b""
+        """Drop the cache after a state was set: the same words may have another buffered number."""
+        self._state, self._buffered_at = None, b""
 
 
 _numpy_global = _NumpyGlobal()
 
 
 def restore_one(generator: object, state: Any) -> None:
-    """Put one generator back. Raises DamagedError if the state is of another kind of generator."""
+    """Restore one generator. Raises DamagedError if the state belongs to another type of generator."""
     with _damaged(f"the state of a {type(generator).__name__}"):
         _read(generator, state)()
 
 
 def _read(generator: Any, state: Any) -> Callable[[], object]:
-    """Called, puts the generator back."""
+    """Decode a state; return the function that restores the generator."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, _torch_state(state))
     if isinstance(generator, np.random.RandomState):
@@ -200,7 +196,7 @@ def _damaged(what: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
         raise DamagedError(
-            f"{what} in the checkpoint cannot be read ({error}). It was damaged or comes from another "
+            f"{what} in the checkpoint cannot be read ({error}). It is damaged or belongs to another type of "
             "generator. Resume from an older step."
         ) from error
 
@@ -208,7 +204,7 @@ def _damaged(what: str) -> Iterator[None]:
 def _python_bytes(state: tuple[Any, ...]) -> bytes:
     version, words, gauss = state
     if version != _PYTHON_VERSION:
-        raise StateError(f"random.Random states of version {version} are not known to this library.")
+        raise StateError(f"This library does not support random.Random states of version {version}.")
     tail = _PYTHON_TAIL.pack(gauss is not None, gauss if gauss is not None else 0.0)
     return array("I", words).tobytes() + tail
 
@@ -239,7 +235,7 @@ def _numpy_state(packed: Any) -> dict[str, Any]:
 
 
 def _torch_bytes(state: torch.Tensor) -> bytes:
-    """torch keeps each 32-bit word of its twister in 64 bits: the zero halves are left out."""
+    """Pack the state without the upper halves of its words: torch stores each 32-bit word in 64 bits."""
     raw = state.numpy().tobytes()
     if len(raw) != _TORCH_CPU_BYTES or sys.byteorder != "little":
         return raw
@@ -260,7 +256,7 @@ def _torch_state(packed: bytes) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """A bit generator's state (dict of ints, strings and arrays) without NumPy types."""
+    """Return a bit generator's state (dict of ints, strings and arrays) without NumPy types."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray):
@@ -276,7 +272,7 @@ def _array_back(value: Any) -> Any:
     return {key: _array_back(item) for key, item in value.items()}
 
 
-# Those that an object's parts own
+# Generators that an object holds
 
 
 _DEPTH = 4
@@ -295,14 +291,15 @@ class Recorded:
         self._value: dict[str, Any] = {}
 
     def value(self) -> dict[str, Any]:
-        """As `Generators.capture_all` gives them. The same object each time: it is not to be changed."""
+        """Return the states as `Generators.capture_all` does. Each call returns the same object: do not
+        change it."""
         if self._raw is not None:
             self._value, self._raw = _packed(self._raw), None
         return self._value
 
 
 class Generators:
-    """The generators reachable from named roots, each once, under the first path that led to it."""
+    """The generators reachable from named roots, each once, under its first path."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
         self._found = {p: each for p, each in reached(roots) if is_generator(each) and not is_global(each)}
@@ -311,16 +308,16 @@ class Generators:
         return {path: capture_one(generator) for path, generator in self._found.items()}
 
     def capture_all(self) -> dict[str, Any]:
-        """With the global ones."""
+        """Return the states of these generators and of the global ones."""
         return self.record_all().value()
 
     def record_all(self) -> Recorded:
-        """What `capture_all` gives, packed only when it is asked for."""
+        """Record the same states; pack them only when they are read."""
         own = {path: _raw(generator) for path, generator in self._found.items()}
         return Recorded({"global": _record(), "own": own})
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Put back those of the states that have a generator here; raises DamagedError."""
+        """Restore the states whose path has a generator here. Raises DamagedError."""
         for path, generator in self._found.items():
             if path in states:
                 restore_one(generator, states[path])
@@ -330,17 +327,17 @@ class Generators:
         self.restore(states["own"])
 
     def path_of(self, generator: object) -> str | None:
-        """Where one was found."""
+        """Return the path of a generator, or None."""
         return next((path for path, each in self._found.items() if each is generator), None)
 
-    def strangers(self, states: Mapping[str, Any]) -> list[str]:
-        """Paths that are only in the states or only here."""
+    def unmatched(self, states: Mapping[str, Any]) -> list[str]:
+        """Return the paths that exist only in the states or only here."""
         return sorted(self._found.keys() ^ states.keys())
 
 
 def reached(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Objects and what their attributes hold, each once, with its path. Breadth first, so that it is the
-    shortest; bounded, so that a data set that holds a million objects costs nothing."""
+    """Yield (path, object) of the roots and of the objects that their attributes hold, each once. Breadth
+    first, for the shortest path; bounded, so that a data set of a million objects costs nothing."""
     seen: set[int] = set()
     level = list(roots.items())
     for _ in range(_DEPTH):
@@ -356,7 +353,7 @@ def reached(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """What a value holds that may be worth a look, with its path."""
+    """Yield (path, object) of the objects to search in a value."""
     if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS:
         yield from ((f"{path}.{index}", item) for index, item in enumerate(value))
     elif not isinstance(value, _OPAQUE):

@@ -1,8 +1,8 @@
-"""The state as a whole: every named object's leaves and values, the gradients, and the way back.
+"""The whole state: the leaves and values of all named objects, the gradients, and their restore.
 
-Owns the order (modules, optimizers, the rest; on the way back the user's own code last), the rule that
-nothing live changes before everything fits, what a plan has to watch, and the mask of gradients, one
-character a parameter. Never copies a leaf.
+Owns the order (modules, optimizers, the rest; a restore runs the user's own code last), the rule that no live
+object changes before everything fits, the conditions of a plan, and the mask of gradients, one character a
+parameter. Never copies a leaf.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.layout import Leaf
-from flashckpt.format.parts import MAX_VALUES_BYTES
+from flashckpt.format.records import MAX_VALUES_BYTES
 from flashckpt.format.typed import Encoded, LeafRef, check_roundtrip, encode_json, too_large
 from flashckpt.state.leaves import (
     Filling,
@@ -30,6 +30,8 @@ from flashckpt.state.leaves import (
     Sink,
     Uploads,
     Walk,
+    check_stored,
+    is_stored,
     leaf_names,
 )
 from flashckpt.state.modules import ModuleEntry, check_own_saving, tie_differences
@@ -54,7 +56,6 @@ from flashckpt.state.optimizers import (
     unwrapped,
     warn_of_attributes,
 )
-from flashckpt.state.stored import check_stored, is_stored
 from flashckpt.state.tensors import DTYPE_NAMES, described, make, strides
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,8 @@ __all__ = ["PARTIAL", "LiveLeaf", "Saved", "Tree", "Walk"]
 NAMESPACE = "gradients"
 UsedUp = Callable[[Any, Tensor], bool]
 
-# none · used up: dense, or sparse with 1-9 sparse dimensions · still to be used: dense, sparse, coalesced
+# no gradient; used up: dense, or sparse ("1" to "9": its sparse dimensions); still to be used: dense, sparse,
+# coalesced
 NONE, ZEROS, LEAF, SPARSE, COALESCED = "-", "d", "L", "S", "C"
 _LEAVES = frozenset((LEAF, SPARSE, COALESCED))
 
@@ -73,8 +75,8 @@ class Tree:
     """The named objects of a run."""
 
     def __init__(self, named: Mapping[str, object], most_values_bytes: int = MAX_VALUES_BYTES) -> None:
-        """Raises StateError, with the path in the state, for what cannot be saved exactly, and for plain
-        values that take more than `most_values_bytes` as JSON."""
+        """Raises StateError, with the path in the state, for objects that cannot be saved exactly, and for
+        plain values of more than `most_values_bytes` as JSON."""
         self.most_values_bytes = most_values_bytes
         targets = {name: unwrapped(target) for name, target in named.items()}
         _check_names(targets)
@@ -90,7 +92,7 @@ class Tree:
         self.current: Walk | None = None
         self._found: Walk | None = None
         self._fitting: tuple[Saved, Walk] | None = None
-        self._structure: dict[str, object] | None = None  # at the first walk; None once a change was said
+        self._structure: dict[str, object] | None = None  # at the first walk; None after a warning
         walk = self.walk(_all_used_up)
         check_drivers(targets, optimizers, self.parameters())
         for name, optimizer in optimizers.items():
@@ -106,14 +108,14 @@ class Tree:
         try:
             num_bytes = len(encode_json(value["entries"]))
         except StateError:
-            num_bytes = 0  # what has no encoding is found below, with its path
+            num_bytes = 0  # check_roundtrip below finds the value without an encoding, and its path
         if num_bytes > self.most_values_bytes:
             raise too_large(self.plain_values(value), num_bytes, self.most_values_bytes)
         for name, each in value["entries"].items():
             check_roundtrip(each, name)
 
     def plain_values(self, value: Mapping[str, Any]) -> dict[str, Any]:
-        """What is no tensor of each named object, as the program has it: of what `values` gives."""
+        """Return the values of each named object, in the program's own form, from the result of `values`."""
         entries = value["entries"]
         return {
             name: entries[name]["state"] if entry.kind in ("container", "object") else entries[name]
@@ -121,27 +123,27 @@ class Tree:
         }
 
     def _in_order(self) -> list[StateEntry]:
-        """Modules own parameters and so come first; then optimizers, which own those that are left."""
+        """Modules come first, because they own parameters; then optimizers, which own the remaining ones."""
         entries = self._entries.values()
         return sorted(
             entries, key=lambda e: 0 if e.kind == "module" else 1 if isinstance(e.target, Optimizer) else 2
         )
 
     def parameters(self) -> list[tuple[str, Tensor]]:
-        """Those of all entries, as of the last walk, with their names."""
+        """Return (name, parameter) of all entries, as of the last walk."""
         return [pair for entry in self._in_order() for pair in entry.parameters]
 
     def walk(self, used_up: UsedUp) -> Walk:
-        """Every leaf and value of the state, now. `used_up(parameter, gradient)` says of a gradient that
-        the optimizer has used it and it is not needed again. Raises StateError."""
+        """Collect every leaf and value of the current state. `used_up(parameter, gradient)` returns whether
+        the optimizer has used a gradient, so that it is not needed again. Raises StateError."""
         walk, collects = Walk(), gc.isenabled()
-        gc.disable()  # a walk makes many small objects and no garbage: collections would be most of its time
+        gc.disable()  # a walk creates many small objects and no garbage; collections would take most of it
         try:
             for entry in self._in_order():
                 entry.take(walk)
             alone = frozenset(walk.refs)
             found = {entry.name: entry.values(walk) for entry in self._in_order()}
-            walk.asked = walk.refs.keys() - alone
+            walk.in_values = walk.refs.keys() - alone
             gradients = Gradients(self.parameters())
             mask = gradients.take(walk, used_up)
             walk.check_shared_memory()
@@ -152,56 +154,54 @@ class Tree:
         self.current, self._gradients, self._used_up = walk, gradients, used_up
         self._found = walk if used_up is _all_used_up else None
         if self._structure is not None:
-            self._tell_changed(self._structure)
+            self._warn_of_changes(self._structure)
         return walk
 
     def found(self) -> Walk:
-        """Every leaf and value with all gradients taken for used up: to compare with, and not to capture. The
-        last walk that was of this kind, as long as the state holds what it found; else a new one. While
-        nothing of the program runs, as in `attach`, one is enough. Raises StateError."""
+        """Return a walk that treats all gradients as used up, for comparisons only. Reuses the last such walk
+        while the state still holds its tensors. Raises StateError."""
         found = self._found
-        return found if found is not None and found.stand_whole() else self.walk(_all_used_up)
+        return found if found is not None and found.all_leaves_valid() else self.walk(_all_used_up)
 
     def _structure_now(self) -> dict[str, object]:
-        """What the program has to build before it can be filled: parameters with their shapes, and the number
-        of parameters in each group of the optimizers."""
+        """Return the structure that the program has to build before a restore: the parameters with their
+        shapes, and the number of parameters in each optimizer group."""
         return {name: size for entry in self._entries.values() for name, size in entry.structure().items()}
 
-    def _tell_changed(self, before: dict[str, object]) -> None:
-        """Said once, at the first snapshot of it: a start of the same script will build something else."""
+    def _warn_of_changes(self, before: dict[str, object]) -> None:
+        """Warn once if the structure has changed: a restart of the same script builds the old structure."""
         now = self._structure_now()
         changed = sorted(n for n in before.keys() | now.keys() if before.get(n) != now.get(n))
         if not changed:
             return
         self._structure = None
         log.warning(
-            "parameters or groups of optimizers are others than at attach (%s%s). They are saved, but a "
-            "start of the same script builds those from before, and a resume stops with a MismatchError. Let "
-            "the script build them before it attaches, by how far the run has come (flashckpt.steps(path)), "
-            "or all of them from the beginning",
+            "parameters or optimizer groups have changed since attach (%s%s). They are saved, but a restart "
+            "of the same script builds the old ones, and its resume raises MismatchError. Let the script "
+            "build the new ones before it attaches: from the beginning, or depending on the newest step "
+            "(flashckpt.steps(path))",
             ", ".join(changed[:5]), ", …" if len(changed) > 5 else "",
         )  # fmt: skip
 
     def values(self, used_up: UsedUp | None = None) -> dict[str, Any]:
-        """The values alone, now, for `encode_json` at once; leaves without a container get their newest
-        tensor. With `used_up` the mask of gradients is read again too. If the state is structured
-        otherwise than at the last walk, it is walked again: `current` is then another Walk. Raises
-        StateError."""
+        """Return the current values, to be encoded at once; leaves without a container get their newest
+        tensor. `used_up`: read the mask of gradients again, too. If the structure of the state has changed
+        since the last walk, walk it again: `current` is then another Walk. Raises StateError."""
         if self.current is None:
             return self.walk(used_up or self._used_up).value
         refresh = Refresh(self.current)
         try:
             entries = {name: entry.values(refresh) for name, entry in self._entries.items()}
-            if gone := self.current.asked - refresh.seen:
-                # Their leaves would be ones that nothing names.
+            if gone := self.current.in_values - refresh.seen:
+                # No value would refer to their leaves.
                 raise Restructured(min(gone))
             return {"entries": entries, NAMESPACE: self._gradients.values(refresh, used_up)}
         except Restructured:
             return self.walk(used_up or self._used_up).value
 
     def differences(self, saved: Saved) -> list[Row]:
-        """What does not fit, as rows (name, in the checkpoint, live); the live state stays as it is.
-        Raises DamagedError if the snapshot's values are not whole."""
+        """Return the differences that prevent a restore, as rows (name, in the checkpoint, live). Changes
+        nothing. Raises DamagedError if the snapshot's values are malformed."""
         live, self.current = self.found(), None
         try:
             rows = self._differences(saved, live)
@@ -209,8 +209,8 @@ class Tree:
             return rows
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise DamagedError(
-                f"The values of the snapshot do not have the form they were written in ({error!r}). It "
-                "cannot be used; nothing was loaded."
+                f"The values of the snapshot are malformed ({error!r}). Nothing was loaded. The snapshot "
+                "cannot be used."
             ) from error
 
     def _differences(self, saved: Saved, live: Walk) -> list[Row]:
@@ -232,7 +232,9 @@ class Tree:
             for place, ref in entry.references(recorded[entry.name]):
                 for leaf in leaf_names(place, ref):
                     if leaf not in saved.names:
-                        raise DamagedError(f"The snapshot names {leaf!r} and lacks it. Nothing was loaded.")
+                        raise DamagedError(
+                            f"The snapshot refers to {leaf!r} and does not contain it. Nothing was loaded."
+                        )
                     if is_stored(ref):
                         check_stored(ref.about, saved.leaves[saved.names[leaf]].num_bytes)
         return rows
@@ -241,14 +243,15 @@ class Tree:
         return [entry for entry in self._in_order() if entry.name in recorded]
 
     def restore(self, saved: Saved, uploads: Uploads | None = None) -> list[tuple[str, Tensor]]:
-        """Make the live state the saved one; (leaf name, live tensor) of everything that was filled. What is
-        on a device goes there by `uploads`.
+        """Restore the saved state into the live one; return (leaf name, live tensor) of everything filled.
+        `uploads` copies the tensors of devices.
 
-        Raises MismatchError or DamagedError with nothing changed; what a `load_state_dict` of the
-        user's own raises, or does not take back, comes as StateError, when all else was filled. A leaf
-        that has no place in the live state is a DamagedError then. What `differences` found to fit last is
-        neither compared nor walked again, as long as the tensors that were found are those of the state."""
-        known = self._fitting is not None and self._fitting[0] is saved and self._fitting[1].stand()
+        A snapshot that the last call of `differences` found to fit is not compared again, as long as the
+        state still holds the same tensors. Raises MismatchError or DamagedError, with nothing changed, for a
+        state that does not fit. Raises StateError, after all else was filled, if a user's own
+        `load_state_dict` fails or does not restore its state, and DamagedError, also then, for a leaf that
+        belongs to no object."""
+        known = self._fitting is not None and self._fitting[0] is saved and self._fitting[1].is_valid()
         rows = [] if known else self.differences(saved)
         fitting, self._fitting = self._fitting, None
         if rows or fitting is None:
@@ -256,11 +259,11 @@ class Tree:
                 f"The live state does not fit the checkpoint: {len(rows)} differences. Nothing was loaded.",
                 differences=tuple(rows),
             )
-        if not fitting[1].stand():
+        if not fitting[1].is_valid():
             raise StateError(
-                "The state has other tensors each time it is asked: what was filled would not be what is "
-                "trained. Nothing was loaded. Let no state_dict put new tensors into the state's modules or "
-                "optimizers."
+                "The tensors of the state are replaced at each read, so the restored tensors would not be "
+                "those that are trained. Nothing was loaded. Let no state_dict put new tensors into the "
+                "state's modules or optimizers."
             )
         live, filling, values = fitting[1], Filling(saved, uploads), saved.value["entries"]
         saved_entries = self._saved_entries(values)
@@ -268,41 +271,41 @@ class Tree:
             entry.restore(values[entry.name], filling, live)
         self._gradients.restore(saved.value[NAMESPACE], filling)
         filling.make_copies()
-        filling.at_once = True  # code of the program's own reads what it is given
+        filling.at_once = True  # the program's own code reads the tensors that it gets
         filled = list(filling.filled)
         for entry in saved_entries:
             try:
                 filled += entry.finish(values[entry.name], filling, saved)
             except Exception as error:
                 raise StateError(
-                    f"{entry.name} did not take its state back: {type(error).__name__}: {error}. The rest of "
-                    "the state was loaded already, so this process must not train on. The checkpoint is "
-                    "intact.",
+                    f"{entry.name} did not restore its state: {type(error).__name__}: {error}. The rest of "
+                    "the state was already loaded, so this process must not continue to train. The "
+                    "checkpoint is intact.",
                     location=entry.name,
                 ) from error
         self.current = self._found = None
         left = sorted(saved.leaves.keys() - {name for name, _ in filled})
         if left:
             raise DamagedError(
-                f"{len(left)} tensors of the snapshot belong to nothing that its values name "
-                f"({', '.join(left[:5])}), so they were not loaded. The rest was: this process must not "
-                "train on. Resume from another step."
+                f"{len(left)} tensors of the snapshot belong to no object that its values name "
+                f"({', '.join(left[:5])}) and were not loaded. The rest was loaded, so this process must not "
+                "continue to train. Resume from another step."
             )
         return filled
 
     @property
     def entries(self) -> Mapping[str, StateEntry]:
-        """The parts of the state, as of the last walk."""
+        """The named objects of the state, as of the last walk."""
         return self._entries
 
     @property
     def names(self) -> list[str]:
-        """The names of the parts of the state."""
+        """The names of the state's objects."""
         return list(self._entries)
 
     @property
     def own_code(self) -> list[str]:
-        """The names of what takes its state back by methods of the program's own."""
+        """The names of the objects that restore their state by methods of the program."""
         return [
             entry.name
             for entry in self._entries.values()
@@ -311,7 +314,7 @@ class Tree:
 
 
 def _other_boxes(saved: Saved, live: Walk) -> list[Row]:
-    """Tensors of which the snapshot has another part than is here."""
+    """Return the rows of tensors whose slice in the snapshot differs from the live one."""
     both = [
         (name, saved.leaves[saved.names[name]], here)
         for name, here in live.named.items()
@@ -349,16 +352,19 @@ def _entry(name: str, target: Any) -> StateEntry:
 
 
 def _check_names(named: Mapping[str, object]) -> None:
-    """Only a module may have two names: its tensors are then stored once, with both."""
+    """Raise StateError for invalid names. Only a module may have two: its tensors are stored once."""
     first: dict[int, str] = {}
     for name, target in named.items():
         if not name or name.startswith(("!", "_")) or name.split(".")[0] == NAMESPACE:
-            raise StateError(f"{name!r} cannot name a part of the state. Choose another name.", location=name)
+            raise StateError(
+                f"{name!r} is not allowed as a name in the state. Nothing was changed. Choose another name.",
+                location=name,
+            )
         for other in named:
             if other != name and other.startswith(name + "."):
                 raise StateError(
-                    f"{other!r} would stand inside {name!r}: names in the state would not be unique. Nothing "
-                    "was changed. Rename one of them.",
+                    f"{other!r} begins with the name {name!r}, so names in the state would not be unique. "
+                    "Nothing was changed. Rename one of them.",
                     location=other,
                 )
         other = first.setdefault(id(target), name)
@@ -374,9 +380,10 @@ def _check_names(named: Mapping[str, object]) -> None:
 
 
 class Gradients:
-    """The gradients of all parameters that one walk found: those still to be used are leaves, of the others
-    only the kind is kept. A used-up gradient comes back as zeros of its kind: with
-    zero_grad(set_to_none=False) an idle parameter still decays, one without a gradient does not."""
+    """The gradients of all parameters of one walk. A gradient that is still to be used is a leaf; of a
+    used-up one only the kind is saved. It is restored as zeros, not as None: with
+    zero_grad(set_to_none=False) an optimizer still decays an idle parameter, and skips one without a
+    gradient."""
 
     def __init__(self, parameters: list[tuple[str, Tensor]]) -> None:
         first_names: dict[Tensor, str] = {}
@@ -388,7 +395,7 @@ class Gradients:
         self.kinds = ""
 
     def take(self, walk: Walk, used_up: UsedUp) -> dict[str, Any]:
-        """Hand over the gradients still to be used; the mask of all."""
+        """Add the gradients that are still to be used to the walk; return the mask of all."""
         self.kinds, self._exceptions = self._kinds_now(used_up), {}
         for name, parameter, kind in zip(self._names, self._parameters, self.kinds, strict=True):
             gradient = parameter.grad
@@ -396,12 +403,13 @@ class Gradients:
                 self._take(walk, name, parameter, kind)
             elif kind == ZEROS and gradient is not None:
                 like_parameter = gradient.dtype == parameter.dtype and gradient.stride() == parameter.stride()
-                if not like_parameter:  # zeros_like would give another
+                if not like_parameter:  # zeros_like(parameter) would differ
                     self._exceptions[name] = DTYPE_NAMES[gradient.dtype], strides(gradient)
         return self._value(self.kinds)
 
     def values(self, refresh: Refresh, used_up: UsedUp | None) -> dict[str, Any]:
-        """The mask, read again with `used_up`. Raises Restructured if other gradients are leaves now."""
+        """Return the mask, read again with `used_up`. Raises Restructured if the gradients that are leaves
+        have changed."""
         kinds = self.kinds if used_up is None else self._kinds_now(used_up)
         leaves = _leaves_in(kinds)
         if kinds != self.kinds and leaves != _leaves_in(self.kinds):
@@ -424,7 +432,7 @@ class Gradients:
             if ref.about:
                 self._exceptions[name] = ref
             return
-        # A sparse tensor hands out its parts anew each time: there is no place to watch.
+        # A sparse tensor returns new part tensors at each access: they have no container.
         place = Place("gradient", parameter, home=parameter.device)
         sink.add(f"{full}.indices", gradient._indices(), place)
         sink.add(f"{full}.values", gradient._values(), place)
@@ -433,13 +441,13 @@ class Gradients:
         return "".join([NONE if (g := p.grad) is None else _kind_of(p, g, used_up) for p in self._parameters])
 
     def differences(self, value: dict[str, Any]) -> list[Row]:
-        """Parameters whose gradient the snapshot holds and that are not here."""
+        """Return the parameters that are missing here and whose gradient the snapshot holds."""
         known = set(self._names)
         pairs = zip(value["names"], value["kinds"], strict=True)
         return [(name, "gradient", MISSING) for name, kind in pairs if kind != NONE and name not in known]
 
     def restore(self, value: dict[str, Any], filling: Filling) -> None:
-        """Give every parameter the gradient it had, or zeros of its kind, or none."""
+        """Set the gradient of each parameter: the saved one, zeros of its kind, or None."""
         by_name = dict(zip(self._names, self._parameters, strict=True))
         for name, kind in zip(value["names"], value["kinds"], strict=True):
             if name in by_name:
@@ -450,12 +458,12 @@ class Gradients:
 
 
 def _kind_of(parameter: Tensor, gradient: Tensor, used_up: UsedUp) -> str:
-    """The character that stands for a gradient."""
+    """Return the character of a gradient in the mask."""
     used = used_up(parameter, gradient)
     if gradient.layout is torch.strided:
         return ZEROS if used else LEAF
     if gradient.layout is not torch.sparse_coo:
-        return LEAF  # refused, with its name, when it is taken
+        return LEAF  # Walk.add refuses it, with its name
     if used:
         return str(gradient.sparse_dim())
     return COALESCED if gradient.is_coalesced() else SPARSE
@@ -485,7 +493,7 @@ def _gradient(name: str, kind: str, parameter: Tensor, exception: Any, filling: 
     else:
         raise DamagedError(f"The snapshot holds a gradient of an unknown kind for {name}. It cannot be used.")
     shape = parameter.shape
-    filling.make_copies()  # the indices are read here
+    filling.make_copies()  # sparse_coo_tensor reads the indices
     return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=True)
 
 

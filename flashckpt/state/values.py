@@ -1,8 +1,7 @@
-"""Values that are no tensors: nested ones, in which references stand for the tensors that they hold; and the
-types that torch and NumPy add to the typed encoding.
+"""Nested values, in which references replace the tensors; and the types that torch and NumPy add to the typed
+encoding.
 
-Owns the plain forms of those types. What is read is checked against fixed tables before anything is made
-of it.
+Owns the plain forms of those types. Checks what a file holds against fixed tables before it creates objects.
 """
 
 from __future__ import annotations
@@ -21,8 +20,17 @@ from torch import Tensor
 from flashckpt.errors import DamagedError
 from flashckpt.format.typed import MAX_DEPTH, SEQUENCES, Hole, LeafRef, children, register, same
 from flashckpt.state import rng
-from flashckpt.state.leaves import CPU, Filling, Place, Sink
-from flashckpt.state.stored import array_dtype, check_array, is_large, is_stored, value_of
+from flashckpt.state.leaves import (
+    CPU,
+    Filling,
+    Place,
+    Sink,
+    array_dtype,
+    check_array,
+    is_large,
+    is_stored,
+    value_of,
+)
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits, check, refuse
 
 CONTAINERS = frozenset((dict, OrderedDict, defaultdict, *SEQUENCES))  # that may hold tensors
@@ -32,13 +40,13 @@ SIMPLE = frozenset((type(None), bool, int, float, str, bytes, complex))
 
 
 def join(prefix: str, part: object) -> str:
-    """The name of a part of what is called `prefix`."""
+    """Return the name of a part of the value with the name `prefix`."""
     text = part if isinstance(part, str) else repr(part)
     return f"{prefix}.{text}" if prefix and text else prefix or text
 
 
 def holds_tensor(value: Any, depth: int = 0, *, or_large: bool = False) -> bool:
-    """Whether there is a tensor anywhere in the value; `or_large`, or a value that is stored as a leaf."""
+    """Whether the value contains a tensor or, with `or_large`, a value that is stored as a leaf."""
     if or_large and is_large(value):
         return True
     if type(value) in SIMPLE:
@@ -46,8 +54,8 @@ def holds_tensor(value: Any, depth: int = 0, *, or_large: bool = False) -> bool:
     if isinstance(value, Tensor):
         return True
     if depth > MAX_DEPTH or not isinstance(value, (dict, *SEQUENCES, set, frozenset)):
-        return False  # what nests too deep is refused by the encoding, with its path
-    or_large = or_large and type(value) in CONTAINERS  # in a set, say, a reference has no place
+        return False  # the encoding refuses values that are nested too deep, with their path
+    or_large = or_large and type(value) in CONTAINERS  # a set, for example, cannot hold a reference
     parts = value.values() if isinstance(value, dict) else value
     return any(holds_tensor(part, depth + 1, or_large=or_large) for part in parts)
 
@@ -60,9 +68,9 @@ def survey(
     hole: Callable[[object, object], None] | None = None,
     depth: int = 0,
 ) -> Any:
-    """`value` with a reference for each tensor, large array and large bytes. With `hole`, parts without
-    tensors, large or not, are handed to it by container and key and a Hole stands for them. Raises StateError
-    for tensors where they cannot be."""
+    """Return `value` with references in place of its tensors, large arrays and large bytes. If `hole` is
+    given, call it with the (container, key) of each part without tensors, whatever its size, and put a Hole
+    in its place. Raises StateError for tensors in unsupported containers."""
     if isinstance(value, Tensor):
         return sink.add(name, value, place)
     if hole is None and is_large(value):
@@ -78,7 +86,7 @@ def survey(
     if kind not in CONTAINERS:
         refuse(name, f"holds tensors in a {kind.__qualname__}", "Use a dict, list, tuple or deque for them.")
     sink.guard(value)
-    sink.anchor(place.container, place.key, value)  # another one in its place has tensors of its own
+    sink.anchor(place.container, place.key, value)  # another container would hold other tensors
     container = None if place.container is None else value
 
     def below(key: object, item: object) -> Any:
@@ -89,7 +97,7 @@ def survey(
 
 
 def rebuild(like: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """A container of the same type as `like` with other items, by key or position."""
+    """Return a container of the type of `like` with these (key or position, item) pairs."""
     if type(like) is defaultdict:
         return defaultdict(like.default_factory, items)
     if isinstance(like, dict):
@@ -99,7 +107,7 @@ def rebuild(like: Any, items: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def references(value: object, name: str) -> Iterator[tuple[str, LeafRef]]:
-    """Every LeafRef in a nested value that is called `name`, with the name of the place where it stands."""
+    """Yield (name of its place, LeafRef) of each reference in a nested value with the name `name`."""
     if type(value) is LeafRef:
         yield name, value
     for key, item in children(value):
@@ -107,7 +115,7 @@ def references(value: object, name: str) -> Iterator[tuple[str, LeafRef]]:
 
 
 def _refill(live: Any, value: Any) -> bool:
-    """Give an array, a set, a counter or a bytearray that is there the saved contents, if it can be."""
+    """Fill a live array, set, Counter or bytearray with the saved contents; return False if it cannot be."""
     if type(live) is np.ndarray:
         if live.dtype != value.dtype or live.shape != value.shape or not live.flags.writeable:
             return False
@@ -118,7 +126,7 @@ def _refill(live: Any, value: Any) -> bool:
     elif type(live) is bytearray:
         try:
             live[:] = value
-        except BufferError:  # something looks at its memory, which therefore keeps its length
+        except BufferError:  # an exported buffer fixes the length
             return False
     else:
         return False
@@ -127,20 +135,23 @@ def _refill(live: Any, value: Any) -> bool:
 
 @dataclass
 class Settling:
-    """Puts saved nested values back, keeping the containers and tensors that exist. `like`: the parameter
-    that they belong to. `holes`: what stands in their holes. `scalars_on_cpu`: step counters of a run on a
-    CPU stay there when its parameters move to a device."""
+    """Restores nested values and keeps existing containers and tensors.
+
+    like: the parameter to which the values belong.
+    holes: the values for the holes, in order.
+    scalars_on_cpu: keep the step counters of a run on a CPU there when its parameters move to a device.
+    """
 
     filling: Filling
     home: torch.device = CPU
     like: Tensor | None = None
     holes: Iterator[object] = field(default_factory=lambda: iter(()))
     scalars_on_cpu: bool = False
-    # One object in two places, where two were saved: only the first may take its contents.
+    # Live objects that already hold saved contents: a second place gets an object of its own.
     _kept: dict[int, object] = field(default_factory=dict)
 
     def settle(self, value: Any, live: Any, name: str) -> Any:
-        """What belongs in the place of `live`, which is kept and changed where it can be."""
+        """Return the object that belongs in the place of `live`: `live` itself, changed, if possible."""
         kind = type(value)
         if kind is LeafRef and is_stored(value):
             return self._settle_stored(value, live, name)
@@ -150,7 +161,7 @@ class Settling:
         if kind is Hole:
             for held in self.holes:
                 return held
-            raise DamagedError("The snapshot holds fewer values than it has places for. It cannot be used.")
+            raise DamagedError("The snapshot holds fewer values than its structure needs. It cannot be used.")
         if kind in CONTAINERS:
             return self._settle_items(value, live, name)
         if rng.is_generator(live) and type(live) is kind:
@@ -165,13 +176,13 @@ class Settling:
         leaf = self.filling.leaf(name)
         made = value_of(ref.about, self.filling.saved.tensor(leaf.name))
         if type(live) is type(made) and id(live) not in self._kept:
-            # A view of an array that was filled already is kept only if it holds what was saved: to fill it
-            # would change that array.
+            # To fill a view of an array that was already filled would change that array: keep such a view
+            # only if it already has the saved contents.
             kept = [each for each in self._kept.values() if type(each) is type(live) is np.ndarray]
             is_view = any(np.may_share_memory(live, each) for each in kept)
             if same(live, made) if is_view else _refill(live, made):
                 self._kept[id(live)] = made = live
-        self.filling.made(name, made)
+        self.filling.add_value(name, made)
         return made
 
     def _settle_items(self, value: Any, live: Any, name: str) -> Any:
@@ -191,8 +202,8 @@ class Settling:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor among values, in a loader's state: its dtype, shape, device and bytes, row-major. Equal if all
-    of them are."""
+    """A tensor among values, in a loader's state: dtype, shape, device and row-major bytes. Two are equal if
+    all four fields are."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -201,7 +212,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, tensor: Tensor, location: str) -> StoredTensor:
-        """Raises StateError, with its path, for a tensor that is more than these four."""
+        """Convert a tensor. Raises StateError, with its path, if these fields do not describe it fully."""
         check(tensor, location)
         if type(tensor) is not Tensor or tensor.requires_grad:
             refuse(location, f"is a {type(tensor).__name__} with a gradient's history", "Detach it.")
@@ -210,7 +221,7 @@ class StoredTensor:
         return cls(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), device, raw.numpy().tobytes())
 
     def tensor(self) -> Tensor:
-        """A tensor of its own; on the CPU where its device is none that is there."""
+        """Return a new tensor, on the CPU if its device does not exist here."""
         made = torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype], device="cpu")
         if self.data:
             raw = np.frombuffer(self.data, dtype=np.uint8).copy()
@@ -221,7 +232,7 @@ class StoredTensor:
         return made.to(device) if there else made
 
 
-# The plain forms of types: what is written, and back
+# The plain forms of types, and their conversion back
 
 
 _DEVICE = re.compile(r"[a-z_]{1,32}(:\d{1,5})?")
@@ -237,7 +248,7 @@ def _names_of(kind: type) -> dict[str, Any]:
 
 def _device(text: str) -> torch.device:
     if not _DEVICE.fullmatch(text):
-        raise ValueError(f"{text!r} is no device")
+        raise ValueError(f"{text!r} is not a device")
     try:
         return torch.device(text)
     except RuntimeError as error:
@@ -263,7 +274,7 @@ def _array_back(plain: Any) -> np.ndarray[Any, Any]:
     text, shape, data, fortran = plain
     dtype = array_dtype(text)
     if not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 64:
-        raise ValueError("a shape that cannot be")
+        raise ValueError("an invalid shape")
     if dtype.itemsize * int(np.prod(shape, dtype=object)) != len(data):
         raise ValueError("an array of another length")
     flat = np.frombuffer(bytearray(data), dtype=dtype) if data else np.empty(0, dtype)
@@ -293,12 +304,12 @@ def _in_state(generator: Any, state: Any) -> Any:
 def _register(
     kinds: type | tuple[type, ...], tag: str, to_plain: Callable[[Any], Any], back: Callable[[Any], Any]
 ) -> None:
-    """A type whose values are the same if their plain forms are."""
+    """Register types whose values are equal if their plain forms are."""
     register(kinds, tag, to_plain, back, same=lambda a, b: bool(to_plain(a) == to_plain(b)))
 
 
-# Dtypes that are no tensor's here may stand in options all the same (a quantized one in an autocast
-# argument): every dtype of torch has a name.
+# All dtypes of torch, including those that no leaf may have: options may hold them (a quantized dtype as an
+# autocast argument).
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _names_of(torch.dtype).values()}
 
 register(torch.Size, "torch.Size", list, torch.Size)

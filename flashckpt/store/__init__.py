@@ -1,4 +1,4 @@
-"""Where bytes rest: small files and shards behind one narrow Protocol. Owns which URL is what store."""
+"""Stores of small files and shards behind one narrow Protocol. Owns which store a path or URL means."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weakref import WeakSet
 from flashckpt.errors import OptionError
 from flashckpt.options import storage_options
 from flashckpt.printable import redacted
-from flashckpt.store import upload_rate
+from flashckpt.store import objects
 from flashckpt.store.base import Store
 from flashckpt.store.compressed_store import CompressedStore
 from flashckpt.store.local import LocalStore
-from flashckpt.store.upload_rate import UploadRate
+from flashckpt.store.objects import UploadRate
 
 if TYPE_CHECKING:
     from flashckpt.store.objects import ObjectClient
@@ -25,65 +25,65 @@ if TYPE_CHECKING:
 _Client = TypeVar("_Client", bound="ObjectClient")
 
 ENTRY_POINTS = "flashckpt.stores"
-"""The group of entry points in which a package names a store: the URL's scheme, and a callable that takes the
-URL. It is looked up in each process by itself: trainer, keeper and shell. It must import without torch."""
+"""Group of entry points by which a package adds a store: the name is the URL's scheme, the value a callable
+that takes the URL. Trainer, keeper and shell each look it up. The package must import without torch."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-# One that has lost a slash, as in a `pathlib.Path`, or has a blank before it.
-_NEARLY = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
+# A scheme that has lost a slash, as in a `pathlib.Path`, or has a blank before it.
+_ALMOST_URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]+:/")
 _BUCKETS = ("s3", "gs", "az")
 
-# By URL, for this process: what its client was given beside the URL.
-_given: dict[str, dict[str, Any]] = {}
+# Options of each URL's client in this process.
+_options: dict[str, dict[str, Any]] = {}
 _rates: dict[tuple[str, Any], UploadRate] = {}
-# By URL: those that are in use.
+# Clients in use, by URL.
 _clients: defaultdict[str, WeakSet[ObjectClient]] = defaultdict(WeakSet)
 
 
 def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
-    """The store that a run's path or URL names. Nothing is created or read.
+    """Open the store that a run's path or URL names. Create and read nothing.
 
-    `options` is what an object store's client takes beside the URL, see `Options.storage_options`. Those
-    given for a URL hold for later calls of this process without any; where none were,
+    `options`: options of an object store's client, see `Options.storage_options`. They hold for later calls
+    in this process for the same URL without options. Without any, the environment variable
     FLASHCKPT_STORAGE_OPTIONS counts, a JSON object.
 
-    OptionError for a scheme that neither this library nor an installed package has, which is named, for
-    options that cannot be, and for a URL with a password in it, which is not.
+    Raises OptionError, which names the scheme, if neither this library nor an installed package has it; for
+    invalid options; and, without showing the URL, for a URL with a password in it.
     """
     text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
-    return CompressedStore(_opened(text, options))
+    return CompressedStore(_open(text, options))
 
 
-def _opened(text: str, options: Mapping[str, Any] | None) -> Store:
+def _open(text: str, options: Mapping[str, Any] | None) -> Store:
     match = _SCHEME.match(text)
     if match is None:
         if not text:
             raise OptionError("the run's path is empty. Nothing was changed. Name a folder.")
-        if _NEARLY.match(text):
+        if _ALMOST_URL.match(text):
             raise OptionError(
-                f"{redacted(text)!r} is no URL, and looks like one: it would be a folder of this machine. "
-                "Nothing was changed. Write scheme://… as text (a pathlib.Path takes a slash away); a folder "
-                "of such a name is ./…"
+                f"{redacted(text)!r} is not a URL but looks like one: it would name a folder of this "
+                "machine. Nothing was changed. Write scheme://… as text (a pathlib.Path removes a slash), or "
+                "./… for a folder of such a name."
             )
         try:
             return LocalStore(text)
         except FileNotFoundError as error:
             raise OptionError(
                 f"{text!r} is a relative path, and the working directory was deleted. Nothing was changed. "
-                "Name the run by an absolute path, or start in a folder that is there."
+                "Name the run by an absolute path, or start in a folder that exists."
             ) from error
     if match[1].lower() != "file":
-        url = _one_form(text)
+        url = _canonical(text)
         if options:
             give_options(url, options)
         return _factory(url, match[1].lower())(url)
     parts = urlsplit(text)
     if re.search(r"[?#\x00-\x1f]", text):
         raise OptionError(
-            f"{redacted(text)!r} is no URL of a file: one of its characters must be written as %XX. "
-            "Nothing was changed. Name the folder, or write what `pathlib.Path.as_uri()` gives."
+            f"{redacted(text)!r} is not a URL of a file: one of its characters must be written as %XX. "
+            "Nothing was changed. Name the folder, or write the result of `pathlib.Path.as_uri()`."
         )
     if parts.netloc not in ("", "localhost") or not parts.path:
         raise OptionError(
@@ -93,75 +93,75 @@ def _opened(text: str, options: Mapping[str, Any] | None) -> Store:
 
 
 def give_options(url: str, options: Mapping[str, Any]) -> None:
-    """What stores of this URL, as a store gives it, are opened with from now on, in this process. Those that
-    are open go on with it: credentials may have been replaced. OptionError for options that cannot be."""
-    if options != _given.get(url):
+    """Set the options of all stores of this URL (`Store.url`) in this process. Open stores use them from now
+    on, since credentials may have been replaced. Raises OptionError for invalid options."""
+    if options != _options.get(url):
         for client in [*_clients.get(url, ())]:
-            client.renew({name: value for name, value in options.items() if name != upload_rate.OPTION})
-        _given[url] = dict(options)
+            client.renew({name: value for name, value in options.items() if name != objects.OPTION})
+        _options[url] = dict(options)
 
 
 def options_of(url: str) -> dict[str, Any]:
-    """What a store of this URL, as a store gives it, is opened with."""
-    return _given.get(url) or storage_options()
+    """The options of stores of this URL (`Store.url`)."""
+    return _options.get(url) or storage_options()
 
 
 def are_apart(one: str, other: str) -> bool:
-    """Whether two runs, named as their stores do, are in places of which none is the other or in it."""
+    """Whether two runs, each given as `Store.url`, are in different places, neither inside the other."""
     places = (each if "://" in each else os.path.realpath(each) for each in (one, other))
     one, other = (os.path.join(place, "") for place in places)
     return not (one.startswith(other) or other.startswith(one))
 
 
-def _one_form(url: str) -> str:
-    """The one form of a URL that names a run: by it its keeper and its memory are found on a node.
-    OptionError, which shows no part that may be secret, for one that some client would take for another's."""
+def _canonical(url: str) -> str:
+    """Return the canonical form of a URL, by which a node finds the run's keeper and memory. Raises
+    OptionError, without any part that may be secret, for a URL that some client takes for another run's."""
     scheme, _, rest = url.partition("://")
     scheme, rest = scheme.lower(), rest.rstrip("/")
     if "@" in rest.partition("/")[0]:
         raise OptionError(
-            f"a URL of {scheme}:// has a user or a password in it, which would stand in logs. Nothing was "
+            f"a URL of {scheme}:// has a user or a password in it, which would appear in logs. Nothing was "
             "changed. Leave them out, and give them in the environment or as storage_options."
         )
     if scheme in _BUCKETS and ":" in rest.partition("/")[0]:
         raise OptionError(
-            f"a URL of {scheme}:// has a port in it: clients would leave it out, and two runs be one. "
-            f"Nothing was changed. Write {scheme}://BUCKET/run; the server is named by the option endpoint."
+            f"a URL of {scheme}:// has a port in it: clients would drop it, and two runs would be one. "
+            f"Nothing was changed. Write {scheme}://BUCKET/run, and name the server by the option endpoint."
         )
     if re.search(r"[?#%\x00-\x1f]|\s$", rest) or not {"", ".", ".."}.isdisjoint(rest.split("/")[1:]):
         raise OptionError(
             f"a URL of {scheme}:// has a query, a fragment, %XX, a blank at its end, or a part that is "
-            "empty, . or .. in it: clients would leave it out, and two runs be one. Nothing was changed. "
-            "Name the run with plain characters; a signature or a token is given in the environment or as "
+            "empty, . or .. in it: clients would drop it, and two runs would be one. Nothing was changed. "
+            "Name the run with plain characters. Give a signature or a token in the environment or as "
             "storage_options."
         )
     return f"{scheme}://{rest}"
 
 
 def _client_options(url: str) -> dict[str, Any]:
-    return {name: value for name, value in options_of(url).items() if name != upload_rate.OPTION}
+    return {name: value for name, value in options_of(url).items() if name != objects.OPTION}
 
 
 def _rate_of(url: str) -> UploadRate:
-    """One for all stores of a URL that were given the same ceiling."""
-    ceiling = options_of(url).get(upload_rate.OPTION, 0)
+    """The rate that all stores of a URL with the same limit share."""
+    ceiling = options_of(url).get(objects.OPTION, 0)
     if (url, ceiling) not in _rates:
         _rates[url, ceiling] = UploadRate(ceiling)
     return _rates[url, ceiling]
 
 
-def _known(client: _Client) -> _Client:
+def _registered(client: _Client) -> _Client:
     _clients[client.url].add(client)
     return client
 
 
 def _factory(url: str, scheme: str) -> Callable[[str], Store]:
-    # Late, all of it: most runs are folders.
+    # Late imports: most runs are folders.
     if scheme in _BUCKETS:
         from flashckpt.store.objects import ObjectStore
         from flashckpt.store.obstore_client import ObstoreClient
 
-        return lambda url: ObjectStore(_known(ObstoreClient(url, _client_options(url))), _rate_of(url))
+        return lambda url: ObjectStore(_registered(ObstoreClient(url, _client_options(url))), _rate_of(url))
     from importlib.metadata import entry_points
 
     for each in entry_points(group=ENTRY_POINTS, name=scheme):
@@ -170,5 +170,5 @@ def _factory(url: str, scheme: str) -> Callable[[str], Store]:
     from flashckpt.store.fsspec_client import FsspecClient
     from flashckpt.store.objects import ObjectStore
 
-    client = _known(FsspecClient(url, _client_options(url)))
+    client = _registered(FsspecClient(url, _client_options(url)))
     return lambda url: ObjectStore(client, _rate_of(url))

@@ -1,8 +1,8 @@
-"""The waist: every byte of a run goes through a Store. Owns the Protocol, and which URL is what.
+"""The Store protocol, through which every byte of a run passes. Owns the protocol and its data types.
 
-A store holds files under '/'-separated paths relative to its run. What a path's folders are, and how a file
-becomes durable, is the store's own affair: nobody above it knows a local path, a link or a sync. A backend
-passes tests/contracts/ or it is not one.
+A store holds files under '/'-separated paths relative to its run. The store alone decides what a folder is
+and how a file becomes durable; its callers know no local path, link or sync. Every backend passes
+tests/contracts/.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout
 from flashckpt.format.records import Contents
 
 _MAX_NAME_BYTES = 255
-# What a file system answers for a sector, a block or a tree of a file that it cannot give any more. A server
-# that is away, a permission, a time-out are others: those say nothing of the file.
+# Errors of a file system that has lost bytes of a file. An absent server, a missing permission or a timeout
+# give other errors, which do not mean that the file is damaged.
 LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
 
 
 class LengthError(DamagedError):
-    """A file has another length than was written."""
+    """The length of a file differs from the length that was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a store can do beyond the contract, or does in its own way.
+    """Properties in which stores differ.
 
-    conditional_create: `create` refuses a taken name even when two ask at once; a run cannot be without it.
-    rename: the run itself may be moved while it is in use, and is then followed. is_shared: other nodes see
-    the same files; None where only a probe could tell. part_bytes: a longer shard is sent in pieces of this
-    size; 0 where there are no pieces. appends: a file grows by what is added, without being written anew.
-    delay_s: for how long a busy server may delay or refuse the write of a small file; 0 where writes come
-    through.
+    conditional_create: `create` refuses a taken name even under concurrent calls; every run needs this.
+    rename: the run may be moved while it is in use, and the store follows it. is_shared: other nodes see the
+    same files; None if only a probe can tell. part_bytes: longer shards are sent in pieces of this size; 0 if
+    the store has no pieces. appends: appending does not rewrite the file. delay_s: longest time for which a
+    busy server may delay or refuse the write of a small file; 0 if it does not. trainable: runs are trained
+    here, and not only copied or mirrored.
     """
 
     conditional_create: bool
@@ -47,13 +48,14 @@ class Capabilities:
     part_bytes: int
     appends: bool = True
     delay_s: float = 0.0
+    trainable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name in a folder. `num_bytes` is the length of a file, 0 for a folder; `modified_s` the wall clock
-    of the store when it was written, 0 where it does not say; `named_s` when it was given or lost a name, of
-    a file that has several. `is_compressed`: it stands there in fewer bytes, and is read as if it did not."""
+    """One name in a folder. `num_bytes`: length of a file, 0 for a folder. `modified_s`: time of the last
+    write by the store's clock, 0 if unknown. `named_s`: time when a file with several names last got or lost
+    a name. `is_compressed`: the file is stored compressed; `num_bytes` is its plain length."""
 
     name: str
     is_folder: bool
@@ -64,13 +66,13 @@ class Entry:
 
     @property
     def since_s(self) -> float:
-        """When it may have got this name; 0 where the store does not say."""
+        """The latest time at which the file may have got this name; 0 if unknown."""
         return self.modified_s and max(self.modified_s, self.named_s)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRange:
-    """Bytes of this node's memory: those of a file in memory from `offset` on, a multiple of the page."""
+    """Bytes of this node's memory: a memory file's bytes from `offset`, which is a multiple of the page."""
 
     descriptor: int
     offset: int
@@ -78,9 +80,9 @@ class MemoryRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Of the very bytes that were written: the digest of each leaf, in the layout's order, and 16 bytes for
-    each chunk. `direct`: they went past the page cache. `stored_bytes`: the length of the file where it
-    stands compressed, else None."""
+    """Sums of the bytes that were written. `digests`: one per leaf, in the layout's order. `checksums`: 16
+    bytes per chunk. `direct`: the write bypassed the page cache. `stored_bytes`: length of the compressed
+    file, None if the file is plain."""
 
     digests: array[int]
     checksums: bytes
@@ -90,21 +92,23 @@ class Written:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """Of the very bytes that were read: the digest of each leaf, and the chunks without their checksum."""
+    """Sums of the bytes that were read. `digests`: one per leaf, in the layout's order. `bad_chunks`: indices
+    of chunks whose checksum is wrong. `header`: the shard's header."""
 
     digests: array[int]
     bad_chunks: list[int]
+    header: bytes = b""
 
     def wrong_leaves(self, contents: Contents) -> list[str]:
-        """The leaves that do not have the digest of their boundary."""
+        """Names of leaves whose digest differs from the one recorded at their boundary."""
         pairs = zip(contents.leaves, contents.digests, self.digests, strict=True)
         return [leaf.name for leaf, expected, found in pairs if expected != found]
 
 
 class Store(Protocol):
-    """All of it may raise OSError, with errno; a link raises RunError in a folder's place and DamagedError in
-    a file's: none is followed. `create`, `append`, `copy` and `write_shard` make the folders they need;
-    FileNotFoundError where the run itself was there and is not any more."""
+    """Files of one run. Every method may raise OSError, with errno. No method follows a link: a link in place
+    of a folder raises RunError, in place of a file DamagedError. `create`, `append`, `copy` and `write_shard`
+    make the folders they need; they raise FileNotFoundError if the run existed and has vanished."""
 
     @property
     def url(self) -> str:
@@ -114,123 +118,115 @@ class Store(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def place(self) -> str:
-        """What tells this place from one that holds a copy of the run. OSError where it is not there."""
+        """An identifier that differs between this place and any copy of the run. Raises OSError if the place
+        does not exist."""
 
     def check(self) -> None:
-        """Find out, before a run begins or goes on, whether files can be made here, each name once, and
-        removed. What it writes it removes. OSError, or RunError where the storage overwrites what is to be
-        created."""
+        """Check, before a run begins or resumes, that files can be created exclusively and removed here.
+        Remove the files that the check writes. Raises OSError, or RunError if creation overwrites a file."""
 
     def at_once(self, recent: str = "") -> Store:
-        """This store for one look at several of its files. Where a request costs, names and lengths below a
-        folder are listed together when one of them is first asked for, and stand as they were then, but for
-        what is written through it; those below the folder `recent` may be some seconds older. Whoever
-        needs them anew asks for another one. For one thread."""
+        """Return a view of this store for reading several files. Where requests are slow, the first access
+        below a folder lists the whole folder, and later accesses use this listing and the changes made
+        through the view. The listing of the folder `recent` may be some seconds old. Call `at_once` again for
+        a fresh listing. Use a view in one thread only."""
 
     def brief(self) -> Store:
-        """This store for who is better told soon that something failed, and does it anew: where requests are
-        tried again for long, they are for some seconds only."""
+        """Return this store with short timeouts: it retries failed requests for some seconds only."""
 
     def move_to(self, url: str) -> None:
-        """The run is found there from now on: somebody has moved it. Calls under way end where it was."""
+        """Use `url` from now on, since the run was moved. Calls in progress finish at the old place."""
 
     # Small files
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        """A whole file. FileNotFoundError where there is none, DamagedError beyond `max_bytes`."""
+        """Read a whole file. Raises FileNotFoundError, or DamagedError if it is longer than `max_bytes`."""
 
     def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """These files are read next: where each costs a round trip, several are read at once. One that is not
-        there, or is longer, is left out."""
+        """Prefetch files that are read next, several at once, where each read costs a round trip. Skip
+        missing files and files longer than `max_bytes`."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a new file, durably and whole or not at all. False where the name is taken: what stands
-        there is then durable too. Whatever was seen in its folder is durable before the new name is."""
+        """Write a new file atomically and durably. Return False if the name is taken; the existing file is
+        then durable too. All files that were visible in the folder become durable before the new name."""
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        """Put a file in a name's place at once: a reader sees the old bytes or the new ones. Not
-        durable means that a power loss may leave either, or an empty file. May raise FileNotFoundError where
-        nothing else is in its folder."""
+        """Replace a file atomically: a reader sees either the old or the new bytes. With `durable=False` a
+        power loss may leave either file or an empty one. May raise FileNotFoundError if the folder has no
+        other file."""
 
     def append(self, path: str, data: bytes, max_bytes: int) -> bool:
-        """Add to a file's end; not durable. False, and nothing is added, where a file that is there would
-        become longer than `max_bytes`."""
+        """Append to a file, not durably. If an existing file would exceed `max_bytes`, append nothing and
+        return False."""
 
     def copy(self, source: str, target: str) -> bool:
-        """The same bytes under a second name, durably, without reading them here. False where the store
-        cannot, or `target` is taken."""
+        """Give a file a second name, durably, without reading its bytes. Return False if the store cannot do
+        this or if `target` is taken."""
 
     def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
-        """Files and folders by name, all of them, in however many pages they come; links and everything else
-        are left out. Empty where there is none. What comes or goes meanwhile may be there or not. `named`:
-        only those whose whole name matches, which no shard's name does; all others cost no more than to be
-        listed."""
+        """List all files and folders, sorted by name; skip links and all other kinds. Return an empty list if
+        the folder does not exist. Concurrent changes may or may not show. `named`: list only names that match
+        completely; it matches no shard. Names that do not match cost no further request."""
 
     def exists(self, path: str) -> bool:
         """Whether a file has this name."""
 
     def remove(self, path: str) -> None:
-        """Remove one file, or a folder with nothing in it; nothing where there is none, or where something
-        is in it. Not durable by itself."""
+        """Remove a file or an empty folder, not durably. Ignore a missing path and a folder that is not
+        empty."""
 
     def remove_files(self, paths: Iterable[str]) -> None:
-        """Remove files; nothing where one is not there. One that cannot be removed is told of once all others
-        are. Not durable by itself."""
+        """Remove files, not durably (see `sync_removed`). Ignore missing files. Remove all files that can be
+        removed before raising the first error."""
+
+    def sync_removed(self, folder: str) -> None:
+        """Make removals from a folder durable. Do nothing if the folder is missing or if removals already are
+        durable."""
 
     def remove_tree(self, path: str) -> None:
-        """Remove all files below a folder; nothing where there are none. Links are removed, not followed. One
-        that cannot be removed is told of once all others are."""
+        """Remove a folder with everything below it, if it exists. Remove links without following them. Remove
+        all that can be removed before raising the first error."""
 
     # Shards
 
     def write_shard(
         self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
     ) -> Written:
-        """Write an image of `layout` from memory to a new file. Bytes and name are durable when this returns;
-        after an error there is no such file. `progress`: 0, or the address of a u64 that grows by the bytes
-        done. FileExistsError where the name is taken."""
+        """Write an image of `layout` from memory to a new file. Bytes and name are durable on return; after
+        an error no such file exists. `progress`: 0, or the address of a u64 to which the number of bytes done
+        is added. Raises FileExistsError if the name is taken."""
 
     def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
-        """Write a new file of pieces of any length, `most_bytes` together at most. Otherwise as
+        """Write a new file from pieces of any length with at most `most_bytes` in total. Otherwise like
         `write_shard`."""
 
-    def read_ranges(
-        self,
-        path: str,
-        contents: Contents,
-        into: memoryview | None,
-        *,
-        threads: int = 2,
-        progress: int = 0,
-        cancel: int = 0,
-    ) -> Read:
-        """Read a shard into memory, every chunk and leaf checked on the way; with none it is checked
-        and kept nowhere. `into` is writable and holds the shard; best it has whole pages. LengthError,
-        before anything is read, for a file of another length.
+    def read_chunks(
+        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
+    ) -> None:
+        """Read the chunks of a shard that `plan` still needs, into the plan, which records damaged chunks.
+        Raises LengthError, before it reads anything, if the file has another length.
 
-        `cancel`: 0, or the address of a u64: once that is not 0 nothing more is begun, and OSError
-        (ECANCELED) is raised."""
+        `progress`: 0, or the address of a u64 to which the number of bytes done is added. `cancel`: 0, or the
+        address of a u64; once it is not 0, start no further read and raise OSError (ECANCELED)."""
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
-        """Bytes of a file as they are, for who compares them himself. LengthError where it ends before.
-        `file_bytes`: the length of the whole file, where that is known: a store in which several files may
-        stand for it, compressed or not, reads the one of this length."""
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        """Read bytes of a file, unverified. Raises LengthError if the file ends before."""
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
-        """A file of this machine, open to be read and mapped; whoever asked closes it. None where a store's
-        bytes are elsewhere. LengthError for a file of another length."""
+        """Open a local file to be read and mapped; the caller closes it. Return None if the store's bytes are
+        not on this machine. Raises LengthError for a file of another length."""
 
     def view(self, path: str, num_bytes: int) -> memoryview:
-        """A whole file as memory of this process, which may write to it: mapped copy-on-write where that can
-        be, else read. Unchecked. LengthError for a file of another length."""
+        """Return a whole file as writable memory of this process, unverified: mapped copy-on-write if
+        possible, else read. Raises LengthError for a file of another length."""
 
 
 def split(path: str) -> list[str]:
-    """The names on a path in a store. ValueError for one that could lead out of it."""
+    """Split a path in a store into names. Raises ValueError if the path could lead out of the run."""
     names = path.split("/") if path else []
     for name in names:
         if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > _MAX_NAME_BYTES:
-            raise ValueError(f"{path!r} is no path inside a run")
+            raise ValueError(f"{path!r} is not a path inside a run")
     return names
 
 
@@ -240,14 +236,14 @@ def matching(entries: list[Entry], named: re.Pattern[str] | None) -> list[Entry]
 
 
 def too_long(path: str, num_bytes: int, max_bytes: int) -> DamagedError:
-    """What `read` raises for a file beyond `max_bytes`."""
+    """The error of `read` for a file longer than `max_bytes`."""
     return DamagedError(
-        f"{path} has {num_bytes} bytes, where at most {max_bytes} can be. Nothing of it "
-        "was read. Run `flashckpt verify` on the run to see which steps are whole.",
+        f"{path} has {num_bytes} bytes; at most {max_bytes} are possible. The file was "
+        "not read. Run `flashckpt verify` on the run to see which steps are whole.",
         path=path,
     )
 
 
 def other_length(path: str, num_bytes: int, wanted: int) -> LengthError:
-    """What the reading of a shard raises for a file of another length."""
+    """The error of reading a file of another length."""
     return LengthError(f"{num_bytes} bytes, where {wanted} were written", path=path)

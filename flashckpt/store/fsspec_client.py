@@ -1,8 +1,8 @@
-"""Requests to any other URL through fsspec.
+"""Requests to all other URLs through fsspec.
 
-Owns which file systems a run may be trained on, and what a request means on one that has folders. Those are
-the ones in `_WAYS`, each with a rename that refuses a taken name: a file is written beside its name and then
-renamed, so none is ever half visible. All others are only read: fsspec has no promise for creating.
+A run is read, copied and mirrored there, and never trained. Copies go to the file systems in `_ADAPTERS`,
+whose rename refuses a taken name: the client writes a temporary file and then renames it, so no file is ever
+visible in part. All others are read-only: fsspec does not promise exclusive creation.
 """
 
 from __future__ import annotations
@@ -12,24 +12,21 @@ import errno
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from typing import Any, TypeVar
 
 from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
-from flashckpt.store.fsspec_ways import LocalWay, MemoryWay, ReadOnlyWay, SftpWay, Way
-from flashckpt.store.listing import Found
+from flashckpt.store.objects import Found
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
-_BRIEF_DEADLINE_S = 5.0
-# How often a folder may vanish under us, because another process found it empty and removed it.
+# How often to retry when another process removes the folder because it is empty.
 _FOLDER_TRIES = 8
-
-_WAYS: dict[str, type[Way]] = {"local": LocalWay, "memory": MemoryWay, "sftp": SftpWay, "ssh": SftpWay}
 
 _Found = TypeVar("_Found")
 
@@ -37,20 +34,18 @@ _Found = TypeVar("_Found")
 class FsspecClient:
     """See ObjectClient in objects.py. Keys are paths below the URL's folder.
 
-    `options` are what fsspec's file system of this scheme takes by keyword. OptionError where fsspec or what
-    it needs for the scheme is not installed. Connects at the first request; one that is lost is made anew.
+    `options`: keyword arguments of fsspec's file system for this scheme. Connects at the first request, and
+    again after a lost connection. Raises OptionError if fsspec or a package that it needs is not installed.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, is_brief: bool = False) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self._url, scheme = url.rstrip("/"), url.partition("://")[0].lower()
         self._class = _file_system(url, scheme)
         self._root = str(self._class._strip_protocol(self._url)).rstrip("/")
         self._options = {**self._class._get_kwargs_from_urls(self._url), **(options or {})}
-        self._brief: FsspecClient | None = None
-        self._way = _WAYS.get(scheme, ReadOnlyWay)()
-        self._deadline_s = _BRIEF_DEADLINE_S if is_brief else _DEADLINE_S
-        # Connections that nobody uses now: few may be used by two threads at once, and a beat of a trainer's
-        # life is not to wait for an upload.
+        self._adapter = _ADAPTERS.get(scheme, ReadOnlyAdapter)()
+        # Idle connections. Most connections serve one thread at a time, and a short request must not wait for
+        # an upload.
         self._idle: list[Any] = []
 
     @property
@@ -62,26 +57,28 @@ class FsspecClient:
         return " ".join(str(self._options[name]) for name in ("host", "port") if name in self._options)
 
     @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
     def refusal(self) -> str:
-        return self._way.refusal
+        return self._adapter.refusal
 
     def brief(self) -> FsspecClient:
-        self._brief = self._brief or FsspecClient(self._url, self._options, is_brief=True)
-        return self._brief
+        """Return this client: short retries are for the alive counter of an attempt."""
+        return self
 
     def renew(self, options: Mapping[str, Any]) -> None:
-        """For connections that are made from now on."""
+        """Use these options for new connections."""
         self._options = {**self._class._get_kwargs_from_urls(self._url), **options}
         self._idle.clear()
-        if self._brief is not None:
-            self._brief.renew(options)
 
     def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
-        """No version: the times that file systems give are too coarse for one."""
+        """Returns no version: modification times are too coarse."""
         return "" if self._write(key, (data,), is_new=mark is not None) else None
 
     def mark(self, key: str) -> str:
-        """A try whose answer was lost is told by `put` itself."""
+        """No marks: `put` itself detects success after a lost answer."""
         return ""
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
@@ -93,7 +90,9 @@ class FsspecClient:
         return bytes(data) if len(data) <= max_bytes else self.size(key), ""
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
-        return memoryview(self._call(key, lambda system: self._way.read(system, self._at(key), start, stop)))
+        return memoryview(
+            self._call(key, lambda system: self._adapter.read(system, self._at(key), start, stop))
+        )
 
     def size(self, key: str) -> int:
         about = self._call(key, lambda system: system.info(self._at(key)))
@@ -111,14 +110,14 @@ class FsspecClient:
         for about in found:
             above, _, name = str(about["name"]).rstrip("/").rpartition("/")
             if above.strip("/") != place.strip("/") or about["type"] not in ("file", "directory"):
-                continue  # a file that was to be listed itself, or a link
+                continue  # the listed path is itself a file, or the entry is a link
             is_folder = about["type"] == "directory"
             size, modified_s = (0, 0.0) if is_folder else (int(about["size"] or 0), _modified_s(about))
             entries.append(Entry(name, is_folder, size, modified_s))
         return entries
 
     def keys(self, prefix: str) -> Iterator[str]:
-        """Folders, too, each after what is in it."""
+        """Includes folders, each after its contents."""
         for entry in self.list(prefix):
             key = f"{prefix}{entry.name}"
             if entry.is_folder:
@@ -136,12 +135,12 @@ class FsspecClient:
     def delete(self, keys: builtins.list[str]) -> None:
         for key in keys:
             with suppress(FileNotFoundError, NotADirectoryError):
-                self._call(key, lambda system: self._way.remove(system, self._at(key)))  # noqa: B023
-            # As in a bucket, a folder is there as long as something is in it.
+                self._call(key, lambda system: self._adapter.remove(system, self._at(key)))  # noqa: B023
+            # As in a bucket, a folder exists only as long as it has files.
             while "/" in key:
                 key = key.rpartition("/")[0]
                 try:
-                    self._call(key, lambda system: self._way.remove_empty(system, self._at(key)))  # noqa: B023
+                    self._call(key, lambda system: self._adapter.remove_empty(system, self._at(key)))  # noqa: B023
                 except OSError:
                     break
 
@@ -151,8 +150,7 @@ class FsspecClient:
     # Writing
 
     def _write(self, key: str, parts: Iterable[memoryview], *, is_new: bool) -> bool:
-        """A file is whole under a name of its own before it gets the one it is to have. False where that is
-        taken."""
+        """Write a temporary file, then rename it to `key`. Return False if `is_new` and the name is taken."""
         target = self._at(key)
         above, _, name = target.rpartition("/")
         temporary = f"{above}/.{name}.{secrets.token_hex(8)}.tmp"
@@ -160,40 +158,44 @@ class FsspecClient:
             self._fill(key, temporary, parts)
             if is_new:
                 return self._rename_new(key, temporary, target, parts)
-            self._call(key, lambda system: self._way.replace(system, temporary, target))
+            self._call(key, lambda system: self._adapter.replace(system, temporary, target))
             return True
         except BaseException:
             self._discard(temporary)
             raise
 
     def _fill(self, key: str, temporary: str, parts: Iterable[memoryview]) -> None:
-        # Parts of a shard come once: what fails in the middle of it ends here, and is tried by its writer.
+        # Parts of a shard can be iterated once only, so the caller retries a failed shard.
         again = isinstance(parts, tuple)
         folder = temporary.rpartition("/")[0]
         for attempt in range(_FOLDER_TRIES):
             try:
-                self._call(key, lambda system: self._way.write(system, temporary, parts), again=again)
+                self._call(key, lambda system: self._adapter.write(system, temporary, parts), again=again)
                 return
             except FileNotFoundError:
                 if attempt + 1 == _FOLDER_TRIES:
                     raise
-                self._call(key, lambda system: self._way.make_folders(system, folder))
+                self._call(key, lambda system: self._adapter.make_folders(system, folder))
 
     def _rename_new(self, key: str, temporary: str, target: str, parts: Iterable[memoryview]) -> bool:
-        """Where the answer was lost, the file tells: its first name is gone, and its bytes are there. Others
-        may have cleared the first name away, once they had taken the second; a shard's has one writer."""
+        """Rename unless the target is taken; return whether this client's file has the name.
+
+        After a lost answer, the rename succeeded if the temporary name is gone and the target has the bytes.
+        The bytes are compared because another process may have created the target and then removed the
+        temporary name as stale. A shard has one writer and needs no comparison.
+        """
         is_uncertain = False
 
         def rename(system: Any) -> bool:
             nonlocal is_uncertain
             was_uncertain, is_uncertain = is_uncertain, True
             try:
-                return self._way.rename_new(system, temporary, target)
+                return self._adapter.rename_new(system, temporary, target)
             except FileNotFoundError:
                 if not was_uncertain or not system.exists(target):
                     raise
                 data = b"".join(parts) if isinstance(parts, tuple) else None
-                return data is None or self._way.read(system, target, 0, len(data) + 1) == data
+                return data is None or self._adapter.read(system, target, 0, len(data) + 1) == data
 
         done = self._call(key, rename)
         if not done:
@@ -201,19 +203,19 @@ class FsspecClient:
         return done
 
     def _discard(self, temporary: str) -> None:
-        # Else it is debris, which `recover` knows by its name.
+        # On failure it stays as a stale temporary file, which `recover` recognizes by its name.
         with suppress(OSError):
-            self._call(temporary, lambda system: self._way.remove(system, temporary), again=False)
+            self._call(temporary, lambda system: self._adapter.remove(system, temporary), again=False)
 
     # Requests
 
     def _call(self, key: str, act: Callable[[Any], _Found], *, again: bool = True) -> _Found:
-        """One policy for all: what may succeed later is tried again, on a new connection."""
-        pause, deadline = _FIRST_PAUSE_S, time.monotonic() + self._deadline_s
+        """Call `act` with a connection. Retry on a new connection if a later try may succeed."""
+        pause, deadline = _FIRST_PAUSE_S, time.monotonic() + _DEADLINE_S
         while True:
             system = None
             try:
-                with self._way.alone:
+                with self._adapter.lock:
                     system = self._opened()
                     found = act(system)
                 self._idle.append(system)
@@ -226,7 +228,7 @@ class FsspecClient:
                     if system is not None:
                         self._idle.append(system)
                     raise known from cause(error, self._options)
-                self._idle.clear()  # they are of the same server, which may have gone
+                self._idle.clear()  # connections to the same server may be dead too
                 if not again or time.monotonic() + pause > deadline:
                     why = f"{self._url}: {_text(error, self._options)}"
                     raise OSError(errno.EREMOTEIO, why, key) from cause(error, self._options)
@@ -234,7 +236,7 @@ class FsspecClient:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _opened(self) -> Any:
-        """A connection that nobody else uses."""
+        """Take an idle connection or open one."""
         with suppress(IndexError):
             return self._idle.pop()
         from fsspec.dircache import DirCache
@@ -246,9 +248,9 @@ class FsspecClient:
                 f"{self._url} cannot be used: {_text(error, self._options)}. Nothing was changed. Check the "
                 "URL and its options."
             ) from cause(error, self._options)
-        # Others write there, too.
+        # Disable the cache of listings: other processes write there too.
         system.dircache = DirCache(use_listings_cache=False)
-        self._way.opened(system)
+        self._adapter.configure(system)
         return system
 
 
@@ -269,8 +271,8 @@ def _file_system(url: str, scheme: str) -> Any:
         ) from error
     except ValueError as error:
         raise OptionError(
-            f"{url!r}: {scheme}:// is not supported here, and no installed package has it. Nothing was "
-            "changed. Name a folder or a file:// URL."
+            f"{url!r}: neither flashckpt nor an installed package supports {scheme}://. Nothing was changed. "
+            "Name a folder or a file:// URL."
         ) from error
 
 
@@ -297,7 +299,7 @@ _NEVER = (TypeError, ValueError, AttributeError, NotImplementedError)
 
 
 def _as_os_error(error: Exception, key: str, options: Mapping[str, Any]) -> OSError | None:
-    """What the error is for good, None where another try may succeed."""
+    """Translate a permanent error; return None if another try may succeed."""
     text, name = _text(error, options), type(error).__name__
     if re.search("Authentication|BadHostKey", name) or "not found in known_hosts" in text:
         return PermissionError(errno.EACCES, text, key)
@@ -308,10 +310,188 @@ def _as_os_error(error: Exception, key: str, options: Mapping[str, Any]) -> OSEr
         return None
     if name == "NoValidConnectionsError":
         return None
-    # Some raise a kind of error without its number; of some servers' answers there is no more than a text.
+    # Some file systems raise an error class without errno, and some only a text.
     code = error.errno or next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
     return OSError(code or errno.EREMOTEIO, os.strerror(code) if code else text, key)
 
 
 def _text(error: Exception, options: Mapping[str, Any]) -> str:
     return escaped(redacted(str(error).partition("\n")[0], options)) or type(error).__name__
+
+
+# ---- what fsspec has no common call for: a rename that refuses a taken name, and syncing
+
+_TIMEOUT_S = 60.0
+_SFTP_EXTENDED = 200
+
+
+class Adapter:
+    """Takes paths of the file system, and raises its errors."""
+
+    refusal = ""
+    """Why nothing may be written there; empty if it may."""
+
+    lock: AbstractContextManager[Any] = nullcontext()
+    """Held during each operation if several connections share one."""
+
+    def configure(self, system: Any) -> None:
+        """Prepare a new connection."""
+
+    def read(self, system: Any, path: str, start: int, stop: int) -> bytes:
+        """Read a range; return fewer bytes if the file ends before."""
+        size = int(system.info(path)["size"])
+        return bytes(system.cat_file(path, start, min(stop, size))) if start < size else b""
+
+    def write(self, system: Any, path: str, parts: Iterable[memoryview]) -> None:
+        """Write or overwrite a file, durably if the file system can."""
+        num_bytes = 0
+        with system.open(path, "wb") as file:
+            self._prepare(file)
+            for part in parts:
+                file.write(part)
+                num_bytes += len(part)
+            file.flush()
+            self._sync(system, file)
+        if (found := int(system.info(path)["size"])) != num_bytes:
+            raise OSError(errno.EIO, f"{found} bytes of {num_bytes} were written", path)
+
+    def _prepare(self, file: Any) -> None:
+        pass
+
+    def _sync(self, system: Any, file: Any) -> None:
+        pass
+
+    def rename_new(self, system: Any, path: str, target: str) -> bool:
+        """Rename a file. Return False, and change nothing, if the target is taken."""
+        raise NotImplementedError
+
+    def replace(self, system: Any, path: str, target: str) -> None:
+        system.mv(path, target)
+
+    def make_folders(self, system: Any, path: str) -> None:
+        """Make missing folders. Other processes may make them at the same time."""
+        names = path.strip("/").split("/")
+        for count in range(1, len(names) + 1):
+            folder = "/" + "/".join(names[:count])
+            if not system.isdir(folder):
+                try:
+                    system.mkdir(folder, create_parents=False)
+                except OSError:
+                    if not system.isdir(folder):
+                        raise
+
+    def remove(self, system: Any, path: str) -> None:
+        """Remove a file or an empty folder; keep a folder that is not empty."""
+        if system.info(path)["type"] != "directory":
+            system.rm_file(path)
+            return
+        with suppress(OSError):
+            self.remove_empty(system, path)
+
+    def remove_empty(self, system: Any, path: str) -> None:
+        system.rmdir(path)
+
+
+class LocalAdapter(Adapter):
+    """Local files. Renames by a hard link, which refuses a taken name."""
+
+    def _sync(self, system: Any, file: Any) -> None:
+        os.fsync(file.fileno())
+
+    def rename_new(self, system: Any, path: str, target: str) -> bool:
+        try:
+            system.link(path, target)
+        except FileExistsError:
+            return False
+        with suppress(OSError):  # on failure it stays as a stale temporary file
+            system.rm_file(path)
+        self._sync_folder(target)
+        return True
+
+    def replace(self, system: Any, path: str, target: str) -> None:
+        system.mv(path, target)
+        self._sync_folder(target)
+
+    def _sync_folder(self, path: str) -> None:
+        folder = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class MemoryAdapter(Adapter):
+    refusal = "its files are in the memory of this process alone"
+
+    lock = threading.RLock()
+
+    def write(self, system: Any, path: str, parts: Iterable[memoryview]) -> None:
+        system.pipe_file(path, b"".join(parts))
+
+    def rename_new(self, system: Any, path: str, target: str) -> bool:
+        if system.exists(target):
+            return False
+        self.replace(system, path, target)
+        return True
+
+    def replace(self, system: Any, path: str, target: str) -> None:
+        system.store[target] = system.store.pop(path)
+
+
+class SftpAdapter(Adapter):
+    """SFTP. A rename refuses a taken name (by version 3 of the protocol; OpenSSH links and unlinks), unlike
+    `posix-rename`."""
+
+    def configure(self, system: Any) -> None:
+        system.ftp.get_channel().settimeout(_TIMEOUT_S)
+
+    def read(self, system: Any, path: str, start: int, stop: int) -> bytes:
+        with system.open(path, "rb") as file:
+            size = int(file.stat().st_size)
+            # readv pipelines many small requests, which would each cost a round trip.
+            wanted = min(stop, size) - start
+            return b"".join(file.readv([(start, wanted)])) if wanted > 0 else b""
+
+    def _prepare(self, file: Any) -> None:
+        file.set_pipelined(True)
+
+    def _sync(self, system: Any, file: Any) -> None:
+        # Read the answer of each write here: paramiko drops errors in answers that it reads later.
+        while file._reqs:
+            file.sftp._read_response(file._reqs.popleft())
+        try:
+            file.sftp._request(_SFTP_EXTENDED, "fsync@openssh.com", file.handle)
+        except OSError as error:
+            # Only OpenSSH supports this request.
+            if "unsupported" not in str(error).lower():
+                raise
+
+    def rename_new(self, system: Any, path: str, target: str) -> bool:
+        try:
+            system.ftp.rename(path, target)
+        except OSError as error:
+            # SFTP has no error code of its own for a taken name.
+            if error.errno is None and system.exists(target):
+                return False
+            raise
+        return True
+
+
+class ReadOnlyAdapter(Adapter):
+    refusal = "fsspec does not promise exclusive creation of files for it"
+
+    def write(self, system: Any, path: str, parts: Iterable[memoryview]) -> None:
+        raise OSError(errno.EROFS, "this storage is only read here", path)
+
+    def remove(self, system: Any, path: str) -> None:
+        raise OSError(errno.EROFS, "this storage is only read here", path)
+
+    remove_empty = remove
+
+
+_ADAPTERS: dict[str, type[Adapter]] = {
+    "local": LocalAdapter,
+    "memory": MemoryAdapter,
+    "sftp": SftpAdapter,
+    "ssh": SftpAdapter,
+}

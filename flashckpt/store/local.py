@@ -1,13 +1,14 @@
-"""A run in a folder of this machine, or of a file server that it has mounted.
+"""A run in a local folder or on a mounted file server.
 
-Owns all that is POSIX: exclusive, durable creation (temporary name, fsync, link to its name, fsync of the
-folder), folders, links, and local paths. Follows no link below the run's own folder. Knows no name of a run's
-files. See docs/commit.md.
+Owns all POSIX details: exclusive, durable creation (temporary name, fsync, link to its name, fsync of the
+folder), folders, links, and local paths. Follows no link below the run's own folder. Knows no file name of a
+run. See docs/commit.md.
 """
 
 from __future__ import annotations
 
 import builtins
+import ctypes
 import errno
 import mmap
 import os
@@ -22,25 +23,23 @@ from typing import Any, TypeVar
 from flashckpt import _native
 from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.layout import Layout
-from flashckpt.format.records import CHUNK_BYTES, Contents
+from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
     Capabilities,
     Entry,
     MemoryRange,
-    Read,
     Written,
     other_length,
     split,
     too_long,
 )
-from flashckpt.store.system import System
 
 _Found = TypeVar("_Found")
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 _NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
 _TEMPORARY = ".tmp"
-# How often a folder may vanish under us, because another process found it empty and removed it.
+# How often to retry when another process removes the folder because it is empty.
 _FOLDER_TRIES = 8
 
 
@@ -50,7 +49,7 @@ class LocalStore:
     def __init__(self, root: str, system: System | None = None) -> None:
         self._root = os.path.abspath(root)
         self._system = system if system is not None else System()
-        self._was_there = False
+        self._existed = False
 
     @property
     def url(self) -> str:
@@ -61,13 +60,12 @@ class LocalStore:
         return Capabilities(conditional_create=True, rename=True, is_shared=None, part_bytes=0)
 
     def place(self) -> str:
-        """Device and inode: a copied folder is another run, also where the copy's files are hard links (a
-        backup's often are)."""
+        """Device and inode of the folder: they identify it even if a backup's files are hard links."""
         found = os.stat(self._root)
         return f"{found.st_dev}:{found.st_ino}"
 
     def check(self) -> None:
-        """The first file says it soon enough, and a link or a rename never overwrites."""
+        """Do nothing: the first write reports a problem, and a link or a rename never overwrites."""
 
     def at_once(self, recent: str = "") -> LocalStore:
         return self
@@ -87,17 +85,17 @@ class LocalStore:
             return _read_all(file, max_bytes)
 
     def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Nothing is gained by it."""
+        """Do nothing: local reads need no prefetch."""
 
     def create(self, path: str, data: bytes) -> bool:
         def create_in(name: str, folder: int) -> bool:
             temporary = self._write_temporary(name, data, folder)
             try:
-                # What the new file names, or was written because of, stands here, perhaps under a name that
-                # another process has just made.
+                # The new file may depend on names in this folder that another process has just made.
                 self._system.sync_folder(folder)
                 created = self._publish(temporary, name, data, folder)
-                # The name, ours or another's, may be counted on from here: no power loss may take it back.
+                # Callers rely on the name from here, even if another process made it: no power loss may undo
+                # it.
                 self._system.sync_folder(folder)
                 return created
             finally:
@@ -107,7 +105,7 @@ class LocalStore:
         return self._in_folder(path, create_in)
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        # No folder is made: one that is not there was removed with what this file was about.
+        # Make no folder: if it is missing, it was removed together with the subject of this file.
         *folders, name = split(path)
         with self._folder(folders) as folder:
             temporary = self._write_temporary(name, data, folder, durable=durable)
@@ -118,7 +116,7 @@ class LocalStore:
                     self._system.remove(temporary, folder)
                 raise
             if durable:
-                # What follows (deletions) counts on the new file: the old one must not come back.
+                # The caller's deletions rely on the new file: the old one must not reappear.
                 self._system.sync_folder(folder)
 
     def append(self, path: str, data: bytes, max_bytes: int) -> bool:
@@ -129,7 +127,7 @@ class LocalStore:
                 before = os.fstat(file).st_size
                 if before and before + len(data) > max_bytes:
                     return False
-                # One write: two processes that append at once do not mix their bytes.
+                # A single write, so concurrent appends do not interleave.
                 os.write(file, data)
                 return True
             finally:
@@ -152,7 +150,7 @@ class LocalStore:
                     if error.errno in _NO_LINKS:
                         return False
                     raise
-            # A part may name the new link next.
+            # A part may refer to the new link next.
             self._system.sync_folder(folder)
             return True
 
@@ -206,6 +204,10 @@ class LocalStore:
         if errors:
             raise errors[0]
 
+    def sync_removed(self, folder: str) -> None:
+        with suppress(FileNotFoundError), self._folder(split(folder)) as opened:
+            self._system.sync_folder(opened)
+
     def remove_tree(self, path: str) -> None:
         *folders, name = split(path)
         with suppress(FileNotFoundError), self._folder(folders) as folder:
@@ -223,12 +225,13 @@ class LocalStore:
                 source.offset,
                 layout.num_bytes,
                 chunk_bytes=CHUNK_BYTES,
-                **_leaves(layout),
+                leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
+                leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
                 threads=threads,
                 progress=progress,
             )
             try:
-                # The bytes are on the disk; without this the name may not be when a part names it.
+                # The bytes are durable; make the name durable too before a part refers to it.
                 self._system.sync_folder(folder)
             except BaseException:
                 with suppress(OSError):
@@ -239,7 +242,7 @@ class LocalStore:
         return self._in_folder(path, write_in)
 
     def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
-        # The pieces come once: nothing of them is taken where the folder is still to be made.
+        # The pieces can be iterated once only, so make the folder before taking the first.
         file = self._in_folder(path, self._system.create)
         try:
             for part in parts:
@@ -254,102 +257,81 @@ class LocalStore:
         finally:
             os.close(file)
 
-    def read_ranges(
-        self,
-        path: str,
-        contents: Contents,
-        into: memoryview | None,
-        *,
-        threads: int = 2,
-        progress: int = 0,
-        cancel: int = 0,
-    ) -> Read:
-        shard = contents.shard
-        how: dict[str, Any] = {
-            "num_bytes": shard.num_bytes,
-            "chunk_bytes": shard.chunk_bytes,
-            "checksums": shard.checksums,
-            **_leaves(contents.layout()),
-            "threads": threads,
-            "progress": progress,
-            "cancel": cancel,
-        }
-        self._check_length(path, shard.num_bytes)
+    def read_chunks(
+        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
+    ) -> None:
+        self._check_length(path, plan.num_bytes)
         local = os.path.join(self._root, path)
         try:
-            if into is None:
-                digests, bad_chunks, _ = _native.check_file(local, **how)
-            else:
-                digests, bad_chunks, _ = _native.read_file(local, into, **how)
+            plan.read(local, threads=threads, progress=progress, cancel=cancel)
         except (ValueError, OSError) as error:
-            # It may have become shorter meanwhile.
-            self._check_length(path, shard.num_bytes)
+            # The file may have been truncated during the read.
+            self._check_length(path, plan.num_bytes)
             if isinstance(error, ValueError):
                 raise DamagedError(f"{path}: {error}", path=path) from error
             raise
-        return Read(digests=array("Q", digests), bad_chunks=bad_chunks)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
-        with self._opened(path) as (file, there):
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        with self._opened(path) as (file, size):
             data = b""
             while len(data) < num_bytes:
                 piece = os.pread(file, num_bytes - len(data), offset + len(data))
                 if not piece:
-                    raise other_length(path, there, offset + num_bytes)
+                    raise other_length(path, size, offset + num_bytes)
                 data = data + piece if data else piece
             return data
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
-        with self._opened(path) as (file, there):
-            if there != num_bytes:
-                raise other_length(path, there, num_bytes)
+        with self._opened(path) as (file, size):
+            if size != num_bytes:
+                raise other_length(path, size, num_bytes)
             return os.dup(file)
 
     def view(self, path: str, num_bytes: int) -> memoryview:
-        with self._opened(path) as (file, there):
-            if there != num_bytes:
-                raise other_length(path, there, num_bytes)
-            # Private and writable: a user may change what was loaded, and the file never.
+        with self._opened(path) as (file, size):
+            if size != num_bytes:
+                raise other_length(path, size, num_bytes)
+            # Private and writable: users may change loaded tensors but not the file.
             return memoryview(mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
 
-    # Folders, links and paths: known here alone
+    # Folders, links and paths
 
     def local_path(self, path: str) -> str:
-        """The path in the local file system; no folder on the way is a link."""
+        """Return the path in the local file system. Raises RunError if a folder on the way is a link."""
         *folders, _ = split(path)
         with suppress(FileNotFoundError), self._folder(folders):
             pass
         return os.path.join(self._root, path)
 
     def make_folder(self, path: str) -> None:
-        """The folder and those above it, each durable in its parent when this returns."""
+        """Make the folder and its parents. Each is durable in its parent on return."""
         names = split(path)
         self._make_root()
         for depth in range(1, len(names) + 1):
             self._make_one(names[:depth])
 
     def _in_folder(self, path: str, act: Callable[[str, int], _Found], *, durable: bool = True) -> _Found:
-        """What `act` does with a name in its open folder, which is made where there is none, and durable in
-        those above it."""
+        """Call `act(name, folder)` with the opened folder of `path`. Make a missing folder. With `durable`,
+        the folder is durable in its parents."""
         *names, name = split(path)
         for attempt in range(_FOLDER_TRIES):
             try:
                 with self._folder(names) as folder:
                     if durable:
-                        # Each time: another process may have removed it and made it again, under the same
-                        # inode even. Once it is open: what is removed from here on takes no new name.
+                        # Each time, since another process may have removed and remade the folder, even with
+                        # the same inode. After opening, since a folder removed later takes no new name.
                         self.make_folder("/".join(names))
                     return act(name, folder)
             except FileNotFoundError:
-                # It is missing, or another process found it empty and removed it.
+                # The folder is missing, or another process removed it while it was empty.
                 if attempt + 1 == _FOLDER_TRIES:
                     raise
                 self.make_folder("/".join(names))
-        raise AssertionError("a folder was tried for longer than it is tried")
+        raise AssertionError("unreachable: the last try returns or raises")
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, int]]:
-        """A file that is read, and its length."""
+        """Open a file for reading. Yield descriptor and length."""
         *folders, name = split(path)
         with self._folder(folders) as folder:
             file = self._open(name, folder, path)
@@ -362,23 +344,23 @@ class LocalStore:
                 os.close(file)
 
     def _check_length(self, path: str, num_bytes: int) -> None:
-        with self._opened(path) as (_, there):
-            if there != num_bytes:
-                raise other_length(path, there, num_bytes)
+        with self._opened(path) as (_, size):
+            if size != num_bytes:
+                raise other_length(path, size, num_bytes)
 
     @contextmanager
     def _folder(self, names: Sequence[str]) -> Iterator[int]:
-        """An open directory, reached name by name so that no link on the way is followed."""
+        """Open a directory name by name, so that no link on the way is followed."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         opened = os.open(self._root, flags)
-        self._was_there = True
+        self._existed = True
         try:
             for depth, name in enumerate(names, 1):
                 try:
                     inner = os.open(name, flags | os.O_NOFOLLOW, dir_fd=opened)
                 except OSError as error:
                     if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                        raise self._elsewhere("/".join(names[:depth])) from None
+                        raise self._not_a_folder("/".join(names[:depth])) from None
                     raise
                 os.close(opened)
                 opened = inner
@@ -388,7 +370,7 @@ class LocalStore:
 
     def _open(self, name: str, folder: int, path: str) -> int:
         try:
-            # A named pipe in a file's place would otherwise be waited for.
+            # O_NONBLOCK: opening a named pipe would otherwise block.
             return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ELOOP:
@@ -397,15 +379,15 @@ class LocalStore:
 
     def _not_a_file(self, path: str) -> DamagedError:
         return DamagedError(
-            f"{path} is a link or of another kind than a file. It was not followed, nothing of it was read. "
+            f"{path} is a link or another object that is not a file. It was neither followed nor read. "
             "Put the file itself there.",
             path=path,
         )
 
-    def _elsewhere(self, path: str) -> RunError:
+    def _not_a_folder(self, path: str) -> RunError:
         return RunError(
-            f"{os.path.join(self._root, path)} is a link or no folder. It was not followed, nothing was "
-            "changed. Put the folder itself there.",
+            f"{os.path.join(self._root, path)} is a link or not a folder. It was not followed, and nothing "
+            "was changed. Put the folder itself there.",
             path=path,
         )
 
@@ -415,7 +397,7 @@ class LocalStore:
         try:
             self._write(file, data)
             if durable:
-                # A name must never stand for bytes that a power loss can still take.
+                # A name must never refer to bytes that a power loss can destroy.
                 self._system.sync(file)
         except BaseException:
             with suppress(OSError):
@@ -434,12 +416,12 @@ class LocalStore:
         try:
             self._system.link(temporary, name, folder, folder)
         except FileExistsError:
-            # On NFS a request whose answer was lost is sent again, and finds its own work.
-            return self._linked(temporary, folder)
+            # NFS resends a request whose answer was lost; the second one finds the link of the first.
+            return self._has_two_links(temporary, folder)
         except OSError as error:
             if error.errno in _NO_LINKS:
                 return self._publish_by_rename(temporary, name, data, folder)
-            if self._linked(temporary, folder) or self._holds(name, data, folder):
+            if self._has_two_links(temporary, folder) or self._holds(name, data, folder):
                 return True
             raise
         return True
@@ -452,9 +434,9 @@ class LocalStore:
         except OSError as error:
             if error.errno in _NO_EXCLUSIVE_RENAME:
                 raise RunError(
-                    f"{self._root}: this file system can neither link files nor rename one without replacing "
-                    "another, so a commit there could overwrite another's. Nothing was changed. Use another "
-                    "file system for the run.",
+                    f"{self._root}: this file system can neither link files nor rename a file without "
+                    "replacing another, so a commit there could overwrite another process's commit. Nothing "
+                    "was changed. Use another file system for the run.",
                     path=self._root,
                 ) from error
             if self._holds(name, data, folder):
@@ -462,7 +444,7 @@ class LocalStore:
             raise
         return True
 
-    def _linked(self, temporary: str, folder: int) -> bool:
+    def _has_two_links(self, temporary: str, folder: int) -> bool:
         return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1
 
     def _holds(self, name: str, data: bytes, folder: int) -> bool:
@@ -481,9 +463,9 @@ class LocalStore:
         while not os.path.isdir(path):
             missing.append(path)
             path = os.path.dirname(path)
-        if missing and self._was_there:
-            # Moved, or a disk that is away: nothing that is written here now would ever be found.
-            raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._root)
+        if missing and self._existed:
+            # The run was moved or its disk is away: files written here now would never be found.
+            raise FileNotFoundError(errno.ENOENT, "the run's folder has vanished", self._root)
         for path in reversed(missing):
             above = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -499,7 +481,7 @@ class LocalStore:
                 with self._folder(names[:-1]) as above:
                     with suppress(FileExistsError):
                         self._system.make_folder(names[-1], above)
-                    # Also where it was there: whoever made it may not have synced it yet.
+                    # Also if the folder existed: its creator may not have synced it yet.
                     self._system.sync_folder(above)
                 with self._folder(names):
                     return
@@ -539,14 +521,6 @@ class LocalStore:
         self._system.remove_folder(name, folder)
 
 
-def _leaves(layout: Layout) -> dict[str, array[int]]:
-    """Where the leaves stand in a file of this layout, as the native engine takes it."""
-    return {
-        "leaf_offsets": array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
-        "leaf_sizes": array("Q", [leaf.num_bytes for leaf in layout.leaves]),
-    }
-
-
 def _read_all(file: int, max_bytes: int) -> bytes:
     pieces, total = [], 0
     while piece := os.read(file, min(1 << 20, max_bytes + 1 - total)):
@@ -555,3 +529,92 @@ def _read_all(file: int, max_bytes: int) -> bytes:
         if total > max_bytes:
             break
     return b"".join(pieces)
+
+
+# ---- system calls
+
+_RENAME_NOREPLACE = 1
+
+
+def _libc_renameat2() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    return function
+
+
+_renameat2 = _libc_renameat2()
+
+
+@contextmanager
+def _naming_inodes(folder: int | str) -> Iterator[None]:
+    """Say so in the error if a file system has no inodes left: it answers as if full, while `df` shows free
+    space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            found = os.statvfs(folder)
+            if found.f_files and not found.f_favail:
+                why = "no inodes are left on this file system (see df -i)"
+                raise OSError(errno.ENOSPC, why, error.filename) from error
+        raise
+
+
+class System:
+    """Names are relative to `folder`, an open directory. All methods raise OSError."""
+
+    def create(self, name: str, folder: int) -> int:
+        """Create an empty file, open for writing."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with _naming_inodes(folder):
+            return os.open(name, flags, 0o644, dir_fd=folder)
+
+    def write(self, file: int, data: memoryview) -> int:
+        return os.write(file, data)
+
+    def write_shard(
+        self, path: str, source: int, offset: int, num_bytes: int, **how: Any
+    ) -> tuple[bytes, bytes, bool]:
+        """Write and sync a new file from a region's bytes: see `_native.write_file`."""
+        with _naming_inodes(os.path.dirname(path)):
+            return _native.write_file(path, source, offset, num_bytes, **how)
+
+    def sync(self, file: int) -> None:
+        os.fsync(file)
+
+    def sync_folder(self, folder: int) -> None:
+        try:
+            os.fsync(folder)
+        except OSError as error:
+            # A file system that cannot sync folders answers EINVAL.
+            if error.errno != errno.EINVAL:
+                raise
+
+    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
+        with _naming_inodes(target_folder):
+            os.link(source, target, src_dir_fd=source_folder, dst_dir_fd=target_folder, follow_symlinks=False)
+
+    def rename(self, source: str, target: str, folder: int) -> None:
+        os.rename(source, target, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def rename_new(self, source: str, target: str, folder: int) -> None:
+        """Rename unless the target is taken (FileExistsError)."""
+        if _renameat2 is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target)
+        if _renameat2(folder, os.fsencode(source), folder, os.fsencode(target), _RENAME_NOREPLACE):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), target)
+
+    def make_folder(self, name: str, folder: int) -> None:
+        with _naming_inodes(folder):
+            os.mkdir(name, 0o755, dir_fd=folder)
+
+    def remove(self, name: str, folder: int) -> None:
+        os.unlink(name, dir_fd=folder)
+
+    def remove_folder(self, name: str, folder: int) -> None:
+        os.rmdir(name, dir_fd=folder)

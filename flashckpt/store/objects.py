@@ -1,8 +1,7 @@
 """A run on an object store: keys instead of folders, no renames or links, one object created at a time.
 
-Owns what the store contract means in requests: which are made, in which order, how many bytes each. What a
-request is to a server, and how its errors are told apart, is its client's: see obstore_client.py,
-fsspec_client.py.
+Owns how the store contract maps to requests: their kind, order and size. Clients own the requests themselves
+and their errors: see obstore_client.py and fsspec_client.py.
 """
 
 from __future__ import annotations
@@ -14,109 +13,263 @@ import math
 import os
 import re
 import secrets
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
 from flashckpt import _native
-from flashckpt.errors import DamagedError, RunError
+from flashckpt.errors import DamagedError, OptionError, RunError
 from flashckpt.format.layout import PAGE, Layout
-from flashckpt.format.records import CHUNK_BYTES, Contents
+from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
     Capabilities,
     Entry,
     MemoryRange,
-    Read,
     Written,
     matching,
     other_length,
     split,
     too_long,
 )
-from flashckpt.store.image_sums import ImageSums, each_piece
-from flashckpt.store.listing import LARGEST_RECENT, Found, Listing, RecentObjects
-from flashckpt.store.upload_rate import UploadRate
+from flashckpt.store.read_plan import ImageSums, add_pieces, cut, each_piece
+
+# ---- listings below a folder, and a cache of small objects by version
+
+_MAX_BYTES = 4 << 20
+LARGEST_RECENT = 1 << 20
+"""Longest object that the cache keeps, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An object in a listing. `version` changes with its bytes; empty if the server has no versions."""
+
+    key: str
+    num_bytes: int
+    modified_s: float = 0.0
+    version: str = ""
+
+
+class Listing:
+    """Everything below `folder` at one moment. Changes need exclusive access."""
+
+    def __init__(self, folder: str, found: Iterable[Found]) -> None:
+        self._folder = folder
+        self._below: dict[str, dict[str, Found | None]] = defaultdict(dict)  # None for a folder
+        self.count = 0
+        for each in found:
+            self.add(each)
+
+    def copy(self) -> Listing:
+        made = Listing(self._folder, ())
+        made.count = self.count
+        made._below.update({folder: dict(names) for folder, names in self._below.items()})
+        return made
+
+    def covers(self, path: str) -> bool:
+        return f"{path}/".startswith(f"{self._folder}/")
+
+    def add(self, each: Found) -> None:
+        folder, _, name = each.key.rpartition("/")
+        self._below[folder][name] = each
+        self.count += 1
+        while folder != self._folder:
+            folder, _, name = folder.rpartition("/")
+            if name in self._below[folder]:
+                break
+            self._below[folder][name] = None
+
+    def get(self, path: str) -> Found | None:
+        folder, _, name = path.rpartition("/")
+        return self._below.get(folder, {}).get(name)
+
+    def remove(self, path: str) -> None:
+        folder, _, name = path.rpartition("/")
+        self._below.get(folder, {}).pop(name, None)
+        while folder != self._folder and folder in self._below and not self._below[folder]:
+            del self._below[folder]
+            folder, _, name = folder.rpartition("/")
+            self._below[folder].pop(name, None)
+
+    def paths(self, folder: str) -> list[str]:
+        """Paths of all files below a folder."""
+        found = []
+        for name, each in self._below.get(folder, {}).items():
+            found += [f"{folder}/{name}"] if each is not None else self.paths(f"{folder}/{name}")
+        return found
+
+    def entries(self, folder: str) -> list[Entry]:
+        return [
+            Entry(name, True, 0) if each is None else Entry(name, False, each.num_bytes, each.modified_s)
+            for name, each in sorted(self._below.get(folder, {}).items())
+        ]
+
+
+class RecentObjects:
+    """LRU cache of small objects by key and version, of a few MiB. Objects that a fresh listing names with
+    the same version need not be fetched again. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, key: str, version: str) -> bytes | None:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None or not version or found[0] != version:
+                return None
+            self._kept.move_to_end(key)
+            return found[1]
+
+    def put(self, key: str, version: str, data: bytes) -> None:
+        with self._lock:
+            _, before = self._kept.pop(key, ("", b""))
+            self._num_bytes -= len(before)
+            if not version or len(data) > LARGEST_RECENT:
+                return
+            self._kept[key] = version, data
+            self._num_bytes += len(data)
+            while self._num_bytes > _MAX_BYTES:
+                _, (_, oldest) = self._kept.popitem(last=False)
+                self._num_bytes -= len(oldest)
+
+
+# ---- the limit of a node's upload rate to a store
+
+OPTION = "max_upload_bytes_per_s"
+_LEAST = 1 << 20
+
+
+class UploadRate:
+    """Limits the average rate to `bytes_per_s`; 0 sets no limit. Thread-safe.
+
+    Raises OptionError for any other value below 1 MiB a second, at which one part would take so long that its
+    write would look stuck.
+    """
+
+    def __init__(
+        self,
+        bytes_per_s: object = 0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if type(bytes_per_s) is not int or (bytes_per_s and bytes_per_s < _LEAST):
+            raise OptionError(
+                f"{OPTION}={bytes_per_s!r} is not a valid rate. Nothing was changed. Give a number of bytes "
+                f"a second, at least {_LEAST} (1 MiB), or 0 for no limit."
+            )
+        self._bytes_per_s, self._clock, self._sleep = bytes_per_s, clock, sleep
+        self._free_at, self._lock = 0.0, threading.Lock()
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Wait until `num_bytes` may be sent, and count them as sent."""
+        if (pause := self._reserve(num_bytes)) > 0:
+            self._sleep(pause)
+
+    def count(self, num_bytes: int) -> None:
+        """Count `num_bytes` that are sent without waiting, since other processes wait for them."""
+        self._reserve(num_bytes)
+
+    def _reserve(self, num_bytes: int) -> float:
+        if not self._bytes_per_s:
+            return 0.0
+        with self._lock:
+            now = self._clock()
+            begin = max(now, self._free_at)
+            self._free_at = begin + num_bytes / self._bytes_per_s
+            return begin - now
+
 
 log = logging.getLogger(__name__)
 
 PART_BYTES = 16 << 20
-"""Of an upload, and of a ranged read: whole chunks. Larger where a shard would have too many of them."""
+"""Part size of an upload and of a ranged read, a multiple of a chunk. Larger for shards that would have too
+many parts."""
 COMPRESSED_PART_BYTES = 8 << 20
-"""Of what is made while it is sent: parts on their way are memory of this process."""
+"""Part size of compressed uploads. Smaller, because their parts occupy memory of this process until sent."""
 _MOST_PARTS = 10_000
 _AT_ONCE = 8
 _TRIES = 8
 _MOST_WALKED = 1000
 _DELAY_S = 30.0
-"""Several writes, each tried for as long as a brief client tries: servers refuse for many seconds a key that
-is written too often."""
+"""Time of several writes by a brief client with all retries: servers refuse a key that is written too often
+for many seconds."""
 RECENT_S = 2.0
-"""So old the listing of a folder may be for who says that it need not be newer."""
+"""Largest age of a listing of a folder that the caller of `at_once` names as `recent`."""
 
 
 class ObjectClient(Protocol):
-    """Requests to one bucket. Keys are '/'-separated. Each tries again what may succeed later, for as long
-    as its policy says, and then raises OSError: FileNotFoundError for a missing object alone, PermissionError
-    where it is refused, ENOSPC where the bucket is full, ENODEV where it is missing, EREMOTEIO for the rest:
-    EIO says that a disk has lost bytes (`LOST_BYTES`), and a server that is in trouble says nothing of them.
+    """Requests to one bucket. Keys are '/'-separated. Each request is retried by the client's policy, then
+    raises OSError: FileNotFoundError for a missing object only, PermissionError for a refusal, ENOSPC for a
+    full bucket, ENODEV for a missing bucket, EREMOTEIO for the rest. EIO would mean that a disk has lost
+    bytes (`LOST_BYTES`), which an error of a server does not imply.
 
-    An UncertainError says that a `put` may have been done."""
+    UncertainError means that a `put` may have been executed."""
 
     @property
     def url(self) -> str:
-        """As a user would name it; without credentials."""
+        """The URL without credentials."""
 
     @property
     def server(self) -> str:
-        """Which one it is, where the URL alone does not say: the same bucket's name on another is another."""
+        """Identifies the server if the URL does not: buckets of one name on two servers differ."""
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether a run may be trained there."""
 
     @property
     def refusal(self) -> str:
-        """Why no run is trained there; empty where one may be."""
+        """Why nothing may be written there; empty if it may."""
 
     def brief(self) -> ObjectClient:
-        """One like it that tries for some seconds only."""
+        """Return a client that retries for some seconds only."""
 
     def renew(self, options: Mapping[str, Any]) -> None:
-        """Requests from now on are made with these options, those of what `brief` has given, too. OptionError
-        for what cannot be, and then nothing has changed."""
+        """Use these options from now on, also in clients from `brief`. Raises OptionError, and changes
+        nothing, if they are invalid."""
 
     def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
-        """One request; the version of what stands there now, empty where the server names none. With a mark,
-        only where there is no such object: None where there is one; an object so made carries the mark."""
+        """Write an object in one request. Return its version, empty if the server has none. With a mark,
+        create the object with this mark; return None if the object exists."""
 
     def mark(self, key: str) -> str:
-        """The mark that an object carries, empty where it carries none."""
+        """Return an object's mark, or an empty string."""
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
-        """One object in parts, a few of them at once; nothing is there where it fails."""
+        """Write an object in parts, a few at once. A failed upload leaves no object."""
 
     def get(self, key: str, max_bytes: int) -> tuple[bytes | memoryview | int, str]:
-        """A whole object, or its length where that is larger; and its version, or nothing."""
+        """Return a whole object, or its length if that exceeds `max_bytes`; and its version, or ""."""
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
-        """Fewer bytes where the object ends before, none where it ends before `start`."""
+        """Read a range. Return fewer bytes, or none, if the object ends before."""
 
     def size(self, key: str) -> int: ...
 
     def list(self, prefix: str) -> builtins.list[Entry]:
-        """What is below a prefix (empty, or with '/' at its end), to the next '/'; all pages of it."""
+        """List one level below a prefix, which is empty or ends with '/'. Return all pages."""
 
     def keys(self, prefix: str) -> Iterator[str]:
-        """All keys that begin with it."""
+        """Yield all keys with this prefix."""
 
     def walk(self, prefix: str) -> Iterator[Found]:
-        """All objects below a prefix, with '/' at its end; page by page."""
+        """Yield all objects below a prefix, which ends with '/', page by page."""
 
     def delete(self, keys: builtins.list[str]) -> None:
-        """Those that are there."""
+        """Delete objects; ignore missing ones."""
 
 
 class UncertainError(OSError):
-    """The answer to a request was lost: it may have been done."""
+    """The answer to a request was lost: the request may have been executed."""
 
 
 class ObjectStore:
@@ -124,7 +277,7 @@ class ObjectStore:
 
     def __init__(self, client: ObjectClient, rate: UploadRate | None = None) -> None:
         self._client, self._rate, self._recent = client, rate or UploadRate(), RecentObjects()
-        # By top folder: when it was last walked, and what was found.
+        # Time and result of the last complete listing of each top folder.
         self._walked: dict[str, tuple[float, Listing]] = {}
         self._brief: ObjectStore | None = None
 
@@ -145,10 +298,11 @@ class ObjectStore:
             part_bytes=PART_BYTES,
             appends=False,
             delay_s=_DELAY_S,
+            trainable=self._client.is_trainable,
         )
 
     def at_once(self, recent: str = "") -> ObjectStore:
-        return _Look(self, recent)
+        return _ListedStore(self, recent)
 
     def brief(self) -> ObjectStore:
         if self._brief is None:
@@ -161,20 +315,21 @@ class ObjectStore:
         return f"{self.url} {self._client.server}".rstrip()
 
     def check(self) -> None:
-        """Some servers take the condition of a creation and ignore it: two would commit one step."""
+        """Create a probe twice: some servers ignore the condition of a creation, so two processes could
+        commit one step."""
         if self._client.refusal:
             raise RunError(
-                f"{self.url}: no run is trained there, since {self._client.refusal}. Nothing was changed. "
-                "What is there can be read. Use another storage for the run.",
+                f"{self.url}: no run can be written there: {self._client.refusal}. Nothing was changed. "
+                "Existing files can be read. Use another storage.",
                 path=self.url,
             )
         key = f"probe-{secrets.token_hex(8)}"
         try:
             if not self._create(key, memoryview(b"1")) or self._create(key, memoryview(b"2")):
                 raise RunError(
-                    f"{self.url}: this server overwrites what is to be created (it ignores the condition, "
-                    "If-None-Match on S3), so a commit there could overwrite another's. Nothing was changed. "
-                    "Use another storage for the run.",
+                    f"{self.url}: this server overwrites an existing object at creation (it ignores the "
+                    "condition, If-None-Match on S3), so a commit there could overwrite another process's "
+                    "commit. Nothing was changed. Use another storage for the run.",
                     path=self.url,
                 )
         finally:
@@ -185,12 +340,12 @@ class ObjectStore:
             self._client.delete([key])
         except PermissionError as error:
             log.warning(
-                "%s: with these credentials nothing may be deleted there (%s): what is to be kept no longer "
-                "stays, and so does %s. Give them that right, if it is to go.",
+                "%s: these credentials may not delete there (%s). Steps beyond the retention limit stay, and "
+                "so does %s. Grant the right to delete if they should be removed.",
                 self.url, error.strerror, key,
             )  # fmt: skip
         except OSError:
-            pass  # it is debris, which goes with the next attempt
+            pass  # the next attempt removes it as an orphan
 
     def move_to(self, url: str) -> None:
         raise AssertionError("a run on an object store does not move")
@@ -207,15 +362,18 @@ class ObjectStore:
         return data
 
     def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Nothing: what was read is found again only where a look has listed it."""
+        """Do nothing: only a store from `at_once` knows versions and can reuse fetched objects."""
 
     def create(self, path: str, data: bytes) -> bool:
         self._rate.count(len(data))
         return self._create(_key(path), memoryview(data))
 
     def _create(self, key: str, data: memoryview) -> bool:
-        """The mark tells an object of ours, of a try whose answer was lost, from another's of the same bytes:
-        of two who claim one number, one alone may go on."""
+        """Create an object; return False if it exists.
+
+        A mark distinguishes an object of this call, after a lost answer, from another process's object with
+        the same bytes: of two processes that claim one number, only one may continue.
+        """
         mark, is_uncertain = secrets.token_hex(8), False
         for attempt in range(_TRIES):
             try:
@@ -223,22 +381,23 @@ class ObjectStore:
                 if version is not None:
                     if len(data) <= LARGEST_RECENT:
                         self._recent.put(key, version, bytes(data))
-                    self._made(Found(key, len(data), version=version))
+                    self._on_created(Found(key, len(data), version=version))
                     return True
-                # The client tries again by itself, too.
+                # The client retries too, so the existing object may be from this call.
                 return self._client.mark(key) == mark
             except UncertainError:
                 is_uncertain = True
                 if attempt + 1 == _TRIES:
                     raise
             except FileNotFoundError:
-                # It was there, and somebody has removed it: ours, too, may have been that one.
+                # The existing object was removed before its mark was read. After a lost answer it may have
+                # been this call's object.
                 if is_uncertain or attempt + 1 == _TRIES:
-                    raise OSError(errno.EREMOTEIO, "it was removed while it was made", key) from None
-        raise AssertionError("an object was made for longer than it is tried")
+                    raise OSError(errno.EREMOTEIO, "the object was removed during creation", key) from None
+        raise AssertionError("unreachable: the last try returns or raises")
 
-    def _made(self, found: Found) -> None:
-        """Told of what was created."""
+    def _on_created(self, found: Found) -> None:
+        """Hook: called after an object was created."""
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
         self._rate.count(len(data))
@@ -277,6 +436,9 @@ class ObjectStore:
         if keys := [_key(path) for path in paths]:
             self._client.delete(keys)
 
+    def sync_removed(self, folder: str) -> None:
+        pass  # a deletion is visible to all readers at once
+
     def remove_tree(self, path: str) -> None:
         key = _key(path)
         self._client.delete([key, *self._client.keys(f"{key}/")])
@@ -288,7 +450,7 @@ class ObjectStore:
     ) -> Written:
         key, num_bytes = _key(path), layout.num_bytes
         if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
-            raise OSError(errno.EIO, "the region ends before the bytes that are to be written", path)
+            raise OSError(errno.EIO, "the memory region is shorter than the shard", path)
         sums, part_bytes = ImageSums(layout, CHUNK_BYTES), _part_bytes(num_bytes)
         parts = _parts(source, num_bytes, part_bytes, sums, progress, self._rate)
         if num_bytes <= part_bytes:
@@ -302,7 +464,7 @@ class ObjectStore:
 
     def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
         key, part_bytes = _key(path), _part_bytes(most_bytes, COMPRESSED_PART_BYTES)
-        rest, first = self._paced(parts), list[bytes]()
+        rest, first = self._throttled(parts), list[bytes]()
         for part in rest:
             first.append(part)
             if sum(map(len, first)) > part_bytes:
@@ -314,53 +476,40 @@ class ObjectStore:
         if not is_new:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
-    def _paced(self, parts: Iterable[bytes]) -> Iterator[bytes]:
+    def _throttled(self, parts: Iterable[bytes]) -> Iterator[bytes]:
         for part in parts:
             self._rate.wait_for(len(part))
             yield part
 
-    def read_ranges(
-        self,
-        path: str,
-        contents: Contents,
-        into: memoryview | None,
-        *,
-        threads: int = 2,
-        progress: int = 0,
-        cancel: int = 0,
-    ) -> Read:
-        shard, key = contents.shard, _key(path)
-        if (size := self._client.size(key)) != shard.num_bytes:
-            raise other_length(path, size, shard.num_bytes)
-        sums = ImageSums(contents.layout(), shard.chunk_bytes)
+    def read_chunks(
+        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
+    ) -> None:
+        self._check_length(path, plan.num_bytes)
 
-        def fetch(start: int, stop: int) -> None:
-            data = self._range(path, start, stop)
-            # What is checked is what the caller will use.
-            sums.add(start, data, None if into is None else into[start:stop])
-            if progress:
-                _native.fetch_add(progress, stop - start)
+        def fetch(start: int, stop: int) -> memoryview:
+            return self._range(path, start, stop)
 
-        step = max(1, PART_BYTES // shard.chunk_bytes) * shard.chunk_bytes
-        each_piece(path, size, step, _AT_ONCE, fetch, cancel)
-        return sums.compared(shard)
+        add_pieces(path, plan, PART_BYTES, _AT_ONCE, fetch, progress, cancel)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         return bytes(self._range(path, offset, offset + num_bytes))
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         return None
 
     def view(self, path: str, num_bytes: int) -> memoryview:
-        if (size := self._client.size(_key(path))) != num_bytes:
-            raise other_length(path, size, num_bytes)
+        self._check_length(path, num_bytes)
         memory = memoryview(_native.Mapping(-(-max(1, num_bytes) // PAGE) * PAGE))[:num_bytes]
 
         def fetch(start: int, stop: int) -> None:
             memory[start:stop] = self._range(path, start, stop)
 
-        each_piece(path, num_bytes, PART_BYTES, _AT_ONCE, fetch)
+        each_piece(path, cut(num_bytes, PART_BYTES), _AT_ONCE, fetch)
         return memory
+
+    def _check_length(self, path: str, num_bytes: int) -> None:
+        if (size := self._client.size(_key(path))) != num_bytes:
+            raise other_length(path, size, num_bytes)
 
     def _range(self, path: str, start: int, stop: int) -> memoryview:
         data = self._client.get_range(_key(path), start, stop) if start < stop else memoryview(b"")
@@ -369,9 +518,9 @@ class ObjectStore:
         return data
 
 
-class _Look(ObjectStore):
-    """The same objects by names and lengths as they were when a folder above them was first asked for; what
-    was created through it since is among them. For one thread."""
+class _ListedStore(ObjectStore):
+    """See `Store.at_once`. Answers from listings, each made at the first access below its folder and updated
+    by changes through this object. For one thread."""
 
     def __init__(self, store: ObjectStore, recent: str) -> None:
         self._client, self._rate = store._client, store._rate
@@ -379,7 +528,7 @@ class _Look(ObjectStore):
         when, listing = self._walked.get(recent, (-math.inf, None))
         is_recent = listing is not None and time.monotonic() - when < RECENT_S
         self._listings = [listing] if listing is not None and is_recent else []
-        self._are_own = False
+        self._owns_listings = False
 
     def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
         if not folder:
@@ -421,49 +570,48 @@ class _Look(ObjectStore):
         key, began = _key(folder), time.monotonic()
         found = Listing(key, self._client.walk(f"{key}/"))
         self._listings.append(found)
-        self._are_own = False
+        self._owns_listings = False
         if "/" not in key and found.count <= _MOST_WALKED:
             self._walked[key] = began, found
         return found
 
-    def _own(self) -> builtins.list[Listing]:
-        """To be changed: looks of other threads may have the same ones, which stay as they are."""
-        if not self._are_own:
-            self._listings, self._are_own = [each.copy() for each in self._listings], True
+    def _own_listings(self) -> builtins.list[Listing]:
+        """Return listings that may be changed: copy them once, since other threads may share them."""
+        if not self._owns_listings:
+            self._listings, self._owns_listings = [each.copy() for each in self._listings], True
         return self._listings
 
-    def _made(self, found: Found) -> None:
-        for each in self._own():
+    def _on_created(self, found: Found) -> None:
+        for each in self._own_listings():
             if each.covers(found.key):
                 each.add(found)
 
-    def _changed(self, path: str) -> None:
-        """It is listed anew when it is next asked for."""
+    def _invalidate(self, path: str) -> None:
+        """Drop listings that cover `path`; the next access lists again."""
         self._listings = [each for each in self._listings if not each.covers(path)]
 
     def create(self, path: str, data: bytes) -> bool:
         is_new = super().create(path, data)
         if not is_new or (path.count("/") and self._listing(path.rpartition("/")[0]).get(path) is None):
-            self._changed(path)
+            self._invalidate(path)
         return is_new
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        self._changed(path)
+        self._invalidate(path)
         super().replace(path, data, durable=durable)
 
     def remove(self, path: str) -> None:
-        self._changed(path)
+        self._invalidate(path)
         super().remove(path)
 
     def remove_files(self, paths: Iterable[str]) -> None:
-        gone = [*paths]
-        super().remove_files(gone)
-        for path in gone:
-            for each in self._own():
+        removed = [*paths]
+        super().remove_files(removed)
+        for path in removed:
+            for each in self._own_listings():
                 each.remove(path)
 
     def remove_tree(self, path: str) -> None:
-        """What was there."""
         self.remove_files(self._listing(path).paths(path))
 
 
@@ -479,12 +627,12 @@ def _part_bytes(num_bytes: int, usual: int = PART_BYTES) -> int:
 def _parts(
     source: MemoryRange, num_bytes: int, part_bytes: int, sums: ImageSums, progress: int, rate: UploadRate
 ) -> Iterator[memoryview]:
-    """The parts of an image, each mapped alone: memory that is mapped raises a process's OOM score. What was
-    taken is counted as done with the next. Each comes no sooner than it may be sent."""
+    """Yield the parts of an image, each when the rate limit allows it. A part counts as done when the next
+    one is requested. Parts are mapped one at a time, since mapped memory raises the process's OOM score."""
     for start in range(0, num_bytes, part_bytes):
         size, begin = min(part_bytes, num_bytes - start), source.offset + start
         rate.wait_for(size)
-        # Its sums are those of the very memory that is sent.
+        # Compute the sums from the same mapping that is sent.
         part = memoryview(_native.Mapping(source.descriptor, begin, size))
         sums.add(start, part)
         yield part

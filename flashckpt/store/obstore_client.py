@@ -1,7 +1,7 @@
-"""Requests to s3://, gs:// and az:// through obstore, which speaks to all three.
+"""Requests to s3://, gs:// and az:// through obstore.
 
-Owns its options, how often and how long a request is tried, and what its errors mean. Knows no name of a
-run's files and nothing of images.
+Owns the options, retries and timeouts of requests, and the translation of errors. Knows no file name of a run
+and no images.
 """
 
 from __future__ import annotations
@@ -21,34 +21,32 @@ from urllib.request import getproxies_environment, proxy_bypass
 from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
-from flashckpt.store.listing import Found
-from flashckpt.store.objects import UncertainError
+from flashckpt.store.objects import Found, UncertainError
 
 SCHEMES = frozenset({"s3", "gs", "az"})
-_MARK = "flashckptmark"  # Azure takes names of C# alone, some proxies drop an underscore
+_MARK = "flashckptmark"  # Azure allows C# identifiers only, and some proxies drop an underscore
 
-# The one policy of tries: each request of its own, parts of an upload too.
+# Retry policy of each request, also of each part of an upload.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
 _BRIEF_PAUSE_S, _BRIEF_DEADLINE_S = 0.5, 5.0
 _CONNECT_S = 30.0
-# Nothing comes. It is counted while a request's body is sent, too: no limit for what is large.
-_SILENT_S = 60.0
+# Read timeout. The client also counts it while it sends a request's body, so uploads do not use it.
+_READ_TIMEOUT_S = 60.0
 
-_AT_ONCE = 8
+_CONCURRENCY = 8
 _SMALL = 1 << 20
-# Its parts of 16 MiB share a line of 100 kB/s.
-_UPLOAD_S = _AT_ONCE * (16 << 20) / 100e3
-# On a line that has proved to be faster, so many times what a part took there, and no less than that.
+# Enough for concurrent parts of 16 MiB on a line of 100 kB/s.
+_UPLOAD_S = _CONCURRENCY * (16 << 20) / 100e3
+# On a faster line: this multiple of the measured time of a part, with a lower bound.
 _SLOWER, _LEAST_UPLOAD_S = 20.0, 120.0
 
 
 class ObstoreClient:
     """See ObjectClient in objects.py.
 
-    `options` are what obstore takes by keyword for this kind of store (`endpoint`, `region`,
-    `access_key_id` …, and those of its HTTP client, as `allow_http`); what is not among them it takes from
-    the environment, under the names that the clouds' own tools use. OptionError for what cannot be, before
-    any request.
+    `options`: keyword arguments of obstore for this kind of store (`endpoint`, `region`, `access_key_id` …)
+    and of its HTTP client (`allow_http` …). obstore takes the rest from the environment, under the names that
+    the clouds' own tools use. Raises OptionError for invalid options, before any request.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, is_brief: bool = False) -> None:
@@ -64,7 +62,7 @@ class ObstoreClient:
             if self._is_brief:
                 store = uploads = self._open(_BRIEF_DEADLINE_S, _BRIEF_PAUSE_S, timeout=_BRIEF_DEADLINE_S)
             else:
-                store = self._open(*tries, timeout=_UPLOAD_S, read_timeout=_SILENT_S)
+                store = self._open(*tries, timeout=_UPLOAD_S, read_timeout=_READ_TIMEOUT_S)
                 uploads = self._open(*tries, timeout=_UPLOAD_S)
         except OptionError:
             self._options = before
@@ -93,6 +91,10 @@ class ObstoreClient:
         return self._options
 
     @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
     def refusal(self) -> str:
         return ""
 
@@ -101,7 +103,7 @@ class ObstoreClient:
         if mark is not None:
             how |= {"mode": "create", "attributes": {_MARK: mark}}
         store = self._store if len(data) <= _SMALL else self._uploads
-        with _told(key, self._url, writes=True):
+        with _translated(key, self._url, writes=True):
             try:
                 version = _version(self._obstore.put(store, key, data, **how))
                 self._has_bucket = True
@@ -110,12 +112,16 @@ class ObstoreClient:
                 return None
 
     def mark(self, key: str) -> str:
-        with _told(key, self._url):
+        with _translated(key, self._url):
             found = self._obstore.get(self._store, key, options={"head": True})
             return str(found.attributes.get(_MARK, ""))
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
-        how: dict[str, Any] = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": _AT_ONCE}
+        how: dict[str, Any] = {
+            "use_multipart": True,
+            "chunk_size": part_bytes,
+            "max_concurrency": _CONCURRENCY,
+        }
         began_s, sizes = time.monotonic(), list[int]()
 
         def counted() -> Iterator[memoryview]:
@@ -124,47 +130,47 @@ class ObstoreClient:
                 yield part
 
         try:
-            with _told(key, self._url, writes=True):
+            with _translated(key, self._url, writes=True):
                 self._obstore.put(self._uploads, key, counted(), **how)
         except BaseException:
-            # The line may have become slower: the next try has all the time.
+            # The line may have become slower: give the next try the longest time.
             self._limit_uploads(_UPLOAD_S)
             raise
-        part_s = (time.monotonic() - began_s) * min(1.0, _AT_ONCE / max(1, len(sizes)))
+        part_s = (time.monotonic() - began_s) * min(1.0, _CONCURRENCY / max(1, len(sizes)))
         self._limit_uploads(min(max(_SLOWER * part_s, _LEAST_UPLOAD_S), _UPLOAD_S))
 
     def _limit_uploads(self, limit_s: float) -> None:
-        """How long a part may take. Nobody tells of a server that is gone without a word, and silence while a
-        part is sent is none of the server's."""
+        """Limit the time for each part: no read timeout applies while sending, so a vanished server would go
+        unnoticed."""
         if not self._upload_s / 2 <= limit_s <= self._upload_s * 2:
             self._uploads = self._open(_DEADLINE_S, _LONGEST_PAUSE_S, timeout=limit_s)
             self._upload_s = limit_s
 
     def get(self, key: str, max_bytes: int) -> tuple[memoryview | int, str]:
-        with _told(key, self._url):
+        with _translated(key, self._url):
             found = self._obstore.get(self._store, key)
             size: int = found.meta["size"]
             self._has_bucket = True
             return size if size > max_bytes else memoryview(found.bytes()), _version(found.meta)
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
-        with _told(key, self._url):
+        with _translated(key, self._url):
             return memoryview(self._obstore.get_range(self._store, key, start=start, end=stop))
 
     def size(self, key: str) -> int:
         try:
-            with _told(key, self._url):
+            with _translated(key, self._url):
                 size: int = self._obstore.head(self._store, key)["size"]
                 return size
         except FileNotFoundError:
-            # No words come with that: the bucket may be what is not there.
+            # HEAD has no error text, so the bucket itself may be missing.
             if not self._has_bucket:
                 self.list(f"{key}/")
                 self._has_bucket = True
             raise
 
     def list(self, prefix: str) -> builtins.list[Entry]:
-        with _told(prefix, self._url):
+        with _translated(prefix, self._url):
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
         folders = [Entry(_last(path), True, 0) for path in found["common_prefixes"]]
         files = [
@@ -177,17 +183,17 @@ class ObstoreClient:
         return (each.key for each in self.walk(prefix))
 
     def walk(self, prefix: str) -> Iterator[Found]:
-        with _told(prefix, self._url):
+        with _translated(prefix, self._url):
             for page in self._obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=1000):
                 for each in page:
                     yield Found(each["path"], each["size"], each["last_modified"].timestamp(), _version(each))
 
     def delete(self, keys: builtins.list[str]) -> None:
-        with _told(keys[0] if keys else "", self._url):
+        with _translated(keys[0] if keys else "", self._url):
             try:
                 self._obstore.delete(self._store, keys)
             except FileNotFoundError:
-                # Some say so. It may have been one of many: those behind it are asked for one by one.
+                # Some servers report a missing object. Others in the batch may remain: delete one by one.
                 for key in keys if len(keys) > 1 else ():
                     self.delete([key])
 
@@ -210,13 +216,14 @@ class ObstoreClient:
                 client_options={
                     "connect_timeout": timedelta(seconds=_CONNECT_S),
                     **{name: timedelta(seconds=limit) for name, limit in limits_s.items()},
-                    # Who names an endpoint without TLS wants it.
+                    # An endpoint without TLS is an explicit choice.
                     "allow_http": endpoint.startswith("http://"),
                     **(_one_host(endpoint, self._options) if self._url.startswith("s3:") else {}),
                     **client,
                 },
                 retry_config=retries,
-                **_defaults(self._url),
+                # Signing payloads costs 3 s of CPU per GiB. Shards have checksums, and TLS protects the rest.
+                **({"unsigned_payload": True} if self._url.startswith("s3:") else {}),
                 **own,
             )
         except Exception as error:
@@ -234,7 +241,7 @@ _CLIENT_OPTIONS = frozenset(
     }
 )  # fmt: skip
 
-# In the order in which obstore looks for them.
+# In obstore's order of precedence.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
@@ -242,16 +249,16 @@ ENDPOINTS = (
     "AZURE_STORAGE_ENDPOINT",
     "AZURE_ENDPOINT",
 )
-# An HTTP proxy that nothing can listen on: what is sent through it goes nowhere.
-_NOWHERE = "127.0.0.1:0"
+# An HTTP proxy on a port that cannot be bound: requests through it fail.
+_DEAD_PROXY = "127.0.0.1:0"
 
 _MEANINGS = {
     "AccessDenied": "these credentials may not do that",
     "InvalidAccessKeyId": "the server does not know this access key",
-    "SignatureDoesNotMatch": "the secret key is not that of this access key",
-    "RequestTimeTooSkewed": "this machine's clock is not the server's",
+    "SignatureDoesNotMatch": "the secret key does not belong to this access key",
+    "RequestTimeTooSkewed": "this machine's clock differs from the server's",
     "ExpiredToken": "these credentials have expired",
-    "QuotaExceeded": "the bucket or its owner may hold no more",
+    "QuotaExceeded": "the quota of the bucket or its owner is exhausted",
 }
 
 
@@ -267,17 +274,12 @@ def _obstore(url: str) -> Any:
     return obstore
 
 
-def _defaults(url: str) -> dict[str, Any]:
-    # Signing a payload costs 3 s of CPU a GiB; over TLS it adds nothing, and shards have sums of their own.
-    return {"unsigned_payload": True} if urlsplit(url).scheme.startswith("s3") else {}
-
-
 def _endpoint(url: str, options: Mapping[str, Any]) -> str:
-    """The server that was named beside the URL, empty where none was."""
+    """The server's URL from options or environment; empty if neither has one."""
     cloud = "AZURE" if url.startswith("az:") else "AWS"
     names = [name for name in ENDPOINTS if name.startswith(cloud)] if not url.startswith("gs:") else []
-    given = (value for name, value in options.items() if _plain_name(name) in _ENDPOINT_OPTIONS)
-    named = next(filter(None, given), None) or next(filter(None, map(os.environ.get, names)), "")
+    from_options = (value for name, value in options.items() if _plain_name(name) in _ENDPOINT_OPTIONS)
+    named = next(filter(None, from_options), None) or next(filter(None, map(os.environ.get, names)), "")
     return str(named).rstrip("/")
 
 
@@ -285,34 +287,34 @@ _ENDPOINT_OPTIONS = {"endpoint", "endpoint_url", "endpoint_url_s3"}
 
 
 def _plain_name(option: str) -> str:
-    """An option's name without the prefix that obstore takes it with, too."""
+    """Remove the optional prefix of an obstore option's name."""
     return re.sub("^(aws|azure)_(storage_)?", "", option.lower())
 
 
 def _checked_endpoint(url: str, options: Mapping[str, Any]) -> str:
-    """The same. OptionError for one that is no plain URL: what is in it stands in errors, and in the run's
+    """Return the endpoint. Raises OptionError unless it is a plain URL: it appears in errors and in the run's
     name on a node."""
     endpoint = _endpoint(url, options)
     if re.search(r"[@?#]", endpoint):
         raise OptionError(
             f"{url} cannot be used: the endpoint has a user, a password, a query or a fragment in it, which "
-            "would stand in errors and logs. Nothing was changed. Give credentials as storage_options "
+            "would appear in errors and logs. Nothing was changed. Give credentials as storage_options "
             "(access_key_id, secret_access_key) or in the environment."
         )
     if endpoint and not re.fullmatch(r"https?://[\w.:\[\]-]+(/[^\s\x00-\x1f]*)?", endpoint, re.IGNORECASE):
         raise OptionError(
-            f"{url} cannot be used: the endpoint {endpoint!r} is no URL of a server. Nothing was changed. "
+            f"{url} cannot be used: the endpoint {endpoint!r} is not a server's URL. Nothing was changed. "
             "Write it as in https://storage.example:9000."
         )
     return endpoint
 
 
 def _one_host(endpoint: str, options: Mapping[str, Any]) -> dict[str, str]:
-    """Options of an HTTP client that reaches this server's host alone.
+    """Return options that restrict the HTTP client to this server's host.
 
-    obstore's client follows redirects, to a metadata service of the machine or to any other, with the session
-    token; that cannot be switched off. So every other host is sent through a proxy that is not there. Empty
-    where the server is reached through a proxy already, and where credentials come from another host.
+    obstore's client follows redirects to any host, also to a machine's metadata service, and sends the
+    session token; this cannot be disabled. So requests to all other hosts are routed to a dead proxy. Return
+    no options if the server is reached through a proxy or if credentials come from another host.
     """
     names = {_plain_name(name) for name in options}
     has_keys = not names.isdisjoint({"access_key_id", "skip_signature"}) or "AWS_ACCESS_KEY_ID" in os.environ
@@ -323,12 +325,12 @@ def _one_host(endpoint: str, options: Mapping[str, Any]) -> dict[str, str]:
     proxies = getproxies_environment()
     if {server.scheme, "all"} & {*proxies} and not proxy_bypass(host, proxies):
         return {}
-    return {"proxy_url": f"http://{_NOWHERE}", "proxy_excludes": host}
+    return {"proxy_url": f"http://{_DEAD_PROXY}", "proxy_excludes": host}
 
 
 @contextmanager
-def _told(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
-    """Raises what ObjectClient says for what obstore raises."""
+def _translated(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
+    """Translate obstore's errors into those of ObjectClient."""
     try:
         yield
     except Exception as error:
@@ -336,14 +338,14 @@ def _told(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
         if "NoSuchUpload" in str(error):
             raise OSError(
                 errno.EREMOTEIO,
-                "its upload was ended by another process or a rule of the bucket, nothing of it is there "
+                "another process or a rule of the bucket aborted the upload, so no object was written "
                 "(NoSuchUpload)",
                 key,
             ) from cause(error)
         if re.search("NoSuchBucket|ContainerNotFound|bucket does not exist", str(error)) or (
             is_missing and writes
         ):
-            raise OSError(errno.ENODEV, f"the bucket of {url} is not there", key) from cause(error)
+            raise OSError(errno.ENODEV, f"the bucket of {url} does not exist", key) from cause(error)
         if is_missing:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from cause(error)
         if isinstance(error, OSError):
@@ -355,13 +357,13 @@ def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
     kind, text = type(error).__name__, str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = status[1] if status else ""
-    if code.startswith("3") or _NOWHERE in text:
-        why = "the server redirects requests to another place, which is refused: name that server as endpoint"
+    if code.startswith("3") or _DEAD_PROXY in text:
+        why = "the server redirects requests to another host, which is refused: name that host as endpoint"
         return PermissionError(errno.EACCES, why, key)
     if code == "507" or re.search("QuotaExceeded|InsufficientCapacity|EntityTooLarge", text):
         return OSError(errno.ENOSPC, _first_line(error), key)
     is_refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or code in ("401", "403")
-    # Of several deletions each has an answer of its own, in one that is well.
+    # A batch of deletions succeeds as a whole and has an answer for each object.
     if is_refused or "(code: AccessDenied)" in text:
         return PermissionError(errno.EACCES, _first_line(error), key)
     if writes and not code.startswith("4"):
@@ -370,9 +372,9 @@ def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
 
 
 def _first_line(error: Exception) -> str:
-    """What obstore says first, and the server's own code; the rest is its debugger's."""
+    """The first line of obstore's text and the server's error code; the rest is debug output."""
     text = str(error)
-    if "http://169.254.169.254/" in text:  # where a machine of the cloud has its role's
+    if "http://169.254.169.254/" in text:  # the metadata service, which has the machine's role
         return "no credentials were found, neither in the options, the environment nor this machine's role"
     code = re.search(r"<Code>(\w+)</Code>|\(code: (\w+)\)", text)
     name = (code[1] or code[2]) if code else ""

@@ -1,6 +1,6 @@
-"""flashckpt inside the trainers of transformers and trl. `import transformers` in this package is theirs.
+"""flashckpt inside the trainers of transformers and trl. `import transformers` here means their package.
 
-flashckpt.transformers.train(trainer, "runs/gpt")           # in the place of trainer.train()
+flashckpt.transformers.train(trainer, "runs/gpt")           # instead of trainer.train()
 flashckpt.transformers.export("runs/gpt", "gpt-folder")     # for from_pretrained
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Modules have other names than the functions: an imported submodule takes its name in the package.
+# Module names differ from the functions' names: importing a submodule binds its name in the package.
 _PLACES = {"train": "training", "export": "exporting", "assets_of": "exporting", "keep_config": "exporting"}
 
 __all__ = sorted(_PLACES)

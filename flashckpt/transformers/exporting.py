@@ -1,7 +1,7 @@
-"""A step of a run as a folder for `from_pretrained`, written by the model's own `save_pretrained`.
+"""Exports a step to a folder for `from_pretrained`, written by the model's own `save_pretrained`.
 
-The model is built on the meta device from the config that the run keeps, and filled with mapped tensors, so
-that no weight is copied in memory before the model's own code writes it.
+Builds the model on the meta device from the config in the run, and fills it with mapped tensors, so that no
+weight is copied in memory before the model's own code writes it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flashckpt.checkpointer.extras import require
+from flashckpt.checkpointer.trainer_run import require
 from flashckpt.commit.assets import has_assets, read_assets, write_assets
 from flashckpt.commit.attempts import open_run
 from flashckpt.errors import MismatchError, OptionError
-from flashckpt.export.formats import Progress, Selected
-from flashckpt.export.mapped import mapped_tensors
-from flashckpt.export.selection import dtype_name
+from flashckpt.export.formats import Progress, Selected, dtype_name, mapped_tensors
 from flashckpt.export.step import Exported, Request, export_with
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 
 _CONFIG, _GENERATION, _ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
-# What torch.compile and DistributedDataParallel put before each name.
+# Prefixes that torch.compile and DistributedDataParallel add to names.
 _WRAPPERS = ("_orig_mod.", "module.")
 _SHOWN = 5
 
@@ -47,13 +45,13 @@ def export(
     """Write the model of a committed step to a folder for `from_pretrained`: weights, config, generation
     config and tokenizer. A model with PEFT adapters gives an adapter folder, for `PeftModel.from_pretrained`.
 
-    step: None takes the newest. dtype: of floating-point tensors. max_shard_size: as of `save_pretrained`.
-    only: the name of the model in the run, where the run has several modules. config: a folder with
-    `config.json` (and tokenizer files), in the place of those that the run keeps. model_class: makes the
-    model from its config, where its class is not one of transformers.
+    step: None takes the newest. dtype: of floating-point tensors. max_shard_size: see `save_pretrained`.
+    only: the name of the model in the run, if the run has several modules. config: a folder with
+    `config.json` (and tokenizer files), used instead of the run's own. model_class: makes the model from its
+    config, if its class is not one of transformers.
 
-    Raises OptionError, MismatchError where the step's tensors are not those of the model, NoSuchStepError,
-    DamagedError: then nothing is at `out`, and what stood there stands.
+    Raises OptionError, MismatchError if the step's tensors do not match the model, NoSuchStepError,
+    DamagedError. After an error, `out` is unchanged.
     """
     return export_step(
         open_store(run),
@@ -73,7 +71,7 @@ def export_step(
     out: str,
     *,
     step: int | None = None,
-    attempt: AttemptName | None = None,
+    at: AttemptName | SnapshotId | None = None,
     only: Sequence[str] = (),
     dtype: object | None = None,
     max_shard_size: int | str | None = None,
@@ -82,13 +80,13 @@ def export_step(
     force: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Exported:
-    """`export` for a store, and for a step of any attempt."""
+    """Like `export`, for a store and a step of any attempt."""
     require("transformers", "transformers")
     request = Request(
         out=out,
         format="hf",
         step=step,
-        attempt=attempt,
+        at=at,
         only=tuple(only),
         dtype=None if dtype is None else dtype_name(dtype),
         one_module=True,
@@ -101,9 +99,9 @@ def export_step(
         if config is None:
             _unpack(read_assets(store), source)
         if not (source / _CONFIG).is_file():
-            where = f"{store.url} keeps no model config" if config is None else f"{config} has no {_CONFIG}"
+            why = f"{store.url} has no model config" if config is None else f"{config} has no {_CONFIG}"
             raise OptionError(
-                f"format='hf': {where}, and without one the model cannot be built. Nothing was written. Give "
+                f"format='hf': {why}, which is needed to build the model. Nothing was written. Give "
                 f"--config FOLDER (config=), a folder with the model's {_CONFIG} and tokenizer files."
             )
         return export_with(
@@ -112,16 +110,16 @@ def export_step(
 
 
 def assets_of(model: Any, processing_class: Any = None) -> dict[str, bytes]:
-    """The files of a model and its tokenizer (or processor) that a run keeps for `export`, by name: config,
-    generation config, adapter configs, tokenizer files. Each object writes its own by `save_pretrained`;
-    raises OptionError where that fails."""
+    """The files of a model and its tokenizer (or processor) that a run stores for `export`, by name: config,
+    generation config, adapter configs, tokenizer files. Each object writes its files by `save_pretrained`.
+    Raises OptionError if that fails."""
     try:
         return _assets_of(_unwrapped(model), processing_class)
     except Exception as error:
-        # Of their code: a generation config that is not valid, a config with a value that JSON does not have.
+        # Their code may raise any error: an invalid generation config, a config with a value outside of JSON.
         raise OptionError(
-            f"The config or the tokenizer cannot be written by its save_pretrained: {error!r}. No file of it "
-            "was kept. Correct it, and call flashckpt.transformers.keep_config."
+            f"save_pretrained of the config or the tokenizer failed: {error!r}. None of their files was "
+            "stored. Correct them, and call flashckpt.transformers.keep_config."
         ) from error
 
 
@@ -131,7 +129,7 @@ def _assets_of(model: Any, processing_class: Any) -> dict[str, bytes]:
         base = model.get_base_model() if _is_peft(model) else model
         if hasattr(getattr(base, "config", None), "save_pretrained"):
             config = copy.deepcopy(base.config)
-            # FSDP2 derives a class of that name.
+            # FSDP2 derives a class with this prefix.
             config.architectures = [type(base).__name__.removeprefix("FSDP")]
             config.save_pretrained(folder)
             if getattr(base, "generation_config", None) is not None and base.can_generate():
@@ -149,8 +147,9 @@ def _assets_of(model: Any, processing_class: Any) -> dict[str, bytes]:
 
 
 def keep_config(run: str | os.PathLike[str], model: Any, processing_class: Any = None) -> bool:
-    """Keep the files of `assets_of` in a run, as `train` does by itself. Returns whether they were written: a
-    run keeps its first. Call it on one rank, outside of the loop. Raises OptionError, RunError, OSError."""
+    """Store the files of `assets_of` in a run, as `train` does. Return False, and write nothing, if the run
+    already has such files. Call it on one rank, outside of the loop. Raises OptionError, RunError,
+    OSError."""
     store = open_store(run)
     open_run(store, create=False)
     return not has_assets(store) and write_assets(store, assets_of(model, processing_class))
@@ -186,7 +185,8 @@ def _write(
     adapters = _adapters(source)
     if adapters and max_shard_size is not None:
         raise OptionError(
-            "max_shard_size= is not for adapters, whose weights PEFT writes to one file. Nothing was written."
+            "max_shard_size= is not supported for adapters: PEFT writes their weights to one file. Nothing "
+            "was written. Leave it out."
         )
     model, configs = _build(source, model_class, adapters)
     names = _adapter_names(model, adapters) if adapters else None
@@ -205,8 +205,8 @@ def _write(
 
 
 def _is_of_tokenizer(name: str) -> bool:
-    """Whether a file belongs to a tokenizer or processor: a folder given by --config may also have weights,
-    code and a repository's own files."""
+    """Whether a file belongs to a tokenizer or processor: a folder of --config may also have weights, code
+    and files of a repository."""
     if name in (_CONFIG, _GENERATION) or any(part.startswith(".") for part in name.split("/")):
         return False
     suffixes = (".json", ".model", ".txt", ".jinja", ".tiktoken")
@@ -214,7 +214,7 @@ def _is_of_tokenizer(name: str) -> bool:
 
 
 def _adapters(source: Path) -> dict[str, str]:
-    """The adapters that configs in a folder name, each with the path of its config."""
+    """Names of the adapters in a folder, each with the path of its config."""
     found = sorted(path.relative_to(source) for path in source.rglob(_ADAPTER))
     return {"default" if len(each.parts) == 1 else each.parts[0]: each.as_posix() for each in found}
 
@@ -222,7 +222,7 @@ def _adapters(source: Path) -> dict[str, str]:
 def _build(
     source: Path, model_class: Callable[[Any], Any] | None, adapters: Mapping[str, str]
 ) -> tuple[Any, dict[str, Any]]:
-    """The model without weights, and the configs of its adapters as they were."""
+    """Build the model without weights. Also return the original configs of its adapters."""
     import torch
     import transformers
 
@@ -235,18 +235,18 @@ def _build(
             "trained the model."
         ) from error
     if adapters and getattr(config, "quantization_config", None) is not None:
-        # The base model's weights are not exported, and quantized ones cannot be built on the meta device.
+        # The base model is not exported, and quantized weights cannot be built on the meta device.
         del config.quantization_config
     named = next(iter(config.architectures or ()), "")
-    made_by = model_class or getattr(transformers, named, None)
-    if made_by is None:
+    factory = model_class or getattr(transformers, named, None)
+    if factory is None:
         raise OptionError(
             f"format='hf': the model's class {named or '(not in its config)'} is not one of transformers. "
             "Nothing was written. Call flashckpt.transformers.export with model_class=, or export with "
             "--format safetensors."
         )
     with torch.device("meta"):
-        model = made_by(config)
+        model = factory(config)
         configs: dict[str, Any] = {}
         if adapters:
             model, configs = _with_adapters(model, source, adapters)
@@ -266,7 +266,7 @@ def _with_adapters(model: Any, source: Path, adapters: Mapping[str, str]) -> tup
         without = copy.deepcopy(config)
         for option in ("init_lora_weights", "init_weights"):
             if hasattr(without, option):
-                # An initialization from the base model's weights (PiSSA) would need them.
+                # An initialization from the base model (PiSSA) would need its weights.
                 setattr(without, option, False)
         without.inference_mode = False
         if isinstance(model, peft.PeftModel):
@@ -277,20 +277,20 @@ def _with_adapters(model: Any, source: Path, adapters: Mapping[str, str]) -> tup
 
 
 def _adapter_names(model: Any, adapters: Iterable[str]) -> set[str]:
-    """The parameters that PEFT may save: those that each adapter trains, and the embeddings, which it saves
-    where the vocabulary has grown."""
+    """Names of the parameters that PEFT may save: those that each adapter trains, and the embeddings, which
+    it saves if the vocabulary has grown."""
     found = set()
     for adapter in adapters:
         model.set_adapter(adapter)
         found |= {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     layers = [each() for each in (model.get_input_embeddings, model.get_output_embeddings)]
-    mine = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
-    return found | {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in mine}
+    embeddings = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
+    return found | {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in embeddings}
 
 
 def _in_order(selected: Selected, model: Any, names: Set[str] | None) -> Selected:
-    """The leaves in the order in which `save_pretrained` writes them; those that have one of these names in
-    the model, all if None."""
+    """Order the leaves as `save_pretrained` writes them. Keep only leaves with one of `names` in the model;
+    None keeps all."""
     inside = _inside(selected)
     order = {name: number for number, name in enumerate(model.state_dict())}
     found = []
@@ -305,8 +305,8 @@ def _in_order(selected: Selected, model: Any, names: Set[str] | None) -> Selecte
 def _load(
     model: Any, selected: Selected, mapped: Mapping[str, Any], names: Set[str] | None
 ) -> dict[str, Any]:
-    """Fill the model with the mapped tensors, or with those of these names alone. Returns them by their names
-    in the model."""
+    """Fill the model with the mapped tensors, or only with those in `names`. Return them by their names in
+    the model."""
     inside = _inside(selected)
     tensors = {inside(name): each for name, each in mapped.items()}
     if names is not None:
@@ -323,7 +323,7 @@ def _load(
 
 
 def _inside(selected: Selected) -> Callable[[str], str]:
-    """Gives the name that a tensor has in the model itself."""
+    """Return a function from a tensor's name to its name in the unwrapped model."""
     names = [each.leaf.name for each in selected.leaves]
     prefix = ""
     while (more := next((w for w in _WRAPPERS if all(n.startswith(prefix + w) for n in names)), "")) != "":
@@ -336,19 +336,19 @@ def _check_filled(model: Any, selected: Selected, tensors: Mapping[str, Any]) ->
     import torch
 
     model.tie_weights()
-    held = model.state_dict()
-    if missing := [name for name, each in held.items() if each.is_meta]:
+    state = model.state_dict()
+    if missing := [name for name, each in state.items() if each.is_meta]:
         raise _other_model(selected, f"the step has no {_some(missing)}")
     for name, each in tensors.items():
-        # Its config may tie what the run has trained apart.
-        if held[name].data_ptr() != each.data_ptr() and not torch.equal(held[name], each):
-            raise _other_model(selected, f"its config ties {name} to another tensor, and the step does not")
+        # The config may tie tensors that the run trained separately.
+        if state[name].data_ptr() != each.data_ptr() and not torch.equal(state[name], each):
+            raise _other_model(selected, f"the config ties {name} to another tensor, but the step does not")
 
 
 def _other_model(selected: Selected, why: str) -> MismatchError:
     return MismatchError(
-        f"Step {selected.record.step} does not fit the model of the config: {why}. Nothing was written. Give "
-        "the config that the run was trained with by --config FOLDER.",
+        f"Step {selected.record.step} does not match the model of the config: {why}. Nothing was written. "
+        "Give the config with which the run was trained by --config FOLDER.",
         differences=(),
     )
 

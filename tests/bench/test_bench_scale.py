@@ -7,22 +7,22 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scale
-from flashckpt.commit import step_parts, steps
-from flashckpt.commit.lineage import visible
+from flashckpt.commit import steps
+from flashckpt.commit.catalogue import Catalogue
 
 WORLD = 64
 
 
 def test_every_operation_runs_on_a_simulated_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "_LAYERS", 1)
-    # Parts that are small are read whole before a manifest; here they are to be read as large ones are.
-    monkeypatch.setattr(step_parts, "_FEW_BYTES", 0)
-    monkeypatch.setattr(step_parts, "_HEAD_BYTES", 4096)
+    # Parts that are small are read whole before a record; here they are to be read as large ones are.
+    monkeypatch.setattr(steps, "_FEW_BYTES", 0)
+    monkeypatch.setattr(steps, "_HEAD_BYTES", 4096)
     run = scale.Simulation(tmp_path / "run", WORLD)
     run.make()
     for step in scale.STEPS:
-        assert steps.commit(run.store, step, run.attempt, WORLD)
+        assert run.commit(step)
     run.fill(scale.STEPS[-1], scale.reshard(run))
     for name in scale._MEASURED:
         assert scale.measure(run.folder, WORLD, name)["cpu_seconds"] >= 0
-    assert [each.step for each in visible(run.store)] == list(scale.STEPS[-2:])
+    assert [each.step for each in Catalogue.of(run.store).visible()] == list(scale.STEPS[-2:])

@@ -1,8 +1,6 @@
-"""A training loop on the simulated accelerator: what the tests of device ways drive, step by step.
-
-The reference of every boundary is taken on the compute stream itself, in its order: whatever a snapshot of
-that step holds must be exactly this, or there must be no snapshot.
-"""
+"""A training loop on the simulated accelerator, which the tests of device ways drive step by step. The
+compute stream itself records the reference of each boundary, in its order: a snapshot of that step must equal
+it exactly, or must not exist."""
 
 from __future__ import annotations
 
@@ -136,7 +134,7 @@ class Accelerated:
         return self.boundary(**how)
 
     def finish(self) -> None:
-        """Everything that was begun ends, and the capture hears of it."""
+        """Finish all running work, and let the capture process the results."""
         self.device.side.release()
         self.device.compute.release()
         self.device.side.drain()
@@ -145,7 +143,7 @@ class Accelerated:
         self.capture._in_flight.poll()
 
     def result(self) -> str:
-        """ "exact", "torn" (the keeper's audit discards it), or "none". Anything else fails here."""
+        """Return "exact", "torn" (the keeper's audit discards it), or "none". Any other result fails here."""
         self.finish()
         found = self.ring.newest_sealed()
         if found is None or found[1].step != self.step:
@@ -160,7 +158,7 @@ class Accelerated:
         return "torn" if different else "exact"
 
     def audit(self) -> list[str]:
-        """As the keeper does: discard the newest snapshot if it is torn, and name the leaves."""
+        """Discard the newest snapshot if it is torn, and name the leaves, as the keeper does."""
         found = self.ring.newest_sealed()
         assert found is not None
         slot, sealed = found

@@ -1,4 +1,4 @@
-"""Slots of one's own and a small state: what every test of the capture starts from."""
+"""Slots and a small state for the tests of the capture."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from flashckpt import _native
-from flashckpt.memory.control_page import SlotHeader
+from flashckpt.memory.region import SlotHeader
 from flashckpt.memory.slot import Slot, SlotRing
 
 IDENTITY = bytes(16)

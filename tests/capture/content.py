@@ -1,4 +1,4 @@
-"""Reading slots the way the keeper reads them, and a small walk of a state for tests of the capture alone."""
+"""Reads slots as the keeper does, and provides a small walkable state for tests of the capture alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.hooks import Habit
 from flashckpt.format.layout import PAGE, Box, Leaf
-from flashckpt.memory.control_page import SlotHeader, SlotSize, round_up
+from flashckpt.memory.region import SlotHeader, SlotSize, round_up
 from flashckpt.memory.slot import Slot, SlotRing
 from tests.descriptors import closed_after
 
-# The regions of constants that there are, by nonce: what a keeper holds.
+# nonce -> region of constants, as a keeper holds them.
 REGIONS: dict[int, Slot] = {}
 
 
 def make_region(size: SlotSize) -> Slot:
-    """A region for constants, as a keeper makes it."""
+    """Create a region for constants, as a keeper does."""
     nonce = 1000 + len(REGIONS)
     capacities = round_up(size.metadata_bytes), round_up(size.image_bytes)
     descriptor = os.memfd_create(f"constants-{nonce}")
@@ -44,8 +44,8 @@ def make_region(size: SlotSize) -> Slot:
 
 
 def give_region(capture: Capture) -> Slot:
-    """What a trainer does before its first capture: ask what is to stand in a region, and hand one over."""
-    assert capture.room_needed(ordered=True) is not None
+    """Provide the region that a capture wants, as a trainer does before its first capture."""
+    assert capture.memory_needed(ordered=True) is not None
     size = capture.region_wanted()
     assert size is not None
     region = make_region(size)
@@ -55,12 +55,12 @@ def give_region(capture: Capture) -> Slot:
 
 
 def resumed_dropping(capture: Capture) -> None:
-    """As after a resume of a loop that is known to call `zero_grad(set_to_none=True)` in each iteration."""
+    """Put the hooks in the state after a resume of a loop that calls `zero_grad(set_to_none=True)`."""
     capture.hooks.resume(dict.fromkeys(capture.hooks.habits, Habit.DROPPED))
 
 
 class Content:
-    """What a sealed slot holds, read the way the keeper reads it: leaves by name, audited."""
+    """The content of a sealed slot, read as the keeper reads it: leaves by name, audited."""
 
     def __init__(self, slot: Slot) -> None:
         sealed = slot.sealed()
@@ -87,7 +87,7 @@ class Content:
 
     @property
     def constants(self) -> list[str]:
-        """Names of the leaves that stand in the region."""
+        """The names of the leaves in the region."""
         own, outdated = self.layout.first_constant, self.layout.outdated
         rows = enumerate(self.layout.leaves)
         return [leaf.name for index, leaf in rows if index >= own and index not in outdated]
@@ -103,7 +103,7 @@ def newest(ring: SlotRing) -> Content:
 
 
 def audit(ring: SlotRing) -> list[str]:
-    """Do as the keeper does when it is idle: audit the newest sealed snapshot, discard it if it is torn."""
+    """Audit the newest sealed snapshot as an idle keeper does, and discard it if it is torn."""
     found = ring.newest_sealed()
     assert found is not None
     slot, sealed = found
@@ -142,8 +142,8 @@ class Walk:
 
 
 class State:
-    """Modules, optimizers and plain dictionaries of tensors, walked anew each time: dictionaries whose name
-    is in `fresh` give copies each time, as a `state_dict` may."""
+    """Modules, optimizers and plain dictionaries of tensors, walked again each time. Dictionaries whose name
+    is in `fresh` return copies each time, as a `state_dict` may."""
 
     def __init__(self, **named: Any) -> None:
         self.named = named
@@ -169,7 +169,7 @@ class State:
         return walk
 
     def walk_now(self) -> list[Live]:
-        """Every leaf without gradients; the plan's walk stays the current one."""
+        """Walk every leaf without gradients; `current` stays the plan's walk."""
         current, walks = self.current, self.walks
         leaves = self.walk(lambda parameter, gradient: True).leaves
         self.current, self.walks = current, walks
@@ -181,12 +181,12 @@ def _module(
 ) -> None:
     for path, inner in module.named_modules():
         prefix = f"{name}.{path}." if path else f"{name}."
-        for kind, holder in (("parameter", inner._parameters), ("buffer", inner._buffers)):
-            walk.guards.append((holder, len(holder)))
-            for key, tensor in holder.items():
+        for kind, owner in (("parameter", inner._parameters), ("buffer", inner._buffers)):
+            walk.guards.append((owner, len(owner)))
+            for key, tensor in owner.items():
                 if tensor is None:
                     continue
-                walk.leaves.append(Live(prefix + key, tensor, kind, inner, holder, key))
+                walk.leaves.append(Live(prefix + key, tensor, kind, inner, owner, key))
                 if kind == "parameter" and tensor.grad is not None and not used_up(tensor, tensor.grad):
                     walk.leaves.append(
                         Live(prefix + key + ".grad", tensor.grad, "gradient", inner, tensor, "grad")
@@ -207,11 +207,11 @@ def _optimizer(walk: Walk, name: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The bytes of a tensor as an image holds them."""
+    """Return the bytes of a tensor as an image holds them."""
     row_major = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
     return bytes(row_major.view(-1).view(torch.uint8).numpy())
 
 
 def exact(state: State) -> dict[str, bytes]:
-    """Every leaf of the state as it is now, gradients left out."""
+    """Return every current leaf of the state, without gradients."""
     return {live.name: bytes_of(live.tensor) for live in state.walk_now()}

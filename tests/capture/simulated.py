@@ -1,9 +1,7 @@
-"""A simulated accelerator: threads as streams, so that gates, clones and tears are tested without a GPU.
-
-Owns its streams. Tensors that were adopted count as living on it, whatever memory they are in; work on
-them is enqueued by the test as a device would run it. A stream that is held runs nothing until it is
-stepped or released: tests decide every order, and never sleep.
-"""
+"""A simulated accelerator with threads as streams, so that gates, clones and tears are tested without a GPU.
+Owns its streams. Adopted tensors count as its memory, wherever they are; the tests enqueue work on them as a
+device would run it. A held stream runs nothing until it is stepped or released: tests decide every order, and
+never sleep."""
 
 from __future__ import annotations
 
@@ -18,16 +16,15 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.devices import PIECE_BYTES, Copies, StreamMark
-from flashckpt.capture.digests import bytes_of, torch_digests
+from flashckpt.capture.devices import PIECE_BYTES, Copies, StreamMark, bytes_of, torch_digests
 from flashckpt.capture.plan import Addresses
-from flashckpt.memory.numa import NO_NODE
+from flashckpt.memory.memory_budget import NO_NODE
 
 _LONG_S = 60.0
 
 
 class SimulatedStream:
-    """Work in order, on a thread of its own. An error in it is raised by `drain`."""
+    """Ordered work on a separate thread. `drain` raises its errors."""
 
     def __init__(self, name: str) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -46,7 +43,7 @@ class SimulatedStream:
             self._changed.notify_all()
 
     def hold(self) -> None:
-        """Run nothing more until `step` or `release`; what runs now is finished first."""
+        """Run no more work until `step` or `release`; the running piece is finished first."""
         with self._changed:
             self._allowed = 0
             self._wait_for(lambda: not self._busy)
@@ -66,17 +63,18 @@ class SimulatedStream:
             self._changed.notify_all()
 
     def pending(self) -> int:
-        """Pieces of work that wait to be run."""
+        """The number of pieces of work in the queue."""
         with self._changed:
             return len(self._work)
 
     def settle(self) -> None:
-        """Until it has nothing to run, or waits for a mark of another stream."""
+        """Wait until the queue is empty or the stream waits for a mark of another one."""
         with self._changed:
             self._wait_for(lambda: self._waiting or (not self._work and not self._busy))
 
     def wait_on_stream(self, wait: Callable[[Callable[[], bool]], None]) -> None:
-        """Run in this stream: a wait for another one. `wait` is told how to know that it is given up."""
+        """Run a wait for another stream in this one. `wait` gets a function that returns whether the wait is
+        given up."""
         with self._changed:
             self._waiting = True
             self._changed.notify_all()
@@ -85,7 +83,7 @@ class SimulatedStream:
             self._waiting = False
 
     def drain(self) -> None:
-        """The host waits until nothing is left; raises what the work raised."""
+        """Wait on the host until the queue is empty; raise the errors of the work."""
         with self._changed:
             self._wait_for(lambda: not self._work and not self._busy)
         if self._error is not None:
@@ -169,7 +167,7 @@ class SimulatedMark:
 
 
 class SimulatedCopying:
-    """Copies on the side stream, with a mark behind the first ones and one behind all."""
+    """Copies on the side stream, with a mark after the first ones and a mark after all."""
 
     def __init__(self, hold_writers: Callable[[StreamMark], None]) -> None:
         self._hold_writers = hold_writers
@@ -187,8 +185,8 @@ class SimulatedCopying:
 
 
 class SimulatedTable:
-    """Leaves that are copied and digested as one piece of work, by native code; or, as on a device without
-    the kernel, with torch's operations."""
+    """Leaves that are copied and digested as one piece of work, by native code, or with torch's operations,
+    as on a device without the kernel."""
 
     def __init__(self, leaves: Sequence[Tensor], destinations: Addresses, in_one_launch: bool) -> None:
         self._leaves = list(leaves)
@@ -220,10 +218,8 @@ class SimulatedTable:
 
 
 class SimulatedDevice:
-    """A device whose compute stream, side stream and further streams are threads.
-
-    streams: further streams that write state and were named by the user (`Options.streams`).
-    """
+    """A device whose compute stream, side stream and further streams are threads. streams: further streams
+    that write state and that the user named (`Options.streams`)."""
 
     def __init__(
         self,
@@ -251,17 +247,17 @@ class SimulatedDevice:
         self._pinned: dict[int, torch.UntypedStorage] = {}
 
     def adopt(self, *tensors: Tensor) -> None:
-        """These tensors' memory is this device's from here on."""
+        """Treat the memory of these tensors as this device's from now on."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._adopted[storage.data_ptr()] = storage
 
     def pin(self, tensor: Tensor) -> None:
-        """This tensor stays in host memory, and the device's streams write it."""
+        """Treat a tensor as host memory that the device's streams write."""
         storage = tensor.untyped_storage()
         self._pinned[storage.data_ptr()] = storage
 
-    def feeds(self, tensor: Tensor) -> bool:
+    def writes_to(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
 
     def owns(self, tensor: Tensor) -> bool:
@@ -282,7 +278,7 @@ class SimulatedDevice:
         self._refuse_in_graph()
         self._mark(self.compute, mark)
 
-    def gather(self) -> None:
+    def join_writers(self) -> None:
         for stream in self._streams:
             mark = SimulatedMark()
             self._mark(stream, mark)
@@ -312,7 +308,7 @@ class SimulatedDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def register(self, mapping: _native.Mapping) -> None:
-        """Once a mapping; a device forgets it with the mapping, this one does not."""
+        """Register once for each mapping. A real device forgets it with the mapping, this one does not."""
         with memoryview(mapping) as view:
             self.registered.setdefault(_native.address_of(view), view.nbytes)
 
@@ -336,14 +332,14 @@ class SimulatedDevice:
         return end.passed_s - start.passed_s if start.done() and end.done() else None
 
     def synchronize(self) -> None:
-        """Waits for streams that nobody named, too, as a device does: they are `others`."""
+        """Wait also for unnamed streams (`others`), as a device does."""
         for stream in (self.compute, self.side, *self._streams, *self.others):
             stream.drain()
 
     others: tuple[SimulatedStream, ...] = ()
 
     def close(self) -> None:
-        """Streams go on, as a device's do; `shutdown` ends them."""
+        """Let the streams continue, as a device's do; `shutdown` ends them."""
 
     def shutdown(self) -> None:
         for stream in (self.compute, self.side):
@@ -365,7 +361,7 @@ class SimulatedDevice:
         stream.enqueue(wait)
 
     def _refuse_in_graph(self) -> None:
-        # A real device breaks the graph that is being captured.
+        # A real device would invalidate the graph.
         assert not self.graph_capture, "the device was used while a graph was being captured"
 
 

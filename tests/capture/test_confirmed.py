@@ -1,4 +1,4 @@
-"""A snapshot of several ranks on a device: sealed once the training thread has confirmed it."""
+"""A snapshot of several ranks on a device is sealed once the training thread has confirmed it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_next_boundary_after_the_last_copy_confirms(make: Maker) -> None:
     assert loop.result() == "exact"
 
 
-def test_a_boundary_entered_before_the_last_copy_confirms_nothing(make: Maker) -> None:
+def test_a_boundary_before_the_last_copy_does_not_confirm(make: Maker) -> None:
     loop = make(group_failure=lambda: "")
     loop.iterate()
     loop.finish()
@@ -64,7 +64,7 @@ def test_a_boundary_entered_before_the_last_copy_confirms_nothing(make: Maker) -
     assert sealed_step(loop) == 2
 
 
-def test_the_same_boundary_confirms_nothing_but_a_wait_does(make: Maker) -> None:
+def test_a_wait_confirms_and_the_same_boundary_does_not(make: Maker) -> None:
     loop = make(group_failure=lambda: "")
     loop.iterate()
     loop.finish()
@@ -74,10 +74,10 @@ def test_the_same_boundary_confirms_nothing_but_a_wait_does(make: Maker) -> None
     assert loop.result() == "exact"
 
 
-def test_what_was_copied_before_a_group_failed_may_not_be_trusted(
+def test_a_group_failure_discards_unconfirmed_snapshots(
     make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may have been computed after the abort. Snapshots that were confirmed before stay."""
+    """They may have been computed after the abort. Confirmed snapshots stay."""
     failure = ""
     loop = make(group_failure=lambda: failure)
     for _ in range(2):
@@ -94,10 +94,10 @@ def test_what_was_copied_before_a_group_failed_may_not_be_trusted(
     assert SlotState.UNCONFIRMED not in states(loop)
     assert loop.capture.lost_step == loop.step
     assert loop.capture.lost_reason == "an abort"
-    assert len(caplog.records) == 1, "said once, counted always"
+    assert len(caplog.records) == 1, "logged once, counted always"
 
 
-def test_an_end_that_did_not_wait_confirms_nothing(make: Maker) -> None:
+def test_an_end_without_a_wait_does_not_confirm(make: Maker) -> None:
     loop = make(group_failure=lambda: "")
     loop.iterate()
     loop.finish()
@@ -113,7 +113,7 @@ def test_a_state_in_host_memory_is_sealed_at_its_boundary(ring: SlotRing, sealer
 
 
 def test_host_memory_that_a_device_writes_is_confirmed(make: Maker) -> None:
-    """An optimizer that is offloaded: its state is computed of what collectives have left on the device."""
+    """An offloaded optimizer: its state depends on results of collectives on the device."""
     loop = make(group_failure=lambda: "")
     loop.device.pin(loop.model.a)
     loop.device._adopted.clear()

@@ -1,4 +1,4 @@
-"""Constants: their bytes once, in a region; a digest at every capture, one difference and they are none."""
+"""Constants: stored once, in a region; digested at every capture; ordinary after one difference."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from flashckpt import _native
 from flashckpt.capture import Capture
-from flashckpt.capture.division import Sharing
-from flashckpt.capture.plan import ConstantsRegion
+from flashckpt.capture.plan import ConstantsRegion, Sharing
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing, SlotState
 from flashckpt.options import Options
@@ -40,7 +39,7 @@ class Frozen(State):
 
 
 class Alike(Frozen):
-    """One that two ranks hold alike."""
+    """The same state, held equally by two ranks."""
 
     def walk(self, used_up):  # type: ignore[no-untyped-def]
         walk = super().walk(used_up)
@@ -54,7 +53,7 @@ def made(state: State, ring: SlotRing, sealer: _native.Sealer, **how: object) ->
 
 
 def captured(capture: Capture, ring: SlotRing, sealer: _native.Sealer, step: int) -> Content:
-    """The snapshot of a boundary, which is whole and holds exactly what the state is."""
+    """Capture a boundary, and check that the snapshot is complete and equals the state."""
     outcome = capture.boundary(step, lambda: b"{}")
     assert outcome.captured, outcome
     assert sealer.drain(240)
@@ -79,8 +78,8 @@ def test_the_first_snapshot_names_the_region_and_its_slot_holds_the_rest(
 ) -> None:
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
     capture = made(state, ring, sealer)
-    capture.look()
-    needed = capture.room_needed(ordered=True)
+    capture.digest_candidates()
+    needed = capture.memory_needed(ordered=True)
     assert needed is not None
     assert needed.image_bytes < 2 * 4096
     region = give_region(capture)
@@ -90,7 +89,7 @@ def test_the_first_snapshot_names_the_region_and_its_slot_holds_the_rest(
         assert content.constants_nonce == region.header.nonce == capture.region_named
         assert content.layout.shard.num_bytes < 2 * 4096
         assert {row[0] for row in capture.describe()} == {"host", "constant"}
-    # As they stand there they are files that the stock library opens.
+    # The safetensors library can open the region as it is.
     sealed = region.sealed()
     assert sealed is not None
     opened = safetensors.torch.load(bytes(region.image_view[: sealed.record.image_bytes]))
@@ -99,18 +98,22 @@ def test_the_first_snapshot_names_the_region_and_its_slot_holds_the_rest(
     capture.close()
 
 
-def test_one_that_changes_before_the_first_boundary_is_none(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_a_leaf_changed_before_the_first_boundary_is_not_constant(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
     """An average that follows the weights."""
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
     capture = made(state, ring, sealer)
-    capture.look()
+    capture.digest_candidates()
     state.weights["w0"].mul_(2)
     give_region(capture)
     assert captured(capture, ring, sealer, 1).constants == ["frozen.w1"]
     capture.close()
 
 
-def test_without_a_look_it_is_one_until_it_changes(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_without_digests_before_the_loop_a_leaf_is_constant_until_it_changes(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
     state = Frozen(torch.randn(LARGE))
     capture = made(state, ring, sealer)
     give_region(capture)
@@ -119,12 +122,12 @@ def test_without_a_look_it_is_one_until_it_changes(ring: SlotRing, sealer: _nati
 
 
 @pytest.mark.parametrize("write", ["mul_", "data", "numpy", "other"])
-def test_one_that_changes_before_the_region_is_filled_is_stored_as_it_is(
+def test_a_constant_changed_before_the_region_is_filled_is_an_ordinary_leaf(
     ring: SlotRing, sealer: _native.Sealer, write: str
 ) -> None:
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
     capture = made(state, ring, sealer)
-    capture.look()
+    capture.digest_candidates()
     give_region(capture)
     _write(state, write)
     content = captured(capture, ring, sealer, 1)
@@ -133,12 +136,12 @@ def test_one_that_changes_before_the_region_is_filled_is_stored_as_it_is(
     capture.close()
 
 
-def test_one_that_is_written_while_the_region_is_filled_is_left_out_of_the_next_try(
+def test_a_constant_written_during_the_fill_is_left_out_of_the_next_try(
     ring: SlotRing, sealer: _native.Sealer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
     capture = made(state, ring, sealer)
-    capture.look()
+    capture.digest_candidates()
     region = give_region(capture)
     copy, writes = _native.copy_digest, [1, 2]
 
@@ -155,7 +158,7 @@ def test_one_that_is_written_while_the_region_is_filled_is_left_out_of_the_next_
     capture.close()
 
 
-def test_where_none_is_as_it_was_decided_there_is_no_region(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_no_region_is_filled_if_all_constants_changed(ring: SlotRing, sealer: _native.Sealer) -> None:
     for write in ("mul_", "reshaped"):
         state = Frozen(torch.randn(LARGE))
         capture = made(state, ring, sealer)
@@ -166,17 +169,17 @@ def test_where_none_is_as_it_was_decided_there_is_no_region(ring: SlotRing, seal
         capture.close()
 
 
-def test_one_that_is_gone_when_slots_are_asked_for_again_leaves_no_region(
+def test_a_constant_removed_before_the_slots_exist_leaves_no_region(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
-    """There was memory for the region, and none for slots."""
+    """There was memory for the region and none for the slots."""
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
     capture = Capture(state, None, sealer, Options(), schedule=Pace(1))
-    assert capture.room_wanted(ordered=True) is not None
+    assert capture.memory_wanted(ordered=True) is not None
     size = capture.region_wanted()
     assert size is not None
     del state.weights["w0"]
-    needed = capture.room_wanted(ordered=True)
+    needed = capture.memory_wanted(ordered=True)
     assert needed is not None
     assert needed.image_bytes > LARGE
     region = make_region(size)
@@ -189,7 +192,7 @@ def test_one_that_is_gone_when_slots_are_asked_for_again_leaves_no_region(
 
 @pytest.mark.parametrize("write", ["mul_", "data", "numpy", "other", "reshaped"])
 @pytest.mark.parametrize("at", [2, 5])
-def test_the_very_snapshot_has_the_change_and_the_region_goes_on_for_the_rest(
+def test_the_same_snapshot_has_the_change_and_the_region_keeps_the_rest(
     ring: SlotRing, sealer: _native.Sealer, write: str, at: int
 ) -> None:
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
@@ -226,7 +229,9 @@ def _write(state: Frozen, how: str) -> None:
             state.weights["w0"] = weight.view(2, -1).clone()
 
 
-def test_one_that_leaves_the_state_is_in_no_snapshot_any_more(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_a_constant_removed_from_the_state_is_in_no_later_snapshot(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
     capture = made(state, ring, sealer)
     give_region(capture)
@@ -237,7 +242,7 @@ def test_one_that_leaves_the_state_is_in_no_snapshot_any_more(ring: SlotRing, se
     capture.close()
 
 
-def test_a_further_one_is_an_ordinary_leaf_in_this_run(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_a_parameter_added_later_is_an_ordinary_leaf(ring: SlotRing, sealer: _native.Sealer) -> None:
     state = Frozen(torch.randn(LARGE))
     capture = made(state, ring, sealer)
     give_region(capture)
@@ -263,11 +268,11 @@ def test_a_state_of_constants_alone(ring: SlotRing, sealer: _native.Sealer) -> N
     capture.close()
 
 
-def test_what_is_none_from_the_beginning(
+def test_leaves_that_are_never_constants(
     ring: SlotRing, sealer: _native.Sealer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Small ones, those that an optimizer has or that require a gradient, what does not lie row by row, and
-    buffers. What they take in each slot is said once."""
+    """Small leaves, leaves of an optimizer or with a gradient, leaves that are not row-major, and buffers.
+    Their bytes in each slot are logged once."""
     model = torch.nn.Module()
     kinds = {"small": (3, False), "owned": (LARGE, False), "trained": (LARGE, True)}
     for name, (count, trains) in kinds.items():
@@ -276,22 +281,22 @@ def test_what_is_none_from_the_beginning(
     model.register_buffer("quantized", torch.zeros(LARGE))
     optimizer = torch.optim.SGD([model.owned], lr=0.1)
     capture = made(State(model=model), ring, sealer, optimizers=[optimizer])
-    capture.look()
+    capture.digest_candidates()
     with caplog.at_level(logging.INFO, logger="flashckpt"):
-        assert capture.room_needed(ordered=True) is not None
-        assert capture.room_needed(ordered=True) is not None
+        assert capture.memory_needed(ordered=True) is not None
+        assert capture.memory_needed(ordered=True) is not None
     assert capture.region_wanted() is None
-    told = "\n".join(caplog.messages)
-    assert told.count("1,200,000 bytes of frozen parameters that an optimizer has") == 1
-    assert told.count("1,600,000 bytes of frozen parameters whose bytes do not lie row by row") == 1
-    assert told.count("1,200,000 bytes of buffers") == 1
+    logged = "\n".join(caplog.messages)
+    assert logged.count("1,200,000 bytes of frozen parameters in an optimizer") == 1
+    assert logged.count("1,600,000 bytes of frozen parameters that are not row-major") == 1
+    assert logged.count("1,200,000 bytes of buffers") == 1
     capture.close()
 
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_trained_as_a_dtensor_is_none(sealer: _native.Sealer) -> None:
-    """The part that is here requires no gradient, and no optimizer has it: the DTensor says it."""
+def test_a_trained_dtensor_is_not_constant(sealer: _native.Sealer) -> None:
+    """Its local tensor requires no gradient and is in no optimizer; the DTensor decides."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -306,8 +311,8 @@ def test_what_is_trained_as_a_dtensor_is_none(sealer: _native.Sealer) -> None:
         capture = Capture(
             tree, None, sealer, Options(), optimizers=tree.optimizers, schedule=Pace(None, None)
         )
-        capture.look()
-        assert capture.room_needed(ordered=True) is not None
+        capture.digest_candidates()
+        assert capture.memory_needed(ordered=True) is not None
         assert capture._constants.names == {"model.frozen": True}
         capture.close()
     finally:
@@ -327,10 +332,10 @@ def test_a_region_that_cannot_be_written_leaves_its_constants_to_the_slots(
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_ranks_with_and_without_a_region_divide_replicas_alike(
+def test_ranks_with_and_without_a_region_assign_replicas_equally(
     ring: SlotRing, sealer: _native.Sealer, *, changes: bool
 ) -> None:
-    """One has no room for it. What has changed since may be all that they do not agree on."""
+    """One rank has no memory for a region. They may only differ on constants that have changed since."""
     tables = []
     for rank in range(2):
         torch.manual_seed(2)
@@ -364,7 +369,7 @@ def test_ranks_with_and_without_a_region_divide_replicas_alike(
 
 
 def resumed(state: Frozen, ring: SlotRing, sealer: _native.Sealer) -> tuple[ConstantsRegion, dict[str, int]]:
-    """The region and the digests of a snapshot that another attempt took of a state."""
+    """Return the region and the digests of a snapshot that another attempt took of a state."""
     capture = made(state, ring, sealer)
     give_region(capture)
     captured(capture, ring, sealer, 1)
@@ -374,11 +379,11 @@ def resumed(state: Frozen, ring: SlotRing, sealer: _native.Sealer) -> tuple[Cons
     return region, {f"frozen.{name}": digest_of(weight) for name, weight in state.weights.items()}
 
 
-def test_the_region_that_was_resumed_from_is_named_at_once(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_the_region_of_the_resumed_snapshot_is_used_at_once(ring: SlotRing, sealer: _native.Sealer) -> None:
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
     region, known = resumed(state, ring, sealer)
     again = made(state, ring, sealer, known=known, constants=known, region=region)
-    needed = again.room_needed(ordered=True)
+    needed = again.memory_needed(ordered=True)
     assert needed is not None
     assert needed.image_bytes < 2 * 4096
     assert again.region_wanted() is None
@@ -386,21 +391,21 @@ def test_the_region_that_was_resumed_from_is_named_at_once(ring: SlotRing, seale
     again.close()
 
 
-def test_of_what_was_resumed_from_one_that_changed_since_is_ordinary(
+def test_a_constant_changed_since_the_resumed_snapshot_is_ordinary(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
     region, known = resumed(state, ring, sealer)
     state.weights["w1"].mul_(3)
     again = made(state, ring, sealer, known=known, constants=known, region=region)
-    assert again.room_needed(ordered=True) is not None
+    assert again.memory_needed(ordered=True) is not None
     assert again.region_wanted() is None
     content = captured(again, ring, sealer, 20)
     assert (content.constants_nonce, content.constants) == (region.nonce, ["frozen.w0"])
     again.close()
 
 
-def test_where_all_of_them_differ_what_is_constant_is_decided_anew(
+def test_constants_are_determined_again_if_all_differ(
     ring: SlotRing, sealer: _native.Sealer, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE))
@@ -409,7 +414,7 @@ def test_where_all_of_them_differ_what_is_constant_is_decided_anew(
         weight.mul_(3)
     again = made(state, ring, sealer, known=known, constants=known, region=region)
     other = give_region(again)
-    assert again.room_needed(ordered=True) is not None
+    assert again.memory_needed(ordered=True) is not None
     assert sum("weights were loaded after attach" in each for each in caplog.messages) == 1
     content = captured(again, ring, sealer, 20)
     assert content.constants_nonce == other.header.nonce != region.nonce
@@ -417,10 +422,10 @@ def test_where_all_of_them_differ_what_is_constant_is_decided_anew(
     again.close()
 
 
-def test_what_was_frozen_in_the_midst_of_the_attempt_before_is_constant_now(
+def test_a_leaf_frozen_during_the_last_attempt_is_constant_after_a_resume(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
-    """And an average that goes on changing is not."""
+    """An average that still changes is not."""
     state = Frozen(torch.randn(LARGE), torch.randn(LARGE), torch.randn(LARGE))
     known = {f"frozen.{name}": digest_of(weight) for name, weight in state.weights.items()}
     again = made(state, ring, sealer, known=known, constants={"frozen.w0"})
@@ -435,13 +440,13 @@ def test_what_was_frozen_in_the_midst_of_the_attempt_before_is_constant_now(
 
 @pytest.fixture
 def loop(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Accelerated]:
-    """Two frozen parameters on a device, that are to stand in a region."""
+    """Two frozen parameters on a device, which belong in a region."""
     loop = Accelerated(ring, sealer)
     for name in ("frozen", "still"):
         frozen = torch.nn.Parameter(torch.randn(LARGE), requires_grad=False)
         loop.model.register_parameter(name, frozen)
         loop.device.adopt(frozen)
-    loop.capture.look()
+    loop.capture.digest_candidates()
     give_region(loop.capture)
     yield loop
     loop.close()
@@ -473,7 +478,7 @@ def test_on_a_device_no_snapshot_is_begun_before_the_region_is_sealed(loop: Acce
     assert loop.ways()["model.a"] != "constant"
 
 
-def test_on_a_device_what_is_written_while_the_region_is_filled_waits_for_it(loop: Accelerated) -> None:
+def test_on_a_device_writes_wait_for_the_fill_of_the_region(loop: Accelerated) -> None:
     loop.device.side.hold()
     assert not iterate_begins(loop)
     loop.kernel(lambda: loop.model.frozen.data.mul_(2))
@@ -485,7 +490,7 @@ def test_on_a_device_what_is_written_while_the_region_is_filled_waits_for_it(loo
     assert loop.ways()["model.frozen"] != "constant"
 
 
-def test_on_a_device_no_byte_of_it_is_copied_again(loop: Accelerated) -> None:
+def test_on_a_device_constants_are_not_copied_again(loop: Accelerated) -> None:
     for _ in range(6):
         iterate(loop)
     loop.device.side.hold()
@@ -496,7 +501,7 @@ def test_on_a_device_no_byte_of_it_is_copied_again(loop: Accelerated) -> None:
     loop.capture._planner.drop()
     loop.device.side.hold()
     assert iterate_begins(loop)
-    # As an ordinary leaf it is: 1.2 MB in pieces of 128 KiB.
+    # An ordinary leaf is copied: 1.2 MB in pieces of 128 KiB.
     assert loop.device.side.pending() - pieces >= 4 * LARGE // (128 << 10)
     assert loop.result() == "exact"
 
@@ -517,9 +522,9 @@ def test_on_a_device_a_change_loses_one_snapshot_and_never_a_byte(loop: Accelera
     assert loop.ways()["model.frozen"] != "constant"
 
 
-def test_on_a_device_a_snapshot_without_the_change_is_sealed_for_nobody(loop: Accelerated) -> None:
-    """Whoever sees a seal may let go of older snapshots for it, before the training thread looks again. No
-    leaf was written while it was copied, and none need be waited for from then on."""
+def test_on_a_device_a_snapshot_without_the_change_is_never_sealed(loop: Accelerated) -> None:
+    """A reader of the seal may release older snapshots before the training thread polls again. No leaf was
+    written during its copy, so none needs synchronisation afterwards."""
     for _ in range(6):
         iterate(loop)
     loop.kernel(lambda: loop.model.frozen.data.mul_(2))
@@ -560,7 +565,7 @@ def test_a_capture_that_is_closed_while_a_region_is_filled_waits_for_its_copies(
 def test_a_region_too_small_is_refused(ring: SlotRing, sealer: _native.Sealer) -> None:
     state = Frozen(torch.randn(LARGE))
     capture = made(state, ring, sealer)
-    assert capture.room_needed(ordered=True) is not None
+    assert capture.memory_needed(ordered=True) is not None
     size = capture.region_wanted()
     assert size is not None
     small = make_region(size._replace(image_bytes=4096))

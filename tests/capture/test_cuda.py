@@ -1,4 +1,4 @@
-"""The device ways on a real CUDA device. Skipped where there is none."""
+"""The device ways on a real CUDA device. Skipped without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture import Capture, Verdict, copies, copy_policy, devices, digests
+from flashckpt.capture import Capture, Verdict, copies, devices
 from flashckpt.capture.devices import devices_of
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import Slot, SlotRing
@@ -30,8 +30,8 @@ pytestmark = [
 
 
 class Loop:
-    """A small model on the device, with the state as it was at each boundary cloned in stream order.
-    `more` are further tensors of the state; `exact` counts the snapshots that were compared with it."""
+    """A small model on the device. The state at each boundary is cloned in stream order. `more`: further
+    tensors of the state. `exact` counts the snapshots that were compared with the clones."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Loop:
         self.optimizer.step()
 
     def iterate(self, ring: SlotRing, *, behind: bool = False) -> None:
-        """behind: the device is far behind the host when the boundary comes, and the host goes on."""
+        """Run one iteration. behind: at the boundary, the device is far behind the host, which continues."""
         if behind:
             torch.cuda._sleep(100_000_000)
         self.train()
@@ -134,9 +134,7 @@ def test_a_named_stream_is_waited_for(sealer: _native.Sealer, large_ring: SlotRi
     loop.capture.close()
 
 
-def test_a_graph_that_is_captured_beside_it_is_not_broken(
-    sealer: _native.Sealer, large_ring: SlotRing
-) -> None:
+def test_a_concurrent_graph_capture_stays_valid(sealer: _native.Sealer, large_ring: SlotRing) -> None:
     loop = Loop(sealer, capturable=True)
     loop.attach(large_ring)
     for _ in range(4):
@@ -166,7 +164,7 @@ def test_a_graph_that_is_captured_beside_it_is_not_broken(
 def test_a_graph_can_be_captured_while_copies_and_registrations_run(
     sealer: _native.Sealer, large_ring: SlotRing
 ) -> None:
-    """Copies wait behind a kernel while the graph is captured, and another thread makes a slot ready."""
+    """Copies wait for a kernel while the graph is captured, and another thread registers a slot."""
     loop = Loop(sealer)
     loop.attach(large_ring)
     for _ in range(4):
@@ -200,10 +198,8 @@ def test_a_graph_can_be_captured_while_copies_and_registrations_run(
     ready.close()
 
 
-def test_slots_that_come_and_go_are_registered_as_long_as_they_are_mapped(
-    sealer: _native.Sealer, large_ring: SlotRing
-) -> None:
-    """Addresses are used again: what stayed registered there would be refused, or be other pages."""
+def test_slots_are_registered_while_they_are_mapped(sealer: _native.Sealer, large_ring: SlotRing) -> None:
+    """Addresses are reused: a stale registration would be refused, or would refer to other pages."""
     loop = Loop(sealer)
     loop.attach(large_ring)
     for number in range(12):
@@ -211,7 +207,7 @@ def test_slots_that_come_and_go_are_registered_as_long_as_they_are_mapped(
         loop.capture.register([slot])
         if number % 2:
             slot.close()
-        else:  # dropped without a close: the mapping goes with the object, the descriptor does not
+        else:  # dropped without a close: the object unmaps the memory and keeps the descriptor
             os.close(slot.descriptor)
         del slot
     loop.iterate(large_ring)
@@ -252,8 +248,7 @@ def test_a_registration_that_is_refused_costs_speed_and_no_snapshots(
 def test_without_the_kernel_snapshots_are_as_exact(
     sealer: _native.Sealer, large_ring: SlotRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (devices, digests):
-        monkeypatch.setattr(module, "why_not_in_one_launch", lambda index: "a test asked for it")
+    monkeypatch.setattr(devices, "why_not_in_one_launch", lambda index: "a test asked for it")
     odd = torch.randint(0, 255, (1_100_001,), dtype=torch.uint8, device="cuda")
     loop = Loop(sealer, more={"odd": odd, "shifted": odd[3:5000]})
     loop.attach(large_ring)
@@ -309,25 +304,25 @@ def test_memory_that_moves_patches_the_table(sealer: _native.Sealer, large_ring:
     loop.capture.close()
 
 
-def test_the_loop_may_have_the_arena_once_it_was_let_go(
+def test_the_loop_can_use_the_memory_of_a_released_arena(
     sealer: _native.Sealer, large_ring: SlotRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = Loop(sealer)
     loop.attach(large_ring)
     for _ in range(4):
         loop.iterate(large_ring)
-    loop.capture.boundary(loop.step, lambda: b"{}", due=False)  # hears of the landing
+    loop.capture.boundary(loop.step, lambda: b"{}", due=False)  # processes the end of the copies
     [transfer] = loop.capture._planner.current.on_devices
-    assert transfer.arena.is_held
+    assert transfer.arena.is_allocated
     size = transfer.arena.num_bytes
     before = torch.cuda.memory_allocated()
     monkeypatch.setattr(devices.CudaDevice, "room_bytes", lambda device: 0)
-    transfer.landed()
+    transfer.ended()
     assert torch.cuda.memory_allocated() <= before - size
     total = torch.cuda.mem_get_info()[1]
     held = torch.cuda.memory_reserved()
     try:
-        # No more than it has now: what the loop asks for can only be what the arena had.
+        # No more than it has now, so the loop's allocation can only use the arena's memory.
         torch.cuda.set_per_process_memory_fraction((held + (1 << 20)) / total)
         taken = torch.empty(size, dtype=torch.uint8, device="cuda")
         assert torch.cuda.memory_reserved() <= held
@@ -345,7 +340,7 @@ def test_the_loop_may_have_the_arena_once_it_was_let_go(
     loop.capture.close()
 
 
-def test_only_streams_of_the_state_are_asked_whether_a_graph_is_captured(sealer: _native.Sealer) -> None:
+def test_only_streams_of_the_state_are_checked_for_graph_captures(sealer: _native.Sealer) -> None:
     named, other = torch.cuda.Stream(), torch.cuda.Stream()
     [device] = devices_of([torch.zeros(1, device="cuda")], (named,))
     assert not device.capturing()
@@ -357,7 +352,7 @@ def test_only_streams_of_the_state_are_asked_whether_a_graph_is_captured(sealer:
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")
             value.add_(1)
-            # As another thread sees it, whose own stream is none that is captured.
+            # Checked in another thread, on whose stream no graph is captured.
             asking = threading.Thread(target=lambda into=found: into.append(device.capturing()))
             asking.start()
             asking.join()
@@ -367,8 +362,9 @@ def test_only_streams_of_the_state_are_asked_whether_a_graph_is_captured(sealer:
     device.close()
 
 
-def test_a_time_is_asked_without_ending_a_graph_that_another_thread_captures() -> None:
-    """On a stream that the library does not know, in the mode that forbids queries to all threads."""
+def test_elapsed_time_does_not_invalidate_a_graph_of_another_thread() -> None:
+    """The graph is on a stream that the library does not know, in the mode that forbids queries to all
+    threads."""
     [device] = devices_of([torch.zeros(1, device="cuda")])
     start, end = device.new_mark(timing=True), device.new_mark(timing=True)
     device.mark(start)
@@ -395,15 +391,14 @@ def test_a_time_is_asked_without_ending_a_graph_that_another_thread_captures() -
 
 
 @pytest.mark.parametrize("way", ["clone", "gate"])
-def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
+def test_ten_thousand_leaves_do_not_block_the_training_thread(
     sealer: _native.Sealer,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Any,
     way: str,
 ) -> None:
-    """The device is busy when the boundary comes, and still is when the call is over."""
-    for module in (copies, copy_policy):
-        monkeypatch.setattr(module, "SMALL_BYTES", 256)
+    """The device is busy at the boundary, and still is when the call returns."""
+    monkeypatch.setattr(copies, "SMALL_BYTES", 256)
     calls: dict[int, float] = {}
     for count in (10, 10_000):
         slots = [make_slot(number, 16 << 20, 64 << 20, nonce=count) for number in range(3)]
@@ -450,7 +445,7 @@ def test_ten_thousand_leaves_do_not_hold_the_training_thread_up(
 
 
 def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
-    assert digests.why_not_in_one_launch(0) == ""
+    assert devices.why_not_in_one_launch(0) == ""
     data = torch.randint(0, 256, (6_000_000,), dtype=torch.uint8)
     live = data.cuda()
     sizes = [0, 1, 2, 3, 4, 7, 8, 63, 64, 65, 1000, 1023, 1024, 1025, 2047, 2048, 4096, 70_001, 5_000_001]
@@ -464,7 +459,7 @@ def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
         end += size + 64
     cloned = [bool(number % 3) and size > 0 for number, (_, size) in enumerate(places)]
     destinations = [copied.data_ptr() + start if is_cloned else 0 for start, is_cloned in zip(starts, cloned)]  # noqa: B905
-    table = digests.CudaTable(0, leaves, np.array(destinations, dtype=np.uint64))
+    table = devices.CudaTable(0, leaves, np.array(destinations, dtype=np.uint64))
     out = torch.zeros(len(places), dtype=torch.int64, device="cuda")
     for _ in range(2):
         table.run(out)
@@ -479,7 +474,7 @@ def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
 
 
 def test_the_digests_of_a_restore_equal_the_native_ones() -> None:
-    from flashckpt.capture.digests import digest_tensors
+    from flashckpt.capture.devices import digest_tensors
 
     tensors = [torch.randn(1000, 33), torch.randn(40, 50).t(), torch.randn(7).to(torch.bfloat16)[1:]]
     there = [tensor.cuda() if tensor.is_contiguous() else tensor.t().cuda().t() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Digests with torch's operations equal the native ones, for every size, in a bounded workspace."""
+"""Digests with torch's operations equal the native ones, for all sizes, in a bounded workspace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.digests import (
+from flashckpt.capture.devices import (
     WORKSPACE_BYTES,
     TorchDigests,
     Workspace,
@@ -22,7 +22,7 @@ BLOCK = _native.BLOCK_BYTES
 
 
 class Memory:
-    """An allocator that remembers how much was asked for; fresh bytes are never zero by luck."""
+    """An allocator that records the requested bytes and returns non-zero memory."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -47,7 +47,7 @@ def digests_of(leaves: list[np.ndarray], most_blocks: int | None = None) -> list
     workspace = Workspace(Memory(), workspace_bytes(sizes, most))
     out = torch.full((len(leaves),), 7, dtype=torch.int64)
     digests = TorchDigests(workspace, sizes)
-    for _ in range(2):  # what one pass leaves in the workspace must not matter to the next
+    for _ in range(2):  # remains of one pass in the workspace must not affect the next
         digests.into([torch.from_numpy(leaf) for leaf in leaves], out)
     return [value % 2**64 for value in out.tolist()]
 
@@ -68,7 +68,7 @@ def test_strides_of_dimensions_of_one_element_may_be_anything(leaf: Tensor) -> N
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 12_000), min_size=1, max_size=20), st.none() | st.integers(1, 9))
-def test_many_leaves_whatever_the_batches_are(sizes: list[int], most_blocks: int | None) -> None:
+def test_many_leaves_in_any_batches(sizes: list[int], most_blocks: int | None) -> None:
     leaves = [random_bytes(size, seed) for seed, size in enumerate(sizes)]
     assert digests_of(leaves, most_blocks) == [native(leaf) for leaf in leaves]
 

@@ -1,4 +1,4 @@
-"""Step hooks: qualification of boundaries, used-up gradients, and the order among other people's hooks."""
+"""Step hooks: qualification of boundaries, used-up gradients, and the order among other hooks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def backward(p: torch.nn.Parameter) -> None:
 
 
 def dropping(*optimizers: torch.optim.Optimizer) -> StepHooks:
-    """Hooks of a run whose loop is known to drop what was used up."""
+    """Hooks of a loop that is known to drop used-up gradients."""
     hooks = StepHooks(optimizers)
     hooks.resume(dict.fromkeys(hooks.habits, Habit.DROPPED))
     return hooks
@@ -54,7 +54,7 @@ def test_accumulation_after_the_step_makes_it_a_leaf_again() -> None:
 
 
 def test_another_gradient_in_its_place_is_not_used_up() -> None:
-    """A new object may get the memory, and so the identity, of the one before, at the same version."""
+    """A new object may reuse the memory, and so the id, of the old one, at the same version."""
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
     hooks = dropping(optimizer)
@@ -100,23 +100,23 @@ def test_boundaries_qualify_when_some_optimizer_stepped() -> None:
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
     hooks = StepHooks([optimizer])
-    said = []
+    results = []
     for iteration in range(8):
         backward(p)
         if iteration % 4 == 3:
             optimizer.step()
-        said.append(hooks.boundary())
-    assert [each.qualifies for each in said] == [False] * 3 + [True] + [False] * 3 + [True]
-    assert said[3].gated
+        results.append(hooks.boundary())
+    assert [each.qualifies for each in results] == [False] * 3 + [True] + [False] * 3 + [True]
+    assert results[3].gated
 
 
 def test_missing_hooks_only_delay() -> None:
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
     hooks = StepHooks([optimizer])
-    said = [hooks.boundary() for _ in range(12)]
-    assert [each.qualifies for each in said] == [False] * 7 + [True] * 5
-    assert not any(each.gated for each in said)
+    results = [hooks.boundary() for _ in range(12)]
+    assert [each.qualifies for each in results] == [False] * 7 + [True] * 5
+    assert not any(each.gated for each in results)
     optimizer.step()
     assert hooks.boundary().gated  # they came back
     for _ in range(25):
@@ -125,9 +125,9 @@ def test_missing_hooks_only_delay() -> None:
 
 
 def test_a_state_without_optimizers_always_qualifies() -> None:
-    said = StepHooks([]).boundary()
-    assert said.qualifies
-    assert not said.gated
+    results = StepHooks([]).boundary()
+    assert results.qualifies
+    assert not results.gated
 
 
 def test_our_hook_comes_before_the_users_earlier_one() -> None:
@@ -148,7 +148,7 @@ def test_our_hook_comes_before_the_users_earlier_one() -> None:
     assert order == ["gate", "user", "user"]
 
 
-def test_hooks_keep_nothing_alive_and_end_with_their_owner() -> None:
+def test_hooks_keep_no_object_alive_and_end_with_their_owner() -> None:
     p = parameter()
     optimizer = torch.optim.SGD([p], lr=0.1)
     hooks = StepHooks([optimizer])
@@ -181,7 +181,7 @@ def test_hooks_are_silent_in_graphs_and_compilation(
     assert not called
 
 
-def test_wrappers_are_looked_into() -> None:
+def test_wrapped_optimizers_are_unwrapped() -> None:
     optimizer = torch.optim.SGD([parameter()], lr=0.1)
 
     class Wrapper:

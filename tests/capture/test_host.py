@@ -1,4 +1,4 @@
-"""The host way: what a snapshot of CPU tensors contains, and what a boundary decides."""
+"""The host way: the content of a snapshot of CPU tensors, and the decisions of a boundary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def model(frozen: bool = False) -> torch.nn.Module:
 
 
 class Run:
-    """A loop of one's own: `train` is an iteration, `boundary` its end."""
+    """A training loop: `train` is an iteration, `boundary` its end."""
 
     def __init__(self, ring: SlotRing | None, sealer: _native.Sealer, **options: object) -> None:
         self.model = model()
@@ -93,14 +93,14 @@ def test_an_image_is_a_stock_safetensors_file(run: Run, ring: SlotRing, tmp_path
         assert bytes_of(loaded[name]) == data
 
 
-def test_record_and_metadata_are_what_the_trainer_said(run: Run, ring: SlotRing) -> None:
+def test_record_and_metadata_match_the_capture(run: Run, ring: SlotRing) -> None:
     before_ns = time.monotonic_ns()
     run.iterate()
     run.landed()
     found = ring.newest_sealed()
     assert found is not None
     record = found[1].record
-    # Not of the wall clock: a clock that is set back would make the older of two snapshots the newer.
+    # Not the wall clock: if it is set back, the older of two snapshots would count as the newer.
     assert before_ns <= record.captured_ns <= time.monotonic_ns()
     assert (record.attempt_number, record.attempt_nonce, record.step) == (3, 4, 1)
     assert record.generation == found[1].word.generation
@@ -134,7 +134,7 @@ def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _
     run.capture.close()
 
 
-def test_data_written_by_other_means_is_in_the_next_snapshot(run: Run, ring: SlotRing) -> None:
+def test_writes_without_version_counters_are_in_the_next_snapshot(run: Run, ring: SlotRing) -> None:
     run.iterate()
     check(run, ring)
     weight = run.model.head.weight
@@ -203,13 +203,13 @@ def test_zero_size_and_scalar_leaves(run: Run, ring: SlotRing) -> None:
     check(run, ring)
 
 
-def test_without_slots_a_boundary_is_skipped_and_room_is_known(
+def test_without_slots_a_boundary_is_skipped_and_the_size_is_known(
     sealer: _native.Sealer, ring: SlotRing
 ) -> None:
     run = Run(None, sealer)
-    assert run.capture.room_needed() is None
+    assert run.capture.memory_needed() is None
     assert run.iterate().verdict is Verdict.SKIPPED
-    needed = run.capture.room_needed()
+    needed = run.capture.memory_needed()
     assert needed is not None
     assert needed[1] >= sum(len(data) for data in exact(run.state).values())
     run.capture.set_slots(ring)
@@ -218,21 +218,21 @@ def test_without_slots_a_boundary_is_skipped_and_room_is_known(
     run.capture.close()
 
 
-def test_a_state_that_outgrew_its_slots_says_so_and_what_it_needs(run: Run, ring: SlotRing) -> None:
+def test_a_state_that_outgrew_its_slots_reports_the_size_needed(run: Run, ring: SlotRing) -> None:
     run.iterate()
     run.state.named["more"] = {"big": torch.zeros(5 << 20)}
     run.capture._planner.drop()
     outcome = run.iterate()
     assert outcome.verdict is Verdict.SKIPPED
     assert "outgrown" in outcome.reason
-    needed = run.capture.room_needed()
+    needed = run.capture.memory_needed()
     assert needed is not None
     assert needed[1] > 20 << 20
 
 
 def test_the_newest_sealed_is_never_overwritten(run: Run, ring: SlotRing) -> None:
     for slot in ring.slots:
-        slot.request_persist(1)  # whatever is captured first in each waits for the keeper
+        slot.request_persist(1)  # the first snapshot in each slot waits for the keeper
     for _ in range(3):
         assert run.iterate().captured
         run.landed()
@@ -242,7 +242,7 @@ def test_the_newest_sealed_is_never_overwritten(run: Run, ring: SlotRing) -> Non
     assert newest(ring).step == kept
 
 
-def test_an_order_waits_for_no_pace(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_an_order_ignores_the_schedule(ring: SlotRing, sealer: _native.Sealer) -> None:
     run = Run(ring, sealer, schedule=Pace(None))
     assert run.iterate().verdict is Verdict.NOT_DUE
     run.capture.order()
@@ -252,8 +252,8 @@ def test_an_order_waits_for_no_pace(ring: SlotRing, sealer: _native.Sealer) -> N
     run.capture.close()
 
 
-def test_slots_that_have_one_index_are_told_apart(sealer: _native.Sealer) -> None:
-    """A keeper that adopts what its predecessor left may hold two slots with the same index."""
+def test_slots_with_the_same_index_are_distinguished(sealer: _native.Sealer) -> None:
+    """A keeper that adopts slots of its predecessor may hold two slots with the same index."""
     from .conftest import make_slot
 
     ring = SlotRing([make_slot(0, 1 << 20, 16 << 20, nonce=nonce) for nonce in (7, 8, 9)])
@@ -287,7 +287,7 @@ def test_a_save_before_the_loop_leaves_automatic_snapshots_on(
     run.capture.close()
 
 
-def test_slots_that_were_let_go_of_are_not_looked_at(run: Run, ring: SlotRing) -> None:
+def test_released_slots_are_not_read(run: Run, ring: SlotRing) -> None:
     from .conftest import make_slot
 
     run.capture.order()
@@ -305,8 +305,8 @@ def test_slots_that_were_let_go_of_are_not_looked_at(run: Run, ring: SlotRing) -
 
 
 class Writer:
-    """A thread that writes leaves at the worst moment, made repeatable: after the copy of the bytes and
-    before a capture has returned."""
+    """A thread that writes leaves at the worst moment, reproducibly: after the copy of the bytes and before a
+    capture has returned."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, copying: str) -> None:
         self.tensor: torch.Tensor | None = None

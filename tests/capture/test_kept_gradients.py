@@ -30,7 +30,7 @@ class Loop:
         self.optimizer.step()
 
     def boundary(self) -> int:
-        """How many gradients a snapshot of this boundary holds."""
+        """Return how many gradients a snapshot of this boundary holds."""
         self.hooks.boundary()
         found = [p for p in self.model.parameters() if p.grad is not None]
         return sum(not self.hooks.used_up(p, p.grad) for p in found)
@@ -82,7 +82,7 @@ def test_gradients_that_persist_are_saved_from_the_first_boundary_on(iteration: 
 @pytest.mark.parametrize("at_head", [True, False])
 @pytest.mark.parametrize("phase", [0, 1, 2])
 def test_a_loop_that_drops_them_every_third_iteration(phase: int, at_head: bool) -> None:
-    """Every gradient that is there at a boundary is saved, whatever iteration drops it."""
+    """Each gradient that exists at a boundary is saved, whichever iteration drops it."""
 
     def iteration(loop: Loop, number: int) -> None:
         drops = number % 3 == phase
@@ -125,8 +125,8 @@ def test_gradients_dropped_at_the_end_of_the_iteration_are_never_saved() -> None
     assert run(iteration, 4)[1] == [0] * 4
 
 
-def test_accumulation_keeps_nothing_that_its_step_used_up() -> None:
-    """In the middle of an accumulation the same tensors persist, and are still to be used."""
+def test_accumulation_keeps_no_used_up_gradients() -> None:
+    """In the middle of an accumulation, the same tensors persist and are still to be used."""
 
     def iteration(loop: Loop, number: int) -> None:
         if number % 3 == 0:
@@ -140,8 +140,8 @@ def test_accumulation_keeps_nothing_that_its_step_used_up() -> None:
     assert loop.habit == Habit.DROPPED
 
 
-def test_a_boundary_without_an_iteration_says_nothing() -> None:
-    """As at the end of an epoch, after its last batch: the same gradients are there, untrained on."""
+def test_a_boundary_without_an_iteration_decides_nothing() -> None:
+    """As at the end of an epoch, after its last batch: the same gradients, without training."""
     loop = Loop()
     for _ in range(6):
         loop.optimizer.zero_grad()
@@ -152,8 +152,8 @@ def test_a_boundary_without_an_iteration_says_nothing() -> None:
     assert loop.habit == Habit.DROPPED
 
 
-def test_gradients_of_an_optimizer_that_rests_while_another_one_steps() -> None:
-    """An iteration that trains another model may read them: they are its last ones."""
+def test_gradients_of_an_optimizer_that_pauses_while_another_one_steps() -> None:
+    """An iteration that trains another model may read them."""
     loop = Loop()
     other = nn.Linear(3, 2)
     stepping = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -170,7 +170,7 @@ def test_gradients_of_an_optimizer_that_rests_while_another_one_steps() -> None:
 
 
 def test_another_object_with_the_same_id_is_not_the_same_gradient() -> None:
-    """Objects and memory are used again after zero_grad: an id and an address prove nothing."""
+    """Objects and memory are reused after zero_grad: equal ids and addresses prove nothing."""
     loop = Loop()
     weight = loop.model.weight
     for _ in range(3):
@@ -191,7 +191,7 @@ def test_another_object_with_the_same_id_is_not_the_same_gradient() -> None:
     assert loop.habit == Habit.DROPPED
 
 
-def test_a_loop_that_begins_to_keep_them_is_noticed_and_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_begins_to_keep_them_is_detected_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     def iteration(loop: Loop, number: int) -> None:
         if number < 5:
             loop.optimizer.zero_grad()
@@ -201,12 +201,12 @@ def test_a_loop_that_begins_to_keep_them_is_noticed_and_said(caplog: pytest.LogC
         _, saved = run(iteration, 8)
     assert saved == [2, 2, 0, 0, 0, 2, 2, 2]
     [record] = caplog.records
-    assert "32 bytes of gradients of SGD are saved with every snapshot" in record.getMessage()
-    assert "before this step do not hold them" in record.getMessage()
+    assert "32 bytes of gradients of SGD are saved with each snapshot" in record.getMessage()
+    assert "Earlier snapshots of this run do not contain them" in record.getMessage()
 
 
-def test_views_of_memory_that_stays_are_said_to_be_those_of_ddp(caplog: pytest.LogCaptureFixture) -> None:
-    """With gradient_as_bucket_view=True DDP puts the same tensors back after zero_grad."""
+def test_the_warning_for_views_names_ddp(caplog: pytest.LogCaptureFixture) -> None:
+    """With gradient_as_bucket_view=True, DDP restores the same tensors after zero_grad."""
     loop = Loop()
     views = [torch.zeros(p.numel() + 1)[1:].view_as(p) for p in loop.model.parameters()]
     for _ in range(3):
@@ -228,8 +228,9 @@ def test_a_resumed_loop_that_kept_them_keeps_them_in_any_phase_of_its_cycle() ->
         assert loop.boundary() == 2
 
 
-def test_many_bytes_of_gradients_wait_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that held them would be as large until the run ends, in loops that never read them."""
+def test_many_bytes_of_gradients_wait_for_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots that held them would stay that large until the run ends, although the loop may never read
+    them."""
     monkeypatch.setattr(step_hooks, "_MOST_UNDECIDED_BYTES", 16)
     loop, qualifies = Loop(), []
     for _ in range(4):
@@ -240,7 +241,7 @@ def test_many_bytes_of_gradients_wait_for_the_answer(monkeypatch: pytest.MonkeyP
 
 
 def test_gradients_of_local_parts_have_their_own_version() -> None:
-    """FSDP2 adds to the local tensor of a gradient: the DTensor around it keeps its version."""
+    """FSDP2 adds to the local tensor of a gradient, which does not change the DTensor's version."""
 
     class Sharded(torch.Tensor):
         _local_tensor: torch.Tensor

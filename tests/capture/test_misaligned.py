@@ -1,4 +1,4 @@
-"""A leaf on a device whose memory moves to an odd address, as a view into a flat buffer does."""
+"""A device leaf whose memory moves to an odd address, as a view into a flat buffer does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .accelerated import LARGE, Accelerated
 
 @pytest.fixture
 def loop(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Accelerated]:
-    """No room for clones: leaves are digested and copied where they lie."""
+    """No memory for clones: leaves are digested and copied in place."""
     loop = Accelerated(ring, sealer, room=0)
     half = torch.nn.Parameter(torch.randn(4 * LARGE).to(torch.bfloat16), requires_grad=False)
     loop.model.register_parameter("early", half)

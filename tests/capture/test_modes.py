@@ -1,4 +1,4 @@
-"""Modes of torch that the user is in when a boundary comes: a default device, inference."""
+"""Modes of torch that are active at a boundary: a default device, inference mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .content import State, exact, newest
 
 
 def test_leaves_in_host_memory(ring: SlotRing, sealer: _native.Sealer) -> None:
-    """Those that are no row-major bytes are read again into a tensor that is made for it."""
+    """Leaves that are not row-major are read again into a new tensor."""
     state = State(some={"turned": torch.randn(30, 20).t(), "plain": torch.randn(5)})
     capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     with torch.device("meta"):
@@ -45,7 +45,7 @@ def test_leaves_on_a_device(ring: SlotRing, sealer: _native.Sealer) -> None:
 def test_boundaries_in_and_out_of_inference_mode(
     ring: SlotRing, sealer: _native.Sealer, in_one_launch: bool
 ) -> None:
-    """What is made at one is written at another."""
+    """Tensors created at one boundary are written at another."""
     loop = Accelerated(ring, sealer)
     loop.device.in_one_launch = in_one_launch
     loop.add("turned", torch.randn(30, 20).t())

@@ -1,7 +1,5 @@
-"""How much is enqueued at a boundary: as much for ten thousand leaves as for ten.
-
-A CUDA stream takes about a thousand operations; the next call blocks the training thread.
-"""
+"""The number of operations at a boundary is the same for ten thousand leaves as for ten. A CUDA stream takes
+about a thousand operations; the next call blocks the training thread."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from flashckpt import _native
-from flashckpt.capture import Capture, copies, copy_policy
+from flashckpt.capture import Capture, copies
 from flashckpt.capture.devices import Copies, StreamMark
 from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
@@ -26,8 +24,8 @@ COUNTS = (10, 1_000, 10_000)
 
 
 class Counting(SimulatedDevice):
-    """Counts what the training thread enqueues, and, apart from it, the copies that it hands to another
-    thread."""
+    """Counts the operations that the training thread enqueues and, separately, the copies that it passes to
+    another thread."""
 
     def __init__(self) -> None:
         super().__init__(room_bytes=0)
@@ -40,9 +38,9 @@ class Counting(SimulatedDevice):
 
 @pytest.fixture(autouse=True)
 def _leaves_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand leaves of a mebibyte are more than a test may take: here these are large ones."""
-    for module in (copies, copy_policy):
-        monkeypatch.setattr(module, "SMALL_BYTES", 256)
+    """Treat the small leaves of these tests as large ones: ten thousand leaves of 1 MiB need too much
+    memory."""
+    monkeypatch.setattr(copies, "SMALL_BYTES", 256)
 
 
 @pytest.fixture
@@ -54,8 +52,8 @@ def ring() -> Iterator[SlotRing]:
 
 
 def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tuple[int, list[int]]:
-    """(operations of the training thread, copies of each job) of the fifth capture of a state that has
-    `count` leaves of this way, with as many small ones in host memory between them."""
+    """Return (operations of the training thread, copies of each job) of the fifth capture of a state with
+    `count` leaves of this way and as many small ones in host memory between them."""
     device = Counting()
     device.room = 1 << 40 if way == "clone" else 0
     elements = 16 if way == "small" else 128
@@ -91,7 +89,7 @@ def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tup
 
 
 @pytest.mark.parametrize("way", ["small", "clone", "gate", "wait"])
-def test_what_is_enqueued_does_not_grow_with_the_number_of_leaves(
+def test_operations_do_not_grow_with_the_number_of_leaves(
     ring: SlotRing, sealer: _native.Sealer, way: str
 ) -> None:
     results = [counted(ring, sealer, way, count) for count in COUNTS]
@@ -100,11 +98,11 @@ def test_what_is_enqueued_does_not_grow_with_the_number_of_leaves(
     assert operations[0] <= 8
     assert [len(handed) for _, handed in results] == [1, 1, 1]
     if way in ("small", "clone"):
-        # The arena lies as the image does, leaves of the host included: one copy, and one of the digests.
+        # The arena has the image's layout, including host leaves: one copy, and one of the digests.
         assert [handed[0] for _, handed in results] == [2, 2, 2]
 
 
-def test_what_is_read_first_is_what_a_gate_waits_for(
+def test_a_gate_waits_for_the_first_copies(
     ring: SlotRing, sealer: _native.Sealer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     firsts: list[int] = []

@@ -1,4 +1,4 @@
-"""When snapshots are due: pure arithmetic over times that the test gives."""
+"""The capture schedule as a pure function of the times that the test passes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Clock:
 
 
 def run(budget: Budget, steps: int, plain_s: float, cost_s: float) -> int:
-    """A loop whose iterations take `plain_s`, and `cost_s` more with a snapshot. Snapshots taken."""
+    """Run a loop whose iterations take `plain_s`, and `cost_s` more with a snapshot; return the snapshots
+    taken."""
     taken = 0
     for _ in range(steps):
         if budget.allows():
@@ -30,7 +31,7 @@ def run(budget: Budget, steps: int, plain_s: float, cost_s: float) -> int:
 
 
 @pytest.mark.parametrize("cost_s", [0.001, 0.01, 0.1, 2.0])
-def test_what_captures_cost_stays_within_the_share(cost_s: float) -> None:
+def test_the_cost_of_captures_stays_within_the_share(cost_s: float) -> None:
     budget = Budget(0.01)
     steps, plain_s = 20_000, 0.1
     for _ in range(3):
@@ -49,7 +50,7 @@ def test_a_free_snapshot_is_taken_at_every_step_but_for_a_few_that_measure() -> 
     assert run(budget, 1000, 0.1, 0.0) >= 970
 
 
-def test_nothing_more_is_allowed_before_the_first_was_measured() -> None:
+def test_no_second_snapshot_before_the_first_was_measured() -> None:
     budget = Budget(0.01)
     assert budget.allows()
     budget.taken(ordered=False)
@@ -57,8 +58,8 @@ def test_nothing_more_is_allowed_before_the_first_was_measured() -> None:
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_snapshot_whose_iteration_is_not_one_stops_nothing(outside: bool) -> None:
-    """save() after a loop, wait() after a boundary, the end of an epoch: nobody measures that snapshot."""
+def test_an_unmeasured_snapshot_does_not_stop_captures(outside: bool) -> None:
+    """save() after a loop, wait() after a boundary, and the end of an epoch leave a snapshot unmeasured."""
     clock = Clock()
     budget = Budget(0.01)
     intervals = Intervals(budget, (), clock)
@@ -78,7 +79,7 @@ def test_a_snapshot_whose_iteration_is_not_one_stops_nothing(outside: bool) -> N
     assert budget.cost_s == 0.5
 
 
-def test_what_is_done_once_is_not_taken_for_the_cost_of_a_snapshot() -> None:
+def test_work_done_once_does_not_count_as_cost() -> None:
     """The first capture makes the plan."""
     clock = Clock()
     budget = Budget(0.01)
@@ -93,7 +94,7 @@ def test_what_is_done_once_is_not_taken_for_the_cost_of_a_snapshot() -> None:
     assert budget.cost_s == pytest.approx(0.002)
 
 
-def test_a_loop_that_slows_down_is_not_taken_for_costs_for_ever() -> None:
+def test_a_slower_loop_does_not_count_as_cost_for_ever() -> None:
     budget = Budget(0.01)
     run(budget, 500, 0.1, 0.0005)
     assert run(budget, 3000, 0.3, 0.0005) >= 2000
@@ -108,8 +109,9 @@ def test_one_long_pause_does_not_stop_captures() -> None:
 
 
 @pytest.mark.parametrize("odd_s", [20.0, 60.0, 300.0])
-def test_one_odd_first_measurement_does_not_stop_captures(odd_s: float) -> None:
-    """A recompile or a validation in the first iteration with a snapshot of a device: no call bounds it."""
+def test_one_outlier_as_first_measurement_does_not_stop_captures(odd_s: float) -> None:
+    """A recompile or a validation in the first iteration with a snapshot of a device, where the call gives no
+    bound."""
     budget = Budget(0.01)
     for _ in range(5):
         budget.plain(0.2)
@@ -119,15 +121,15 @@ def test_one_odd_first_measurement_does_not_stop_captures(odd_s: float) -> None:
     assert run(budget, int(max(odd_s, 60.0) / 0.2) + 2000, 0.2, 0.01) >= 100
 
 
-def test_a_dear_snapshot_is_measured_three_times_and_no_more() -> None:
-    """What is doubted is measured with bounded frequency, and paid back later."""
+def test_an_expensive_snapshot_is_measured_at_most_three_times() -> None:
+    """A doubtful cost is measured again with bounded frequency, and paid back later."""
     budget = Budget(0.01)
     for _ in range(5):
         budget.plain(0.2)
     assert run(budget, 5 * 600, 0.2, 20.0) == 3
 
 
-def test_a_host_copy_is_not_measured_again_for_doubt() -> None:
+def test_a_host_copy_is_not_measured_again() -> None:
     budget = Budget(0.01)
     for _ in range(5):
         budget.plain(0.2)
@@ -145,7 +147,7 @@ def test_the_host_copy_is_charged_at_least_its_own_time() -> None:
     assert budget.cost_s == pytest.approx(0.02)
 
 
-def test_a_copy_that_outlasts_its_iteration_is_charged_on() -> None:
+def test_a_copy_that_outlasts_its_iteration_is_charged_further() -> None:
     def allowed(trailing_s: float) -> int:
         budget = Budget(0.01)
         run(budget, 100, 0.1, 0.01)
@@ -156,7 +158,7 @@ def test_a_copy_that_outlasts_its_iteration_is_charged_on() -> None:
     assert allowed(0.11) < allowed(0.1)
 
 
-def test_what_was_ordered_is_not_charged() -> None:
+def test_ordered_snapshots_are_not_charged() -> None:
     budget = Budget(0.01)
     run(budget, 100, 0.1, 0.01)
     before = run(budget, 50, 0.1, 0.01)
@@ -177,7 +179,7 @@ def test_a_number_of_steps_is_an_order_that_stays_due() -> None:
     assert pace.due(8)
 
 
-def test_none_leaves_it_to_orders() -> None:
+def test_none_captures_only_on_order() -> None:
     pace = Pace(None)
     assert not any(pace.due(step) for step in range(1, 100))
     pace.lost()
@@ -213,7 +215,7 @@ def test_persisting_by_time() -> None:
 
 @pytest.mark.parametrize(("interval", "patience_s"), [("1min", 600), ("10min", 1200)])
 def test_a_request_that_is_never_answered_does_not_stop_the_next(interval: str, patience_s: int) -> None:
-    """Slot and keeper may be gone together: then nobody ever says what became of it."""
+    """Slot and keeper may be gone together, so that the result stays unknown."""
     clock = Clock()
     pace = Pace("auto", interval, clock=clock)
     clock.now_s = start_s = 1000.0
@@ -233,6 +235,26 @@ def test_a_request_that_is_never_answered_does_not_stop_the_next(interval: str, 
     ("every", "persist"),
     [(0, None), (-3, None), ("5min", None), (1.5, None), ("auto", 0), ("auto", "often"), ("auto", 2.5)],
 )
-def test_what_cannot_be_is_refused(every: object, persist: object) -> None:
+def test_invalid_options_are_refused(every: object, persist: object) -> None:
     with pytest.raises(OptionError):
         Pace(every, persist)  # type: ignore[arg-type]
+
+
+def test_with_a_cache_what_falls_due_while_the_home_is_busy_goes_there_alone() -> None:
+    now = [0.0]
+    pace = Pace(None, "10s", has_cache=True, clock=lambda: now[0])
+    now[0] = 10.0
+    assert pace.persist_due(1)
+    assert pace.persists_home
+    pace.persist_asked(home=True)
+    now[0] = 20.0
+    assert pace.persist_due(2)
+    assert not pace.persists_home
+    pace.persist_asked(home=False)
+    assert not pace.persist_due(3), "the interval begins anew"
+    pace.persist_ended(fulfilled=True)
+    assert pace.persist_due(4), "the home is free, and is behind the cache"
+    assert pace.persists_home
+    pace.persist_asked(home=True)
+    pace.persist_ended(fulfilled=True)
+    assert not pace.persist_due(5)

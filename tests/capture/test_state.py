@@ -1,4 +1,4 @@
-"""The capture over the real tree: gradients, masks, several optimizers, dynamic leaves, DTensors."""
+"""The capture of the real state tree: gradients, masks, several optimizers, dynamic leaves, DTensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .content import Content, bytes_of, newest, resumed_dropping
 
 
 class Loop:
-    """Two linear layers, each with an optimizer of its own."""
+    """Two linear layers, each with its own optimizer."""
 
     def __init__(self, ring: SlotRing, sealer: _native.Sealer, **named: Any) -> None:
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_gradients_of_the_optimizer_that_did_not_step_are_leaves(loop: Loop) -> 
     assert gradients(loop.boundary()) == set()
 
 
-def test_accumulation_that_is_ordered_holds_every_gradient(loop: Loop) -> None:
+def test_an_ordered_snapshot_in_an_accumulation_has_every_gradient(loop: Loop) -> None:
     loop.backward()
     assert len(gradients(loop.boundary(ordered=True))) == 4
     loop.backward()  # onto the same gradients, by the same objects
@@ -120,7 +120,7 @@ def test_gradients_after_the_step_are_leaves_again(loop: Loop) -> None:
     assert len(gradients(loop.boundary())) == 4
 
 
-def test_gradients_that_a_step_used_up_are_leaves_no_more(loop: Loop) -> None:
+def test_used_up_gradients_are_not_leaves(loop: Loop) -> None:
     loop.backward()
     loop.one.step()
     loop.two.step()
@@ -164,7 +164,7 @@ def test_accumulation_is_not_captured_unless_it_was_ordered(loop: Loop) -> None:
 
 
 class Meter:
-    """State that is made anew at each `state_dict`."""
+    """State that each `state_dict` call creates again."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(3)
@@ -176,7 +176,9 @@ class Meter:
         self.total = state["total"]
 
 
-def test_leaves_that_are_made_anew_are_those_of_this_boundary(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_leaves_created_at_each_read_are_those_of_this_boundary(
+    ring: SlotRing, sealer: _native.Sealer
+) -> None:
     meter = Meter()
     loop = Loop(ring, sealer, meter=meter)
     for step in range(5):
@@ -217,7 +219,7 @@ def test_optimizer_state_that_grows_changes_the_plan(ring: SlotRing, sealer: _na
     capture.close()
 
 
-def test_a_tie_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_an_ended_tie_is_detected(ring: SlotRing, sealer: _native.Sealer) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     tree = Tree({"model": model})
@@ -235,7 +237,8 @@ def test_a_tie_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer) ->
 
 
 class Average:
-    """A teacher as people write it: `state_dict` hands out the very tensors, which `.data` moves."""
+    """A teacher as users write it: `state_dict` returns the live tensors, and `.data` replaces their
+    memory."""
 
     def __init__(self) -> None:
         self.shadow = torch.zeros(3)
@@ -247,14 +250,14 @@ class Average:
         self.shadow = state["shadow"]
 
 
-def test_a_tensor_that_is_handed_out_again_is_read_where_it_is_now(
+def test_a_moved_tensor_of_a_state_dict_is_read_at_its_new_address(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
     average = Average()
     loop = Loop(ring, sealer, average=average)
     held = []
     for step in range(6):
-        held.append(average.shadow.data)  # the memory that it has left stays readable
+        held.append(average.shadow.data)  # the old memory stays readable
         average.shadow.data = torch.full((3 + step // 3,), float(step))
         loop.backward()
         loop.one.step()
@@ -264,7 +267,7 @@ def test_a_tensor_that_is_handed_out_again_is_read_where_it_is_now(
 
 
 def emptied(average: Average, box: dict[str, Any], way: str) -> None:
-    """A part of the state that holds no tensor any more."""
+    """A state object that holds no tensor any more."""
     if way == "an object":
         average.state_dict = dict  # type: ignore[method-assign, assignment]
     else:
@@ -272,10 +275,10 @@ def emptied(average: Average, box: dict[str, Any], way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["an object", "a nested list"])
-def test_a_tensor_that_is_handed_out_no_more_is_no_leaf(
+def test_a_tensor_removed_from_a_state_dict_is_not_a_leaf(
     ring: SlotRing, sealer: _native.Sealer, way: str
 ) -> None:
-    """A leaf that no value names makes a step that cannot be resumed."""
+    """A step with a leaf that no value refers to cannot be resumed."""
     average, box = Average(), {"held": [torch.zeros(2)]}
     loop = Loop(ring, sealer, average=average, box=box)
     for step in range(3):
@@ -292,7 +295,7 @@ def test_a_tensor_that_is_handed_out_no_more_is_no_leaf(
 
 
 @pytest.mark.parametrize("undone", [0, 1])
-def test_a_tie_by_memory_that_is_undone_is_seen(ring: SlotRing, sealer: _native.Sealer, undone: int) -> None:
+def test_an_ended_tie_by_memory_is_detected(ring: SlotRing, sealer: _native.Sealer, undone: int) -> None:
     """Two parameters over one memory, as `head.weight.data = embedding.weight.data` makes them."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
     model[1].weight.data = model[0].weight.data
@@ -309,7 +312,7 @@ def test_a_tie_by_memory_that_is_undone_is_seen(ring: SlotRing, sealer: _native.
     capture.close()
 
 
-def test_a_tie_that_is_undone_in_its_first_place_is_seen(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_a_tie_ended_in_its_first_place_is_detected(ring: SlotRing, sealer: _native.Sealer) -> None:
     model = torch.nn.Module()
     model.register_buffer("first", torch.zeros(3))
     model.register_buffer("second", model.first)
@@ -343,7 +346,7 @@ def test_the_gradient_of_a_parameter_in_anothers_place_is_a_leaf(
 
 
 class Restless:
-    """Each call of `state_dict` gives another number, and another tensor of it; or even other names."""
+    """Each `state_dict` call returns another number and another tensor of it, or even other names."""
 
     def __init__(self, *, renames: bool) -> None:
         self.calls, self.renames = 0, renames
@@ -357,7 +360,7 @@ class Restless:
         self.calls = state["calls"]
 
 
-def test_values_and_tensors_are_of_one_call(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_values_and_tensors_belong_to_one_call(ring: SlotRing, sealer: _native.Sealer) -> None:
     loop = Loop(ring, sealer, restless=Restless(renames=False))
     for _ in range(2):
         content = loop.boundary(ordered=True)
@@ -366,17 +369,17 @@ def test_values_and_tensors_are_of_one_call(ring: SlotRing, sealer: _native.Seal
     loop.capture.close()
 
 
-def test_a_state_that_never_keeps_still_is_not_captured(ring: SlotRing, sealer: _native.Sealer) -> None:
-    """What would be sealed otherwise names tensors that it lacks: no step of the run could be resumed."""
+def test_a_state_that_changes_at_each_read_is_not_captured(ring: SlotRing, sealer: _native.Sealer) -> None:
+    """A sealed snapshot would refer to missing tensors, and no step of the run could be resumed."""
     loop = Loop(ring, sealer, restless=Restless(renames=True))
-    with pytest.raises(StateError, match="other tensors each time"):
+    with pytest.raises(StateError, match="replaced at each read"):
         loop.capture.boundary(1, loop.values, ordered=True)
     assert ring.newest_sealed() is None
     loop.capture.close()
 
 
-def test_a_tensor_that_went_to_another_device_is_planned_anew() -> None:
-    """`model.cuda()` keeps the objects. A pointer of a device must never be read as one of the host."""
+def test_a_tensor_moved_to_another_device_is_planned_again() -> None:
+    """`model.cuda()` keeps the objects. A device pointer must never be read as a host pointer."""
     from .content import Live, Walk
 
     box = {"w": torch.zeros(4)}
@@ -387,7 +390,7 @@ def test_a_tensor_that_went_to_another_device_is_planned_anew() -> None:
 
 
 class Sharded(torch.Tensor):
-    """As a DTensor: a tensor without memory of its own around a local one."""
+    """Like a DTensor: a tensor without memory of its own around a local tensor."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Sharded:
@@ -400,7 +403,7 @@ class Sharded(torch.Tensor):
         raise NotImplementedError(f"{func} must not be called: it could be a collective")
 
 
-def test_of_a_sharded_tensor_the_local_one_is_copied_and_watched() -> None:
+def test_the_local_tensor_of_a_dtensor_is_copied_and_watched() -> None:
     from .content import Live, Walk
 
     sharded = Sharded(torch.arange(4.0))
@@ -416,8 +419,8 @@ def test_of_a_sharded_tensor_the_local_one_is_copied_and_watched() -> None:
     plan.release()
 
 
-def test_a_boundary_allocates_nothing_once_the_plan_stands(ring: SlotRing, sealer: _native.Sealer) -> None:
-    """Small objects of the interpreter come and go; nothing stays, nothing as large as a leaf comes."""
+def test_a_boundary_with_a_valid_plan_allocates_nothing(ring: SlotRing, sealer: _native.Sealer) -> None:
+    """Small Python objects are temporary; no object stays, and none is as large as a leaf."""
     loop = Loop(ring, sealer, more=torch.nn.Linear(500, 500))
     loop.backward()
     loop.one.step()

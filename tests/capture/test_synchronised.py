@@ -1,4 +1,4 @@
-"""A leaf that was torn on the device: synchronised from then on, exact or refused."""
+"""A leaf that was torn on the device is synchronised from then on: exact or refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture.copies import DeviceCopies
-from flashckpt.capture.devices import Table
+from flashckpt.capture.devices import DigestTable
 from flashckpt.memory.slot import SlotRing
 from tests.capture.simulated import SimulatedMark, SimulatedStream
 
@@ -41,7 +41,7 @@ def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:
 
 @pytest.fixture
 def host_waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What happens once the host waits for a mark: a side stream that the test holds must go on then."""
+    """Let the held side stream continue once the host waits for a mark."""
     happenings: list[Callable[[], object]] = []
     wait = SimulatedMark.wait
 
@@ -55,7 +55,7 @@ def host_waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
 
 
 def torn_on_wait(loop: Accelerated, rogue: SimulatedStream) -> torch.Tensor:
-    """A teacher that goes by the way `wait` from the start, torn once by a stream that nobody named."""
+    """A teacher with the way `wait` from the start, torn once by an unnamed stream."""
     loop.device.others = (rogue,)
     teacher = loop.add("teacher", torch.randn(LARGE))
     warm(loop)
@@ -74,10 +74,10 @@ def torn_on_wait(loop: Accelerated, rogue: SimulatedStream) -> torch.Tensor:
     return teacher
 
 
-def test_a_leaf_torn_on_the_way_wait_is_waited_for_by_the_host(
+def test_the_host_waits_for_a_leaf_torn_on_the_way_wait(
     make: Maker, host_waits: list[Callable[[], object]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No event holds an unknown stream back; a host that waits enqueues nothing on it."""
+    """Events do not hold back an unknown stream; a waiting host enqueues nothing on it."""
     rogue, loop = SimulatedStream("rogue"), make(room=NO_ROOM)
     teacher = torn_on_wait(loop, rogue)
     for _ in range(2):
@@ -93,16 +93,16 @@ def test_a_leaf_torn_on_the_way_wait_is_waited_for_by_the_host(
     rogue.close()
 
 
-def test_a_synchronised_leaf_that_is_written_meanwhile_is_refused_by_its_second_digest(
+def test_a_second_digest_refuses_a_synchronised_leaf_written_meanwhile(
     make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another thread, just after the copy: bytes and digest agree, and may both have been taken in the middle
-    of what it writes."""
+    """Another thread writes just after the copy: bytes and digest agree, although both may have been read in
+    the middle of the write."""
     rogue, loop = SimulatedStream("rogue"), make(room=NO_ROOM)
     teacher = torn_on_wait(loop, rogue)
     again = DeviceCopies._digest_direct_again
 
-    def written(transfer: DeviceCopies, table: Table) -> None:
+    def written(transfer: DeviceCopies, table: DigestTable) -> None:
         teacher.add_(1)
         again(transfer, table)
 
@@ -113,7 +113,7 @@ def test_a_synchronised_leaf_that_is_written_meanwhile_is_refused_by_its_second_
             assert loop.result() == "none"
             loop.train()
             loop.device.compute.drain()
-    assert len(caplog.records) == 1, "said once, counted always"
+    assert len(caplog.records) == 1, "logged once, counted always"
     assert loop.capture.report()["snapshots_lost"] == 3
     loop.boundary()
     assert loop.result() == "exact"

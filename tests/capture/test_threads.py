@@ -1,4 +1,5 @@
-"""State in host memory that a thread of the program writes at any time: found, and a quiet state never is."""
+"""State in host memory that a thread of the program writes at any time is detected; an unwritten state never
+is."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tests.waiting import until
 from .content import exact, newest
 from .test_host import Run
 
-# Of 4 KiB, in the large leaves; 256 are read again in a capture.
+# Blocks of 4 KiB in the large leaves; a capture reads 256 of them again.
 BLOCKS, SAMPLED, CHECKED = 3 << 8, 256, 3
 ELEMENTS = 4096 // 4
 
@@ -54,7 +55,7 @@ class Thread:
 
 @pytest.fixture
 def run(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Run]:
-    """Past the captures in which every leaf is read again."""
+    """A run after the captures in which every leaf is read again."""
     run = Run(ring, sealer)
     half = BLOCKS // 2 * ELEMENTS
     sizes = {"large": half, "uneven": half + 7, "small": 3, "medium": 1500}
@@ -73,7 +74,7 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[Thread]:
 
 
 def lost(run: Run) -> int:
-    """Captures that were refused until now, after one more."""
+    """Capture once more; return the captures that were refused until now."""
     assert run.iterate().captured
     run.landed()
     run.capture._in_flight.poll()
@@ -99,7 +100,7 @@ def test_every_byte_is_read_again_within_some_captures(
     assert newest(ring).leaves == exact(run.state)
 
 
-def test_what_is_read_again_is_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sample_is_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     digest, read = _native.digest_many, []
 
     def counted(addresses: Any, sizes: Any, *others: Any) -> None:
@@ -113,15 +114,15 @@ def test_what_is_read_again_is_bounded(run: Run, monkeypatch: pytest.MonkeyPatch
         assert 0 < sum(read) <= 2 << 20, "a MiB of the state, and of its copy"
 
 
-def test_a_quiet_state_is_never_refused(run: Run, ring: SlotRing, thread: Thread) -> None:
+def test_an_unwritten_state_is_never_refused(run: Run, ring: SlotRing, thread: Thread) -> None:
     for _ in range(4 * BLOCKS // SAMPLED):
         assert lost(run) == 0
         assert newest(ring).step == run.step
     assert newest(ring).leaves == exact(run.state)
 
 
-def test_an_average_that_a_thread_keeps_beside_the_loop_is_found(run: Run) -> None:
-    """It begins once the loop is under way, and writes whenever it gets a turn."""
+def test_an_average_updated_by_a_thread_is_detected(run: Run) -> None:
+    """The thread starts during the loop and writes whenever it is scheduled."""
     average, ends = run.state.named["more"]["uneven"], threading.Event()
 
     def keep() -> None:

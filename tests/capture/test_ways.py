@@ -1,4 +1,4 @@
-"""Every way, on the simulated accelerator: the exact state of the boundary, or no snapshot."""
+"""Each way, on the simulated accelerator: the exact state of the boundary, or no snapshot."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 from flashckpt import _native
 from flashckpt.capture import Verdict
 from flashckpt.capture.constants import Constants
-from flashckpt.capture.copy_policy import CopyPolicy, Way
-from flashckpt.capture.division import Sharing
-from flashckpt.capture.plan import Plan
+from flashckpt.capture.copies import CopyPolicy, Way
+from flashckpt.capture.plan import Plan, Sharing
 from flashckpt.errors import PersistError
 from flashckpt.memory.slot import SlotRing, SlotState
 from flashckpt.state.tree import Tree
@@ -50,7 +49,7 @@ def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:
 
 
 def test_a_clone_is_in_the_order_of_the_loops_kernels(make: Maker) -> None:
-    """The host is ahead of the device: kernels of this iteration have not run when the boundary comes."""
+    """The host is ahead of the device: kernels of this iteration have not run at the boundary."""
     loop = warm(make())
     assert loop.ways()["model.a"] == "clone"
     loop.device.compute.hold()
@@ -75,7 +74,7 @@ def test_a_gate_holds_the_next_step_back_until_the_copy_has_ended(make: Maker) -
     loop.device.compute.drain()
     loop.device.side.hold()
     assert loop.boundary().captured
-    loop.train()  # the host goes on: forward, backward, step
+    loop.train()  # the host continues: forward, backward, step
     loop.device.compute.settle()
     assert loop.device.compute.pending() > 0  # the step waits on the device
     assert loop.result() == "exact"
@@ -106,7 +105,7 @@ def test_a_device_that_fails_at_a_boundary_raises_nothing_there(
     loop = warm(make())
     assert loop.iterate().captured
     loop.device.side.drain()
-    assert loop.sealer.drain(240)  # its end is found at the next boundary
+    assert loop.sealer.drain(240)  # the next boundary processes its end
     loop.train()
     monkeypatch.setattr(loop.device, call, _fail)
     loop.capture.pass_by(loop.step + 1)
@@ -130,8 +129,8 @@ def test_nothing_is_captured_from_a_device_that_has_failed(make: Maker) -> None:
     assert found[1].step == loop.step
 
 
-def test_a_plan_that_is_let_go_while_its_copies_run_closes_its_gate(make: Maker) -> None:
-    """Ways are chosen anew (a leaf of the snapshot before was torn, an optimizer's first hook was seen)."""
+def test_a_dropped_plan_with_running_copies_closes_its_gate(make: Maker) -> None:
+    """Ways are chosen again (a leaf was torn, an optimizer's first hook fired)."""
     loop = warm(make(room=NO_ROOM))
     loop.train()
     loop.device.compute.drain()
@@ -144,8 +143,8 @@ def test_a_plan_that_is_let_go_while_its_copies_run_closes_its_gate(make: Maker)
     assert loop.result() == "exact"
 
 
-def test_no_gate_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
-    """A compiled step, or a graph's replay: nothing tells that parameters are about to be written."""
+def test_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
+    """A compiled step, or a graph's replay, calls no hook before it writes parameters."""
     loop = warm(make(room=NO_ROOM))
     loop.train()
     loop.device.side.hold()
@@ -155,7 +154,7 @@ def test_no_gate_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
     assert loop.result() == "torn"
 
 
-def test_outside_the_window_a_step_without_hooks_does_no_harm(make: Maker) -> None:
+def test_a_step_without_hooks_after_the_copy_does_no_harm(make: Maker) -> None:
     loop = warm(make(room=NO_ROOM))
     loop.iterate()
     loop.finish()
@@ -164,10 +163,8 @@ def test_outside_the_window_a_step_without_hooks_does_no_harm(make: Maker) -> No
     assert loop.result() == "exact"
 
 
-def test_a_leaf_found_torn_goes_to_the_safer_way_and_is_exact_there(
-    make: Maker, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Embedding(max_norm): the forward writes the weight, before any step's hook."""
+def test_a_torn_leaf_gets_the_safer_way_and_is_exact(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
+    """Embedding(max_norm): the forward pass writes the weight before any step's hook."""
     loop = warm(make(room=NO_ROOM))
     loop.train()
     loop.device.side.hold()
@@ -188,8 +185,8 @@ def test_a_leaf_found_torn_goes_to_the_safer_way_and_is_exact_there(
     assert [r.getMessage().split()[0] for r in caplog.records] == ["model.a"]
 
 
-def test_what_no_gate_protects_is_waited_for(make: Maker) -> None:
-    """An EMA teacher: no gradient, in no optimizer, written at every step and by nobody that has a hook."""
+def test_the_loop_waits_for_leaves_without_a_gate(make: Maker) -> None:
+    """An EMA teacher: no gradient, in no optimizer, written at each step by code without a hook."""
     loop = make(room=NO_ROOM)
     teacher = loop.add("teacher", torch.randn(LARGE))
     for _ in range(5):
@@ -205,7 +202,7 @@ def test_what_no_gate_protects_is_waited_for(make: Maker) -> None:
 
 @pytest.mark.parametrize("room", [1 << 40, NO_ROOM])
 @pytest.mark.parametrize("inside", [True, False])
-def test_writes_that_no_version_counter_sees(make: Maker, room: int, inside: bool) -> None:
+def test_writes_without_version_counters(make: Maker, room: int, inside: bool) -> None:
     loop = warm(make(room=room))
     view = loop.model.a.detach().numpy()
     versions = (loop.model.a._version, loop.model.b._version)
@@ -244,7 +241,7 @@ def test_new_memory_of_a_parameter_while_the_old_is_copied(make: Maker, room: in
 
 
 def test_another_parameter_in_the_modules_place(make: Maker) -> None:
-    """After an evaluation some wrappers leave modules showing other parameters than before."""
+    """After an evaluation, some wrappers leave other parameters in modules than before."""
     loop = warm(make())
     own = loop.model.a
     shown = torch.nn.Parameter(torch.randn(LARGE))
@@ -269,7 +266,7 @@ def test_small_leaves_are_cloned_even_without_room(make: Maker) -> None:
     assert loop.result() == "exact"
 
 
-def test_leaves_without_row_major_memory_are_made_so_on_the_device(make: Maker) -> None:
+def test_leaves_that_are_not_row_major_are_made_so_on_the_device(make: Maker) -> None:
     loop = make()
     loop.add("transposed", torch.randn(700, 500).t())
     loop.add("odd", torch.randint(0, 255, (1_100_001,), dtype=torch.uint8))
@@ -282,9 +279,7 @@ def test_leaves_without_row_major_memory_are_made_so_on_the_device(make: Maker) 
         assert loop.result() == "exact"
 
 
-def test_a_stream_that_nobody_named_is_found_by_the_second_digest(
-    make: Maker, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_second_digest_detects_an_unnamed_stream(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
     rogue = SimulatedStream("rogue")
     loop = make(device_memory=1 << 30)
     loop.device.others = (rogue,)
@@ -301,7 +296,7 @@ def test_a_stream_that_nobody_named_is_found_by_the_second_digest(
     loop.train()
     loop.device.compute.drain()
     loop.kernel(lambda: loop.model.b.data.add_(1), rogue)
-    rogue.drain()  # before the boundary's own reference is taken: which of two it is was nobody's promise
+    rogue.drain()  # before the boundary's own reference is taken: either of the two is correct
     loop.boundary()
     assert loop.result() == "exact"
     assert loop.ways()["model.b"] == "wait"
@@ -359,7 +354,7 @@ def test_nothing_is_enqueued_while_a_graph_is_captured(make: Maker) -> None:
     assert loop.result() == "exact"
 
 
-def test_a_device_without_memory_costs_snapshots_and_not_the_run(make: Maker) -> None:
+def test_a_device_without_memory_skips_snapshots_and_the_run_continues(make: Maker) -> None:
     loop = make()
     loop.device.out_of_memory = True
     outcome = loop.iterate()
@@ -369,7 +364,7 @@ def test_a_device_without_memory_costs_snapshots_and_not_the_run(make: Maker) ->
     warm(loop)
 
 
-def test_the_arena_gives_way_when_headroom_falls(make: Maker) -> None:
+def test_the_arena_is_dropped_when_memory_is_short(make: Maker) -> None:
     loop = warm(make(), 4)
     assert loop.ways()["model.a"] == "clone"
     loop.device.room = -1
@@ -377,30 +372,30 @@ def test_the_arena_gives_way_when_headroom_falls(make: Maker) -> None:
     assert loop.ways()["model.a"] == "gate"
 
 
-def test_the_arena_is_let_go_after_each_landing_while_headroom_is_short(make: Maker) -> None:
-    """What is held is no memory that torch could use when it runs out."""
+def test_the_arena_is_released_after_each_copy_while_memory_is_short(make: Maker) -> None:
+    """torch cannot use the memory of an allocated arena when it runs out."""
     loop = warm(make(), 4)
     transfer = loop.capture._planner.current.on_devices[0]
-    assert transfer.arena.is_held
+    assert transfer.arena.is_allocated
     loop.device.room = transfer.arena.num_bytes // 2 - 1
     loop.iterate()
-    assert transfer.arena.is_held, "the copies are on their way"
+    assert transfer.arena.is_allocated, "the copies are on their way"
     assert loop.result() == "exact"
-    assert not transfer.arena.is_held
-    loop.device.room = transfer.arena.num_bytes  # the loop's peak is over: what was let go is there again
+    assert not transfer.arena.is_allocated
+    loop.device.room = transfer.arena.num_bytes  # the loop's peak is over: the released memory is free again
     loop.iterate()
     assert loop.result() == "exact"
     assert loop.ways()["model.a"] == "clone"
     assert loop.capture._planner.current.on_devices[0] is transfer
 
 
-def test_no_arena_is_taken_again_where_the_loop_has_the_memory(make: Maker) -> None:
+def test_no_arena_is_allocated_again_if_the_loop_has_the_memory(make: Maker) -> None:
     loop = warm(make(), 4)
     arena = loop.capture._planner.current.on_devices[0].arena
     loop.device.room = 1 << 20
     loop.iterate()
     assert loop.result() == "exact"
-    assert not arena.is_held
+    assert not arena.is_allocated
     taken = loop.device.allocated_bytes
     outcome = loop.iterate()
     assert outcome.verdict is Verdict.SKIPPED
@@ -410,8 +405,8 @@ def test_no_arena_is_taken_again_where_the_loop_has_the_memory(make: Maker) -> N
     assert loop.ways()["model.a"] == "gate"
 
 
-def test_nothing_is_asked_or_let_go_while_a_graph_is_captured(make: Maker) -> None:
-    """An event that is asked for in a capture makes the user's graph invalid."""
+def test_nothing_is_queried_or_released_during_a_graph_capture(make: Maker) -> None:
+    """A query of an event during the capture would invalidate the user's graph."""
     loop = warm(make(), 4)
     transfer = loop.capture._planner.current.on_devices[0]
     loop.device.room = 1
@@ -422,7 +417,7 @@ def test_nothing_is_asked_or_let_go_while_a_graph_is_captured(make: Maker) -> No
     loop.device.side.drain()
     assert loop.sealer.drain(240)
     assert loop.capture.boundary(99, lambda: b"{}").verdict is not Verdict.CAPTURED
-    assert transfer.arena.is_held
+    assert transfer.arena.is_allocated
     loop.device.graph_capture = False
 
 
@@ -437,10 +432,10 @@ def test_without_the_kernel_large_leaves_are_waited_for(make: Maker) -> None:
     assert ways["model.small"] == ways["more.transposed"] == "clone"
 
 
-def test_a_capture_that_breaks_off_leaves_no_slot_that_is_written(
+def test_a_failed_capture_leaves_no_slot_in_writing(
     make: Maker, ring: SlotRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the device is not even to be waited for: its copies are."""
+    """Also if the device itself cannot be waited for: its copies can."""
     loop = warm(make())
 
     def refuses(*args: object, **named: object) -> None:
@@ -457,10 +452,10 @@ def test_a_capture_that_breaks_off_leaves_no_slot_that_is_written(
     assert loop.result() == "exact"
 
 
-def test_copies_that_are_on_their_way_are_waited_for_before_a_slot_is_given_up(
+def test_running_copies_end_before_a_slot_is_freed(
     make: Maker, ring: SlotRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stray copy would go into the next snapshot."""
+    """A late copy would write into the next snapshot."""
     loop = warm(make())
     loop.train()
     loop.device.compute.drain()
@@ -482,7 +477,7 @@ def test_copies_that_are_on_their_way_are_waited_for_before_a_slot_is_given_up(
 
 
 def test_leaves_of_the_host_that_lie_between_cloned_ones_keep_their_bytes(make: Maker) -> None:
-    """The arena is copied in one piece, over their places; they are put there afterwards."""
+    """The arena is copied in one piece over their places; the sealing thread writes them afterwards."""
     loop = make()
     for number in range(20):
         loop.add(f"{number:02}.device", torch.full((11,), float(number)))
@@ -497,9 +492,9 @@ def test_leaves_of_the_host_that_lie_between_cloned_ones_keep_their_bytes(make: 
     assert loop.result() == "exact"
 
 
-def test_slots_are_known_to_the_device_while_they_are_used(make: Maker, ring: SlotRing) -> None:
+def test_slots_are_registered_while_they_are_used(make: Maker, ring: SlotRing) -> None:
     loop = make()
-    loop.capture.register(ring.slots)  # made ready before they are taken up, and once only
+    loop.capture.register(ring.slots)  # registered before they are used, and only once
     sizes = {_native.address_of(slot.mapping): slot.header.num_bytes for slot in ring.slots}
     assert loop.device.registered == sizes
 
@@ -527,7 +522,7 @@ def test_host_memory_that_the_device_writes_is_read_after_its_kernels(make: Make
 
 
 def test_host_memory_that_a_named_stream_writes_is_read_after_its_work(make: Maker) -> None:
-    """An offloader's own stream: the compute stream has nothing to do with it."""
+    """An offloader's own stream, independent of the compute stream."""
     stream = SimulatedStream("offload")
     loop = make(streams=(stream,))
     offloaded = torch.zeros(5000)
@@ -547,7 +542,7 @@ def test_host_memory_that_a_named_stream_writes_is_read_after_its_work(make: Mak
 
 
 def test_without_a_hook_before_the_boundary_the_loop_waits_for_copies_of_gated_leaves(make: Maker) -> None:
-    """Whoever wrote last called no hook, and may write next without one."""
+    """The last writer called no hook, and may write again without one."""
     loop = warm(make(room=NO_ROOM))
     assert loop.ways()["model.a"] == "gate"
     loop.train(hooks=False)
@@ -560,8 +555,9 @@ def test_without_a_hook_before_the_boundary_the_loop_waits_for_copies_of_gated_l
     assert loop.result() == "exact"
 
 
-def test_what_a_silent_optimizer_may_write_has_no_gate_and_what_was_torn_is_waited_for() -> None:
-    """One of two optimizers is compiled, say, and calls no hook: nothing closes a gate before it writes."""
+def test_leaves_of_an_optimizer_without_hooks_have_no_gate() -> None:
+    """For example, one of two optimizers is compiled and calls no hook, so nothing closes a gate before it
+    writes. The loop waits for a torn leaf."""
     names, device = ("both", "one", "torn"), SimulatedDevice()
     box = {name: torch.nn.Parameter(torch.zeros(LARGE)) for name in names}
     device.adopt(*box.values())
@@ -579,7 +575,7 @@ def test_what_a_silent_optimizer_may_write_has_no_gate_and_what_was_torn_is_wait
 
 
 class Scaled(torch.Tensor):
-    """Of two tensors: its forward pass may write one."""
+    """A tensor of two tensors: its forward pass may write one of them."""
 
     inner: torch.Tensor
     scale: torch.Tensor
@@ -606,8 +602,8 @@ class Scaled(torch.Tensor):
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore")
-def test_what_an_optimizer_has_as_a_dtensor_is_gated_as_what_it_has_plainly() -> None:
-    """FSDP2's parameters, and those of a mesh; another tensor made of tensors is not."""
+def test_dtensors_of_an_optimizer_are_gated_like_plain_parameters() -> None:
+    """FSDP2's parameters, and those of a mesh; other wrapping tensors are not."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -640,7 +636,7 @@ def test_what_an_optimizer_has_as_a_dtensor_is_gated_as_what_it_has_plainly() ->
 
 
 @pytest.mark.parametrize("room", [NO_ROOM, 1 << 40])
-def test_what_another_rank_holds_is_digested_in_the_loops_order_and_not_copied(
+def test_leaves_of_another_rank_are_digested_in_order_and_not_copied(
     make: Maker, ring: SlotRing, room: int
 ) -> None:
     loop = make(room=room, sharing=Sharing(0, is_divided=True, node=(0, 1), least_bytes=1))
@@ -657,7 +653,7 @@ def test_what_another_rank_holds_is_digested_in_the_loops_order_and_not_copied(
     for _ in range(4):
         loop.device.compute.hold()
         assert loop.iterate().captured
-        for name in {"model.a", "model.b"} & left:  # no gate holds these back, and none is needed
+        for name in {"model.a", "model.b"} & left:  # these have no gate and need none
             loop.kernel(partial(loop.model.get_parameter(name[-1]).data.add_, 1))
         loop.finish()
         found = ring.newest_sealed()

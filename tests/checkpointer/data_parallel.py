@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from flashckpt.checkpointer.progress import Progress
 from flashckpt.format.typed import decode_json, encode_json
-from flashckpt.state.loader.other_ranks import merged_progress
+from flashckpt.state.loader.position import merged_progress
 
 Make = Callable[[int, int], Any]
 Values = dict[int, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Division:
+class ReplicaAssignment:
     """ranks of batches of `batch` samples; even, whole: `drop_last` of the sampler and of the loader."""
 
     ranks: int
@@ -103,8 +103,13 @@ def length_of(progress: Progress, loader: Any) -> int | None:
 
 
 def go_through(
-    divisions: Sequence[Division], cuts: Sequence[int], samples: int, *, epoch: int = 0, shuffle: bool = True
-) -> tuple[list[int], Division]:
+    divisions: Sequence[ReplicaAssignment],
+    cuts: Sequence[int],
+    samples: int,
+    *,
+    epoch: int = 0,
+    shuffle: bool = True,
+) -> tuple[list[int], ReplicaAssignment]:
     """One epoch: `divisions[i]` takes `cuts[i]` batches on each rank, the last one what is left. All that was
     given, in no order, and the division that reached the end."""
     values: Values | None = None
@@ -130,14 +135,16 @@ def go_through(
         if taken < cut or ranks.sources[0].batches_taken == ranks.lengths[0]:  # type: ignore[union-attr]
             # Whoever takes it up from here has no batch, on any rank.
             if ranks.sources[0].batches_taken:  # type: ignore[union-attr]
-                after = Ranks(lambda rank, ranks: Division(ranks, 3).loader(samples, rank), 3, epoch, values)
+                after = Ranks(
+                    lambda rank, ranks: ReplicaAssignment(ranks, 3).loader(samples, rank), 3, epoch, values
+                )
                 assert after.take(1) == 0
             return seen, division
         assert sorted(seen) == sorted(order_of(samples, epoch, shuffle=shuffle)[: len(seen)])
     raise AssertionError("the last division did not reach the end of the epoch")
 
 
-def is_one_epoch(seen: list[int], order: list[int], last: Division) -> bool:
+def is_one_epoch(seen: list[int], order: list[int], last: ReplicaAssignment) -> bool:
     """Whether each sample of the epoch was given once. The last division pads the end with what the order
     begins with, or leaves out what does not fill a round of its ranks."""
     given, extra = Counter(seen), len(seen) - len(order)

@@ -18,6 +18,7 @@ from torch import nn
 import flashckpt
 from flashckpt._native import xxh3_128
 from tests.checkpointer.test_loop import Job, loader
+from tests.folders import data_of, records
 from tests.waiting import until
 
 MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
@@ -38,8 +39,13 @@ def trained(run: Path, steps: list[int]) -> None:
 
 
 def shard(run: Path, step: int) -> Path:
-    [path] = run.glob(f"steps/{step:012d}/*/shard-*")
+    [path] = data_of(run, step).glob("shard-*")
     return path
+
+
+def record(run: Path, step: int) -> Path:
+    """The commit record of the newest commit of a step number."""
+    return run / [name for name in records(run) if name.step == step][-1].path
 
 
 def flip(path: Path, offset: int) -> None:
@@ -60,8 +66,8 @@ def test_a_damaged_step_is_named_and_the_older_one_taken(
     assert resumed.completed == 2
     assert any("step 4" in record.getMessage() for record in caplog.records)
     resumed.close()
-    assert list(run.glob("steps/000000000004/*/mark-*")), (
-        "the damaged step is marked, and nothing of it deleted"
+    assert list(run.glob("commits/000000000004-*.quarantine-*")), (
+        "the damaged step is quarantined, and nothing of it deleted"
     )
     assert shard(run, 4).exists()
 
@@ -112,13 +118,13 @@ def test_several_ranks_are_refused_before_a_step_is_awaited_for_ever(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_newer_format_is_refused(tmp_path: Path, kill_keepers: object) -> None:
+def test_another_format_is_refused(tmp_path: Path, kill_keepers: object) -> None:
     run = tmp_path / "run"
     trained(run, [2])
     head, between, _ = (run / "run.json").read_bytes().rpartition(b',"checksum":"')
-    newer = head.replace(b'"format":2', b'"format":9')
+    newer = head.replace(b'"format":1', b'"format":9')
     (run / "run.json").write_bytes(newer + between + xxh3_128(newer).hex().encode() + b'"}\n')
-    with pytest.raises(flashckpt.FormatError, match="Upgrade"):
+    with pytest.raises(flashckpt.FormatError, match="format 9"):
         flashckpt.steps(run)
     with pytest.raises(flashckpt.FormatError):
         flashckpt.attach(run, **Job().named)
@@ -129,17 +135,17 @@ def test_a_run_that_another_process_holds_is_refused_with_its_pid(tmp_path: Path
         "import sys, torch, flashckpt; m = torch.nn.Linear(4, 4)\n"
         "c = flashckpt.attach(sys.argv[1], model=m); print('held', flush=True); sys.stdin.read(); c.close()"
     )
-    holder = subprocess.Popen(
+    owner = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "run")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    with pytest.raises(flashckpt.RunHeldError, match=str(holder.pid)):
+    assert owner.stdout is not None
+    assert owner.stdout.readline() == "held\n"
+    with pytest.raises(flashckpt.RunHeldError, match=str(owner.pid)):
         flashckpt.attach(tmp_path / "run", **Job().named)
-    holder.communicate()
+    owner.communicate()
     flashckpt.attach(tmp_path / "run", model=nn.Linear(4, 4)).close()
 
 
@@ -147,7 +153,7 @@ def test_too_little_memory_says_how_much_and_what_helps(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("huge", huge())
     checkpointer = flashckpt.attach(tmp_path / "run", every=None, model=model)
-    with pytest.raises(flashckpt.OutOfRoomError, match="slots=2") as caught:
+    with pytest.raises(flashckpt.OutOfSpaceError, match="slots=2") as caught:
         checkpointer.save()
     assert caught.value.needed > caught.value.available
     assert caught.value.available > 0
@@ -158,21 +164,21 @@ def test_a_loop_that_can_hold_no_snapshot_ends_in_its_first_steps(tmp_path: Path
     job.model.register_buffer("huge", huge())
     options = flashckpt.Options(read_ahead_check=False)
     batches = flashckpt.loop(loader(10**4), str(tmp_path / "run"), options=options, **job.named)
-    attendant = batches.checkpointer._attendant
+    keeper_link = batches.checkpointer._keeper_link
 
     def train() -> None:
         for x in batches:
             job.train(x)
             if batches.completed:
-                until(lambda: attendant.slots.error is not None, "the keeper's answer")
+                until(lambda: keeper_link.slots.error is not None, "the keeper's answer")
 
-    with pytest.raises(flashckpt.OutOfRoomError):
+    with pytest.raises(flashckpt.OutOfSpaceError):
         train()
     assert batches.completed < 5
 
 
 def test_a_full_disk_is_told_at_wait_and_the_next_save_works(tmp_path: Path, small_disk: Path) -> None:
-    """A real file system of a few MiB: training goes on, wait() raises, room is made, wait() is well."""
+    """A real file system of a few MiB: training continues, wait() raises, room is made, wait() is well."""
     run = small_disk / "run"
     model = nn.Linear(512, 512)
     options = flashckpt.Options(grace="1s")
@@ -216,7 +222,7 @@ def test_what_is_no_path_no_step_and_no_dictionary(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained(run, [2])
     for call in (flashckpt.load, flashckpt.verify, flashckpt.branch):
-        with pytest.raises(flashckpt.OptionError, match="the number of a step"):
+        with pytest.raises(flashckpt.OptionError, match="Pass a step number"):
             call(run, "2")  # type: ignore[operator]
     with pytest.raises(flashckpt.OptionError, match="^state=Linear"):
         flashckpt.attach(tmp_path / "other", state=nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from flashckpt.checkpointer.unsaved import FIRST, SECOND, Unsaved
+from flashckpt.checkpointer.trainer_run import FIRST, SECOND, Unsaved
 
 
 class Color(str, Enum):
     RED = "red"
 
 
-class Holder:
+class Owner:
     """A trainer: its attributes are the test's."""
 
     def __init__(self, **attributes: Any) -> None:
@@ -29,18 +29,18 @@ class Holder:
 
 
 def found_after(
-    holder: object, change: Callable[[int], object], known: tuple[str, ...] = (), **how: Any
+    owner: object, change: Callable[[int], object], known: tuple[str, ...] = (), **how: Any
 ) -> tuple[str, ...]:
     """What is found when `change(n)` runs in each of the first iterations."""
-    unsaved = Unsaved({"trainer": holder}, {"trainer": known}, **how)
+    unsaved = Unsaved({"trainer": owner}, {"trainer": known}, **how)
     for number in range(1, SECOND + 3):
         change(number)
         unsaved.observe()
     return unsaved.found
 
 
-def set_to(holder: Any, value: Callable[[int], Any]) -> Callable[[int], None]:
-    return lambda number: setattr(holder, "value", value(number))
+def set_to(owner: Any, value: Callable[[int], Any]) -> Callable[[int], None]:
+    return lambda number: setattr(owner, "value", value(number))
 
 
 CHANGES: dict[str, Callable[[int], Any]] = {
@@ -70,8 +70,8 @@ SAME: dict[str, Callable[[int], Any]] = {
     "numbers": lambda n: {"a": 1, "b": [0.5, None, float("nan")], "c": Color.RED},
     "an equal tensor": lambda n: torch.ones(3),
     "sets": lambda n: {"a", "b", "c"},
-    "objects": lambda n: Holder(count=n),
-    "a list of objects": lambda n: [Holder(count=n)] * n,
+    "objects": lambda n: Owner(count=n),
+    "a list of objects": lambda n: [Owner(count=n)] * n,
     "a function": lambda n: lambda: n,
     "the global generator": lambda n: torch.default_generator,
 }
@@ -79,83 +79,83 @@ SAME: dict[str, Callable[[int], Any]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_found(name: str) -> None:
-    holder = Holder(same=1)
-    assert found_after(holder, set_to(holder, CHANGES[name])) == ("trainer.value",)
+    owner = Owner(same=1)
+    assert found_after(owner, set_to(owner, CHANGES[name])) == ("trainer.value",)
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_nothing_is_found_where_nothing_changes(name: str) -> None:
-    holder = Holder()
-    assert found_after(holder, set_to(holder, SAME[name])) == ()
+    owner = Owner()
+    assert found_after(owner, set_to(owner, SAME[name])) == ()
 
 
 @pytest.mark.parametrize(
     "value", [torch.ones(3), torch.ones(1 << 19), {"sum": torch.ones(1 << 19)}, torch.ones(8).to_sparse()]
 )
 def test_a_change_in_place_is_found(value: Any) -> None:
-    holder = Holder(value=value)
+    owner = Owner(value=value)
     tensor = value["sum"] if isinstance(value, dict) else value
-    assert found_after(holder, lambda n: tensor.mul_(2)) == ("trainer.value",)
-    assert found_after(holder, lambda n: None) == ()
+    assert found_after(owner, lambda n: tensor.mul_(2)) == ("trainer.value",)
+    assert found_after(owner, lambda n: None) == ()
 
 
 def test_a_value_that_moves_in_every_second_iteration_is_found() -> None:
-    holder = Holder(value=0)
-    assert found_after(holder, set_to(holder, lambda n: n // 2)) == ("trainer.value",)
+    owner = Owner(value=0)
+    assert found_after(owner, set_to(owner, lambda n: n // 2)) == ("trainer.value",)
 
 
 def test_what_the_first_iteration_makes_is_not_found() -> None:
-    holder = Holder()
-    assert found_after(holder, lambda n: setattr(holder, "cache", {"made": 1})) == ()
+    owner = Owner()
+    assert found_after(owner, lambda n: setattr(owner, "cache", {"made": 1})) == ()
 
 
 def test_an_attribute_that_is_set_later_is_found() -> None:
-    holder = Holder()
-    assert found_after(holder, lambda n: n < SECOND or setattr(holder, "value", 1)) == ("trainer.value",)
+    owner = Owner()
+    assert found_after(owner, lambda n: n < SECOND or setattr(owner, "value", 1)) == ("trainer.value",)
 
 
 @pytest.mark.parametrize(
     "named", [{"known": ("value",)}, {"own": ("value",)}, {"own": ("trainer.value",)}], ids=str
 )
 def test_a_known_name_is_silent(named: Any, caplog: pytest.LogCaptureFixture) -> None:
-    holder = Holder()
-    assert found_after(holder, set_to(holder, int), **named) == ()
+    owner = Owner()
+    assert found_after(owner, set_to(owner, int), **named) == ()
     assert not caplog.records
 
 
 def test_one_warning_names_class_attribute_and_remedy(caplog: pytest.LogCaptureFixture) -> None:
-    holder, callback = Holder(), Holder()
-    unsaved = Unsaved({"trainer": holder, "callback 0": callback}, {})
+    owner, callback = Owner(), Owner()
+    unsaved = Unsaved({"trainer": owner, "callback 0": callback}, {})
     for number in range(3 * SECOND):
-        holder.count, callback.best, callback.count = number, -number, number
+        owner.count, callback.best, callback.count = number, -number, number
         unsaved.observe()
     (record,) = caplog.records
     message = record.getMessage()
-    assert "Holder.count (trainer), Holder.best (callback 0), Holder.count (callback 0)" in message
+    assert "Owner.count (trainer), Owner.best (callback 0), Owner.count (callback 0)" in message
     assert 'own=("count", "best")' in message
     assert "A resumed run begins with their first values" in message
 
 
 def test_generators_and_modules_of_the_state_need_no_name() -> None:
     def change(_: int) -> None:
-        for each in (holder.net, holder.average):
+        for each in (owner.net, owner.average):
             with torch.no_grad():
                 each[0].weight.add_(1)
-        holder.drawn.random()
-        torch.rand(1, generator=holder.noise)
+        owner.drawn.random()
+        torch.rand(1, generator=owner.noise)
 
-    holder: Any = Holder(
+    owner: Any = Owner(
         net=torch.nn.Sequential(torch.nn.Linear(2, 2)),
         average=torch.nn.Sequential(torch.nn.Linear(2, 2)),
         drawn=random.Random(1),
         noise=torch.Generator(),
     )
-    assert found_after(holder, change, saved=[holder.net, holder.noise]) == (
+    assert found_after(owner, change, saved=[owner.net, owner.noise]) == (
         "trainer.average",
         "trainer.drawn",
     )
-    wrapped = torch.nn.ModuleList([holder.net, holder.average])
-    assert found_after(holder, change, saved=[wrapped, holder.drawn]) == ("trainer.noise",)
+    wrapped = torch.nn.ModuleList([owner.net, owner.average])
+    assert found_after(owner, change, saved=[wrapped, owner.drawn]) == ("trainer.noise",)
 
 
 def test_a_module_s_own_attributes_are_read() -> None:
@@ -201,7 +201,7 @@ def test_no_code_of_the_user_is_called() -> None:
 
         __len__ = __repr__ = __iter__ = items
 
-    loud, value = Loud(), Holder(inner=Loud(), entries=LoudList([0]), table=LoudDict(a=0), kinds={Color.RED})
+    loud, value = Loud(), Owner(inner=Loud(), entries=LoudList([0]), table=LoudDict(a=0), kinds={Color.RED})
 
     def change(number: int) -> None:
         object.__getattribute__(loud, "__dict__")["count"] = number
@@ -218,13 +218,13 @@ def test_an_error_ends_the_comparison_and_not_the_loop() -> None:
     class Odd(np.ndarray):  # type: ignore[type-arg]
         pass
 
-    inference = Holder()
+    inference = Owner()
     with torch.inference_mode():
         inference.value = torch.zeros(2)
     assert found_after(inference, lambda n: None) == ()
     assert found_after(Broken(), lambda n: None) == ()
     assert (
-        found_after(Holder(meta=torch.zeros(3, device="meta"), odd=np.zeros(1).view(Odd)), lambda n: None)
+        found_after(Owner(meta=torch.zeros(3, device="meta"), odd=np.zeros(1).view(Odd)), lambda n: None)
         == ()
     )
 
@@ -234,26 +234,26 @@ def test_an_error_ends_the_comparison_and_not_the_loop() -> None:
 
     module = torch.nn.Linear(1, 1)
     vars(module)["_parameters"] = Raising()
-    assert found_after(Holder(module=module), lambda n: None) == ()
+    assert found_after(Owner(module=module), lambda n: None) == ()
 
 
 def test_an_attribute_that_cannot_be_read_hides_no_other() -> None:
-    holder = Holder(odd=torch.zeros(2, dtype=torch.complex64).conj(), value=0)
-    assert found_after(holder, set_to(holder, lambda n: n)) == ("trainer.value",)
+    owner = Owner(odd=torch.zeros(2, dtype=torch.complex64).conj(), value=0)
+    assert found_after(owner, set_to(owner, lambda n: n)) == ("trainer.value",)
 
 
 def test_nothing_is_kept_alive() -> None:
-    holder = Holder(value=torch.zeros(1 << 19), rows=[torch.zeros(8)])
-    unsaved = Unsaved({"trainer": holder}, {}, saved=[holder])
+    owner = Owner(value=torch.zeros(1 << 19), rows=[torch.zeros(8)])
+    unsaved = Unsaved({"trainer": owner}, {}, saved=[owner])
     for _ in range(FIRST):
         unsaved.observe()
-    tensor = weakref.ref(holder.value)
-    del holder.value
+    tensor = weakref.ref(owner.value)
+    del owner.value
     gc.collect()
     assert tensor() is None
     for _ in range(SECOND):
         unsaved.observe()
-    kept = weakref.ref(holder)
-    del holder
+    kept = weakref.ref(owner)
+    del owner
     gc.collect()
     assert kept() is None

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt.checkpointer.checkpointer import Checkpointer
-from flashckpt.errors import OutOfRoomError
+from flashckpt.checkpointer.run import Checkpointer
+from flashckpt.errors import OutOfSpaceError
 from flashckpt.keeper.client import KeeperClient
-from flashckpt.memory.control_page import Record, SlotSize
+from flashckpt.memory.region import Record, SlotSize
 from flashckpt.memory.slot import Slot
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_frozen import BASE_BYTES, Job, attach, files, flip, record, straight
@@ -82,7 +82,7 @@ def train_until(job: Job, checkpointer: Checkpointer, condition: Callable[[], ob
 
 
 def is_captured(checkpointer: Checkpointer) -> bool:
-    return checkpointer._attendant.newest_sealed_step() == checkpointer.completed
+    return checkpointer._keeper_link.newest_sealed_step() == checkpointer.completed
 
 
 class Two(Job):
@@ -318,7 +318,7 @@ def test_a_region_that_rots_is_found_and_the_run_goes_on_from_disk(
 
 
 class Convolved(Job):
-    """A frozen weight whose bytes do not lie row by row."""
+    """A frozen weight whose bytes are not row-major."""
 
     def __init__(self, *, blank: bool = False) -> None:
         super().__init__(blank=blank)
@@ -337,7 +337,7 @@ def test_what_has_to_be_made_row_major_is_copied_each_time(
         constants = record(run, checkpointer.completed).constants
         assert constants is not None
         assert [leaf.name for leaf in constants.leaves] == ["model.base.weight"]
-    assert sum("do not lie row by row" in each for each in caplog.messages) == 1
+    assert sum("are not row-major" in each for each in caplog.messages) == 1
     assert torch.equal(flashckpt.load(run)["model.conv.weight"], job.model.conv.weight)
 
 
@@ -388,12 +388,12 @@ def test_without_room_for_a_region_there_is_no_slot_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: Any, **__: Any) -> Any:
-        raise OutOfRoomError("no room for what never changes", needed=2, available=1)
+        raise OutOfSpaceError("no room for what never changes", needed=2, available=1)
 
     job = Job()
     checkpointer = attach(tmp_path / "run", job)
     monkeypatch.setattr(KeeperClient, "constants", no_room)
-    with pytest.raises(OutOfRoomError, match="what never changes"):
+    with pytest.raises(OutOfSpaceError, match="what never changes"):
         checkpointer.save()
     monkeypatch.undo()
     checkpointer.save()
@@ -409,7 +409,7 @@ def test_without_room_for_another_region_that_of_before_goes_on(
     """What changed in the attempt before would be constant again."""
 
     def no_room(*_: Any, **__: Any) -> Any:
-        raise OutOfRoomError("no room for what never changes", needed=2, available=1)
+        raise OutOfSpaceError("no room for what never changes", needed=2, available=1)
 
     run, job = tmp_path / "run", Two()
     checkpointer = attach(run, job)
@@ -445,7 +445,7 @@ class Little:
         def in_little_room(client: KeeperClient, count: int, needed: SlotSize, *how: Any) -> Any:
             self.asked.append(needed.image_bytes)
             if self.limit and needed.image_bytes > self.limit:
-                raise OutOfRoomError("no room", needed=needed.image_bytes, available=self.limit)
+                raise OutOfSpaceError("no room", needed=needed.image_bytes, available=self.limit)
             return ask(client, count, needed, *how)
 
         monkeypatch.setattr(KeeperClient, "slots", in_little_room)
@@ -481,7 +481,7 @@ def test_a_region_that_nothing_names_any_more_goes_and_not_before(
     with attach(tmp_path / "run", job) as checkpointer:
 
         def named() -> set[int]:
-            ring = checkpointer._attendant.slots.ring
+            ring = checkpointer._keeper_link.slots.ring
             sealed = [slot.sealed() for slot in ring.slots] if ring is not None else []
             return {each.record.constants_nonce for each in sealed if each is not None}
 
@@ -510,7 +510,7 @@ def test_a_region_stays_while_a_slot_that_was_outgrown_names_it(tmp_path: Path, 
     with attach(tmp_path / "run", job) as checkpointer:
         job.train(checkpointer, 1)
         until(lambda: newest(runtime)[0] == 1, "the first snapshot")
-        nonce, slots = only_region(runtime), checkpointer._attendant.slots
+        nonce, slots = only_region(runtime), checkpointer._keeper_link.slots
         found = slots.newest_sealed()
         assert found is not None
         checkpointer._capture.let_go(found[0])
@@ -561,15 +561,15 @@ def test_the_state_is_walked_once_for_the_size_of_its_first_slots(
     with attach(tmp_path / "run", job) as checkpointer:
         with monkeypatch.context() as short:
             # The first boundary of all waits for them, for as long as a keeper is waited for.
-            short.setattr(checkpointer._attendant, "patience_s", 0.1)
+            short.setattr(checkpointer._keeper_link, "timeout_s", 0.1)
             one(job, checkpointer)
-        assert checkpointer._attendant.slots.preparing
+        assert checkpointer._keeper_link.slots.preparing
         monkeypatch.setattr(Tree, "walk", seen)
         for _ in range(5):
             one(job, checkpointer)
         assert not walks
         let_go.set()
-        until(lambda: checkpointer._attendant.slots.ready, "slots")
+        until(lambda: checkpointer._keeper_link.slots.ready, "slots")
         one(job, checkpointer)
         assert is_captured(checkpointer)
 
@@ -586,13 +586,13 @@ def test_one_that_changes_while_its_region_is_made_is_stored_as_it_is(
     monkeypatch.setattr(KeeperClient, "constants", slowly)
     with attach(run, job) as checkpointer:
         with monkeypatch.context() as short:
-            short.setattr(checkpointer._attendant, "patience_s", 0.1)
+            short.setattr(checkpointer._keeper_link, "timeout_s", 0.1)
             one(job, checkpointer)
         with torch.no_grad():
             job.model.base.weight.add_(1)
         one(job, checkpointer)
         let_go.set()
-        until(lambda: checkpointer._attendant.slots.ready, "slots")
+        until(lambda: checkpointer._keeper_link.slots.ready, "slots")
         job.train(checkpointer, 1)
         train_until(job, checkpointer, lambda: is_captured(checkpointer), "a snapshot")
         assert newest(runtime)[1] == only_region(runtime)

@@ -25,15 +25,26 @@ from torch.utils.data import (
 from flashckpt.checkpointer.progress import Progress
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.state import rng
-from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
-from tests.checkpointer.data_parallel import Division, Ranks, Values, go_through, is_one_epoch, order_of
+from flashckpt.state.loader.position import merged_progress, merged_rng
+from tests.checkpointer.data_parallel import (
+    Ranks,
+    ReplicaAssignment,
+    Values,
+    go_through,
+    is_one_epoch,
+    order_of,
+)
 
 divisions = st.builds(
-    Division, ranks=st.integers(1, 9), batch=st.integers(1, 5), even=st.booleans(), whole=st.booleans()
+    ReplicaAssignment,
+    ranks=st.integers(1, 9),
+    batch=st.integers(1, 5),
+    even=st.booleans(),
+    whole=st.booleans(),
 )
 
 
-def changes_ranks(chain: list[Division]) -> bool:
+def changes_ranks(chain: list[ReplicaAssignment]) -> bool:
     """One rank alone that only has another batch size goes on at the batch that it had: warned, not exact."""
     return all(max(one.ranks, other.ranks) > 1 for one, other in itertools.pairwise(chain))
 
@@ -47,14 +58,16 @@ def changes_ranks(chain: list[Division]) -> bool:
     shuffle=st.booleans(),
 )
 def test_no_sample_is_given_twice_or_missed(
-    chain: list[Division], cuts: list[int], samples: int, epoch: int, shuffle: bool
+    chain: list[ReplicaAssignment], cuts: list[int], samples: int, epoch: int, shuffle: bool
 ) -> None:
     seen, last = go_through(chain, cuts[: len(chain) - 1], samples, epoch=epoch, shuffle=shuffle)
     assert is_one_epoch(seen, order_of(samples, epoch, shuffle=shuffle), last)
 
 
 def test_eight_ranks_then_six_then_three() -> None:
-    seen, last = go_through([Division(8, 4), Division(6, 4), Division(3, 8)], [3, 2], 500, epoch=4)
+    seen, last = go_through(
+        [ReplicaAssignment(8, 4), ReplicaAssignment(6, 4), ReplicaAssignment(3, 8)], [3, 2], 500, epoch=4
+    )
     assert is_one_epoch(seen, order_of(500, 4), last)
     assert seen[: 8 * 4 * 3 + 6 * 4 * 2] != sorted(seen)[:144]
     assert set(seen[:144]) == set(order_of(500, 4)[:144])
@@ -63,10 +76,10 @@ def test_eight_ranks_then_six_then_three() -> None:
 def test_each_rank_goes_on_as_the_division_says() -> None:
     """Entry by entry: rank r of 3 gets every third sample of what 2 ranks have left."""
     order = order_of(24, 0)
-    ranks = Ranks(lambda rank, _: Division(2, 2).loader(24, rank), 2)
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(2, 2).loader(24, rank), 2)
     assert ranks.take(2) == 2
     rest = order[8:] + order[:2]  # padded, to 6 for each
-    ranks = Ranks(lambda rank, _: Division(3, 2).loader(24, rank), 3, values=ranks.saved())
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(3, 2).loader(24, rank), 3, values=ranks.saved())
     assert ranks.lengths == [2 + 3] * 3
     assert ranks.take(9) == 3
     for rank, batches in enumerate(ranks.by_rank):
@@ -75,9 +88,9 @@ def test_each_rank_goes_on_as_the_division_says() -> None:
 
 def test_positions_and_the_epoch_after() -> None:
     """Batches are counted on from where the old ranks stood, and the next epoch is one of the new ranks'."""
-    ranks = Ranks(lambda rank, _: Division(4, 3).loader(60, rank), 4)
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(4, 3).loader(60, rank), 4)
     ranks.take(2)
-    ranks = Ranks(lambda rank, _: Division(2, 3).loader(60, rank), 2, values=ranks.saved())
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(2, 3).loader(60, rank), 2, values=ranks.saved())
     [source, _] = ranks.sources
     assert source is not None
     assert source.batches_taken == 2
@@ -97,19 +110,19 @@ def test_positions_and_the_epoch_after() -> None:
 
 def test_a_restart_on_as_many_ranks_goes_on_in_the_divided_epoch() -> None:
     """A second stop, within an epoch that was divided anew, on the same ranks: nothing is merged."""
-    ranks = Ranks(lambda rank, _: Division(5, 2).loader(83, rank), 5)
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(5, 2).loader(83, rank), 5)
     ranks.take(3)
     values = ranks.saved()
-    whole = Ranks(lambda rank, _: Division(4, 3).loader(83, rank), 4, values=values)
+    whole = Ranks(lambda rank, _: ReplicaAssignment(4, 3).loader(83, rank), 4, values=values)
     whole.take(99)
-    cut = Ranks(lambda rank, _: Division(4, 3).loader(83, rank), 4, values=values)
+    cut = Ranks(lambda rank, _: ReplicaAssignment(4, 3).loader(83, rank), 4, values=values)
     cut.take(2)
     saved = cut.saved()
     for rank in range(4):
         progress = Progress()
         progress.manages_epochs = True
         progress.restore(saved[rank])
-        source = progress.open_phase(Division(4, 3).loader(83, rank))
+        source = progress.open_phase(ReplicaAssignment(4, 3).loader(83, rank))
         assert source is not None
         got = list(map(torch.Tensor.tolist, iter_of(source)))
         assert cut.by_rank[rank] + got == whole.by_rank[rank]
@@ -144,7 +157,7 @@ def test_one_process_without_a_distributed_sampler_and_back(
     torch.manual_seed(3)
     alone = Ranks(lambda rank, ranks: make(), 1)
     alone.take(2)
-    three = Ranks(lambda rank, _: Division(3, 2).loader(50, rank), 3, values=alone.saved())
+    three = Ranks(lambda rank, _: ReplicaAssignment(3, 2).loader(50, rank), 3, values=alone.saved())
     three.take(3)
     again = Ranks(lambda rank, ranks: plain(50, 5, shuffle=True), 1, values=three.saved())
     again.take(99)
@@ -166,19 +179,19 @@ def own_sampler(samples: int, batch: int, shuffle: bool, seed: int | None) -> An
 def test_an_epoch_that_the_old_ranks_have_ended_is_over_for_the_new_ones() -> None:
     """Also at the boundary of its last batch, where nobody has asked for another yet; what `drop_last` leaves
     out stays out."""
-    ranks = Ranks(lambda rank, _: Division(2, 2, even=True, whole=True).loader(11, rank), 2)
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(2, 2, even=True, whole=True).loader(11, rank), 2)
     assert ranks.lengths == [2, 2]
     assert ranks.take(2) == 2
-    now = Ranks(lambda rank, _: Division(3, 1).loader(11, rank), 3, values=ranks.saved())
+    now = Ranks(lambda rank, _: ReplicaAssignment(3, 1).loader(11, rank), 3, values=ranks.saved())
     assert now.lengths == [2, 2, 2]
     assert now.take(1) == 0
     assert all(source is not None and source.was_over and len(source) == 2 for source in now.sources)
 
 
 def test_another_seed_counts_from_the_next_epoch_on() -> None:
-    first = Ranks(lambda rank, _: Division(2, 3).loader(40, rank), 2)
+    first = Ranks(lambda rank, _: ReplicaAssignment(2, 3).loader(40, rank), 2)
     first.take(2)
-    then = Ranks(lambda rank, _: Division(4, 3).loader(40, rank, seed=99), 4, values=first.saved())
+    then = Ranks(lambda rank, _: ReplicaAssignment(4, 3).loader(40, rank, seed=99), 4, values=first.saved())
     then.take(99)
     assert sorted(first.seen + then.seen) == list(range(40))
 
@@ -258,7 +271,7 @@ def test_what_is_divided_by_code_that_is_not_known_is_refused(name: str) -> None
     values = ranks.saved()
     for rank in range(3):
         progress = taken_up(values, rank, 3)
-        with pytest.raises(MismatchError, match=r"cannot be divided anew.*DistributedSampler") as caught:
+        with pytest.raises(MismatchError, match=r"cannot be divided again.*DistributedSampler") as caught:
             progress.open_phase(MAKE[name](rank, 3))
         assert caught.value.differences[0][0] == "loader"
 
@@ -302,12 +315,12 @@ def test_a_loader_may_say_that_its_position_means_the_same_on_every_rank() -> No
 
 
 def test_a_data_set_of_another_length_is_refused() -> None:
-    ranks = Ranks(lambda rank, _: Division(2, 2).loader(30, rank), 2)
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(2, 2).loader(30, rank), 2)
     ranks.take(3)
     with pytest.raises(
         MismatchError, match=r"2 data-parallel ranks \(30 samples\).*3 data-parallel ranks \(31"
     ):
-        taken_up(ranks.saved(), 0, 3).open_phase(Division(3, 2).loader(31, 0))
+        taken_up(ranks.saved(), 0, 3).open_phase(ReplicaAssignment(3, 2).loader(31, 0))
 
 
 def test_each_in_an_order_of_its_own_is_not_divided(caplog: pytest.LogCaptureFixture) -> None:
@@ -321,12 +334,12 @@ def test_each_in_an_order_of_its_own_is_not_divided(caplog: pytest.LogCaptureFix
     ranks.take(4)
     values = ranks.saved()
     with pytest.raises(MismatchError):
-        taken_up(values, 0, 3).open_phase(Division(3, 2).loader(20, 0))
+        taken_up(values, 0, 3).open_phase(ReplicaAssignment(3, 2).loader(20, 0))
     now = Ranks(make, 1, values=values)
     now.take(99)
     assert sorted(ranks.by_rank[0] + now.by_rank[0]) == sorted(now.by_rank[0] + ranks.by_rank[0])
     assert sorted(sum(ranks.by_rank[0] + now.by_rank[0], [])) == list(range(20))
-    assert "divides nothing among the ranks" in caplog.text
+    assert "does not divide its data among the ranks" in caplog.text
 
 
 # ---- ranks that share data
@@ -334,16 +347,16 @@ def test_each_in_an_order_of_its_own_is_not_divided(caplog: pytest.LogCaptureFix
 
 def test_the_size_is_the_samplers_and_not_the_worlds() -> None:
     """Four processes, two of tensor parallelism for each of two data-parallel ranks; then eight, 2 x 4."""
-    ranks = Ranks(lambda rank, _: Division(2, 3).loader(60, rank // 2), 4)
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(2, 3).loader(60, rank // 2), 4)
     ranks.take(3)
-    now = Ranks(lambda rank, _: Division(2, 3).loader(60, rank // 4), 8, values=ranks.saved())
+    now = Ranks(lambda rank, _: ReplicaAssignment(2, 3).loader(60, rank // 4), 8, values=ranks.saved())
     now.take(99)
     for rank in range(8):
         assert ranks.by_rank[rank // 4 * 2] + now.by_rank[rank] == expected(rank // 4)
 
 
 def expected(data_rank: int) -> list[list[int]]:
-    sampler = Division(2, 3).loader(60, data_rank)
+    sampler = ReplicaAssignment(2, 3).loader(60, data_rank)
     return [batch.tolist() for batch in sampler]
 
 
@@ -365,7 +378,7 @@ def test_ranks_that_share_a_plain_loader() -> None:
 
 
 def two_ranks(batches: int = 2) -> Values:
-    ranks = Ranks(lambda rank, _: Division(2, 2).loader(30, rank), 2)
+    ranks = Ranks(lambda rank, _: ReplicaAssignment(2, 2).loader(30, rank), 2)
     ranks.take(batches)
     return ranks.saved()
 
@@ -427,7 +440,7 @@ def test_a_share_that_cannot_be_is_refused(path: tuple[Any, ...], value: object)
     progress = Progress()
     progress.restore(saved)
     with pytest.raises(DamagedError):
-        progress.open_phase(Division(3, 2).loader(30, 0))
+        progress.open_phase(ReplicaAssignment(3, 2).loader(30, 0))
 
 
 def put(value: Any, path: tuple[Any, ...], new: object) -> None:
@@ -468,7 +481,7 @@ def test_a_position_that_was_moved_and_not_taken_up_is_moved_again() -> None:
     seen = order_of(30, 0)[:12]
     progresses = {rank: taken_up(values, rank, 3) for rank in range(3)}
     again = {rank: copy.deepcopy(progress.value()) for rank, progress in progresses.items()}
-    now = Ranks(lambda rank, _: Division(5, 1).loader(30, rank), 5, values=again)
+    now = Ranks(lambda rank, _: ReplicaAssignment(5, 1).loader(30, rank), 5, values=again)
     now.take(99)
     assert sorted(seen + now.seen[:18]) == list(range(30))
     [moved] = {str(each["sources"][0]["position"]["made_of"]["moved"]) for each in again.values()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ def sealed_once(run: Path, spoilt: Spoilt) -> flashckpt.Checkpointer:
         job.train(torch.ones(1, 4))
         checkpointer.step()
         if checkpointer.completed == 1:
-            until(lambda: checkpointer._attendant.slots.ready, "slots")
+            until(lambda: checkpointer._keeper_link.slots.ready, "slots")
     until(lambda: newest_sealed(checkpointer) == SEALED, "the snapshot")
     assert flashckpt.steps(run) == []
     return checkpointer
@@ -75,7 +77,7 @@ def test_so_it_is_at_the_end_of_a_loop(error: BaseException, tmp_path: Path, run
     run, spoilt, job = tmp_path / "run", Spoilt(), Job()
     options = {"every": SEALED, "persist_every": None, "spoilt": spoilt, **job.named}
     batches = flashckpt.loop(loader(SEALED + 1), run, **options)  # type: ignore[arg-type]
-    slots = batches.checkpointer._attendant.slots
+    slots = batches.checkpointer._keeper_link.slots
 
     def train() -> None:
         for x in batches:
@@ -101,7 +103,7 @@ def test_where_the_newest_is_torn_the_one_before_it_is_saved(tmp_path: Path, run
         until(lambda step=step: newest_sealed(checkpointer) == step, "the snapshot")
     (keeper,) = keepers_of(runtime)
     os.kill(keeper, signal.SIGSTOP)  # it does not find out before somebody waits
-    ring = checkpointer._attendant.slots.ring
+    ring = checkpointer._keeper_link.slots.ring
     assert ring is not None
     slot, sealed = ring.newest_sealed() or pytest.fail("there is none")
     slot.image_view[sealed.record.data_start] ^= 1
@@ -110,3 +112,31 @@ def test_where_the_newest_is_torn_the_one_before_it_is_saved(tmp_path: Path, run
     with pytest.raises(PersistError, match=f"[Ss]tep {SEALED} .*not those of its boundary"):
         checkpointer.close()
     assert saved_behind(run, runtime) == [SEALED - 1]
+
+
+PROGRAM = """
+import sys, torch, flashckpt
+
+model = torch.nn.Linear(3, 3)
+checkpointer = flashckpt.attach(sys.argv[1], model=model)
+epochs = checkpointer.epochs(2)
+if sys.argv[2] == "closed":
+    checkpointer.close()
+if sys.argv[2] == "in a batch":
+    next(epochs)
+    batches = checkpointer.batches([1, 2])
+    next(batches)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("how", ["closed", "left", "in a batch"])
+def test_a_program_that_holds_its_checkpointer_ends_without_an_error(
+    tmp_path: Path, runtime: Path, how: str
+) -> None:
+    """Python clears the names of modules before it deletes what a program still holds."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run"), how]
+    environment = {**os.environ, "FLASHCKPT_RUNTIME": str(runtime)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import flashckpt
-from flashckpt.checkpointer.checkpointer import Checkpointer
-from flashckpt.commit import lineage
+from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.commit.steps import read_step
 from flashckpt.format.records import RankRecord
 from flashckpt.store import open_store
+from tests.commit.runs import newest_of
 from tests.keeper.driver import told
 from tests.waiting import until_slots
 
@@ -84,12 +84,12 @@ def attach(run: Path, job: Job) -> Checkpointer:
 
 def record(run: Path, step: int) -> RankRecord:
     store = open_store(run)
-    each = next(each for each in lineage.newest_first(store) if each.step == step)
-    return read_step(store, each.step, each.attempt).rank(0)
+    name = newest_of(store, step)
+    return read_step(store, name).rank(0)
 
 
 def files(run: Path) -> list[Path]:
-    return sorted(run.glob("attempts/*/constants-*"))
+    return sorted(run.glob("frozen/*.safetensors"))
 
 
 @pytest.fixture
@@ -145,10 +145,10 @@ def test_it_comes_back_exactly_and_is_stored_no_second_time(
         job.train(checkpointer, 1, save=True)
         attempt = str(checkpointer._session.attempt)
     assert job.bytes() == straight(done + 2)
-    assert not [file for file in files(run) if file.parent.name == attempt]
+    assert not [file for file in files(run) if file.name.startswith(attempt)]
     constants = record(run, done + 2).constants
     assert constants is not None
-    assert constants.shard.file == f"{old.parent.name}/{old.name}"
+    assert constants.shard.file == old.name
     later = [line for line in told(run, "persist", len(flashckpt.steps(run))) if line["step"] > done]
     assert [line["step"] for line in later] == [done + 1, done + 2]
     assert all(line["num_bytes"] < BASE_BYTES // 8 for line in later)
@@ -223,7 +223,7 @@ def test_a_flipped_byte_in_the_file_is_found_and_an_older_step_taken(
         str(file.relative_to(run)),
         "chunk 0 does not have its checksum; not the bytes that were captured: model.base.weight",
     )
-    with pytest.raises(flashckpt.DamagedError, match="constants-00000-1"):
+    with pytest.raises(flashckpt.DamagedError, match=f"frozen/{file.name}"):
         flashckpt.load(run, 7)
     again = Job(blank=True)
     with attach(run, again) as checkpointer:

@@ -209,10 +209,10 @@ def test_without_memory_for_more_it_trains_on_and_says_so(tmp_path: Path, runtim
     with _limited(64 * MIB) as cgroup:
         growing = Growing(tmp_path / "replay", runtime, "replay", 1, str(cgroup))
         report = growing.goes(_STEPS, _STEPS)
-        assert "training goes on without waiting" in growing.said()
+        assert "training continues without waiting" in growing.said()
         assert 0 < report["newest_sealed_step"] < _STEPS - _LOST
         _is_counted(report, _STEPS)
-        until(lambda: (tmp_path / "replay/run/steps").is_dir(), "a commit")
+        until(lambda: (tmp_path / "replay/run/commits").is_dir(), "a commit")
         end(keepers_of(runtime))
 
 
@@ -224,7 +224,7 @@ def test_a_state_that_outgrew_its_slots_before_a_snapshot_was_due_ends_no_run(
     with _limited(24 * MIB) as cgroup:
         growing = Growing(tmp_path / "replay", runtime, "replay", 40, str(cgroup))
         report = growing.goes(steps, steps)
-        assert "training goes on without waiting" in growing.said()
+        assert "training continues without waiting" in growing.said()
         assert report["newest_sealed_step"] == -1
         assert len(growing.lines()) == steps
         end(keepers_of(runtime))

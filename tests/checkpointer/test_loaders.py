@@ -178,7 +178,7 @@ def test_a_loop_of_steps_says_once_what_it_leaves_to_the_program(
             run.step()
         run.save()
         run.close()
-        said = [each for each in caplog.records if "are the program's to put back" in each.getMessage()]
+        said = [each for each in caplog.records if "are the program's to restore" in each.getMessage()]
         assert len(said) == expected
 
 
@@ -192,7 +192,7 @@ def test_a_loop_of_batches_leaves_nothing_to_the_program(
                 for number in run.batches([1, 2]):
                     job.train(number)
                     run.step()
-    assert "are the program's to put back" not in caplog.text
+    assert "are the program's to restore" not in caplog.text
 
 
 def given_in_lives(

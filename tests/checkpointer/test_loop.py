@@ -243,7 +243,7 @@ def test_another_thread_is_refused(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert len(caught) == 1
-    assert "another thread" in caught[0]
+    assert "Another thread" in caught[0]
 
 
 def test_the_same_run_twice_in_one_process_is_refused(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path
         job.train(x)
         if batches.completed == 3:
             break
-    ring = batches.checkpointer._attendant.slots.ring
+    ring = batches.checkpointer._keeper_link.slots.ring
     assert ring is not None
     until(partial(has_sealed, batches.checkpointer, 3), "the newest seal")
     newest = ring.newest_sealed()

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.checkpointer.checkpointer import Checkpointer
+from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.commit import lineage
+from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import obstore_client
 from flashckpt.store.local import LocalStore
-from flashckpt.tiers.run_copy import copy_run
-from tests.checkpointer.test_bad_input import flip, shard, trained
+from tests.checkpointer.test_bad_input import flip, record, shard, trained
 from tests.checkpointer.test_loop import Job
+from tests.commit.runs import newest_of
 from tests.events import ledger
 from tests.waiting import until
 
@@ -97,9 +98,9 @@ def test_a_run_that_has_committed_nothing_since_goes_on_from_the_remote_again(
     until(lambda: sum(line["event"] == "resume" for line in ledger(new)) == 2, "the ledger")
     # And with a remote that does not answer, or without one, it does not begin again.
     job, weights = Job(), Job().model.weight.detach().clone()
-    with pytest.raises(flashckpt.RunError, match="no step here, and its remote"):
+    with pytest.raises(flashckpt.RunError, match="has no step, and the mirror"):
         attached(new, job=job, **away)
-    with pytest.raises(flashckpt.UnusableRunError, match=f"gone on from step 4 .*remote, {remote}"):
+    with pytest.raises(flashckpt.UnusableRunError, match=f"which it read in {remote}, its mirror"):
         flashckpt.attach(new, **job.named)
     assert torch.equal(job.model.weight, weights)
     assert resumed(new, remote) == (4, "remote")
@@ -107,7 +108,7 @@ def test_a_run_that_has_committed_nothing_since_goes_on_from_the_remote_again(
 
 def test_nothing_begins_on_a_new_node_while_the_remote_is_away(tmp_path: Path, away: dict[str, Any]) -> None:
     job = Job()
-    with pytest.raises(flashckpt.RunError, match="neither a fresh start nor an older step"):
+    with pytest.raises(flashckpt.RunError, match="has no step, and the mirror"):
         attached(tmp_path / "new", job=job, **away)
     assert not (tmp_path / "new").exists(), "a run of its own would keep the remote's out"
 
@@ -116,20 +117,20 @@ def test_what_is_here_is_taken_where_it_is_as_new(run: Path, remote: Path) -> No
     assert resumed(run, remote) == (4, "local")
 
 
-@pytest.mark.parametrize("harm", ["flipped", "gone", "marked", "manifest"])
+@pytest.mark.parametrize("harm", ["flipped", "gone", "quarantined", "record"])
 def test_of_a_damaged_step_the_remotes_copy_comes_before_an_older_one(
     run: Path, remote: Path, harm: str
 ) -> None:
     weights, path, job = weights_of(run, 4), shard(run, 4), Job()
-    [each] = [each for each in lineage.visible(LocalStore(str(run))) if each.step == 4]
+    name = newest_of(LocalStore(str(run)), 4)
     if harm == "flipped":
         flip(path, path.stat().st_size - 9)
     elif harm == "gone":
         path.unlink()
-    elif harm == "manifest":
-        flip(path.parent / "manifest.json", 20)
+    elif harm == "record":
+        flip(record(run, 4), 20)
     else:
-        lineage.mark(LocalStore(str(run)), 4, each.attempt, lineage.this_host(), "a bad sector")
+        lineage.quarantine(LocalStore(str(run)), name, lineage.this_host(), "a bad sector")
     assert resumed(run, remote, job) == (4, "remote")
     assert torch.equal(job.model.weight, weights)
     assert resumed(run, remote) == (4, "remote")
@@ -145,8 +146,8 @@ def test_where_both_are_damaged_an_older_one_is_taken_and_all_is_said(
         assert resumed(run, remote) == (2, "local")
     assert "(local): " in caplog.text
     assert "(remote): " in caplog.text
-    assert not list(remote.glob("steps/*/*/mark-*")), "of the remote another node may see all"
-    assert len(list(run.glob("steps/*/*/mark-*"))) == 1, "for what is damaged here"
+    assert not list(remote.glob("commits/*.quarantine-*")), "of the remote another node may see all"
+    assert len(list(run.glob("commits/*.quarantine-*"))) == 1, "for what is damaged here"
 
 
 def test_a_run_that_went_on_elsewhere_goes_on_from_there(run: Path, remote: Path, tmp_path: Path) -> None:
@@ -207,4 +208,4 @@ def test_a_lost_remote_does_not_keep_a_run_down(
     with attached(run, job=Job(), **away) as checkpointer:
         assert checkpointer.resumed is not None
         assert (checkpointer.resumed.step, checkpointer.resumed.tier) == (4, "local")
-    assert "the remote s3://bucket/run cannot be read" in caplog.text
+    assert "the mirror (remote=s3://bucket/run) cannot be read" in caplog.text

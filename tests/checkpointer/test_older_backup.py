@@ -13,7 +13,7 @@ import torch
 import flashckpt
 from flashckpt.commit import attempts
 from flashckpt.format.names import AttemptName
-from flashckpt.recovery.keepers import keepers
+from flashckpt.keeper.node_keepers import keepers
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job

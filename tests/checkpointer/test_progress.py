@@ -235,7 +235,7 @@ class Noise(torch.utils.data.Dataset[Any]):
 def test_an_ended_iterator_is_said_where_more_epochs_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     batches = (torch.tensor(number) for number in range(3))
     assert Run(lambda epoch: [batches]).go(2) == {(0, 0): [0, 1, 2]}
-    assert "can be gone through once" in caplog.text
+    assert "can be iterated over only once" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["step", "open", "sources"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashckpt.checkpointer.run_log import RankTimes
+from flashckpt.checkpointer.run_log import TimesLog
 from flashckpt.persist.ledger import Event
 
 
@@ -13,7 +13,7 @@ class Told:
 
     def __init__(self, world: int = 1) -> None:
         self.now, self.lines = 0.0, list[dict[str, Any]]()
-        self.times = RankTimes(world, self._tell, lambda: self.now)
+        self.times = TimesLog(world, self._tell, lambda: self.now)
         self.report = {"snapshots": 0.0, "capture_call_seconds": 0.0}
 
     def _tell(self, event: Event, **fields: Any) -> None:
@@ -24,7 +24,7 @@ class Told:
         self.now += seconds
         self.report["snapshots"] += captures
         self.report["capture_call_seconds"] += 0.25 * captures
-        self.times.look(list(lengths), self.report, last=last)
+        self.times.add(list(lengths), self.report, last=last)
 
 
 def test_a_line_has_the_medians_since_the_one_before() -> None:

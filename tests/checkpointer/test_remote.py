@@ -13,7 +13,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt import Keep, OptionError, Options, RunError
-from flashckpt.checkpointer import remote as remote_module
+from flashckpt.checkpointer import session as remote_module
 from flashckpt.checkpointer.resume import _alike
 from flashckpt.options import Remote
 from flashckpt.state.tree import Tree
@@ -56,15 +56,15 @@ def test_without_a_remote_nothing_is_said_of_one(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"remote_every": 5}, "remote_every=5: there is no remote"),
-    ({"remote_keep": Keep(last=2)}, "remote_keep=.*: there is no remote"),
-    ({"remote": 5}, "remote=5: a folder"),
+    ({"remote_every": 5}, "remote_every=5 needs a remote"),
+    ({"remote_keep": Keep(last=2)}, "remote_keep=.* needs a remote"),
+    ({"remote": 5}, "remote=5 is invalid.*a folder"),
     ({"remote": "far", "remote_every": "often"}, "remote_every='often' is not a duration"),
-    ({"remote": "far", "remote_every": 0}, "remote_every=0: a duration"),
-    ({"remote": "far", "remote_every": True}, "remote_every=True: a duration"),
-    ({"remote": "far", "remote_keep": 3}, "remote_keep=3: a flashckpt.Keep"),
+    ({"remote": "far", "remote_every": 0}, "remote_every=0 is invalid.*a duration"),
+    ({"remote": "far", "remote_every": True}, "remote_every=True is invalid.*a duration"),
+    ({"remote": "far", "remote_keep": 3}, "remote_keep=3 is invalid.*a flashckpt.Keep"),
     ({"remote": ""}, "path is empty"),
-    ({"remote": "nonsense://bucket/run"}, "nonsense:// is not supported"),
+    ({"remote": "nonsense://bucket/run"}, "supports nonsense://"),
     ({"remote": "s3://key:geheim@bucket/run"}, "a user or a password"),
     ({"remote": "run"}, "one is in the other"),
     ({"remote": "run/remote"}, "one is in the other"),
@@ -107,7 +107,7 @@ def test_a_server_that_is_away(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(obstore_client, "_BRIEF_DEADLINE_S", 3.0 if server == "hangs" else 0.3)
-    monkeypatch.setattr(remote_module, "_PATIENCE_S", 0.3 if server == "hangs" else 60.0)
+    monkeypatch.setattr(remote_module, "_REMOTE_TIMEOUT_S", 0.3 if server == "hangs" else 60.0)
     keys = {"access_key_id": "a", "secret_access_key": "geheim", "region": "eu"}
     options = Options(
         grace="1s",
@@ -116,7 +116,7 @@ def test_a_server_that_is_away(
     trained(tmp_path / "run", 1)  # a run that is not there yet begins with none that does not answer
     report = trained(tmp_path / "run", 2, remote="s3://bucket/run", options=options)
     assert (report["newest_committed_step"], report["newest_remote_step"]) == (3, -1)
-    assert "the remote s3://bucket/run cannot be read" in caplog.text
+    assert "the mirror (remote=s3://bucket/run) cannot be read" in caplog.text
     assert "geheim" not in caplog.text
     assert flashckpt.steps(tmp_path / "run")[-1] == 3
 

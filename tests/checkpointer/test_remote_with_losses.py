@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import flashckpt
-from flashckpt.commit import lineage, retention
+from flashckpt.commit import collect
+from flashckpt.commit.catalogue import Catalogue
 from flashckpt.restore import step_choice
 from flashckpt.store.local import LocalStore
-from tests.checkpointer.test_bad_input import flip, shard
+from tests.checkpointer.test_bad_input import flip, record, shard
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.test_nearest_tier import attached, remote, resumed, run
 from tests.events import ledger
@@ -23,7 +24,7 @@ __all__ = ["remote", "run"]
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
-@pytest.mark.parametrize("lost", ["shards", "manifests"])
+@pytest.mark.parametrize("lost", ["shards", "records"])
 def test_a_remote_of_which_no_step_is_whole_is_not_taken_for_an_empty_one(
     run: Path, remote: Path, tmp_path: Path, lost: str
 ) -> None:
@@ -31,7 +32,7 @@ def test_a_remote_of_which_no_step_is_whole_is_not_taken_for_an_empty_one(
         if lost == "shards":
             shard(remote, step).unlink()
         else:
-            flip(shard(remote, step).parent / "manifest.json", 20)
+            flip(record(remote, step), 20)
     with pytest.raises(flashckpt.RunError, match="files of every one are missing, cut short or damaged"):
         attached(tmp_path / "new", remote, Job())
     assert not (tmp_path / "new").exists() or flashckpt.steps(tmp_path / "new") == []
@@ -43,25 +44,25 @@ def test_that_a_newer_step_of_the_remote_is_incomplete_is_said(
 ) -> None:
     shard(remote, 4).unlink()
     assert resumed(tmp_path / "new", remote) == (2, "remote")
-    assert "cannot resume from step 4 of attempt" in caplog.text
+    assert "passed over: step 4 of attempt" in caplog.text
 
 
-@pytest.mark.parametrize("lost", ["all", "steps"])
+@pytest.mark.parametrize("lost", ["all", "commits"])
 def test_a_run_that_went_on_from_a_remote_that_is_empty_now(
     run: Path, remote: Path, tmp_path: Path, lost: str
 ) -> None:
     new = tmp_path / "new"
     assert resumed(new, remote) == (4, "remote")
     until(lambda: [line for line in ledger(new) if line["event"] == "resume"], "the ledger")
-    shutil.rmtree(remote if lost == "all" else remote / "steps")
-    with pytest.raises(flashckpt.UnusableRunError, match="neither here nor there is a step of it any more"):
+    shutil.rmtree(remote if lost == "all" else remote / "commits")
+    with pytest.raises(flashckpt.UnusableRunError, match="which it read in .* and which is not here"):
         attached(new, remote, Job())
 
 
 def test_a_run_without_a_step_that_was_trained_elsewhere_begins_with_a_warning(
     run: Path, remote: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shutil.rmtree(remote / "steps")
+    shutil.rmtree(remote / "commits")
     with attached(tmp_path / "new", remote, Job()) as checkpointer:
         assert checkpointer.resumed is None
     assert "the run was trained elsewhere" in caplog.text
@@ -72,12 +73,15 @@ def test_a_step_that_another_job_deletes_while_it_is_read_gives_way_to_no_older_
     run: Path, remote: Path, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(str(remote))
-    newest = lineage.visible(store)[-1]
+    newest = Catalogue.of(store).visible()[-1]
     name = "read_step" if when == "before its records" else "read_image"
     read = getattr(step_choice, name)
 
     def deleted(*args: Any, **named: Any) -> Any:
-        retention.bury(store, newest.step, newest.attempt)
+        catalogue = Catalogue.of(store)
+        assert catalogue.newest_claimed is not None
+        plan = collect.Plan(snapshots=(newest.id,))
+        collect.execute(store, plan, catalogue, catalogue.newest_claimed)
         return read(*args, **named)
 
     monkeypatch.setattr(step_choice, name, deleted)

@@ -31,12 +31,12 @@ def test_one_line_a_resume_and_none_for_a_new_keeper(
     assert all("rank" in line for line in ledger(run) if line["event"] in ("attach", "plan", "snapshot"))
     kill_keepers(remove_regions=True)
     with flashckpt.attach(run, every=None, **Job().named) as checkpointer:
-        attendant = checkpointer._attendant
+        keeper_link = checkpointer._keeper_link
         until(lambda: resumes(run), "the line: a keeper writes it when it comes to it")
         kill_keepers()
-        until(lambda: attendant.report()["keeper_restarts"] >= 1, "another keeper, which is told all again")
+        until(lambda: keeper_link.report()["keeper_restarts"] >= 1, "another keeper, which is told all again")
         # Lines are written in order: once this one is there, all before it are.
-        attendant.event(Event.SKIP, step=99)
+        keeper_link.event(Event.SKIP, step=99)
         until(lambda: any(line.get("step") == 99 for line in ledger(run)), "the ledger")
         [line] = resumes(run)
         assert (line["step"], line["tier"], line["rank"]) == (2, "local", 0)

@@ -146,13 +146,13 @@ def test_it_is_of_the_next_boundary(
         in_code = once_at(checkpointer, 6)
     else:
         at = 4 if place == "wait" else 6
-        committed, now = checkpointer._attendant.wait_committed, once_at(checkpointer, at)
+        committed, now = checkpointer._keeper_link.wait_committed, once_at(checkpointer, at)
 
-        def interrupted() -> None:
+        def interrupted(**how: bool) -> None:
             now()
-            committed()
+            committed(**how)
 
-        monkeypatch.setattr(checkpointer._attendant, "wait_committed", interrupted)
+        monkeypatch.setattr(checkpointer._keeper_link, "wait_committed", interrupted)
 
         def wait() -> None:
             if checkpointer.completed == at:
@@ -176,8 +176,10 @@ def test_outside_of_a_loop_it_is_taken_at_once(
         for batch in checkpointer.batches(program.loader):
             program.train(batch)
         if place == "wait":
-            committed = checkpointer._attendant.wait_committed
-            monkeypatch.setattr(checkpointer._attendant, "wait_committed", lambda: (interrupt(), committed()))
+            committed = checkpointer._keeper_link.wait_committed
+            monkeypatch.setattr(
+                checkpointer._keeper_link, "wait_committed", lambda **how: (interrupt(), committed(**how))
+            )
             checkpointer.wait()
             monkeypatch.undo()
         else:

@@ -68,7 +68,7 @@ def test_a_save_that_waits_for_a_slot_is_told(tmp_path: Path, monkeypatch: pytes
     for _ in range(3):
         job.train(next(batches))
         until_slots(checkpointer)
-    ring = checkpointer._attendant.slots.ring
+    ring = checkpointer._keeper_link.slots.ring
     assert ring is not None
     with monkeypatch.context() as full:
         full.setattr(type(ring), "take", lambda self: None)
@@ -131,7 +131,7 @@ def test_what_the_keeper_discards_before_wait_is_told(
     until_slots(checkpointer)
     job.train(next(batches))
     checkpointer.step()
-    request = type(checkpointer._attendant.slots).request_persist
+    request = type(checkpointer._keeper_link.slots).request_persist
 
     def flipping(slots: object) -> None:
         ring = slots.ring  # type: ignore[attr-defined]
@@ -140,10 +140,10 @@ def test_what_the_keeper_discards_before_wait_is_told(
         view[sealed.record.data_start] ^= 1
         request(slots)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(type(checkpointer._attendant.slots), "request_persist", flipping)
+    monkeypatch.setattr(type(checkpointer._keeper_link.slots), "request_persist", flipping)
     checkpointer.save()
     monkeypatch.undo()
-    ring = checkpointer._attendant.slots.ring
+    ring = checkpointer._keeper_link.slots.ring
     assert ring is not None
     until(lambda: ring.newest_sealed() is None, "the keeper's audit")
     with pytest.raises(PersistError, match="not those of its boundary"):
@@ -281,3 +281,35 @@ def test_a_start_that_cannot_be_written_says_what_became_of_the_state(
     again = flashckpt.attach(run, **Job().named)
     assert again.completed == 6
     again.close()
+
+
+def test_a_save_in_the_code_of_an_epoch_is_taken_by_close_after_marked_steps(tmp_path: Path) -> None:
+    """close() captures the boundary that step() has marked. It was captured already, and counted as the
+    snapshot that save() had ordered after it."""
+    run, job = str(tmp_path / "run"), Job()
+    checkpointer = flashckpt.attach(run, every=1, persist_every=None, **job.named)
+    for _ in checkpointer.epochs(3):
+        for x in checkpointer.batches(loader(2)):
+            job.train(x)
+            checkpointer.step()
+        nn.init.ones_(job.model.weight)
+        checkpointer.save()
+        checkpointer.close()
+        break
+    assert torch.equal(flashckpt.load(run)["model.weight"], torch.ones(4, 4))
+
+
+def test_an_epochs_that_is_only_measured_does_not_hide_the_one_that_runs(tmp_path: Path) -> None:
+    """save() in the code of an epoch orders the epoch's end. `len(checkpointer.epochs(n))`, for a progress
+    bar, made it take a snapshot in the middle of that code."""
+    run, job = str(tmp_path / "run"), Job()
+    checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
+    epochs = checkpointer.epochs(2)
+    assert len(checkpointer.epochs(2)) == 2
+    for epoch in epochs:
+        for x in checkpointer.batches(loader(2)):
+            job.train(x)
+        if epoch == 0:
+            checkpointer.save()
+            assert checkpointer._keeper_link.newest_sealed_step() is None  # the epoch's end is to come
+    checkpointer.close()

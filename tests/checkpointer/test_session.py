@@ -9,18 +9,14 @@ from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer import session as opening
 from flashckpt.checkpointer.session import KnownRun, Session, open_session
 from flashckpt.commit import attempts
-from flashckpt.errors import RunError, RunHeldError, SupersededError
-from flashckpt.format.names import ATTEMPTS, RUN, AttemptName, alive_path
+from flashckpt.errors import OptionError, RunError, RunHeldError, SupersededError
+from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Environment, Keep, Options
-from flashckpt.store.base import Entry
-from flashckpt.store.local import LocalStore
-from tests.commit.runs import HOLDER
 from tests.keeper.driver import InProcess
 from tests.waiting import until
 
@@ -60,7 +56,7 @@ class Node:
 
     def known_ranks(self) -> dict[int, tuple[str, int]]:
         assert self.keeper is not None
-        return {each.rank: (str(each.attempt), each.world) for each in self.keeper.roster.all()}
+        return {each.rank: (str(each.attempt), each.world) for each in self.keeper.registry.all()}
 
     def locks(self) -> set[str]:
         return {path.name for path in self._runtime.glob("*/trainer-*")}
@@ -104,11 +100,11 @@ def test_one_leads_and_one_joins(node: Node) -> None:
 def test_who_joins_goes_on_from_where_the_attempt_does(node: Node) -> None:
     first = node.lead()
     second = node.join(first.attempt)
-    with pytest.raises(RunError, match="goes on from nothing yet"):
+    with pytest.raises(RunError, match="resumes from nothing yet"):
         second.start()
     first.start()
-    with pytest.raises(RunError, match=r"took up step 3 .* \(boundary 7\), and .* goes on from step 0"):
-        second.start(first.attempt, 3, 7)
+    with pytest.raises(RunError, match=r"has loaded step 3 .* \(boundary 7\), and .* resumes from nothing"):
+        second.start(SnapshotId(first.attempt, 7), 3)
     second.start()
 
 
@@ -118,19 +114,21 @@ def test_who_joins_goes_on_from_the_same_boundary_of_a_step(node: Node) -> None:
     earlier.close()
     first = node.lead()
     second = node.join(first.attempt)
-    first.start(earlier.attempt, 3, 8, from_memory=True)
+    first.start(SnapshotId(earlier.attempt, 8), 3, tier="memory")
     with pytest.raises(RunError, match=r"\(boundary 7\), and .*\(boundary 8\)"):
-        second.start(earlier.attempt, 3, 7, from_memory=True)
-    second.start(earlier.attempt, 3, 8)
+        second.start(SnapshotId(earlier.attempt, 7), 3, tier="memory")
+    second.start(SnapshotId(earlier.attempt, 8), 3)
 
 
 def test_an_attempt_that_was_never_claimed_is_not_joined(node: Node) -> None:
     first = node.lead()
     locks = node.locks()
-    with pytest.raises(RunError, match="never claimed"):
-        node.join(AttemptName(first.attempt.number, "00000000"))
-    with pytest.raises(RunError, match="never claimed"):
-        node.join(AttemptName(first.attempt.number + 1, "00000000"))
+    known = KnownRun(first.run_id, place="there (rank 0)")
+    for number in (first.attempt.number, first.attempt.number + 1):
+        for is_first in (False, True):
+            with pytest.raises(OptionError, match=r"\(rank 1\) is not there \(rank 0\)"):
+                node.join(AttemptName(number, "00000000"), known=known, is_first=is_first)
+    assert [each.name for each in attempts.attempts(first.store)] == [first.attempt]
     assert node.locks() == locks
     assert node.join(first.attempt).attempt == first.attempt, "what was refused holds no place"
 
@@ -151,31 +149,3 @@ def test_a_rank_is_held_once_by_a_process(node: Node) -> None:
     node.join(first.attempt)
     with pytest.raises(RunHeldError):
         node.join(first.attempt)
-
-
-def test_a_node_that_shares_its_folder_may_claim_the_attempt_in_the_same_moment(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two nodes find no claim of the leader's in the folder that they share: one claims it, the other one
-    joins, and takes it for no other job."""
-    name = AttemptName(1, "ab" * 4)
-
-    class Shared(LocalStore):
-        """The other node claims it after the first look, and its keeper says that it lives."""
-
-        def list(self, folder: str, *how: Any) -> list[Entry]:
-            found = super().list(folder, *how)
-            if folder == ATTEMPTS and self.exists(RUN):
-                attempts.claim_as(LocalStore(self._root), name, HOLDER)
-            return found
-
-        def read(self, path: str, most: int) -> bytes:
-            if path == alive_path(name):
-                other = LocalStore(self._root)
-                attempts.move_on(other, name, getattr(attempts.alive(other, name), "count", None))
-            return super().read(path, most)
-
-    monkeypatch.setattr(opening, "open_store", lambda path, options: Shared(str(path)))
-    known = KnownRun("ab" * 8)
-    joined = node.join(name, rank=1, known=known, claims=True)
-    assert (joined.attempt, joined.leads) == (name, False)

@@ -12,7 +12,7 @@ import torch
 
 import flashckpt
 from flashckpt import _native
-from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.region import SlotSize
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
 from tests.events import ledger
@@ -31,8 +31,8 @@ class _Left(Exception):
 def test_slots_that_were_ready_and_never_taken(tmp_path: Path, runtime: Path) -> None:
     def leave() -> None:
         with flashckpt.attach(tmp_path / "run", every=None, **Job().named) as checkpointer:
-            checkpointer._attendant.slots.ask(SlotSize(4096, 1 << 16))
-            until(lambda: checkpointer._attendant.slots.ready, "slots")
+            checkpointer._keeper_link.slots.ask(SlotSize(4096, 1 << 16))
+            until(lambda: checkpointer._keeper_link.slots.ready, "slots")
             assert len(regions(runtime)) == 3
             raise _Left
 
@@ -50,13 +50,13 @@ def test_slots_that_cannot_be_made_usable(
 
     monkeypatch.setattr(_native, "populate", refuses)
     with flashckpt.attach(tmp_path / "run", every=None, **Job().named) as checkpointer:
-        attendant = checkpointer._attendant
-        attendant.slots.ask(SlotSize(4096, 1 << 16))
-        until(lambda: attendant.slots.error is not None, "the failure")
+        keeper_link = checkpointer._keeper_link
+        keeper_link.slots.ask(SlotSize(4096, 1 << 16))
+        until(lambda: keeper_link.slots.error is not None, "the failure")
         until(lambda: not regions(runtime), "the regions to go")
         monkeypatch.undo()
-        attendant.slots.ask(SlotSize(4096, 1 << 16))
-        until(lambda: attendant.slots.ready, "slots")
+        keeper_link.slots.ask(SlotSize(4096, 1 << 16))
+        until(lambda: keeper_link.slots.ready, "slots")
         assert len(regions(runtime)) == 3
 
 
@@ -125,7 +125,7 @@ def test_slots_that_are_asked_for_again_though_there_are_some_are_kept(tmp_path:
     model = torch.nn.Linear(8, 8)
     with flashckpt.attach(tmp_path / "run", every=None, persist_every=None, model=model) as checkpointer:
         checkpointer.save()
-        slots = checkpointer._attendant.slots
+        slots = checkpointer._keeper_link.slots
         before = slots.ring
         assert before is not None
         slots.ask(SlotSize(1, 1))

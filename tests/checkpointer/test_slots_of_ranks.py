@@ -12,7 +12,7 @@ import pytest
 from flashckpt.checkpointer.slots import Slots
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.client import SlotGrant
-from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.region import SlotSize
 from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.options import Options
 from tests.memory.test_slot import fill, make
@@ -33,9 +33,7 @@ class Kept:
 
     def grants(self, *_: object) -> list[SlotGrant]:
         given, self.given = self.given, self.slots[4:]
-        return [
-            SlotGrant(os.dup(each.descriptor), each.index, each.name, 1, "memfd", 4 * 4096) for each in given
-        ]
+        return [SlotGrant(os.dup(each.descriptor), each.name, 1, "memfd", 4 * 4096) for each in given]
 
 
 @pytest.fixture

@@ -52,15 +52,15 @@ def log_of(captures: Captures, limits: tuple[float, float], now: list[float]) ->
 def test_counts_and_plans_are_told_where_they_changed() -> None:
     captures = Captures()
     told = log_of(captures, (1e9, 1e9), [0.0])
-    assert list(told.look(None, None)) == []
+    assert list(told.poll(None, None)) == []
     captures.counts["snapshots"], captures.plan = 3.0, [("direct", 2, 64)]
-    assert list(told.look(5, None)) == [
+    assert list(told.poll(5, None)) == [
         (Event.SNAPSHOT, {"step": 5, "count": 3}),
         (Event.PLAN, {"ways": [["direct", 2, 64]]}),
     ]
     captures.counts["snapshots_skipped"] = 2.0
-    assert list(told.look(5, None)) == [(Event.SKIP, {"step": 5, "count": 2})]
-    assert list(told.look(5, None)) == []
+    assert list(told.poll(5, None)) == [(Event.SKIP, {"step": 5, "count": 2})]
+    assert list(told.poll(5, None)) == []
 
 
 def test_an_age_is_warned_of_past_its_limit_and_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,14 +71,14 @@ def test_an_age_is_warned_of_past_its_limit_and_when_it_has_doubled(caplog: pyte
         now[0] = float(seconds)
         with caplog.at_level(logging.WARNING, "flashckpt"):
             caplog.clear()
-            list(told.look(sealed, None))
+            list(told.poll(sealed, None))
         ages += [seconds] if caplog.records else []
         assert all("sealed in memory" in record.getMessage() for record in caplog.records)
     assert ages == [601, 1203, 1901], "the age begins anew with a newer step"
     now[0] = 3600.0
     with caplog.at_level(logging.WARNING, "flashckpt"):
-        list(told.look(3, None))
-    assert "no snapshot has been committed to storage, and that for 60 minutes" in caplog.text
+        list(told.poll(3, None))
+    assert "no snapshot has been committed to storage for 60 minutes" in caplog.text
     assert told.report() == {"sealed_age_seconds": 0.0, "committed_age_seconds": 3600.0}
 
 

@@ -13,9 +13,10 @@ import torch
 
 import flashckpt
 from flashckpt.commit import attempts
-from flashckpt.commit.steps import read_step
+from flashckpt.format.names import SnapshotId
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_loop import Job, loader
+from tests.commit.runs import newest_of
 from tests.waiting import abandon, newest_sealed, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -67,7 +68,8 @@ def test_which_boundary_was_taken_up_stands_in_start_json(tmp_path: Path, killed
     store = LocalStore(str(run))
     first = attempts.newest_started(store)
     assert first is not None
-    assert read_step(store, 6, first).boundary == 8
+    committed = newest_of(store, 6)
+    assert committed.boundary == 8
     if killed:
         job = Job()
         checkpointer = flashckpt.attach(run, every=1, persist_every=None, **job.named)
@@ -82,8 +84,8 @@ def test_which_boundary_was_taken_up_stands_in_start_json(tmp_path: Path, killed
         assert checkpointer.completed == (8 if killed else 6)
         [start] = [each.start for each in attempts.attempts(store)][-1:]
         assert start is not None
-        assert start.parent == (attempts.attempts(store)[-2].name if killed else first)
-        assert (start.step, start.boundary) == ((8, 2) if killed else (6, 8))
+        parent = SnapshotId(attempts.attempts(store)[-2].name, 2) if killed else committed.id
+        assert (start.parent, start.step) == (parent, 8 if killed else 6)
 
 
 def test_a_save_in_an_epochs_code_is_of_its_end(tmp_path: Path) -> None:
@@ -259,9 +261,9 @@ def test_with_every_1_the_first_step_is_captured(kind: str, tmp_path: Path) -> N
     assert flashckpt.steps(run)[-1] == 3
 
 
-def test_the_number_of_what_was_loaded_is_given_to_nothing_else(tmp_path: Path) -> None:
-    """What was loaded from memory, and is on its way to the disk as this attempt's, is never taken for the
-    state at the end of its epoch, which has the same number."""
+def test_the_end_of_an_epoch_and_what_was_loaded_before_it_have_one_number(tmp_path: Path) -> None:
+    """What was loaded from memory, and is on its way to the disk, is another step than the state at the end
+    of its epoch: the newest of that number is loaded."""
     run = tmp_path / "run"
     first = Job()
     checkpointer = flashckpt.attach(run, every=1, persist_every=None, **first.named)
@@ -297,10 +299,10 @@ def test_an_epochs_code_that_outgrows_the_slots_is_saved(save: bool, ready: bool
             assert newest_sealed(checkpointer) == 3
             tensors += [torch.ones(1 << 22)]
             if ready:
-                room = checkpointer._capture.room_needed(ordered=True)
+                room = checkpointer._capture.memory_needed(ordered=True)
                 assert room is not None
-                checkpointer._attendant.slots.ask(room)
-                until(lambda: checkpointer._attendant.slots.ready, "larger slots")
+                checkpointer._keeper_link.slots.ask(room)
+                until(lambda: checkpointer._keeper_link.slots.ready, "larger slots")
             with torch.no_grad():
                 job.model.weight.mul_(0.5)
             if save:

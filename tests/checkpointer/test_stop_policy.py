@@ -13,9 +13,14 @@ from flashckpt.checkpointer.signals import Signals
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment, Options
-from flashckpt.ranks.group import Alone
-from flashckpt.ranks.pacing import Cadence, OwnPace, Pacing
-from flashckpt.ranks.stop import Asked, StopPolicy
+from flashckpt.ranks.coordination import (
+    Alone,
+    Asked,
+    Coordination,
+    LocalCoordination,
+    SnapshotPolicy,
+    StopPolicy,
+)
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_loop import Job, loader
 from tests.waiting import until_slots
@@ -27,18 +32,20 @@ STOP_AT = 4
 class StopAhead(StopPolicy):
     """Whenever it is asked for, all ranks end at the same boundary."""
 
-    def stops_at(self, ordinal: int) -> bool:
-        return self.is_asked and ordinal >= STOP_AT
+    def stops_at(self, boundary_index: int) -> bool:
+        return self.is_asked and boundary_index >= STOP_AT
 
 
-class PaceAhead(OwnPace):
+class PaceAhead(LocalCoordination):
     def stop_policy(self, signals: Asked) -> StopPolicy:
         return StopAhead(signals)
 
 
 class AloneAhead(Alone):
-    def begin(self, runtime: RuntimeFolder, attempt: AttemptName, cadence: Cadence) -> Pacing:
-        return PaceAhead(cadence)
+    def begin(
+        self, runtime: RuntimeFolder, attempt: AttemptName, snapshot_policy: SnapshotPolicy
+    ) -> Coordination:
+        return PaceAhead(snapshot_policy)
 
 
 def attached(run: Path, job: Job) -> flashckpt.Checkpointer:

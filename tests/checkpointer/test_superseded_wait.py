@@ -11,7 +11,7 @@ import torch
 
 import flashckpt
 from flashckpt.commit import attempts
-from flashckpt.commit.holder import here
+from flashckpt.commit.attempts import local_owner
 from flashckpt.store import open_store
 from tests.checkpointer.test_loop import Job
 from tests.processes import keepers_of
@@ -26,7 +26,7 @@ def stopped(runtime: Path) -> list[int]:
 def test_it_does_not_say_that_a_step_is_safe_which_the_next_attempt_may_not_see(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper stands still before a manifest, while a job elsewhere claims the run and looks for steps."""
+    """The keeper stands still before a record, while a job elsewhere claims the run and looks for steps."""
     run, job = str(tmp_path / "run"), Job()
     monkeypatch.setenv("FLASHCKPT_CRASH_AT", "manifest.checked:1:stop")
     checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
@@ -34,8 +34,8 @@ def test_it_does_not_say_that_a_step_is_safe_which_the_next_attempt_may_not_see(
     job.train(torch.ones(2, 4))
     checkpointer.step()
     checkpointer.save()
-    until(lambda: stopped(runtime), "a keeper before its manifest")
-    newer = attempts.claim(open_store(run), here())
+    until(lambda: stopped(runtime), "a keeper before its record")
+    newer = attempts.claim(open_store(run), local_owner())
     [keeper] = stopped(runtime)
     os.kill(keeper, signal.SIGCONT)
     with pytest.raises(flashckpt.SupersededError, match=str(newer)):
@@ -57,7 +57,7 @@ def test_what_was_resumed_from_is_not_called_safe_either(tmp_path: Path) -> None
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.tier == "memory"
     checkpointer.wait()
-    newer = attempts.claim(open_store(run), here())
+    newer = attempts.claim(open_store(run), local_owner())
     with pytest.raises(flashckpt.SupersededError, match=str(newer)):
         checkpointer.wait()
     abandon(checkpointer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit.attempts import newest_started
+from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import read_step
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_loop import Job, loader
@@ -38,9 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def environment_of(run: Path) -> Any:
     store = LocalStore(str(run))
-    attempt = newest_started(store)
-    assert attempt is not None
-    return read_step(store, flashckpt.steps(run)[-1], attempt).parts[0].environment
+    return read_step(store, Catalogue.of(store).visible()[-1]).parts[0].environment
 
 
 def train(run: Path, job: Job, epochs: int) -> None:

@@ -353,7 +353,7 @@ def test_a_run_begins_at_a_given_place(tmp_path: Path) -> None:
     begun.run.begin_at(step=2, epoch=0, batches=2)
     next(iter(begun.taps[0]))
     assert begun.taps[0].drawn == 3
-    with pytest.raises(BoundaryError, match="stands at step 2 already"):
+    with pytest.raises(BoundaryError, match="is at step 2 already"):
         begun.run.begin_at(step=4, epoch=0, batches=4)
     begun.run.abandon()
 

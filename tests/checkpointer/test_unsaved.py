@@ -3,15 +3,16 @@ test's; what is made of them is the resume's."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flashckpt.checkpointer import resume
 from flashckpt.errors import RunError
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.keeper.protocol import Status
 from flashckpt.options import Environment
 from tests.commit.runs import attempt_at, commit, new_run
@@ -29,26 +30,16 @@ class Saying:
         return self._said.pop(0) if len(self._said) > 1 else self._said[0]
 
 
-def held(*steps: int) -> list[Any]:
-    return [SimpleNamespace(step=step) for step in steps]
+def shorten(monkeypatch: pytest.MonkeyPatch, **timeouts_s: float) -> None:
+    monkeypatch.setattr(resume, "_TIMEOUTS", replace(resume._TIMEOUTS, **timeouts_s))
 
 
-@pytest.mark.parametrize(
-    ("waiting", "own", "world", "is_unsaved"),
-    [
-        ((7,), (), 2, True),
-        ((7,), (4,), 2, True),
-        ((7,), (7,), 2, False),
-        ((4,), (7,), 2, False),
-        ((), (), 2, False),
-        ((7,), (), 1, False),
-    ],
-)
-def test_what_a_keeper_is_to_save_for_ranks_that_are_elsewhere_now_is_no_ranks_own(
-    waiting: tuple[int, ...], own: tuple[int, ...], world: int, is_unsaved: bool
-) -> None:
-    session: Any = Saying(Status(waiting=waiting), world=world)
-    assert resume._is_unsaved(session, held(*own)) is is_unsaved
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_keeper_is_to_save_for_ranks_that_are_elsewhere_now_is_offered(world: int) -> None:
+    name = CommitName(7, AttemptName(1, "aaaaaaaa"), 9)
+    said = Status.from_dict(json.loads(json.dumps(Status(waiting=(7,), unsaved=(name,)).to_dict())))
+    session: Any = Saying(said, world=world)
+    assert resume._unsaved(session) == ((name,) if world > 1 else ()), "a rank alone has no others"
 
 
 def test_the_parts_of_other_nodes_are_waited_for() -> None:
@@ -59,14 +50,14 @@ def test_the_parts_of_other_nodes_are_waited_for() -> None:
 
 
 def test_a_part_that_never_comes_is_waited_for_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "_OTHERS_PATIENCE_S", 0.1)
+    shorten(monkeypatch, others_s=0.1)
     session: Any = Saying(Status(waiting=(7,), for_others=(7,)))
     resume._saved_by_keeper(session)
     assert session.asked > 1
 
 
 def test_a_file_that_is_synced_is_no_keeper_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.0)
+    shorten(monkeypatch, idle_s=0.0)
     writing = [Status(persisting=7, waiting=(7,), progress_bytes=1)] * 4
     session: Any = Saying(*writing, Status(committed=(7,)))
     resume._saved_by_keeper(session)
@@ -86,14 +77,13 @@ def failing_session(tmp_path: Path, step: int, stored: int | None = None) -> Any
 def test_storage_that_fails_while_a_step_is_saved_leaves_none_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume, "_FAILING_PATIENCE_S", 0.1)
-    monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.1)
+    shorten(monkeypatch, failing_s=0.1, idle_s=0.1)
     with pytest.raises(RunError, match="step 7 is whole in this node's memory"):
         resume._saved_by_keeper(failing_session(tmp_path, 7, stored=5))
 
 
 def test_a_failure_of_storage_that_passes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.0)
+    shorten(monkeypatch, idle_s=0.0)
     failing = [Status(waiting=(7,), failing=(7,))] * 4
     session: Any = Saying(*failing, Status(persisting=7, waiting=(7,)), Status(committed=(7,)))
     resume._saved_by_keeper(session)
@@ -103,8 +93,7 @@ def test_a_failure_of_storage_that_passes_is_waited_for(monkeypatch: pytest.Monk
 def test_what_fails_and_is_older_than_what_storage_has_keeps_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume, "_FAILING_PATIENCE_S", 0.1)
-    monkeypatch.setattr(resume, "_SAVING_PATIENCE_S", 0.1)
+    shorten(monkeypatch, failing_s=0.1, idle_s=0.1)
     session = failing_session(tmp_path, 7, stored=9)
     resume._saved_by_keeper(session)
     assert session.asked > 1, "it was tried, and what is newer is on storage: nothing is lost"
@@ -123,8 +112,7 @@ class Rewriting(Saying):
 def test_bytes_that_are_written_in_vain_again_and_again_are_no_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, persisting: int | None
 ) -> None:
-    for name in ("_FAILING_PATIENCE_S", "_SAVING_PATIENCE_S", "_WRITING_PATIENCE_S"):
-        monkeypatch.setattr(resume, name, 0.1)
+    shorten(monkeypatch, failing_s=0.1, idle_s=0.1, writing_s=0.1)
     failing = Status(waiting=(7,), failing=(7,), persisting=persisting)
     session: Any = Rewriting(failing)
     session.store = failing_session(tmp_path, 7, stored=9).store
@@ -140,7 +128,7 @@ def test_a_second_try_that_writes_for_long_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer than storage that fails is, as long as its bytes become more."""
-    monkeypatch.setattr(resume, "_FAILING_PATIENCE_S", 0.0)
+    shorten(monkeypatch, failing_s=0.0)
     trying = Status(waiting=(7,), failing=(7,), persisting=7, counts={"failed": 1})
     session: Any = Saying(*(replace(trying, progress_bytes=n) for n in range(6)), Status(committed=(7,)))
     session.store = new_run(tmp_path / "run")

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,9 @@ from torch import nn
 
 import flashckpt
 from flashckpt import PersistError
-from flashckpt.checkpointer.attendant import Advance, CommitWait
-from flashckpt.commit.lineage import VisibleStep
+from flashckpt.keeper.client import KeeperWait, WaitTimeouts
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
-from flashckpt.ranks.pacing import Outcome, OwnPace
+from flashckpt.ranks.coordination import Outcome
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told
 from tests.keeper.faulty import faulty_keeper
@@ -61,7 +61,7 @@ def waited(checkpointer: flashckpt.Checkpointer) -> BaseException | None:
 
 def be_patient(checkpointer: flashckpt.Checkpointer) -> None:
     """What comes now succeeds, as slow as the machine may be."""
-    checkpointer._attendant.patience_s = 240.0
+    checkpointer._keeper_link.timeout_s = 240.0
 
 
 def test_a_failure_that_passes_is_waited_for(tmp_path: Path, faults: Path) -> None:
@@ -80,10 +80,10 @@ def test_who_waits_need_not_sit_out_the_pauses_of_many_failures(tmp_path: Path, 
     (faults / "write.long").touch()
     with attached(tmp_path / "run") as checkpointer:
         checkpointer.save()
-        attendant = checkpointer._attendant
-        until(lambda: attendant.status.failures, "the first failure")
+        keeper_link = checkpointer._keeper_link
+        until(lambda: keeper_link.status.failures, "the first failure")
         assert waited(checkpointer) is None
-        assert attendant.status.counts["failed"] == 2
+        assert keeper_link.status.counts["failed"] == 2
 
 
 def test_a_failure_that_does_not_pass_is_raised(tmp_path: Path, faults: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_failure_that_does_not_pass_is_raised(tmp_path: Path, faults: Path) ->
     error = waited(checkpointer)
     assert isinstance(error, flashckpt.PersistError)
     assert "Input/output error" in str(error)
-    assert checkpointer._attendant.status.counts["failed"] > 1, "the first failure is not the last word"
+    assert checkpointer._keeper_link.status.counts["failed"] > 1, "the first failure is not the last word"
     (faults / "write").unlink()
     be_patient(checkpointer)
     checkpointer.close()
@@ -160,7 +160,7 @@ def test_what_was_torn_in_slots_that_were_outgrown_is_told(tmp_path: Path, runti
     options = flashckpt.Options(grace="3s")
     given = {"every": 1, "persist_every": None, "options": options, "growing": growing, **job.named}
     checkpointer = flashckpt.attach(tmp_path / "run", **given)  # type: ignore[arg-type]
-    slots = checkpointer._attendant.slots
+    slots = checkpointer._keeper_link.slots
     for step in range(1, 4):
         job.train(torch.ones(1, 4))
         checkpointer.step()
@@ -193,7 +193,7 @@ def test_room_that_is_made_while_one_waits(tmp_path: Path, small_disk: Path, run
         filler.write_bytes(b"x" * (7 << 20))
 
         def make_room() -> None:
-            until(lambda: checkpointer._attendant.status.failures, "the failure")
+            until(lambda: checkpointer._keeper_link.status.failures, "the failure")
             filler.unlink()
 
         helper = threading.Thread(target=make_room)
@@ -219,74 +219,128 @@ def clock() -> Clock:
     return Clock()
 
 
-def awaited(clock: Clock, before: Status | None = None) -> CommitWait:
-    return CommitWait(5, 9, 10.0, before or Status(), clock)
+def waiting(
+    clock: Clock, before: Status | None = None, *, step: int | None = 5, timeout_s: float = 10.0
+) -> KeeperWait:
+    timeouts = WaitTimeouts.same(timeout_s, others_s=600.0)
+    generation = None if step is None else 9
+    return KeeperWait(before or Status(), timeouts, step=step, generation=generation, clock=clock)
 
 
-def test_failing_for_longer_than_the_patience_ends_a_wait(clock: Clock) -> None:
-    wait = awaited(clock)
-    assert wait.refusal(FAILED, 5) is None
+def refused(wait: KeeperWait, status: Status) -> str | None:
+    """What a wait makes of another answer of the keeper."""
+    wait.has_stalled(replace(status))
+    return wait.refusal(status)
+
+
+def test_failing_for_longer_than_the_timeout_ends_a_wait(clock: Clock) -> None:
+    wait = waiting(clock)
+    assert refused(wait, FAILED) is None
     clock.now = 9.0
-    assert wait.refusal(FAILED, 50) is None
+    assert refused(wait, FAILED) is None
     clock.now = 11.0
-    assert wait.refusal(FAILED, 60) == "no space"
+    assert refused(wait, FAILED) == "no space"
 
 
 def test_a_try_under_way_may_be_the_one_that_works(clock: Clock) -> None:
-    wait = awaited(clock)
-    wait.refusal(FAILED, 5)
+    wait = waiting(clock)
+    refused(wait, FAILED)
     clock.now = 1e6
-    trying = Status(failures=FAILED.failures, waiting=(5,), persisting=5)
-    assert wait.refusal(trying, 60) is None
-    assert wait.refusal(FAILED, 61) == "no space"
+    trying = replace(FAILED, persisting=5)
+    assert refused(wait, trying) is None
+    assert wait.refusal(replace(trying, counts={"failed": 2})) == "no space", "another one has failed, too"
+    assert refused(wait, FAILED) == "no space"
 
 
 def test_what_the_keeper_has_given_up_is_not_waited_for(clock: Clock) -> None:
-    wait, given_up = awaited(clock), Status(failures=FAILED.failures)
-    assert wait.refusal(given_up, 0) is None, "that answer may be older than the wish"
-    assert wait.refusal(given_up, 2) == "no space"
+    wait, given_up = waiting(clock), Status(failures=FAILED.failures)
+    assert refused(wait, given_up) is None, "that answer may be older than the wish"
+    assert refused(wait, given_up) == "no space"
 
 
 def test_another_snapshots_failure_is_not_this_ones(clock: Clock) -> None:
-    wait = awaited(clock)
+    wait = waiting(clock)
     other = Status(failures=(Failure(4, 9, "x", 5), Failure(5, 8, "x", 5)), waiting=(4,))
-    wait.refusal(other, 5)
+    refused(wait, other)
     clock.now = 1e6
-    assert wait.refusal(other, 60) is None
+    assert refused(wait, other) is None
 
 
 def test_a_torn_snapshot_is_not_waited_for(clock: Clock) -> None:
     torn = Status(torn=(TornSnapshot(5, 9, "slot", ("model.a",)),))
-    assert "model.a" in (awaited(clock).refusal(torn, 1) or "")
-    assert awaited(clock, before=torn).refusal(torn, 1) is None
+    assert "model.a" in (refused(waiting(clock), torn) or "")
+    assert refused(waiting(clock, before=torn), torn) is None
 
 
-def test_a_keeper_that_is_started_again_may_begin_anew() -> None:
-    advance = Advance(Status(keeper="a", progress_bytes=9))
-    assert not advance.has_come(Status(keeper="a", progress_bytes=9))
-    assert advance.has_come(Status(keeper="b", progress_bytes=0))
-    assert advance.has_come(Status(keeper="b", progress_bytes=5))
-    assert not advance.has_come(Status(keeper="b", progress_bytes=5))
+def test_storage_that_fails_for_whatever_is_waited_for_is_told_once_it_has_for_long(clock: Clock) -> None:
+    wait, failing = waiting(clock, step=None), replace(FAILED, failing=(5,))
+    assert refused(wait, failing) is None
+    clock.now = 11.0
+    assert refused(wait, replace(failing, persisting=5)) is None
+    assert refused(wait, failing) == "no space"
+    wait.count_commits_only()
+    assert refused(wait, failing) is None, "another snapshot is waited for"
+    clock.now = 22.0
+    committed = replace(failing, committed=(4,), newest_committed=4)
+    assert refused(wait, committed) is None
+    clock.now = 33.0
+    assert refused(wait, committed) == "no space", "it fails again for as long"
+
+
+def test_a_keeper_that_is_started_again_may_begin_anew(clock: Clock) -> None:
+    wait = waiting(clock, Status(keeper="a", progress_bytes=9))
+    for keeper, progress_bytes, has_moved in (
+        ("a", 9, False),
+        ("b", 0, True),
+        ("b", 5, True),
+        ("b", 5, False),
+    ):
+        clock.now += 11
+        status = Status(keeper=keeper, progress_bytes=progress_bytes)
+        assert wait.has_stalled(status) is not has_moved, status
+
+
+def test_each_state_of_a_keeper_has_its_timeout(clock: Clock) -> None:
+    timeouts = WaitTimeouts(writing_s=120, idle_s=10, failing_s=60, others_s=5)
+    cases = (
+        (Status(waiting=(5,), persisting=5), 120),
+        (Status(waiting=(5,), failing=(5,)), 60),
+        (Status(waiting=(4, 5), for_others=(5,)), 10),
+        (Status(waiting=(5,), for_others=(5,)), 5),
+    )
+    for status, timeout_s in cases:
+        wait = KeeperWait(status, timeouts, clock=clock)
+        clock.now += timeout_s
+        assert not wait.has_stalled(status), status
+        clock.now += 1
+        assert wait.has_stalled(status), status
 
 
 def test_the_parts_of_other_nodes_are_waited_for_some_minutes(clock: Clock) -> None:
     """Nobody here sees their keepers write."""
     mine = Status(keeper="a", waiting=(5,), for_others=(5,))
-    advance = Advance(mine, 5, clock)
-    assert advance.has_come(mine)
+    wait, of_another_step = waiting(clock, mine), waiting(clock, mine, step=6)
     clock.now += 599
-    assert advance.has_come(mine)
+    assert not wait.has_stalled(mine)
+    assert wait.has_stalled(mine, awaits_others=False), "the ranks of other nodes are gone"
+    assert of_another_step.has_stalled(mine)
     clock.now += 2
-    assert not advance.has_come(mine), "nobody waits for ever"
-    assert not Advance(mine, 6, clock).has_come(mine), "another step waits for them"
+    assert wait.has_stalled(mine), "nobody waits for ever"
 
 
-def test_of_keepers_that_die_and_die_only_commits_count() -> None:
-    advance, keepers = Advance(Status()), (Status(keeper=str(i), progress_bytes=i) for i in range(1000))
-    assert sum(advance.has_come(each) for each in keepers) < 10
-    assert not advance.has_come(Status(keeper="last", progress_bytes=7))
-    assert advance.has_come(Status(keeper="last", progress_bytes=7, committed=(3,), newest_committed=3))
-    assert advance.has_come(Status(keeper="last", progress_bytes=8, committed=(3,), newest_committed=3))
+def test_of_keepers_that_die_and_die_only_commits_count(clock: Clock) -> None:
+    wait, moved = waiting(clock, Status()), 0
+    for i in range(1000):
+        clock.now += 11
+        moved += not wait.has_stalled(Status(keeper=str(i), progress_bytes=i))
+    assert moved < 10
+    for status, has_moved in (
+        (Status(keeper="last", progress_bytes=7), False),
+        (Status(keeper="last", progress_bytes=7, committed=(3,), newest_committed=3), True),
+        (Status(keeper="last", progress_bytes=8, committed=(3,), newest_committed=3), True),
+    ):
+        clock.now += 11
+        assert wait.has_stalled(status) is not has_moved, status
 
 
 @pytest.mark.parametrize("is_persisted", [False, True])
@@ -294,58 +348,22 @@ def test_what_all_ranks_had_and_an_audit_has_discarded_here_is_not_called_safe(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, is_persisted: bool
 ) -> None:
     with attached(tmp_path / "run") as checkpointer:
-        pacing = checkpointer._pacing
-        monkeypatch.setattr(pacing, "is_settled", lambda ordinal: True)
-        monkeypatch.setattr(pacing, "outcome", lambda ordinal, until_s: Outcome(True, 7))
-        monkeypatch.setattr(pacing, "is_persisted", lambda ordinal: is_persisted and ordinal == 7)
+        coordination = checkpointer._coordination
+        monkeypatch.setattr(coordination, "is_settled", lambda boundary_index: True)
+        monkeypatch.setattr(coordination, "outcome", lambda boundary_index, until_s: Outcome(True, 7))
+        monkeypatch.setattr(
+            coordination, "is_persisted", lambda boundary_index: is_persisted and boundary_index == 7
+        )
         error = waited(checkpointer)
         monkeypatch.undo()
     assert isinstance(error, PersistError) is not is_persisted, error
     assert is_persisted or "this rank's snapshot is gone" in str(error)
 
 
-def test_what_is_committed_on_this_nodes_disk_alone_is_not_called_safe(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a boundary that is in no slot any more, and of what a resume went on from."""
-    with attached(tmp_path / "run", grace="1s") as checkpointer:
-        pacing, session = checkpointer._pacing, checkpointer._session
-        monkeypatch.setattr(session, "ranks", (range(1),))
-        assert waited(checkpointer) is None, "there is nothing"
-        monkeypatch.setattr(session, "loaded", VisibleStep(3, session.attempt))
-        monkeypatch.setattr(pacing, "is_settled", lambda ordinal: True)
-        monkeypatch.setattr(pacing, "is_persisted", lambda ordinal: True)
-        for newest, common, is_safe in (
-            (0, (), False),
-            (0, (0,), True),
-            (7, (0, 6), False),
-            (7, (6, 7), True),
-        ):
-            outcome = Outcome(True, newest)
-            monkeypatch.setattr(pacing, "outcome", lambda ordinal, until_s, found=outcome: found)
-            monkeypatch.setattr(OwnPace, "committed", common)
-            monkeypatch.setattr(OwnPace, "failed", newest)
-            error = waited(checkpointer)
-            assert isinstance(error, PersistError) is not is_safe, error
-        monkeypatch.undo()
-
-
-@pytest.mark.parametrize("failed", [6, 7])
-def test_another_nodes_disk_is_given_minutes_unless_it_fails(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, failed: int
-) -> None:
-    """It writes unseen, for longer than keepers that make no progress are waited for."""
-    with attached(tmp_path / "run", grace="1s") as checkpointer:
-        pacing, session = checkpointer._pacing, checkpointer._session
-        monkeypatch.setattr(session, "ranks", (range(1),))
-        monkeypatch.setattr(session, "loaded", VisibleStep(3, session.attempt))
-        monkeypatch.setattr(pacing, "is_settled", lambda ordinal: True)
-        monkeypatch.setattr(pacing, "is_persisted", lambda ordinal: True)
-        monkeypatch.setattr(pacing, "outcome", lambda ordinal, until_s: Outcome(True, 7))
-        monkeypatch.setattr(OwnPace, "failed", failed)
-        later = threading.Timer(1.5, lambda: monkeypatch.setattr(OwnPace, "committed", (7,)))
-        if failed < 7:
-            later.start()
-        error = waited(checkpointer)
-        monkeypatch.undo()
-    assert isinstance(error, PersistError) is (failed == 7), error
+def test_a_new_keeper_that_knows_fewer_commits_has_committed_nothing(clock: Clock) -> None:
+    """It learns of them from the slots, which it may get after its first answer."""
+    wait, moved = waiting(clock, Status(committed=(1, 2, 3), newest_committed=3)), 0
+    for i in range(1000):
+        clock.now += 11
+        moved += not wait.has_stalled(Status(keeper=str(i // 2), committed=(3,) * (i % 2), progress_bytes=i))
+    assert moved < 10

@@ -94,7 +94,7 @@ def test_a_child_closes_no_file_of_its_own(tmp_path: Path, runtime: Path) -> Non
                 if child == 0:
                     mine = [os.memfd_create("mine") for _ in range(200)]
                     checkpointer._session.close()
-                    for slot in checkpointer._attendant.slots.ring.slots:  # type: ignore[union-attr]
+                    for slot in checkpointer._keeper_link.slots.ring.slots:  # type: ignore[union-attr]
                         slot.close()
                     os._exit(0 if all(os.fstat(each) for each in mine) else 1)
                 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

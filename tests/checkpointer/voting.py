@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashckpt.options import Environment
-from flashckpt.ranks.group import Alone
-from flashckpt.restore.step_choice import AloneVoter, Ballot, Voter
+from flashckpt.ranks.coordination import Alone
+from flashckpt.restore.step_choice import Agreement, AloneAgreement, Proposal
 
-Vote = Callable[[Ballot], bool]
+Vote = Callable[[Proposal], bool]
 
 
-class _Asking(AloneVoter):
+class _Asking(AloneAgreement):
     def __init__(self, vote: Vote) -> None:
         self._vote = vote
 
-    def vote(self, ballot: Ballot) -> bool:
-        return self._vote(ballot)
+    def vote(self, proposal: Proposal) -> bool:
+        return self._vote(proposal)
 
 
 class Voting(Alone):
@@ -26,5 +26,5 @@ class Voting(Alone):
         super().__init__(Environment.read())
         self._vote = vote
 
-    def voter(self) -> Voter:
+    def agreement(self) -> Agreement:
         return _Asking(self._vote)

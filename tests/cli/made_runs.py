@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from flashckpt import _native
-from flashckpt.commit import attempts, steps
-from flashckpt.commit.holder import here
+from flashckpt.commit import attempts, commit_step, starting
+from flashckpt.commit.attempts import local_owner
 from flashckpt.format.layout import Box, Layout, Leaf
-from flashckpt.format.names import AttemptName, shard_name, step_attempt_folder
-from flashckpt.format.records import Holder, Part, RankRecord, ShardRecord
+from flashckpt.format.names import AttemptName, SnapshotId, shard_name
+from flashckpt.format.records import Owner, Part, RankRecord, ShardRecord
 from flashckpt.store.base import Store
 
 LEAVES = (
@@ -38,18 +38,20 @@ class MadeRun:
         parent: AttemptName | None = None,
         step: int = 0,
         *,
-        holder: Holder | None = None,
+        owner: Owner | None = None,
         ended: bool = True,
         world: int = 1,
     ) -> AttemptName:
-        name = attempts.claim(self.store, holder or here())
-        attempts.start(self.store, name, parent, step, world)
+        name, catalogue = starting.claim(self.store, owner or local_owner())
+        snapshot = None if parent is None else SnapshotId(parent, step)
+        starting.start(self.store, name, snapshot, step, world, catalogue)
         if ended:
             attempts.mark_ended(self.store, name, "closed")
         return name
 
     def commit(self, attempt: AttemptName, step: int) -> Path:
-        """Commit a step of one rank, with values that depend on the step. Returns its shard."""
+        """Commit a step of one rank, with values that depend on the step, which is its boundary too. Returns
+        its shard."""
         layout = Layout.of(LEAVES)
         data = bytes((index * 31 + step) % 251 for index in range(layout.num_bytes))
         pieces = {
@@ -58,14 +60,15 @@ class MadeRun:
         part = Part(
             step=step,
             attempt=attempt,
+            boundary=step,
             world=1,
             keeper=0,
             ranks=(self._write(attempt, step, 0, layout, pieces),),
             environment=ENVIRONMENT,
         )
-        assert steps.publish_part(self.store, part)
-        assert steps.commit(self.store, step, attempt, 1)
-        return self.folder / step_attempt_folder(step, attempt) / part.ranks[0].shard.file
+        assert commit_step.publish_part(self.store, part)
+        assert commit_step.commit(self.store, SnapshotId(attempt, step), 1)
+        return self.folder / SnapshotId(attempt, step).data_folder / part.ranks[0].shard.file
 
     def publish(self, attempt: AttemptName, step: int, ranks: Sequence[int], world: int) -> Part:
         """Write what one node has of a step of `world` ranks: their shards and its part."""
@@ -79,12 +82,13 @@ class MadeRun:
         part = Part(
             step=step,
             attempt=attempt,
+            boundary=step,
             world=world,
             keeper=min(ranks),
             ranks=tuple(records),
             environment=ENVIRONMENT,
         )
-        assert steps.publish_part(self.store, part)
+        assert commit_step.publish_part(self.store, part)
         return part
 
     def commit_nodes(self, attempt: AttemptName, step: int, *nodes: Sequence[int]) -> None:
@@ -92,14 +96,14 @@ class MadeRun:
         world = sum(map(len, nodes))
         for ranks in nodes:
             self.publish(attempt, step, ranks, world)
-        assert steps.commit(self.store, step, attempt, world)
+        assert commit_step.commit(self.store, SnapshotId(attempt, step), world)
 
     def _write(
         self, attempt: AttemptName, step: int, rank: int, layout: Layout, pieces: dict[str, bytes]
     ) -> RankRecord:
         image = bytearray(layout.header + b"".join(pieces[leaf.name] for leaf in layout.leaves))
         name = shard_name(rank, "5f2c")
-        path = self.folder / step_attempt_folder(step, attempt) / name
+        path = self.folder / SnapshotId(attempt, step).data_folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image)
         address = _native.address_of(image) + layout.data_start

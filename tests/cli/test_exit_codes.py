@@ -26,7 +26,7 @@ CODES = {
     "UnusableRunError": 3,
     "DivergedError": 1,
     "DamagedError": 1,
-    "OutOfRoomError": 4,
+    "OutOfSpaceError": 4,
     "KeeperError": 4,
     "PersistError": 4,
 }

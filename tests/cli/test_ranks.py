@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flashckpt.cli.ranks import box_of, box_text, far_above, named, spans
+from flashckpt.cli.history import box_of, box_text, far_above, named, spans
 from flashckpt.format.layout import Box, Leaf
 
 

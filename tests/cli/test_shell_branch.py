@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from made_runs import Ended, MadeRun
 
-from flashckpt.commit.attempts import attempts, open_run
-from flashckpt.commit.holder import here
-from flashckpt.commit.lineage import candidates, mark, steps, this_host
+from flashckpt.commit.attempts import attempts, local_owner, open_run
+from flashckpt.commit.lineage import next_start, quarantine, steps, this_host
+from flashckpt.format.names import CommitName
 from flashckpt.memory.runtime import identity_of
 
 pytestmark = pytest.mark.process
@@ -21,6 +21,7 @@ Shell = Callable[..., Ended]
 
 HOLD_LOCK = """
 import sys
+from flashckpt.format.names import CommitName
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 folder = RuntimeFolder.open(sys.argv[1], sys.argv[2])
 assert LifeLock.acquire(folder, "trainer.lock")
@@ -42,7 +43,7 @@ def test_branch_at_an_older_step_and_back(run: MadeRun, shell: Shell) -> None:
 
     back = shell("branch", run.folder, f"30@{first}")
     assert back.code == 0
-    assert "goes on from step 30" in back.out
+    assert "resumes from step 30" in back.out
     assert steps(run.store) == [10, 20, 30]
 
 
@@ -69,11 +70,11 @@ def test_branch_is_refused_while_a_trainer_lives_on_this_machine(
     assert trainer.stdout is not None
     with trainer:
         runtime = trainer.stdout.readline().strip()
-        first = run.attempt(holder=here(runtime, "trainer.lock"), ended=False)
+        first = run.attempt(owner=local_owner(runtime, "trainer.lock"), ended=False)
         run.commit(first, 10)
         held = shell("branch", run.folder, 10, "--json")
         assert (held.code, held.json["error"]["kind"]) == (3, "RunHeldError")
-        assert str(here().pid) in held.err, "the message names the process of the claim"
+        assert str(local_owner().pid) in held.err, "the message names the process of the claim"
         assert len(attempts(run.store)) == 1
         trainer.kill()
     # The same claim, and nobody holds its lock any more.
@@ -96,11 +97,11 @@ def test_branch_at_a_step_that_this_host_passes_over_is_told(run: MadeRun, shell
     first = run.attempt()
     for step in (10, 20):
         run.commit(first, step)
-    mark(run.store, 20, first, this_host(), "a digest differs")
+    quarantine(run.store, CommitName(20, first, 20), this_host(), "a digest differs")
     ended = shell("branch", run.folder, 20)
     assert ended.code == 0
-    assert "marked on this host: a digest differs" in ended.err
-    assert candidates(run.store)[0].step == 10, "as it says"
-    assert shell("branch", run.folder, 20, "--json").json["mark"] == "a digest differs"
+    assert "quarantined on this host: a digest differs" in ended.err
+    assert next_start(run.store).candidates[0].step == 10, "as it says"
+    assert shell("branch", run.folder, 20, "--json").json["quarantine"] == "a digest differs"
     ended = shell("branch", run.folder, 10, "--json")
-    assert (ended.json["mark"], ended.err) == (None, "")
+    assert (ended.json["quarantine"], ended.err) == (None, "")

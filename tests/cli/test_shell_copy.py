@@ -23,8 +23,9 @@ def test_a_run_is_copied_and_is_one_there(run: MadeRun, shell: Shell, tmp_path: 
     newest = shell("copy", run.folder, there, "--json")
     assert newest.code == 0, newest.err
     size = shards[2].stat().st_size
-    row = {"step": 30, "attempt": str(attempt), "outcome": "copied", "num_bytes": size, "sent_bytes": size}
-    assert newest.json["steps"] == [row | {"visible": True, "problem": None}]
+    row = {"step": 30, "attempt": str(attempt), "boundary": 30, "outcome": "copied"}
+    row |= {"num_bytes": size, "sent_bytes": size, "visible": True, "problem": None}
+    assert newest.json["steps"] == [row]
     assert newest.json["target"] == str(there)
 
     damaged = shards[1].read_bytes()

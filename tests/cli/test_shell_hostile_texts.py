@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from made_runs import Ended, MadeRun
 
-from flashckpt.commit import lineage, steps
+from flashckpt.commit import commit_step, lineage
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.format.names import step_attempt_folder
+from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Part
 from flashckpt.persist.ledger import Event, Ledger
 
@@ -38,14 +38,14 @@ def hostile(run: MadeRun) -> MadeRun:
     layout = Layout.of([Leaf(name=f"{EVIL}.weight", dtype="uint8", shape=(4,), aliases=(f"{EVIL}.tied",))])
     record = run._write(attempt, 2, 0, layout, {f"{EVIL}.weight": b"1234"})
     part = Part(
-        step=2, attempt=attempt, world=1, keeper=0, ranks=(record,),
+        step=2, attempt=attempt, boundary=2, world=1, keeper=0, ranks=(record,),
         environment={"torch": EVIL, f"{EVIL}-name": "1"},
     )  # fmt: skip
-    assert steps.publish_part(run.store, part)
-    assert steps.commit(run.store, 2, attempt, 1)
-    lineage.mark(run.store, 2, attempt, f"host {EVIL}", f"reason {EVIL}")
-    lineage.mark(run.store, 2, attempt, lineage.this_host(), f"reason {EVIL}")
-    (run.folder / step_attempt_folder(1, attempt) / f".{EVIL.replace('/', '')}.tmp").write_bytes(b"")
+    assert commit_step.publish_part(run.store, part)
+    assert commit_step.commit(run.store, SnapshotId(attempt, 2), 1)
+    for host in (f"host {EVIL}", lineage.this_host()):
+        lineage.quarantine(run.store, CommitName(2, attempt, 2), host, f"reason {EVIL}")
+    (run.folder / SnapshotId(attempt, 1).data_folder / f".{EVIL.replace('/', '')}.tmp").write_bytes(b"")
     ledger = Ledger(run.store)
     for event in (Event.RESUME, Event.TIMES):
         ledger.add(str(attempt), event, step=2, rank=0, host=EVIL, tier=EVIL, from_attempt=str(attempt))
@@ -101,11 +101,9 @@ def test_json_is_escaped_and_exact(hostile: MadeRun, shell: Shell) -> None:
     assert [leaf["name"] for leaf in ended.json["leaves"]] == [f"{EVIL}.weight"]
 
 
-def test_errors_and_logs_of_the_library_show_it_escaped(
-    hostile: MadeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    lineage.candidates(hostile.store)
-    assert "passed over, marked by host" in caplog.text
-    assert not CONTROL.search(caplog.text)
+def test_errors_of_the_library_show_it_escaped(hostile: MadeRun) -> None:
+    [passed] = lineage.next_start(hostile.store).passed_over
+    assert "failed verification" in str(passed)
+    assert not CONTROL.search(str(passed))
     assert str(DamagedError(EVIL)) == str(DamagedError(str(DamagedError(EVIL))))
     assert not CONTROL.search(str(DamagedError(EVIL)))

@@ -142,7 +142,7 @@ def test_every_file_of_every_rank_is_verified(made: tuple[MadeRun, AttemptName],
     run, _ = made
     ended = shell("verify", run.folder, "--json")
     assert (ended.code, len(ended.json["files"])) == (0, 1 + len(NODES) + WORLD)
-    [path] = run.folder.glob("steps/*/*/shard-00003-*")
+    [path] = run.folder.glob("data/*/*/shard-00003-*")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

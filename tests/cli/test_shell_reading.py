@@ -21,10 +21,11 @@ from flashckpt._native import xxh3_128
 from flashckpt.cli.command import Bar
 from flashckpt.commit.assets import write_assets
 from flashckpt.commit.attempts import attempts, open_run
-from flashckpt.commit.lineage import mark
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.lineage import quarantine
 from flashckpt.errors import UnusableRunError
 from flashckpt.format import checked_json
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.store import open_store
 
 pytestmark = pytest.mark.process
@@ -57,7 +58,7 @@ def test_ls_lists_the_visible_steps_newest_last(branched: MadeRun, shell: Shell)
     assert [row["step"] for row in rows] == [10, 20, 30]
     assert [row["attempt"][:6] for row in rows] == ["000001", "000001", "000002"]
     assert all(row["visible"] and row["leaves"] == len(LEAVES) and not row["problem"] for row in rows)
-    shard = next(branched.folder.glob("steps/*30/000002*/shard-*"))
+    shard = next(branched.folder.glob("data/000002*/*30/shard-*"))
     assert rows[2]["num_bytes"] == shard.stat().st_size
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", rows[2]["committed_at"])
 
@@ -94,23 +95,39 @@ def test_ls_all_shows_the_other_branch_too(branched: MadeRun, shell: Shell) -> N
     assert len(re.findall(r"\bthis\b", table)) == 3
 
 
-def test_ls_shows_marks_and_stays_well(branched: MadeRun, shell: Shell) -> None:
+def test_ls_shows_quarantines_and_stays_well(branched: MadeRun, shell: Shell) -> None:
     first = shell("ls", branched.folder, "--json").json["steps"][0]
     attempt = next(a for a in _attempts(branched) if str(a) == first["attempt"])
-    mark(branched.store, 10, attempt, "node7", "a digest differs")
+    quarantine(branched.store, CommitName(10, attempt, 10), "node7", "a digest differs")
     ended = shell("ls", branched.folder, "--json")
     assert ended.code == 0
-    assert ended.json["steps"][0]["marks"] == [{"host": "node7", "reason": "a digest differs"}]
-    assert "marked on node7: a digest differs" in shell("ls", branched.folder).out
+    assert ended.json["steps"][0]["quarantines"] == [{"host": "node7", "reason": "a digest differs"}]
+    assert "quarantined on node7: a digest differs" in shell("ls", branched.folder).out
+
+
+def test_ls_marks_what_a_start_resumes_from_and_says_what_it_passes_over(
+    branched: MadeRun, shell: Shell
+) -> None:
+    ended = shell("ls", branched.folder, "--json")
+    assert [row["step"] for row in ended.json["steps"] if row["next"]] == [30]
+    assert ended.json["passed_over"] == []
+    next(branched.folder.glob("data/000002*/*30/shard-*")).unlink()
+    ended = shell("ls", branched.folder, "--json")
+    assert [row["step"] for row in ended.json["steps"] if row["next"]] == [20]
+    [passed] = ended.json["passed_over"]
+    assert passed.startswith("step 30 of attempt 000002")
+    ended = shell("ls", branched.folder)
+    assert "a start resumes from it" in ended.out
+    assert "Passed over: step 30" in ended.err
 
 
 def test_ls_ends_with_1_where_a_shard_is_gone_and_says_which(branched: MadeRun, shell: Shell) -> None:
-    shard = next(branched.folder.glob("steps/*20/*/shard-*"))
+    shard = next(branched.folder.glob("data/*/*20/shard-*"))
     shard.unlink()
     ended = shell("ls", branched.folder, "--json")
     assert ended.code == 1
     (row,) = [row for row in ended.json["steps"] if row["problem"]]
-    assert (row["step"], row["visible"]) == (20, False)
+    assert (row["step"], row["visible"]) == (20, True), "its record is listed"
     assert shard.name in row["problem"]
 
 
@@ -132,7 +149,7 @@ def test_show_describes_the_newest_step(branched: MadeRun, shell: Shell) -> None
     found = {each["name"]: (each["dtype"], each["shape"], each["num_bytes"]) for each in shown["leaves"]}
     assert found == {leaf.name: (leaf.dtype, list(leaf.shape), leaf.num_bytes) for leaf in LEAVES}
     text = shell("show", branched.folder).out
-    for expected in ("model.weight", "= model.tied", "64 × 3", "scalar", "went on from step 20", "2.13.0"):
+    for expected in ("model.weight", "= model.tied", "64 × 3", "scalar", "resumed from step 20", "2.13.0"):
         assert expected in text
 
 
@@ -156,7 +173,7 @@ def test_verify_reads_visible_steps_and_all_of_them(branched: MadeRun, shell: Sh
 
 
 def test_verify_finds_one_flipped_bit_and_ends_with_1(branched: MadeRun, shell: Shell) -> None:
-    shard = next(branched.folder.glob("steps/*20/*/shard-*"))
+    shard = next(branched.folder.glob("data/*/*20/shard-*"))
     flip(shard, shard.stat().st_size - 1)
     ended = shell("verify", branched.folder, "--json")
     assert (ended.code, ended.json["ok"]) == (1, False)
@@ -204,7 +221,7 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], run: MadeRun, shell
 
 def test_a_newer_format_ends_with_3(run: MadeRun, shell: Shell) -> None:
     text = (run.folder / "run.json").read_bytes()
-    newer = text[: text.rindex(b',"checksum"')].replace(b'"format":2', b'"format":99')
+    newer = text[: text.rindex(b',"checksum"')].replace(b'"format":1', b'"format":99')
     (run.folder / "run.json").write_bytes(newer + b',"checksum":"' + xxh3_128(newer).hex().encode() + b'"}\n')
     assert checked_json.FORMAT < 99
     ended = shell("ls", run.folder, "--json")
@@ -328,7 +345,7 @@ def test_what_to_do_about_a_damaged_run_json_works(branched: MadeRun, tmp_path: 
     (branched.folder / "run.json").write_text("rotten")
     ended = shell("ls", branched.folder)
     assert ended.code == 1
-    assert "that of any other run does" in ended.err
+    assert "copy that of another run" in ended.err
     assert "flashckpt verify" not in ended.err, "it would say the same"
     open_run(open_store(tmp_path / "other"), create=True)
     shutil.copy(tmp_path / "other" / "run.json", branched.folder)
@@ -344,7 +361,7 @@ def test_what_the_system_refuses_is_said_with_the_run_and_what_it_means(
     assert ended.code == 4
     message = ended.json["error"]["message"]
     assert message.startswith(f"{branched.folder}: [Errno 36]")
-    assert "What is committed is as whole as it was" in message
+    assert "Committed steps are as whole as they were" in message
 
 
 def test_a_terminal_that_lacks_a_letter_is_told_the_rest(
@@ -378,7 +395,7 @@ def test_export_gives_a_module_its_own_names_in_shards(branched: MadeRun, shell:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--format", "hf", "--only", "model"], "keeps no model config"),
+        (["--format", "hf", "--only", "model"], "has no model config"),
         (["--format", "hf", "--by-rank"], "--by-rank is not for"),
         (["--config", "."], "--config is for"),
         (["--dtype", "int8"], "dtype='int8'"),
@@ -404,3 +421,28 @@ def test_verify_finds_damaged_assets(branched: MadeRun, shell: Shell) -> None:
     ended = shell("verify", branched.folder, "--json")
     assert ended.code == 1
     assert "assets.json" in ended.json["problem"]
+
+
+def test_what_lacks_only_its_record_is_named_and_goes_when_it_is_asked_for(
+    branched: MadeRun, shell: Shell
+) -> None:
+    """The record of a step of another branch is lost."""
+    lost = next(each for each in Catalogue.of(branched.store).commits if each.step == 30)
+    (branched.folder / lost.path).unlink()
+    ended = shell("verify", branched.folder)
+    assert ended.code == 0
+    assert f"{lost}: all files are there, and no commit record" in ended.err
+    assert shell("verify", branched.folder, "--json").json["without_record"] == [str(lost)]
+    row = {"step": lost.step, "attempt": str(lost.attempt), "boundary": lost.boundary}
+    prune = "prune", branched.folder, "--keep-last", 9, "--json"
+    for more in ((), ("--dry-run",)):
+        told = shell(*prune, *more).json
+        assert told["gone"] == []
+        assert [row.items() <= each.items() for each in told["without_record"]] == [True]
+    assert f"{lost}: all files" in shell(*prune[:-1]).err
+    for more in (("--dry-run",), ()):
+        told = shell(*prune, "--without-record", *more).json
+        assert [row.items() <= each.items() for each in told["gone"]] == [True]
+        assert told["without_record"] == []
+    assert shell("verify", branched.folder, "--json").json["without_record"] == []
+    assert not (branched.folder / lost.id.data_folder).exists()

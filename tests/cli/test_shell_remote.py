@@ -11,8 +11,8 @@ from made_runs import Ended, MadeRun
 
 import flashckpt
 from flashckpt.format.names import AttemptName
+from flashckpt.replication.run_copy import copy_run
 from flashckpt.store.local import LocalStore
-from flashckpt.tiers.run_copy import copy_run
 
 pytestmark = pytest.mark.process
 
@@ -49,10 +49,10 @@ def test_the_remote_is_named_and_verified(run: MadeRun, shell: Shell, remote: Pa
     assert (both.code, both.json["ok"], both.json["remote"]["ok"]) == (0, True, True)
     assert both.json["remote"]["run"] == str(remote)
 
-    [shard] = remote.glob("steps/*/*/shard-*")
+    [shard] = remote.glob("data/*/*/shard-*")
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     told = shell("verify", run.folder, "--remote", remote)
-    mended = f"`flashckpt copy {run.folder} {remote} --step 10@{attempt} --repair`"
+    mended = f"`flashckpt copy {run.folder} {remote} --step 10@{attempt}:10 --repair`"
     assert (told.code, mended in told.err) == (1, True), told.err
     done = shell(*mended.strip("`").split()[1:], "--json")
     assert (done.code, done.json["steps"][0]["outcome"]) == (0, "repaired"), done.err

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from flashckpt.store.base import Entry
-from flashckpt.store.listing import Found
+from flashckpt.store.objects import Found
 from tests.crash.mortal import MortalSystem
 
 PAGE_KEYS = 3
@@ -56,22 +56,22 @@ class Turns:
             self._next = next(self._order, min({0, 1} - self._ended, default=0))
         return self._next
 
-    def run(self, *deeds: Callable[[], object]) -> list[object]:
+    def run(self, *operations: Callable[[], object]) -> list[object]:
         """What each has returned, or raised."""
-        results: list[object] = [None] * len(deeds)
+        results: list[object] = [None] * len(operations)
 
         def run(number: int) -> None:
             self._numbers[threading.get_ident()] = number
             try:
-                results[number] = deeds[number]()
+                results[number] = operations[number]()
             except BaseException as error:
                 results[number] = error
             with self._change:
                 self._ended.add(number)
                 self._stops()
 
-        self._ended = set(range(2)) - set(range(len(deeds)))
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(deeds))]
+        self._ended = set(range(2)) - set(range(len(operations)))
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(operations))]
         for number, thread in enumerate(threads):
             with self._change:
                 self._change.wait_for(lambda: self._running is None)

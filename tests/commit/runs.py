@@ -9,25 +9,27 @@ from collections.abc import Mapping
 import numpy as np
 
 from flashckpt import _native
-from flashckpt.commit import attempts as attempts_module
-from flashckpt.commit import constants as constants_module
-from flashckpt.commit import lineage
-from flashckpt.commit import steps as steps_module
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit import commit_step, starting
+from flashckpt.commit.attempts import open_run, started_after
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.steps import missing_files, missing_frozen, read_record, read_step
 from flashckpt.errors import DamagedError
+from flashckpt.format.checked_json import TAIL_BYTES
 from flashckpt.format.layout import PAGE, Layout, Leaf
 from flashckpt.format.names import (
     AttemptName,
-    attempt_folder,
-    constants_name,
+    CommitName,
+    SnapshotId,
+    frozen_name,
+    frozen_path,
     shard_name,
-    step_attempt_folder,
 )
 from flashckpt.format.records import (
     CHUNK_BYTES,
+    CommitRecord,
     Contents,
-    Holder,
-    Manifest,
+    FileRecord,
+    Owner,
     Part,
     RankRecord,
     ShardRecord,
@@ -35,7 +37,7 @@ from flashckpt.format.records import (
 from flashckpt.store.base import MemoryRange, Store
 from flashckpt.store.local import LocalStore, System
 
-HOLDER = Holder(boot_id="b", runtime="/r", runtime_id="1:2", lock="trainer-1", host="here", pid=1)
+HOLDER = Owner(boot_id="b", runtime="/r", runtime_id="1:2", lock="trainer-1", host="here", pid=1)
 
 
 def leaves_of(step: int, rank: int = 0) -> dict[str, np.ndarray]:
@@ -84,6 +86,11 @@ def write_shard(store: Store, path: str, image: bytes, layout: Layout) -> None:
         os.close(descriptor)
 
 
+def name_of(step: int, attempt: AttemptName, boundary: int | None = None) -> CommitName:
+    """The commit of a step of these runs: its boundary is its step, unless another is given."""
+    return CommitName(step, attempt, step if boundary is None else boundary)
+
+
 def part_of(
     store: Store,
     step: int,
@@ -94,14 +101,13 @@ def part_of(
     keeper: int = 0,
     nonce: str = "5f2c0a1b",
     constants: bool = False,
-    boundary: int = 1,
+    boundary: int | None = None,
 ) -> Part:
     """Write the shards of a part; the part itself is not written."""
-    records = []
+    name, records = name_of(step, attempt, boundary), []
     for rank in ranks:
         image, contents = contents_of(shard_name(rank, nonce), leaves_of(step, rank))
-        folder = step_attempt_folder(step, attempt)
-        write_shard(store, f"{folder}/{contents.shard.file}", image, contents.layout())
+        write_shard(store, f"{name.id.data_folder}/{contents.shard.file}", image, contents.layout())
         records.append(
             RankRecord(
                 rank=rank,
@@ -113,34 +119,49 @@ def part_of(
             )
         )
     return Part(
-        step=step, attempt=attempt, boundary=boundary, world=world, keeper=keeper, ranks=tuple(records)
+        step=step,
+        attempt=attempt,
+        boundary=name.boundary,
+        world=world,
+        keeper=keeper,
+        ranks=tuple(records),
     )
 
 
 def constants_of(store: Store, attempt: AttemptName, rank: int) -> Contents:
-    """The constants shard of a rank: that which the newest steps name, else one of this attempt, written
+    """The frozen instance of a rank: that which a visible step names, else one of this attempt, written
     unless it is there."""
-    file = constants_name(rank, 1)
-    image, contents = contents_of(file, {"frozen.weight": np.arange(8, dtype="float64") + rank})
-    for _, found in constants_module.named(store, attempt, rank):
-        if found.digests == contents.digests and constants_module.is_there(store, attempt, found):
+    leaves = {"frozen.weight": np.arange(8, dtype="float64") + rank}
+    image, contents = contents_of(frozen_name(attempt, rank, "5f2c0a1b"), leaves)
+    for each in Catalogue.of(store).newest_first():
+        found = read_step(store, each, {rank}).rank(rank).constants if rank < _world_of(store, each) else None
+        if found is not None and found.digests == contents.digests and _is_there(store, found):
             return found
-    path = f"{attempt_folder(attempt)}/{file}"
+    path = frozen_path(contents.shard.file)
     if not store.exists(path):
         write_shard(store, path, image, contents.layout())
     return contents
 
 
+def _is_there(store: Store, found: Contents) -> bool:
+    return not missing_frozen(store, [FileRecord(found.shard.file, found.shard.num_bytes)])
+
+
+def _world_of(store: Store, name: CommitName) -> int:
+    record = read_record(store, name)
+    return 0 if record is None else record.world
+
+
 def publish(store: Store, step: int, attempt: AttemptName, **how: object) -> Part:
     part = part_of(store, step, attempt, **how)  # type: ignore[arg-type]
-    steps_module.publish_part(store, part)
+    commit_step.publish_part(store, part)
     return part
 
 
-def commit(store: Store, step: int, attempt: AttemptName, **how: object) -> steps_module.Committed:
-    """Shard, part, manifest of a step of one rank."""
-    publish(store, step, attempt, **how)
-    return steps_module.commit(store, step, attempt, world=1)
+def commit(store: Store, step: int, attempt: AttemptName, **how: object) -> commit_step.Outcome:
+    """Shard, part and record of a step; with one part, so of one rank unless `ranks` and `world` say more."""
+    part = publish(store, step, attempt, **how)
+    return commit_step.commit(store, SnapshotId(attempt, part.boundary), part.world)
 
 
 def new_run(path: object, system: System | None = None) -> LocalStore:
@@ -149,16 +170,22 @@ def new_run(path: object, system: System | None = None) -> LocalStore:
     return store
 
 
-def attempt_at(store: Store, parent: AttemptName | None = None, step: int = 0) -> AttemptName:
-    """Claim and start an attempt that goes on from `step` of `parent`."""
-    name = attempts_module.claim(store, HOLDER)
-    attempts_module.start(store, name, parent, step, world=1)
+def attempt_at(store: Store, parent: CommitName | None = None, *, world: int = 1) -> AttemptName:
+    """Claim and start an attempt that resumes from `parent`."""
+    name, catalogue = starting.claim(store, HOLDER)
+    step = 0 if parent is None else parent.step
+    starting.start(store, name, None if parent is None else parent.id, step, world, catalogue)
     return name
 
 
-def is_whole(store: Store, step: int, attempt: AttemptName) -> bool:
+def newest_of(store: Store, step: int) -> CommitName:
+    """The newest visible commit of a step number."""
+    return next(each for each in Catalogue.of(store).visible()[::-1] if each.step == step)
+
+
+def is_whole(store: Store, step: int, attempt: AttemptName, boundary: int | None = None) -> bool:
     """Whether every byte of a committed step of these runs is the one that was written."""
-    record = steps_module.read_step(store, step, attempt)
+    record = read_step(store, name_of(step, attempt, boundary))
     for part in record.parts:
         for rank in part.ranks:
             image, contents = contents_of(rank.shard.file, leaves_of(step, rank.rank))
@@ -169,28 +196,35 @@ def is_whole(store: Store, step: int, attempt: AttemptName) -> bool:
     return True
 
 
+def of_format(version: int, data: bytes) -> bytes:
+    """The bytes of a record without a head as another format of the library would have written them."""
+    head = data[:-TAIL_BYTES].replace(b'"format":1', b'"format":%d' % version)
+    return head + b',"checksum":"' + _native.xxh3_128(head).hex().encode() + b'"}\n'
+
+
 def u64(values: tuple[int, ...]) -> array[int]:
     return array("Q", values)
 
 
 def half_steps(store: Store) -> list[str]:
-    """What is wrong with manifests: one cannot be read, or names files that are not there. No fault is one of
-    which no part is there, of an attempt that another has followed: whoever committed it was killed before it
-    saw that the step had been buried and removed meanwhile."""
+    """What is wrong with commit records: one cannot be read, or names files that are not there. It is no
+    fault if a snapshot with a tombstone lacks files, nor if one of an attempt that another has followed has
+    no part left: its committer was killed before it found that a deletion had removed everything."""
     faults = []
-    for each in lineage.everything(store):
+    catalogue = Catalogue.of(store)
+    for each in catalogue.commits:
         try:
-            found = steps_module.read_manifest(store, each.step, each.attempt)
+            found = read_record(store, each)
         except DamagedError as error:
             faults.append(str(error))
             continue
-        missing = steps_module.missing_files(store, found) if isinstance(found, Manifest) else []
-        if missing and not _is_removed(store, found):  # type: ignore[arg-type]
-            faults.append(f"a manifest names what is not there: {missing}")
+        missing = missing_files(store, found) if found is not None else []
+        if found is not None and missing and not _is_removed(store, found):
+            faults.append(f"a record names what is not there: {missing}")
     return faults
 
 
-def _is_removed(store: Store, manifest: Manifest) -> bool:
-    folder = step_attempt_folder(manifest.step, manifest.attempt)
-    has_part = any(store.exists(f"{folder}/{part.file}") for part in manifest.parts)
-    return not has_part and attempts_module.started_after(store, manifest.attempt) is not None
+def _is_removed(store: Store, record: CommitRecord) -> bool:
+    folder = record.name.id.data_folder
+    has_part = any(store.exists(f"{folder}/{part.file}") for part in record.parts)
+    return not has_part and started_after(store, record.name.attempt) is not None

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.assets import copy_assets, read_assets, write_assets
-from flashckpt.commit.steps import commit
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.lineage import resolve
 from flashckpt.errors import DamagedError, OptionError
-from flashckpt.format.checked_json import NEWEST_FORMAT, dump
+from flashckpt.format.checked_json import dump
 from flashckpt.format.names import ASSETS
 from flashckpt.options import Remote
+from flashckpt.replication.mirror import Mirror
+from flashckpt.replication.run_copy import copy_run
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from flashckpt.tiers.mirror import Mirror
-from flashckpt.tiers.run_copy import copy_run
-from tests.commit.runs import attempt_at, new_run, publish
+from tests.commit.runs import attempt_at, commit, new_run, of_format
 
 FILES = {"config.json": b'{"model_type": "gpt2"}', "tokenizer.model": bytes(range(256)), "other/a.json": b""}
 
@@ -27,8 +28,7 @@ def store(tmp_path: Path) -> LocalStore:
     """A run with a committed step."""
     store = new_run(tmp_path / "run")
     name = attempt_at(store)
-    publish(store, 5, name)
-    assert commit(store, 5, name, 1)
+    assert commit(store, 5, name)
     return store
 
 
@@ -72,6 +72,14 @@ def test_a_flipped_bit_is_found(store: LocalStore, tmp_path: Path) -> None:
         read_assets(store)
 
 
+def test_data_that_is_no_base64_is_damage(store: LocalStore, tmp_path: Path) -> None:
+    for data in ("e30", "\u00e9"):
+        obj = {"kind": "assets", "files": [["config.json", data]]}
+        (tmp_path / "run" / ASSETS).write_bytes(dump(obj))
+        with pytest.raises(DamagedError, match="is not base64"):
+            read_assets(store)
+
+
 def test_a_copy_has_them(store: LocalStore, tmp_path: Path) -> None:
     write_assets(store, FILES)
     target = LocalStore(str(tmp_path / "copy"))
@@ -91,7 +99,7 @@ def test_damaged_ones_are_not_copied_and_steps_are(store: LocalStore, tmp_path: 
     target = LocalStore(str(tmp_path / "copy"))
     with pytest.raises(DamagedError, match=ASSETS):
         copy_run(store, target)
-    assert list((tmp_path / "copy" / "steps").iterdir())
+    assert Catalogue.of(target).visible()
     assert not (tmp_path / "copy" / ASSETS).exists()
     assert not copy_assets(target, LocalStore(str(tmp_path / "other")))
 
@@ -100,7 +108,7 @@ def refuse(source: Store, target: Store) -> bool:
     raise PermissionError(errno.EACCES, "the remote takes no such name")
 
 
-@pytest.mark.parametrize("why", ["", "damaged", "of a newer version", "refused"])
+@pytest.mark.parametrize("why", ["", "damaged", "of another format", "refused"])
 def test_a_remote_has_them_also_where_they_come_after_the_start(
     store: LocalStore, tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,13 +119,12 @@ def test_a_remote_has_them_also_where_they_come_after_the_start(
     write_assets(store, FILES)
     if why == "damaged":
         flip(tmp_path / "run")
-    elif why == "of a newer version":
-        store.replace(ASSETS, dump({"files": []}, version=NEWEST_FORMAT + 1))
+    elif why == "of another format":
+        store.replace(ASSETS, of_format(2, dump({"files": []})))
     elif why == "refused":
-        monkeypatch.setattr("flashckpt.tiers.mirror.copy_assets", refuse)
-    name = attempt_at(store)
-    publish(store, 6, name)
-    assert commit(store, 6, name, 1)
+        monkeypatch.setattr("flashckpt.replication.mirror.copy_assets", refuse)
+    parent = resolve(store).name
+    assert commit(store, 6, attempt_at(store, parent))
     done = mirror.bring(None, lambda newest, step: newest != step)
     assert done.newest is not None
     assert done.newest.step == 6, "steps are worth more than a config"

@@ -90,7 +90,7 @@ def test_links_in_the_run_are_not_followed(tmp_path: Path) -> None:
         lambda: store.remove("folder/secret"),
         lambda: store.copy("file", "copy"),
     ):
-        with pytest.raises((RunError, DamagedError), match="not followed"):
+        with pytest.raises((RunError, DamagedError), match="not followed|neither followed nor read"):
             act()
     store.remove_tree("folder")
     assert [entry.name for entry in store.list("")] == []
@@ -99,7 +99,7 @@ def test_links_in_the_run_are_not_followed(tmp_path: Path) -> None:
 
 def test_a_pipe_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DamagedError, match="another kind"):
+    with pytest.raises(DamagedError, match="another object that is not a file"):
         LocalStore(str(tmp_path)).read("pipe", 100)
 
 

@@ -12,17 +12,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from flashckpt.cli.history import step_rows
-from flashckpt.commit.lineage import resolve, steps
-from flashckpt.commit.retention import prune
+from flashckpt.commit.collect import prune
+from flashckpt.commit.lineage import next_start, resolve, steps
 from flashckpt.commit.verification import verify
 from flashckpt.errors import NoSuchStepError
 from flashckpt.export.step import export
 from flashckpt.options import Keep
-from flashckpt.restore.mapping import mapped_leaves
-from flashckpt.store.base import Entry, Read
+from flashckpt.replication.run_copy import copy_run
+from flashckpt.restore.loading import mapped_leaves
+from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
-from flashckpt.tiers.nearest import seen
-from flashckpt.tiers.run_copy import copy_run
 from tests.commit.runs import attempt_at, commit, leaves_of, new_run
 
 NEWEST = 300
@@ -42,7 +41,7 @@ class Living(LocalStore):
             attempt = resolve(job).attempt
             for step in (400, 500):
                 commit(job, step, attempt)
-            assert [each.step for each in prune(job, attempt, Keep(last=2))] == [200, NEWEST]
+            assert [each.step for each in prune(job, attempt, Keep(last=2))[0].expired] == [200, NEWEST]
 
     def read(self, *what: Any) -> bytes:
         self._read()
@@ -56,9 +55,9 @@ class Living(LocalStore):
         self._read()
         return super().exists(*what)
 
-    def read_ranges(self, *what: Any, **how: Any) -> Read:
+    def read_chunks(self, *what: Any, **how: Any) -> None:
         self._read()
-        return super().read_ranges(*what, **how)
+        super().read_chunks(*what, **how)
 
     def read_bytes(self, *what: Any) -> bytes:
         self._read()
@@ -110,10 +109,10 @@ def numbers(store: Living, step: int | None) -> None:
 
 
 def remote(store: Living, step: int | None) -> None:
-    """An empty folder begins anew where its remote has no step."""
-    found = seen(store)
-    assert found.steps
-    assert not found.problem
+    """An empty home would begin anew if its mirror had no step."""
+    choice = next_start(LocalStore(f"{store.url}-home"), mirror=store)
+    assert choice.candidates
+    assert choice.refusal is None
 
 
 READERS = [*product([load, look, take_out], [None, NEWEST]), *product([listed, numbers, remote], [None])]
@@ -141,7 +140,7 @@ def test_a_step_that_goes_at_any_reading_is_whole_or_not_there(
         if living.left >= 0:
             break
     assert wrong == []
-    assert at > 8
+    assert at > 5
     assert (refused > 3) == (step is not None)
 
 
@@ -161,5 +160,5 @@ def test_of_all_steps_a_copy_has_some_though_all_go_that_were_there(tmp_path: Pa
 
     target = LocalStore(str(tmp_path / "copy"))
     done = copy_run(Copied(run.url, 10**6), target, all_steps=True)
-    assert [each.step for each in done.steps if each.is_visible] == [500, 400]
+    assert [each.name.step for each in done.steps if each.is_visible] == [500, 400]
     assert verify(target).ok

@@ -7,24 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.attempts import attempts, bounds, claim, newest_started, start
+from flashckpt.commit.attempts import attempts, claim, newest_started
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.choice import Offer, Place, RankOffers, choose
 from flashckpt.commit.lineage import (
     branch,
-    candidates,
     check_records,
-    check_usable,
-    mark,
-    marks,
-    newest_first,
+    history,
+    incomplete,
+    next_start,
+    quarantine,
+    quarantined_here,
+    quarantines,
     resolve,
     steps,
     this_host,
-    visible,
 )
-from flashckpt.errors import DamagedError, NoSuchStepError, RunHeldError, UnusableRunError
-from flashckpt.format.names import AttemptName, claim_path, manifest_path, start_path, step_attempt_folder
+from flashckpt.commit.starting import start
+from flashckpt.errors import NoSuchStepError, RunHeldError, UnusableRunError
+from flashckpt.format.names import AttemptName, claim_path, start_path
 from flashckpt.store.base import Store
-from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
+from tests.commit.runs import HOLDER, attempt_at, commit, name_of, new_run, publish
 
 
 @pytest.fixture
@@ -33,10 +36,10 @@ def store(tmp_path: Path) -> Store:
 
 
 def shown(store: Store) -> list[tuple[int, int]]:
-    return [(each.step, each.attempt.number) for each in visible(store)]
+    return [(each.step, each.attempt.number) for each in Catalogue.of(store).visible()]
 
 
-def train(store: Store, attempt: object, *at: int) -> None:
+def train(store: Store, attempt: AttemptName, *at: int) -> None:
     for step in at:
         assert commit(store, step, attempt)
 
@@ -45,7 +48,7 @@ def test_a_restart_goes_on(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200)
     assert shown(store) == [(100, 1), (200, 1)]
-    second = attempt_at(store, first, 200)
+    second = attempt_at(store, name_of(200, first))
     assert shown(store) == [(100, 1), (200, 1)]
     train(store, second, 300)
     assert shown(store) == [(100, 1), (200, 1), (300, 2)]
@@ -58,7 +61,7 @@ def test_an_attempt_that_never_started_is_as_if_it_had_never_been(store: Store) 
     lost = claim(store, HOLDER)
     commit(store, 500, lost)
     assert shown(store) == [(100, 1)]
-    third = attempt_at(store, first, 100)
+    third = attempt_at(store, name_of(100, first))
     train(store, third, 200)
     assert shown(store) == [(100, 1), (200, 3)]
 
@@ -68,7 +71,7 @@ def test_going_back_hides_what_came_after(store: Store) -> None:
     train(store, first, 100, 200, 300)
     second = branch(store, 200, watch_s=0)
     assert shown(store) == [(100, 1), (200, 1)]
-    third = attempt_at(store, first, 200)
+    third = attempt_at(store, name_of(200, first))
     train(store, third, 300)
     assert shown(store) == [(100, 1), (200, 1), (300, 3)]
     assert newest_started(store) == third != second
@@ -77,67 +80,74 @@ def test_going_back_hides_what_came_after(store: Store) -> None:
 def test_branches_twice_over(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
-    second = attempt_at(store, first, 300)
+    second = attempt_at(store, name_of(300, first))
     train(store, second, 400, 500)
-    # Back to a step of the first, through the second: its own steps are past the bound, and so are the
-    # first's from 300 on, though the second started at 300.
-    third = attempt_at(store, second, 200)
+    # Back to a step of the first: the second is in no lineage any more.
+    third = attempt_at(store, name_of(200, first))
     assert shown(store) == [(100, 1), (200, 1)]
     train(store, third, 300)
-    fourth = attempt_at(store, third, 300)
+    fourth = attempt_at(store, name_of(300, third))
     train(store, fourth, 400)
     assert shown(store) == [(100, 1), (200, 1), (300, 3), (400, 4)]
-    fifth = attempt_at(store, third, 200)
-    train(store, fifth, 250)
-    assert shown(store) == [(100, 1), (200, 1), (250, 5)]
+    fifth = attempt_at(store, name_of(300, third))
+    train(store, fifth, 350)
+    assert shown(store) == [(100, 1), (200, 1), (300, 3), (350, 5)]
 
 
-def test_the_bound_is_the_minimum_along_the_way(store: Store) -> None:
+def test_attempts_are_bound_by_boundary_and_not_by_step(store: Store) -> None:
+    """An epoch's last batch and the epoch's end have one step number."""
     first = attempt_at(store)
-    train(store, first, 100, 200, 300)
-    second = attempt_at(store, first, 300)
-    train(store, second, 400)
-    # A child that started below its parent's own start: all of the parent is past the bound, and so is
-    # what the grandparent did past it.
-    attempt_at(store, second, 100)
-    assert shown(store) == [(100, 1)]
+    for boundary in (1, 2):
+        assert commit(store, 100, first, boundary=boundary)
+    assert [each.boundary for each in Catalogue.of(store).newest_first()] == [2, 1]
+    assert resolve(store, 100).boundary == 2
+    assert resolve(store, 100, name_of(100, first, 1).id).boundary == 1
+    attempt_at(store, name_of(100, first, 1))
+    assert [each.boundary for each in Catalogue.of(store).visible()] == [1]
+    assert steps(store) == [100]
 
 
-def test_a_damaged_start_of_an_older_attempt_is_named_and_keeps_nobody(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_snapshot_in_memory_is_in_the_lineage_by_its_boundary(store: Store) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200)
+    second = attempt_at(store, name_of(150, first))
+    survived = [name_of(150, first), name_of(160, first), name_of(170, second)]
+    rows = [RankOffers(0, "host", tuple(Offer(id=each.id, step=each.step, world=1) for each in survived))]
+    found = [(each.step, each.places(rows[0], None)) for each in next_start(store, rows).candidates]
+    assert found == [(170, (Place.MEMORY,)), (150, (Place.MEMORY,)), (100, (Place.HOME,))]
+
+
+def test_a_damaged_start_of_an_older_attempt_hides_nothing(store: Store) -> None:
     """The newest start.json holds the whole lineage behind it."""
     first = attempt_at(store)
     train(store, first, 100, 200)
-    second = attempt_at(store, first, 200)
+    second = attempt_at(store, name_of(200, first))
     train(store, second, 300)
-    third = attempt_at(store, second, 300)
+    attempt_at(store, name_of(300, second))
     for each in (first, second):
         damage_start(store, each)
     assert steps(store) == [100, 200, 300]
-    assert all(start_path(each) in caplog.text for each in (first, second))
-    assert not [info for info in attempts(store) if not info.has_started], "none is swept as never begun"
+    assert not [info for info in attempts(store) if info.start is None and not info.problem], (
+        "none is swept as never begun"
+    )
     check_records(store)
     branch(store, 200, watch_s=0)
     assert steps(store) == [100, 200]
     branch(store, 300, second, watch_s=0)
-    assert steps(store) == [300], "what was before the second attempt nobody can tell"
-    with pytest.raises(DamagedError, match=start_path(second)):
-        bounds(store, second)
-    assert third in {info.name for info in attempts(store)}
+    assert steps(store) == [300], "what was before the second attempt is not known"
 
 
 def test_a_damaged_start_of_a_parent_hides_nothing_that_its_child_knows_of(store: Store) -> None:
-    """The second attempt left a snapshot of 250 in memory. The third went on from it and died, and so does
-    the fourth. What was before the second stands in the third's start.json."""
+    """The second attempt left a snapshot of 250 in memory. The third resumed from it and died, and so does
+    the fourth. What was before the second is in the third's start.json."""
     first = attempt_at(store)
     train(store, first, 100, 200)
-    second = attempt_at(store, first, 200)
-    attempt_at(store, second, 250)
+    second = attempt_at(store, name_of(200, first))
+    attempt_at(store, name_of(250, second))
     damage_start(store, second)
-    fourth = attempt_at(store, second, 250)
+    fourth = attempt_at(store, name_of(250, second))
     assert shown(store) == [(100, 1), (200, 1)]
-    assert [each.attempt for each in bounds(store)] == [fourth, second, first]
+    assert [each.attempt for each in Catalogue.of(store).lineage] == [fourth, second, first]
 
 
 def test_a_damaged_newest_start_is_no_older_branch(store: Store) -> None:
@@ -171,73 +181,94 @@ def test_a_branch_that_was_left_comes_back_only_by_name(store: Store) -> None:
 
 
 def test_branch_respects_the_holder(store: Store) -> None:
-    from flashckpt.commit.holder import here
+    from flashckpt.commit.attempts import local_owner
 
-    me = here("/", "trainer-1")
+    me = local_owner("/", "trainer-1")
     name = claim(store, me)
-    start(store, name, None, 0, 1)
+    start(store, name, None, 0, 1, Catalogue.of(store))
     train(store, name, 100)
     with pytest.raises(RunHeldError):
-        branch(store, 100, me=here("/"), probe=lambda runtime, lock: True, watch_s=0)
+        branch(store, 100, me=local_owner("/"), probe=lambda runtime, lock: True, watch_s=0)
     assert newest_started(store) == name
-    assert branch(store, 100, me=here("/"), probe=lambda runtime, lock: False, watch_s=0).number == 2
+    assert branch(store, 100, me=local_owner("/"), probe=lambda runtime, lock: False, watch_s=0).number == 2
 
 
-def test_one_step_of_two_attempts_is_the_newer_ones(store: Store) -> None:
+def test_a_step_number_of_two_attempts_is_the_newer_ones(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200)
-    second = attempt_at(store, first, 200)
+    second = attempt_at(store, name_of(200, first))
     train(store, second, 200)
-    assert shown(store) == [(100, 1), (200, 2)]
+    assert shown(store) == [(100, 1), (200, 1), (200, 2)]
+    assert resolve(store, 200).attempt == second
+    assert [each.id.attempt for each in next_start(store).candidates] == [second, first, first]
+    Path(store.local_path(resolve(store, 200).shard_path(0))).unlink()
+    assert resolve(store, 200).attempt == first, "the other of that number is whole"
 
 
-def test_no_parts_are_opened(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, *range(1, 6))
-    for step in range(1, 6):
-        path = Path(store.local_path(f"{step_attempt_folder(step, first)}/part-00000.json"))
-        path.write_bytes(b"x" * path.stat().st_size)
-    assert steps(store) == [1, 2, 3, 4, 5]
-
-
-def test_the_newest_is_found_without_the_rest(store: Store) -> None:
+def test_steps_are_listed_by_the_names_of_their_records(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, *range(1, 6))
     read = []
 
-    class Counting(type(store)):
+    class Counting(type(store)):  # type: ignore[misc]
         def read(self, path: str, max_bytes: int) -> bytes:
             read.append(path)
-            return super().read(path, max_bytes)
+            return super().read(path, max_bytes)  # type: ignore[no-any-return]
 
-    assert next(newest_first(Counting(store.url))).step == 5
-    assert sum("manifest" in path for path in read) == 1
+        def list(self, folder: str, *named: object) -> object:
+            assert not folder.startswith("data")
+            return super().list(folder, *named)
+
+    assert steps(Counting(store.url)) == [1, 2, 3, 4, 5]
+    assert [each.step for each in choose([], history(Counting(store.url))).candidates] == [5, 4, 3, 2, 1]
+    assert not [path for path in read if path.startswith("commits/")]
 
 
-def test_a_mark_of_this_host_puts_a_step_last_and_hides_nothing(store: Store) -> None:
+def test_a_quarantine_of_this_host_puts_a_step_last_and_hides_nothing(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
-    mark(store, 300, first, this_host(), "chunk 3")
-    assert [each.step for each in candidates(store)] == [200, 100, 300]
+    quarantine(store, name_of(300, first), this_host(), "chunk 3")
+    choice = next_start(store)
+    assert [each.step for each in choice.candidates] == [200, 100, 300]
+    [passed] = choice.passed_over
+    assert passed.id == name_of(300, first).id
+    assert this_host() in passed.why
     assert steps(store) == [100, 200, 300]
     assert resolve(store).step == 200
     assert resolve(store, 300).step == 300
-    assert [(each.host, each.reason) for each in marks(store, 300, first)] == [(this_host(), "chunk 3")]
+    found = quarantines(Catalogue.of(store), name_of(300, first))
+    assert [(each.host, each.reason) for each in found] == [(this_host(), "chunk 3")]
 
 
-def test_a_mark_of_another_host_changes_no_order(store: Store) -> None:
+def test_a_quarantine_of_another_host_changes_no_order(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200)
-    mark(store, 200, first, "node-7", "chunk 3")
-    assert [each.step for each in candidates(store)] == [200, 100]
+    quarantine(store, name_of(200, first), "node-7", "chunk 3")
+    assert [each.step for each in next_start(store).candidates] == [200, 100]
     assert resolve(store).step == 200
+    assert quarantined_here(Catalogue.of(store), name_of(200, first)) is None
+
+
+def test_a_step_that_is_not_whole_is_passed_over_and_reported(store: Store) -> None:
+    first = attempt_at(store)
+    train(store, first, 100, 200, 300)
+    Path(store.local_path(resolve(store, 300).shard_path(0))).unlink()
+    Path(store.local_path(name_of(200, first).path)).write_bytes(b"rot")
+    assert resolve(store).step == 100
+    assert [(each.step, "missing" in why) for each, why in incomplete(store)] == [
+        (300, True),
+        (200, False),
+    ]
+    for step in (200, 300):
+        with pytest.raises(NoSuchStepError, match=f"no visible committed step {step}"):
+            resolve(store, step)
 
 
 @pytest.mark.parametrize("lost", ["claim", "start", "claim of one without steps", "both"])
 def test_an_older_lineage_does_not_win_when_records_are_lost(store: Store, lost: str) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200)
-    second = attempt_at(store, first, 100)
+    second = attempt_at(store, name_of(100, first))
     if lost != "claim of one without steps":
         train(store, second, 150)
     check_records(store)
@@ -258,7 +289,8 @@ def test_an_older_lineage_does_not_win_when_records_are_lost(store: Store, lost:
 
 def test_what_a_sweep_leaves_of_an_older_attempt_is_no_lost_record(store: Store) -> None:
     first = attempt_at(store)
-    second = attempt_at(store)
+    train(store, first, 50)
+    second = attempt_at(store, name_of(50, first))
     train(store, second, 100)
     # A power loss may keep the later of two removals and undo the earlier one.
     Path(store.local_path(claim_path(first.number))).unlink()
@@ -269,33 +301,34 @@ def test_what_a_sweep_leaves_of_an_older_attempt_is_no_lost_record(store: Store)
 def test_a_claim_comes_after_all_whose_steps_are_there(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100)
-    second = attempt_at(store, first, 100)
+    second = attempt_at(store, name_of(100, first))
     train(store, second, 200)
     shutil.rmtree(store.local_path("attempts"))
     assert claim(store, HOLDER).number == 3
+    publish(store, 300, AttemptName(7, "00000001"))
+    assert claim(store, HOLDER).number == 8, "of data that was never committed"
 
 
-def test_steps_that_the_newest_attempt_did_not_go_on_from_are_no_fresh_start(store: Store) -> None:
+def test_steps_that_the_newest_attempt_did_not_resume_from_are_no_fresh_start(store: Store) -> None:
     train(store, attempt_at(store), 100)
     attempt_at(store)
     with pytest.raises(UnusableRunError, match="100@000001"):
-        check_usable(store)
+        resolve(store)
 
 
 def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:
     first = attempt_at(store)
-    check_usable(store)
+    assert next_start(store).refusal is None
     publish(store, 100, first)
-    check_usable(store)
+    assert next_start(store).refusal is None
     train(store, first, 200)
-    check_usable(store)
+    assert next_start(store).refusal is None
     Path(store.local_path(resolve(store, 200).shard_path(0))).unlink()
-    assert steps(store) == []
     with pytest.raises(UnusableRunError, match="not taken for a fresh run"):
-        check_usable(store)
-    Path(store.local_path(manifest_path(200, first))).write_bytes(b"{}")
+        resolve(store)
+    Path(store.local_path(name_of(200, first).path)).write_bytes(b"{}")
     with pytest.raises(UnusableRunError):
-        check_usable(store)
+        resolve(store)
 
 
 def test_what_is_there_is_said(store: Store) -> None:

@@ -8,15 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flashckpt.commit import step_parts
-from flashckpt.commit import steps as steps_module
-from flashckpt.commit.steps import Committed, commit, publish_part, read_manifest, read_step
+from flashckpt.commit import commit_step, steps
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.commit_step import Committed, Outcome, publish_part, record_at_rest
+from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, DivergedError
-from flashckpt.format.names import AttemptName, shard_name, step_attempt_folder
-from flashckpt.format.parts import Part, RankRecord
-from flashckpt.format.replicas import Replicas, ranks_of
+from flashckpt.format.layout import Replicas, ranks_of
+from flashckpt.format.names import AttemptName, shard_name
+from flashckpt.format.records import Part, RankRecord
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, contents_of, new_run, write_shard
+from tests.commit.runs import attempt_at, contents_of, name_of, new_run, write_shard
 
 WORLD = 4
 NAMES = ("model.bias", "model.weight", "optimizer.step")
@@ -52,7 +53,9 @@ def rank_record(
     own = {n: v for n, v in values.items() if n in by_rank or writers[n] in (None, rank)}
     own["buffer"] = np.array([rank], "int64")
     image, contents = contents_of(shard_name(rank, "5f2c0a1b"), own)
-    write_shard(store, f"{step_attempt_folder(100, attempt)}/{contents.shard.file}", image, contents.layout())
+    write_shard(
+        store, f"{name_of(100, attempt).id.data_folder}/{contents.shard.file}", image, contents.layout()
+    )
     table = Replicas(
         ranks=ranks_of(range(WORLD)),
         leaves=tuple(replace(leaf, offset=-1) for leaf in declared),
@@ -70,9 +73,13 @@ def rank_record(
 
 
 def publish(store: LocalStore, attempt: AttemptName, *ranks: RankRecord) -> Part:
-    part = Part(step=100, attempt=attempt, boundary=1, world=WORLD, keeper=ranks[0].rank, ranks=ranks)
+    part = Part(step=100, attempt=attempt, boundary=100, world=WORLD, keeper=ranks[0].rank, ranks=ranks)
     assert publish_part(store, part)
     return part
+
+
+def commit(store: LocalStore, attempt: AttemptName) -> Outcome:
+    return commit_step.commit(store, name_of(100, attempt).id, WORLD)
 
 
 def publish_all(store: LocalStore, attempt: AttemptName, of_rank: dict[int, RankRecord]) -> None:
@@ -85,18 +92,18 @@ def publish_all(store: LocalStore, attempt: AttemptName, of_rank: dict[int, Rank
 @pytest.fixture(params=["whole parts", "heads alone"])
 def _reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "heads alone":
-        monkeypatch.setattr(step_parts, "_FEW_BYTES", 0)
-        monkeypatch.setattr(step_parts, "_HEAD_BYTES", 1200)
+        monkeypatch.setattr(steps, "_FEW_BYTES", 0)
+        monkeypatch.setattr(steps, "_HEAD_BYTES", 1200)
 
 
 @pytest.mark.usefixtures("_reads")
 def test_alike_they_are_committed(store: LocalStore, attempt: AttemptName) -> None:
     ranks = [rank_record(store, attempt, rank) for rank in range(WORLD)]
     publish(store, attempt, *ranks[:2])
-    assert commit(store, 100, attempt, WORLD) is Committed.WAITING
+    assert commit(store, attempt).state is Committed.WAITING
     publish(store, attempt, *ranks[2:])
-    assert commit(store, 100, attempt, WORLD)
-    record = read_step(store, 100, attempt)
+    assert commit(store, attempt)
+    record = read_step(store, name_of(100, attempt))
     for rank in range(WORLD):
         found = record.rank(rank)
         writers = {leaf.name: by for by, leaf, _ in found.elsewhere()}
@@ -110,17 +117,21 @@ def test_who_diverged_is_named_and_nothing_is_committed(store: LocalStore, attem
     )
     for _ in range(2):
         with pytest.raises(DivergedError, match=r"rank 2: model\.weight, optimizer\.step") as caught:
-            commit(store, 100, attempt, WORLD)
+            commit(store, attempt)
         assert (caught.value.ranks, caught.value.step) == ((2,), 100)
         assert caught.value.leaves == ("model.weight", "optimizer.step")
-        assert read_manifest(store, 100, attempt) is None
+        assert Catalogue.of(store).commits == ()
+    # Nor does a claim commit it.
+    assert record_at_rest(store, name_of(100, attempt).id) is None
+    attempt_at(store)
+    assert Catalogue.of(store).commits == ()
 
 
 def test_each_of_several_is_named(store: LocalStore, attempt: AttemptName) -> None:
     harmed = {rank: rank_record(store, attempt, rank, changed=["model.bias"]) for rank in (1, 3)}
     publish_all(store, attempt, harmed)
     with pytest.raises(DivergedError) as caught:
-        commit(store, 100, attempt, WORLD)
+        commit(store, attempt)
     assert (caught.value.ranks, caught.value.leaves) == ((1, 3), ("model.bias",))
 
 
@@ -128,14 +139,14 @@ def test_a_rank_that_does_not_declare_what_others_do(store: LocalStore, attempt:
     """It may have learned before them that a leaf has diverged: until all know, no step of them is one."""
     publish_all(store, attempt, {0: rank_record(store, attempt, 0, by_rank=["model.weight"])})
     with pytest.raises(DivergedError) as caught:
-        commit(store, 100, attempt, WORLD)
+        commit(store, attempt)
     assert (caught.value.ranks, caught.value.leaves) == ((0,), ("model.weight",))
 
 
 def test_a_rank_that_declares_nothing(store: LocalStore, attempt: AttemptName) -> None:
     publish_all(store, attempt, {3: rank_record(store, attempt, 3, by_rank=NAMES)})
     with pytest.raises(DivergedError) as caught:
-        commit(store, 100, attempt, WORLD)
+        commit(store, attempt)
     assert (caught.value.ranks, caught.value.leaves) == ((3,), tuple(sorted(NAMES)))
 
 
@@ -144,7 +155,7 @@ def test_ranks_that_divided_otherwise(store: LocalStore, attempt: AttemptName) -
     other = {**WRITERS, "model.weight": 0}
     publish_all(store, attempt, {3: rank_record(store, attempt, 3, writers=other)})
     with pytest.raises(DivergedError) as caught:
-        commit(store, 100, attempt, WORLD)
+        commit(store, attempt)
     assert caught.value.leaves == ("model.weight",)
 
 
@@ -154,21 +165,21 @@ def test_kept_by_rank_by_all_they_are_committed(store: LocalStore, attempt: Atte
         for rank in range(WORLD)
     }
     publish_all(store, attempt, ranks)
-    assert commit(store, 100, attempt, WORLD)
+    assert commit(store, attempt)
     digests = {
         digest
         for rank in range(WORLD)
-        for _, leaf, digest in read_step(store, 100, attempt).rank(rank).counted()
+        for _, leaf, digest in read_step(store, name_of(100, attempt)).rank(rank).counted()
         if leaf.name == "model.weight"
     }
     assert len(digests) == WORLD
 
 
 def test_a_step_whose_parts_were_exchanged_is_damaged(store: LocalStore, attempt: AttemptName) -> None:
-    """Whatever made a manifest for it."""
+    """Whatever made a record for it."""
     publish_all(store, attempt, {2: rank_record(store, attempt, 2, changed=["model.weight"])})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(steps_module, "check_alike", lambda *_: None)
-        assert commit(store, 100, attempt, WORLD)
-    with pytest.raises(DamagedError, match="of their replicas"):
-        read_step(store, 100, attempt)
+        patched.setattr(commit_step, "check_alike", lambda *_: None)
+        assert commit(store, attempt)
+    with pytest.raises(DamagedError, match="contradict each other about replicas"):
+        read_step(store, name_of(100, attempt))

@@ -9,19 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashckpt.commit import commit_step
+from flashckpt.commit.collect import prune
+from flashckpt.commit.commit_step import publish_part
 from flashckpt.commit.lineage import branch, resolve
-from flashckpt.commit.retention import prune
-from flashckpt.commit.steps import commit as commit_step
-from flashckpt.commit.steps import publish_part, read_step
 from flashckpt.commit.verification import verify, verify_file
 from flashckpt.errors import NoSuchStepError, RunError
-from flashckpt.format.names import AttemptName, attempt_folder, manifest_path, step_attempt_folder
+from flashckpt.format.names import AttemptName, frozen_path
 from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.options import Keep
-from flashckpt.store.base import Read
 from flashckpt.store.local import LocalStore
 from tests.commit import runs
-from tests.commit.runs import attempt_at, commit, contents_of, new_run
+from tests.commit.runs import attempt_at, commit, contents_of, name_of, new_run
 
 
 @pytest.fixture
@@ -45,13 +44,13 @@ def test_a_whole_run(store: LocalStore) -> None:
     assert report.damaged == ()
     assert [row.step for row in report.rows] == [200] * 4 + [100] * 3
     kinds = [row.file.split("/")[-1].split("-")[0] for row in report.rows]
-    assert kinds == ["manifest.json", "part", "shard", "constants", "manifest.json", "part", "shard"]
+    assert kinds == ["000000000200", "part", "shard", "000001", "000000000100", "part", "shard"]
     assert report.num_bytes == sum(
         Path(store.local_path(row.file)).stat().st_size for row in report.rows if row.num_bytes
     )
 
 
-def constants_of(store: LocalStore) -> str:
+def frozen_of(store: LocalStore) -> str:
     path = resolve(store, 200).constants_path(0)
     assert path is not None
     return store.local_path(path)
@@ -68,24 +67,24 @@ def test_every_flipped_byte_is_found(store: LocalStore) -> None:
     assert verify(store, 200).ok
 
 
-def test_damaged_constants_are_told_of_every_step_that_names_them(store: LocalStore) -> None:
-    path = constants_of(store)
+def test_a_damaged_frozen_instance_is_reported_of_every_step_that_names_it(store: LocalStore) -> None:
+    path = frozen_of(store)
     flip(path, Path(path).stat().st_size - 1)
     rows = verify(store).damaged
     assert [(row.step, row.status) for row in rows] == [(200, "damaged"), (100, "damaged")]
     assert [row.num_bytes for row in rows] == [Path(path).stat().st_size, 0], "read once"
 
 
-def test_constants_that_are_another_steps_are_not_taken_for_whole(
+def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that was lost, and another that was written under its name: steps say different things of it."""
-    path = constants_of(store)
+    """A file that was lost, and another that was written under its name: steps disagree about its bytes."""
+    path = frozen_of(store)
     of_before = runs.constants_of
 
     def replaced(store: LocalStore, attempt: AttemptName, rank: int) -> Contents:
         found = of_before(store, attempt, 7)
-        Path(store.local_path(f"{attempt_folder(attempt)}/{found.shard.file}")).replace(path)
+        Path(store.local_path(frozen_path(found.shard.file))).replace(path)
         return replace(found, shard=replace(found.shard, file=Path(path).name))
 
     monkeypatch.setattr(runs, "constants_of", replaced)
@@ -132,23 +131,22 @@ def test_files_that_are_gone_or_of_another_length(
 
 def test_records_that_are_damaged(store: LocalStore) -> None:
     record = resolve(store, 200)
-    part = store.local_path(f"{step_attempt_folder(200, record.attempt)}/part-00000.json")
+    part = store.local_path(f"{record.name.id.data_folder}/part-00000.json")
     flip(part, 50)
     (row,) = verify(store).damaged
     assert row.file.endswith("part-00000.json")
     flip(part, 50)
-    manifest = store.local_path(manifest_path(200, record.attempt))
-    flip(manifest, 50)
+    flip(store.local_path(record.name.path), 50)
     (row,) = verify(store).damaged
-    assert (row.step, row.file.split("/")[-1]) == (200, "manifest.json")
+    assert (row.step, row.file) == (200, record.name.path)
 
 
 def test_a_digest_that_the_bytes_do_not_have(store: LocalStore) -> None:
-    attempt = attempt_at(store, resolve(store).attempt, 200)
+    attempt = attempt_at(store, resolve(store).name)
     image, contents = contents_of(
         "shard-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0), "b": np.arange(3.0)}
     )
-    path = f"{step_attempt_folder(300, attempt)}/{contents.shard.file}"
+    path = f"{name_of(300, attempt).id.data_folder}/{contents.shard.file}"
     runs.write_shard(store, path, image, contents.layout())
     rank = RankRecord(
         rank=0,
@@ -157,8 +155,8 @@ def test_a_digest_that_the_bytes_do_not_have(store: LocalStore) -> None:
         digests=(contents.digests[0], contents.digests[1] ^ 1),
         values={},
     )
-    publish_part(store, Part(step=300, attempt=attempt, world=1, keeper=0, ranks=(rank,)))
-    commit_step(store, 300, attempt, world=1)
+    publish_part(store, Part(step=300, attempt=attempt, boundary=300, world=1, keeper=0, ranks=(rank,)))
+    commit_step.commit(store, name_of(300, attempt).id, world=1)
     (row,) = verify(store).damaged
     assert row.detail == "not the bytes that were captured: b"
 
@@ -174,14 +172,14 @@ def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
 
 def test_a_header_that_is_not_the_parts(store: LocalStore) -> None:
     """Checksums and digests agree with the file; only the names in its header are not the part's."""
-    attempt = attempt_at(store, resolve(store).attempt, 200)
+    attempt = attempt_at(store, resolve(store).name)
     image, contents = contents_of("shard-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0)})
     _, other = contents_of(contents.shard.file, {"b": np.arange(4.0)})
-    path = f"{step_attempt_folder(300, attempt)}/{contents.shard.file}"
+    path = f"{name_of(300, attempt).id.data_folder}/{contents.shard.file}"
     runs.write_shard(store, path, image, contents.layout())
     rank = RankRecord(rank=0, shard=contents.shard, leaves=other.leaves, digests=contents.digests, values={})
-    publish_part(store, Part(step=300, attempt=attempt, world=1, keeper=0, ranks=(rank,)))
-    commit_step(store, 300, attempt, world=1)
+    publish_part(store, Part(step=300, attempt=attempt, boundary=300, world=1, keeper=0, ranks=(rank,)))
+    commit_step.commit(store, name_of(300, attempt).id, world=1)
     (row,) = verify(store).damaged
     assert "not the one that its part describes" in row.detail
 
@@ -192,8 +190,9 @@ def test_branches_are_read_when_asked(store: LocalStore) -> None:
     assert {row.step for row in verify(store, all_steps=True).rows} == {100, 200}
     with pytest.raises(NoSuchStepError):
         verify(store, 200)
-    attempt = read_step(store, 200, resolve(store).attempt).attempt
-    assert {row.step for row in verify(store, 200, attempt=attempt).rows} == {200}
+    [hidden] = {row.name for row in verify(store, all_steps=True).rows if row.step == 200}
+    for at in (hidden.attempt, hidden.id):
+        assert {row.step for row in verify(store, 200, at=at).rows} == {200}
 
 
 def test_progress_reaches_the_total(store: LocalStore) -> None:
@@ -212,15 +211,15 @@ class Pruned(LocalStore):
         self._strike(path)
         return super().read(path, max_bytes)
 
-    def read_ranges(self, path: str, *what: Any, **how: Any) -> Read:
+    def read_chunks(self, path: str, *what: Any, **how: Any) -> None:
         self._strike(path)
-        return super().read_ranges(path, *what, **how)
+        super().read_chunks(path, *what, **how)
 
     def _strike(self, path: str) -> None:
-        if self.at and "/000000000100/" in path and path.rpartition("/")[2].startswith(self.at):
+        if self.at and "/0000000100/" in path and path.rpartition("/")[2].startswith(self.at):
             self.at = ""
             attempt = resolve(self, 300).attempt
-            assert [each.step for each in prune(self, attempt, Keep(last=2))] == [100]
+            assert [each.step for each in prune(self, attempt, Keep(last=2))[0].expired] == [100]
 
 
 @pytest.mark.parametrize("at", ["part-", "shard-"])

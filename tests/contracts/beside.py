@@ -1,5 +1,5 @@
-"""A program with packages of a test beside those that are installed:
-`python -m tests.contracts.beside FOLDER MODULE ARGUMENTS`. No FOLDER ("") is none."""
+"""Run a module with a test's packages beside the installed ones: `python -m tests.contracts.beside FOLDER
+MODULE ARGUMENTS`. FOLDER may be ""."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A store with an object store's manners: no folders, links, renames or appending, conditional create as the
-only exclusion, listings in pages, shards sent in parts. Small and real: its objects are files.
+"""A store that behaves like an object store: no folders, links, renames or appending, exclusion only by
+conditional create, listings in pages, shards sent in parts. Its objects are files.
 
-`flat:///absolute/folder` names one, wherever the entry point that `installed` makes is on the import path: so
-trainers, keepers and the shell of a test find it as they would find a package's store.
+`flat:///absolute/folder` names one, if the entry point that `installed` makes is on the import path. So
+trainers, keepers and the shell of a test find it like a package's store.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from urllib.parse import quote, unquote
 
 from flashckpt import _native
 from flashckpt.format.layout import Layout
-from flashckpt.format.records import CHUNK_BYTES, Contents
+from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store import ENTRY_POINTS
 from flashckpt.store.base import (
     Capabilities,
     Entry,
     MemoryRange,
-    Read,
     Written,
     matching,
     other_length,
@@ -39,7 +38,7 @@ PART_BYTES = 1 << 20
 
 
 def installed(folder: Path) -> str:
-    """Make `folder` one whose packages have this store, for PYTHONPATH and sys.path."""
+    """Make `folder` a folder of packages with this store, for PYTHONPATH and sys.path."""
     about = folder / "flat_store-1.0.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flat-store\nVersion: 1.0\n")
@@ -85,7 +84,7 @@ class Bucket:
         Path(self._file(key)).unlink(missing_ok=True)
 
     def page(self, prefix: str, after: str, delimiter: str) -> list[tuple[str, int, float]]:
-        """The next names behind `after`, at most so many: each to its end, or to the delimiter."""
+        """The next names after `after`, up to a limit, each complete or up to the delimiter."""
         names = {}
         try:
             files = os.listdir(self.folder)
@@ -133,7 +132,7 @@ class FlatStore:
         return self.url
 
     def check(self) -> None:
-        """Its files' folder says it soon enough."""
+        """Do nothing: a write reports a missing folder."""
 
     def move_to(self, url: str) -> None:
         raise AssertionError("it has no renames")
@@ -145,7 +144,7 @@ class FlatStore:
         return self._bucket.get(_key(path))
 
     def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """It keeps nothing."""
+        """Do nothing."""
 
     def create(self, path: str, data: bytes) -> bool:
         return self._bucket.put(_key(path), _parts(data), only_if_new=True)
@@ -190,6 +189,9 @@ class FlatStore:
         for path in paths:
             self.remove(path)
 
+    def sync_removed(self, folder: str) -> None:
+        pass
+
     def remove_tree(self, path: str) -> None:
         prefix, after = f"{_key(path)}/", ""
         while page := self._bucket.page(prefix, after, ""):
@@ -216,27 +218,22 @@ class FlatStore:
         if not self._bucket.put(_key(path), cut(), only_if_new=True):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
-    def read_ranges(
-        self, path: str, contents: Contents, into: memoryview | None,
-        *, threads: int = 2, progress: int = 0, cancel: int = 0,
-    ) -> Read:  # fmt: skip
-        shard, key, image, bad = contents.shard, _key(path), bytearray(), []
-        if (size := self._bucket.head(key)) != shard.num_bytes:
-            raise other_length(path, size, shard.num_bytes)
-        for index, start in enumerate(range(0, size, shard.chunk_bytes)):
-            if cancel and _native.load(cancel):
-                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
-            data = self._bucket.get(key, start, shard.chunk_bytes)
-            if _native.xxh3_128(data) != shard.checksums[16 * index : 16 * index + 16]:
-                bad.append(index)
-            if into is not None:
-                into[start : start + len(data)] = data
-            image += data
-            if progress:
-                _native.fetch_add(progress, len(data))
-        return Read(digests=_digests(image, contents.layout()), bad_chunks=bad)
+    def read_chunks(
+        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
+    ) -> None:
+        key = _key(path)
+        if (size := self._bucket.head(key)) != plan.num_bytes:
+            raise other_length(path, size, plan.num_bytes)
+        for first, last in plan.left():
+            for start in range(first * plan.chunk_bytes, last * plan.chunk_bytes, plan.chunk_bytes):
+                if cancel and _native.load(cancel):
+                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
+                data = self._bucket.get(key, start, plan.chunk_bytes)
+                plan.add(start, data)
+                if progress:
+                    _native.fetch_add(progress, len(data))
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         data = self._bucket.get(_key(path), offset, num_bytes)
         if len(data) != num_bytes:
             raise other_length(path, offset + len(data), offset + num_bytes)
@@ -265,7 +262,7 @@ def _parts(data: bytes | bytearray, progress: int = 0) -> Iterable[bytes]:
 
 def _image(source: MemoryRange, num_bytes: int) -> bytearray:
     if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
-        raise OSError(errno.EIO, "the region ends before the bytes that are to be written")
+        raise OSError(errno.EIO, "the memory region is shorter than the shard")
     with mmap.mmap(source.descriptor, source.offset + num_bytes, prot=mmap.PROT_READ) as memory:
         return bytearray(memory[source.offset :])
 

@@ -1,5 +1,5 @@
-"""A run's whole life on a store that is no file system: trainers, keepers and the shell, each a process of
-its own, find it by its URL, and nothing of the run is anywhere else. A store's tests subclass RunContract."""
+"""A run's whole life on a store that is not a file system. Trainers, keepers and the shell, each in its own
+process, find the run by its URL, and no file of it is anywhere else. A store's tests subclass RunContract."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class UrlTrainer(Trainer):
         self.program = (*self._beside, *self.program)
 
     def shell(self, *arguments: object) -> Any:
-        """What a command says as JSON."""
+        """The JSON output of a command."""
         command = [*self._beside, "tests.contracts.shell", *map(str, arguments), "--json"]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             environment = dict(os.environ)
@@ -64,7 +64,7 @@ def reference(folder: Path, runtime: Path) -> dict[object, object]:
 
 
 class RunContract:
-    """The fixture `trainer` trains a run at a URL that has nothing yet, which this process can open, too."""
+    """The fixture `trainer` trains a run at an empty URL, which this process can open too."""
 
     def test_killed_and_resumed_from_memory_and_from_storage(
         self, trainer: UrlTrainer, tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
@@ -82,7 +82,7 @@ class RunContract:
             "bucket", "err", "log", "packages", "reference",
         }, "nothing of the run is here"  # fmt: skip
 
-    def test_what_a_crash_left_in_memory_is_recovered_pruned_and_exported(
+    def test_snapshots_left_by_a_crash_are_recovered_pruned_and_exported(
         self, trainer: UrlTrainer, tmp_path: Path, kill_keepers: Callable[..., None]
     ) -> None:
         trainer.options["persist_every"] = 2

@@ -1,4 +1,4 @@
-"""What every store must do, whatever holds its files. A backend subclasses this and gives `store`."""
+"""The contract of every store. A backend subclasses this and provides `store`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.records import Contents, ShardRecord
 from flashckpt.store.base import Entry, LengthError, MemoryRange, Store
+from flashckpt.store.read_plan import read_shard
 from tests.commit.runs import image_of
 
 MAX = 1 << 20
-# Spelled as such are: what has another name is never compressed.
+# A shard's name, since other files are never compressed.
 SHARD = "shard.safetensors"
-IN_STEP = f"steps/1/{SHARD}"
+IN_STEP = f"data/1/{SHARD}"
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,13 @@ def shard() -> Iterator[Shard]:
 
 
 class StoreContract:
-    """The fixture `opener`, which can be pickled, opens an empty store whose root exists."""
+    """The fixture `opener` opens an empty store whose root exists. It can be pickled."""
 
     @pytest.fixture
     def store(self, opener: Callable[[], Store]) -> Store:
         return opener()
 
-    def test_reads_back_what_was_created(self, store: Store) -> None:
+    def test_created_files_are_read_back(self, store: Store) -> None:
         data = bytes(range(256)) * 999
         assert store.create("a/b/file.json", data)
         assert store.read("a/b/file.json", MAX) == data
@@ -51,12 +52,12 @@ class StoreContract:
         with pytest.raises(LengthError):
             store.read_bytes("a/b/file.json", len(data) - 1, 2)
 
-    def test_the_first_to_create_stands(self, store: Store) -> None:
+    def test_the_first_creation_wins(self, store: Store) -> None:
         assert store.create("file", b"first")
         assert not store.create("file", b"second")
         assert store.read("file", MAX) == b"first"
 
-    def test_creating_leaves_nothing_beside(self, store: Store) -> None:
+    def test_creating_leaves_no_other_files(self, store: Store) -> None:
         store.create("file", b"1")
         store.create("file", b"2")
         store.replace("file", b"3")
@@ -71,7 +72,7 @@ class StoreContract:
     @pytest.mark.process
     def test_one_of_many_creates(self, store: Store, opener: Callable[[], Store]) -> None:
         assert store.capabilities.conditional_create
-        # Not forked: a client may have threads.
+        # Do not fork, since a client may have threads.
         context = multiprocessing.get_context("spawn")
         barrier, wins = context.Barrier(4), context.Queue()
         racers = [context.Process(target=_race, args=(opener, who, barrier, wins)) for who in range(4)]
@@ -125,7 +126,7 @@ class StoreContract:
         assert [each.name for each in found] == sorted(each.name for each in found)
         assert all(each.modified_s > 0 for each in found if not each.is_folder)
 
-    def test_lists_the_names_that_are_asked_for(self, store: Store) -> None:
+    def test_lists_only_matching_names(self, store: Store) -> None:
         for path in ("a/12", "a/123", "a/x12", "a/34/file"):
             store.create(path, b"")
         for look in (store, store.at_once()):
@@ -156,7 +157,7 @@ class StoreContract:
         store.remove_files([])
         assert [entry.name for entry in store.list("folder")] == ["b"]
 
-    def test_a_look_shows_what_is_there_and_what_is_done_through_it(self, store: Store) -> None:
+    def test_a_listed_store_shows_files_and_its_own_changes(self, store: Store) -> None:
         store.create("a/one/file", b"1")
         store.create("a/two", b"22")
         look = store.at_once()
@@ -184,11 +185,11 @@ class StoreContract:
         look.remove_tree("a")
         assert look.list("a") == store.list("a") == []
 
-    def test_a_new_look_shows_what_others_did(self, store: Store, opener: Callable[[], Store]) -> None:
-        """Also bytes that come back under a name: each look reads what stands there."""
+    def test_a_new_listed_store_shows_other_changes(self, store: Store, opener: Callable[[], Store]) -> None:
+        """Also for a name that is written again: each listed store reads the current bytes."""
         other = opener()
         other.create("a/file", b"")
-        for data in (b"manifest", b"tombston", b"manifest", b"another one"):
+        for data in (b"a record", b"tombston", b"a record", b"another one"):
             other.replace("a/file", data)
             look = store.at_once()
             assert look.list("a") == [Entry("file", False, len(data))]
@@ -198,7 +199,7 @@ class StoreContract:
         other.remove("a/file")
         assert not store.at_once().exists("a/file")
 
-    def test_copies_share_bytes_or_there_are_none(self, store: Store) -> None:
+    def test_copies_share_bytes_or_are_refused(self, store: Store) -> None:
         store.create("a/source", b"bytes")
         store.create("taken", b"other")
         assert not store.copy("a/source", "taken")
@@ -209,7 +210,7 @@ class StoreContract:
             assert store.read("b/target", MAX) == b"bytes"
         assert store.read("taken", MAX) == b"other"
 
-    def test_a_place_tells_a_run_from_another(self, store: Store) -> None:
+    def test_a_place_identifies_a_run(self, store: Store) -> None:
         assert store.place() == store.place()
         assert 0 < len(store.place()) < 4096
 
@@ -231,9 +232,9 @@ class StoreContract:
             lambda: store.copy(path, "target"),
             lambda: store.copy("source", path),
             lambda: store.write_shard(path, shard.layout, shard.region),
-            lambda: store.read_ranges(path, shard.contents, None),
+            lambda: read_shard(store, path, shard.contents, None),
         ):
-            with pytest.raises(ValueError, match="no path inside a run"):
+            with pytest.raises(ValueError, match="not a path inside a run"):
                 act()
 
     # Shards
@@ -246,7 +247,7 @@ class StoreContract:
         assert written.digests.tolist() == list(shard.contents.digests)
         assert written.checksums == shard.contents.shard.checksums
         assert progress[0] == 5 + len(shard.image)
-        assert store.list("steps/1") == [Entry(SHARD, False, len(shard.image))]
+        assert store.list("data/1") == [Entry(SHARD, False, len(shard.image))]
         assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image
         with pytest.raises(FileExistsError):
             store.write_shard(IN_STEP, shard.layout, shard.region)
@@ -255,53 +256,53 @@ class StoreContract:
         view[0:4] = b"mine"
         assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image, "the file is not"
 
-    def test_a_shard_that_cannot_be_written_is_not_there(self, store: Store, shard: Shard) -> None:
+    def test_a_failed_write_leaves_no_shard(self, store: Store, shard: Shard) -> None:
         longer = replace(shard.layout, num_bytes=shard.layout.num_bytes + (64 << 20))
         with pytest.raises(OSError, match="region"):
             store.write_shard(IN_STEP, longer, shard.region)
-        assert [entry.name for entry in store.list("steps/1")] == []
+        assert [entry.name for entry in store.list("data/1")] == []
 
     def test_a_shard_is_read_and_checked(self, store: Store, shard: Shard) -> None:
         store.write_shard(SHARD, shard.layout, shard.region)
         progress = array("Q", [0])
         pages, bare = memoryview(_native.Mapping(shard.num_pages * PAGE)), bytearray(1 + len(shard.image))
         for into in (None, pages, memoryview(bare)[1:]):
-            read = store.read_ranges(SHARD, shard.contents, into, progress=_native.address_of(progress))
+            read = read_shard(store, SHARD, shard.contents, into, progress=_native.address_of(progress))
             assert read.bad_chunks == []
             assert read.wrong_leaves(shard.contents) == []
         assert pages[: len(shard.image)] == shard.image
         assert bare[1:] == shard.image
         assert progress[0] == 3 * len(shard.image)
 
-    def test_what_is_wrong_with_a_shard_is_found(self, store: Store, shard: Shard) -> None:
+    def test_damage_of_a_shard_is_found(self, store: Store, shard: Shard) -> None:
         store.write_shard(SHARD, shard.layout, shard.region)
         contents, sums = shard.contents, shard.contents.shard.checksums
         other = replace(contents.shard, checksums=sums[:16] + bytes(16) + sums[32:])
-        assert store.read_ranges(SHARD, replace(contents, shard=other), None).bad_chunks == [1]
+        assert read_shard(store, SHARD, replace(contents, shard=other), None).bad_chunks == [1]
         digests = (contents.digests[0] ^ 1, *contents.digests[1:])
-        read = store.read_ranges(SHARD, contents, None)
+        read = read_shard(store, SHARD, contents, None)
         assert read.wrong_leaves(replace(contents, digests=digests)) == [contents.leaves[0].name]
         with pytest.raises(FileNotFoundError):
-            store.read_ranges("other", contents, None)
+            read_shard(store, "other", contents, None)
         store.create("short", b"12345")
         for into in (None, memoryview(bytearray(len(shard.image)))):
             with pytest.raises(LengthError, match="5 bytes, where"):
-                store.read_ranges("short", contents, into)
+                read_shard(store, "short", contents, into)
         with pytest.raises(LengthError):
             store.view("short", 6)
 
-    def test_what_nobody_wants_any_more_is_not_read(self, store: Store, shard: Shard) -> None:
+    def test_a_cancelled_read_stops(self, store: Store, shard: Shard) -> None:
         store.write_shard(SHARD, shard.layout, shard.region)
         cancel, room = array("Q", [1]), memoryview(bytearray(len(shard.image)))
         for into in (None, room):
             with pytest.raises(OSError, match="shard") as caught:
-                store.read_ranges(SHARD, shard.contents, into, cancel=_native.address_of(cancel))
+                read_shard(store, SHARD, shard.contents, into, cancel=_native.address_of(cancel))
             assert caught.value.errno == errno.ECANCELED
         assert not any(room)
 
 
 class OneProcessContract(StoreContract):
-    """Where the race between processes would show no more than that between threads, or cannot be."""
+    """For stores where a race between processes is impossible or adds nothing to one between threads."""
 
     def test_one_of_many_creates(self, store: Store, opener: Callable[[], Store]) -> None:
         stores = [store, *(opener() for _ in range(3))]
@@ -315,13 +316,13 @@ def _race(opener: Callable[[], Store], who: int, barrier: Any, wins: Any) -> Non
     store = opener()
     for turn in range(25):
         barrier.wait(240)
-        # Into a folder that each of them may have to make.
+        # Each of them may have to make the folder.
         if store.create(f"turn-{turn}/name", f"{who}".encode() * 100):
             wins.put((turn, who))
 
 
 class Shard:
-    """An image of some chunks in memory, and what is true of it."""
+    """An image of some chunks in memory, with its expected sums."""
 
     def __init__(self, num_rows: int = 1000) -> None:
         random = np.random.default_rng(3)
@@ -338,7 +339,7 @@ class Shard:
             shard=ShardRecord.of("shard", self.layout, sums), leaves=self.layout.leaves, digests=digests
         )
         self.num_pages = -(-size // PAGE)
-        # Not at its file's beginning: a slot's image has metadata before it.
+        # Not at the start of its file: metadata precede a slot's image.
         self.region = MemoryRange(os.memfd_create("shard"), PAGE)
         os.ftruncate(self.region.descriptor, (1 + self.num_pages) * PAGE)
         os.pwrite(self.region.descriptor, self.image, PAGE)

@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flashckpt import _native
 from flashckpt.errors import DamagedError
-from flashckpt.format.layout import DTYPES
+from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.records import Contents
-from flashckpt.restore.box_reading import BoxReader
+from flashckpt.restore.step_tensors import Piece, StepFile, TensorSlice
+from flashckpt.restore.whole_tensors import take
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
+from flashckpt.store.read_plan import ReadPlan, Source
 from tests.commit.runs import contents_of, write_shard
 from tests.contracts.flat_store import FlatStore
 
@@ -40,21 +43,37 @@ def written(store: Store) -> Contents:
 
 
 class Counted:
-    """A store that says which bytes were asked for."""
+    """A store that records which bytes are requested."""
 
     def __init__(self, store: Store) -> None:
-        self.url, self.read, self._store = store.url, [], store
+        self.url, self.read, self._store = store.url, list[tuple[int, int]](), store
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
-        self.read.append((offset, num_bytes))
-        return self._store.read_bytes(path, offset, num_bytes, file_bytes)
+    def read_chunks(
+        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
+    ) -> None:
+        self.read += plan.left()
+        self._store.read_chunks(path, plan, threads=threads)
+
+
+def box_of(source: Source, contents: Contents, leaf: Leaf, box: list[tuple[int, int]]) -> bytes:
+    digests = dict(zip((each.name for each in contents.leaves), contents.digests, strict=True))
+    region = TensorSlice(tuple(start for start, _ in box), tuple(stop - start for start, stop in box))
+    wanted = Leaf(
+        name="box", dtype=leaf.dtype, shape=region.shape, box=Box(shape=leaf.shape, start=region.start)
+    )
+    into = memoryview(bytearray(wanted.num_bytes))
+    piece = Piece(TensorSlice.of(leaf), 0, StepFile("shard", contents), leaf, digests[leaf.name])
+    plan = ReadPlan()
+    take(plan, wanted, into, 0, [(piece, region)] if region.num_elements else [])
+    plan.run(source, 2)
+    return bytes(into)
 
 
 def test_leaves_come_whole(store: Store) -> None:
     contents = written(store)
-    reader = BoxReader(store, "shard", contents)
     for leaf in contents.layout().leaves:
-        assert bytes(reader.leaf(leaf))[: leaf.num_bytes] == LEAVES[leaf.name].tobytes()
+        box = [(0, size) for size in leaf.shape]
+        assert box_of(store, contents, leaf, box) == LEAVES[leaf.name].tobytes()
 
 
 @settings(max_examples=60, deadline=None)
@@ -66,19 +85,15 @@ def test_any_box(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) 
     ends = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in leaf.shape]
     box = [(start, stop) for start, stop in ends]
     expected = LEAVES[leaf.name][tuple(slice(*each) for each in box)]
-    found = BoxReader(store, "shard", contents).box(leaf, box)
-    assert bytes(found)[: expected.nbytes] == np.ascontiguousarray(expected).tobytes()
-    assert len(found) == max(1, expected.nbytes)
-    assert expected.nbytes == expected.size * DTYPES[leaf.dtype][0]
+    assert box_of(store, contents, leaf, box) == np.ascontiguousarray(expected).tobytes()
 
 
-def test_no_chunk_is_read_that_holds_nothing_of_the_box(store: Store) -> None:
+def test_only_chunks_of_the_box_are_read(store: Store) -> None:
     contents = written(store)
     counted = Counted(store)
     leaf = next(each for each in contents.layout().leaves if each.name == "whole chunks")
-    BoxReader(counted, "shard", contents).box(leaf, [(2, 3), (290, 300), (0, 1000)])  # type: ignore[arg-type]
-    chunk = contents.shard.chunk_bytes
-    assert counted.read == [(chunk, contents.shard.num_bytes - chunk)]
+    box_of(counted, contents, leaf, [(2, 3), (290, 300), (0, 1000)])
+    assert counted.read == [(1, 2)]
 
 
 def test_damage_in_a_chunk_that_is_needed_is_found(tmp_path: Path) -> None:
@@ -88,11 +103,10 @@ def test_damage_in_a_chunk_that_is_needed_is_found(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[first] ^= 1
     path.write_bytes(data)
-    reader = BoxReader(store, "shard", contents)
     leaf = next(each for each in contents.layout().leaves if each.name == "whole chunks")
-    assert reader.box(leaf, [(2, 3), (290, 300), (0, 1000)])
+    assert box_of(store, contents, leaf, [(2, 3), (290, 300), (0, 1000)])
     with pytest.raises(DamagedError, match="chunk 0"):
-        reader.box(leaf, [(0, 1), (0, 1), (0, 1)])
+        box_of(store, contents, leaf, [(0, 1), (0, 1), (0, 1)])
     path.write_bytes(data[: first + 5])
     with pytest.raises(DamagedError):
-        reader.leaf(leaf)
+        box_of(store, contents, leaf, [(0, size) for size in leaf.shape])

@@ -1,4 +1,4 @@
-"""A store whose shards may stand compressed, against the contract: as a store opens, and where all are."""
+"""A store whose shards may be compressed, against the contract: as opened, and with all shards compressed."""
 
 from __future__ import annotations
 

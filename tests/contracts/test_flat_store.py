@@ -30,8 +30,8 @@ class Overwriting(FlatStore):
         return replace(super().capabilities, conditional_create=False)
 
 
-def test_nobody_trains_where_a_commit_could_be_overwritten(tmp_path: Path) -> None:
-    """Also not where the run is there: another client, or a copy, has brought it."""
+def test_training_is_refused_where_a_commit_could_be_overwritten(tmp_path: Path) -> None:
+    """Also refused if the run exists, made by another client or a copy."""
     run = open_run(FlatStore(f"flat://{tmp_path}/run"), create=True)
     for name in ("run", "other"):
         with pytest.raises(RunError, match="overwrites"):

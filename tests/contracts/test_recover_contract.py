@@ -1,4 +1,4 @@
-"""What scripts depend on: words and shapes of what recover, prune and export say as JSON, and exit codes."""
+"""Interfaces for scripts: words and shapes of the JSON of recover, prune and export, and exit codes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ import pytest
 
 from flashckpt.cli.command import ExitCode
 from flashckpt.cli.recovery import exit_code_of
-from flashckpt.commit import steps
-from flashckpt.commit.attempts import claim, mark_ended, start
+from flashckpt.commit.attempts import mark_ended
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Resume
-from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
+from tests.commit.runs import attempt_at, commit, new_run
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "recovery.md"
-KINDS = {"snapshot", "parts", "step", "debris"}
+KINDS = {"snapshot", "parts", "step", "orphans"}
 OUTCOMES = {
-    "committed", "sound", "was committed", "torn", "failed", "kept", "dropped", "discarded", "marked",
-    "was marked", "removed",
+    "committed", "sound", "was committed", "torn", "failed", "kept", "dropped", "discarded",
+    "quarantined", "was quarantined", "removed",
 }  # fmt: skip
 KEYS = [
     "run", "run_id", "dry_run", "verified", "keeper", "found", "whole_steps", "num_bytes_read", "resume",
@@ -84,8 +83,8 @@ def test_the_codes_of_the_shell() -> None:
         (report(), 0),
         (report(finding(Fate.COMMITTED), finding(Fate.KEPT), finding(Fate.DISCARDED)), 0),
         (report(finding(Fate.TORN, damage=True), finding(Fate.COMMITTED)), 1),
-        (report(finding(Fate.MARKED, damage=True)), 1),
-        (report(finding(Fate.MARKED, damage=True), problem="none is whole"), 3),
+        (report(finding(Fate.QUARANTINED, damage=True)), 1),
+        (report(finding(Fate.QUARANTINED, damage=True), problem="none is whole"), 3),
         (report(finding(Fate.FAILED), finding(Fate.TORN, damage=True)), 4),
         (report(finding(Fate.FAILED), problem="none is whole"), 4),
     ],
@@ -100,7 +99,7 @@ def test_the_shape_of_the_json(tmp_path: Path, runtime: Path) -> None:
     mark_ended(store, attempt, "closed")
     commit(store, 1, attempt)
     commit(store, 2, attempt)
-    [shard] = (tmp_path / "run").glob("steps/*2/*/shard*")
+    [shard] = (tmp_path / "run").glob("data/*/*2/shard*")
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     for dry_run in (True, False):
         done = shell("recover", store.url, "--json", *(["--dry-run"] if dry_run else []))
@@ -112,7 +111,7 @@ def test_the_shape_of_the_json(tmp_path: Path, runtime: Path) -> None:
         assert done.returncode == told["exit_code"] == 1
     again = json.loads(shell("recover", store.url, "--json", "--no-verify").stdout)
     assert again["verified"] is False
-    assert again["found"][0]["outcome"] == "was marked"
+    assert again["found"][0]["outcome"] == "was quarantined"
 
 
 def test_errors_are_json_too(tmp_path: Path, runtime: Path) -> None:
@@ -123,15 +122,15 @@ def test_errors_are_json_too(tmp_path: Path, runtime: Path) -> None:
         assert json.loads(done.stdout)["error"]["kind"] == "NoSuchStepError"
 
 
-def test_the_shape_of_what_prune_and_export_say(tmp_path: Path, runtime: Path) -> None:
+def test_the_shape_of_the_json_of_prune_and_export(tmp_path: Path, runtime: Path) -> None:
     store = new_run(tmp_path / "run")
     attempt = attempt_at(store)
     mark_ended(store, attempt, "closed")
     for step in (1, 2, 3):
         commit(store, step, attempt)
     told = json.loads(shell("prune", store.url, "--keep-last", 2, "--dry-run", "--json").stdout)
-    assert list(told) == ["run", "dry_run", "gone", "kept", "refusal", "uploads"]
-    assert [list(row) for row in told["gone"]] == [["step", "attempt", "num_bytes"]]
+    assert list(told) == ["run", "dry_run", "gone", "kept", "without_record", "refusal"]
+    assert [list(row) for row in told["gone"]] == [["step", "attempt", "boundary", "num_bytes"]]
     assert told["kept"] == [2, 3]
     done = shell("export", store.url, tmp_path / "out", "--step", f"1@{attempt}", "--json")
     told = json.loads(done.stdout)
@@ -142,23 +141,7 @@ def test_the_shape_of_what_prune_and_export_say(tmp_path: Path, runtime: Path) -
     assert shell("prune", store.url, "--keep-last", 0).returncode == 2
 
 
-def test_a_node_with_a_disk_of_its_own_says_what_it_can_alone(tmp_path: Path, runtime: Path) -> None:
-    """The other nodes may lack the step: nobody is promised that all go on from it."""
-    store, here = new_run(tmp_path / "run"), (range(1),)
-    attempt = claim(store, HOLDER)
-    start(store, attempt, None, 0, world=2, ranks=here)
-    mark_ended(store, attempt, "closed")
-    publish(store, 3, attempt, world=2)
-    assert steps.commit(store, 3, attempt, world=2, ranks=here)
-    done = shell("recover", store.url)
-    assert done.returncode == 0
-    assert f"this node can resume from step 3 of attempt {attempt}, from storage" in done.stdout
-    assert "training resumes from the newest step that all nodes can" in done.stdout
-    told = json.loads(shell("recover", store.url, "--json").stdout)
-    assert told["resume"]["of_all"] is False
-
-
-def test_words_for_people(tmp_path: Path, runtime: Path) -> None:
+def test_texts_for_people(tmp_path: Path, runtime: Path) -> None:
     store = new_run(tmp_path / "run")
     attempt = attempt_at(store)
     mark_ended(store, attempt, "closed")

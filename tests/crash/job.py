@@ -18,10 +18,15 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load
 
-from flashckpt.commit import lineage
+from flashckpt.commit import attempts
+from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
+from flashckpt.commit.collect import is_next
+from flashckpt.commit.commit_step import record_at_rest
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.errors import FlashckptError
+from flashckpt.format.names import SnapshotId
+from flashckpt.memory.cache_folder import open_cached
 from flashckpt.memory.region import is_region_name
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
@@ -43,13 +48,19 @@ MOST_LOST = 2
 
 class Job:
     """`start` and the strikes change it, `faults` looks at it. `lives` is how often it was started. `url`:
-    where the run is, unless in a folder."""
+    where the run is, unless in a folder. `cache`: a folder on another device, which no strike touches."""
 
     def __init__(
-        self, zygote: Zygote, folder: Path, runtime: Path, reference: list[int], url: str = ""
+        self,
+        zygote: Zygote,
+        folder: Path,
+        runtime: Path,
+        reference: list[int],
+        url: str = "",
+        cache: Path | None = None,
     ) -> None:
         self.zygote, self.runtime, self.reference = zygote, runtime, reference
-        self.run, self._folder, self._url = folder / "run", folder, url
+        self.run, self._folder, self._url, self._cache = folder / "run", folder, url, cache
         self.lives = 0
         self._pid = self._pidfd = -1
         # What the next life must go on from at least, and at most.
@@ -96,7 +107,8 @@ class Job:
             "SLURM_RESTART_COUNT": str(self.lives),
         }
         steps = len(self.reference) - 1
-        arguments = {"run": self.url, "log": str(self.log), "steps": steps, **how}
+        cached = {} if self._cache is None else {"cache": str(self._cache)}
+        arguments = {"run": self.url, "log": str(self.log), "steps": steps, **cached, **how}
         program = ["tests.crash.trainer", "train", json.dumps(arguments)]
         with open(self._folder / "stderr", "ab") as said:
             self._process = self.zygote.start(
@@ -199,13 +211,27 @@ class Job:
             self._floor = max([resumed.step, *(each.sealed for each in steps)])
             self._steady = _is_steady(steps)
         if not memory:
-            self.expect_exactly(max(self.visible(), default=0))
+            self.expect_exactly(max(self.resumable(), default=0))
+            self._expect_cached()
         self._expected_life = self.lives + 1
 
     def expect_exactly(self, step: int) -> None:
         """The next life goes on from this step: memory is gone, or the run was branched there."""
         self._floor = self._ceiling = step
         self._steady = False
+
+    def _expect_cached(self) -> None:
+        """What the cache has of the newest attempt that has started, and what that one began from, is not
+        lost with memory. Of older attempts only their common history with it counts."""
+        if self._cache is None or not (store := open_store(self.url)).exists("run.json"):
+            return
+        found = cached_in(self._cache)
+        newest = attempts.newest_started(store)
+        start = None if newest is None else attempts.read_start(store, newest)
+        parent = None if start is None else start.parent
+        sure = [step for id, step in found.items() if id.attempt == newest or id == parent]
+        self._floor = max([self._floor, *sure])
+        self._ceiling = max([self._ceiling, *found.values()])
 
     def settle(self) -> None:
         """Wait until the keeper has committed what the dead trainer had sealed."""
@@ -217,7 +243,15 @@ class Job:
 
     def visible(self) -> list[int]:
         store = open_store(self.url)
-        return [each.step for each in lineage.visible(store)] if store.exists("run.json") else []
+        return [each.step for each in Catalogue.of(store).visible()] if store.exists("run.json") else []
+
+    def resumable(self) -> list[int]:
+        """The visible steps, and that which the next claim commits: a keeper died before its record."""
+        found, store = self.visible(), open_store(self.url)
+        catalogue = Catalogue.of(store)
+        next_ids = [each for each in snapshots_with_data(store) if is_next(catalogue, each)]
+        records = [record_at_rest(store, each) for each in next_ids]
+        return [*found, *(each.name.step for each in records if each is not None)]
 
     def resumed(self) -> Record | None:
         """How the newest life began, None while it has not."""
@@ -260,8 +294,8 @@ class Job:
         faults = []
         try:
             faults += [f"{row.file} of step {row.step}: {row.status}" for row in verify(store).damaged]
-            for each in lineage.visible(store):
-                found = read_step(store, each.step, each.attempt)
+            for each in Catalogue.of(store).visible():
+                found = read_step(store, each)
                 leaves = load(store.read(found.shard_path(0), 1 << 30))
                 if (constants := found.constants_path(0)) is not None:
                     leaves |= load(store.read(constants, 1 << 30))
@@ -297,12 +331,15 @@ class Job:
     def _left_behind(self) -> list[str]:
         end_s = time.monotonic() + LIMIT_S
         # Both until there is nothing: a folder is listed name by name, and a keeper may be leaving meanwhile.
-        while left := [*self.keepers(), *self.names()]:
+        while left := [*self.keepers(), *self.names(), *self._cached_files()]:
             if time.monotonic() > end_s:
                 return [f"{left} stay after the end: {self.told()}"]
             self.let_go_on()
             time.sleep(0.02)
         return []
+
+    def _cached_files(self) -> list[str]:
+        return [] if self._cache is None else [str(path) for path in self._cache.rglob("*") if path.is_file()]
 
     def comes_down(self, name: str, most: int) -> bool:
         """Whether a size that is too large is not, within the limit."""
@@ -329,7 +366,7 @@ class Job:
     def names(self) -> list[str]:
         """What lies in the runtime folder."""
         found = [name for _, _, names in os.walk(self.runtime) for name in names]
-        return sorted(name for name in found if name != "room.lock")
+        return sorted(name for name in found if name != "memory_budget.lock")
 
     def sizes(self) -> dict[str, int]:
         """What must not grow: files of the run but for its ledger, names in memory, descriptors."""
@@ -347,6 +384,16 @@ class Job:
             "keepers": len(keepers),
             "keeper descriptors": max(descriptors),
         }
+
+
+def cached_in(cache: Path) -> dict[SnapshotId, int]:
+    """The snapshots in a cache, with their steps."""
+    found = {}
+    for path in cache.rglob("slot-*"):
+        with contextlib.suppress(FlashckptError, OSError), contextlib.closing(open_cached(str(path))) as slot:
+            if (sealed := slot.sealed()) is not None:
+                found[sealed.id] = sealed.step
+    return found
 
 
 def none(faults: list[str]) -> None:
@@ -369,10 +416,9 @@ def _is_steady(steps: list[Record]) -> bool:
     return len(last) == 4 and last[0].sealed >= 0 and last[0].skipped == last[-1].skipped
 
 
-def _shape(store: Store) -> list[tuple[int, str, str, int]]:
-    """What stands in which step, to see whether anything came or went."""
+def _shape(store: Store) -> list[tuple[str, str, int]]:
+    """The records and data files of the run, to see whether anything came or went."""
+    folders = ["commits", *(each.data_folder for each in snapshots_with_data(store))]
     return [
-        (each.step, str(each.attempt), entry.name, entry.num_bytes)
-        for each in lineage.everything(store)
-        for entry in store.list(f"steps/{each.step:012d}/{each.attempt}")
+        (folder, entry.name, entry.num_bytes) for folder in sorted(folders) for entry in store.list(folder)
     ]

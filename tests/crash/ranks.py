@@ -1,6 +1,6 @@
 """A job of several ranks on several nodes, without torch, that is killed and started again; what must hold.
 
-Keepers, slots, queue, parts, manifests and retention are the real ones. A rank is a process that fills slots
+Keepers, slots, queue, parts, records and retention are the real ones. A rank is a process that fills slots
 natively (`tests.keeper.fake`); this process stands for the launcher and for what ranks agree on: which step
 all can read, which is complete, which is void. Each rank's state at each step is its own, known to the byte.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt import crashpoints
-from flashckpt.commit import lineage
+from flashckpt.commit.catalogue import Catalogue
 from flashckpt.errors import FlashckptError
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
@@ -108,7 +108,7 @@ class RanksJob:
         self.floor = self.ceiling = 0
         self.attempt, self.number, self.lives = "", 0, 0
         self.resumed_tiers: list[str] = []
-        self.void: set[int] = set()
+        self.incomplete: set[int] = set()
         # Steps that are not known to be complete, of any life: its keepers may outlive it.
         self.lacking: set[int] = set()
         self.readable: list[Any] = []
@@ -141,7 +141,7 @@ class RanksJob:
                 self.ranks[rank].ask("start", parent, step, tiers[rank] or None)
             self._answers(some)
         self.step = self.complete = self.sealed = step
-        self.void.clear()
+        self.incomplete.clear()
         self._all("slots", 0)
         return faults
 
@@ -225,19 +225,21 @@ class RanksJob:
                 self.lacking.discard(self.step)
                 self._all("complete", self.number, self.step)
             else:
-                self.void.add(self.step)
-                self._all("void", self.step)
+                self.incomplete.add(self.step)
+                self._all("incomplete", self.step)
 
     def look(self) -> None:
         """What keepers tell of commits. Raises Dead."""
         for status in self._all("status"):
             self.committed = max([self.committed, *status["committed"]])
             # Of what is older than what is committed nobody needs more.
-            passed = self.void | self.lacking | set(range(self.committed))
+            passed = self.incomplete | self.lacking | set(range(self.committed))
             failed = [each for each in status["failures"] if each["step"] not in passed]
             if failed:
                 # What is pruned was committed, and a newer one is: another node's keeper may have told of it.
-                newest = max((each.step for each in lineage.visible(open_store(str(self.run)))), default=0)
+                newest = max(
+                    (each.step for each in Catalogue.of(open_store(str(self.run))).visible()), default=0
+                )
                 failed = [each for each in failed if each["step"] >= newest]
             if failed:
                 why = f"what nothing is wrong with could not be saved: {failed}"
@@ -286,7 +288,7 @@ class RanksJob:
         store = open_store(str(self.run))
 
         def newest() -> int:
-            return max((each.step for each in lineage.visible(store)), default=0)
+            return max((each.step for each in Catalogue.of(store).visible()), default=0)
 
         def is_saved() -> bool:
             return newest() >= self.floor or not all(map(self.keepers, range(len(self.bases))))
@@ -310,9 +312,10 @@ class RanksJob:
         return found
 
     def _shape(self) -> list[tuple[str, int]]:
-        """All files of the steps: a keeper may commit and delete while they are looked at."""
+        """All data files and records: a keeper may commit and delete while they are looked at."""
         found = []
-        for folder, _, names in os.walk(self.run / "steps"):
+        walked = (each for top in ("data", "commits") for each in os.walk(self.run / top))
+        for folder, _, names in walked:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     found.append((name, os.stat(f"{folder}/{name}").st_ino))
@@ -321,7 +324,7 @@ class RanksJob:
     def _content_faults(self) -> list[str]:
         store, faults = open_store(str(self.run)), list[str]()
         try:
-            visible = lineage.visible(store)
+            visible = Catalogue.of(store).visible()
             for each in visible:
                 if not is_whole(store, each.step, each.attempt, self.world):
                     faults.append(f"step {each.step} of {each.attempt} holds other bytes")

@@ -57,7 +57,7 @@ class Tally(Kills):
     tiers: Counter[str] = field(default_factory=Counter)
     lost: Counter[int] = field(default_factory=Counter)
     steps: int = 0
-    void: int = 0
+    incomplete: int = 0
 
 
 class RanksTorture:
@@ -132,7 +132,7 @@ class RanksTorture:
         late = luck.sample(range(job.world), luck.randrange(1, job.world)) if luck.random() < 0.4 else []
         ahead = luck.randrange(1, 4) if luck.random() < 0.4 else 0
         self.tally.steps += 1
-        self.tally.void += bool(missing)
+        self.tally.incomplete += bool(missing)
         persist = luck.random() < 0.4
         job.train(persist=persist, missing=missing, late=late, ahead=ahead, strike=strike)
 
@@ -150,8 +150,8 @@ class RanksTorture:
                 job.stop_all()
             else:
                 for each in nodes:
-                    for deed in luck.sample([job.kill_keeper, job.kill_node_ranks], 2):
-                        deed(each)
+                    for operation in luck.sample([job.kill_keeper, job.kill_node_ranks], 2):
+                        operation(each)
 
         with contextlib.suppress(Dead):
             self._step(job, strike)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flashckpt.commit.attempts import newest_started, open_run
-from flashckpt.commit.lineage import branch, check_usable, everything, visible
-from flashckpt.commit.retention import doomed, prune
-from flashckpt.commit.steps import commit, missing_files, publish_part, read_manifest
-from flashckpt.format.names import PART, AttemptName, step_attempt_folder
-from flashckpt.format.records import Manifest, Part
+from flashckpt.commit import collect, commit_step, starting
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
+from flashckpt.commit.collect import Knowledge
+from flashckpt.commit.lineage import branch, next_start
+from flashckpt.format.names import PART, AttemptName, CommitName
+from flashckpt.format.records import Part
 from flashckpt.options import Keep
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore, System
-from tests.commit.runs import attempt_at, is_whole, part_of
+from tests.commit.runs import HOLDER, attempt_at, half_steps, is_whole, name_of, part_of
 
 KEEP = Keep(last=2)
 
@@ -29,27 +30,27 @@ def live(path: str, system: System, say: Say) -> None:
     first = attempt_at(store)
     for step in (100, 200, 300):
         _save(store, step, first, say)
-    second = attempt_at(store, first, 300)
+    second = attempt_at(store, name_of(300, first))
     _save(store, 400, second, say)
     for step in (400, 300):
         say("may go", step)
     branch(store, 300, watch_s=0)
     say("gone", 400)
     say("committed", 300)
-    third = attempt_at(store, first, 300)
+    third = attempt_at(store, name_of(300, first))
     _save(store, 400, third, say, nonce="33330000")
     _save(store, 500, third, say, nonce="33330000")
 
 
 def _save(store: Store, step: int, attempt: AttemptName, say: Say, nonce: str = "11110000") -> None:
     part = part_of(store, step, attempt, nonce=nonce, constants=True)
-    publish_part(store, part)
+    commit_step.publish_part(store, part)
     say("begun", step)
-    assert commit(store, step, attempt, world=1)
+    assert commit_step.commit(store, name_of(step, attempt).id, world=1)
     say("committed", step)
-    for each in doomed(store, attempt, KEEP):
+    for each in collect.collect(Catalogue.of(store), KEEP, Knowledge()).expired:
         say("may go", each.step)
-    prune(store, attempt, KEEP)
+    collect.prune(store, attempt, KEEP)
 
 
 @dataclass
@@ -74,49 +75,50 @@ class Expected:
     def faults(self, path: str, *, go_on: bool = True) -> list[str]:
         """What is wrong with a run that was stopped; then the next attempt goes on from it."""
         store = LocalStore(path)
-        found = [(each.step, each.attempt) for each in visible(store)]
+        found = list(Catalogue.of(store).visible())
         faults = [
-            f"step {step} is visible and not whole" for step, of in found if not is_whole(store, step, of)
+            f"step {each.step} is visible and not whole"
+            for each in found
+            if not is_whole(store, each.step, each.attempt)
         ]
-        steps = {step for step, _ in found}
+        steps = {each.step for each in found}
         if self.must - steps:
             faults.append(f"committed and not visible: {sorted(self.must - steps)}")
         if steps - self.may:
             faults.append(f"visible and never committed: {sorted(steps - self.may)}")
-        faults += [f"a manifest or part without its files: {missing}" for missing in _bereft(store)]
+        faults += half_steps(store)
+        faults += [f"a part without its files: {missing}" for missing in _bereft(store)]
         if not faults and go_on:
             faults += self._go_on(store, found)
         return faults
 
-    def _go_on(self, store: Store, found: list[tuple[int, AttemptName]]) -> list[str]:
+    def _go_on(self, store: Store, found: list[CommitName]) -> list[str]:
         """The next attempt starts from the newest step, commits, and prunes."""
         open_run(store, create=True)
-        check_usable(store)
-        step, parent = found[-1] if found else (0, None)
-        attempt = attempt_at(store, parent, step)
+        assert next_start(store).refusal is None
+        attempt, catalogue = starting.claim(store, HOLDER)
+        found = list(catalogue.visible())  # also what lacked only its record
+        parent, step = (found[-1].id, found[-1].step) if found else (None, 0)
+        starting.start(store, attempt, parent, step, 1, catalogue)
         part = part_of(store, 900, attempt, constants=True)
-        publish_part(store, part)
-        assert commit(store, 900, attempt, world=1)
-        prune(store, attempt, KEEP)
-        left = [each.step for each in visible(store)]
-        expected = [*(step for step, _ in found), 900][-2:]
-        if left != expected or not all(is_whole(store, each.step, each.attempt) for each in visible(store)):
+        commit_step.publish_part(store, part)
+        assert commit_step.commit(store, name_of(900, attempt).id, world=1)
+        collect.prune(store, attempt, KEEP)
+        left = Catalogue.of(store).visible()
+        expected = [*(each.step for each in found), 900][-2:]
+        is_good = all(is_whole(store, each.step, each.attempt) for each in left)
+        if [each.step for each in left] != expected or not is_good:
             return [f"the next attempt has {left}, not {expected}"]
         return []
 
 
 def _bereft(store: Store) -> list[list[str]]:
-    """What manifests, and parts without one, name that is not there. Nothing in this life damages a file,
-    so it is always none."""
-    bereft, newest = [], newest_started(store)
-    for each in everything(store):
-        found = read_manifest(store, each.step, each.attempt)
-        if isinstance(found, Manifest):
-            bereft.append(missing_files(store, found))
-        elif found is None and each.attempt == newest:
-            # Of older attempts a sweep may have left anything: they can commit nothing any more.
-            bereft.append(_without_shards(store, step_attempt_folder(each.step, each.attempt)))
-    return [missing for missing in bereft if missing]
+    """The shards that parts without a record name and that are not there, unless they are being deleted.
+    Nothing in this life damages a file, so it is always none."""
+    catalogue = Catalogue.of(store)
+    committed = {each.id for each in (*catalogue.commits, *catalogue.dying)}
+    left = set(snapshots_with_data(store)) - committed - catalogue.tombstones
+    return [missing for each in left if (missing := _without_shards(store, each.data_folder))]
 
 
 def _without_shards(store: Store, folder: str) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.crash import tiny
 from tests.crash.job import LIMIT_S, Job, none
 from tests.waiting import until
 from tests.zygote import Zygote
@@ -39,4 +40,25 @@ def test_files_do_not_grow_with_lives(
     none(job.faults())
     job.expect_exactly(0)
     job.forget_memory()
+    none(job.finish())
+
+
+def test_a_keeper_that_dies_before_each_record_fills_no_storage(
+    tmp_path: Path, runtime: Path, zygote: Zygote, reference: list[int]
+) -> None:
+    """In each life a snapshot gets all its parts, and no record; then memory goes, too."""
+    job, sizes = Job(zygote, tmp_path, runtime, reference), []
+    for _ in range((len(reference) - 1) // tiny.PERSIST_EVERY - 1):
+        before = set(job.resumable())
+        job.start(armed="part.linked")
+        job.await_(lambda before=before: set(job.resumable()) - before)  # type: ignore[misc]
+        none(job.faults())
+        job.kill_trainer()
+        job.kill_keepers()
+        job.forget_memory()
+        job.expect(memory=False)
+        sizes.append(sum(len(names) for _, _, names in os.walk(job.run / "data")))
+    # A part and a shard of each: the step in flight and those that retention keeps.
+    assert sizes[-1] == max(sizes) <= 2 * (tiny.KEPT + 1), sizes
+    assert len(sizes) > 4
     none(job.finish())

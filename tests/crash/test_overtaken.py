@@ -47,8 +47,13 @@ def killed(folder: Path, runtime: Path, number: int, armed: str, chance: random.
 
 
 def standing(runtime: Path) -> list[int]:
-    stats = {pid: Path(f"/proc/{pid}/stat") for pid in keepers_of(runtime)}
-    return [pid for pid, stat in stats.items() if stat.exists() and " T " in stat.read_text()]
+    return [pid for pid in keepers_of(runtime) if is_stopped(pid)]
+
+
+def is_stopped(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return " T " in Path(f"/proc/{pid}/stat").read_text()
+    return False
 
 
 def tags_on_disk(run: Path) -> list[int]:

@@ -30,10 +30,12 @@ HELD = {"audit.begun", "rescue.asked"}
 ALONE = {"claim.taken", "leave.begun", "leave.emptied", "leave.closed"}
 # The state of this run does not grow: tests/checkpointer/test_growth.py kills at these.
 GROWTH = {point for point in POINTS if point.startswith("growth.")}
-# No trainer copies steps: tests/tiers kills at these.
+# No trainer copies steps: tests/replication kills at these.
 COPY = {point for point in POINTS if point.startswith("copy.")}
 # Nor does one import a checkpoint: tests/importing kills at these.
 IMPORT = {point for point in POINTS if point.startswith("import.")}
+# It has no cache: tests/keeper/test_keeper_cache.py kills at these.
+CACHE = {point for point in POINTS if point.startswith("cache.")}
 HOLD_AT = 16
 
 
@@ -68,7 +70,7 @@ CASES = [
     (point, who)
     for point in POINTS
     for who in VICTIMS
-    if point not in GROWTH | COPY | IMPORT and (who != "the other" or point not in ALONE)
+    if point not in GROWTH | COPY | IMPORT | CACHE and (who != "the other" or point not in ALONE)
 ]
 
 

@@ -23,17 +23,17 @@ from hypothesis.stateful import (
 )
 
 import flashckpt
-from flashckpt.commit import lineage, steps
+from flashckpt.commit import collect, commit_step, lineage, steps
 from flashckpt.commit.attempts import mark_ended, newest_claimed
-from flashckpt.commit.lineage import VisibleStep, branch, candidates, everything, visible
-from flashckpt.commit.retention import prune
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.lineage import branch
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError, NoSuchStepError
-from flashckpt.format.names import MANIFEST, AttemptName, step_attempt_folder
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
 from flashckpt.recovery.recover import recover
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, is_whole, new_run, part_of
+from tests.commit.runs import attempt_at, is_whole, name_of, new_run, part_of
 from tests.crash.mortal import MortalSystem
 
 KEEP = Keep(last=2)
@@ -73,10 +73,10 @@ class Life(RuleBasedStateMachine):
         self._environment = mock.patch.dict(os.environ, {"FLASHCKPT_RUNTIME": self._folder})
         self._environment.start()
         self.store = new_run(self.path)
-        self.committed: set[VisibleStep] = set()
-        self.unsure: set[VisibleStep] = set()
-        self.begun: set[VisibleStep] = set()
-        self.damaged: set[VisibleStep] = set()
+        self.committed: set[CommitName] = set()
+        self.unsure: set[CommitName] = set()
+        self.begun: set[CommitName] = set()
+        self.damaged: set[CommitName] = set()
         self.lineage: list[tuple[AttemptName, int]] = []
         self.attempt: AttemptName | None = None
         self.step = 0
@@ -104,13 +104,13 @@ class Life(RuleBasedStateMachine):
         assert self.attempt is not None
         self.step += gap
         system = Mortal(calls)
-        store, each = LocalStore(self.path, system), VisibleStep(self.step, self.attempt)
+        store, each = LocalStore(self.path, system), name_of(self.step, self.attempt)
         self.unsure.add(each)
         self.begun.add(each)
         try:
             part = part_of(store, self.step, self.attempt, nonce=f"{self.step:08x}")
-            steps.publish_part(store, part)
-            assert steps.commit(store, self.step, self.attempt, world=1)
+            commit_step.publish_part(store, part)
+            assert commit_step.commit(store, each.id, world=1)
         except Killed:
             self.attempt = None
             return
@@ -125,15 +125,16 @@ class Life(RuleBasedStateMachine):
         seen = sorted(self._complete())
         kept = {each.step for each in seen[-2:]}
         try:
-            gone = prune(LocalStore(self.path, Mortal(calls)), self.attempt, KEEP)
-            assert not kept & {each.step for each in gone}
+            plan, _ = collect.prune(LocalStore(self.path, Mortal(calls)), self.attempt, KEEP)
+            assert not kept & {each.step for each in plan.expired}
         except Killed:
             self.attempt = None
-        left = {each for each in everything(self.store) if self._is_complete(each)}
+        there = set(Catalogue.of(self.store).commits)
+        left = set(filter(self._is_complete, there))
         went = self.committed - left - self.damaged
         assert went <= {each for each in seen if each.step not in kept}, "a step that had to stay went"
         self.committed -= went
-        self.damaged -= {each for each in self.damaged if each not in set(everything(self.store))}
+        self.damaged &= there
         self.committed = {each for each in self.committed if each in left or each in self.damaged}
 
     @rule()
@@ -154,12 +155,13 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.committed - self.damaged)
     @rule(pick=st.randoms(use_true_random=False), how=st.sampled_from(["flip", "cut", "remove", "swap"]))
     def damage(self, pick: Random, how: str) -> None:
-        """One file of a committed step: its manifest, its part or its shard."""
+        """One file of a committed step: its record, its part or its shard."""
         each = pick.choice(sorted(self.committed - self.damaged))
-        folder = Path(self.path) / step_attempt_folder(each.step, each.attempt)
-        path = pick.choice(sorted(folder.iterdir()))
+        root = Path(self.path)
+        record = root / each.path
+        path = pick.choice([*sorted((root / each.id.data_folder).iterdir()), record])
         data = bytearray(path.read_bytes())
-        if how == "remove" and path.name == MANIFEST:
+        if how == "remove" and path == record:
             return  # `recover` writes it again from the parts: that is no damage
         if how == "flip":
             data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
@@ -169,7 +171,8 @@ class Life(RuleBasedStateMachine):
         elif how == "remove":
             path.unlink()
         else:
-            others = [p for p in Path(self.path).glob(f"steps/*/*/{path.name.split('-')[0]}*") if p != path]
+            kind = "commits/*.json" if path == record else f"data/*/*/{path.name.split('-')[0]}*"
+            others = [other for other in root.glob(kind) if other != path]
             others = [other for other in others if other.read_bytes() != bytes(data)]
             if not others:
                 return
@@ -184,7 +187,7 @@ class Life(RuleBasedStateMachine):
         if newest is not None:
             mark_ended(self.store, newest, "dead")  # a keeper's last word: nobody need be watched
         report = recover(self.store)
-        # It commits what a kill has cut off just before its manifest.
+        # It commits what a kill has cut off just before its record.
         self.committed |= {each for each in self.begun if self._is_complete(each)}
         expected = max(self._seen() - self.damaged, default=None)
         named = report.resume
@@ -196,7 +199,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def what_is_whole_is_visible_and_verifies(self) -> None:
-        seen = set(visible(self.store))
+        seen = set(Catalogue.of(self.store).visible())
         must = {each for each in self._seen() if each not in self.damaged and each not in self.unsure}
         hidden = {each for each in must if not any(o.step == each.step for o in seen)}
         assert not hidden, "committed, whole, and not visible"
@@ -205,22 +208,20 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def what_is_visible_was_committed(self) -> None:
-        for each in visible(self.store):
+        for each in Catalogue.of(self.store).visible():
             assert each in self.committed | self.unsure
             assert any(each.attempt == of and each.step <= last for of, last in self.lineage)
 
     @invariant()
     def damage_is_named(self) -> None:
         """Every damaged step that is looked at is in the report, and no other."""
-        found = {(row.step, row.attempt) for row in verify(self.store).damaged}
-        known = {(each.step, str(each.attempt)) for each in self.damaged}
-        assert found <= known
-        for each in set(visible(self.store)) & self.damaged:
-            assert (each.step, str(each.attempt)) in found
+        found = {row.name for row in verify(self.store).damaged}
+        assert found <= self.damaged
+        assert found >= set(Catalogue.of(self.store).visible()) & self.damaged
 
     # ---- the model
 
-    def _seen(self) -> set[VisibleStep]:
+    def _seen(self) -> set[CommitName]:
         """What must be visible if it is whole; what is unsure is looked up: it may be either."""
         self._settle()
         last = dict(self.lineage)
@@ -233,20 +234,20 @@ class Life(RuleBasedStateMachine):
                 if self._is_complete(each):
                     self.committed.add(each)
 
-    def _complete(self) -> set[VisibleStep]:
+    def _complete(self) -> set[CommitName]:
         return {each for each in self._seen() if self._is_complete(each)}
 
-    def _is_complete(self, each: VisibleStep) -> bool:
-        return steps.is_committed(self.store, each.step, each.attempt)
+    def _is_complete(self, each: CommitName) -> bool:
+        return each in Catalogue.of(self.store).commits and steps.is_whole(self.store, each)
 
-    def _load(self) -> VisibleStep | None:
+    def _load(self) -> CommitName | None:
         """A resume's rule: candidates in their order, each verified whole before it is taken."""
-        for each in candidates(self.store):
+        for each in [each.name for each in lineage.next_start(self.store).candidates]:
             try:
                 leaves = flashckpt.load(self.path, each.step)
             except (DamagedError, NoSuchStepError) as error:
                 self._believe(each in self.damaged, f"{each} does not load: {error}")
-                lineage.mark(self.store, each.step, each.attempt, lineage.this_host(), str(error))
+                lineage.quarantine(self.store, each, lineage.this_host(), str(error))
                 continue
             assert each not in self.damaged, "damage reached a tensor"
             assert leaves["optimizer.step"].item() == each.step
@@ -257,13 +258,12 @@ class Life(RuleBasedStateMachine):
     def _believe(truth: bool, otherwise: str) -> None:
         assert truth, otherwise
 
-    def _go_on(self, best: VisibleStep | None) -> None:
-        parent = best.attempt if best is not None else None
-        self.attempt = attempt_at(self.store, parent, best.step if best is not None else 0)
+    def _go_on(self, best: CommitName | None) -> None:
+        self.attempt = attempt_at(self.store, best)
         self._lineage_at(self.attempt, best)
         self.step = best.step if best is not None else 0
 
-    def _lineage_at(self, newest: AttemptName, best: VisibleStep | None) -> None:
+    def _lineage_at(self, newest: AttemptName, best: CommitName | None) -> None:
         """As docs/commit.md says it: the bound is the minimum along the way."""
         old = self.lineage if best is not None else []
         start = next(

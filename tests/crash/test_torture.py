@@ -27,6 +27,17 @@ def test_killed_at_random_moments(tmp_path: Path, zygote: Zygote, kills: int) ->
     assert max(tally.steps_lost) <= 2
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.long)])
+def test_killed_at_random_moments_with_a_cache(tmp_path: Path, zygote: Zygote, kills: int) -> None:
+    """What was cached outlives the memory of a node."""
+    tally = Torture(zygote, tmp_path, 22, has_cache=True).kill(kills)
+    none(tally.faults)
+    assert tally.killed >= kills
+    if kills >= 100:  # of few kills, chance decides whether a node is lost with something in its cache
+        assert tally.resumed["cache"] > 0
+
+
 @pytest.mark.process
 def test_its_program_writes_what_happened(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

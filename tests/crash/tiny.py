@@ -27,7 +27,7 @@ PERSIST_EVERY = 3
 _RECORD = struct.Struct("<qqqqQ")
 RECORD_BYTES = _RECORD.size
 RESUMED, STEP = 1, 2
-TIERS = ("none", "memory", "local")
+TIERS = ("none", "memory", "local", "cache")
 
 
 class Record(NamedTuple):
@@ -126,6 +126,7 @@ def train(
     wait_slots: bool = True,
     hold: tuple[int, str] | None = None,
     persist_every: int = PERSIST_EVERY,
+    cache: str | None = None,
 ) -> None:
     """Train to `steps`. wait_slots: stand still in the first iteration until snapshots can be taken. hold:
     stand still in the iteration of a step until a file is there."""
@@ -138,6 +139,7 @@ def train(
         every=1,
         persist_every=persist_every,
         keep=flashckpt.Keep(last=KEPT),
+        cache=cache,
         model=model,
         optimizer=optimizer,
     )

@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 import flashckpt
-from flashckpt.commit import holder
+from flashckpt.commit import attempts
 from flashckpt.errors import NoSuchStepError
 from tests.crash import ranks_torture
 from tests.crash.job import Job, reference_of
 from tests.crash.tiny import TIERS
+from tests.folders import let_folders_go
 from tests.processes import end, keepers_of
 from tests.zygote import Zygote
 
@@ -80,8 +81,11 @@ class Tally(ranks_torture.Kills):
 class Torture:
     """Runs one after the other, each killed until it is done or there are kills enough."""
 
-    def __init__(self, zygote: Zygote, folder: Path, seed: int, *, steps: int = STEPS) -> None:
+    def __init__(
+        self, zygote: Zygote, folder: Path, seed: int, *, steps: int = STEPS, has_cache: bool = False
+    ) -> None:
         self._zygote, self._folder, self._luck = zygote, folder, random.Random(seed)
+        self._has_cache = has_cache
         self._reference = reference_of(zygote, steps)
         self.tally = Tally(seed)
         self._counted = (0, 0)
@@ -94,11 +98,16 @@ class Torture:
             folder = self._folder / f"run-{self.tally.runs}"
             folder.mkdir()
             runtime = Path(tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm"))
+            # In shared memory, too: never the disk of the run.
+            made = tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm") if self._has_cache else None
+            cache = None if made is None else Path(made)
             try:
-                self._one_run(Job(self._zygote, folder, runtime, self._reference), kills, said)
+                job = Job(self._zygote, folder, runtime, self._reference, cache=cache)
+                self._one_run(job, kills, said)
             finally:
                 end(keepers_of(runtime))
-                shutil.rmtree(runtime, ignore_errors=True)
+                for each in [runtime] if cache is None else [runtime, cache]:
+                    shutil.rmtree(each, ignore_errors=True)
             if not self.tally.faults:
                 shutil.rmtree(folder)
         self.tally.seconds = time.monotonic() - began
@@ -149,8 +158,7 @@ class Torture:
 
     @staticmethod
     def _entries(job: Job) -> set[str]:
-        folder = job.run / "steps"
-        return {path.name for path in folder.iterdir()} if folder.exists() else set()
+        return {str(path.relative_to(job.run)) for path in job.run.glob("data/*/*")}
 
     @staticmethod
     def _strike(job: Job, kill: Kill) -> bool:
@@ -242,13 +250,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None, help="write what happened here")
     parser.add_argument("--nodes", type=int, default=1, help="a job on so many nodes, without a model")
     parser.add_argument("--ranks", type=int, default=1, help="processes on each node of it")
+    parser.add_argument("--cache", action="store_true", help="a cache for each run, which outlives a node")
     chosen = parser.parse_args(arguments)
-    holder.WATCH_S = 5.0  # a tenth of the kills remove the memory, and each recovery then waits
+    attempts.WATCH_S = 5.0  # a tenth of the kills remove the memory, and each recovery then waits
     if chosen.nodes * chosen.ranks > 1:
         return ranks_torture.main(chosen.nodes, chosen.ranks, chosen.kills, chosen.seed, chosen.json)
     zygote, console = Zygote(), Console()
     with tempfile.TemporaryDirectory(prefix="flashckpt-torture-") as folder, console.status("") as status:
-        torture = Torture(zygote, Path(folder), chosen.seed, steps=chosen.steps)
+        torture = Torture(zygote, Path(folder), chosen.seed, steps=chosen.steps, has_cache=chosen.cache)
         tally = torture.kill(chosen.kills, lambda now: status.update(f"{now.killed} of {chosen.kills} kills"))
     zygote.close()
     console.print(table(tally))
@@ -260,4 +269,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    let_folders_go()
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""What tests of DCP on several ranks get."""
+"""Fixtures of tests of DCP on several ranks."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import flashckpt.dcp as dcp
-from flashckpt.store.local import LocalStore
-from flashckpt.store.system import System
+from flashckpt.store.local import LocalStore, System
 from tests.dcp.states import equal, state
 
 
@@ -29,7 +28,7 @@ def die(*_: object, **__: object) -> Any:
 
 
 def before(owner: type, method: str, count: int = 1) -> Callable[[], None]:
-    """Arm a death at the beginning of the COUNT-th call of a method."""
+    """Die at the start of the COUNT-th call of a method."""
 
     def arm() -> None:
         original, left = getattr(owner, method), count
@@ -45,7 +44,7 @@ def before(owner: type, method: str, count: int = 1) -> Callable[[], None]:
 
 
 def after(owner: type, method: str) -> Callable[[], None]:
-    """Arm a death at the end of a method."""
+    """Die at the end of a method."""
 
     def arm() -> None:
         original = getattr(owner, method)
@@ -54,7 +53,7 @@ def after(owner: type, method: str) -> Callable[[], None]:
     return arm
 
 
-# Phase -> how it is armed, and which save the folder then has to hold.
+# Phase -> how to die in it, and which save the folder must have then.
 PHASES = {
     "before planning": (before(dcp.Writer, "set_up_storage_writer"), "older"),
     "planning": (before(dcp.SavePlanner, "create_local_plan"), "older"),
@@ -79,7 +78,7 @@ def save(path: Path, seed: int) -> None:
 
 
 def found(path: Path) -> int:
-    """The seed of the state that the folder holds, whole."""
+    """The seed of the complete state in the folder."""
     loaded = state(99)
     torch_dcp.load(loaded, storage_reader=dcp.Reader(path), planner=dcp.LoadPlanner(), no_dist=True)
     seed = int(loaded["model"]["count"])

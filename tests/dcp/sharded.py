@@ -173,7 +173,7 @@ class FailingOnce(dcp.Writer):
 
 
 def fail(job: Job, path: str) -> None:
-    """What one rank cannot save no rank saves; what a part of the ranks asks for alone is refused."""
+    """If one rank cannot save, no rank saves. A save on a part of the ranks is refused."""
     torch_dcp.save({**job.state(), "n": 1}, storage_writer=dcp.Writer(path), planner=dcp.SavePlanner())
     writer = FailingOnce(path)
     custom = {"mine": object()} if dist.get_rank() == 1 else {}

@@ -46,7 +46,7 @@ def test_each_save_is_a_step_and_a_load_takes_the_newest(tmp_path: Path) -> None
     assert flashckpt.verify(tmp_path).ok
 
 
-def test_what_is_changed_after_async_save_is_not_in_it(tmp_path: Path) -> None:
+def test_changes_after_async_save_are_not_saved(tmp_path: Path) -> None:
     given = state(1)
     before = copied(given)
     first = dcp.async_save(given, checkpoint_id=tmp_path)
@@ -67,7 +67,7 @@ def test_a_load_sees_the_save_that_is_still_written(tmp_path: Path) -> None:
 def test_a_later_process_adds_steps_and_reads_none(tmp_path: Path, zygote: Zygote) -> None:
     done = zygote.run(["tests.dcp.mortal", "functions", str(tmp_path)])
     assert done.returncode == 0, done.stderr
-    # Of another form than what is there: nothing of it is restored or compared.
+    # Another structure than the run's state, which is neither restored nor compared.
     other = {"mine": torch.arange(3)}
     assert dcp.save(other, checkpoint_id=tmp_path) == 3
     found = {"mine": torch.zeros(3, dtype=torch.int64)}
@@ -82,7 +82,7 @@ def test_a_folder_for_each_save(tmp_path: Path) -> None:
     assert [equal(loaded(tmp_path / str(seed)), state(seed)) for seed in (1, 2)] == [True, True]
 
 
-def test_objects_with_a_state_dict_are_asked(tmp_path: Path) -> None:
+def test_objects_are_saved_by_their_state_dict(tmp_path: Path) -> None:
     torch.manual_seed(0)
     given, found = nn.Linear(3, 2), nn.Linear(3, 2)
     dcp.save({"model": given}, checkpoint_id=tmp_path)
@@ -113,7 +113,7 @@ def test_dcp_reads_a_run_of_attach(tmp_path: Path) -> None:
     assert equal(found, {**states(model, optimizer), "own": own})
 
 
-def test_a_run_has_no_name_beside_those_of_the_state(tmp_path: Path) -> None:
+def test_a_run_has_only_the_names_of_the_state(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("left_out", torch.ones(1), persistent=False)
     with flashckpt.attach(tmp_path, every=None, model=model) as checkpointer:
@@ -125,7 +125,7 @@ def test_a_run_has_no_name_beside_those_of_the_state(tmp_path: Path) -> None:
 # Refused
 
 
-def test_what_is_not_ours_is_refused_by_name(tmp_path: Path) -> None:
+def test_foreign_arguments_are_refused_by_name(tmp_path: Path) -> None:
     planner: Any = torch_dcp.DefaultSavePlanner()
     with pytest.raises(OptionError, match="planner=DefaultSavePlanner"):
         dcp.save(state(1), checkpoint_id=tmp_path, planner=planner)
@@ -165,18 +165,18 @@ def test_a_run_of_a_training_keeps_its_steps(tmp_path: Path) -> None:
         assert checkpointer.resumed is not None
 
 
-def test_what_cannot_be_saved_is_refused_and_the_next_save_works(tmp_path: Path) -> None:
+def test_unsupported_values_are_refused_and_the_next_save_works(tmp_path: Path) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path)
     with pytest.raises(StateError, match=r"mine\.odd.*Custom"):
         dcp.save({**state(2), "mine": {"odd": Custom()}}, checkpoint_id=tmp_path)
-    with pytest.raises(StateError, match=r"mine\.w is slices"):
+    with pytest.raises(StateError, match=r"mine\.w has slices"):
         dcp.save({"mine": {"w": sliced(torch.zeros(7, 3), (0, 2))}}, checkpoint_id=tmp_path)
     assert equal(loaded(tmp_path), state(1))
     dcp.save(state(3), checkpoint_id=tmp_path)
     assert equal(loaded(tmp_path), state(3))
 
 
-def test_what_cannot_be_loaded_changes_nothing(tmp_path: Path) -> None:
+def test_a_failed_load_changes_nothing(tmp_path: Path) -> None:
     with pytest.raises(NoSuchStepError):
         loaded(tmp_path / "none")
     dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path)
@@ -200,7 +200,7 @@ def test_switched_off_nothing_is_saved(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "run").exists()
 
 
-def test_another_process_may_save_once_the_run_is_let_go(tmp_path: Path, zygote: Zygote) -> None:
+def test_another_process_may_save_after_close(tmp_path: Path, zygote: Zygote) -> None:
     dcp.save(state(1), checkpoint_id=tmp_path)
     held = zygote.run(["tests.dcp.mortal", "functions", str(tmp_path)])
     assert "RunHeldError" in held.stderr

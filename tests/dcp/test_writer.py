@@ -7,6 +7,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +49,14 @@ def load(value: dict[str, Any], path: Path, made: dcp.Reader | None = None, plan
 
 
 def loaded(path: Path) -> dict[str, Any]:
-    """What the folder's checkpoint holds."""
+    """The content of the folder's checkpoint."""
     found = state(9)
     load(found, path)
     return found
 
 
 def refused(call: Callable[[], object], kind: type[BaseException]) -> str:
-    """The message of an error of this kind, which torch hands on in its own."""
+    """The message of an error of this kind inside torch's error."""
     with pytest.raises(CheckpointException) as raised:
         call()
     text = str(raised.value)
@@ -70,7 +71,7 @@ def files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
 
 
-def test_it_comes_back_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_dict_round_trips_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a pickle")
 
@@ -101,7 +102,7 @@ def test_tensors_are_filled_where_they_are(tmp_path: Path) -> None:
     assert list(steps) == [0, 1]
 
 
-def test_values_that_are_not_loaded_stay(tmp_path: Path) -> None:
+def test_values_that_are_not_loaded_are_unchanged(tmp_path: Path) -> None:
     save({"a": 1}, tmp_path)
     found = {"a": 0, "b": {"set": {1}, "list": [{2}, (3,)]}}
     load(found, tmp_path, planner=dcp.LoadPlanner(allow_partial_load=True))
@@ -170,7 +171,7 @@ class Custom:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
+def test_unsupported_values_are_refused_by_name_before_anything_is_written(
     tmp_path: Path, value: object, said: str
 ) -> None:
     save(state(1), tmp_path)
@@ -201,7 +202,7 @@ def test_a_checkpoint_of_torch_is_refused_by_name(tmp_path: Path) -> None:
     assert "FileSystemReader" in refused(lambda: load(state(9), tmp_path), RunError)
 
 
-def test_what_a_checkpoint_lacks_is_listed_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_missing_names_are_listed_and_nothing_is_loaded(tmp_path: Path) -> None:
     save({"model": {"a": torch.ones(2), "b": torch.ones(3), "c": 1}}, tmp_path)
     found = {"model": {"a": torch.zeros(2), "b": torch.zeros(4), "c": 0, "d": torch.zeros(1)}}
     text = refused(lambda: load(found, tmp_path), MismatchError)
@@ -217,7 +218,7 @@ def test_what_a_checkpoint_lacks_is_listed_and_nothing_is_loaded(tmp_path: Path)
 
 
 class Failing:
-    """Of a writer or reader one method fails once."""
+    """One method of a writer or reader fails once."""
 
     method = ""
 
@@ -279,7 +280,7 @@ def test_each_call_of_a_reader_fails_once(tmp_path: Path, method: str) -> None:
 
 
 class FailingStore:
-    """A store of which one method fails once."""
+    """A store with one method that fails once."""
 
     def __init__(self, path: Any, method: str) -> None:
         self._store, self._method = open_store(path), method
@@ -377,22 +378,22 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     load({"a": torch.zeros(4, dtype=torch.int64)}, tmp_path)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     save(state(1), tmp_path)
     files(tmp_path)[0].unlink()
-    assert "is not there" in refused(lambda: load(state(9), tmp_path), DamagedError)
+    assert "does not exist" in refused(lambda: load(state(9), tmp_path), DamagedError)
     (tmp_path / "metadata.json").unlink()
     save(state(1), tmp_path)
     (tmp_path / "metadata.json").unlink()
     assert "no save to it was completed" in refused(lambda: load(state(9), tmp_path), NoSuchStepError)
 
 
-def test_metadata_with_its_own_checksum_is_not_believed(tmp_path: Path) -> None:
+def test_forged_metadata_with_a_valid_checksum_is_refused(tmp_path: Path) -> None:
     from flashckpt.format.checked_json import dump, parse
 
     save({"a": torch.ones(4)}, tmp_path)
     path = tmp_path / "metadata.json"
-    good, _ = parse(path.read_bytes(), what="it", max_bytes=1 << 20)
+    good = parse(path.read_bytes(), what="it", max_bytes=1 << 20)
 
     def hostile(change: Callable[[dict[str, Any]], None]) -> None:
         obj = json.loads(json.dumps(good))
@@ -477,7 +478,7 @@ def test_slices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "w has global_shape" in refused(lambda: save({"w": given}, tmp_path), StateError)
 
 
-def test_a_tensor_that_is_called_as_a_slice(tmp_path: Path) -> None:
+def test_a_tensor_named_like_a_slice(tmp_path: Path) -> None:
     given = {"w": torch.arange(6.0).reshape(3, 2), "w@0,0": torch.full((2, 2), 7.0), "w@0,0@": torch.ones(2)}
     save({**given, "w": sliced(given["w"], (0, 2), (2, 3))}, tmp_path)
     found = {name: torch.zeros_like(each) for name, each in given.items()}
@@ -486,7 +487,7 @@ def test_a_tensor_that_is_called_as_a_slice(tmp_path: Path) -> None:
 
 
 def test_a_slice_without_rows(tmp_path: Path) -> None:
-    """It begins where another one begins."""
+    """It starts at the index of another slice."""
     whole = torch.randn(4, 3)
     given = {"w": sliced(whole, (0, 2), (2, 2), (2, 4)), "none": sliced(whole[:0], (0, 0), (0, 0))}
     save(given, tmp_path)
@@ -496,18 +497,18 @@ def test_a_slice_without_rows(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_tensor_is_not_committed(tmp_path: Path) -> None:
-    """A rank that saves alone: a load would leave the rest of the tensor as it is."""
+    """A rank saves alone: a load would not fill the rest of the tensor."""
     whole = torch.randn(7, 3)
     save({"w": whole}, tmp_path)
     part: Any = sliced(whole, (0, 2))
     part.global_shape = (7, 3)
-    assert "w was given in part" in refused(lambda: save({"w": part}, tmp_path), PersistError)
+    assert "w is incomplete" in refused(lambda: save({"w": part}, tmp_path), PersistError)
     found = {"w": torch.zeros(7, 3)}
     load(found, tmp_path)
     assert torch.equal(found["w"], whole)
 
 
-def test_a_save_that_another_one_overtakes_reports_its_loss(
+def test_a_save_overtaken_by_another_reports_its_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second save begins once the first has written its files, and commits between the check of these files
@@ -524,9 +525,50 @@ def test_a_save_that_another_one_overtakes_reports_its_loss(
     said = refused(lambda: save(state(1), tmp_path), PersistError)
     assert "another save to this folder removed" in said
     assert overtaken
-    assert "is not there" in refused(lambda: load(state(9), tmp_path), DamagedError)
+    assert "does not exist" in refused(lambda: load(state(9), tmp_path), DamagedError)
     save(state(3), tmp_path)
     assert equal(loaded(tmp_path), state(3))
+
+
+def test_a_save_whose_checkpoint_was_replaced_by_a_newer_one_has_succeeded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace, overtaken = LocalStore.replace, []
+
+    def overtake(store: LocalStore, path: str, data: bytes, *, durable: bool = True) -> None:
+        replace(store, path, data, durable=durable)
+        if path == "metadata.json" and not overtaken:
+            overtaken.append(path)
+            save(state(2), tmp_path)
+
+    monkeypatch.setattr(LocalStore, "replace", overtake)
+    save(state(1), tmp_path)
+    assert overtaken
+    assert equal(loaded(tmp_path), state(2))
+
+
+def test_an_overtaken_save_removes_no_file_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Save 2 has written its files before save 1 begins, and commits right after that: to save 1 they are
+    those of an earlier save."""
+    replace, is_written, may_commit = LocalStore.replace, threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+
+        def ordered(store: LocalStore, path: str, data: bytes, *, durable: bool = True) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                is_written.set()
+                assert may_commit.wait(60)
+            replace(store, path, data, durable=durable)
+            if threading.current_thread() is threading.main_thread():
+                may_commit.set()
+                second.result()
+
+        monkeypatch.setattr(LocalStore, "replace", ordered)
+        second = pool.submit(save, state(2), tmp_path)
+        assert is_written.wait(60)
+        save(state(1), tmp_path)
+    assert equal(loaded(tmp_path), state(2))
 
 
 def test_one_writer_in_two_saves_at_once_gives_each_its_folder(tmp_path: Path) -> None:
@@ -554,6 +596,45 @@ def test_one_writer_in_two_saves_at_once_gives_each_its_folder(tmp_path: Path) -
     done[1].result()
     may_end.set()
     done[0].result()
+    for number in (1, 2):
+        assert equal(loaded(tmp_path / str(number)), state(number))
+
+
+def test_a_save_keeps_its_folder_when_the_writer_gets_another(tmp_path: Path) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Slow(dcp.SavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            begun.set()
+            assert may_end.wait(60)
+            return super().resolve_data(write_item)
+
+    made = dcp.Writer(tmp_path / "1")
+    first = torch_dcp.async_save(state(1), storage_writer=made, planner=Slow(), no_dist=True)
+    assert begun.wait(60)
+    torch_dcp.save(
+        state(2),
+        checkpoint_id=tmp_path / "2",
+        storage_writer=made,
+        planner=dcp.SavePlanner(),
+        no_dist=True,
+    )
+    may_end.set()
+    first.result()  # type: ignore[union-attr]
+    for number in (1, 2):
+        assert equal(loaded(tmp_path / str(number)), state(number))
+
+
+def test_a_thread_that_has_saved_before_saves_to_the_newest_folder(tmp_path: Path) -> None:
+    made = dcp.Writer(tmp_path / "1")
+
+    def save_in_thread(number: int) -> None:
+        torch_dcp.save(state(number), storage_writer=made, planner=dcp.SavePlanner(), no_dist=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        for number in (1, 2):
+            made.reset(tmp_path / str(number))
+            pool.submit(save_in_thread, number).result()
     for number in (1, 2):
         assert equal(loaded(tmp_path / str(number)), state(number))
 

@@ -1,4 +1,4 @@
-"""The demo, as `make demo` runs it but shorter: it ends with 0 only if every bit is equal."""
+"""A shorter demo than `make demo`. It exits with 0 only if every bit is equal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 DEMO = Path(__file__).parents[2] / "examples" / "tiny_gpt" / "demo.py"
 
 
-def test_a_killed_training_ends_bit_for_bit_as_one_that_was_not(tmp_path: Path, runtime: Path) -> None:
+def test_a_killed_training_ends_bit_for_bit_like_an_uninterrupted_one(tmp_path: Path, runtime: Path) -> None:
     output = tmp_path / "output"
     done = subprocess.run(
         [
@@ -31,7 +31,7 @@ def test_a_killed_training_ends_bit_for_bit_as_one_that_was_not(tmp_path: Path, 
         capture_output=True,
         text=True,
         timeout=290,
-        # Several threads wait for one another at each operation, long on a machine that has other work.
+        # Several threads wait for each other at each operation, which is slow on a busy machine.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

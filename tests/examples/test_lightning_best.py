@@ -26,7 +26,7 @@ def run(folder: Path, runtime: Path, epochs: int) -> str:
 
 
 @pytest.mark.process
-def test_a_run_in_two_parts_ends_as_one(tmp_path: Path, runtime: Path) -> None:
+def test_a_run_in_two_parts_ends_like_one(tmp_path: Path, runtime: Path) -> None:
     run(tmp_path / "parts", runtime, 2)
     assert run(tmp_path / "parts", runtime, 4) == run(tmp_path / "one", runtime, 4)
     [best] = (tmp_path / "parts" / "best").glob("*.ckpt")

@@ -1,4 +1,4 @@
-"""examples/transformers/train.py, killed and started again, ends as one that was not."""
+"""examples/transformers/train.py, killed and resumed, ends like an uninterrupted training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start(out: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.process
-def test_killed_and_started_again(tmp_path: Path, runtime: Path) -> None:
+def test_a_killed_training_resumes(tmp_path: Path, runtime: Path) -> None:
     whole, _ = start(tmp_path / "whole").communicate(timeout=250)
     killed = start(tmp_path / "killed")
     until(lambda: any((tmp_path / "killed" / "trainer").glob("checkpoint-*")), "the first best weights", 200)

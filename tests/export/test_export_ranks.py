@@ -1,4 +1,4 @@
-"""What several ranks have of a step, taken out as whole tensors: bit for bit, and one at a time in memory."""
+"""Exports of several ranks' steps as whole tensors: bit for bit, and with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import flashckpt
 from flashckpt.errors import DamagedError, MismatchError, NoSuchStepError
 from flashckpt.export.step import export
-from flashckpt.restore.step_leaves import BoxRegion
-from flashckpt.restore.whole_tensors import WholeTensors
+from flashckpt.restore.step_tensors import TensorSlice
+from flashckpt.restore.whole_tensors import WholeTensors, pieces
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
 from tests.restore.sharded import Held, committed
@@ -30,16 +30,16 @@ def store(tmp_path: Path) -> LocalStore:
     return new_run(tmp_path / "run")
 
 
-def rows(whole: np.ndarray, rank: int, world: int = WORLD) -> BoxRegion:
+def rows(whole: np.ndarray, rank: int, world: int = WORLD) -> TensorSlice:
     each = -(-whole.shape[0] // world)
     first = min(rank * each, whole.shape[0])
-    return BoxRegion(
+    return TensorSlice(
         (first, *(0 for _ in whole.shape[1:])), (min(each, whole.shape[0] - first), *whole.shape[1:])
     )
 
 
-def whole(array: np.ndarray) -> BoxRegion:
-    return BoxRegion((0,) * array.ndim, array.shape)
+def whole(array: np.ndarray) -> TensorSlice:
+    return TensorSlice((0,) * array.ndim, array.shape)
 
 
 def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -47,8 +47,8 @@ def numbers(shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def state() -> tuple[dict[str, np.ndarray], list[list[Held]]]:
-    """The tensors, and what each rank has: rows, columns, a replica that rank 2 has written, a scalar, and a
-    counter that is each rank's own."""
+    """The tensors, and each rank's share: rows, columns, a replica written by rank 2, a scalar, and a counter
+    that differs between ranks."""
     tensors = {
         "model.rows": numbers((10, 3), 1),
         "model.columns": numbers((4, 8), 2),
@@ -58,14 +58,14 @@ def state() -> tuple[dict[str, np.ndarray], list[list[Held]]]:
     }
     ranks = []
     for rank in range(WORLD):
-        columns = BoxRegion((0, 2 * rank), (4, 2))
+        columns = TensorSlice((0, 2 * rank), (4, 2))
         ranks.append(
             [
                 Held("model.rows", tensors["model.rows"], rows(tensors["model.rows"], rank), ("model.tied",)),
                 Held("model.columns", tensors["model.columns"], columns),
                 Held("model.bias", tensors["model.bias"], whole(tensors["model.bias"]), writer=2),
                 Held("optimizer.step", tensors["optimizer.step"], whole(tensors["optimizer.step"])),
-                Held("model.seen", np.array([rank], "int64"), BoxRegion((0,), (1,))),
+                Held("model.seen", np.array([rank], "int64"), TensorSlice((0,), (1,))),
             ]
         )
     return tensors, ranks
@@ -76,7 +76,7 @@ def is_same(found: torch.Tensor, expected: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
-def test_tensors_come_out_whole_under_the_names_of_the_state(
+def test_whole_tensors_are_exported_under_the_names_of_the_state(
     store: LocalStore, tmp_path: Path, format: str
 ) -> None:
     tensors, ranks = state()
@@ -157,23 +157,25 @@ def test_a_tensor_larger_than_the_memory_of_an_export(store: LocalStore, tmp_pat
 @pytest.mark.parametrize("by", ["rows", "columns"])
 def test_a_tensor_in_several_slices(store: LocalStore, tmp_path: Path, by: str) -> None:
     tensor = np.arange(6 * MIB, dtype="float32").reshape(-1, 1024)
-    columns = [BoxRegion((0, 256 * rank), (tensor.shape[0], 256)) for rank in range(WORLD)]
+    columns = [TensorSlice((0, 256 * rank), (tensor.shape[0], 256)) for rank in range(WORLD)]
     regions = columns if by == "columns" else [rows(tensor, rank) for rank in range(WORLD)]
     record = committed(store, [[Held("model.large", tensor, region)] for region in regions])
     whole = WholeTensors(record)
-    pieces = list(whole.pieces(whole.leaves[0], 2, MIB))
-    assert len(pieces) > 5
-    assert b"".join(pieces) == tensor.tobytes()
+    leaf = whole.leaves[0]
+    found = [piece for _, piece in pieces(store, [(leaf, whole.parts(leaf))], 2, MIB)]
+    assert len(found) > 5
+    assert b"".join(found) == tensor.tobytes()
     export(store, str(tmp_path / "out"))
     assert is_same(load_file(tmp_path / "out")["model.large"], tensor)
 
 
-def test_a_digest_that_is_another_is_found_in_slices(store: LocalStore) -> None:
-    """All chunks have their checksums, and a rank's piece is not what was captured."""
+def test_a_wrong_digest_is_found_in_slices(store: LocalStore) -> None:
+    """All checksums of chunks are right, but a rank's slice differs from its capture."""
     tensor = np.arange(3 * MIB, dtype="float32").reshape(-1, 1024)
     record = committed(store, [[Held("model.large", tensor, rows(tensor, rank, 2))] for rank in range(2)])
     wrong = array("Q", [record.rank(1).digests[0] ^ 1])
     object.__setattr__(record.rank(1), "digests", wrong)
     whole = WholeTensors(record)
+    leaf = whole.leaves[0]
     with pytest.raises(DamagedError, match=r"model\.large is not what was captured"):
-        list(whole.pieces(whole.leaves[0], 2, MIB))
+        list(pieces(store, [(leaf, whole.parts(leaf))], 2, MIB))

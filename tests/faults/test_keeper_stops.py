@@ -15,7 +15,7 @@ from tests.waiting import until
 def be_impatient(trained: Training) -> None:
     """A keeper that is silent for a second is replaced: nobody waits half a minute in a test."""
     client = trained.checkpointer._session.keeper
-    client._patience_s = 1.0
+    client._timeout_s = 1.0
     assert client._peer is not None
     client._peer.settimeout(1.0)
 

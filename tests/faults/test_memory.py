@@ -87,7 +87,7 @@ PROGRAM = """
 import os, sys
 with open(sys.argv[1] + "/cgroup.procs", "w") as file:
     file.write(str(os.getpid()))
-from flashckpt.errors import OutOfRoomError
+from flashckpt.errors import OutOfSpaceError
 from flashckpt.memory.region import create
 from flashckpt.memory.runtime import RuntimeFolder
 folder, made = RuntimeFolder.open(sys.argv[2], "ab" * 16), 0
@@ -95,7 +95,7 @@ try:
     while made < 100:
         create(folder, f"slot-00000-{made}-{made:016x}", 32 << 20, sys.argv[3])
         made += 1
-except OutOfRoomError as error:
+except OutOfSpaceError as error:
     print(made, error.available)
 """
 

@@ -1,4 +1,4 @@
-"""Storage that fails, stops, or is slow: training goes on, wait() says so, and the next save works."""
+"""Storage that fails, stops, or is slow: training continues, wait() says so, and the next save works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.waiting import until
 
 
 def shards_without_a_part(run: Path) -> list[Path]:
-    folders = {path.parent for path in (run / "steps").glob("*/*/shard-*")}
+    folders = {path.parent for path in (run / "data").glob("*/*/shard-*")}
     return [folder for folder in folders if not any(PART.fullmatch(path.name) for path in folder.iterdir())]
 
 

@@ -1,14 +1,13 @@
-"""Parts of ranks that hold leaves alike: made in memory, no file is written."""
+"""Parts of ranks with replicas, made in memory without files."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flashckpt.format.layout import DTYPES, Leaf
-from flashckpt.format.names import AttemptName, constants_name, shard_name
-from flashckpt.format.parts import Contents, Part, RankRecord
-from flashckpt.format.replicas import Replicas, ranks_of
+from flashckpt.format.layout import DTYPES, Leaf, Replicas, ranks_of
+from flashckpt.format.names import AttemptName, frozen_name, shard_name
+from flashckpt.format.records import Contents, Part, RankRecord
 from tests.format.test_records import contents
 
 ATTEMPT = AttemptName(2, "7fa3c1d2")
@@ -30,7 +29,7 @@ def table(
     digests: Mapping[str, int] | None = None,
     leaves: Sequence[Leaf] = SHARED,
 ) -> Replicas:
-    """What `members` hold: a leaf that is not among `writers` is written by each of them."""
+    """Replicas of `members`. Each of them writes the leaves that are not in `writers`."""
     ordered = in_order(leaves)
     return Replicas(
         ranks=ranks_of(members),
@@ -41,7 +40,7 @@ def table(
 
 
 def rank_of(rank: int, *tables: Replicas, frozen: Sequence[str] = ()) -> RankRecord:
-    """A rank with a buffer of its own and what it writes of `tables`; `frozen` of them to its constants."""
+    """A rank with its own buffer and its share of `tables`, with the leaves `frozen` in its constants."""
     own = {leaf: digest for each in tables for leaf, digest, by in each.rows() if by in (None, rank)}
     constants = {leaf: digest for leaf, digest in own.items() if leaf.name in frozen}
     shard = {leaf: digest for leaf, digest in own.items() if leaf.name not in frozen}
@@ -53,7 +52,7 @@ def rank_of(rank: int, *tables: Replicas, frozen: Sequence[str] = ()) -> RankRec
         leaves=held.leaves,
         digests=held.digests,
         values={"rank": rank},
-        constants=_contents(constants_name(rank, 1), constants) if constants else None,
+        constants=_contents(frozen_name(ATTEMPT, rank, "5f2c"), constants) if constants else None,
         replicas=tables,
     )
 

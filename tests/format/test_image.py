@@ -1,4 +1,4 @@
-"""Images are stock safetensors files."""
+"""Images are standard safetensors files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_leaves_of_any_size_shift_no_large_leaf(tmp_path: Path, dtype: str) -> N
             assert size % unit or start % unit == 0, name
         if size >= 4096 and name != "odd":
             assert start % 512 == 0, name
-    # The rule of safetensors: no holes, and its own library reads it.
+    # The rule of safetensors: no gaps, and its own library reads the file.
     ends = [layout.data_start] + [start + size for start, size in starts.values()]
     assert [start for start, _ in starts.values()] == ends[:-1]
     image = layout.header + b"".join(state[leaf.name].tobytes() for leaf in layout.leaves)
@@ -68,26 +68,26 @@ def test_leaves_of_any_size_shift_no_large_leaf(tmp_path: Path, dtype: str) -> N
         np.testing.assert_array_equal(found[name], value)
 
 
-def test_any_order_is_read_in_which_leaves_are_aligned_to_their_elements() -> None:
+def test_any_order_with_aligned_leaves_is_read() -> None:
     rows = [("a", "float64", 1), ("b", "float32", 1), ("c", "float32", 128), ("d", "bfloat16", 3)]
     leaves = [Leaf(name=name, dtype=dtype, shape=(size,)) for name, dtype, size in rows]
     columns = leaf_columns(leaves)
-    found = leaves_from_columns(Fields(columns, "a table", 2))
+    found = leaves_from_columns(Fields(columns, "a table"))
     assert [leaf.offset for leaf in found] == [0, 8, 12, 524]
     assert Layout.ordered(found).leaves == found
     assert Layout.of(found).leaves != found
     with pytest.raises(DamagedError, match="'c' is not aligned"):
-        leaves_from_columns(Fields(leaf_columns(leaves[::-1]), "a table", 2))
+        leaves_from_columns(Fields(leaf_columns(leaves[::-1]), "a table"))
 
 
-def test_leaves_that_are_read_have_one_object_for_what_is_alike() -> None:
-    """Who puts a step of hundreds of ranks together holds the tables of all of them."""
+def test_decoded_leaves_share_equal_objects() -> None:
+    """Assembling a step of hundreds of ranks holds the tables of all of them."""
     box = Box(shape=(8, 300), start=(2, 0))
     made = Layout.of(
         [Leaf(name=f"layers.{i}.weight", dtype="float32", shape=(2, 300), box=box) for i in range(3)]
         + [Leaf(name="whole", dtype="float32", shape=(2, 300))]
     )
-    leaves = leaves_from_columns(Fields(leaf_columns(made.leaves), "a table", 2))
+    leaves = leaves_from_columns(Fields(leaf_columns(made.leaves), "a table"))
     assert leaves == made.leaves
     assert len({id(leaf.shape) for leaf in leaves}) == 1
     assert len({id(leaf.box) for leaf in leaves[:3]}) == 1

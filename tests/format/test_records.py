@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import DTYPES, Box, Layout, Leaf
-from flashckpt.format.names import AttemptName, claim_number, shard_name, step_folder, step_number
+from flashckpt.format.names import (
+    AttemptName,
+    CommitName,
+    SnapshotId,
+    claim_number,
+    frozen_name,
+    frozen_writer,
+    parse_at,
+    shard_name,
+)
 from flashckpt.format.records import (
     Alive,
     Claim,
+    CommitRecord,
     Contents,
     FileRecord,
-    Holder,
-    Manifest,
-    Mark,
+    Owner,
     Part,
     PartRecord,
+    Quarantine,
     RankRecord,
     Run,
     ShardRecord,
     Start,
     Tombstone,
-    manifest_of,
+    newest_of,
 )
 
 A, B = AttemptName(2, "7fa3c1d2"), AttemptName(12345678, "00000000")
-HOLDER = Holder(
+HOLDER = Owner(
     boot_id="b", runtime="/r", runtime_id="1:2", lock="l", host="h", pid=3, job_id="j", restart_count=4
 )
 
@@ -66,7 +78,7 @@ def part(**other: object) -> Part:
         leaves=shard.leaves,
         digests=shard.digests,
         values={"deep": [{"k": [1, "x"]}]},
-        constants=contents("constants-00001-1.safetensors", [Leaf(name="frozen", dtype="int64", shape=(3,))]),
+        constants=contents(frozen_name(A, 1, "5f2c"), [Leaf(name="frozen", dtype="int64", shape=(3,))]),
     )
     fields = {
         "step": 100,
@@ -79,23 +91,24 @@ def part(**other: object) -> Part:
     return Part(**{**fields, **other})
 
 
+COMMIT = CommitRecord(
+    name=CommitName(1, A, 5),
+    world=1,
+    parts=(PartRecord(file="part-00000.json", num_bytes=9, checksum="0" * 32),),
+    shards=(FileRecord(file="shard-00000-5f2c.safetensors", num_bytes=4096),),
+    frozen=(FileRecord(file=frozen_name(A, 0, "5f2c"), num_bytes=8192),),
+)
 RECORDS = [
     Run(run_id="0123456789abcdef"),
-    Claim(attempt=A, holder=HOLDER),
+    Claim(attempt=A, owner=HOLDER),
     Start(parent=None, step=0, world=1),
-    Start(parent=A, step=10**12 - 1, world=7, boundary=2**34 - 1),
+    Start(parent=SnapshotId(A, 2**34 - 1), step=10**12 - 1, world=7),
+    Start(parent=SnapshotId(B, 7), step=5, world=7, before=(SnapshotId(A, 3),)),
     Alive(count=5),
     Alive(count=5, ended="dead"),
-    Tombstone(step=1, attempt=B),
-    Mark(step=1, attempt=B, host="h", reason="chunk 3"),
-    Manifest(
-        step=1,
-        attempt=A,
-        world=2,
-        parts=(PartRecord(file="part-00000.json", num_bytes=9, checksum="0" * 32),),
-        shards=(FileRecord(file="shard-00000-5f2c.safetensors", num_bytes=4096),),
-        constants=(FileRecord(file="constants-00000-1.safetensors", num_bytes=8192),),
-    ),
+    Tombstone(id=SnapshotId(B, 1)),
+    Quarantine(name=CommitName(1, B, 9), host="h", reason="chunk 3"),
+    COMMIT,
     part(),
 ]
 
@@ -110,16 +123,34 @@ def test_round_trip(record: object) -> None:
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.KIND)
 def test_no_record_is_taken_for_another(record: object) -> None:
     for other in {type(each) for each in RECORDS} - {type(record)}:
-        with pytest.raises(DamagedError, match="should be"):
+        with pytest.raises(DamagedError, match="instead of a"):
             other.from_bytes(record.to_bytes(), "file")
-    if isinstance(record, (Manifest, Tombstone)):
-        assert manifest_of(record.to_bytes(), "file") == record
-    else:
-        with pytest.raises(DamagedError):
-            manifest_of(record.to_bytes(), "file")
 
 
-def test_a_box_says_where_the_stored_bytes_lie_in_the_whole() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"parts": ()}, "no part"),
+        ({"parts": COMMIT.parts * 2}, "a file twice"),
+        ({"world": 2}, "one shard for each rank"),
+        ({"shards": ()}, "one shard for each rank"),
+        ({"frozen": COMMIT.frozen * 2}, "a file twice"),
+    ],
+)
+def test_a_commit_record_that_contradicts_itself(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(DamagedError, match=why):
+        CommitRecord.from_bytes(replace(COMMIT, **wrong).to_bytes(), "file")
+
+
+def test_a_lineage_descends() -> None:
+    start = Start(parent=SnapshotId(A, 7), step=5, world=1, before=(SnapshotId(B, 3),))
+    with pytest.raises(DamagedError, match="out of order"):
+        Start.from_bytes(start.to_bytes(), "file")
+    assert start.ancestors == (SnapshotId(A, 7), SnapshotId(B, 3))
+    assert SnapshotId(A, 2**34 - 1) <= newest_of(A)
+
+
+def test_a_box_gives_the_position_in_the_whole_tensor() -> None:
     record = part()
     columns = record.to_dict()["ranks"][0]["shard"]["leaves"]
     where = columns["names"].index("rows")
@@ -134,7 +165,7 @@ def test_the_only_rank_has_no_boxes() -> None:
     rank = RankRecord(rank=0, shard=held.shard, leaves=held.leaves, digests=held.digests, values={})
     both = Part(step=1, attempt=A, world=2, keeper=0, ranks=(rank,))
     assert Part.from_bytes(both.to_bytes(), "file") == both
-    with pytest.raises(DamagedError, match="nobody the rest"):
+    with pytest.raises(DamagedError, match="no rank has the rest"):
         Part.from_bytes(Part(step=1, attempt=A, world=1, keeper=0, ranks=(rank,)).to_bytes(), "file")
 
 
@@ -175,8 +206,6 @@ def test_names() -> None:
         "../x",
     ):
         assert AttemptName.parse(text) is None
-    assert step_number(step_folder(1200).split("/")[1]) == 1200
-    assert step_number("1200") is None
     assert (claim_number("000002.json"), claim_number("2.json"), claim_number("0000002.json")) == (
         2,
         None,
@@ -184,19 +213,22 @@ def test_names() -> None:
     )
     assert claim_number(".000002.json.00.tmp") is None
     assert shard_name(3, "5f2c") == "shard-00003-5f2c.safetensors"
-    with pytest.raises(ValueError, match="outside"):
-        step_folder(10**12)
+    with pytest.raises(ValueError, match="out of range"):
+        _ = CommitName(10**12, A, 0).path
+    assert frozen_writer(frozen_name(A, 3, "5f2c0a1b0001")) == (A, "5f2c0a1b")
+    assert frozen_writer(shard_name(3, "5f2c0a1b0001")) is None
+    assert (parse_at(str(A)), parse_at(f"{A}:12"), parse_at("12")) == (A, SnapshotId(A, 12), None)
 
 
 def test_parts_are_checked_as_a_whole() -> None:
     assert part().to_bytes()
     assert len(xxh3_128(part().to_bytes())) == 16
-    with pytest.raises(DamagedError, match="one stands twice"):
+    with pytest.raises(DamagedError, match="a rank twice"):
         Part.from_bytes(part(ranks=part().ranks * 2).to_bytes(), "file")
     with pytest.raises(DamagedError, match="'rank'"):
         Part.from_bytes(part(world=1).to_bytes(), "file")
 
 
-def test_the_name_that_safetensors_keeps_is_no_leafs() -> None:
+def test_no_leaf_has_the_name_reserved_by_safetensors() -> None:
     with pytest.raises(ValueError, match="__metadata__"):
         Layout.of([Leaf(name="__metadata__", dtype="uint8", shape=(1,))])

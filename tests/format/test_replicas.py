@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from flashckpt.errors import DamagedError
 from flashckpt.format.checked_json import Fields, parse
-from flashckpt.format.layout import Leaf
-from flashckpt.format.parts import Part, PartHead
-from flashckpt.format.replicas import (
+from flashckpt.format.layout import (
+    Leaf,
     Replicas,
     count_of,
     has_rank,
@@ -22,6 +21,7 @@ from flashckpt.format.replicas import (
     ranks_of,
     ranks_to_json,
 )
+from flashckpt.format.records import Part, PartHead
 from tests.format.replicated import SHARED, part_of, rank_of, table
 from tests.hostile.test_hostile_records import changed, put
 
@@ -57,12 +57,12 @@ def test_ranks_of_a_mesh_are_few_runs() -> None:
         [[0, True, 1]], [[0, 2.0, 1]], [[0, 0, 1]], [[2, 0, 1]],
     ],
 )  # fmt: skip
-def test_what_is_no_set_of_ranks(rows: Any) -> None:
+def test_invalid_sets_of_ranks(rows: Any) -> None:
     with pytest.raises(DamagedError):
         ranks_from_json(Fields({"r": rows}, "file"), "r", 4)
 
 
-def test_ranks_that_hold_the_same_share_one_table() -> None:
+def test_ranks_with_equal_replicas_share_one_table() -> None:
     other = table((0, 3), {"only": 3}, leaves=[Leaf(name="only", dtype="int8", shape=(2,))])
     part = part_of(rank_of(0, TABLE, other), rank_of(1, TABLE), rank_of(2, TABLE), world=4)
     found = Part.from_bytes(part.to_bytes(), "file")
@@ -73,7 +73,7 @@ def test_ranks_that_hold_the_same_share_one_table() -> None:
     assert [rank.replicas for rank in found.head().ranks] == [(0, 1), (0,), (0,)]
 
 
-def test_what_a_rank_holds_is_what_it_writes_and_what_others_write() -> None:
+def test_a_ranks_leaves_are_those_it_and_others_write() -> None:
     part = Part.from_bytes(two_ranks().to_bytes(), "file")
     for rank in part.ranks:
         own = {leaf.name: digest for _, leaf, digest in rank.counted()}
@@ -95,7 +95,7 @@ def test_a_replica_may_be_a_constant_and_may_be_written_by_each() -> None:
 
 
 def test_a_constant_that_changed_may_be_written_by_another_rank() -> None:
-    """Its file still has the bytes of before: they count no more, though the rank's own shard lacks it."""
+    """Its file has the old bytes, which are outdated although the rank's own shard lacks the leaf."""
     changed_since = table((0, 1), {"model.weight": 1}, {"model.weight": 99})
     before = rank_of(0, table((0, 1), {}), frozen=["model.weight", "model.rows"])
     now = rank_of(0, changed_since, frozen=["model.rows"])
@@ -160,30 +160,30 @@ def test_bad_tables(change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def refusal(part: Part) -> str:
-    """Why it cannot be read, though its head and its tables are as they should be."""
+    """The reason of the refusal, although head and tables are right."""
     with pytest.raises(DamagedError) as raised:
         Part.from_bytes(part.to_bytes(), "file")
     return str(raised.value)
 
 
-def test_files_that_are_not_as_the_tables_say() -> None:
+def test_files_that_contradict_the_tables() -> None:
     first, second = rank_of(0, TABLE), rank_of(1, TABLE)
     theirs = table((0, 1, 2), {**WRITERS, "model.weight": 1})
     assert "which rank 1 writes" in refusal(part_of(replace(first, replicas=(theirs,)), second, world=4))
-    assert "files do not have that" in refusal(part_of(replace(second, replicas=(theirs,)), world=4))
+    assert "files do not have it" in refusal(part_of(replace(second, replicas=(theirs,)), world=4))
     each = table((0, 1, 2), {})
-    assert "files do not have that" in refusal(part_of(replace(first, replicas=(each,)), world=4))
+    assert "files do not have it" in refusal(part_of(replace(first, replicas=(each,)), world=4))
     changed_since = table((0, 1, 2), WRITERS, {"model.weight": 99})
-    assert "files do not have that" in refusal(part_of(replace(first, replicas=(changed_since,)), world=4))
+    assert "files do not have it" in refusal(part_of(replace(first, replicas=(changed_since,)), world=4))
     alias = Leaf(name="model.head", dtype="float32", shape=(3,))
     twice = table((0, 3), {"model.head": 3}, leaves=[alias])
     assert "twice" in refusal(part_of(replace(first, replicas=(TABLE, twice)), world=4))
     other_box = [replace(leaf, shape=(2, 2)) if leaf.name == "model.weight" else leaf for leaf in SHARED]
     elsewhere = table((0, 1, 2), WRITERS, leaves=other_box)
-    assert "files do not have that" in refusal(part_of(replace(first, replicas=(elsewhere,)), world=4))
+    assert "files do not have it" in refusal(part_of(replace(first, replicas=(elsewhere,)), world=4))
 
 
-def test_a_rank_has_one_table_a_set() -> None:
+def test_a_rank_has_one_table_per_set() -> None:
     one = table((0, 1), {"model.weight": 1}, leaves=SHARED[:1])
     two = table((0, 1), {"optimizer.step": 1}, leaves=SHARED[2:3])
     assert "two tables" in refusal(part_of(rank_of(0, one, two), world=2))
@@ -196,4 +196,4 @@ def test_in_a_world_of_one_there_are_no_replicas() -> None:
 def test_a_table_may_have_further_keys() -> None:
     data = changed(two_ranks(), lambda obj: obj["tables"][0].update(further=1))
     assert Part.from_bytes(data, "file") == two_ranks()
-    assert parse(data, what="file", max_bytes=1 << 20)[0]["tables"][0]["further"] == 1
+    assert parse(data, what="file", max_bytes=1 << 20)["tables"][0]["further"] == 1

@@ -1,4 +1,4 @@
-"""What a slot's metadata says of replicas: there and back, and refused where it contradicts itself."""
+"""Replicas in a slot's metadata: round trip, and refusal of contradictions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flashckpt.errors import DamagedError
-from flashckpt.format.layout import PAGE, Layout, Leaf, SlotImage
+from flashckpt.format.layout import PAGE, Layout, Leaf, SlotImage, ranks_of
 from flashckpt.format.metadata import (
     Metadata,
     ReplicaSet,
@@ -19,7 +19,6 @@ from flashckpt.format.metadata import (
     plan_bytes,
     replicas_bytes,
 )
-from flashckpt.format.replicas import ranks_of
 from tests.hostile.test_hostile_records import put
 
 VALUES = b"{}"
@@ -54,7 +53,7 @@ def block(replicas: bytes, constants: Layout | None = CONSTANTS, count: int = 7)
     return bytes(data)
 
 
-def test_there_and_back() -> None:
+def test_round_trip() -> None:
     found = Metadata.unpack(block(replicas_bytes(KEPT, LEFT, SETS)))
     assert (found.layout, found.constants, found.kept, found.sets) == (SHARD, CONSTANTS, KEPT, SETS)
     assert found.image == IMAGE
@@ -72,14 +71,14 @@ def test_there_and_back() -> None:
     ]  # fmt: skip
 
 
-def test_without_replicas_nothing_is_said_of_them() -> None:
+def test_without_replicas_nothing_is_encoded() -> None:
     found = Metadata.unpack(block(replicas_bytes(None, None, ()), count=4))
     assert (found.kept, found.sets, found.replicas()) == (None, (), ())
     assert replicas_bytes(None, None, ()) == b""
 
 
-def test_what_is_kept_begins_on_a_page_behind_the_shard() -> None:
-    """The shard's own bytes are what its file will be: nothing of another leaf stands among them."""
+def test_kept_leaves_start_on_a_page_after_the_shard() -> None:
+    """The shard's bytes equal its file: no other leaf is among them."""
     starts = dict(zip((leaf.name for leaf in IMAGE.leaves), IMAGE.starts(), strict=True))
     behind = -(-SHARD.num_bytes // PAGE) * PAGE
     assert starts["wide"] == behind + KEPT.data_start
@@ -127,7 +126,7 @@ def test_what_is_kept_begins_on_a_page_behind_the_shard() -> None:
         put("sets", 1, 2, 1, None),
     ],
 )
-def test_what_contradicts_itself(change: Callable[[Any], None]) -> None:
+def test_contradictions_are_refused(change: Callable[[Any], None]) -> None:
     said = json.loads(replicas_bytes(KEPT, LEFT, SETS))
     change(said)
     with pytest.raises(DamagedError):
@@ -135,6 +134,6 @@ def test_what_contradicts_itself(change: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("said", [b"{", b"[]", b"{}", b"\xff", b'{"kept":{},"left":{},"sets":[]}'])
-def test_what_says_nothing(said: bytes) -> None:
+def test_an_empty_encoding_is_refused(said: bytes) -> None:
     with pytest.raises(DamagedError):
         Metadata.unpack(block(said))

@@ -1,4 +1,4 @@
-"""Typed JSON comes back with its types, its order and its bits, and reads nothing that was never written."""
+"""Typed JSON keeps types, order and bits, and refuses invalid encodings."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_integer_keys(value: dict[int, Any]) -> None:
 
 @given(st.lists(st.sampled_from([True, 1, 1.0, "1", None, 0, -0.0]), min_size=17, max_size=40))
 def test_long_lists_keep_their_types(items: list[Any]) -> None:
-    """Long lists of one type take a shorter way."""
+    """Long lists of one type take a fast path."""
     assert same(items, there_and_back(items))
 
 
@@ -180,7 +180,7 @@ def test_cycles_and_depth_are_refused() -> None:
         encode_json(deep)
 
 
-def test_a_value_encoded_before_is_written_as_it_is() -> None:
+def test_an_encoded_value_is_written_unchanged() -> None:
     fixed = Encoded({"names": ["a", "b"], "t": (1,)})
     value = {"state": {"entries": {"optimizer": {"params": fixed, "n": (1, 2)}}}, "rng": 3}
     assert there_and_back(value) == {
@@ -239,7 +239,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("data", HOSTILE, ids=lambda data: repr(data[:30]))
-def test_what_was_never_written_is_damaged(data: bytes) -> None:
+def test_invalid_encodings_are_damaged(data: bytes) -> None:
     with pytest.raises(DamagedError):
         decode_json(data)
 
@@ -250,8 +250,8 @@ def test_any_bytes_are_a_value_or_damaged(data: bytes) -> None:
 
 
 def is_a_value_or_damaged(data: bytes) -> bool:
-    """Where it is read, it is a value that can be written and reads as the same. (Not as the same text: a set
-    has the order in which it was filled.)"""
+    """A decoded value can be encoded again and decodes to the same value, but not always to the same text: a
+    set keeps its insertion order."""
     try:
         value = decode_json(data)
     except DamagedError:
@@ -262,7 +262,7 @@ def is_a_value_or_damaged(data: bytes) -> bool:
 @given(VALUES, st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_changed_tag_never_escapes(value: Any, data: st.DataObject) -> None:
-    """Cut or exchanged bytes give a value or DamagedError, never another exception."""
+    """Truncated or changed bytes give a value or DamagedError, never another exception."""
     text = bytearray(encode_json(value))
     place = data.draw(st.integers(0, len(text) - 1))
     text[place] = data.draw(st.integers(32, 126))
@@ -294,7 +294,7 @@ def test_adapters_are_exact_types_and_checked() -> None:
         pass
 
     register(Lossy, "test.Lossy", lambda r: r.a, lambda plain: Lossy(plain, 0))
-    with pytest.raises(StateError, match=r"x\.r cannot be saved exactly: it does not come back equal"):
+    with pytest.raises(StateError, match=r"x\.r cannot be saved exactly: its decoded form differs"):
         check_roundtrip({"r": Lossy(1, 2)}, "x")
 
 

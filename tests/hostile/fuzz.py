@@ -1,4 +1,4 @@
-"""A fuzzer over everything that is read back: manifests, parts, records, control pages,
+"""A fuzzer over everything that is read back: commit records, parts, records, control pages,
 metadata, values. What it makes must be refused by name, or be read; nothing else, and in bounded time.
 
 A program of its own: `python -m tests.hostile.fuzz --minutes 60 --seed 1`. The corpus is a
@@ -18,7 +18,7 @@ import time
 import traceback
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -27,10 +27,20 @@ from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import typed
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.records import Alive, Claim, Manifest, Mark, Part, PartHead, Run, Start, manifest_of
-from flashckpt.memory import control_page as page
+from flashckpt.format.records import (
+    Alive,
+    Claim,
+    CommitRecord,
+    Part,
+    PartHead,
+    Quarantine,
+    Run,
+    Start,
+    Tombstone,
+)
+from flashckpt.memory import region as page
 from flashckpt.memory.slot import Slot
-from flashckpt.store.compressed_file import Widths, codec, read_table, table_bytes
+from flashckpt.store.compressed_store import Widths, codec, read_table, table_bytes
 from tests.format.replicated import part_of, rank_of, table
 from tests.hostile.made_run import make_run
 from tests.keeper.region import write_constants
@@ -45,7 +55,6 @@ _WORDS = (
     b"null", b"true", b"-1", b"1e999", b"NaN", b"9" * 5000, b"[" * 300, b'{"a":' * 300, b'"../x"', b'"/x"',
     b'"\\ud800"', b'"\\u0000"', b"{}", b"[]", b'""', b"0.5", b"1" + b"0" * 30, b",", b":", b'"checksum":',
 )  # fmt: skip
-_FIRST_FORMAT = Path(__file__).parents[1] / "compat" / "v1"
 _VALUES = typed.encode_json({"a": (1, 2.5, b"x"), "b": {3: {4}, "c": [None, float("inf")]}})
 
 
@@ -127,16 +136,12 @@ def _repaired_slot(data: bytes) -> bytes:
         return data
     new[240:256] = xxh3_128(bytes(new[:240]))
     start, fields = page.RECORD_OFFSET, page.RECORD_OFFSET + page.RECORD_FIELDS_OFFSET
-    num_bytes = min(int.from_bytes(new[fields + 64 : fields + 72], "little"), len(new))
+    place = fields + 8 * list(page.Record.__dataclass_fields__).index("metadata_bytes")
+    num_bytes = min(int.from_bytes(new[place : place + 8], "little"), len(new))
     new[start : start + 16] = xxh3_128(bytes(new[4096 : 4096 + num_bytes]))
     end = start + page.RECORD_FIELDS_END
     new[end : end + 16] = xxh3_128(bytes(new[start:end]))
     return bytes(new)
-
-
-def _of_compressed(manifests: list[bytes]) -> bytes:
-    found = [manifest_of(each, "file") for each in manifests]
-    return replace(next(each for each in found if isinstance(each, Manifest)), compressed=True).to_bytes()
 
 
 _PLAIN = bytes(range(256)) * 40
@@ -177,21 +182,28 @@ def _targets(run: Path) -> dict[str, Target]:
     slots = _slots()
     return {
         "run": Target(_files(run, "run.json"), lambda data: Run.from_bytes(data, "file"), _resealed),
-        "claim": Target(_files(run, "0*.json"), lambda data: Claim.from_bytes(data, "file"), _resealed),
+        "claim": Target(
+            _files(run, "attempts/0*.json"), lambda data: Claim.from_bytes(data, "file"), _resealed
+        ),
         "start": Target(_files(run, "start.json"), lambda data: Start.from_bytes(data, "file"), _resealed),
         "alive": Target(_files(run, "alive"), lambda data: Alive.from_bytes(data, "file"), _resealed),
-        "mark": Target(_files(run, "mark-*.json"), lambda data: Mark.from_bytes(data, "file"), _resealed),
+        "quarantine": Target(
+            _files(run, "*.quarantine-*.json"), lambda data: Quarantine.from_bytes(data, "file"), _resealed
+        ),
+        "tombstone": Target(
+            _files(run, "*.tombstone"), lambda data: Tombstone.from_bytes(data, "file"), _resealed
+        ),
         "part": Target(
-            [*_files(run, "part-*.json"), *_files(_FIRST_FORMAT, "part-*.json"), _replicated()],
+            [*_files(run, "part-*.json"), _replicated()],
             lambda data: Part.from_bytes(data, "file"),
             lambda data: _resealed(_head_resealed(data)),
         ),
         "head of a part": Target(
             [_replicated()], lambda data: PartHead.from_prefix(data, "file"), _head_resealed
         ),
-        "manifest": Target(
-            [*_files(run, "manifest.json"), _of_compressed(_files(run, "manifest.json"))],
-            lambda data: manifest_of(data, "file"),
+        "commit": Target(
+            _files(run, "commits/*-??????????.json"),
+            lambda data: CommitRecord.from_bytes(data, "file"),
             _resealed,
         ),
         "compressed shard": Target([_compressed()], _read_compressed, _repaired_table),

@@ -1,12 +1,16 @@
-"""A run with one of everything that is written: attempts, steps, constants, a branch, a mark, a tombstone."""
+"""A run with one of everything that is written: attempts, steps, frozen leaves, a branch, a quarantine, a
+tombstone."""
 
 from __future__ import annotations
 
 from flashckpt.commit.attempts import beat, mark_ended
-from flashckpt.commit.lineage import branch, mark
-from flashckpt.commit.retention import prune
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.collect import prune
+from flashckpt.commit.lineage import branch, quarantine
+from flashckpt.format.names import SnapshotId
+from flashckpt.format.records import Tombstone
 from flashckpt.options import Keep
-from tests.commit.runs import HOLDER, attempt_at, commit, new_run, publish
+from tests.commit.runs import HOLDER, attempt_at, commit, name_of, new_run, publish
 
 
 def make_run(path: str) -> None:
@@ -18,8 +22,11 @@ def make_run(path: str) -> None:
     prune(store, first, Keep(last=2))
     mark_ended(store, first, "dead")
     branch(store, 200, me=HOLDER, watch_s=0)
-    third = attempt_at(store, first, 200)
+    third = attempt_at(store, name_of(200, first))
     commit(store, 250, third)
-    mark(store, 250, third, "node-7", "chunk 3 does not have its checksum")
+    quarantine(store, name_of(250, third), "node-7", "chunk 3 does not have its checksum")
     publish(store, 260, third)
+    dying = Tombstone(id=SnapshotId(third, 240))
+    store.create(dying.id.tombstone_path, dying.to_bytes())
     mark_ended(store, third, "closed")
+    assert Catalogue.of(store).tombstones

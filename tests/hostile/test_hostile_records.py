@@ -14,9 +14,8 @@ from flashckpt.commit.lineage import resolve, steps
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, FlashckptError, FormatError
 from flashckpt.format.checked_json import dump, parse
-from flashckpt.format.names import manifest_path, step_attempt_folder
-from flashckpt.format.records import Claim, Manifest, Part, Run, Start
-from tests.commit.runs import attempt_at, commit, new_run
+from flashckpt.format.records import Claim, CommitRecord, Part, Quarantine, Run, Start
+from tests.commit.runs import attempt_at, commit, name_of, new_run
 from tests.format.test_checked_json import sealed
 from tests.format.test_records import RECORDS, part
 
@@ -24,7 +23,7 @@ MAX = 1 << 24
 
 
 def changed(record: Any, change: Callable[[dict[str, Any]], None]) -> bytes:
-    obj, _ = parse(record.to_bytes(), what="file", max_bytes=MAX)
+    obj = parse(record.to_bytes(), what="file", max_bytes=MAX)
     change(obj)
     return dumped(obj)
 
@@ -63,12 +62,11 @@ BAD_PARTS = [
             "",
             None,
             5,
-            "manifest.json",
-            "constants-00001-1.safetensors",
+            "000002-7fa3c1d2-00001-5f2c.safetensors",
             "shard-１2345-5f2c.safetensors",
         )
     ),
-    put("ranks", 0, "constants", "file", "shard-00001-5f2c.safetensors"),
+    put("ranks", 0, "frozen", "file", "shard-00001-5f2c.safetensors"),
     put(*SHARD, "num_bytes", 2**60),
     put(*SHARD, "num_bytes", -1),
     put(*SHARD, "num_bytes", 4096.0),
@@ -145,6 +143,7 @@ BAD_PARTS = [
     put("files", 0, 3, ""),
     put("files", 0, 3, None),
     put("files", 0, 3, "/etc/passwd"),
+    put("files", 0, 3, "000003-7fa3c1d2-00001-5f2c.safetensors"),  # a newer attempt
     put("files", 0, 4, 0),
     put("files", 0, 5, None),
     put("files", 0, 5, [0]),
@@ -155,8 +154,8 @@ BAD_PARTS = [
     put("ranks", 0, "values", None),
     put("world", 0),
     put("world", 2**70),
-    put("ranks", 0, "constants", 5),
-    put("ranks", 0, "constants", "leaves", "names", 0, "zero"),
+    put("ranks", 0, "frozen", 5),
+    put("ranks", 0, "frozen", "leaves", "names", 0, "zero"),
     put("attempt", "../../x"),
     put("attempt", "000002-7fa3c1d2/.."),
     put("attempt", None),
@@ -164,7 +163,7 @@ BAD_PARTS = [
     put("step", 10**12),
     put("keeper", -1),
     put("environment", None),
-    put("kind", "manifest"),
+    put("kind", "commit"),
     put("kind", []),
 ]
 
@@ -176,7 +175,7 @@ def test_bad_parts(change: Callable[[dict[str, Any]], None]) -> None:
         Part.from_bytes(data, "file")
 
 
-MANIFEST = next(record for record in RECORDS if isinstance(record, Manifest))
+COMMIT = next(record for record in RECORDS if isinstance(record, CommitRecord))
 NAMES = [
     "../x",
     "/x",
@@ -192,10 +191,10 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
-@pytest.mark.parametrize("column", ["parts", "shards", "constants"])
-def test_names_in_a_manifest_never_leave_its_folders(name: object, column: str) -> None:
+@pytest.mark.parametrize("column", ["parts", "shards", "frozen"])
+def test_names_in_a_commit_record_never_leave_its_folders(name: object, column: str) -> None:
     with pytest.raises(DamagedError):
-        Manifest.from_bytes(changed(MANIFEST, put(column, 0, 0, name)), "file")
+        CommitRecord.from_bytes(changed(COMMIT, put(column, 0, 0, name)), "file")
 
 
 @pytest.mark.parametrize(
@@ -210,14 +209,17 @@ def test_names_in_a_manifest_never_leave_its_folders(name: object, column: str) 
         (RECORDS[3], put("parent", "../x")),
         (RECORDS[3], put("step", 2**64)),
         (RECORDS[3], put("boundary", 2**34)),
-        (RECORDS[4], put("count", "5")),
-        (RECORDS[4], put("ended", "maybe")),
-        (MANIFEST, put("parts", [])),
-        (MANIFEST, put("parts", 0, [])),
-        (MANIFEST, put("parts", 0, 1, 2**60)),
-        (MANIFEST, put("parts", 0, 2, "0")),
-        (MANIFEST, put("shards", 0, 1, -1)),
-        (MANIFEST, put("shards", [["shard-00000-5f2c.safetensors", 1]] * 2)),
+        (RECORDS[4], put("before", [[str(RECORDS[1].attempt), -1]])),
+        (RECORDS[4], put("before", [["000001", 1]])),
+        (RECORDS[8], put("boundary", None)),
+        (RECORDS[5], put("count", "5")),
+        (RECORDS[5], put("ended", "maybe")),
+        (COMMIT, put("parts", [])),
+        (COMMIT, put("parts", 0, [])),
+        (COMMIT, put("parts", 0, 1, 2**60)),
+        (COMMIT, put("parts", 0, 2, "0")),
+        (COMMIT, put("shards", 0, 1, -1)),
+        (COMMIT, put("shards", [["shard-00000-5f2c.safetensors", 1]] * 2)),
     ],
 )
 def test_bad_small_records(record: Any, change: Callable[[dict[str, Any]], None]) -> None:
@@ -239,7 +241,7 @@ JSON = st.recursive(
 @given(st.sampled_from(RECORDS), st.data())
 def test_anything_anywhere_is_read_or_damage(record: Any, data: st.DataObject) -> None:
     """One value of a record, however deep, becomes another: it is refused, or is a record all the same."""
-    obj, _ = parse(record.to_bytes(), what="file", max_bytes=MAX)
+    obj = parse(record.to_bytes(), what="file", max_bytes=MAX)
     place: Any = obj
     while True:
         key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
@@ -256,7 +258,7 @@ def test_anything_anywhere_is_read_or_damage(record: Any, data: st.DataObject) -
 
 @given(st.binary(max_size=300))
 def test_any_bytes(data: bytes) -> None:
-    for kind in (Run, Claim, Start, Manifest, Part):
+    for kind in (Run, Claim, Start, CommitRecord, Quarantine, Part):
         with pytest.raises((DamagedError, FormatError)):
             kind.from_bytes(data, "file")
 
@@ -278,21 +280,24 @@ def test_a_run_with_links_in_it_is_refused(tmp_path: Path) -> None:
     store = new_run(tmp_path / "run")
     attempt = attempt_at(store)
     commit(store, 100, attempt)
-    secret = tmp_path / "secret"
+    secret, name = tmp_path / "secret", name_of(100, attempt)
+    shard = resolve(store).shard_path(0)
     for path in (
-        manifest_path(100, attempt),
-        f"{step_attempt_folder(100, attempt)}/part-00000.json",
-        f"{step_attempt_folder(100, attempt)}/{resolve(store).rank(0).shard.file}",
-        step_attempt_folder(100, attempt),
-        "steps",
+        name.path,
+        f"{name.id.data_folder}/part-00000.json",
+        shard,
+        name.id.data_folder,
+        "commits",
+        "data",
     ):
         place = Path(store.local_path(path))
         place.rename(secret)
         place.symlink_to(secret)
         with pytest.raises(FlashckptError):
-            read_step(store, 100, attempt) if path != "steps" and "shard" not in path else resolve(store, 100)
-        if path != "steps":
-            assert steps(store) == []
+            resolve(store, 100)
+        if path != shard:
+            with pytest.raises(FlashckptError):
+                read_step(store, name)
         place.unlink()
         secret.rename(place)
     assert steps(store) == [100]

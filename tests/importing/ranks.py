@@ -1,6 +1,6 @@
-"""Two ranks take up imported runs: `python -m tests.ranks.rank tests.importing.ranks RUN SOURCE`.
+"""Two ranks resume from imported runs: `python -m tests.ranks.rank tests.importing.ranks RUN SOURCE`.
 
-RUN is taken up by FSDP2, and a copy of it, RUN-ddp, by DDP. Each rank prints what differs from SOURCE.
+FSDP2 resumes RUN, and DDP a copy of it, RUN-ddp. Each rank prints differences to SOURCE.
 """
 
 from __future__ import annotations

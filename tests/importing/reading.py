@@ -1,4 +1,5 @@
-"""Read a source, in a process that a hostile one may crash: `python -m tests.importing.reading SOURCE`."""
+"""Read a source in a separate process, which a hostile source may crash: `python -m tests.importing.reading
+SOURCE`."""
 
 from __future__ import annotations
 

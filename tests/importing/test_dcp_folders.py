@@ -7,7 +7,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import flashckpt
 from flashckpt.errors import DamagedError, OptionError
-from flashckpt.importing.parts import Mapped
-from flashckpt.importing.run import import_checkpoint
+from flashckpt.importing.run import Mapped, import_checkpoint
 from tests.importing.training import check_goes_on, is_free, same, trained
 
 
@@ -39,7 +38,7 @@ def saved(folder: Path, state: dict[str, Any]) -> Path:
 @pytest.mark.process
 @pytest.mark.parametrize("form", ["plain", "by names", "flat"])
 def test_next_steps_are_those_of_the_source(form: str, tmp_path: Path, runtime: Path) -> None:
-    """Numbers for parameters, as torch's optimizers give them, and DCP's own forms with names."""
+    """Parameters by number, as in torch's optimizers, and by name, as in DCP."""
     source = trained()
     state = source.state_dicts
     if form != "plain":
@@ -69,7 +68,7 @@ class Odd:
     pass
 
 
-def test_what_needs_code_is_named_and_skipped_on_demand(tmp_path: Path) -> None:
+def test_values_that_need_code_are_named_and_skipped_on_demand(tmp_path: Path) -> None:
     folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(2)}, "odd": Odd(), "n": 1})
     with pytest.raises(OptionError, match=r"1 items cannot be imported:\n  odd is a .*test_dcp_folders\.Odd"):
         import_checkpoint(folder, tmp_path / "run")
@@ -145,10 +144,33 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "two pieces in one place": two_in_one_place,
     "no items": lambda m: setattr(m, "state_dict_metadata", None),
     "no storage": lambda m: setattr(m, "storage_data", [1]),
-    "a path that is none": lambda m: m.planner_data.update(w=(1.5,)),
+    "a path of a number": lambda m: m.planner_data.update(w=(1.5,)),
     "a list with gaps": lambda m: m.planner_data.update(w=("x", 7)),
     "a name twice": lambda m: m.planner_data.update(w=("n",)),
 }
+
+
+def doubled(value: Any) -> Any:
+    """2**60 times one value, in 60 tuples."""
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
+def test_tuples_that_hold_each_other_many_times_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "dcp", {"w": torch.arange(6.0)})
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    first(metadata)[1].transform_descriptors = doubled("zstd")
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedError, match=r"\.metadata cannot be imported: it holds more than"):
+        import_checkpoint(folder, tmp_path / "run")
+    first(metadata)[1].transform_descriptors = None
+    metadata.storage_meta = Evil((PurePath, (doubled("zstd"),)))
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DamagedError, match=r"\.metadata cannot be imported: it holds more than"):
+        import_checkpoint(folder, tmp_path / "run")
+    assert is_free(tmp_path / "run")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -182,7 +204,7 @@ def test_a_damaged_folder_is_named(how: str, tmp_path: Path) -> None:
 
 
 def test_pieces_of_several_ranks(tmp_path: Path) -> None:
-    """As two ranks write them: rows of one tensor in two files."""
+    """Two ranks write rows of one tensor to two files."""
     folder = saved(tmp_path / "dcp", {"w": torch.arange(6.0).reshape(2, 3)})
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The run that an import writes: killed at every point, from the shell, and taken up by several ranks."""
+"""The run of an import: killed at every point, from the shell, and resumed by several ranks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from flashckpt.checkpointer.trainer_run import TrainerRun, attach_trainer
 from flashckpt.cli.command import ExitCode
 from flashckpt.crashpoints import POINTS
 from flashckpt.errors import MismatchError, RunError, UnusableRunError
-from flashckpt.importing.parts import Mapped
-from flashckpt.importing.run import import_checkpoint
+from flashckpt.importing.run import Mapped, import_checkpoint
 from tests.importing.ranks import made
 from tests.ranks.conftest import launcher as launcher
 from tests.ranks.launch import Launcher
@@ -40,10 +39,10 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("import.")])
-def test_a_killed_import_is_no_run(
+def test_a_killed_import_is_not_a_run(
     point: str, source: Path, tmp_path: Path, runtime: Path, zygote: Zygote
 ) -> None:
-    """Neither a checkpoint, nor the place of a run that would begin from nothing."""
+    """Neither a checkpoint nor a place for a fresh run."""
     run = tmp_path / "run"
     ended = zygote.run(["tests.importing.killed", str(source), str(run), point])
     assert ended.returncode == -signal.SIGKILL, ended.stderr
@@ -59,18 +58,18 @@ def test_a_killed_import_is_no_run(
     assert flashckpt.verify(run).ok
 
 
-def test_a_run_that_another_process_has_made_meanwhile_stays(source: Path, tmp_path: Path) -> None:
+def test_a_run_made_concurrently_by_another_process_stays(source: Path, tmp_path: Path) -> None:
     import_checkpoint(source, tmp_path / "other")
 
     def become_a_run(done: int, total: int) -> None:
         shutil.copyfile(tmp_path / "other" / "run.json", tmp_path / "run" / "run.json")
 
-    with pytest.raises(RunError, match="has become a run of another process"):
+    with pytest.raises(RunError, match="Another process made .* a run"):
         import_checkpoint(source, tmp_path / "run", progress=become_a_run)
     assert flashckpt.steps(tmp_path / "run") == [0]
 
 
-def test_two_ranks_take_up_an_import(source: Path, tmp_path: Path, launcher: Launcher) -> None:
+def test_two_ranks_resume_from_an_import(source: Path, tmp_path: Path, launcher: Launcher) -> None:
     for name in ("run", "run-ddp"):
         import_checkpoint(source, tmp_path / name)
     ranks = launcher.fork("tests.importing.ranks", tmp_path / "run", str(source), ranks=2).finished()
@@ -79,8 +78,8 @@ def test_two_ranks_take_up_an_import(source: Path, tmp_path: Path, launcher: Lau
     assert flashckpt.verify(tmp_path / "run").ok
 
 
-def test_the_first_loop_takes_up_an_import(source: Path, tmp_path: Path, runtime: Path) -> None:
-    """A trainer of any integration, after which the run is that integration's."""
+def test_the_first_loop_resumes_from_an_import(source: Path, tmp_path: Path, runtime: Path) -> None:
+    """A trainer of any integration, to which the run then belongs."""
     import_checkpoint(source, tmp_path / "run", Mapped(step="7", epoch="2"))
     model, optimizer = made()
     state = {"model": model, "optimizer": optimizer}

@@ -15,14 +15,13 @@ from safetensors.torch import save_file, save_model
 import flashckpt
 from flashckpt.errors import DamagedError, MismatchError, OptionError
 from flashckpt.export.step import export
-from flashckpt.importing.parts import Mapped
-from flashckpt.importing.run import import_checkpoint
+from flashckpt.importing.run import Mapped, import_checkpoint
 from flashckpt.store import open_store
 from tests.importing.training import Training, is_free, same, trained
 
 
 def sharded(folder: Path, tensors: dict[str, torch.Tensor], *, metadata: Any = None) -> Path:
-    """A folder as `save_pretrained` writes it."""
+    """A folder in the form of `save_pretrained`."""
     folder.mkdir()
     names = sorted(tensors)
     where = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(names)}
@@ -36,7 +35,7 @@ def sharded(folder: Path, tensors: dict[str, torch.Tensor], *, metadata: Any = N
 
 @pytest.mark.process
 def test_weights_of_tied_modules_from_a_folder(tmp_path: Path, runtime: Path) -> None:
-    """As `save_pretrained` does, one name of two tied ones is left out."""
+    """Like `save_pretrained`, leave out one of two tied names."""
     source = trained()
     tensors = dict(source.model.state_dict())
     del tensors["head.weight"]
@@ -81,8 +80,8 @@ def test_ties_that_cannot_be_read_are_left_out(aliases: str, tmp_path: Path) -> 
     assert torch.equal(flashckpt.load(tmp_path / "run", only="model")["model.w"], torch.ones(2))
 
 
-def test_an_export_comes_back(tmp_path: Path, runtime: Path) -> None:
-    """All names and dtypes that safetensors does not have itself."""
+def test_an_export_round_trips(tmp_path: Path, runtime: Path) -> None:
+    """All names, and dtypes that safetensors lacks."""
     source = trained()
     with flashckpt.attach(tmp_path / "first", every=None, state=source.state) as checkpointer:
         checkpointer.save()
@@ -105,6 +104,11 @@ def with_header(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
 
 
+def recorded(header: dict[str, Any], dtype: object, shape: object) -> None:
+    """Metadata of `flashckpt export` for a dtype that safetensors lacks."""
+    header["__metadata__"] = {"flashckpt.dtypes": json.dumps({"a": {"dtype": dtype, "shape": shape}})}
+
+
 BAD_HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a shape that is too large": lambda h: h["a"].update(shape=[1 << 62]),
     "a negative size": lambda h: h["a"].update(shape=[-4]),
@@ -114,9 +118,12 @@ BAD_HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a hole": lambda h: h.pop("a"),
     "no offsets": lambda h: h["a"].pop("data_offsets"),
     "a list": lambda h: h.update(a=[1]),
-    "a dtype that its metadata makes up": lambda h: h.update(
-        __metadata__={"flashckpt.dtypes": '{"a": {"dtype": "complex64", "shape": [1]}}'}
-    ),
+    "a dtype that its metadata makes up": lambda h: recorded(h, "complex64", [1]),
+    "a dtype of fewer bytes": lambda h: recorded(h, "float16", [2]),
+    "a shape of text": lambda h: recorded(h, "complex64", ["a", 1 << 36]),
+    "a shape of lists": lambda h: recorded(h, "complex64", [[0], 1 << 36]),
+    "a shape that is a number": lambda h: recorded(h, "complex64", 2),
+    "a dtype that is a list": lambda h: recorded(h, [], [2]),
 }
 
 
@@ -142,7 +149,7 @@ def test_a_flipped_byte_of_the_header_is_named(place: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("length", [0, 7, 40, -1])
-def test_a_file_that_is_cut_short_is_named(length: int, tmp_path: Path) -> None:
+def test_a_truncated_file_is_named(length: int, tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
     save_file({"a": torch.arange(4.0)}, file)
     file.write_bytes(file.read_bytes()[:length])
@@ -176,7 +183,7 @@ def test_a_bad_index_is_named(bad: str, tmp_path: Path) -> None:
     assert is_free(tmp_path / "run")
 
 
-def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="neither"):
         import_checkpoint(tmp_path, tmp_path / "run")
     for name in ("a", "b"):

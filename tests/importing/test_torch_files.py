@@ -1,4 +1,4 @@
-"""A file that torch.save wrote becomes a run: its next steps are those that torch's own loading gives."""
+"""A file of torch.save becomes a run, whose next steps equal those after torch's own load."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 
 import flashckpt
 from flashckpt.errors import DamagedError, MismatchError, OptionError, RunError
-from flashckpt.importing.parts import Mapped
-from flashckpt.importing.run import import_checkpoint
+from flashckpt.importing.run import Mapped, import_checkpoint
 from flashckpt.importing.source import Unreadable, open_source
 from tests.importing.training import Training, check_goes_on, is_free, same, seed_all, trained
 from tests.zygote import Zygote
@@ -84,10 +83,10 @@ def test_random_numbers_of_the_source(tmp_path: Path, runtime: Path) -> None:
         ] == [expected]
 
 
-def test_parts_under_other_names_and_what_the_source_does_not_have(
+def test_parts_under_other_names_and_missing_parts(
     tmp_path: Path, runtime: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Weights of a wrapped module and no optimizer, a best value, and a key of which nothing is taken."""
+    """Weights of a wrapped module without an optimizer, a best value, and an unused key."""
     source = trained()
     wrapped = {f"_orig_mod.module.{key}": value for key, value in source.model.state_dict().items()}
     file = saved(tmp_path / "last.pt", {"net": wrapped, "best": 0.25, "config": {"a": 1}})
@@ -121,7 +120,7 @@ def test_every_key_is_taken_and_a_number_needs_no_name(tmp_path: Path, runtime: 
 
 
 def test_a_scheduler_of_an_older_torch(tmp_path: Path, runtime: Path) -> None:
-    """Its state lacks an attribute that the live one has by now: that keeps its value, as torch leaves it."""
+    """Its state lacks a newer attribute, which keeps its value, as with torch."""
     source = trained()
     state = source.state_dicts
     state["scheduler"]["of_before"] = state["scheduler"].pop("total_steps")
@@ -156,7 +155,7 @@ def test_another_optimizer_is_a_mismatch(tmp_path: Path, runtime: Path) -> None:
 
 
 def test_an_optimizer_without_its_module_is_a_mismatch(tmp_path: Path, runtime: Path) -> None:
-    """Not a resume that leaves its state out."""
+    """A mismatch, not a resume without its state."""
     source = trained()
     file = saved(tmp_path / "last.pt", source.state_dicts)
     import_checkpoint(file, tmp_path / "run", Mapped(state={"optimizer": "optimizer"}))
@@ -165,7 +164,7 @@ def test_an_optimizer_without_its_module_is_a_mismatch(tmp_path: Path, runtime: 
         flashckpt.attach(tmp_path / "run", state=training.state)
 
 
-def test_what_needs_code_is_named_and_skipped_on_demand(tmp_path: Path) -> None:
+def test_values_that_need_code_are_named_and_skipped_on_demand(tmp_path: Path) -> None:
     value = {
         "model": {"weight": torch.ones(2)},
         "args": argparse.Namespace(a=1),
@@ -210,6 +209,17 @@ def test_a_hostile_file_is_refused_by_name(tmp_path: Path) -> None:
     assert is_free(tmp_path / "run")
 
 
+def test_lists_that_hold_each_other_many_times_are_refused(tmp_path: Path) -> None:
+    """2**60 numbers from one."""
+    value: list[Any] = [1]
+    for _ in range(60):
+        value = [value, value]
+    file = saved(tmp_path / "bomb.pt", {"model": {"w": torch.ones(2)}, "x": value})
+    with pytest.raises(DamagedError, match=r"bomb\.pt cannot be imported: it holds more than"):
+        import_checkpoint(file, tmp_path / "run", Mapped(skip_unreadable=True))
+    assert is_free(tmp_path / "run")
+
+
 class Reduced:
     def __init__(self, *reduced: Any) -> None:
         self.reduced = reduced
@@ -247,7 +257,7 @@ def test_values_of_numpy(tmp_path: Path) -> None:
 
 
 class Named(dict[str, Any]):
-    """As EasyDict and others, which torch cannot read as anything else."""
+    """Like EasyDict and others, which torch reads only as a placeholder."""
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "compressed", "a list", "no pickle"])
@@ -287,11 +297,11 @@ def test_wrong_usage(tmp_path: Path) -> None:
         (Mapped(state={"model": "net"}), r"has no 'net'"),
         (Mapped(step="step"), r"--step step"),
         (Mapped(step="steps"), r"has no 'steps'"),
-        (Mapped(state={"text": "text"}), r"nothing that was chosen is a tensor"),
-        (Mapped(state={"gradients": "model"}), r"cannot name a part"),
-        (Mapped(rng={"torch": "text"}), r"no state of the torch generator"),
-        *((Mapped(rng={"numpy": name}), r"no state of the numpy generator") for name in numpys),
-        (Mapped(state={"a": "model", "a.weight": "step"}), r"a is taken as a whole"),
+        (Mapped(state={"text": "text"}), r"the chosen parts have no tensor"),
+        (Mapped(state={"gradients": "model"}), r"cannot be the name of a part"),
+        (Mapped(rng={"torch": "text"}), r"not a state of the torch generator"),
+        *((Mapped(rng={"numpy": name}), r"not a state of the numpy generator") for name in numpys),
+        (Mapped(state={"a": "model", "a.weight": "step"}), r"a is already taken as a whole"),
     ):
         with pytest.raises(OptionError, match=why):
             import_checkpoint(file, tmp_path / "run", mapped)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import flashckpt
-from flashckpt.checkpointer.checkpointer import Checkpointer
+from flashckpt.checkpointer.run import Checkpointer
 
 
 class Net(nn.Module):
@@ -88,7 +88,7 @@ def trained(steps: int = 5, kind: str = "adamw") -> Training:
 
 
 def is_free(run: Path) -> bool:
-    """Whether an import left nothing there."""
+    """Whether an import left no files."""
     return not run.exists() or not any(run.iterdir())
 
 
@@ -108,7 +108,7 @@ def attached(run: Path, training: Training, **more: Any) -> Checkpointer:
 
 
 def check_goes_on(run: Path, expected: Training, seed: int = 7, kind: str = "adamw", **more: Any) -> Training:
-    """A training that takes up the run does the next steps of `expected`, which was loaded by torch."""
+    """Check that a resumed training repeats the next steps of `expected`, which torch loaded."""
     training = Training.made(seed=99, kind=kind)
     seed_all(seed)
     with attached(run, training, **more) as checkpointer:

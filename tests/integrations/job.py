@@ -46,9 +46,9 @@ class Kill:
 
     until: where that iteration begins before the signal was sent, it is sent there: a resumed attempt may
     have passed the place already. outside: the parent sends the signal, while the process runs on.
-    in_worker: at the `nth` moment `name` that one of the loader's workers reports, whatever the iteration:
-    which one is under way then depends on how far the workers are ahead. A worker's first batches are drawn
-    for the first iterations of an attempt; `counter` gives the kill its place in the plan.
+    in_worker: at the `nth` moment `name` reported by one of the loader's workers, in any iteration: the
+    current iteration depends on how far the workers are ahead. A worker's first batches are drawn for the
+    first iterations of an attempt; `counter` gives the kill its place in the plan.
     """
 
     name: str
@@ -167,7 +167,7 @@ class Job:
 
     def remember_checkpointer(self) -> None:
         """Wrap the checkpointer's constructor: `step` waits on the newest one (see `_settle`)."""
-        from flashckpt.checkpointer.checkpointer import Checkpointer
+        from flashckpt.checkpointer.run import Checkpointer
 
         made = Checkpointer.__init__
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.checkpointer import extras
-from flashckpt.checkpointer.extras import check_overridden
+from flashckpt.checkpointer import trainer_run as extras
+from flashckpt.checkpointer.trainer_run import check_overridden
 from flashckpt.errors import OptionError
 
 NAMES: dict[str, tuple[str, ...] | None] = {

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flashckpt.commit import lineage
-from flashckpt.commit.steps import read_step
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.steps import is_whole, read_step
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import RuntimeFolder
@@ -90,7 +90,7 @@ class InProcess:
     def close(self) -> None:
         keeper = self.keeper
         keeper.exit._watch.close()
-        keeper.roster.forget(keeper.roster.pidfds())
+        keeper.registry.forget(keeper.registry.pidfds())
         for held in keeper.regions.slots():
             held.slot.close()
         if keeper._server._listener.fileno() >= 0:  # it has not left
@@ -120,22 +120,24 @@ def kill_keeper(folder: RuntimeFolder) -> int:
 
 
 def committed(run: Path) -> list[int]:
-    """Visible steps, each verified: its shard holds, byte for byte, what the step had. Old steps go after
-    the commit was told: one that goes meanwhile is looked for again."""
+    """Visible steps that are whole, each verified: its shard holds, byte for byte, what the step had. Old
+    steps go after a commit is reported: one that goes meanwhile is looked for again."""
     while True:
-        seen = lineage.visible(open_store(str(run)))
+        seen = Catalogue.of(open_store(str(run))).visible()
         try:
             return _verified(run)
         except (NoSuchStepError, DamagedError, FileNotFoundError):
-            if lineage.visible(open_store(str(run))) == seen:
+            if Catalogue.of(open_store(str(run))).visible() == seen:
                 raise
 
 
 def _verified(run: Path) -> list[int]:
     store = open_store(str(run))
     found = []
-    for each in lineage.visible(store):
-        record = read_step(store, each.step, each.attempt)
+    for each in Catalogue.of(store).visible():
+        if not is_whole(store, each):
+            continue
+        record = read_step(store, each)
         for path, contents in record.files(0):
             data, layout = (run / path).read_bytes(), contents.layout()
             assert data[: layout.data_start] == layout.header

@@ -16,15 +16,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flashckpt import _native
-from flashckpt.commit import attempts, holder, lineage
+from flashckpt.commit import attempts, lineage, starting
 from flashckpt.commit.attempts import open_run
+from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify_file
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
-from flashckpt.memory.control_page import Record, SlotSize
+from flashckpt.memory.cache_folder import CachePlace
+from flashckpt.memory.region import Record, SlotSize
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -92,7 +94,7 @@ class FakeTrainer:
         kib: int = 256,
         keep: int = 3,
         linger_s: float = 30.0,
-        patience_s: float = 30,
+        timeout_s: float = 30,
         constants_kib: int = 0,
         world: int = 1,
         rank: int = 0,
@@ -100,6 +102,8 @@ class FakeTrainer:
         join: str = "",
         remote: Remote | None = None,
         grace_s: float = 60.0,
+        cache: str = "",
+        cache_limit: int = 0,
     ) -> None:
         """`join`: the attempt that another rank has claimed."""
         self.world, self.rank = world, rank
@@ -113,8 +117,10 @@ class FakeTrainer:
         closed_after(self.folder)
         self.keep, self.linger_s = Keep(last=keep), linger_s
         joined = AttemptName.parse(join) if join else None
-        self.attempt = joined or attempts.claim(self.store, holder.here(self.folder.path, self.life.name))
-        self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, patience_s=patience_s)
+        self.attempt = joined or attempts.claim(
+            self.store, attempts.local_owner(self.folder.path, self.life.name)
+        )
+        self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, timeout_s=timeout_s)
         closed_after(self)
         self.client.hello(
             rank=rank,
@@ -126,6 +132,7 @@ class FakeTrainer:
             ranks=ranks,
             remote=remote,
             grace_s=grace_s,
+            cache=CachePlace(cache, cache_limit or None) if cache else None,
         )
         self.complete = self.attempt.number, 0
         self.sealer = _native.Sealer()
@@ -156,13 +163,15 @@ class FakeTrainer:
             slot = grant.open(map_image=False)
             sealed = slot.sealed() if not grant.holds_constants else None
             if sealed is not None and self._is_sound(SealedSnapshot(slot, sealed.generation, grant.owner)):
-                survived[grant.name] = lineage.VisibleStep(sealed.step, sealed.attempt)
+                survived[grant.name] = CommitName(sealed.step, sealed.attempt, sealed.boundary)
             slot.close()
-        return [
-            (each.step, each.attempt.number, str(each.attempt), each.slot or "")
-            for each in lineage.sources(self.store, survived)
-            if each.slot is not None or self._is_whole(each.step, each.attempt)
-        ]
+        catalogue = Catalogue.of(self.store)
+        last = {each for each in catalogue.visible() if lineage.quarantined_here(catalogue, each)}
+        found = [(each, slot) for slot, each in survived.items() if catalogue.is_in_lineage(each.id)]
+        found += [(each, "") for each in catalogue.visible() if each not in last and self._is_whole(each)]
+        found.sort(reverse=True)
+        found += [(each, "") for each in catalogue.newest_first() if each in last and self._is_whole(each)]
+        return [(each.step, each.attempt.number, str(each.attempt), slot) for each, slot in found]
 
     def _is_sound(self, snapshot: SealedSnapshot) -> bool:
         """A keeper that pins it, or lets go of it, makes an audit say nothing: then it is asked again."""
@@ -173,11 +182,11 @@ class FakeTrainer:
                 break
         return found is True
 
-    def _is_whole(self, step: int, attempt: AttemptName) -> bool:
-        files = read_step(self.store, step, attempt).files(self.rank)
+    def _is_whole(self, name: CommitName) -> bool:
+        files = read_step(self.store, name).files(self.rank)
         return all(verify_file(self.store, path, of)[0] == "ok" for path, of in files)
 
-    def void(self, step: int) -> None:
+    def incomplete(self, step: int) -> None:
         """Not all ranks have it: it is not persisted, and in nobody's way."""
         until = time.monotonic() + 240
         for slot in self.slots:
@@ -190,12 +199,14 @@ class FakeTrainer:
                 time.sleep(0.001)
 
     def start(self, parent: AttemptName | None = None, step: int = 0, loaded: str | None = None) -> None:
+        resumed = None if parent is None else SnapshotId(parent, step)
         if attempts.read_start(self.store, self.attempt) is None:
-            attempts.start(self.store, self.attempt, parent, step, self.world, step)
-        if parent is not None:
-            self.complete = parent.number, step
-        if parent is not None and loaded is not None:
-            self.client.started(parent, step, step)
+            catalogue = Catalogue.of(self.store)
+            starting.start(self.store, self.attempt, resumed, step, self.world, catalogue)
+        if resumed is not None:
+            self.complete = resumed.attempt.number, step
+        if resumed is not None and loaded is not None:
+            self.client.started(resumed)
 
     def plans(self) -> tuple[bytes, bytes]:
         constants = self.image.constants
@@ -292,7 +303,6 @@ class FakeTrainer:
                 boundary=step if self.boundary is None else self.boundary,
                 generation=generation,
                 plan_id=1,
-                plan_bytes=len(plan),
                 table_count=len(leaves),
                 values_bytes=len(VALUES),
                 metadata_bytes=places.num_bytes,
@@ -312,7 +322,7 @@ class FakeTrainer:
         slot.submit(self.sealer, owner, generation, places, count, confirms=confirms)
         assert self.sealer.drain(240)
 
-    def snapshot(self, step: int, *, persist: bool = False) -> tuple[Slot, int]:
+    def snapshot(self, step: int, *, persist: bool = False, home: bool = True) -> tuple[Slot, int]:
         """Write and seal a step; waits for a slot."""
         until = time.monotonic() + 240
         while (written := self.write(step)) is None:
@@ -320,7 +330,7 @@ class FakeTrainer:
             time.sleep(0.005)
         slot, generation = written
         if persist:
-            slot.request_persist(generation)
+            slot.request_persist(generation, home=home)
         self.seal(slot, generation)
         return slot, generation
 
@@ -394,8 +404,8 @@ class Driven:
         grant = self._made.ask_region()
         return grant.open().begin(grant.owner)
 
-    def _do_snapshot(self, step: int, persist: bool) -> list[Any]:
-        slot, generation = self._made.snapshot(step, persist=persist)
+    def _do_snapshot(self, step: int, persist: bool, home: bool = True) -> list[Any]:
+        slot, generation = self._made.snapshot(step, persist=persist, home=home)
         return [slot.name, generation]
 
     def _do_write(self, step: int) -> list[Any]:

@@ -4,11 +4,15 @@
 tried again by itself for days, as after many failures. `write.pause`, `remove.pause`, `audit.pause`: as long
 as the file is there, a shard that was written, the removal of a file, or a window of an audit does not come
 to its end; `….paused` appears. `copy.pause`: the same of a step that is copied to the remote, whose shard is
-not there yet. `audit.windows` grows by a byte with each window, of 64 KiB here.
+not there yet. `cache.pause`: the same of a snapshot that is copied into the cache, which counts as hanging
+after half a second. `cache.eio`: no large leaf in the cache can be read. `cache.impatient`, there before the
+keeper is: a start waits for half a second until the cache is read. `audit.windows` grows by a byte with each
+window, of 64 KiB here.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -20,14 +24,16 @@ from typing import Any
 
 from flashckpt import _native
 from flashckpt.keeper.__main__ import run
-from flashckpt.persist import audit
+from flashckpt.memory.cache_folder import CacheFolder
+from flashckpt.persist import audit, slot_cache
 from flashckpt.persist.queue import Queue
+from flashckpt.replication.run_copy import StepCopier
 from flashckpt.store.local import LocalStore
-from flashckpt.tiers.step_copy import StepCopier
 from tests.keeper.driver import ROOT, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
 
 _DAYS_S = 1e6
+_LEAF_BYTES = 32 << 10
 
 
 @contextmanager
@@ -75,7 +81,7 @@ def harm(faults: Path) -> None:
     def failed_for_long(queue: Queue, job: Any, outcome: Any) -> None:
         failed(queue, job, outcome)
         if (faults / "write.long").exists():
-            job.retry_at = time.monotonic() + _DAYS_S
+            job.retry.wait(time.monotonic(), _DAYS_S)
 
     hashes = audit._hashes
 
@@ -92,6 +98,23 @@ def harm(faults: Path) -> None:
         _pause(faults, "copy")
         return write_copy(copier, *arguments)
 
+    into_cache, read = CacheFolder.copy, os.pread
+
+    def slow_into_cache(folder: CacheFolder, *arguments: Any) -> Any:
+        _pause(faults, "cache")
+        return into_cache(folder, *arguments)
+
+    def failing_read(file: int, num_bytes: int, offset: int) -> bytes:
+        is_leaf = num_bytes >= _LEAF_BYTES  # a header can be read
+        if is_leaf and (faults / "cache.eio").exists() and "cache" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, num_bytes, offset)
+
+    CacheFolder.copy = slow_into_cache  # type: ignore[method-assign]
+    os.pread = failing_read
+    slot_cache._STALL_TIMEOUT_S = 0.5
+    if (faults / "cache.impatient").exists():
+        slot_cache._ADOPTION_TIMEOUT_S = 0.5
     StepCopier._write = slow_copy  # type: ignore[method-assign]
     audit.WINDOW_BYTES, audit._hashes = 64 << 10, slow_hashes
     _native.write_file = write_file

@@ -6,17 +6,14 @@ import errno
 from collections.abc import Callable
 
 from flashckpt.memory.slot import Slot
-from flashckpt.persist.job import SealedSnapshot, StepJob, alone
+from flashckpt.persist.job import SealedSnapshot, StepJob, job_of_one
 from tests.keeper.fake import FakeTrainer
 
 
-def job_of(trainer: FakeTrainer, slot: Slot, *regions: Slot, is_alone: bool = False) -> StepJob:
-    """`is_alone`: no other keeper lives that could write for its attempt."""
+def job_of(trainer: FakeTrainer, slot: Slot, *regions: Slot) -> StepJob:
     sealed = slot.sealed()
     assert sealed is not None
-    job = alone(sealed, trainer.owners[slot.name], *regions)
-    job.has_others = not is_alone
-    return job
+    return job_of_one(sealed, *regions, owner=trainer.owners[slot.name])
 
 
 def snapshot_of(job: StepJob) -> SealedSnapshot:
@@ -25,10 +22,10 @@ def snapshot_of(job: StepJob) -> SealedSnapshot:
 
 
 def failing_for(name: str, create: Callable[[str, bytes], bool]) -> Callable[[str, bytes], bool]:
-    """A store's `create` that fails for files whose name ends so."""
+    """A store's `create` that fails for files whose path begins or ends so."""
 
     def failing(path: str, data: bytes) -> bool:
-        if path.endswith(name):
+        if path.startswith(name) or path.endswith(name):
             raise OSError(errno.EIO, "the disk is gone")
         return create(path, data)
 

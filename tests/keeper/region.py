@@ -10,7 +10,7 @@ from flashckpt import _native
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.control_page import Record
+from flashckpt.memory.region import Record
 from flashckpt.memory.slot import Slot
 
 VALUES = b"{}"
@@ -46,7 +46,7 @@ def write_constants(
     write_metadata(region.metadata_view, plan, digests, VALUES)
     record = Record(
         attempt_number=attempt.number, attempt_nonce=int(attempt.nonce, 16), step=0, generation=generation,
-        plan_id=1, plan_bytes=len(plan), table_count=len(digests), values_bytes=len(VALUES),
+        plan_id=1, table_count=len(digests), values_bytes=len(VALUES),
         metadata_bytes=places.num_bytes, image_bytes=layout.num_bytes, data_start=layout.data_start,
         captured_ns=time.monotonic_ns(),
     )  # fmt: skip

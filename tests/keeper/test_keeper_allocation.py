@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from flashckpt.errors import FlashckptError, KeeperError, OutOfRoomError
+from flashckpt.errors import FlashckptError, OutOfSpaceError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.protocol import Connection
-from flashckpt.keeper.trainers import Trainer
-from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import MAX_REGIONS, Regions
+from flashckpt.memory.region import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.persist.job import Trainer
 from tests.descriptors import closed_after
 
 SIZE = SlotSize(PAGE, 1 << 20)
@@ -27,12 +27,12 @@ EACH = SIZE.region_bytes
 
 
 class Asker(Connection):
-    """Who asks, as a rank; what it is told is kept."""
+    """The connection of a rank, which keeps the answers."""
 
     def __init__(self, answers: dict[int, int | FlashckptError], rank: int) -> None:
         self.answers, self.rank, self.is_open = answers, rank, True
 
-    def tell(self, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
+    def reply(self, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
         if "slots" in answer:
             self.answers[self.rank] = len(answer["slots"])
         return True
@@ -113,7 +113,7 @@ def test_as_many_as_fit_into_half_or_as_the_user_said_else_two(
 def test_with_room_for_one_there_is_none(node: Callable[[int], Node]) -> None:
     alone = node(2 * EACH - 1)
     alone.ask(0)
-    assert isinstance(alone.answered()[0], OutOfRoomError)
+    assert isinstance(alone.answered()[0], OutOfSpaceError)
     assert not alone.regions.everything()
 
 
@@ -129,7 +129,7 @@ def test_ranks_of_a_node_do_not_all_pass_one_look(node: Callable[[int], Node]) -
     narrow = node(5 * EACH)
     for rank in range(3):
         narrow.ask(rank, of=3)
-    assert all(isinstance(each, OutOfRoomError) for each in narrow.answered().values())
+    assert all(isinstance(each, OutOfSpaceError) for each in narrow.answered().values())
     assert len(narrow.answers) == 3
     assert not narrow.regions.everything()
 
@@ -139,7 +139,7 @@ def test_a_rank_that_takes_constants_still_has_its_slots_to_come(node: Callable[
     narrow = node(4 * EACH - 1)
     narrow.ask(0, of=2, purpose="constants")
     narrow.ask(1, of=2)
-    assert isinstance(narrow.answered()[1], OutOfRoomError)
+    assert isinstance(narrow.answered()[1], OutOfSpaceError)
     assert narrow.answers[0] == 1
 
 
@@ -170,7 +170,7 @@ def test_a_slot_that_is_still_written_is_not_waited_for(node: Callable[[int], No
     held.retired, held.writer = True, ""
     narrow.ask(0, count=1, size=SlotSize(PAGE, 4 << 20))
     narrow.allocation.next()
-    assert isinstance(narrow.answers[0], OutOfRoomError)
+    assert isinstance(narrow.answers[0], OutOfSpaceError)
     assert not narrow.allocation.busy
 
 
@@ -185,7 +185,7 @@ def test_a_machine_without_threads_left_refuses_and_goes_on(
     monkeypatch.setattr(threading.Thread, "start", start)
     alone.ask(0)
     alone.allocation.next()
-    assert isinstance(alone.answers[0], KeeperError)
+    assert isinstance(alone.answers[0], OutOfSpaceError)
     monkeypatch.setattr(threading.Thread, "start", begin)
     alone.ask(0)
     assert alone.answered() == {0: 3}

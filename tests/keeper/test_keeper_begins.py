@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.keeper import connection, start
+from flashckpt.keeper import client, start
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from tests.conftest import keepers_of
@@ -65,7 +65,7 @@ def test_one_that_does_not_come_is_replaced_at_once(
         return begin(run, folder)
 
     monkeypatch.setattr(start, "start", started)
-    monkeypatch.setattr(connection, "_START_AGAIN_S", 600.0)  # the pause would be longer than anybody waits
+    monkeypatch.setattr(client, "_START_AGAIN_S", 600.0)  # the pause would be longer than anybody waits
     trainer = FakeTrainer(tmp_path / "run", runtime)
     assert len(starts) == 2
     trainer.end()
@@ -84,12 +84,12 @@ def test_those_that_die_at_each_start_are_not_started_without_end(
 
     trainer = FakeTrainer(tmp_path / "run", runtime)
     monkeypatch.setattr(start, "start", started)
-    monkeypatch.setattr(connection, "_START_AGAIN_S", 600.0)
-    monkeypatch.setattr(connection, "_START_TIMEOUT_S", 15.0)
+    monkeypatch.setattr(client, "_START_AGAIN_S", 600.0)
+    monkeypatch.setattr(client, "_START_TIMEOUT_S", 15.0)
     trainer.client.longest_pause_s = start.NO_PAUSE_S
     for pid in keepers_of(runtime):
         os.kill(pid, 9)
-    with pytest.raises(connection.KeeperError):
+    with pytest.raises(client.KeeperError):
         trainer.client.tend()
     assert 1 <= len(starts) <= 2 * start._STARTS_AT_ONCE
     monkeypatch.setattr(start, "start", begin)
@@ -99,7 +99,7 @@ def test_those_that_die_at_each_start_are_not_started_without_end(
 def test_a_lock_whose_holder_is_letting_go_is_taken(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name is removed between another one's opening of the file and its look at the lock."""
     folder = closed_after(RuntimeFolder.open(str(runtime), "0" * 32))
-    holder = held(folder, "keeper-1.lock")
+    owner = held(folder, "keeper-1.lock")
     opened = RuntimeFolder.open_file
 
     def removed_then(self: RuntimeFolder, name: str, flags: int = os.O_RDWR) -> int:
@@ -114,4 +114,4 @@ def test_a_lock_whose_holder_is_letting_go_is_taken(runtime: Path, monkeypatch: 
     assert lock is not None
     assert lock.stands(folder)
     lock.release(folder)
-    holder.communicate("")
+    owner.communicate("")

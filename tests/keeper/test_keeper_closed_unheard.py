@@ -27,26 +27,26 @@ def test_a_run_that_ends_while_its_keeper_is_stopped(in_order: bool, tmp_path: P
     checkpointer.wait()
     pid = keeper_pid(checkpointer._session.runtime)
     assert pid is not None
-    attendant, line = checkpointer._attendant, checkpointer._session.keeper
+    keeper_link, line = checkpointer._keeper_link, checkpointer._session.keeper
     os.kill(pid, signal.SIGSTOP)
     try:
 
         def is_asking() -> bool:
-            attendant.wake()
+            keeper_link.wake()
             if line._lock.acquire(blocking=False):
                 line._lock.release()
                 return False
             return True
 
-        asked = attendant._rounds
-        until(lambda: is_asking() and attendant._rounds == asked, "a question to the keeper")
-        attendant.patience_s = 1.0
+        asked = keeper_link._rounds
+        until(lambda: is_asking() and keeper_link._rounds == asked, "a question to the keeper")
+        keeper_link.timeout_s = 1.0
         checkpointer._release(closed=in_order)
     finally:
         os.kill(pid, signal.SIGCONT)
     # What the end of the process closes otherwise.
-    until(lambda: not attendant._thread.is_alive(), "the end of the attendant")
-    attendant.slots.close()
+    until(lambda: not keeper_link._thread.is_alive(), "the end of the keeper_link")
+    keeper_link.slots.close()
     checkpointer._session.keeper.close()
     end = "close" if in_order else "death"
     eventually(lambda: [each for each in ledger(run) if each["event"] == end and each.get("pid")])

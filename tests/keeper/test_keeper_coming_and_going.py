@@ -112,7 +112,7 @@ def test_twenty_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
         assert counts() == before
     eventually(lambda: keepers_of(runtime) == [])
     user = runtime / f"flashckpt-{os.geteuid()}"
-    assert [entry.name for entry in user.iterdir()] == ["room.lock"]
+    assert [entry.name for entry in user.iterdir()] == ["memory_budget.lock"]
 
 
 def test_many_attempts_on_one_keeper_reuse_its_slots(tmp_path: Path, runtime: Path) -> None:

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from flashckpt import _native
-from flashckpt.commit import attempts, holder, lineage
+from flashckpt import _native, crashpoints
+from flashckpt.commit import attempts, starting
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
-from flashckpt.format.names import AttemptName, attempt_folder, buried_path
-from flashckpt.format.records import Buried, Contents
-from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId, frozen_tombstone_path
+from flashckpt.format.records import Contents
+from flashckpt.persist.job import Incomplete, JobState, StepJob, StepOutcome
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
+from tests.commit.runs import newest_of
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import job_of, snapshot_of
@@ -51,14 +52,15 @@ def saved(trainer: FakeTrainer, step: int) -> None:
 
 
 def files(trainer: FakeTrainer) -> list[Path]:
-    return sorted((trainer.run / attempt_folder(trainer.attempt)).glob("constants-*"))
+    """The frozen instances that a trainer's attempt has written."""
+    return sorted((trainer.run / "frozen").glob(f"{trainer.attempt}-*.safetensors"))
 
 
 def named(run: Path, step: int) -> Contents:
     """The constants that a step's part names."""
     store = open_store(str(run))
-    each = next(each for each in lineage.newest_first(store) if each.step == step)
-    constants = read_step(store, each.step, each.attempt).rank(0).constants
+    name = newest_of(store, step)
+    constants = read_step(store, name).rank(0).constants
     assert constants is not None
     return constants
 
@@ -91,14 +93,12 @@ def order(
     trainer: FakeTrainer,
     step: int,
     spoil: Callable[[], object] | None = None,
-    *,
-    is_alone: bool = False,
 ) -> StepJob:
     slot, _ = trainer.snapshot(step)
     if spoil is not None:
         spoil()
     regions = [trainer.region] if trainer.region is not None else []
-    return job_of(trainer, slot, *regions, is_alone=is_alone)
+    return job_of(trainer, slot, *regions)
 
 
 def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, runtime: Path) -> None:
@@ -115,13 +115,13 @@ def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, ru
     sizes = [line["num_bytes"] for line in told(first.run, "persist", 4)[2:]]
     assert sizes == [second.layout.num_bytes] * 2
     assert files(second) == []
-    assert named(first.run, 4).shard.file == f"{first.attempt}/{old.name}"
+    assert named(first.run, 4).shard.file == old.name
     assert committed(first.run) == [1, 2, 3, 4]
     second.end()
     third = next_attempt(second, runtime, 4)
     saved(third, 5)
     assert files(third) == []
-    assert named(first.run, 5).shard.file == f"{first.attempt}/{old.name}"
+    assert named(first.run, 5).shard.file == old.name
     assert verify(open_store(str(first.run))).ok
     third.end()
 
@@ -161,7 +161,8 @@ def test_a_keeper_killed_before_its_part_is_replaced(tmp_path: Path, runtime: Pa
     trainer.wait_committed(1)
     assert committed(run) == [1]
     assert verify(open_store(str(run))).ok
-    # What the dead keeper left is named by nobody: it is gone, and the next step uses what stands.
+    # Nothing names the dead keeper's instance: it goes, and the next step names the one that stands.
+    eventually(lambda: len(files(trainer)) == 1)
     [file] = files(trainer)
     assert named(run, 1).shard.file == file.name
     saved(trainer, 2)
@@ -175,18 +176,18 @@ def struck_at(trainer: FakeTrainer, at: str) -> bool:
     """Kill the keeper as soon as the file is there. False where its part was there already."""
     pid = keeper_pid(trainer.folder)
     assert pid is not None
-    steps = trainer.run / "steps"
+    data = trainer.run / "data"
     trainer.snapshot(1, persist=True)
     until = time.monotonic() + 240
-    while not (files(trainer) if at == "constants" else list(steps.glob("*/*/shard-*"))):
+    while not (files(trainer) if at == "constants" else list(data.glob("*/*/shard-*"))):
         assert time.monotonic() < until
     end([pid])
     assert len(files(trainer)) == 1, "a shard is written after the constants"
-    return not list(steps.glob("*/*/part-*"))
+    return not list(data.glob("*/*/part-*"))
 
 
 def test_a_stopped_keeper_that_wakes_up_harms_nothing(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime, constants_kib=LARGE_KIB, patience_s=5.0)
+    trainer = attached(tmp_path / "run", runtime, constants_kib=LARGE_KIB, timeout_s=5.0)
     pid = keeper_pid(trainer.folder)
     assert pid is not None
     trainer.snapshot(1, persist=True)
@@ -216,14 +217,11 @@ def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Pat
     second = FakeTrainer(run, runtime, constants_kib=64)
     [(name, step)] = [each for each in second.survivors() if each[1] == 2]
     second.start(AttemptName.parse(first.attempt), step, name)
-    # The keeper may have saved it as the first attempt's before the second started: then it is that one's.
     eventually(lambda: 2 in committed(run))
     second.take_slots()
     saved(second, 3)
     assert committed(run) == [1, 2, 3]
-    [old] = run.glob(f"attempts/{first.attempt}/constants-*")
-    # Step 2 was saved as the first attempt's or as the second's: either way nothing was written again.
-    assert [*run.glob("attempts/*/constants-*")] == [old]
+    assert len(list(run.glob("frozen/*"))) == 1, "nothing was written again"
     assert verify(open_store(str(run))).ok
     second.end()
 
@@ -231,11 +229,11 @@ def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Pat
 def test_a_flipped_constant_is_never_written(alone: FakeTrainer) -> None:
     spoiled = order(alone, 1, lambda: flip_constant(alone))
     outcome = Writer(alone.store, "0123abcd").persist(spoiled)
-    assert (outcome.void, [name for _, name in outcome.leaves]) == (Void.TORN, ["base.weight"])
+    assert (outcome.incomplete, [name for _, name in outcome.leaves]) == (Incomplete.TORN, ["base.weight"])
     spoilt = snapshot_of(spoiled)
     assert spoilt.slot.torn == (spoilt.generation, (alone.image.leaves.index(*constant_leaves(alone)),))
     assert files(alone) == []
-    assert not list(alone.run.glob("steps/*/*/*"))
+    assert not list(alone.run.glob("data/*/*/*"))
 
 
 def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer) -> None:
@@ -244,7 +242,7 @@ def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer)
         alone.region.image_view[20] ^= 1
 
     outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, spoil))
-    assert outcome.void is Void.TORN
+    assert outcome.incomplete is Incomplete.TORN
     assert files(alone) == []
 
 
@@ -281,7 +279,7 @@ def test_other_constants_get_a_file_of_their_own(alone: FakeTrainer) -> None:
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     alone.without_constants()
     assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
-    assert read_step(alone.store, 2, alone.attempt).rank(0).constants is None
+    assert read_step(alone.store, CommitName(2, alone.attempt, 2)).rank(0).constants is None
     [file] = files(alone)
     assert committed(alone.run) == [1, 2]
     assert named(alone.run, 1).shard.file == file.name
@@ -291,11 +289,12 @@ def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: F
     writer = Writer(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
-    (file.parent / "constants-00000-7.safetensors").write_bytes(b"of somebody else")
     file.unlink()
-    assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
-    assert named(alone.run, 2).shard.file == "constants-00000-8.safetensors"
-    assert committed(alone.run) == [2], "step 1 has lost its constants and is not committed any more"
+    asked = order(alone, 2)
+    assert writer.persist(asked).state is JobState.FAILED, "it was thought to be there"
+    assert writer.persist(asked).state is JobState.COMMITTED
+    assert named(alone.run, 2).shard.file != file.name
+    assert committed(alone.run) == [2], "step 1 has lost its constants and is not whole any more"
 
 
 def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrainer) -> None:
@@ -303,35 +302,47 @@ def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrain
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     lost = file.rename(alone.run / "lost")
+    writer = Writer(alone.store, "4567cdef")
     assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
-    assert [found.name for found in files(alone)] == ["constants-00000-2.safetensors"]
+    [other] = files(alone)
+    assert other.name != file.name
     lost.rename(file)
     assert committed(alone.run) == [1, 2]
     assert verify(alone.store).ok
 
 
-def test_a_file_that_was_to_go_is_written_again_under_another_name(alone: FakeTrainer) -> None:
-    """Whoever found it named after all was killed before he removed his record."""
-    assert Writer(alone.store, "0123abcd").persist(order(alone, 1)).state is JobState.COMMITTED
+def test_an_instance_that_is_being_deleted_is_not_named(alone: FakeTrainer) -> None:
+    """Its deletion was killed between the tombstone and the check."""
+    writer = Writer(alone.store, "0123abcd")
+    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
-    record = Buried(attempt=alone.attempt, files=(file.name,))
-    assert alone.store.create(buried_path(alone.attempt, "0123abcd"), record.to_bytes())
-    assert Writer(alone.store, "4567cdef").persist(order(alone, 2)).state is JobState.COMMITTED
-    assert named(alone.run, 2).shard.file == "constants-00000-2.safetensors"
+    assert alone.store.create(frozen_tombstone_path(file.name, "0123abcd"), b"\n")
+    asked = order(alone, 2)
+    assert writer.persist(asked).state is JobState.FAILED
+    assert writer.persist(asked).state is JobState.COMMITTED
+    assert named(alone.run, 2).shard.file not in ("", file.name)
     assert committed(alone.run) == [1, 2]
 
 
-def test_constants_that_no_step_could_name_are_not_written(alone: FakeTrainer) -> None:
-    """They may be as large as a base model, and each try would write them anew."""
-    record = buried_path(alone.attempt, "0123abcd")
-    assert alone.store.create(record, b"rot")
-    writer, asked = Writer(alone.store, "4567cdef"), order(alone, 1)
-    for _ in range(2):
-        outcome = writer.persist(asked)
-        assert (outcome.state, record in outcome.message) == (JobState.FAILED, True)
-    assert files(alone) == []
-    alone.store.remove(record)
-    assert writer.persist(asked).state is JobState.COMMITTED
+def test_a_part_whose_instance_is_being_deleted_is_void_and_the_next_step_is_committed(
+    alone: FakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deletion begins once the part is there, and before the record."""
+    writer = Writer(alone.store, "0123abcd")
+
+    def passed(name: str) -> None:
+        if name == "part.linked":
+            [file] = files(alone)
+            alone.store.create(frozen_tombstone_path(file.name, "0123abcd"), b"\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(crashpoints, "point", passed)
+        outcome = writer.persist(order(alone, 1))
+    assert (outcome.state, outcome.incomplete) == (JobState.INCOMPLETE, Incomplete.SUPERSEDED), (
+        outcome.message
+    )
+    assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
+    assert committed(alone.run) == [2]
 
 
 def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> StepOutcome:
@@ -341,8 +352,9 @@ def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> Ste
     [file] = files(alone)
     befalls(file)
     before = alone.attempt
-    alone.attempt = attempts.claim(alone.store, holder.here(alone.folder.path, alone.life.name))
-    attempts.start(alone.store, alone.attempt, before, 1, 1)
+    here = attempts.local_owner(alone.folder.path, alone.life.name)
+    alone.attempt, catalogue = starting.claim(alone.store, here)
+    starting.start(alone.store, alone.attempt, SnapshotId(before, 1), 1, 1, catalogue)
     return writer.persist(order(alone, 2))
 
 
@@ -382,10 +394,10 @@ def test_constants_that_were_written_without_the_pin_are_not_believed(
     monkeypatch.setattr(_native, "write_file", write_file)
     writer, asked = Writer(alone.store, "0123abcd"), order(alone, 1)
     assert writer.persist(asked).state is JobState.FAILED
-    assert ["constants-" in path for path in written] == [True]
+    assert ["/frozen/" in path for path in written] == [True]
     assert files(alone) == []
     slot = snapshot_of(asked).slot
     assert slot.unpin(slot.state())
     assert writer.persist(asked).state is JobState.COMMITTED
-    assert ["constants-" in path for path in written] == [True, True, False]
+    assert ["/frozen/" in path for path in written] == [True, True, False]
     assert committed(alone.run) == [1]

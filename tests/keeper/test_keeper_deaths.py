@@ -13,16 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts, lineage
+from flashckpt.commit import attempts
+from flashckpt.commit.catalogue import Catalogue
 from flashckpt.errors import KeeperError
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.keeper import client
+from flashckpt.keeper.liveness import TrainerRegistry
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
 from flashckpt.keeper.start import Pauses
-from flashckpt.keeper.trainers import Roster, Trainer
-from flashckpt.memory.control_page import SlotSize
-from flashckpt.memory.region import is_region_name
+from flashckpt.memory.region import Region, SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
+from flashckpt.persist.job import Trainer
 from flashckpt.store import open_store
 from tests.descriptors import closed_after, readable
 from tests.events import ledger
@@ -52,7 +54,7 @@ def caught_writing(trainer: FakeTrainer, strike: Callable[[int], None]) -> int:
     is let go on, or replaced where it is dead, and the next step is tried: how often that happens is up to
     the machine."""
     for step in range(10, 200):
-        folder = trainer.run / "steps" / f"{step:012d}" / str(trainer.attempt)
+        folder = trainer.run / SnapshotId(trainer.attempt, step).data_folder
         pid = eventually(lambda: keeper_pid(trainer.folder))
         trainer.snapshot(step, persist=True)
         eventually(lambda folder=folder: folder.is_dir() and os.listdir(folder))
@@ -155,14 +157,14 @@ def test_a_keeper_killed_while_it_writes_is_replaced(tmp_path: Path, runtime: Pa
 
     step = caught_writing(trainer, lambda pid: end([pid]))
     assert step not in committed(trainer.run)
-    folder = trainer.run / "steps" / f"{step:012d}"
-    [half] = folder.glob("*/shard-*")
+    folder = trainer.run / SnapshotId(trainer.attempt, step).data_folder
+    [half] = folder.glob("shard-*")
     restarts = trainer.client.restarts
     trainer.wait_committed(step)
     assert trainer.client.restarts == restarts + 1
     assert committed(trainer.run)[-1] == step
-    # The half of the dead one is debris, which the new one removes when it comes to it.
-    assert len({*folder.glob("*/shard-*")} - {half}) == 1, "it was written again under another name"
+    # The half of the dead one is orphans, which the new one removes when it comes to it.
+    assert len({*folder.glob("shard-*")} - {half}) == 1, "it was written again under another name"
     trainer.snapshot(100, persist=True)
     trainer.wait_committed(100)
     trainer.end()
@@ -212,7 +214,7 @@ def test_a_pause_is_told_and_ends(tmp_path: Path, runtime: Path) -> None:
 
 
 def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime, kib=32 << 10, patience_s=5.0)
+    trainer = attached(tmp_path / "run", runtime, kib=32 << 10, timeout_s=5.0)
     trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
     stopped: list[int] = []
@@ -244,7 +246,7 @@ def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, ru
 def test_a_keeper_without_a_socket_is_found_again_or_replaced(
     tmp_path: Path, runtime: Path, stopped: bool
 ) -> None:
-    trainer = attached(tmp_path / "run", runtime, patience_s=5.0)
+    trainer = attached(tmp_path / "run", runtime, timeout_s=5.0)
     pid = keeper_pid(trainer.folder)
     assert pid is not None
     if stopped:
@@ -337,13 +339,13 @@ def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Pat
     trainer = FakeTrainer(tmp_path / "run", runtime)
     child = subprocess.Popen(["true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    roster = Roster(TrainerLocks(trainer.folder))
-    roster.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
-    assert readable(*roster.pidfds(), timeout_s=10) == roster.pidfds() != []
-    assert roster.remove_dead() == []
-    roster.forget(roster.pidfds())
-    assert roster.pidfds() == []
-    assert len(roster) == 1
+    registry = TrainerRegistry(TrainerLocks(trainer.folder))
+    registry.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
+    assert readable(*registry.pidfds(), timeout_s=10) == registry.pidfds() != []
+    assert registry.remove_dead() == []
+    registry.forget(registry.pidfds())
+    assert registry.pidfds() == []
+    assert len(registry) == 1
     child.wait()
     trainer.end()
 
@@ -389,7 +391,7 @@ def test_memfds_of_a_keeper_that_is_silent_are_taken_over_by_the_next_start(
         stop(pid)
         first.do("snapshot", 7, False)
         first.kill()
-        second = FakeTrainer(run, base, kib=2048, patience_s=2.0)
+        second = FakeTrainer(run, base, kib=2048, timeout_s=2.0)
         assert keeper_pid(second.folder) != pid
         [(name, step)] = second.survivors()
         assert step == 7, "sealed, committed nowhere"
@@ -400,6 +402,75 @@ def test_memfds_of_a_keeper_that_is_silent_are_taken_over_by_the_next_start(
         assert committed(run) == [7]
         second.end()
         eventually(lambda: keeper_pid(second.folder) is None)
+
+
+def test_memfds_of_a_dead_rank_are_taken_over_by_a_rank_that_trains(tmp_path: Path, runtime: Path) -> None:
+    run, job = tmp_path / "run", {"kib": 2048, "world": 2, "ranks": [0, 1]}
+    with small_tmpfs(1 << 20) as base:
+        stays = FakeTrainer(run, base, rank=0, timeout_s=2.0, **job)  # type: ignore[arg-type]
+        stays.start()
+        stays.take_slots()
+        dies = Process(run, base, rank=1, join=str(stays.attempt), **job)
+        dies.do("slots", 3)
+        pid = the_keeper(stays.folder)
+        stop(pid)
+        dies.do("snapshot", 7, False)
+        dies.kill()
+        assert stays.client.tend()
+        assert keeper_pid(stays.folder) not in (None, pid)
+        assert set(stays.client._held.held) == {slot.name for slot in stays.slots}, (
+            "the keeper has the others"
+        )
+        os.kill(pid, signal.SIGCONT)
+        eventually(lambda: not Path(f"/proc/{pid}").exists())
+        again = Process(run, base, rank=1, join=str(stays.attempt), **job)
+        assert [step for _, step in again.do("survivors")] == [7], "sealed, committed nowhere"
+        again.kill()
+        stays.end()
+
+
+def test_memfds_of_a_living_rank_are_not_saved_as_those_of_a_dead_one(tmp_path: Path, runtime: Path) -> None:
+    run, job = tmp_path / "run", {"kib": 2048, "world": 2, "ranks": [0, 1], "timeout_s": 2.0}
+    with small_tmpfs(1 << 20) as base:
+        first = FakeTrainer(run, base, rank=0, **job)  # type: ignore[arg-type]
+        first.start()
+        second = FakeTrainer(run, base, rank=1, join=str(first.attempt), **job)  # type: ignore[arg-type]
+        held = []
+        for each in (first, second):
+            each.take_slots()
+            held.append(each.snapshot(7)[0])
+        stop(the_keeper(first.folder))
+        assert first.client.tend(), "its successor has the second one's slots before that has spoken to it"
+        assert [slot.asked for slot in held] == [0, 0]
+        assert second.client.tend()
+        held[0].request_persist(held[0].state().generation)
+        held[1].request_persist(held[1].state().generation)
+        second.wait_committed(7)
+        second.end()
+        first.end()
+
+
+def test_a_keeper_that_another_trainer_started_meanwhile_is_not_replaced(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, job = tmp_path / "run", {"world": 2, "ranks": [0, 1], "timeout_s": 2.0}
+    first = FakeTrainer(run, runtime, rank=0, **job)  # type: ignore[arg-type]
+    second = FakeTrainer(run, runtime, rank=1, join=str(first.attempt), **job)  # type: ignore[arg-type]
+    stop(the_keeper(first.folder))
+    started = []
+
+    def overtaken(pid: int) -> list[Region]:
+        monkeypatch.setattr(client, "memfds_of", memfds_of)
+        found = memfds_of(pid)
+        assert second.client.tend()
+        started.append(the_keeper(first.folder))
+        return found
+
+    monkeypatch.setattr(client, "memfds_of", overtaken)
+    assert first.client.tend()
+    assert [keeper_pid(first.folder)] == started
+    second.end()
+    first.end()
 
 
 def test_a_trainer_killed_with_its_keeper_stopped_is_found_when_it_wakes(
@@ -423,7 +494,7 @@ def test_a_trainer_killed_with_its_keeper_stopped_is_found_when_it_wakes(
     assert ended == "dead"
 
 
-def test_the_slot_that_was_loaded_becomes_the_new_attempts(tmp_path: Path, runtime: Path) -> None:
+def test_the_slot_that_was_loaded_is_committed_for_the_new_attempt(tmp_path: Path, runtime: Path) -> None:
     with small_tmpfs(3 << 20) as disk:
         run = disk / "run"
         first = Process(run, runtime)
@@ -441,8 +512,8 @@ def test_the_slot_that_was_loaded_becomes_the_new_attempts(tmp_path: Path, runti
         second.start(AttemptName.parse(first.attempt), 9, name)
         (disk / "filler").unlink()
         second.wait_committed(9)
-        visible = lineage.visible(open_store(str(run)))
-        assert [(each.step, each.attempt) for each in visible] == [(9, second.attempt)]
+        visible = Catalogue.of(open_store(str(run))).visible()
+        assert [(each.step, each.attempt) for each in visible] == [(9, AttemptName.parse(first.attempt))]
         assert committed(run) == [9]
         second.end()
 

@@ -8,13 +8,9 @@ import time
 from pathlib import Path
 
 from flashckpt.commit import attempts
-from flashckpt.format.names import AttemptName
-from flashckpt.keeper.trainers import Trainer
-from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.options import Keep
 from tests.events import ledger
-from tests.keeper.driver import InProcess, committed, eventually, kill_keeper
-from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
+from tests.keeper.driver import committed, eventually, kill_keeper
+from tests.keeper.fake import FakeTrainer, keeper_pid
 
 
 def begun(tmp_path: Path, runtime: Path, **options: float) -> FakeTrainer:
@@ -25,7 +21,7 @@ def begun(tmp_path: Path, runtime: Path, **options: float) -> FakeTrainer:
 
 
 def shards(run: Path) -> set[str]:
-    return {path.name for path in run.glob("steps/*/*/shard-*")}
+    return {path.name for path in run.glob("data/*/*/shard-*")}
 
 
 def end(trainer: FakeTrainer) -> None:
@@ -78,9 +74,9 @@ def test_commits_leave_nothing_that_grows(tmp_path: Path, runtime: Path) -> None
     for step in range(1, 21):
         trainer.snapshot(step, persist=True)
         trainer.wait_committed(step)
-    # The steps that are kept, and tombstones of those whose snapshots are still in a slot.
-    eventually(lambda: len(list((trainer.run / "steps").iterdir())) <= 2 + len(trainer.slots))
-    assert committed(trainer.run)[-2:] == [19, 20]
+    eventually(lambda: len(list((trainer.run / "data" / str(trainer.attempt)).iterdir())) == 2)
+    eventually(lambda: len(list((trainer.run / "commits").iterdir())) == 2)
+    assert committed(trainer.run) == [19, 20]
     end(trainer)
 
 
@@ -94,14 +90,14 @@ def test_what_a_killed_keeper_left_half_written_goes(
     (faults / "write.pause").touch()
     trainer.snapshot(2, persist=True)
     eventually(lambda: (faults / "write.paused").exists())
-    [cut_off] = shards(trainer.run) - {first}
+    [orphans] = shards(trainer.run) - {first}
     assert kill_keeper(trainer.folder) == keeper
     trainer.wait_committed(2)
-    eventually(lambda: cut_off not in shards(trainer.run))
+    eventually(lambda: orphans not in shards(trainer.run))
     assert committed(trainer.run) == [1, 2], "what the dead keeper had published stays"
     assert first in shards(trainer.run)
     assert len(shards(trainer.run)) == 2
-    eventually(lambda: any(cut_off in str(line.get("unfinished")) for line in ledger(trainer.run)))
+    eventually(lambda: any(orphans in str(line.get("unfinished")) for line in ledger(trainer.run)))
     end(trainer)
 
 
@@ -109,7 +105,7 @@ def test_what_a_stopped_keeper_writes_stays_until_it_is_dead(
     tmp_path: Path, runtime: Path, faults: Path, keeper: int
 ) -> None:
     """It lives and may go on at any time; its file goes when it cannot."""
-    trainer = begun(tmp_path, runtime, patience_s=5.0)
+    trainer = begun(tmp_path, runtime, timeout_s=5.0)
     (faults / "write.pause").touch()
     trainer.snapshot(1, persist=True)
     eventually(lambda: (faults / "write.paused").exists())
@@ -130,24 +126,3 @@ def test_what_a_stopped_keeper_writes_stays_until_it_is_dead(
     eventually(lambda: shards(trainer.run) and paused not in shards(trainer.run))
     assert committed(trainer.run) == [1]
     end(trainer)
-
-
-def test_what_all_nodes_have_of_two_living_attempts_is_heard_once_of_each(
-    tmp_path: Path, runtime: Path
-) -> None:
-    """The ranks of an older one have not ended yet. A deletion for each look would list the run over and
-    over."""
-    _, identity = open_runtime(tmp_path / "run", runtime)
-    keeper = InProcess(tmp_path / "run", RuntimeFolder.open(str(runtime), identity)).keeper
-    names = [AttemptName(number, "0" * 8) for number in (1, 2)]
-    for rank, name in enumerate(names):
-        said = Trainer(lock=f"{rank}", rank=rank, attempt=name, keep=Keep(), common=(3 + rank,))
-        keeper.roster.watch(said)
-    keeper.queue.know(keeper.roster.all())
-    for is_news in (True, False, False):
-        keeper._hear_common()
-        assert keeper.deletions.is_pending is is_news
-        keeper.deletions.next(0.0)
-        eventually(lambda: (keeper.deletions.worker.collect(), not keeper.deletions.worker.busy)[1])
-    assert keeper._common == {names[0]: (3,), names[1]: (4,)}
-    keeper._leave()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.errors import OutOfRoomError
-from flashckpt.format.names import step_attempt_folder
+from flashckpt.errors import OutOfSpaceError
+from flashckpt.format.names import SnapshotId
 from flashckpt.keeper.protocol import ELECTION_LOCK
-from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import Regions
+from flashckpt.memory.region import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from tests.descriptors import closed_after
@@ -34,7 +34,7 @@ def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
 
 
 def shards(run: Path) -> list[Path]:
-    return sorted((run / "steps").glob("*/*/shard-*"))
+    return sorted((run / "data").glob("*/*/shard-*"))
 
 
 def fill(disk: Path, left: int) -> Path:
@@ -81,7 +81,7 @@ def test_an_idle_keeper_audits_the_newest_sealed_snapshot(trainer: FakeTrainer) 
 
 
 def test_a_damaged_record_discards_the_snapshot(trainer: FakeTrainer) -> None:
-    from flashckpt.memory import control_page as page
+    from flashckpt.memory import region as page
 
     slot, generation = trainer.snapshot(1)
     byte = os.pread(slot.descriptor, 1, page.RECORD_OFFSET + 33)[0]
@@ -177,13 +177,13 @@ def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Pat
     trainer.wait_for(lambda status: any(each.step == 3 for each in status.failures))
     assert slot.failed == (generation, errno.ESTALE)
     assert committed(trainer.run) == [1, 2]
-    assert not (trainer.run / step_attempt_folder(3, trainer.attempt)).exists()
+    assert not (trainer.run / SnapshotId(trainer.attempt, 3).data_folder).exists()
     other.end()
 
 
 def test_too_little_memory_says_how_much_and_leaves_nothing(trainer: FakeTrainer) -> None:
     before = trainer.folder.names()
-    with pytest.raises(OutOfRoomError, match="slots=2") as raised:
+    with pytest.raises(OutOfSpaceError, match="slots=2") as raised:
         trainer.client.slots(3, SlotSize(4096, 1 << 45))
     assert raised.value.needed > 2 << 45
     assert 0 < raised.value.available < 1 << 45
@@ -205,7 +205,7 @@ def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
 
     made = Regions(folder, life).make(0, range(3), SlotSize(4096, 16 << 20), available=available)
     assert len(made.regions) == 2
-    assert isinstance(made.error, OutOfRoomError)
+    assert isinstance(made.error, OutOfSpaceError)
     assert len([name for name in folder.names() if name.startswith("slot-")]) == 2
     for found in made.regions:
         os.close(found.descriptor)
@@ -245,7 +245,7 @@ def test_events_of_the_trainer_stand_in_the_ledger(trainer: FakeTrainer) -> None
 
 
 def test_no_commit_comes_twice_and_what_is_done_is_found_done(tmp_path: Path, runtime: Path) -> None:
-    """A keeper that dies between the manifest and the word: the next one finds the step committed."""
+    """A keeper that dies between the record and its report: the next one finds the step committed."""
     trainer = FakeTrainer(tmp_path / "run", runtime)
     trainer.start()
     trainer.take_slots()

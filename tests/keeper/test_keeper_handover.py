@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from flashckpt.keeper.protocol import LOG_NAME, close_all
-from flashckpt.memory.control_page import RECORD_OFFSET, SlotSize
+from flashckpt.memory.region import RECORD_OFFSET, SlotSize
 from flashckpt.memory.slot import SlotRing
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid

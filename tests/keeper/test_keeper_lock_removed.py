@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.commit.holder import check, here
+from flashckpt.commit.attempts import check_not_held, local_owner
 from flashckpt.errors import RunHeldError
 from flashckpt.format.names import AttemptName
+from flashckpt.keeper.liveness import TrainerRegistry
 from flashckpt.keeper.protocol import PROTOCOL, SOCKET_NAME, receive
-from flashckpt.keeper.trainers import Roster, Trainer
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks, is_alive
+from flashckpt.persist.job import Trainer
 from flashckpt.store import open_store
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, runtime_of
@@ -92,7 +93,7 @@ def test_it_is_not_dead_and_what_it_writes_is_its_own_until_it_dies(job: Job) ->
     store = open_store(str(job.run))
     assert not attempts.attempts(store)[0].ended
     with pytest.raises(RunHeldError, match=job.trainer.attempt):
-        check(store, here(job.folder.path), lambda _, name: is_alive(job.folder, name))
+        check_not_held(store, local_owner(job.folder.path), lambda _, name: is_alive(job.folder, name))
     assert committed(job.run) == [], "nothing is rescued from who lives"
     # A slot that was taken from it while it wrote could not be sealed any more.
     job.trainer.do("seal")
@@ -134,7 +135,7 @@ def said_by_another(job: Job, lock: str) -> socket.socket:
     return peer
 
 
-class Holder:
+class Owner:
     """A process that takes a life lock, and lives on when it has let go of it."""
 
     def __init__(self, folder: RuntimeFolder) -> None:
@@ -144,10 +145,10 @@ class Holder:
         assert self.child.stdout is not None
         self.lock = self.child.stdout.readline().strip()
 
-    def told(self, deed: str) -> str:
+    def told(self, operation: str) -> str:
         assert self.child.stdin is not None
         assert self.child.stdout is not None
-        print(deed, file=self.child.stdin, flush=True)
+        print(operation, file=self.child.stdin, flush=True)
         return self.child.stdout.readline().strip()
 
 
@@ -155,7 +156,7 @@ def test_a_process_that_lives_says_nothing_for_who_does_not(job: Job) -> None:
     """The pid that the keeper has is of a process that lives: of another one, or of the very one, which has
     let go of its run and goes on with something else."""
     open_before = job.keeper_descriptors()
-    killed, released = Holder(job.folder), Holder(job.folder)
+    killed, released = Owner(job.folder), Owner(job.folder)
     with killed.child, released.child:
         peers = [said_by_another(job, each.lock) for each in (killed, released)]
         for each in (killed, released):
@@ -191,9 +192,9 @@ def test_a_lock_that_was_taken_again_meanwhile_stays(tmp_path: Path, runtime: Pa
     trainer.folder.remove(trainer.life.name)
     folder = LateRenewal(trainer.folder.path, os.dup(trainer.folder.descriptor))
     folder.trainer = trainer
-    roster = Roster(TrainerLocks(folder))
-    roster.watch(Trainer(lock=trainer.life.name, rank=0))
-    assert [each.lock for each in roster.remove_dead()] == [trainer.life.name], "it had no lock then"
+    registry = TrainerRegistry(TrainerLocks(folder))
+    registry.watch(Trainer(lock=trainer.life.name, rank=0))
+    assert [each.lock for each in registry.remove_dead()] == [trainer.life.name], "it had no lock then"
     assert trainer.life.stands(trainer.folder)
     folder.close()
     trainer.end()
@@ -202,12 +203,12 @@ def test_a_lock_that_was_taken_again_meanwhile_stays(tmp_path: Path, runtime: Pa
 class RenewalWhileLooked(RuntimeFolder):
     """A trainer takes its lock again right after a keeper has seen that its name is gone."""
 
-    holder: Holder | None = None
+    owner: Owner | None = None
 
     def inode(self, name: str) -> tuple[int, int] | None:
         found = super().inode(name)
-        if found is None and self.holder is not None:
-            assert self.holder.told("renew") == "done"
+        if found is None and self.owner is not None:
+            assert self.owner.told("renew") == "done"
         return found
 
 
@@ -215,15 +216,15 @@ def test_a_lock_that_is_taken_again_while_it_is_looked_at_is_held(tmp_path: Path
     _, identity = open_runtime(tmp_path / "run", runtime)
     with contextlib.closing(RuntimeFolder.open(str(runtime), identity)) as folder:
         looking = RenewalWhileLooked(folder.path, folder.descriptor)
-        holder, living = Holder(folder), TrainerLocks(looking)
-        with holder.child:
-            living.watch(holder.lock)
-            folder.remove(holder.lock)
-            looking.holder = holder
-            assert living.holds(holder.lock)
-            looking.holder = None
-            assert holder.told("renew") == "done"
-            assert living.holds(holder.lock), "the file that it has now"
-            holder.child.kill()
-        assert not living.holds(holder.lock)
-        living.forget(holder.lock)
+        owner, living = Owner(folder), TrainerLocks(looking)
+        with owner.child:
+            living.watch(owner.lock)
+            folder.remove(owner.lock)
+            looking.owner = owner
+            assert living.holds(owner.lock)
+            looking.owner = None
+            assert owner.told("renew") == "done"
+            assert living.holds(owner.lock), "the file that it has now"
+            owner.child.kill()
+        assert not living.holds(owner.lock)
+        living.forget(owner.lock)

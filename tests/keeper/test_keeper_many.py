@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import KeeperError
-from flashckpt.keeper.client import SlotGrant
-from flashckpt.keeper.connection import HeldDescriptors
+from flashckpt.keeper.client import HeldDescriptors, SlotGrant
 from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
-from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import MAX_REGIONS
-from flashckpt.memory.region import is_region_name
+from flashckpt.memory.region import SlotSize, is_region_name
 from tests.keeper.driver import committed, kill_keeper
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
@@ -93,7 +91,7 @@ def test_what_is_let_go_meanwhile_is_not_handed_over() -> None:
         turn = 0
         while not ended.is_set():
             turn += 1
-            held.keep([SlotGrant(region, 0, f"slot-{turn % 7}", 1, "memfd", 1)])
+            held.keep([SlotGrant(region, f"slot-{turn % 7}", 1, "memfd", 1)])
             held.release([f"slot-{(turn + 3) % 7}"])
             os.close(os.dup(other))
 

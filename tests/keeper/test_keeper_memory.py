@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from flashckpt.errors import KeeperError, OutOfRoomError
+from flashckpt.errors import KeeperError, OutOfSpaceError
 from flashckpt.format.layout import PAGE
-from flashckpt.keeper import connection
+from flashckpt.keeper import client
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME, close_all
-from flashckpt.memory.control_page import SlotSize
+from flashckpt.memory.region import SlotSize
 from tests.descriptors import readable
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -166,21 +166,21 @@ def test_a_keeper_that_comes_as_another_answers_has_what_was_given(
     kind: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the answer's arrival and the moment at which this trainer holds what came with it."""
-    heard = connection.receive
+    heard = client.receive
     with small_tmpfs(MIB) as small:
         trainer = begun(tmp_path / "run", small if kind == "memfd" else runtime, kib=2048)
 
         def another_comes(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
             answer = heard(peer)
             if "slots" in answer[0]:
-                monkeypatch.setattr(connection, "receive", heard)
+                monkeypatch.setattr(client, "receive", heard)
                 kill_keeper(trainer.folder)
                 tending = threading.Thread(target=trainer.client.tend)
                 tending.start()
                 tending.join(240)
             return answer
 
-        monkeypatch.setattr(connection, "receive", another_comes)
+        monkeypatch.setattr(client, "receive", another_comes)
         trainer.take_slots()
         assert {grant.kind for grant in trainer.grants} == {kind}
         told = trainer.client.call({"op": "describe"})["keeper"]["regions"]
@@ -232,13 +232,13 @@ def test_an_answer_that_nobody_took_answers_no_other_question(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = begun(tmp_path / "run", runtime)
-    heard = connection.receive
+    heard = client.receive
 
     def interrupted(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
-        monkeypatch.setattr(connection, "receive", heard)
+        monkeypatch.setattr(client, "receive", heard)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(connection, "receive", interrupted)
+    monkeypatch.setattr(client, "receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trainer.client.tend()
     assert trainer.client.status().keeper
@@ -256,7 +256,7 @@ def test_others_are_served_while_memory_is_taken(tmp_path: Path, runtime: Path) 
 
 def test_a_refusal_says_what_was_needed_and_leaves_nothing(tmp_path: Path, runtime: Path) -> None:
     trainer = begun(tmp_path / "run", runtime)
-    with pytest.raises(OutOfRoomError) as raised:
+    with pytest.raises(OutOfSpaceError) as raised:
         trainer.client.slots(3, SlotSize(PAGE, 1 << 45))
     assert raised.value.needed == 2 * SlotSize(PAGE, 1 << 45).region_bytes
     assert 0 < raised.value.available < 1 << 45

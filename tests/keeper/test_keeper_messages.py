@@ -83,5 +83,5 @@ def test_a_keeper_takes_a_bundle_of_certificates(tmp_path: Path, runtime: Path) 
 def test_options_that_are_too_long_are_refused_at_once() -> None:
     assert Options(storage_options={"root_certificate": "x" * (MAX_STORAGE_BYTES - 100)})
     for name in ("storage_options", "remote_storage_options"):
-        with pytest.raises(OptionError, match=f"{name}: 1,0.*bytes as JSON"):
+        with pytest.raises(OptionError, match=f"{name} takes 1,0.*bytes as JSON"):
             Options(**{name: {"root_certificate": "x" * MAX_STORAGE_BYTES}})  # type: ignore[arg-type]

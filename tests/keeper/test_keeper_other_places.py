@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts, holder, lineage
+from flashckpt.commit import attempts, lineage
 from flashckpt.format.names import AttemptName
-from flashckpt.recovery import keepers
+from flashckpt.keeper import node_keepers as keepers
 from flashckpt.recovery.recover import recover
 from flashckpt.store import open_store
 from tests.events import ledger
@@ -24,7 +24,7 @@ def killed_with_its_snapshot_in_memory(run: Path, runtime: Path, **options: floa
     """A trainer that died at step 7, with a keeper that is held still and has not noticed. Its attempt, and
     the keeper's process. It is the run's second: to a fresh run in its place it would be the newest."""
     store, _ = open_runtime(run, runtime)
-    attempts.mark_ended(store, attempts.claim(store, holder.here()), "closed")
+    attempts.mark_ended(store, attempts.claim(store, attempts.local_owner()), "closed")
     trainer = Process(run, runtime, **options)
     trainer.do("start", None, 0, None)
     trainer.do("slots", 3)

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import flashckpt
-from flashckpt.commit import attempts, holder
+from flashckpt.commit import attempts
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
@@ -40,7 +40,7 @@ def in_a_pause(checkpointer: flashckpt.Checkpointer) -> None:
     for _ in range(STARTS):
         client._pauses.started()
     kill_keeper(client._runtime)
-    until(lambda: not checkpointer._attendant._tended, "a round without a keeper")
+    until(lambda: not checkpointer._keeper_link._has_answered, "a round without a keeper")
     assert keeper_pid(client._runtime) is None
 
 
@@ -91,7 +91,7 @@ def test_a_run_that_ends_in_a_pause_leaves_a_keeper(tmp_path: Path, runtime: Pat
 def stopped(checkpointer: flashckpt.Checkpointer) -> Iterator[int]:
     """The keeper stands still, and its trainer does not give it up."""
     client = checkpointer._session.keeper
-    client._patience_s = 1e6
+    client._timeout_s = 1e6
     until(lambda: client._peer is not None, "a connection")
     client._peer.settimeout(1e6)  # type: ignore[union-attr]
     pid = keeper_pid(client._runtime)
@@ -107,7 +107,7 @@ def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(tmp_path: Path
     """A keeper that is stopped, or swapped out, is no dead trainer."""
     run = tmp_path / "run"
     store = open_store(str(run))
-    elsewhere = replace(holder.here(str(tmp_path), "trainer-1"), boot_id="other", host="other")
+    elsewhere = replace(attempts.local_owner(str(tmp_path), "trainer-1"), boot_id="other", host="other")
     with attached(run) as checkpointer:
         name = checkpointer._session.attempt
         with stopped(checkpointer) as pid:
@@ -119,7 +119,7 @@ def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(tmp_path: Path
                     until(lambda: attempts.alive(store, name) != stood, "the counter")
 
                 with pytest.raises(flashckpt.RunHeldError, match=str(name)):
-                    holder.check(store, elsewhere, sleep=sleep)
+                    attempts.check_not_held(store, elsewhere, sleep=sleep)
             assert keeper_pid(checkpointer._session.runtime) == pid, "nothing but the trainer was at work"
 
 
@@ -127,7 +127,7 @@ def test_a_run_that_was_closed_stays_ended(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer shows no life after the keeper has written down its end."""
-    monkeypatch.setattr(holder, "STAND_IN_S", 0.001)
+    monkeypatch.setattr(attempts, "STAND_IN_S", 0.001)
     run = tmp_path / "run"
     store = open_store(str(run))
     with attached(run) as checkpointer:
@@ -166,7 +166,7 @@ def test_a_trainer_in_a_pause_sees_who_claims_its_run(tmp_path: Path, runtime: P
     run = tmp_path / "run"
     checkpointer = attached(run)
     in_a_pause(checkpointer)
-    newer = attempts.claim(open_store(str(run)), holder.here())
-    until(lambda: checkpointer._attendant.superseded_by == str(newer), "the newer claim")
+    newer = attempts.claim(open_store(str(run)), attempts.local_owner())
+    until(lambda: checkpointer._keeper_link.superseded_by == str(newer), "the newer claim")
     assert keeper_pid(checkpointer._session.runtime) is None
     abandon(checkpointer)

@@ -92,9 +92,9 @@ def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: 
         saved(second, step)
     # No snapshot in memory is the first attempt's any more: the region is the second's now.
     assert regions(folder) == [name]
-    [old] = run.glob(f"attempts/{first.attempt}/constants-*")
+    [old] = run.glob(f"frozen/{first.attempt}-*")
     assert files(second) == []
-    assert named(run, 6).shard.file == f"{first.attempt}/{old.name}"
+    assert named(run, 6).shard.file == old.name
     assert committed(run) == [1, 2, 3, 4, 5, 6]
     written = [line["num_bytes"] for line in told(run, "persist", 6)]
     assert max(written[1:]) == second.layout.num_bytes
@@ -133,9 +133,9 @@ def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: 
 
 def test_a_region_that_is_gone_is_not_granted_by_name(tmp_path: Path, runtime: Path) -> None:
     trainer = attached(tmp_path / "run", runtime)
-    with pytest.raises(KeeperError, match="not here any more"):
+    with pytest.raises(KeeperError, match="does not exist any more"):
         trainer.client.keep_constants("constants-00000-00000000000000ff")
-    with pytest.raises(KeeperError, match="not here any more"):
+    with pytest.raises(KeeperError, match="does not exist any more"):
         trainer.client.keep_constants(trainer.slots[0].name)
     saved(trainer, 1)
     assert committed(trainer.run) == [1]
@@ -297,7 +297,7 @@ def test_what_both_left_with_a_named_region_is_persisted_whole(tmp_path: Path, r
     kill_keeper(folder)
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
     eventually(lambda: committed(run) == [1])
-    assert len(list(run.glob(f"attempts/{first.attempt}/constants-*"))) == 1
+    assert len(list(run.glob(f"frozen/{first.attempt}-*"))) == 1
     assert second.survivors() == [(slot, 1)]
     second.start(AttemptName.parse(first.attempt), 1, slot)
     second.keep_region(name)

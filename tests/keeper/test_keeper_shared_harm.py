@@ -12,7 +12,7 @@ from flashckpt.commit.verification import verify
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotState
-from flashckpt.persist.job import StepJob, Void
+from flashckpt.persist.job import Incomplete, StepJob
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests.events import ledger
@@ -69,7 +69,7 @@ def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
     assert [trainer.image.leaves[index].name for index in slot.torn[1]] == ["base.weight"]
     assert slot.state().state is SlotState.FREE
     assert files(trainer) == []
-    assert not list(trainer.run.glob("steps/*/*/*"))
+    assert not list(trainer.run.glob("data/*/*/*"))
     # With a region that is whole the run goes on.
     trainer.fill_region()
     saved(trainer, 2)
@@ -119,7 +119,7 @@ def test_a_region_that_is_gone_is_not_needed_where_its_shard_stands(tmp_path: Pa
     os.unlink(Path(folder.path) / name)
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
     eventually(lambda: committed(run) == [1, 7])
-    assert len(list(run.glob(f"attempts/{attempt}/constants-*"))) == 1
+    assert len(list(run.glob(f"frozen/{attempt}-*"))) == 1
     assert verify(open_store(str(run))).ok
     second.end()
 
@@ -137,8 +137,8 @@ def test_without_its_region_and_without_a_shard_nothing_is_committed(tmp_path: P
         assert set(second.client.status(awaited=True).to_dict()["waiting"]) <= {7}
     assert second.survivors() == [(slot, 7)], "the snapshot is not freed: a later region or shard may help"
     assert committed(run) == []
-    assert not list(run.glob("steps/*/*/*"))
-    assert not list(run.glob("attempts/*/constants-*"))
+    assert not list(run.glob("data/*/*/*"))
+    assert not list(run.glob("frozen/*"))
     # The next attempt begins anew, and the keeper is the same one.
     second.start(AttemptName.parse(attempt), 0)
     second.take_slots()
@@ -166,7 +166,7 @@ def test_other_constants_under_the_name_are_refused(tmp_path: Path, runtime: Pat
     assert line["leaves"] == [leaf.name for leaf in layout.leaves]
     assert line["slot"] == slot
     assert committed(run) == []
-    assert not list(run.glob("attempts/*/constants-*"))
+    assert not list(run.glob("frozen/*"))
     # Nothing names it now, and who had it is dead.
     eventually(lambda: regions(folder) == [])
     second.end()
@@ -182,7 +182,7 @@ def test_a_header_that_is_none_is_never_written(alone: FakeTrainer) -> None:
     assert region is not None
     region.image_view[20] ^= 1
     outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, region))
-    assert outcome.void is Void.TORN
+    assert outcome.incomplete is Incomplete.TORN
     assert files(alone) == []
 
 
@@ -194,7 +194,7 @@ def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
     word = region.state()
     assert region.free(word)
     outcome = Writer(alone.store, "0123abcd").persist(asked)
-    assert outcome.void is Void.TORN
+    assert outcome.incomplete is Incomplete.TORN
     assert [name for _, name in outcome.leaves] == ["base.weight", "base.scale"]
     assert files(alone) == []
     alone.region = None

@@ -11,16 +11,18 @@ from typing import Any
 import pytest
 
 from flashckpt import _native
-from flashckpt.commit import attempts, holder, lineage
-from flashckpt.format.layout import Layout, Leaf, SlotImage
+from flashckpt.commit import attempts, collect, starting
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.collect import Knowledge
+from flashckpt.format.names import FROZEN_FOLDER, SnapshotId
 from flashckpt.memory.slot import Slot, Word
-from flashckpt.persist.job import JobState, StepJob, StepOutcome, Void
+from flashckpt.options import Keep
+from flashckpt.persist.job import JobState, StepOutcome
 from flashckpt.persist.writer import Writer
 from tests.events import ledger
-from tests.keeper import fake
 from tests.keeper.driver import committed, eventually
-from tests.keeper.fake import FakeTrainer, content
-from tests.keeper.jobs import failing_for, job_of, snapshot_of
+from tests.keeper.fake import FakeTrainer
+from tests.keeper.jobs import job_of
 
 
 @pytest.fixture
@@ -52,18 +54,19 @@ def persisted(
     return Writer(trainer.store, "0123abcd").persist(job_of(trainer, slot))
 
 
-def test_a_snapshot_whose_attempt_goes_on_meanwhile_is_the_next_attempts(
+def test_a_snapshot_that_the_next_attempt_resumes_from_meanwhile_is_committed(
     trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claimed = []
+    snapshot = SnapshotId(trainer.attempt, 1)
 
     def restart(slot: Slot, pinned: Word) -> None:
-        claimed.append(attempts.claim(trainer.store, holder.here(trainer.folder.path, trainer.life.name)))
-        attempts.start(trainer.store, claimed[0], trainer.attempt, 1, 1, 1)
+        here = attempts.local_owner(trainer.folder.path, trainer.life.name)
+        name, catalogue = starting.claim(trainer.store, here)
+        starting.start(trainer.store, name, snapshot, 1, 1, catalogue)
 
     outcome = persisted(trainer, monkeypatch, restart)
-    assert (outcome.state, outcome.attempt) == (JobState.COMMITTED, str(claimed[0])), outcome.message
-    assert [each.attempt for each in lineage.visible(trainer.store)] == claimed
+    assert outcome.state is JobState.COMMITTED, outcome.message
+    assert [each.id for each in Catalogue.of(trainer.store).visible()] == [snapshot]
     assert committed(trainer.run) == [1]
 
 
@@ -75,7 +78,32 @@ def test_what_was_not_pinned_to_the_end_is_not_published(
     assert outcome.state is JobState.FAILED
     assert all(slot.persisted == 0 for slot in trainer.slots)
     assert committed(trainer.run) == []
-    assert [name for _, _, names in os.walk(trainer.run / "steps") for name in names] == []
+    assert [name for _, _, names in os.walk(trainer.run / "data") for name in names] == []
+
+
+def test_a_deletion_beside_it_keeps_the_frozen_leaves_that_are_written(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = FakeTrainer(tmp_path / "run", runtime, constants_kib=16)
+    trainer.start()
+    trainer.take_slots()
+    trainer.fill_region()
+    slot, _ = trainer.snapshot(1)
+    writer, write, found = Writer(trainer.store, "0123abcd"), _native.write_file, list[str]()
+
+    def write_file(*arguments: Any, **named: Any) -> Any:
+        result = write(*arguments, **named)
+        found.extend(entry.name for entry in trainer.store.list(FROZEN_FOLDER))
+        knowledge = Knowledge(own=writer.nonce, in_hand=writer.frozen_in_use)
+        assert not collect.prune(trainer.store, trainer.attempt, Keep(), knowledge)[1].frozen
+        return result
+
+    monkeypatch.setattr(_native, "write_file", write_file)
+    assert trainer.region is not None
+    outcome = writer.persist(job_of(trainer, slot, trainer.region))
+    assert outcome.state is JobState.COMMITTED, outcome.message
+    assert len(found) == 2, "before and after the part that names it was begun"
+    trainer.end()
 
 
 def test_nothing_is_safe_where_the_run_was_before_it_was_moved(trainer: FakeTrainer) -> None:
@@ -105,62 +133,3 @@ def test_old_steps_go_after_the_commit_was_told(trainer: FakeTrainer) -> None:
     events = [line["event"] for line in ledger(trainer.run)]
     assert events.index("prune") > events.index("commit")
     assert steps[0] == 1
-
-
-def one_number(trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, seed: int) -> StepJob:
-    """A snapshot of step 1 whose bytes are those of the step `seed`."""
-    with monkeypatch.context() as patch:
-        patch.setattr(fake, "content", lambda leaf, _step: content(leaf, seed))
-        slot, _ = trainer.snapshot(1)
-    return job_of(trainer, slot)
-
-
-@pytest.mark.parametrize("fault", ["", "manifest"])
-def test_another_content_of_a_number_is_never_taken_for_committed(
-    trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """Also where the keeper that wrote the part of the first died before the manifest."""
-    first, other = (one_number(trainer, monkeypatch, seed) for seed in (1, 2))
-    writer = Writer(trainer.store, "0123abcd")
-    if fault:
-        with monkeypatch.context() as patch:
-            patch.setattr(trainer.store, "create", failing_for("manifest.json", trainer.store.create))
-            assert writer.persist(first).state is JobState.FAILED
-    else:
-        assert writer.persist(first).state is JobState.COMMITTED
-    outcome = Writer(trainer.store, "4567abcd").persist(other)
-    assert outcome.void is Void.SUPERSEDED
-    assert "another snapshot of step 1" in outcome.message
-    mine, theirs = snapshot_of(first), snapshot_of(other)
-    assert theirs.slot.persisted != theirs.generation
-    assert writer.persist(first).state is JobState.COMMITTED
-    assert mine.slot.persisted == mine.generation
-
-
-def test_a_content_that_differs_in_a_former_constant_alone_is_another(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The region goes on with its first bytes, the same for both."""
-    trainer = FakeTrainer(tmp_path / "run", runtime, constants_kib=4)
-    trainer.start()
-    changed = Leaf(name="base.weight", dtype="float32", shape=(4,))
-    trainer.layout = Layout.of([*trainer.layout.leaves, changed])
-    trainer.image = SlotImage(trainer.layout, trainer.constants)
-    trainer.take_slots()
-    assert trainer.region is not None
-    jobs = []
-    for seed in (1, 2):
-
-        def bytes_of(leaf: Leaf, _: int, seed: int = seed) -> bytes:
-            return bytes([seed if leaf.name == changed.name else 0]) * leaf.num_bytes
-
-        with monkeypatch.context() as patch:
-            patch.setattr(fake, "content", bytes_of)
-            jobs.append(job_of(trainer, trainer.snapshot(1)[0], trainer.region))
-    writer = Writer(trainer.store, "0123abcd")
-    assert writer.persist(jobs[0]).state is JobState.COMMITTED
-    outcome = writer.persist(jobs[1])
-    assert outcome.void is Void.SUPERSEDED, outcome
-    theirs = snapshot_of(jobs[1])
-    assert theirs.slot.persisted != theirs.generation
-    trainer.end()

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from flashckpt.checkpointer.session import Stacks
-from flashckpt.keeper.client import SlotGrant
-from flashckpt.keeper.connection import HeldDescriptors
+from flashckpt.keeper.client import HeldDescriptors, SlotGrant
 from flashckpt.memory import region
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
@@ -34,7 +33,7 @@ def a_folder(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
 
 def held_descriptors(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
     held, slot = HeldDescriptors(), closed_after(make())
-    fields: dict[str, Any] = {"name": slot.name, "kind": region.MEMFD, "owner": 1, "index": 0, "num_bytes": 1}
+    fields: dict[str, Any] = {"name": slot.name, "kind": region.MEMFD, "owner": 1, "num_bytes": 1}
     held.keep([SlotGrant(slot.descriptor, **fields)])
     return held.held[slot.name], held.close
 

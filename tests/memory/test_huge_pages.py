@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt import _native
-from flashckpt.errors import OutOfRoomError
-from flashckpt.memory import region, room
+from flashckpt.errors import OutOfSpaceError
+from flashckpt.memory import memory_budget, region
 from flashckpt.memory.runtime import RuntimeFolder
 from tests.descriptors import closed_after
 from tests.memory.mounts import small_tmpfs
@@ -39,7 +39,7 @@ def folder(runtime: Path) -> Iterator[RuntimeFolder]:
 @pytest.fixture(autouse=True)
 def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test goes by what huge pages took in another one."""
-    monkeypatch.setattr(room, "huge_pages", room.HugePages())
+    monkeypatch.setattr(memory_budget, "huge_pages", memory_budget.HugePages())
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_region_is_held_and_mapped_in_huge_pages(folder: RuntimeFolder, given:
 def test_steps_need_not_end_where_huge_pages_do(step_bytes: int) -> None:
     descriptor = os.memfd_create("steps")
     num_bytes = 7 * (HUGE or 1 << 21) + 4096
-    room.take(descriptor, num_bytes, available=lambda: 1 << 40, step_bytes=step_bytes)
+    memory_budget.take(descriptor, num_bytes, available=lambda: 1 << 40, step_bytes=step_bytes)
     found = os.fstat(descriptor)
     assert (found.st_size, found.st_blocks * 512) == (num_bytes, num_bytes)
     os.close(descriptor)
@@ -104,7 +104,7 @@ def test_between_steps_a_region_is_as_long_as_what_it_has(folder: RuntimeFolder)
             seen.append((found.st_size, found.st_blocks * 512))
         return 1 << 40
 
-    num_bytes = 2 * room.STEP_BYTES + 4096
+    num_bytes = 2 * memory_budget.STEP_BYTES + 4096
     made = region.create(folder, NAME, num_bytes, region.NAMED, available=available)
     assert len(seen) >= 3
     assert all(size == had for size, had in seen)
@@ -119,7 +119,7 @@ def test_a_file_system_without_room_for_huge_pages_is_filled_to_its_last_byte() 
         left = os.statvfs(base)
         num_bytes = left.f_bavail * left.f_frsize
         descriptor = os.open(base / "region", os.O_RDWR | os.O_CREAT, 0o600)
-        room.take(descriptor, num_bytes, available=lambda: 1 << 40)
+        memory_budget.take(descriptor, num_bytes, available=lambda: 1 << 40)
         assert os.fstat(descriptor).st_blocks * 512 == num_bytes
         mapping = _native.Mapping(descriptor, num_bytes)
         memoryview(mapping)[:] = bytes(num_bytes)  # a page that is not there would be SIGBUS
@@ -132,7 +132,7 @@ def test_a_file_system_that_is_full_within_a_step_says_so() -> None:
     with small_tmpfs(5 << 20) as base:
         descriptor = os.open(base / "region", os.O_RDWR | os.O_CREAT, 0o600)
         with pytest.raises(OSError, match="reserve") as refused:
-            room.take(descriptor, 9 << 20, available=lambda: 1 << 40)
+            memory_budget.take(descriptor, 9 << 20, available=lambda: 1 << 40)
         assert refused.value.errno == errno.ENOSPC
         os.close(descriptor)
 
@@ -156,7 +156,7 @@ def test_after_a_refusal_no_more_huge_pages_are_asked_for(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(_native, "allocate_huge", refuses)
     descriptor = os.memfd_create("small")
-    room.take(descriptor, 3 << 20, available=lambda: 1 << 40, step_bytes=1 << 20)
+    memory_budget.take(descriptor, 3 << 20, available=lambda: 1 << 40, step_bytes=1 << 20)
     assert asked == [0]
     assert os.fstat(descriptor).st_blocks * 512 == 3 << 20
     os.close(descriptor)
@@ -172,9 +172,9 @@ def test_what_takes_too_long_ends_the_asking(monkeypatch: pytest.MonkeyPatch, li
         return True
 
     monkeypatch.setattr(_native, "allocate_huge", is_slow)
-    monkeypatch.setattr(room, limit, 1e-12)
+    monkeypatch.setattr(memory_budget, limit, 1e-12)
     descriptor = os.memfd_create("slow")
-    room.take(descriptor, 3 << 20, available=lambda: 1 << 40, step_bytes=1 << 20)
+    memory_budget.take(descriptor, 3 << 20, available=lambda: 1 << 40, step_bytes=1 << 20)
     assert asked == [0]
     assert os.fstat(descriptor).st_blocks * 512 == 3 << 20
     os.close(descriptor)
@@ -197,11 +197,11 @@ def test_where_they_are_dear_no_region_has_more_than_one_step_of_them(
         return ask
 
     def take(descriptor: int) -> None:
-        room.take(descriptor, 3 << 26, available=lambda: 1 << 40)
+        memory_budget.take(descriptor, 3 << 26, available=lambda: 1 << 40)
         assert os.fstat(descriptor).st_blocks * 512 == 3 << 26
         os.close(descriptor)
 
-    monkeypatch.setattr(room, "huge_pages", room.HugePages(lambda: spent_s[0]))
+    monkeypatch.setattr(memory_budget, "huge_pages", memory_budget.HugePages(lambda: spent_s[0]))
     monkeypatch.setattr(_native, "allocate_huge", costs(0.25))
     take(first := os.memfd_create("cheap"))
     assert asked == [(first, 0), (first, 1 << 26), (first, 2 << 26)]
@@ -215,8 +215,8 @@ def test_where_they_are_dear_no_region_has_more_than_one_step_of_them(
 def test_no_room_is_found_out_before_huge_pages_are_taken() -> None:
     descriptor = os.memfd_create("none")
     answers = iter([64 << 20, 64 << 20, 1 << 20])
-    with pytest.raises(OutOfRoomError):
-        room.take(descriptor, 64 << 20, available=lambda: next(answers), step_bytes=16 << 20)
+    with pytest.raises(OutOfSpaceError):
+        memory_budget.take(descriptor, 64 << 20, available=lambda: next(answers), step_bytes=16 << 20)
     assert os.fstat(descriptor).st_blocks * 512 == 16 << 20
     os.close(descriptor)
 
@@ -309,7 +309,7 @@ class TestMapping:
             populate(address, num_bytes, threads)
 
         monkeypatch.setattr(_native, "populate", tries)
-        judge = room.HugePages(lambda: float(next(spent_s)))
+        judge = memory_budget.HugePages(lambda: float(next(spent_s)))
         made = [judge.tried(_native.Mapping(num_bytes=64 << 20), 64 << 20) for _ in range(2)]
         small = judge.tried(_native.Mapping(num_bytes=1 << 20), 1 << 20)
         addresses = [_native.address_of(each) for each in made]
@@ -408,7 +408,7 @@ class TestMapping:
 @pytest.fixture
 def big() -> int:
     """Bytes that take the kernel longer to unmap, in small pages, than it takes to change threads."""
-    if room.available_bytes() < 2 << 30:
+    if memory_budget.available_bytes() < 2 << 30:
         pytest.skip("too little memory here")
     return 1 << 30
 

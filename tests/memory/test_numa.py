@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.memory import numa, region
+from flashckpt.memory import memory_budget, region
 from flashckpt.memory.runtime import RuntimeFolder
 from tests.descriptors import closed_after
 from tests.memory.policies import DEFAULT, PREFERRED, policy_of
@@ -52,8 +52,8 @@ def sysfs(root: Path, nodes: int, said: str) -> Path:
 def test_the_node_of_a_device_is_what_the_kernel_says(
     tmp_path: Path, nodes: int, said: str, node: int
 ) -> None:
-    assert numa.node_of_pci(0, 0x1B, 3, sysfs(tmp_path, nodes, said)) == node
-    assert numa.node_of_pci(1, 0x1B, 3, tmp_path) == numa.NO_NODE, "no such device"
+    assert memory_budget.node_of_pci(0, 0x1B, 3, sysfs(tmp_path, nodes, said)) == node
+    assert memory_budget.node_of_pci(1, 0x1B, 3, tmp_path) == memory_budget.NO_NODE, "no such device"
 
 
 @pytest.mark.parametrize("kind", [region.NAMED, region.MEMFD])
@@ -75,7 +75,7 @@ def test_a_node_that_the_kernel_refuses_costs_no_region(
     folder: RuntimeFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "flashckpt")
-    made = region.create(folder, NAME, SIZE, region.MEMFD, node=numa.MOST_NODES - 1)
+    made = region.create(folder, NAME, SIZE, region.MEMFD, node=memory_budget.MOST_NODES - 1)
     assert "NUMA node 1023 cannot be preferred" in caplog.text
     assert os.fstat(made.descriptor).st_blocks * 512 == SIZE
     os.close(made.descriptor)

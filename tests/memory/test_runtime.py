@@ -70,8 +70,8 @@ def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> Non
     folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     told, telling = os.pipe()
     asked, asking = os.pipe()
-    holder = os.fork()
-    if holder == 0:
+    owner = os.fork()
+    if owner == 0:
         if LifeLock.acquire(RuntimeFolder.at(folder.path), LOCK) is not None and os.fork() == 0:
             folder = closed_after(RuntimeFolder.at(folder.path))
             os.write(telling, b"alive" if is_alive(folder, LOCK) else b"dead")
@@ -81,8 +81,8 @@ def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> Non
         signal.pause()
     assert os.read(told, 5) == b"alive"
     assert is_alive(folder, LOCK)
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
+    os.kill(owner, signal.SIGKILL)
+    os.waitpid(owner, 0)
     assert not is_alive(folder, LOCK)
     os.write(asking, b"?")
     assert os.read(told, 5) == b"dead"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -18,9 +19,9 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.memory import control_page as page
 from flashckpt.memory import region
-from flashckpt.memory.control_page import Record, SlotHeader
+from flashckpt.memory import region as page
+from flashckpt.memory.region import Record, SlotHeader
 from flashckpt.memory.slot import Heartbeat, Slot, SlotRing, SlotState
 from tests.descriptors import closed_after
 
@@ -66,7 +67,7 @@ def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0, *, confirms
     slot.metadata_view[: len(block)] = block
     record = Record(
         attempt_number=attempt, attempt_nonce=7, step=step, generation=generation, plan_id=3,
-        plan_bytes=len(plan), table_count=2, values_bytes=len(VALUES), metadata_bytes=len(block),
+        table_count=2, values_bytes=len(VALUES), metadata_bytes=len(block),
         image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=step, boundary=boundary,
     )  # fmt: skip
     slot.write_record(record)
@@ -261,8 +262,6 @@ def test_words_between_trainer_and_keeper(slot: Slot) -> None:
     assert slot.torn == (6, tuple(range(page.TORN_LEAVES)))
     slot.beat(Heartbeat(12, 13, 2, 14))
     assert slot.heartbeat == (12, 13, 2, 14)
-    slot.set_stuck(12, 13)
-    assert slot.stuck == (12, 13)
     assert slot.complete == (0, 0)
     slot.set_complete(999_999_999, 2**34 - 1)
     assert slot.complete == (999_999_999, 2**34 - 1)
@@ -287,6 +286,37 @@ class TestRing:
         newest = ring.newest_sealed()
         assert newest is not None
         assert newest[1].step == 5
+
+    def test_one_that_is_asked_for_and_in_the_cache_is_given_away(self, slots: list[Slot]) -> None:
+        ring = SlotRing(slots)
+        for step, slot in enumerate(slots):
+            slot.request_persist(fill(slot, step, boundary=step))
+        assert ring.take() is None
+        slots[-1].set_cached(slots[-1].state().generation)
+        assert ring.take() is None  # the newest stays
+        slots[1].set_cached(slots[1].state().generation + 1)
+        assert ring.take() is None  # what was cached was another
+        slots[1].set_cached(slots[1].state().generation)
+        assert ring.take() is slots[1]
+
+    def test_the_only_slot_is_given_away_once_it_is_cached(self, slot: Slot) -> None:
+        ring = SlotRing([slot], is_single=True)
+        slot.request_persist(generation := fill(slot, 1))
+        assert ring.take() is None
+        slot.set_cached(generation)
+        assert ring.take() is slot
+
+    def test_the_only_slot_goes_home_where_the_cache_passed_it_by(self, slot: Slot) -> None:
+        ring = SlotRing([slot], is_single=True)
+        slot.request_persist(generation := fill(slot, 1), home=False)
+        ring.request_single()
+        assert not slot.wants_home(generation)  # it is on its way
+        slot.set_failed(generation, errno.ENOSPC)
+        assert ring.take() is None
+        ring.request_single()
+        assert slot.wants_home(generation)
+        slot.set_persisted(generation)
+        assert ring.take() is slot
 
     def test_the_newest_sealed_is_never_given_away(self, slots: list[Slot]) -> None:
         ring = SlotRing(slots[:2])
@@ -426,9 +456,9 @@ class TestMetadata:
     def test_constants_that_cannot_be_are_refused(self) -> None:
         own = LAYOUT.leaves[0]
         for constants, why in (
-            (Layout.of([own]), "none"),
+            (Layout.of([own]), "outdated"),
             (Layout.of([Leaf(name="z", dtype="int64", shape=(2,), aliases=(own.name,))]), "another leaf"),
-            (Layout.of([]), "none"),
+            (Layout.of([]), "outdated"),
         ):
             with pytest.raises(DamagedError, match=why):
                 metadata.Metadata.unpack(self.with_constants(constants))

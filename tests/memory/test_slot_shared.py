@@ -17,9 +17,9 @@ from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName
-from flashckpt.memory import control_page as page
 from flashckpt.memory import region
-from flashckpt.memory.control_page import Record, SlotHeader, SlotSize
+from flashckpt.memory import region as page
+from flashckpt.memory.region import Record, SlotHeader, SlotSize
 from flashckpt.memory.slot import Slot
 from tests.keeper.region import write_constants, write_metadata
 from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make, seal
@@ -51,7 +51,7 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
     places = metadata.geometry(*sizes)
     write_metadata(slot.metadata_view, plan, table, VALUES, constants_plan)
     record = Record(
-        attempt_number=1, attempt_nonce=7, step=5, generation=generation, plan_id=3, plan_bytes=len(plan),
+        attempt_number=1, attempt_nonce=7, step=5, generation=generation, plan_id=3,
         table_count=len(table), values_bytes=len(VALUES), metadata_bytes=places.num_bytes,
         image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=5,
         constants_bytes=CONSTANTS.num_bytes, constants_nonce=NONCE,
@@ -133,8 +133,8 @@ def test_the_nonce_stands_behind_the_constants_of_the_record() -> None:
     names = [name for name in Record.__dataclass_fields__ if not name.startswith("constants")]
     record = Record(**dict.fromkeys(names, 0), constants_bytes=2, constants_nonce=NONCE)
     packed = record.packed()
-    assert packed[104:120] == struct.pack("<2Q", 2, NONCE)
-    assert packed[120:] == bytes(104)
+    assert packed[88:104] == struct.pack("<2Q", 2, NONCE)
+    assert packed[104:] == bytes(120)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_of_a_constant_that_the_shard_has_too_the_shards_bytes_count() -> None:
 
 
 def test_metadata_all_of_whose_constants_are_outdated_is_refused() -> None:
-    with pytest.raises(DamagedError, match="are none"):
+    with pytest.raises(DamagedError, match="all its constants are outdated"):
         with_constants(Layout.of(CONSTANTS.leaves), CONSTANTS)
 
 

@@ -150,7 +150,7 @@ class Warp {
 #endif
         thread.warp->kernel_();
         thread.warp->leave(thread, true);
-        fail("a thread went on after its end");
+        fail("a thread continued after its end");
     }
 
     unsigned block_;

@@ -1,5 +1,4 @@
-// Native threads that get no memory, and work that throws on them: the process goes on and is told. Prints
-// what went wrong, or nothing.
+// Native threads without memory, and work that throws on them: the process continues and gets the error. Prints failures only.
 #include "device/copies.h"
 #include "device/driver.h"
 #include "digest/definition.h"
@@ -171,16 +170,16 @@ void copy_without_memory() {
     refusing = true;
     starved = "flashckpt-copy";
     expect(!copy(first), "a submission that is refused");
-    expect(bool(copies->wait(first)), "a copy that failed was told as made");
-    expect(unsettled == 0, "a copy still runs that was told as failed");
+    expect(bool(copies->wait(first)), "a failed copy was reported as done");
+    expect(unsettled == 0, "a copy that was reported as failed still runs");
     starved = nullptr;
     for (int count = 0; count < 1000; ++count)
         (void)copy(last);
-    expect(bool(copies->wait(last)), "the last copy was told as made");
+    expect(bool(copies->wait(last)), "the last failed copy was reported as done");
     expect(bool(copies->wait(first)), "a failure was forgotten");
     refusing = false;
     expect(!copy(good) && !copies->wait(good), "copies are not made any more");
-    // Not submitted where there was no memory to: nobody would ever finish it.
+    // Not submitted without memory, since no thread would finish it.
     for (int count = 0; count < 12; ++count) {
         CopyJob job{{1, 2}, {1, 2}, {8, 8}, 0};
         std::uint64_t ticket = 0, before = copies->begin();

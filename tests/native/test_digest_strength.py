@@ -174,7 +174,7 @@ def test_no_structured_change_collides(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("num_words", [2048 * 1024, 1 << 24])
-def test_scaling_weights_of_powers_of_two_words_is_seen(num_words: int) -> None:
+def test_scaling_by_powers_of_two_changes_the_digest(num_words: int) -> None:
     weights = np.resize(np.random.default_rng(1).standard_normal(99_991, np.float32), num_words)
     ones = np.ones(num_words, np.float32)
     changed = [weights, weights * 2, weights / 2, weights * 16, -weights]
@@ -193,7 +193,7 @@ def test_every_bit_of_a_block_counts() -> None:
     assert len(found) == len(bits) + 1
 
 
-def test_small_integers_that_deceived_one_product() -> None:
+def test_small_integers_that_collided_with_one_product() -> None:
     """Constructed against one product with the keys of that draft: the second one must not agree."""
     background = (np.arange(128) % 11).reshape(16, 8).astype(np.int64)
     one, other = background.copy(), background.copy()
@@ -204,7 +204,7 @@ def test_small_integers_that_deceived_one_product() -> None:
 
 
 @pytest.mark.parametrize("lane", [0, 5])
-def test_no_two_columns_of_small_integers_meet(lane: int) -> None:
+def test_no_two_columns_of_small_integers_collide(lane: int) -> None:
     """Meet in the middle over one lane with constant high halves, where products are linear: sums over eight
     words against sums over the other eight."""
     draw = np.random.default_rng(lane)
@@ -243,13 +243,13 @@ def test_pieces_of_whole_blocks_add_up(size: int) -> None:
     assert total % 2**64 == (int(block_hashes(data.tobytes()).sum()) if size else 0)
 
 
-def test_a_sum_that_is_the_empty_mark_is_another_number() -> None:
+def test_a_sum_equal_to_the_empty_mark_is_changed() -> None:
     assert _native.finish_digest(0, _native.EMPTY_DIGEST) == _native.EMPTY_DIGEST - 1
     assert _native.finish_digest(0, _native.EMPTY_DIGEST - 1) == _native.EMPTY_DIGEST - 1
 
 
 @pytest.mark.process
-def test_the_portable_loop_gives_the_same_number(tmp_path: Path) -> None:
+def test_the_portable_loop_gives_the_same_digest(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler here")

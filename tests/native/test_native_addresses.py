@@ -33,7 +33,7 @@ def test_bytes_without_an_address_are_refused() -> None:
     assert here == bytes(64)
 
 
-def test_nothing_is_nowhere() -> None:
+def test_empty_ranges_need_no_address() -> None:
     out = array("Q", [_native.EMPTY_DIGEST])
     table, nothing = _native.address_of(out), array("Q", [0])
     _native.digest_many(nothing, nothing, table, 1)

@@ -40,7 +40,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_driver(tmp_path_factory.mktemp("driver"))
 
 
-def test_what_the_driver_is_asked(driver: Path) -> None:
+def test_calls_of_the_driver(driver: Path) -> None:
     there = "context=1001 mode=2"
     lines = [line.split() for line in run(driver, PROGRAM, 2)]
     asked = [" ".join([*line[:2], *line[3:]]) for line in lines]
@@ -53,7 +53,7 @@ def test_what_the_driver_is_asked(driver: Path) -> None:
     assert lines[3][2] == lines[1][2], "the address that was registered"
 
 
-def test_context_and_capture_mode_are_left_as_they_were(driver: Path) -> None:
+def test_context_and_capture_mode_are_restored(driver: Path) -> None:
     program = """
 import ctypes, os
 from flashckpt import _native
@@ -159,13 +159,13 @@ lane = _native.CudaCopies(1, 64)
 """
 
 
-def test_copies_are_enqueued_by_a_thread_of_their_own(driver: Path) -> None:
+def test_a_separate_thread_enqueues_copies(driver: Path) -> None:
     program = (
         LANE
         + """
 ticket = lane.submit(u64(a, a + 140), u64(b + 8, b + 148), u64(140, 10), 1, 55)
 lane.wait(ticket)
-lane.hold(ticket, u64(8, 9))  # what has been copied holds nobody
+lane.hold(ticket, u64(8, 9))  # a finished copy holds no stream
 assert source[:150] == to[8:158]
 lane.close()
 lane.close()
@@ -183,7 +183,7 @@ lane.close()
     ]
 
 
-def test_many_copies_go_in_waves(driver: Path) -> None:
+def test_many_copies_are_enqueued_in_waves(driver: Path) -> None:
     """A stream takes about a thousand operations: the next call blocks, with the driver's locks."""
     program = (
         LANE
@@ -201,7 +201,7 @@ lane.close()
     assert 256 <= most_pending(lines, lambda num_bytes: 1) <= 512
 
 
-def test_large_copies_go_in_waves_of_few_bytes(driver: Path) -> None:
+def test_large_copies_are_enqueued_in_waves_of_few_bytes(driver: Path) -> None:
     """With CUDA_DEVICE_MAX_CONNECTIONS=1 the loop's kernels wait behind all that is enqueued."""
     mib, program = (
         1 << 20,
@@ -239,7 +239,7 @@ def most_pending(lines: list[str], weight: Callable[[int], int]) -> int:
     return most
 
 
-def test_a_copy_that_is_refused_has_no_snapshot_sealed_and_leaves_nothing_that_writes(driver: Path) -> None:
+def test_a_refused_copy_seals_no_snapshot_and_leaves_no_writes(driver: Path) -> None:
     program = (
         LANE
         + """
@@ -250,7 +250,7 @@ memory[0] = 1 | 4 << 8 | 9 << 16
 ticket = lane.submit(u64(a, a, a), u64(b, b, b), u64(8, 17, 9), 3)
 assert "FAULT" in refused(lane.wait, ticket, first=True)
 assert "FAULT" in refused(lane.wait, ticket)
-lane.hold(ticket, u64(8))  # nobody is held for what will never be read
+lane.hold(ticket, u64(8))  # no stream is held for a failed job, which reads nothing
 sealer.submit(
     waits=[lane.handle], word=base, expected=memory[0], desired=memory[0] + 1, record=base + 512,
     metadata=base + 1024, metadata_bytes=64, table=base + 1024, table_count=3)
@@ -313,7 +313,7 @@ with open(os.environ["FAKE_CUDA_LOG"], "a") as log:
     assert run(driver, program, 2)[-1] == "answers [False, True, True]"
 
 
-def test_a_refused_registration_is_said_once_with_the_drivers_reason(driver: Path) -> None:
+def test_a_refused_registration_is_reported_once_with_the_drivers_reason(driver: Path) -> None:
     program = """
 import logging
 from flashckpt import _native
@@ -334,7 +334,7 @@ assert "page-lock 13 of 13 bytes of host memory: ALREADY (registered already)" i
     run(driver, program, 1)
 
 
-def test_where_a_device_is_attached(driver: Path) -> None:
+def test_the_pci_address_of_a_device(driver: Path) -> None:
     program = """
 from flashckpt import _native
 from flashckpt.capture import devices
@@ -348,7 +348,7 @@ assert asked == [(0, 0x1B, 3)]
 
 
 @pytest.mark.parametrize(("refuses", "seconds"), [("", "0.25"), ("elapsed", "None")])
-def test_the_time_between_events_is_asked_in_relaxed_mode(driver: Path, refuses: str, seconds: str) -> None:
+def test_the_time_between_events_is_queried_in_relaxed_mode(driver: Path, refuses: str, seconds: str) -> None:
     """A query in any other mode makes a graph invalid that another thread captures."""
     program = (
         LANE
@@ -388,7 +388,7 @@ def mapping(num_bytes=8192):
     ],
 )
 def test_registered_memory_is_unregistered_before_it_is_unmapped(driver: Path, ending: str) -> None:
-    """Pages that stay registered at an address that is used again send the next copies to nobody's memory."""
+    """If pages stayed registered at a reused address, later copies would go to freed memory."""
     program = MAPPING + "it = mapping()\nit.register(1)\nit.register(0)\n" + ending + "\ngc.collect()\n"
     lines = [line.split()[:2] for line in run(driver, program, 2)]
     times = ending.count("register(1)") + 1
@@ -396,7 +396,7 @@ def test_registered_memory_is_unregistered_before_it_is_unmapped(driver: Path, e
     assert sorted(lines[1:]) == [["register", "8192"]] * times + [["unregister", "1"]] * times
 
 
-def test_a_mapping_that_was_refused_or_never_registered_unregisters_nothing(driver: Path) -> None:
+def test_a_refused_or_unregistered_mapping_unregisters_nothing(driver: Path) -> None:
     program = (
         MAPPING
         + """
@@ -416,7 +416,7 @@ two = mapping()
 two.register(0)
 child = os.fork()
 if child == 0:
-    two.close()  # the parent's pages are none of the child's
+    two.close()  # the child must not unregister the parent's pages
     os._exit(0)
 os.waitpid(child, 0)
 del one, other
@@ -438,7 +438,7 @@ def test_without_a_driver() -> None:
         _native.Mapping(4096).register(0)
 
 
-def test_what_was_enqueued_has_ended_where_the_wait_for_it_is_refused(driver: Path) -> None:
+def test_enqueued_copies_have_ended_even_if_the_wait_is_refused(driver: Path) -> None:
     program = (
         LANE
         + """
@@ -450,7 +450,7 @@ lane.close()
     assert last == ["wait", "synchronize"]
 
 
-def test_a_copy_that_is_refused_while_memory_is_short_is_told_all_the_same(driver: Path) -> None:
+def test_a_refused_copy_is_reported_when_memory_is_short(driver: Path) -> None:
     program = (
         LANE
         + """

@@ -82,7 +82,7 @@ def test_leaves_cut_and_batched_over_threads(threads: int) -> None:
 
 
 @pytest.mark.process
-def test_a_leaf_of_which_a_byte_never_came_has_no_digest(tmp_path: Path) -> None:
+def test_a_leaf_with_a_missing_byte_has_no_digest(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no C++ compiler here")
@@ -119,7 +119,7 @@ int main() {
 """
 
 
-def test_what_a_plain_sum_would_not_see() -> None:
+def test_changes_that_a_plain_sum_would_miss() -> None:
     rows = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
     right = digest_of(rows)
     assert digest_of(np.roll(rows, 1, axis=0)) != right
@@ -153,7 +153,7 @@ def test_checksums_are_xxh3() -> None:
         assert _native.xxh3_128_at(_native.address_of(data), size) == xxhash.xxh3_128_digest(data)
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_invalid_arguments() -> None:
     out = u64(0)
     address = _native.address_of(out)
     with pytest.raises(ValueError, match="differ in length"):

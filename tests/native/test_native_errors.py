@@ -21,7 +21,7 @@ class Raising:
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_what_ends_a_program_is_not_swallowed(kind: type[BaseException]) -> None:
+def test_errors_that_end_a_program_are_raised(kind: type[BaseException]) -> None:
     with pytest.raises(kind):
         _native.Watch([(None, None)], [Raising(kind())])
     watch = _native.Watch([(Raising(kind()), "weight")], [object()])
@@ -33,7 +33,7 @@ def test_what_ends_a_program_is_not_swallowed(kind: type[BaseException]) -> None
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, ValueError])
-def test_what_any_code_may_raise_is_an_answer(kind: type[Exception]) -> None:
+def test_other_errors_count_as_a_change(kind: type[Exception]) -> None:
     addresses = array("Q", [7, 7])
     watch = _native.Watch([(None, None), (Raising(kind()), "weight")], [Raising(kind()), object()])
     assert watch.changed(addresses) == [1]
@@ -61,7 +61,7 @@ class Slot:
         return _native.load(_native.address_of(self.words) + 8)
 
 
-def test_whoever_sees_that_a_seal_was_decided_finds_why_it_failed() -> None:
+def test_a_failed_seal_has_a_reason_when_it_is_decided() -> None:
     sealer, event = _native.Sealer(), _native.HostEvent()
     for _ in range(300):
         slot = Slot()
@@ -74,7 +74,7 @@ def test_whoever_sees_that_a_seal_was_decided_finds_why_it_failed() -> None:
     sealer.close()
 
 
-def test_a_sealer_that_two_close_at_once_is_closed_for_both() -> None:
+def test_two_concurrent_closes_both_return() -> None:
     for _ in range(200):
         sealer, event, slots = _native.Sealer(), _native.HostEvent(), [Slot() for _ in range(50)]
         for slot in slots:

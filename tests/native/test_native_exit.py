@@ -58,7 +58,7 @@ listed = _native.Standing([], [(each, 0, each.held) for each in slow])
 
 def work():
     while True:
-        {deed}
+        {operation}
         running.set()
 
 for _ in range(4):
@@ -69,7 +69,7 @@ raise SystemExit(7)
 
 
 @pytest.mark.parametrize(
-    "deed",
+    "operation",
     [
         "_native.populate(address, size, 2)",
         "_native.digest(address, size)",
@@ -81,8 +81,11 @@ raise SystemExit(7)
         "_native.Watch([(None, None)] * 8, slow).changed(addresses)",
     ],
 )
-def test_a_daemon_thread_in_native_code_does_not_abort_the_exit(deed: str) -> None:
+def test_a_daemon_thread_in_native_code_does_not_abort_the_exit(operation: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(deed=deed)], capture_output=True, text=True, timeout=240
+        [sys.executable, "-c", _SCRIPT.format(operation=operation)],
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert (done.returncode, done.stderr) == (7, "")

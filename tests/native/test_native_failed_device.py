@@ -60,7 +60,7 @@ class Device(SimulatedDevice):
         call_torch()
         return self.room
 
-    def gather(self):
+    def join_writers(self):
         call_torch()
 
     def hold_writers(self, mark):
@@ -125,7 +125,7 @@ for call in (checkpointer.wait, checkpointer.close):
     except flashckpt.PersistError as error:
         assert "ASSERT" in str(error), error
     else:
-        raise AssertionError("whoever waits is to learn of it")
+        raise AssertionError("a waiter must get the error")
 """
 
 

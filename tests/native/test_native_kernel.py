@@ -100,7 +100,7 @@ def test_leaves_may_share_memory(kernel: EmulatedKernel) -> None:
     assert kernel.launch(table, 3) == [expected(leaf), expected(leaf), expected(leaf[100:300])]
 
 
-def test_a_leaf_that_was_not_finished_has_no_digest(kernel: EmulatedKernel) -> None:
+def test_an_unfinished_leaf_has_no_digest(kernel: EmulatedKernel) -> None:
     leaves = [random_bytes(i, size) for i, size in enumerate((500, 50000, 20000))]
     sizes = [leaf.nbytes for leaf in leaves]
     table = table_of([leaf.ctypes.data for leaf in leaves], sizes)
@@ -113,7 +113,7 @@ def test_a_leaf_that_was_not_finished_has_no_digest(kernel: EmulatedKernel) -> N
     assert kernel.launch(words.tobytes(), 3) == [EMPTY] * 3
 
 
-def test_a_digest_that_is_the_empty_mark_is_another(tmp_path: Path) -> None:
+def test_a_digest_equal_to_the_empty_mark_is_changed(tmp_path: Path) -> None:
     program = tmp_path / "remapped"
     source = tmp_path / "remapped.cpp"
     source.write_text(
@@ -157,7 +157,7 @@ def test_no_byte_beyond_a_leaf_is_touched(tmp_path: Path) -> None:
     sources += [CSRC / "device/digest_table.cpp", CSRC / "base/error.cpp"]
     sanitizers = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     subprocess.run(["g++", *FLAGS, *sanitizers, "-I", CSRC, "-I", HERE, *sources, "-o", program], check=True)
-    # Whoever runs the tests under a sanitizer preloads its own.
+    # Remove LD_PRELOAD, which runs under a sanitizer set.
     clean = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run([program], capture_output=True, text=True, env=clean)
     assert (done.returncode, done.stdout) == (0, "1844 of 1844\n"), done.stderr
@@ -176,7 +176,7 @@ def test_the_ptx_is_made_from_these_sources() -> None:
 @pytest.mark.parametrize(
     "name", ["csrc/device/digest.cu", "csrc/device/digest_table.h", "csrc/digest/definition.h"]
 )
-def test_a_ptx_that_is_stale_is_found(tmp_path: Path, name: str) -> None:
+def test_a_stale_ptx_is_found(tmp_path: Path, name: str) -> None:
     for folder in ("csrc", "scripts"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     with (tmp_path / name).open("a") as source:
@@ -193,7 +193,7 @@ def test_the_library_holds_the_ptx() -> None:
 
 
 def test_the_kernel_compiles_for_real_devices() -> None:
-    # Not in this process: NVRTC sets the locale of whoever calls it to "C".
+    # In another process, since NVRTC sets the caller's locale to "C".
     done = make_ptx(ROOT, "--compile", "sm_50", "sm_70", "sm_80", "sm_90")
     if done.returncode == 3:
         pytest.skip("there is no NVRTC here: pip install nvidia-cuda-nvrtc-cu11==11.8.89")

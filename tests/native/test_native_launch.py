@@ -76,7 +76,7 @@ for wrong in ((table + 8, 4, out), (table, 4, out + 4), (0, 4, out), (table, 4, 
     assert len([line for line in lines if " 178 " in line]) == 6
 
 
-def test_a_kernel_is_tried_on_a_stream_of_its_own(driver: Path) -> None:
+def test_a_kernel_is_tested_on_its_own_stream(driver: Path) -> None:
     lines = run(driver, DIGESTS + "assert _native.cuda_digests_usable(0) == ''", 2)
     what = [line.split(" context")[0] for line in lines if not line.startswith("module")]
     fills = ["fill 280 77", "fill 560 77", "launch 4 77"]
@@ -85,7 +85,7 @@ def test_a_kernel_is_tried_on_a_stream_of_its_own(driver: Path) -> None:
     assert len(copies) == 5
 
 
-def test_kernels_are_loaded_once_a_device(driver: Path) -> None:
+def test_kernels_are_loaded_once_per_device(driver: Path) -> None:
     program = """
 for device in (0, 1, 0, 1):
     assert _native.cuda_digests_usable(device) == ""
@@ -127,7 +127,7 @@ assert digests == u64(1, 2, 3, 4)
     assert len([line for line in lines if line.startswith("memory gone")]) == 2 * (refuses in TRIED[1:])
 
 
-def test_a_launch_that_is_refused_leaves_no_digest(driver: Path) -> None:
+def test_a_refused_launch_leaves_no_digest(driver: Path) -> None:
     program = """
 import os
 assert _native.cuda_digests_usable(0) == ""

@@ -27,9 +27,14 @@ for number in range(40):
     path = os.path.join(sys.argv[1], str(number))
     digests, sums, direct = _native.write_file(path, region, 0, size, chunk_bytes=4096, threads=8, **leaves)
     assert not direct
-    same = {"num_bytes": size, "chunk_bytes": 4096, "checksums": sums, "threads": 8, **leaves}
-    assert _native.check_file(path, **same) == (digests, [], False)
-    assert _native.read_file(path, target, **same) == (digests, [], False)
+    for copies in ([], [0, _native.address_of(target), size, 0]):
+        found = _native.LeafDigests(array("Q", [size]))
+        plan = _native.FilePlan(
+            num_bytes=size, chunk_bytes=4096, checksums=sums, copies=array("Q", copies),
+            parts=array("Q", [0, size, 0, 0]), ranges=array("Q"), digests=found,
+        )
+        plan.read(path, threads=8)
+        assert (found.digests(), plan.left(), plan.bad_chunks()) == (digests, [], [])
 assert bytes(target) == os.pread(region, size, 0)
 print("all")
 """

@@ -84,7 +84,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_driver(tmp_path_factory.mktemp("driver"))
 
 
-def test_no_leaf_is_taken_for_one_that_was_written_meanwhile(driver: Path) -> None:
+def test_an_old_leaf_is_not_taken_for_a_new_one(driver: Path) -> None:
     run(driver, f"TESTS = {str(HERE.parent)!r}\n" + PROGRAM, 1)
 
 

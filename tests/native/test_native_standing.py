@@ -74,7 +74,7 @@ DICTS = (
 
 @pytest.mark.parametrize("make", DICTS)
 @pytest.mark.parametrize("keys", [("a", "b", "c"), (Key("a"), Key("b"), Key("c")), (1, (2, "x"), None)])
-def test_what_a_dict_holds(make: Callable[[Any], dict[Any, Any]], keys: tuple[Any, ...]) -> None:
+def test_items_of_a_dict(make: Callable[[Any], dict[Any, Any]], keys: tuple[Any, ...]) -> None:
     values = [Plain(), None, Plain()]
     held = make(zip(keys, values, strict=True))
     standing = _native.Standing([(held, 3)], [(held, *pair) for pair in zip(keys, values, strict=True)])
@@ -95,7 +95,7 @@ def test_what_a_dict_holds(make: Callable[[Any], dict[Any, Any]], keys: tuple[An
     assert not standing.stands()
 
 
-def test_an_absent_key_holds_not_even_none() -> None:
+def test_an_absent_key_differs_from_none() -> None:
     held: dict[Any, Any] = {"none": None, Key("none"): None}
     standings = [anchored(held, key) for key in held]
     assert all(standing.stands() for standing in standings)
@@ -103,7 +103,7 @@ def test_an_absent_key_holds_not_even_none() -> None:
     assert not any(standing.stands() for standing in standings)
 
 
-def test_equal_is_not_the_same() -> None:
+def test_equal_objects_are_not_identical() -> None:
     first, same = Key("a"), Key("a")
     held = {first: [1.0]}
     assert _native.Standing([], [(held, same, held[first])]).stands()
@@ -112,7 +112,7 @@ def test_equal_is_not_the_same() -> None:
 
 
 @pytest.mark.parametrize("key", [0, 1, -1, -2, True])
-def test_what_lists_and_other_sequences_hold(key: int) -> None:
+def test_items_of_lists_and_other_sequences(key: int) -> None:
     for make in (list, Reversing, deque):
         held: Any = make([Plain(), Plain()])
         value = held[key]
@@ -129,7 +129,7 @@ def test_what_lists_and_other_sequences_hold(key: int) -> None:
         assert not standing.stands()
 
 
-def test_every_answer_is_that_of_the_rule() -> None:
+def test_every_answer_follows_the_rule() -> None:
     """Any kind of container, changed in any way between two questions."""
     chance = random.Random(7)
     values = [Plain() for _ in range(4)]
@@ -157,7 +157,7 @@ def test_every_answer_is_that_of_the_rule() -> None:
             assert standing.stands() is all(the_rule(*anchor) for anchor in anchors)
 
 
-def test_a_dict_of_parameters_is_gone_through_and_not_looked_up() -> None:
+def test_a_dict_of_parameters_is_iterated_without_lookups() -> None:
     keys = [Key(str(i)) for i in range(100)]
     held = {key: Plain() for key in keys}
     others = [{"shared": held[key]} for key in keys]
@@ -193,7 +193,7 @@ def test_attributes_and_items_of_other_objects() -> None:
     assert not _native.Standing([], [(None, "no such", None)]).stands()
 
 
-def test_a_subclass_with_an_item_access_of_its_own_is_asked() -> None:
+def test_a_subclass_that_overrides_item_access_is_called() -> None:
     box, other, key = Plain(), Plain(), Key("a")
     box.inner = other.inner = Plain()
     held = Asking({key: box, "a": box})
@@ -243,7 +243,7 @@ class Raising:
 
 
 @pytest.mark.parametrize("key", ["place", 1])
-def test_what_a_place_raises(key: Any) -> None:
+def test_errors_of_a_place(key: Any) -> None:
     standing = _native.Standing([], [(Raising(), key, None)])
     for error in (KeyError(1), IndexError(1), AttributeError("x")):
         Raising.error = error
@@ -256,7 +256,7 @@ def test_what_a_place_raises(key: Any) -> None:
         _native.Standing([], [({}, [], None)]).stands()
 
 
-def test_what_runs_while_it_looks_cannot_hurt() -> None:
+def test_code_that_runs_during_a_check_is_harmless() -> None:
     class Owner:
         @property
         def place(self) -> object:
@@ -320,7 +320,7 @@ def test_references_are_neither_lost_nor_kept() -> None:
     assert [sys.getrefcount(each) for each in everything] == before
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="container, length"):
         _native.Standing([([], 0, 1)], [])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="container, key, object"):

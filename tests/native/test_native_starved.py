@@ -1,5 +1,5 @@
-"""Native threads that get no memory, and work that throws on them: nobody there catches, and the process of
-the trainer would end."""
+"""Native threads without memory, and work that throws on them: an uncaught exception would end the
+trainer."""
 
 from __future__ import annotations
 

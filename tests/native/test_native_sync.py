@@ -134,7 +134,7 @@ def test_a_table_with_an_empty_entry_is_refused() -> None:
         sealer.close()
 
 
-def test_whoever_sees_that_a_seal_was_refused_finds_why() -> None:
+def test_a_refused_seal_has_a_reason() -> None:
     """Others hold the lock most of the time, so that there is much between the two where they are apart."""
     sealer, over = _native.Sealer(), threading.Event()
 
@@ -162,7 +162,7 @@ def test_whoever_sees_that_a_seal_was_refused_finds_why() -> None:
     sealer.close()
 
 
-def test_a_slot_that_another_took_is_left_alone() -> None:
+def test_a_slot_taken_by_another_owner_is_not_changed() -> None:
     slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()
     slot.submit(sealer, event.handle)
     _native.store(slot.address, word(WRITING, owner=9))
@@ -187,7 +187,7 @@ def test_one_seal_does_not_wait_for_another() -> None:
     sealer.close()
 
 
-def test_with_nothing_to_wait_for_it_is_sealed_when_submit_returns() -> None:
+def test_without_waits_a_slot_is_sealed_when_submit_returns() -> None:
     """A thread that gets no turn would leave whole snapshots unsealed."""
     sealer, slots = _native.Sealer(), [Slot() for _ in range(3)]
     for slot in slots:
@@ -203,7 +203,7 @@ def test_with_nothing_to_wait_for_it_is_sealed_when_submit_returns() -> None:
     sealer.close()
 
 
-def test_close_seals_what_is_ready_and_leaves_the_rest_as_it_is() -> None:
+def test_close_seals_ready_slots_and_leaves_the_rest_unchanged() -> None:
     waiting, ready, sealer, event = Slot(), Slot(), _native.Sealer(), _native.HostEvent()
     waiting.submit(sealer, event.handle)
     ready.submit(sealer)
@@ -216,7 +216,7 @@ def test_close_seals_what_is_ready_and_leaves_the_rest_as_it_is() -> None:
     sealer.close()
 
 
-def test_an_event_reset_too_early_and_one_that_is_gone_are_still_heard() -> None:
+def test_a_wait_survives_an_early_reset_and_a_deleted_event() -> None:
     slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()
     event.set()
     event.reset()
@@ -279,7 +279,7 @@ def copy_something(threads: int) -> None:
 
 
 @pytest.mark.process
-def test_a_child_forked_while_the_threads_work_has_its_own() -> None:
+def test_a_child_forked_while_the_threads_work_has_its_own_threads() -> None:
     stop, sealer, event = threading.Event(), _native.Sealer(), _native.HostEvent()
     slot = Slot()
     slot.submit(sealer, event.handle)
@@ -325,7 +325,7 @@ def threads_of(pid: int) -> list[str]:
 
 
 @pytest.mark.process
-def test_threads_start_when_used_have_names_and_hear_no_signal() -> None:
+def test_threads_start_at_first_use_have_names_and_block_signals() -> None:
     def look() -> None:
         slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()
         assert threads_of(os.getpid()) == []
@@ -346,7 +346,7 @@ def test_threads_start_when_used_have_names_and_hear_no_signal() -> None:
     assert exit_code(child(look)) == 0
 
 
-def test_room_is_reserved_and_faulted_in_without_changing_a_byte() -> None:
+def test_memory_is_reserved_and_faulted_in_without_changing_a_byte() -> None:
     fd = closed_after(os.memfd_create("room"))
     _native.allocate(fd, 4096, 1 << 20)
     assert os.fstat(fd).st_blocks * 512 >= 1 << 20

@@ -25,7 +25,7 @@ def watch_of(**tensors: torch.Tensor) -> tuple[_native.Watch, dict[str, torch.Te
     )
 
 
-def test_nothing_changed_and_addresses_of_now() -> None:
+def test_nothing_changed_and_current_addresses() -> None:
     base = torch.arange(100.0)
     watch, state, out = watch_of(a=base, b=base[3:], c=torch.zeros(0), d=nn.Parameter(torch.ones(2, 3)).t())
     assert watch.changed(out) == []
@@ -62,7 +62,7 @@ class Other(torch.Tensor):
 
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, Other])
 @pytest.mark.parametrize("num_extents", range(8))
-def test_a_storage_that_is_smaller_than_it_was(kind: type, num_extents: int) -> None:
+def test_a_storage_that_has_shrunk(kind: type, num_extents: int) -> None:
     """Most likely where it was before, so that only its size tells. Records of tensors with many extents have
     these elsewhere."""
     tensor = torch.zeros(1 << 18)[0].view([1] * num_extents)
@@ -79,8 +79,8 @@ def test_a_storage_that_is_smaller_than_it_was(kind: type, num_extents: int) -> 
     assert watch.changed(out) == [1]
 
 
-def test_records_that_change_places() -> None:
-    """`torch.utils.swap_tensors` leaves the objects: the record that one had may be gone."""
+def test_tensors_whose_records_move() -> None:
+    """`torch.utils.swap_tensors` keeps the objects but exchanges their records, which may be freed."""
     state = [torch.zeros(1 << 16) for _ in range(100)]
     watch = _native.Watch([(state, i) for i in range(100)], state)
     out = array("Q", [0] * 100)
@@ -154,7 +154,7 @@ def test_tensors_that_dlpack_does_not_describe() -> None:
     assert watch.changed(out) == [0, 1, 2]
 
 
-def test_what_runs_while_it_looks_cannot_hurt() -> None:
+def test_code_that_runs_during_a_check_is_harmless() -> None:
     class Owner:
         error: BaseException = RuntimeError("no")
 
@@ -179,7 +179,7 @@ def test_what_runs_while_it_looks_cannot_hurt() -> None:
 
 
 @pytest.mark.process
-def test_release_and_the_garbage_collector_let_go() -> None:
+def test_release_and_the_garbage_collector_free_objects() -> None:
     for let_go in (lambda watch: watch.release(), lambda watch: None):
         module = nn.Linear(2, 2)
         module.watch = _native.Watch([(module, "weight")], [module.weight])  # a cycle
@@ -190,7 +190,7 @@ def test_release_and_the_garbage_collector_let_go() -> None:
         assert seen() is None
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_invalid_arguments() -> None:
     tensor = torch.ones(1)
     with pytest.raises(ValueError, match="differ in length"):
         _native.Watch([({}, "a")], [])
@@ -215,7 +215,7 @@ def _in_the_middle() -> None:
     raise AssertionError("replaced by the test")
 
 
-def test_the_collector_may_clear_one_that_is_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_collector_may_clear_a_watch_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """No exception can leave a clearing: the process would end."""
     inside, go_on = threading.Event(), threading.Event()
     found: list[object] = []

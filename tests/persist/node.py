@@ -8,23 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashckpt import _native
-from flashckpt.commit import attempts
-from flashckpt.commit.holder import here
+from flashckpt.commit import starting
+from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.steps import is_whole as is_listed_whole
 from flashckpt.commit.steps import read_step
 from flashckpt.format import metadata
 from flashckpt.format.layout import SlotImage
-from flashckpt.format.names import AttemptName, step_attempt_folder
-from flashckpt.keeper.trainers import Trainer
-from flashckpt.memory.control_page import SlotSize
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.memory.held_regions import Regions
+from flashckpt.memory.region import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotRing
-from flashckpt.persist.job import JobState, StepJob, StepOutcome, few_pauses_s
+from flashckpt.persist.job import JobState, StepJob, StepOutcome, Trainer, few_pauses_s
 from flashckpt.persist.ledger import Ledger
 from flashckpt.persist.queue import Queue
-from flashckpt.persist.worker import Worker
 from flashckpt.persist.writer import Writer
 from flashckpt.store.base import Store
+from flashckpt.threads import Worker
 from tests.keeper.fake import FakeTrainer, content, layout_for
 
 IDENTITY = "0" * 32
@@ -82,14 +83,14 @@ class Node:
             Writer(store, nonce),
             Worker("writer", self._wake),
             self.ledger,
-            told=self._told,
+            notify=self._told,
             pauses=few_pauses_s,
         )
         self.trainers = [
             Trainer(lock=f"{rank}", rank=rank, world=world, ranks=ranks, attempt=attempt) for rank in ranks
         ]
         if known:
-            self.queue.know(self.trainers)
+            self.queue.set_trainers(self.trainers)
 
     def _told(self, job: StepJob, outcome: StepOutcome) -> None:
         self.told.append((job.step, outcome.state))
@@ -122,11 +123,26 @@ class Node:
 MakeNode = Callable[..., Node]
 
 
-def begun(store: Store, world: int) -> AttemptName:
-    """An attempt that is trained."""
-    name = attempts.claim(store, here())
-    attempts.start(store, name, None, 0, world)
+def begun(store: Store, world: int, parent: CommitName | None = None) -> AttemptName:
+    """An attempt that is trained, which has resumed from `parent`."""
+    name, catalogue = starting.claim(store, local_owner())
+    step = 0 if parent is None else parent.step
+    starting.start(store, name, None if parent is None else parent.id, step, world, catalogue)
     return name
+
+
+def name_of(step: int, attempt: AttemptName, boundary: int | None = None) -> CommitName:
+    """The commit of a step. A boundary has the step's number unless another is named."""
+    return CommitName(step, attempt, step if boundary is None else boundary)
+
+
+def is_committed(store: Store, step: int, attempt: AttemptName, boundary: int | None = None) -> bool:
+    """Whether a step has its record and all files."""
+    return is_listed_whole(store, name_of(step, attempt, boundary))
+
+
+def visible_steps(store: Store) -> list[int]:
+    return [each.step for each in Catalogue.of(store).visible()]
 
 
 def until_told(node: Node, row: tuple[int, JobState]) -> None:
@@ -134,15 +150,17 @@ def until_told(node: Node, row: tuple[int, JobState]) -> None:
         node.run()
 
 
-def files(store: Store, step: int, attempt: AttemptName) -> list[str]:
-    """What is at rest of a step, a shard without its nonce."""
-    names = [entry.name for entry in store.list(step_attempt_folder(step, attempt))]
-    return sorted(name[: len("shard-00000")] if name.startswith("shard-") else name for name in names)
+def files(store: Store, boundary: int, attempt: AttemptName) -> list[str]:
+    """The data files of a snapshot, a shard without its nonce, and "record" where it is committed."""
+    snapshot = SnapshotId(attempt, boundary)
+    names = [entry.name for entry in store.list(snapshot.data_folder)]
+    found = sorted(name[: len("shard-00000")] if name.startswith("shard-") else name for name in names)
+    return [*found, *(["record"] if Catalogue.of(store).named(snapshot) is not None else [])]
 
 
-def is_whole(store: Store, step: int, attempt: AttemptName, world: int) -> bool:
-    """Whether a step is committed and each rank's shard holds, byte for byte, what that rank had."""
-    record = read_step(store, step, attempt)
+def is_whole(store: Store, step: int, attempt: AttemptName, world: int, boundary: int | None = None) -> bool:
+    """Whether a step is committed and each rank's shard holds, byte for byte, the content of that rank."""
+    record = read_step(store, name_of(step, attempt, boundary))
     assert record.world == world
     for rank in range(world):
         found = record.rank(rank)

@@ -10,7 +10,7 @@ from torch import nn
 
 from flashckpt import _native
 from flashckpt.capture import Capture
-from flashckpt.capture.division import Sharing
+from flashckpt.capture.plan import Sharing
 from flashckpt.capture.schedule import Pace
 from flashckpt.format.names import AttemptName
 from flashckpt.format.typed import encode_json
@@ -79,7 +79,7 @@ class SharingRank(Rank):
 
     def have_slots(self, regions: Regions, indexes: Sequence[int]) -> None:
         """Slots for the state as it is; those before go."""
-        size = self.capture.room_needed(ordered=True)
+        size = self.capture.memory_needed(ordered=True)
         assert size is not None
         made = regions.make(self.rank, indexes, size)
         assert made.error is None
@@ -96,9 +96,8 @@ class SharingRank(Rank):
     def held(self, others: Iterable[SharingRank] = ()) -> Held:
         """What is newest in its slots, and that of other ranks, as a resume has them."""
         slot, sealed = self.newest()
-        return Held(
-            slot, self.owners[slot.name], sealed, others={each.rank: each.newest()[0] for each in others}
-        )
+        slots = {each.rank: [each.newest()[0]] for each in others}
+        return Held(slot, self.owners[slot.name], sealed, others=slots)
 
     def newest(self) -> tuple[Slot, Sealed]:
         found = self.ring.newest_sealed()
@@ -122,7 +121,7 @@ class SharingRank(Rank):
 
     def again(self, step: int, *, persist: bool = False) -> tuple[Slot, int]:
         """The state as it is, captured and sealed."""
-        self.capture.ordinal = step if self.boundary is None else self.boundary
+        self.capture.boundary_index = step if self.boundary is None else self.boundary
         outcome = self.capture.boundary(step, self._values, due=True, ordered=True)
         assert outcome.captured, outcome
         assert self.sealer.drain(240)

@@ -10,13 +10,14 @@ from dataclasses import replace
 import pytest
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts, lineage
-from flashckpt.commit.holder import here
-from flashckpt.format.names import AttemptName, start_path
+from flashckpt.commit import attempts, starting
+from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.format.names import AttemptName, SnapshotId, start_path
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
-from tests.persist.node import MakeNode, Node
+from tests.persist.node import MakeNode, Node, visible_steps
 
 At = Callable[[str, Callable[[], object]], None]
 
@@ -25,8 +26,8 @@ At = Callable[[str, Callable[[], object]], None]
 def at(monkeypatch: pytest.MonkeyPatch) -> At:
     """Something is done when a keeper passes this point for the first time."""
 
-    def arm(point: str, deed: Callable[[], object]) -> None:
-        due = [deed]
+    def arm(point: str, operation: Callable[[], object]) -> None:
+        due = [operation]
 
         def passed(name: str) -> None:
             if name == point and due:
@@ -47,11 +48,12 @@ def node(nodes: MakeNode) -> Node:
 
 
 def claimed(node: Node) -> AttemptName:
-    return attempts.claim(node.store, here())
+    return attempts.claim(node.store, local_owner())
 
 
 def starts(node: Node, name: AttemptName, step: int) -> None:
-    attempts.start(node.store, name, node.attempt, step, 1, step)
+    parent = SnapshotId(node.attempt, step)
+    starting.start(node.store, name, parent, step, 1, Catalogue.of(node.store))
 
 
 def is_said(slot: Slot) -> bool:
@@ -67,10 +69,10 @@ def test_a_step_that_a_newer_attempt_went_on_without_is_not_committed(node: Node
     at(point, lambda: starts(node, claimed(node), 4))
     [slot] = node.seal(6)
     node.run()
-    assert node.told[-1] == (6, JobState.VOID)
+    assert node.told[-1] == (6, JobState.INCOMPLETE)
     assert "without it" in node.whys[-1]
     assert not is_said(slot)
-    assert [each.step for each in lineage.visible(node.store)] == [4]
+    assert visible_steps(node.store) == [4]
 
 
 @pytest.mark.parametrize("goes_on_from", [4, 6])
@@ -89,9 +91,9 @@ def test_a_living_trainer_is_told_once_the_newer_attempt_has_started(
     is_seen = goes_on_from == 6
     while node.told[-1][1] is JobState.PART_WRITTEN:
         node.run()
-    assert node.told[-1] == (6, JobState.COMMITTED if is_seen else JobState.VOID)
+    assert node.told[-1] == (6, JobState.COMMITTED if is_seen else JobState.INCOMPLETE)
     assert is_said(slot) is is_seen
-    assert ([each.step for each in lineage.visible(node.store)][-1] == 6) is is_seen
+    assert (visible_steps(node.store)[-1] == 6) is is_seen
 
 
 @pytest.mark.parametrize("look", [1, 2])
@@ -114,7 +116,7 @@ def test_a_start_between_two_looks_at_the_attempts_is_no_commit(
     node.run()
     while node.told[-1][1] is JobState.PART_WRITTEN:
         node.run()
-    assert node.told[-1] == (6, JobState.VOID)
+    assert node.told[-1] == (6, JobState.INCOMPLETE)
     assert not is_said(slot)
 
 
@@ -122,7 +124,7 @@ def test_a_trainer_that_is_known_by_its_slots_alone_is_told_nothing_either(node:
     """The keeper before this one died, and the trainer has not said its attempt to this one."""
     at("manifest.checked", lambda: claimed(node))
     [slot] = node.seal(6)
-    node.queue.know([replace(each, attempt=None) for each in node.trainers])
+    node.queue.set_trainers([replace(each, attempt=None) for each in node.trainers])
     node.run()
     assert node.told[-1] == (6, JobState.PART_WRITTEN)
     assert not is_said(slot)
@@ -132,7 +134,7 @@ def test_what_a_dead_trainer_left_is_saved_for_who_has_claimed(node: Node, at: A
     """Who has claimed waits for this keeper, and looks for steps after that."""
     at("manifest.checked", lambda: claimed(node))
     [slot] = node.seal(6)
-    node.queue.know([])
+    node.queue.set_trainers([])
     node.run()
     assert node.told[-1] == (6, JobState.COMMITTED)
     assert is_said(slot)

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashckpt.capture.division import ALL_GROUPS, GROUPS, group_of
 from flashckpt.errors import DamagedError
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.audit import audit
 from flashckpt.persist.job import SealedSnapshot
-from flashckpt.ranks import leader as leader_module
-from flashckpt.ranks.board import Board, Table
+from flashckpt.ranks.joint_coordination import NodeTable
 from flashckpt.ranks.leader import Leader
-from flashckpt.ranks.node_table import NodeTable
+from flashckpt.ranks.node_state import NodeState, Table
 from flashckpt.restore.filling import audit as unlike
 from flashckpt.restore.memory_tier import Held, load
 from flashckpt.restore.step_choice import StepChoice
@@ -126,7 +124,7 @@ def test_a_slot_of_another_rank_that_is_not_what_it_was_makes_it_unreadable(
                 parameter += 1
         other.boundary = STEP
         again, _ = other.again(STEP)
-        held = Held(held.slot, held.owner, held.sealed, others={**held.others, 1: again})
+        held = Held(held.slot, held.owner, held.sealed, others={**held.others, 1: [again]})
     before = rank.live()
     with pytest.raises(DamagedError, match="passed over"):
         loaded(held)
@@ -134,18 +132,11 @@ def test_a_slot_of_another_rank_that_is_not_what_it_was_makes_it_unreadable(
     assert rank.live() == before
 
 
-def test_what_cannot_be_put_together_is_no_candidate(node: Node, ranks: list[SharingRank]) -> None:
-    def candidates(held: Held) -> list[int]:
-        choice = StepChoice(node.store, [held], 0, lambda snapshot: None, 1)
-        return [each.step for each in choice.candidates()]
-
-    assert candidates(ranks[0].held(others(ranks, 0))) == [STEP]
-    assert candidates(ranks[0].held(ranks[2:])) == []
-
-
-def test_what_cannot_be_put_together_is_told_though_no_rank_lists_it(
-    node: Node, ranks: list[SharingRank]
-) -> None:
+def test_what_cannot_be_put_together_is_passed_over(node: Node, ranks: list[SharingRank]) -> None:
+    loaded = StepChoice(node.store, [ranks[0].held(others(ranks, 0))], 0, lambda snapshot: None, 1).choose()
+    assert loaded is not None
+    assert loaded.snapshot.step == STEP
+    loaded.drop()
     choice = StepChoice(node.store, [ranks[0].held(ranks[2:])], 0, lambda snapshot: None, 1)
     assert choice.choose() is None, "there is nothing else"
     [reason] = choice.refused
@@ -153,31 +144,29 @@ def test_what_cannot_be_put_together_is_told_though_no_rank_lists_it(
     assert "ranks 1 of this node" in reason
 
 
-def test_ranks_that_have_the_same_table_say_so_by_few_numbers(ranks: list[SharingRank]) -> None:
+def test_ranks_with_the_same_divided_leaves_have_the_same_table(ranks: list[SharingRank]) -> None:
     [table] = {*tables(ranks)}
-    assert table.ground
+    assert table.digest
     for rank in ranks:
         rank.snapshot(STEP + 1)
     assert len({*tables(ranks)} | {table}) == 2
     with torch.no_grad():
-        ranks[1].net.first.bias[0] += 1  # whoever holds it
+        ranks[1].net.first.bias[0] += 1  # on a rank that may not hold it for the others
     for rank in ranks:
         rank.again(STEP + 2)
     first, second, third = tables(ranks)
     assert first == third
-    assert first.ground == second.ground
-    pairs = enumerate(zip(first.groups, second.groups, strict=True))
-    assert [group for group, (one, other) in pairs if one != other] == [group_of("model.first.bias")]
+    assert first.digest != second.digest
 
 
-def test_a_rank_that_divides_otherwise_has_another_number(node: Node, ranks: list[SharingRank]) -> None:
+def test_a_rank_with_another_assignment_has_another_table(node: Node, ranks: list[SharingRank]) -> None:
     ranks[2].sharing.keep_by_rank(["model.second.weight"])
     ranks[2].have_slots(node.regions, range(3, 6))
     for rank in ranks:
         rank.snapshot(STEP + 1)
     first, second, third = tables(ranks)
     assert first == second
-    assert first.ground != third.ground
+    assert first.digest != third.digest
 
 
 def test_what_is_compared_follows_each_new_plan_and_each_new_boundary(
@@ -192,27 +181,23 @@ def test_what_is_compared_follows_each_new_plan_and_each_new_boundary(
         return found
 
     before = compared()
-    for learn in (
-        partial(rank.capture.hold_whole, 1 << group_of("model.second.weight")),
-        partial(rank.capture.keep_by_rank, ["model.first.weight"]),
-        rank.capture.hold_whole,
-    ):
+    for learn in (partial(rank.capture.keep_by_rank, ["model.first.weight"]), rank.capture.hold_whole):
         learn()
         step += 1
         rank.have_slots(node.regions, range(3 * step, 3 * step + 3))
         rank.snapshot(step)
         after = compared()
-        assert after.ground != before.ground
+        assert after.digest != before.digest
         step, before = step + 1, after
         rank.snapshot(step)
-        assert compared()._replace(step=before.step, groups=before.groups) == before
-    assert before.ground == 0
+        assert compared().step == step
+    assert before.digest == 0
 
 
 def test_ranks_that_hold_whole_copies_need_no_other(node: Node, ranks: list[SharingRank]) -> None:
     for rank in ranks:
         rank.capture.hold_whole()
-        size = rank.capture.room_needed(ordered=True)
+        size = rank.capture.memory_needed(ordered=True)
         assert size is not None
         assert size.image_bytes > rank.slots[0].size.image_bytes, "slots grow with it"
         rank.have_slots(node.regions, range(3, 6))
@@ -222,107 +207,56 @@ def test_ranks_that_hold_whole_copies_need_no_other(node: Node, ranks: list[Shar
     assert tables(ranks) == [Table(step=STEP + 1)] * 3
 
 
-def board_of_the_node() -> Board:
-    board = Board(bytearray(Board.num_bytes(3)), NODE)
-    board.format()
-    for row in board.rows:
+def board_of_the_node() -> NodeState:
+    node_state = NodeState(bytearray(NodeState.num_bytes(3)), NODE)
+    node_state.format()
+    for row in node_state.rows:
         row.enter(9, 9)
         row.settle(9)
-    return board
+    return node_state
 
 
-def sealed_as(board: Board, ordinal: int, *numbers: Table) -> None:
-    for row, table in zip(board.rows, numbers, strict=True):
-        row.publish(ordinal, {**row.sealed, ordinal: table})
+def sealed_as(node_state: NodeState, boundary_index: int, *numbers: Table) -> None:
+    for row, table in zip(node_state.rows, numbers, strict=True):
+        row.publish(boundary_index, {**row.sealed, boundary_index: table})
 
 
-def test_a_boundary_of_which_tables_differ_is_missed_and_what_differs_is_divided_no_more() -> None:
-    board = board_of_the_node()
-    leader, seven, eight = Leader(board), table_of(7), table_of(8)
-    sealed_as(board, 1, seven, seven, seven)
-    assert (leader.say().sealed, board.held_whole) == ((1,), 0)
-    sealed_as(board, 2, eight, eight, table_of(8, {5: 1, 63: 2}))
-    said = leader.say()
+def test_ranks_with_different_tables_miss_the_boundary_and_each_keep_all_leaves_from_then_on() -> None:
+    node_state = board_of_the_node()
+    leader, seven, eight, other = Leader(node_state), Table(7), Table(8), Table(9)
+    sealed_as(node_state, 1, seven, seven, seven)
+    assert (leader.message().sealed, node_state.holds_whole) == ((1,), False)
+    sealed_as(node_state, 2, eight, eight, other)
+    said = leader.message()
     assert (said.sealed, said.missed) == ((1,), (2, 2))
-    assert board.held_whole == 1 << 5 | 1 << 63
-    leader.say()
-    assert board.held_whole == 1 << 5 | 1 << 63, "each boundary is compared once"
+    assert node_state.holds_whole
+    # Ranks learn of it in different rounds: until all have, their tables differ.
+    sealed_as(node_state, 3, Table(), eight, Table())
+    assert leader.message().sealed == (1,)
+    sealed_as(node_state, 4, Table(), Table(), Table())
+    assert leader.message().sealed == (1, 4)
+    assert node_state.holds_whole
 
 
-def test_ranks_that_hear_what_is_divided_no_more_one_after_the_other_divide_all_else_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each boundary until all have heard is void, however many pass. Where that does not end, nothing is
-    divided."""
-    board = board_of_the_node()
-    leader, old, new = Leader(board), table_of(7), table_of(8)
-    for ordinal, row in enumerate([(old, new, old), (old, new, new), (new, old, new)], 1):
-        sealed_as(board, ordinal, *row)
-        assert (leader.say().sealed, board.held_whole) == ((), 0)
-    sealed_as(board, 4, new, new, new)
-    assert (leader.say().sealed, board.held_whole) == ((4,), 0)
-    for ordinal in range(5, 9):
-        sealed_as(board, ordinal, old, new, new)
-        assert (leader.say().sealed, board.held_whole) == ((4,), 0)
-    monkeypatch.setattr(leader_module, "_MOST_UNLIKE_S", 0.0)
-    sealed_as(board, 9, old, new, new)
-    assert leader.say().sealed == (4,)
-    assert board.held_whole == ALL_GROUPS
-
-
-def test_what_diverges_later_in_a_group_that_is_divided_again_is_held_by_all() -> None:
-    """Where it differs at some boundaries only, no others in between keep it from that."""
-    board, now_s = board_of_the_node(), 0.0
-    leader, seven, other = Leader(board, lambda: now_s), table_of(7), table_of(7, {5: 1})
-    for ordinal, minute in enumerate((0, 0, 0, 2, 2), 1):
-        now_s = 60.0 * minute
-        assert board.held_whole == (1 << 5 if ordinal > 1 else 0), "those that have not heard count as one"
-        sealed_as(board, ordinal, seven, seven, other if ordinal % 2 else seven)
-        said = leader.say()
-        assert (ordinal in said.sealed) is (ordinal % 2 == 0)
-    assert board.held_whole == ALL_GROUPS
-
-
-def table_of(ground: int, groups: dict[int, int] | None = None) -> Table:
-    return Table(ground, tuple((groups or {}).get(group, ground) for group in range(GROUPS)))
-
-
-def test_all_but_what_has_diverged_stays_divided(node: Node, ranks: list[SharingRank]) -> None:
-    """A node that has no room for whole copies has snapshots on: first with each rank's own of a group of
-    leaves, and of the leaf that has diverged alone once the committer has named it."""
-    leaf, undivided = "model.first.bias", sum(map(len, ranks[0].live().values()))
+def test_after_leaves_have_diverged_each_rank_has_its_own_copy(node: Node, ranks: list[SharingRank]) -> None:
     with torch.no_grad():
         ranks[1].net.first.bias[0] += 1
-    board = board_of_the_node()
-    leader, divided = Leader(board), [in_slot(rank).keys() for rank in ranks]
+    node_state = board_of_the_node()
+    leader = Leader(node_state)
 
-    def compared(ordinal: int) -> bool:
-        """Whether the boundary counts."""
-        sealed_as(board, ordinal, *tables(ranks))
-        return ordinal in leader.say().sealed
-
-    def learned(*names: str) -> None:
-        for rank in ranks:
-            rank.capture.hold_whole(board.held_whole)
-            rank.capture.keep_by_rank(names)
-            rank.have_slots(node.regions, range(3, 6) if not names else range(6, 9))
+    def counts(boundary_index: int) -> bool:
+        sealed_as(node_state, boundary_index, *tables(ranks))
+        return boundary_index in leader.message().sealed
 
     for rank in ranks:
         rank.again(STEP + 1)
-    assert not compared(1)
-    learned()
+    assert not counts(1)
+    assert node_state.holds_whole
     for rank in ranks:
+        rank.capture.hold_whole()
+        rank.have_slots(node.regions, range(3, 6))
         rank.again(STEP + 2)
-        group = {name for name in rank.live() if group_of(name) == group_of(leaf)}
-        assert in_slot(rank).keys() == divided[rank.rank] | group
-        assert sum(in_slot(rank).values()) < undivided
-    assert compared(2)
-    learned(leaf)
+        assert in_slot(rank).keys() == rank.live().keys()
+    assert counts(2)
     for rank in ranks:
-        rank.again(STEP + 3)
-        assert leaf in in_slot(rank)
-    assert compared(3)
-    left = [name for rank in ranks for name in in_slot(rank)]
-    assert left.count(leaf) == 3
-    for rank in ranks:
-        assert loaded(rank.held(others(ranks, rank.rank))) == rank.live(), "each has its own"
+        assert loaded(rank.held()) == rank.live(), "each has its own bits"

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from flashckpt.persist.writer import looks_before
+from flashckpt.persist.writer import polls_before
 
 STEPS = range(0, 4_000, 100)
 
@@ -17,14 +17,14 @@ def nodes_of(world: int, each: int) -> list[range]:
 
 @pytest.mark.parametrize(("world", "each"), [(1, 1), (8, 8), (8, 2), (16, 4)])
 def test_of_a_few_nodes_all_gather_at_once(world: int, each: int) -> None:
-    assert {looks_before(step, ranks, world) for step in STEPS for ranks in nodes_of(world, each)} == {0}
+    assert {polls_before(step, ranks, world) for step in STEPS for ranks in nodes_of(world, each)} == {0}
 
 
 @pytest.mark.parametrize(("world", "each"), [(1024, 8), (16384, 8), (1000, 10)])
 def test_of_many_four_take_turns_and_then_all(world: int, each: int) -> None:
     nodes, first = nodes_of(world, each), Counter[int]()
     for step in STEPS:
-        looks = [looks_before(step, ranks, world) for ranks in nodes]
+        looks = [polls_before(step, ranks, world) for ranks in nodes]
         assert looks.count(0) == 1, "one at once, and all agree who"
         assert 1 <= sum(each < max(looks) for each in looks) <= 4
         assert max(looks) == 12, "in the end everybody"

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from flashckpt.format.names import part_name
-from flashckpt.keeper.trainers import Trainer
 from flashckpt.memory.slot import SlotState
-from flashckpt.persist.job import JobState
+from flashckpt.persist.job import JobState, Trainer
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.events import ledger
 from tests.keeper.jobs import failing_for
 from tests.persist.node import MakeNode, Node, files, is_whole, until_told
-from tests.persist.test_many_ranks import other_content, parts
+from tests.persist.test_many_ranks import parts
 
 _LONG_S = 60.0
 
@@ -44,23 +43,22 @@ def test_a_slot_that_another_process_has_pinned_is_left_to_it(nodes: MakeNode) -
     assert is_whole(node.store, 5, node.attempt, 1)
 
 
-def test_a_part_that_another_published_meanwhile_is_not_taken_for_this_one(
+def test_a_part_that_another_published_meanwhile_stands(
     nodes: MakeNode,  # noqa: F811
     store: LocalStore,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between the look for this node's part and its link. Whose slot is told that it is committed,
-    its bytes are at rest."""
+    """A keeper that was taken for dead publishes its part just before this one does, and dies."""
     node = nodes((0,), 1)
     other = nodes((0,), 1, node.attempt)
-    other_content(other, 5, 0)
+    other.seal(5)
     [slot] = node.seal(5)
     create, begun = store.create, []
 
     def late(path: str, data: bytes) -> bool:
         if path.endswith(part_name(0)) and not begun:
             begun.append(path)
-            monkeypatch.setattr(store, "create", failing_for("manifest.json", create))
+            monkeypatch.setattr(store, "create", failing_for("commits/", create))
             other.run()
             monkeypatch.setattr(store, "create", create)
         return create(path, data)
@@ -68,9 +66,10 @@ def test_a_part_that_another_published_meanwhile_is_not_taken_for_this_one(
     monkeypatch.setattr(store, "create", late)
     node.run()
     assert begun
-    assert node.told == [(5, JobState.VOID)]
-    assert slot.persisted == 0
-    assert files(store, 5, node.attempt) == ["part-00000.json", "shard-00000"]
+    assert node.told == [(5, JobState.COMMITTED)]
+    assert slot.persisted == slot.state().generation
+    assert is_whole(store, 5, node.attempt, 1)
+    assert files(store, 5, node.attempt) == ["part-00000.json", "shard-00000", "record"], "one shard"
 
 
 def test_what_fails_after_it_has_waited_is_said(
@@ -117,7 +116,7 @@ def test_who_waits_for_a_step_that_will_not_come_is_told(nodes: MakeNode) -> Non
     node.seal(5, 0)
     node.seal(6)
     node.run()
-    assert node.told == [(5, JobState.VOID), (6, JobState.COMMITTED)]
+    assert node.told == [(5, JobState.INCOMPLETE), (6, JobState.COMMITTED)]
 
 
 def test_a_rank_that_lives_and_has_not_spoken_yet_is_waited_for(nodes: MakeNode) -> None:  # noqa: F811
@@ -125,11 +124,11 @@ def test_a_rank_that_lives_and_has_not_spoken_yet_is_waited_for(nodes: MakeNode)
     node = nodes((0, 1), 2)
     unheard = Node(node.store, Path(node.folder.path) / "new", node.attempt, (0, 1), 2, known=False)
     try:
-        unheard.queue.know([Trainer(lock=str(rank), rank=rank) for rank in (0, 1)])
+        unheard.queue.set_trainers([Trainer(lock=str(rank), rank=rank) for rank in (0, 1)])
         unheard.seal(5, 0)
         unheard.run()
         assert parts(unheard, 5) == []
-        unheard.queue.know(unheard.trainers)
+        unheard.queue.set_trainers(unheard.trainers)
         unheard.seal(5, 1)
         unheard.run()
         assert is_whole(node.store, 5, node.attempt, 2)

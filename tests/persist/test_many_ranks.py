@@ -1,4 +1,4 @@
-"""The slots of a node's ranks through one job to one part and, with those of other nodes, to a manifest."""
+"""The slots of a node's ranks through one job to one part and, with those of other nodes, to a record."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts, lineage
-from flashckpt.commit.holder import here
-from flashckpt.commit.steps import is_committed, read_step
-from flashckpt.format.names import AttemptName
-from flashckpt.memory.slot import Sealed, Slot, SlotState
+from flashckpt.commit.steps import read_step
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.memory.slot import Sealed, SlotState
 from flashckpt.persist.job import JobState
 from flashckpt.store.local import LocalStore
 from tests.events import ledger
 from tests.keeper.fake import layout_for
 from tests.keeper.jobs import failing_for
-from tests.persist.node import MakeNode, Node, files, is_whole, until_told
+from tests.persist.node import (
+    MakeNode,
+    Node,
+    begun,
+    files,
+    is_committed,
+    is_whole,
+    name_of,
+    until_told,
+    visible_steps,
+)
 
 
 def parts(node: Node, step: int) -> list[str]:
@@ -30,7 +38,7 @@ def test_all_ranks_of_a_node_make_one_part_and_the_step_is_committed(nodes: Make
     slots = node.seal(5)
     node.run()
     shards = [f"shard-{rank:05d}" for rank in range(world)]
-    assert files(node.store, 5, node.attempt) == ["manifest.json", "part-00000.json", *shards]
+    assert files(node.store, 5, node.attempt) == ["part-00000.json", *shards, "record"]
     assert is_whole(node.store, 5, node.attempt, world)
     assert node.told == [(5, JobState.COMMITTED)]
     for slot in slots:
@@ -78,7 +86,7 @@ def test_a_rank_that_died_is_not_waited_for(nodes: MakeNode) -> None:
     node = nodes((0, 1), 2)
     [slot] = node.seal(5, 0)
     node.queue.next()
-    node.queue.know(node.trainers[:1])
+    node.queue.set_trainers(node.trainers[:1])
     assert not node.queue.is_pending()
     node.run()
     assert slot.state().state is SlotState.SEALED
@@ -90,11 +98,11 @@ def test_of_what_the_dead_left_the_newest_that_all_hold_is_saved(nodes: MakeNode
     node.seal(4, persist=False)
     node.seal(5, persist=False)
     node.seal(6, 0, persist=False)
-    node.queue.know([])
+    node.queue.set_trainers([])
     for rank in node.ranks:
         node.queue.rescue(rank)
     node.run()
-    assert [each.step for each in lineage.visible(node.store)] == [5]
+    assert visible_steps(node.store) == [5]
     assert is_whole(node.store, 5, node.attempt, 2)
 
 
@@ -106,7 +114,7 @@ def test_of_a_job_on_several_nodes_the_newest_complete_goes_first(nodes: MakeNod
         node.seal(step, persist=False)
     for slot in slots:
         slot.set_complete(node.attempt.number, 5)
-    node.queue.know([])
+    node.queue.set_trainers([])
     for rank in node.ranks:
         node.queue.rescue(rank)
     node.run()
@@ -168,7 +176,7 @@ def test_slots_are_not_needed_for_what_waits(
     second.seal(5)
     create = store.create
     with monkeypatch.context() as patch:
-        patch.setattr(store, "create", failing_for("manifest.json", create))
+        patch.setattr(store, "create", failing_for("commits/", create))
         second.run()
     assert second.told[-1] == (5, JobState.FAILED)
     assert not is_committed(store, 5, first.attempt)
@@ -195,35 +203,38 @@ def test_what_fails_is_tried_so_often_and_then_it_is_idle(
     assert is_whole(store, 5, node.attempt, 2)
 
 
-# Whose it is, and which content
+# Which boundary
 
 
-def resumed(store: LocalStore, node: Node, boundary: int) -> AttemptName:
-    """A later attempt that all ranks of the job went on with from this boundary at step 5."""
-    later = attempts.claim(store, here())
-    attempts.start(store, later, node.attempt, 5, 4, boundary)
-    return later
+def resumed(node: Node, boundary: int, world: int = 4) -> AttemptName:
+    """A later attempt that all ranks of the job have resumed from this boundary at step 5."""
+    return begun(node.store, world, name_of(5, node.attempt, boundary))
 
 
-@pytest.mark.parametrize("other_first", [False, True])
-def test_what_an_attempt_went_on_from_is_its_on_every_rank_of_every_node(
-    nodes: MakeNode, store: LocalStore, other_first: bool
+def test_the_boundary_that_an_attempt_resumed_from_is_committed_as_its_parents(
+    nodes: MakeNode, store: LocalStore
 ) -> None:
-    """Each rank also holds another content of that step, from before or after the code of an epoch's end."""
+    """Each rank also holds a later boundary with the same step number, from after an epoch's code."""
     both = nodes((0, 1), 4), nodes((2, 3), 4)
     for node in both:
-        if other_first:
-            other_content(node, 5, persist=False, boundary=7)
         node.seal(5, persist=False, boundary=8)
-        if not other_first:
-            other_content(node, 5, persist=False, boundary=9)
-    later = resumed(store, both[0], 8)
+        node.seal(5, persist=False, boundary=9)
+    resumed(both[0], 8)
     for node in both:
-        node.queue.taken_up(node.attempt, 5, 8)
+        node.queue.resumed(SnapshotId(node.attempt, 8))
         node.run()
-    assert is_whole(store, 5, later, 4)
-    assert read_step(store, 5, later).boundary == 8
-    assert files(store, 5, both[0].attempt) == []
+    assert is_whole(store, 5, both[0].attempt, 4, 8)
+    assert visible_steps(store) == [5]
+    assert files(store, 9, both[0].attempt) == []
+
+
+def test_two_boundaries_with_one_step_number_are_two_steps(nodes: MakeNode, store: LocalStore) -> None:
+    node = nodes((0, 1), 2)
+    slots = [*node.seal(5, boundary=8), *node.seal(5, boundary=9)]
+    node.run()
+    assert is_whole(store, 5, node.attempt, 2, 8)
+    assert is_whole(store, 5, node.attempt, 2, 9)
+    assert all(slot.persisted == slot.state().generation for slot in slots)
 
 
 def test_what_a_trainer_asks_for_meanwhile_stands(
@@ -232,18 +243,18 @@ def test_what_a_trainer_asks_for_meanwhile_stands(
     """A new keeper is told again what the attempt went on from, while its trainer writes that slot anew."""
     node = nodes((0,), 1)
     [slot] = node.seal(5, persist=False, boundary=8)
-    resumed(store, node, 8)
+    resumed(node, 8)
     look = node.regions.sealed
 
-    def overtaken() -> list[Sealed]:
-        found = look()
+    def overtaken(rank: int | None = None) -> list[Sealed]:
+        found = look(rank)
         newer = slot.begin(node.ranks[0].owners[slot.name])
         assert newer is not None
         slot.request_persist(newer)
         return found
 
     monkeypatch.setattr(node.regions, "sealed", overtaken)
-    node.queue.taken_up(node.attempt, 5, 8)
+    node.queue.resumed(SnapshotId(node.attempt, 8))
     assert slot.asked == slot.state().generation
 
 
@@ -257,26 +268,24 @@ def test_a_keeper_knows_it_by_start_json_alone(
     there = [node for node in (first, second) if node is not None]
     for node in there:
         node.seal(5, persist=False, boundary=8)
-    later = resumed(store, first, 8)
+    resumed(first, 8)
     for node in there:
-        node.queue.know([])
+        node.queue.set_trainers([])
         for rank in node.ranks:
             node.queue.rescue(rank)
         node.run()
-    assert is_whole(store, 5, later, 4)
-    assert files(store, 5, first.attempt) == []
+    assert is_whole(store, 5, first.attempt, 4, 8)
 
 
-def test_another_boundary_of_the_same_step_is_never_relabelled(nodes: MakeNode, store: LocalStore) -> None:
+def test_a_later_boundary_than_an_attempt_resumed_from_is_void(nodes: MakeNode, store: LocalStore) -> None:
     node = nodes((0, 1), 2)
     slots = node.seal(5, boundary=9)
-    later = attempts.claim(store, here())
-    attempts.start(store, later, node.attempt, 5, 2, 8)
-    node.queue.taken_up(node.attempt, 5, 8)
+    resumed(node, 8, 2)
+    node.queue.resumed(SnapshotId(node.attempt, 8))
     node.run()
-    assert node.told == [(5, JobState.VOID)]
+    assert node.told == [(5, JobState.INCOMPLETE)]
     assert [slot.persisted for slot in slots] == [0, 0]
-    assert files(store, 5, later) == files(store, 5, node.attempt) == []
+    assert files(store, 9, node.attempt) == []
 
 
 def test_ranks_with_different_boundaries_of_a_step_make_no_part(nodes: MakeNode) -> None:
@@ -284,10 +293,10 @@ def test_ranks_with_different_boundaries_of_a_step_make_no_part(nodes: MakeNode)
     node.seal(5, 0, boundary=8)
     node.seal(5, 1, boundary=9)
     node.run()
-    assert files(node.store, 5, node.attempt) == []
+    assert files(node.store, 8, node.attempt) == files(node.store, 9, node.attempt) == []
     node.seal(6, boundary=10)
     node.run()
-    assert is_whole(node.store, 6, node.attempt, 2)
+    assert is_whole(node.store, 6, node.attempt, 2, 10)
 
 
 def test_ranks_that_count_a_boundary_as_different_steps_are_named(nodes: MakeNode) -> None:
@@ -296,12 +305,24 @@ def test_ranks_that_count_a_boundary_as_different_steps_are_named(nodes: MakeNod
     node.seal(5, 0, boundary=8)
     node.seal(6, 1, boundary=8)
     node.run()
-    assert sorted(node.told) == [(5, JobState.VOID), (6, JobState.VOID)]
-    assert all("step 5 on rank 0, step 6 on rank 1" in why for why in node.whys)
+    assert [state for _, state in node.told] == [JobState.INCOMPLETE]
+    assert "step 5 on rank 0, step 6 on rank 1" in node.whys[0]
     assert not node.queue.is_pending()
     node.seal(7, boundary=9)
     node.run()
-    assert is_whole(node.store, 7, node.attempt, 2)
+    assert is_whole(node.store, 7, node.attempt, 2, 9)
+
+
+def test_nodes_that_count_a_boundary_as_different_steps_are_told(nodes: MakeNode, store: LocalStore) -> None:
+    first, second = nodes((0,), 2), nodes((1,), 2)
+    first.seal(5, boundary=8)
+    second.seal(6, boundary=8)
+    for node in (first, second):
+        node.run()
+    until_told(first, (5, JobState.INCOMPLETE))
+    assert second.told == [(6, JobState.INCOMPLETE)]
+    assert all("step 5 on rank 0, step 6 on rank 1" in node.whys[-1] for node in (first, second))
+    assert visible_steps(store) == []
 
 
 @pytest.mark.parametrize("later", [(), (6, 7)])
@@ -324,7 +345,7 @@ def test_a_rank_that_seals_while_it_is_looked_for_counts_as_the_others_do(
 
     [job] = node.queue._jobs
     monkeypatch.setattr(node.regions, "sealed", sealed_between_two_looks)
-    node.queue._gather(job)
+    node.queue._refresh()
     monkeypatch.undo()
     assert not job.lacks
     node.run()
@@ -338,59 +359,43 @@ def test_nodes_with_different_boundaries_of_a_step_make_no_step(nodes: MakeNode,
     second.seal(5, boundary=9)
     for node in (first, second):
         node.run()
-    assert not is_committed(store, 5, first.attempt)
-    assert second.told == [(5, JobState.VOID)]
-    until_told(first, (5, JobState.VOID))
-    for node in (first, second):
+        assert node.told == [(5, JobState.PART_WRITTEN)]
         assert not node.queue.is_pending()
+    for node in (first, second):
         node.seal(6, boundary=10)
         node.run()
-    assert is_whole(store, 6, first.attempt, 2)
-
-
-@pytest.mark.parametrize("fault", ["", "manifest.json"])
-def test_another_content_of_one_rank_is_never_taken_for_committed(
-    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    """Also where the keeper that wrote the part died before the manifest."""
-    first = nodes((0, 1), 2)
-    first.seal(5)
-    with monkeypatch.context() as patch:
-        if fault:
-            patch.setattr(store, "create", failing_for(fault, store.create))
-        first.run()
-    other = nodes((0, 1), 2, first.attempt)
-    slots = other.seal(5, 0) + other_content(other, 5, 1)
-    other.run()
-    assert other.told == [(5, JobState.VOID)]
-    assert [slot.persisted for slot in slots] == [0, 0]
-    first.queue.try_again()
-    first.run()
-    assert is_whole(store, 5, first.attempt, 2)
-
-
-def other_content(
-    node: Node, step: int, *ranks: int, persist: bool = True, boundary: int | None = None
-) -> list[Slot]:
-    """Slots of this step's number whose bytes are those of another."""
-    from tests.keeper import fake
-
-    whole = fake.content
-    fake.content = lambda leaf, step: whole(leaf, 99)
-    try:
-        return node.seal(step, *ranks, persist=persist, boundary=boundary)
-    finally:
-        fake.content = whole
+    assert visible_steps(store) == [6]
+    assert is_whole(store, 6, first.attempt, 2, 10)
 
 
 def test_the_same_content_in_other_slots_is_committed_already(nodes: MakeNode, store: LocalStore) -> None:
     first = nodes((0, 1), 2)
     first.seal(5)
     first.run()
-    before = read_step(store, 5, first.attempt)
+    before = read_step(store, name_of(5, first.attempt))
     again = nodes((0, 1), 2, first.attempt)
     slots = again.seal(5)
     again.run()
     assert again.told == [(5, JobState.COMMITTED)]
     assert all(slot.persisted for slot in slots)
-    assert read_step(store, 5, first.attempt) == before
+    assert read_step(store, name_of(5, first.attempt)) == before
+
+
+def test_a_run_to_idle_polls_once_for_other_nodes(nodes: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow store the pause before the next poll of one step is over before the others were polled."""
+    node = nodes((0,), 2)
+    for step in (4, 5, 6):
+        node.seal(step)
+    monkeypatch.setattr("flashckpt.persist.queue.poll_pause_s", lambda polls: 0.0)
+
+    class TooManyPolls(Exception):
+        pass
+
+    def watch() -> None:
+        if len(node.told) > 20:
+            raise TooManyPolls
+
+    node.queue.run_to_idle(watch)
+    assert sorted(node.told) == [(step, JobState.PART_WRITTEN) for step in (4, 5, 6)]
+    node.queue.run_to_idle(watch)
+    assert len(node.told) == 6, "a further run polls again"

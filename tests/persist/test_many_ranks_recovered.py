@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,15 @@ import pytest
 
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import open_run
-from flashckpt.commit.holder import here
-from flashckpt.commit.steps import is_committed
 from flashckpt.format.names import AttemptName
-from flashckpt.memory.runtime import identity_of
+from flashckpt.memory.cache_folder import CacheFolder
+from flashckpt.memory.held_regions import sealed_in
+from flashckpt.memory.region import rank_of
+from flashckpt.memory.runtime import RuntimeFolder, identity_of
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
-from tests.persist.node import Node, files, is_whole
-from tests.recovery.scene import recovered, regions_of, rows
+from tests.persist.node import Node, begun, files, is_committed, is_whole
+from tests.recovery.scene import recovered, regions_of, rows, whole_tree
 
 
 @pytest.fixture
@@ -37,8 +39,7 @@ def died(
 ) -> Node:
     """A node whose processes were all killed: each rank had sealed step 5, all but the last one step 6."""
     if attempt is None:
-        attempt = attempts.claim(store, here())
-        attempts.start(store, attempt, None, 0, world)
+        attempt = begun(store, world)
         attempts.mark_ended(store, attempt, "dead")
     identity = identity_of(open_run(store, create=False).run_id, store.place())
     node = Node(store, base, attempt, ranks, world, identity)
@@ -55,7 +56,7 @@ def test_the_newest_step_that_all_ranks_of_the_node_hold_is_saved(
 ) -> None:
     node = died(store, runtime, tuple(range(world)), world)
     said = recovered(tmp_path / "run", dry_run=True)
-    assert {each.outcome.value for each in said.findings} == {"sound"}
+    assert {(each.step, each.outcome.value) for each in said.findings} == {(5, "sound"), (6, "dropped")}
     assert said.resume is not None
     assert said.resume.step == 5, "not all ranks have step 6"
     assert said.unseen == ()
@@ -63,7 +64,7 @@ def test_the_newest_step_that_all_ranks_of_the_node_hold_is_saved(
     saved = [row for row in rows(report) if row == ("snapshot", "committed", 5)]
     assert len(saved) == world
     shards = [f"shard-{rank:05d}" for rank in range(world)]
-    assert files(store, 5, node.attempt) == ["manifest.json", "part-00000.json", *shards]
+    assert files(store, 5, node.attempt) == ["part-00000.json", *shards, "record"]
     assert is_whole(store, 5, node.attempt, world)
     assert files(store, 6, node.attempt) == [], "not all ranks have it"
     assert not report.failed
@@ -101,3 +102,29 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     again = recovered(run)
     assert ("snapshot", "committed", 5) in rows(again), "these very contents are at rest"
     assert regions_of(first.folder) == []
+
+
+def test_a_step_that_is_partly_in_memory_and_partly_in_the_cache_is_saved(
+    store: LocalStore, tmp_path: Path, runtime: Path
+) -> None:
+    """A keeper died between two copies into the cache, and memory of the copied rank is gone."""
+    node, cache = died(store, runtime, (0, 1), 2), tmp_path / "cache"
+    cache.mkdir()
+    with contextlib.closing(RuntimeFolder.at(node.folder.path)) as memory:
+        with contextlib.closing(CacheFolder.open(str(cache), memory.identity.hex())) as folder:
+            for sealed in sealed_in(memory):
+                if sealed.slot.rank == 1:
+                    folder.copy(sealed, lambda: True).close()
+        for name in (name for name in regions_of(memory) if rank_of(name) == 1):
+            memory.remove(name)
+    files_before = whole_tree(tmp_path, runtime)
+    said = recovered(tmp_path / "run", dry_run=True, cache=str(cache))
+    assert whole_tree(tmp_path, runtime) == files_before
+    assert said.resume is not None
+    assert (said.resume.step, said.resume.tier, said.resume.of_all) == (5, "cache", True)
+    assert said.unseen == ()
+    assert {each.outcome.value for each in said.findings if each.step == 5} == {"sound"}
+    report = recovered(tmp_path / "run", cache=str(cache))
+    assert {each.outcome.value for each in report.findings if each.step == 5} == {"committed"}
+    assert is_whole(store, 5, node.attempt, 2)
+    assert not list(cache.rglob("slot-*"))

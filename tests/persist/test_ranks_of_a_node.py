@@ -8,19 +8,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashckpt.commit import attempts, holder
-from flashckpt.commit.holder import here
-from flashckpt.commit.steps import is_committed, missing_ranks, read_step, steps_of_boundary
-from flashckpt.format.names import AttemptName, alive_path
-from flashckpt.keeper import run_folder
-from flashckpt.keeper.run_folder import RunFolder
-from flashckpt.keeper.trainers import ExitRule, Roster, Trainer
+from flashckpt.commit import attempts
+from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.steps import missing_ranks, read_step
+from flashckpt.format.names import AttemptName, SnapshotId, alive_path
+from flashckpt.keeper import liveness
+from flashckpt.keeper.liveness import ExitRule, RunFolder, TrainerRegistry
 from flashckpt.memory.runtime import LifeLock, TrainerLocks, trainer_lock_name
 from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist import queue
-from flashckpt.persist.job import JobState
+from flashckpt.persist.job import JobState, Trainer
 from flashckpt.store.local import LocalStore
-from tests.persist.node import MakeNode, Node, begun, files, is_whole, until_told
+from tests.persist.node import (
+    MakeNode,
+    Node,
+    begun,
+    files,
+    is_committed,
+    is_whole,
+    name_of,
+    until_told,
+)
 
 
 @pytest.fixture
@@ -37,7 +45,7 @@ def test_a_rank_that_lives_and_has_not_spoken_is_waited_for(alive: Node) -> None
     alive.seal(5, 0)
     alive.run()
     assert files(alive.store, 5, alive.attempt) == [], "a part of rank 0 alone would stand for the node's"
-    alive.queue.know(alive.trainers)
+    alive.queue.set_trainers(alive.trainers)
     alive.seal(5, 1)
     alive.run()
     assert is_whole(alive.store, 5, alive.attempt, 2)
@@ -46,8 +54,8 @@ def test_a_rank_that_lives_and_has_not_spoken_is_waited_for(alive: Node) -> None
 def test_a_rank_that_lives_in_another_attempt_is_not_waited_for(alive: Node) -> None:
     alive.seal(5, 0)
     alive.queue.next()
-    later = attempts.claim(alive.store, here())
-    alive.queue.know([Trainer(lock="later", rank=1, world=1, attempt=later)])
+    later = attempts.claim(alive.store, local_owner())
+    alive.queue.set_trainers([Trainer(lock="later", rank=1, world=1, attempt=later)])
     alive.run()
     assert files(alive.store, 5, alive.attempt) == ["part-00000.json", "shard-00000"]
 
@@ -72,7 +80,7 @@ def test_a_rank_that_seals_while_it_is_looked_for_and_ends_has_sealed_it(
 
     [job] = node.queue._jobs
     monkeypatch.setattr(node.regions, "sealed", sealed_and_ended)
-    node.queue._gather(job)
+    node.queue._refresh()
     monkeypatch.undo()
     assert not job.lacks
     node.run()
@@ -83,9 +91,9 @@ def test_who_waits_is_told_which_rank_has_ended(nodes: MakeNode) -> None:
     node = nodes((0, 1), 2)
     [slot] = node.seal(5, 0)
     node.queue.next()
-    node.queue.know(node.trainers[:1])
+    node.queue.set_trainers(node.trainers[:1])
     node.run()
-    assert node.told == [(5, JobState.VOID)]
+    assert node.told == [(5, JobState.INCOMPLETE)]
     assert node.whys == ["rank 1 of this node ended before a snapshot of it was sealed"]
     assert slot.state().state is SlotState.SEALED
     assert slot.failed[0] == slot.state().generation, "it may be overwritten"
@@ -95,7 +103,7 @@ def test_what_a_dead_rank_had_sealed_and_not_asked_for_is_not_lost(nodes: MakeNo
     node = nodes((0, 1), 2)
     node.seal(5, 0)
     node.seal(5, 1, persist=False)
-    node.queue.know(node.trainers[:1])
+    node.queue.set_trainers(node.trainers[:1])
     node.queue.next()
     node.queue.rescue(1)
     node.run()
@@ -119,7 +127,7 @@ def test_a_commit_that_only_one_rank_was_told_of_is_told_to_the_others(
     assert first.persisted == first.state().generation
 
 
-def void(slots: list[Slot]) -> None:
+def incomplete(slots: list[Slot]) -> None:
     """As trainers do that learn of it."""
     for slot in slots:
         slot.request_persist(0)
@@ -134,11 +142,11 @@ def test_a_void_step_ends_whatever_is_at_rest_of_it(nodes: MakeNode, store: Loca
     assert first.told[-1] == (5, JobState.PART_WRITTEN)
     late = second.seal(5, 2)
     second.queue.next()
-    void(slots)
-    void(late)
+    incomplete(slots)
+    incomplete(late)
     second.queue.next()
     assert late[0].state().state is SlotState.SEALED, "not pinned any more"
-    void(late)
+    incomplete(late)
     for node in (first, second):
         node.seal(6)
         node.run()
@@ -160,7 +168,7 @@ def test_a_part_that_waits_for_ever_takes_no_slot_away(
     first.run()
     until_told(first, (5, JobState.PART_WRITTEN))
     assert slot.failed[0] != slot.state().generation, "the other nodes may be slower"
-    monkeypatch.setattr(queue, "_OTHERS_S", 0.0)
+    monkeypatch.setattr(queue, "_OTHER_NODES_TIMEOUT_S", 0.0)
     while slot.failed[0] != slot.state().generation:
         first.run()
     for step in (6, 7, 8):
@@ -170,6 +178,24 @@ def test_a_part_that_waits_for_ever_takes_no_slot_away(
     second.run()
     until_told(first, (5, JobState.COMMITTED))
     assert is_whole(store, 5, first.attempt, 2)
+
+
+def test_a_part_of_the_attempt_before_waits_no_longer_than_the_next_commit(
+    nodes: MakeNode, store: LocalStore
+) -> None:
+    """The node that has the other part is lost, and its trainer has resumed from memory elsewhere."""
+    node = nodes((0,), 2)
+    [slot] = node.seal(5)
+    until_told(node, (5, JobState.PART_WRITTEN))
+    resumed = begun(store, 1, name_of(5, node.attempt))
+    node.ranks[0].attempt = resumed
+    node.queue.set_trainers([Trainer(lock="0", rank=0, world=1, ranks=(0,), attempt=resumed)])
+    assert slot.free(slot.state())
+    assert node.queue.waiting(for_others=True) == [5]
+    node.seal(6)
+    node.run()
+    assert is_committed(store, 6, resumed)
+    assert node.queue.waiting() == []
 
 
 def test_nothing_older_than_what_is_committed_is_saved_of_the_dead(nodes: MakeNode) -> None:
@@ -204,36 +230,27 @@ def test_what_fewer_ranks_went_on_from_keeps_the_ranks_that_made_it(
 ) -> None:
     node = nodes((0, 1), 2)
     node.seal(5, persist=False, boundary=8)
-    later = attempts.claim(store, here())
-    attempts.start(store, later, node.attempt, 5, 1, 8)
-    node.queue.taken_up(node.attempt, 5, 8)
+    begun(store, 1, name_of(5, node.attempt, 8))
+    node.queue.resumed(SnapshotId(node.attempt, 8))
     node.run()
-    assert is_whole(store, 5, later, 2)
-    assert read_step(store, 5, later).world == 2
+    assert is_whole(store, 5, node.attempt, 2, 8)
+    assert read_step(store, name_of(5, node.attempt, 8)).world == 2
 
 
 def test_whose_part_a_step_waits_for(nodes: MakeNode, store: LocalStore) -> None:
     first, second = nodes((0, 3), 5), nodes((2,), 5)
-    assert missing_ranks(store, 5, first.attempt, 5) == [0, 1, 2, 3, 4]
+    assert missing_ranks(store, SnapshotId(first.attempt, 5), 5) == [0, 1, 2, 3, 4]
     for node in (first, second):
         node.seal(5)
         node.run()
-    assert missing_ranks(store, 5, first.attempt, 5) == [1, 4]
-    assert steps_of_boundary(store, 5, first.attempt, 5) == {0: 5, 2: 5, 3: 5}
-    # The other node counts the same boundary as another step: neither will ever be one.
-    first.seal(7, boundary=9)
-    second.seal(8, boundary=9)
-    for node in (first, second):
-        node.run()
-    assert steps_of_boundary(store, 7, first.attempt, 5) == {0: 7, 2: 8, 3: 7}
-    assert steps_of_boundary(store, 5, first.attempt, 5) == {0: 5, 2: 5, 3: 5}
+    assert missing_ranks(store, SnapshotId(first.attempt, 5), 5) == [1, 4]
 
 
 # The end of an attempt
 
 
 def exit_rule(node: Node) -> ExitRule:
-    return ExitRule(node.store, Roster(TrainerLocks(node.folder)), node.queue, node.regions)
+    return ExitRule(node.store, TrainerRegistry(TrainerLocks(node.folder)), node.queue, node.regions)
 
 
 @pytest.mark.parametrize("died_first", [True, False])
@@ -242,8 +259,8 @@ def test_a_rank_that_died_is_waited_for_whatever_the_others_did(nodes: MakeNode,
     rule, (first, second) = exit_rule(node), node.trainers
     (first if died_first else second).closing = False
     (second if died_first else first).closing = True
-    rule.saw_end(first)
-    rule.saw_end(second)
+    rule.trainer_ended(first)
+    rule.trainer_ended(second)
     assert rule.lingers_s > 0
     assert rule.has_died(node.attempt)
 
@@ -253,7 +270,7 @@ def test_where_all_ranks_have_closed_nobody_is_waited_for(nodes: MakeNode) -> No
     rule = exit_rule(node)
     for trainer in node.trainers:
         trainer.closing = True
-        rule.saw_end(trainer)
+        rule.trainer_ended(trainer)
     assert rule.lingers_s == 0
 
 
@@ -276,7 +293,7 @@ def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(
     assert end() == ""
     assert there.round([], ended, {attempt}).marked == ()
     assert end() == ""
-    monkeypatch.setattr(holder, "STILL_S", 0.0)
+    monkeypatch.setattr(attempts, "STILL_S", 0.0)
     assert there.round([], ended, {attempt}).marked == (attempt,)
     assert end() == "dead"
 
@@ -305,7 +322,7 @@ def test_a_keeper_that_stands_still_in_a_read_takes_no_moving_counter_for_a_stil
     stopped = Stopped(store.url)
     stopped.attempt = attempt = begun(store, 2)
     monkeypatch.setattr(RunFolder, "_stands", lambda *_: True)
-    monkeypatch.setattr(run_folder, "time", SimpleNamespace(monotonic=lambda: stopped.now_s))
+    monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: stopped.now_s))
     here = RunFolder(stopped, "")
     for _ in range(3):
         here.round([], [(attempt, "dead")], {attempt})

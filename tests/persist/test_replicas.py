@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import open_run
-from flashckpt.commit.holder import here
-from flashckpt.commit.steps import StepRecord, is_committed, read_step
+from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.commit.verification import verify
 from flashckpt.errors import DamagedError
 from flashckpt.export.step import export
@@ -24,12 +23,11 @@ from flashckpt.persist.audit import differing
 from flashckpt.persist.job import JobState, SealedSnapshot
 from flashckpt.restore.filling import audit
 from flashckpt.restore.memory_tier import load
-from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.snapshot import Snapshot, StepReading
 from flashckpt.restore.step_image import read_image
-from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
-from tests.persist.node import Node, begun
+from tests.persist.node import Node, begun, is_committed, name_of
 from tests.persist.sharing import SharingRank, bytes_of
 from tests.recovery.scene import recovered
 from tests.restore import node as reading
@@ -82,7 +80,7 @@ def persist(nodes: list[Node], step: int = STEP) -> None:
 
 
 def record_of(nodes: list[Node], step: int = STEP) -> StepRecord:
-    return read_step(nodes[0].store, step, nodes[0].attempt)
+    return read_step(nodes[0].store, name_of(step, nodes[0].attempt))
 
 
 def content(snapshot: Snapshot) -> dict[str, bytes]:
@@ -105,7 +103,7 @@ def test_each_rank_gets_all_of_its_state_back(make_nodes: Make, of: tuple[tuple[
     record, ranks = record_of(nodes), ranks_of(nodes)
     for rank in ranks:
         assert at_rest(record, rank.rank) == rank.live()
-        parts = read_step(record.store, STEP, record.attempt, {rank.rank}, with_writers=True)
+        parts = read_step(record.store, record.name, {rank.rank}, with_writers=True)
         assert at_rest(parts, rank.rank) == rank.live()
     assert verify(nodes[0].store).ok
     # Memory: the slots of a node have all of each of its ranks, however little that rank wrote.
@@ -126,8 +124,8 @@ def test_ranks_of_a_node_read_what_they_hold_alike_once(
     record, ranks = record_of(nodes), ranks_of(nodes)
     files = sum(contents.shard.num_bytes for rank in ranks for _, contents in record.files(rank.rank))
     for local in of:
-        images = [read_image(record, rank, 1, own_alone=True) for rank in local]
-        assert not any(image.is_whole for image in images)
+        images = [read_image(record, rank, 1, shared=True) for rank in local]
+        assert not any(image.places for image in images)
         chunks = reading.Node(len(local))
         found = chunks.read(record.store, [StepReading.of_own(image) for image in images])
         assert [content(each) for each in found] == [ranks[rank].live() for rank in local]
@@ -179,7 +177,7 @@ def test_a_replica_that_diverged_is_named_and_kept_by_rank_from_then_on(make_nod
     outcomes = [node.outcomes[-1] for node in nodes]
     assert [outcome.diverged for outcome in outcomes] == [("model.first.bias",)] * 2
     assert all("rank 3: model.first.bias" in outcome.message for outcome in outcomes)
-    assert [state for step, state in nodes[1].told if step == STEP + 1] == [JobState.VOID]
+    assert [state for step, state in nodes[1].told if step == STEP + 1] == [JobState.INCOMPLETE]
     # One node learns of it before the other: until both know, no step is one.
     for rank in ranks_of(nodes)[:2]:
         rank.capture.keep_by_rank(outcomes[0].diverged)
@@ -259,8 +257,7 @@ def test_an_export_has_every_leaf_once(make_nodes: Make, tmp_path: Path) -> None
 def test_what_a_dead_job_left_in_memory_is_recovered(
     store: LocalStore, tmp_path: Path, runtime: Path
 ) -> None:
-    attempt = attempts.claim(store, here())
-    attempts.start(store, attempt, None, 0, 2)
+    attempt = begun(store, 2)
     attempts.mark_ended(store, attempt, "dead")
     identity = identity_of(open_run(store, create=False).run_id, store.place())
     node = Node(store, runtime, attempt, (0, 1), 2, identity, make=partial(SharingRank, world=2, node=(0, 1)))
@@ -269,7 +266,7 @@ def test_what_a_dead_job_left_in_memory_is_recovered(
     node.close(leaves_memory=True)
     report = recovered(tmp_path / "run")
     assert {each.outcome.value for each in report.findings} == {"committed"}
-    record = read_step(store, STEP, attempt)
+    record = read_step(store, name_of(STEP, attempt))
     assert {rank: at_rest(record, rank) for rank in live} == live
     assert any(record.rank(rank).elsewhere() for rank in live)
 

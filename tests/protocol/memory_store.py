@@ -33,8 +33,7 @@ from flashckpt.store.base import (
     split,
     too_long,
 )
-from flashckpt.store.listing import Found
-from flashckpt.store.objects import ObjectStore
+from flashckpt.store.objects import Found, ObjectStore
 from tests.contracts.flat_store import FlatStore, _digests, _image
 
 PAGE_KEYS = 4
@@ -286,7 +285,7 @@ class FolderStore(FlatStore):
 class MemoryClient:
     """See ObjectClient in flashckpt/store/objects.py. Each page of a listing is a request."""
 
-    refusal, server = "", "memory"
+    is_trainable, refusal, server = True, "", "memory"
 
     def __init__(self, server: Server, root: str) -> None:
         self.url, self._server, self._root = f"memory://{root}", server, root

@@ -20,12 +20,13 @@ start, and after each write.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -35,7 +36,7 @@ from flashckpt.store.base import Store
 from tests.protocol.memory_store import READS, Files, LiveServer, Request, Server, apply, cut_short
 
 OpenStore = Callable[[Server, str], Store]
-MOST_STATES = 3_000_000
+MOST_STATES = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,14 @@ class _Serial:
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Any:
         value = call(*arguments)
-        return mock.Mock(result=lambda: value)
+        return SimpleNamespace(result=lambda: value)
+
+
+def _stopped() -> float:
+    return 1e9
+
+
+def _at_once(_: float) -> None: ...
 
 
 @contextmanager
@@ -95,9 +103,9 @@ def repeatable(seed: int) -> Iterator[None]:
 
     with (
         mock.patch.object(secrets, "token_hex", token_hex),
-        mock.patch.object(time, "time", return_value=1e9),
-        mock.patch.object(time, "monotonic", return_value=1e9),
-        mock.patch.object(time, "sleep", return_value=None),
+        mock.patch.object(time, "time", _stopped),
+        mock.patch.object(time, "monotonic", _stopped),
+        mock.patch.object(time, "sleep", _at_once),
         mock.patch.object(objects, "ThreadPoolExecutor", _Serial),
     ):
         yield
@@ -166,7 +174,61 @@ class Found:
         return f"{self.states} states, {self.schedules:.3g} schedules, {self.runs} runs, {self.seconds:.1f} s"
 
 
-_Key = tuple[frozenset[Any], tuple[Any, ...]]
+_Where = tuple["_Progress | None", ...]
+
+
+class _FileSets:
+    """All files that a state may have, by number, for all passes."""
+
+    def __init__(self) -> None:
+        self.files: list[Files] = []
+        self.keys: list[frozenset[Any]] = []
+        self._numbers: dict[frozenset[Any], int] = {}
+
+    def number(self, files: Files) -> int:
+        key = frozenset(files.items())
+        found = self._numbers.setdefault(key, len(self.files))
+        if found == len(self.files):
+            self.files.append(files)
+            self.keys.append(key)
+        return found
+
+
+class _States:
+    """States by number, in the order in which they were found. A state is a set of files, by its number, and
+    how far each actor is: of those that have ended with the same report one stands for all. `came`: the
+    state before it, and which of its turns leads to it."""
+
+    def __init__(self, sets: _FileSets, files: Files, begun: Sequence[_Progress]) -> None:
+        self.came: list[tuple[int, int] | None] = []
+        self._sets = sets
+        self._numbers: dict[tuple[int, _Where], int] = {}
+        self._states: list[tuple[int, _Where]] = []
+        self._ended: dict[tuple[int, str], _Progress] = {}
+        self.number({}, -1, files, tuple(begun), came=None)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def of(self, number: int) -> tuple[int, _Where]:
+        return self._states[number]
+
+    def number(
+        self, before: Files, before_id: int, files: Files, where: _Where, *, came: tuple[int, int] | None
+    ) -> int:
+        """The number of a state, which follows one with the files `before`."""
+        files_id = before_id if files is before else self._sets.number(files)
+        state = files_id, tuple(self._alike(index, each) for index, each in enumerate(where))
+        found = self._numbers.setdefault(state, len(self._states))
+        if found == len(self._states):
+            self._states.append(state)
+            self.came.append(came)
+        return found
+
+    def _alike(self, index: int, each: _Progress | None) -> _Progress | None:
+        if each is None or each.request is not None:
+            return each
+        return self._ended.setdefault((index, repr(each.report)), each)
 
 
 class Search:
@@ -187,6 +249,7 @@ class Search:
         self._most_deaths = len(actors) if most_deaths is None else most_deaths
         self._runs, self._has_learned = 0, False
         self._judged: dict[Any, str] = {}
+        self._sets = _FileSets()
         self._begun = [self._run(index, None, None) for index in range(len(actors))]
 
     def run(self) -> Found:
@@ -237,30 +300,38 @@ class Search:
     # ---- the search
 
     def _pass(self) -> Found:
-        found = Found()
-        start = dict(self._files), tuple(self._begun)
-        came: dict[_Key, tuple[_Key, str] | None] = {_key(*start): None}
-        following: dict[_Key, list[_Key]] = {}
-        queue = deque([start])
-        while queue:
-            files, where = queue.popleft()
-            key = _key(files, where)
-            found.states += 1
-            assert found.states < MOST_STATES, "too many states: make the scenario smaller"
-            if fault := self._judge(key, files, where):
-                found.fault = f"{fault}\n{_schedule(came, key)}"
+        found, states = Found(), _States(self._sets, self._files, self._begun)
+        following: list[tuple[int, ...]] = []
+        for number in itertools.count():
+            if number == len(states):
+                break
+            files_id, where = states.of(number)
+            files = self._sets.files[files_id]
+            assert number < MOST_STATES, "too many states: make the scenario smaller"
+            if fault := self._judge(files_id, files, where):
+                found.fault = f"{fault}\n{self._schedule(states, number)}"
+                found.states = number + 1
                 return found
-            turns = following[key] = []
-            for turn, after, moved in self._turns(files, where):
-                next_key = _key(after, moved)
-                turns.append(next_key)
-                if next_key not in came:
-                    came[next_key] = key, turn
-                    queue.append((after, moved))
+            turns = tuple(
+                states.number(files, files_id, after, moved, came=(number, turn))
+                for turn, (_, after, moved) in enumerate(self._turns(files, where))
+            )
+            following.append(turns)
             if not turns:
-                found.finals.add((key[0], self._reports(where)))
-        found.schedules = _count(following, _key(*start))
+                found.finals.add((self._sets.keys[files_id], self._reports(where)))
+        found.states, found.schedules = len(states), _count(following)
         return found
+
+    def _schedule(self, states: _States, number: int) -> str:
+        """One line a turn of the way to a state. Of reads of one actor that follow one another the last is
+        shown: numbers count them all."""
+        turns = []
+        while (came := states.came[number]) is not None:
+            number, turn = came
+            files_id, where = states.of(number)
+            name, _, _ = next(itertools.islice(self._turns(self._sets.files[files_id], where), turn, None))
+            turns.append(name)
+        return _shown_turns(turns[::-1])
 
     def _turns(
         self, files: Files, where: tuple[_Progress | None, ...]
@@ -311,10 +382,10 @@ class Search:
             for each in where
         )
 
-    def _judge(self, key: _Key, files: Files, where: tuple[_Progress | None, ...]) -> str:
+    def _judge(self, files_id: int, files: Files, where: tuple[_Progress | None, ...]) -> str:
         reports = self._reports(where)
         is_final = all(reports)
-        place = key[0], reports
+        place = files_id, reports
         if place not in self._judged:
             names = [each.name for each in self._actors]
             ended = {
@@ -334,27 +405,15 @@ def _wrong(invariant: Invariant, world: World) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _key(files: Files, where: tuple[_Progress | None, ...]) -> _Key:
-    # Where an actor has ended, its report is what counts.
-    ends = (each if each is None or each.request is not None else repr(each.report) for each in where)
-    return frozenset(files.items()), tuple(ends)
-
-
 def _shown(answer: Any) -> str:
     data = getattr(answer, "data", None)
     return f"{len(data)} bytes" if data is not None else str(answer)[:160]
 
 
-def _schedule(came: dict[_Key, tuple[_Key, str] | None], key: _Key) -> str:
-    """One line a turn. Of reads of one actor that follow one another the last is shown: numbers count
-    them all."""
-    turns = []
-    while (step := came[key]) is not None:
-        key, turn = step
-        turns.append(turn)
+def _shown_turns(turns: Sequence[str]) -> str:
     lines: list[str] = []
     reads = 0
-    for number, turn in enumerate(reversed(turns), 1):
+    for number, turn in enumerate(turns, 1):
         actor, _, request = turn.partition(": ")
         is_read = request.partition(" ")[0] in READS
         if is_read and reads and lines[-1].split("  ")[1] == actor:
@@ -364,16 +423,16 @@ def _schedule(came: dict[_Key, tuple[_Key, str] | None], key: _Key) -> str:
     return "\n".join(lines)
 
 
-def _count(following: dict[_Key, list[_Key]], start: _Key) -> int:
-    """How many paths lead from the start to an end: states are a graph without circles."""
-    counts: dict[_Key, int] = {}
-    stack = [start]
+def _count(following: Sequence[tuple[int, ...]]) -> int:
+    """How many paths lead from the first state to an end: states are a graph without circles."""
+    counts: dict[int, int] = {}
+    stack = [0]
     while stack:
-        key = stack[-1]
-        open_ones = [each for each in following[key] if each not in counts]
+        state = stack[-1]
+        open_ones = [each for each in following[state] if each not in counts]
         if open_ones:
             stack += open_ones
             continue
         stack.pop()
-        counts[key] = sum(counts[each] for each in following[key]) or 1
-    return counts[start]
+        counts[state] = sum(counts[each] for each in following[state]) or 1
+    return counts[0]

@@ -7,9 +7,10 @@
 changes a parameter for itself, `hold_at`: in that iteration a rank prints "held N" and stands still, to be
 killed, `holds`: of worlds of so many ranks (as text) that iteration and the nodes, null for all, whose ranks
 do so, `holds_once`: not in a run that was resumed, `wait_at`: an iteration that begins with wait(), of which
-it prints "unsafe N" each time that it raises and "safe N", `grace`: the option, `begins_on`: how many ranks
-begin a run, fewer stand still; `log`: what the package logs is told; and `deaths`: of each incarnation of
-the group the rank that dies in it, and at which of the package's crash points.
+it prints "unsafe N" each time that it raises and "safe N", `grace`: the option, `cache`: a folder in which
+each node has its cache, `begins_on`: how many ranks begin a run, fewer stand still; `log`: what the package
+logs is told; and `deaths`: of each incarnation of the group the rank that dies in it, and at which of the
+package's crash points.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ def train(run: str, orders: dict[str, Any]) -> None:
     options = {"every": 1, "persist_every": None} | orders.get("options", {})
     if "grace" in orders:
         options["options"] = flashckpt.Options(grace=orders["grace"])
+    if "cache" in orders:
+        node = os.path.basename(os.environ["FLASHCKPT_RUNTIME"])
+        options["cache"] = os.path.join(orders["cache"], node)
+        os.makedirs(options["cache"], exist_ok=True)
     if "keep_last" in orders:
         options["keep"] = flashckpt.Keep(last=orders["keep_last"])
     save_at = orders.get("save_at", [])

@@ -2,10 +2,11 @@
 
 `python -m tests.ranks.rank tests.ranks.paced RUN ORDERS-JSON`. Prints "resumed N" or "began", "step N HASH"
 after each step, "ended N REASON" and "committed [...]" at the end. Orders, all optional: `steps`; `step_s`,
-by rank; `options` of the loop, `more` of Options; `stop_at`: [rank, step] that calls stop(); `save_at`:
-{rank: steps}, save() in the iteration after; `apart`: they share nothing; `save_outside`: ranks that call it
+by rank; `options` of the loop, `more` of Options; `stop_at`: [rank, step] that calls stop(); `save_at`,
+`wait_at`: {rank: steps}, save() or wait() in the iteration after; `epochs`: as many, and `save_after`: {rank:
+epochs}, save() in the own code of these; `apart`: they share nothing; `save_outside`: ranks that call it
 before the loop; `skips`: {rank: share} of the boundaries that find no slot there; `late`: {rank: step} until
-which it hears of no schedule; `call_patience_s`: of save() outside; `die_at`: [rank, step], in the iteration
+which it hears of no schedule; `call_timeout_s`: of save() outside; `die_at`: [rank, step], in the iteration
 after which it dies.
 """
 
@@ -17,6 +18,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +27,8 @@ from torch import nn
 
 import flashckpt
 from flashckpt.memory.slot import Slot, SlotRing
-from flashckpt.ranks import joint_pace
-from flashckpt.ranks.pacing import SnapshotSlots
+from flashckpt.ranks import joint_coordination
+from flashckpt.ranks.coordination import SnapshotSlots
 from tests.ranks.ddp import state_of
 
 
@@ -43,20 +45,20 @@ def arrange(rank: int, orders: dict[str, Any]) -> None:
 
 
 def deaf_until(checkpointer: flashckpt.Checkpointer, step: int) -> None:
-    own = checkpointer._pacing
-    look = own.look
+    own = checkpointer._coordination
+    poll = own.poll
 
-    def looks(slots: SnapshotSlots) -> None:
+    def polls(slots: SnapshotSlots) -> None:
         if checkpointer.completed >= step:
-            look(slots)
+            poll(slots)
 
-    own.look = looks  # type: ignore[method-assign]
+    own.poll = polls  # type: ignore[method-assign]
 
 
 def train(run: str, orders: dict[str, Any]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     arrange(rank, orders)
-    joint_pace.CALL_PATIENCE_S = orders.get("call_patience_s", joint_pace.CALL_PATIENCE_S)
+    joint_coordination.CALL_TIMEOUT_S = orders.get("call_timeout_s", joint_coordination.CALL_TIMEOUT_S)
     torch.manual_seed(3)
     net = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -71,7 +73,16 @@ def train(run: str, orders: dict[str, Any]) -> None:
     if orders.get("save_outside"):
         outside(checkpointer, rank, orders)
     step_s = orders.get("step_s", [0.02] * world)[rank]
-    for x in checkpointer.batches([torch.tensor([float(each)]) for each in range(orders.get("steps", 200))]):
+    epochs = checkpointer.epochs(orders["epochs"]) if "epochs" in orders else [0]
+
+    def batches() -> Iterator[torch.Tensor]:
+        data = [torch.tensor([float(each)]) for each in range(orders.get("steps", 200))]
+        for epoch in epochs:
+            yield from checkpointer.batches(data)
+            if epoch in orders.get("save_after", {}).get(str(rank), ()):
+                checkpointer.save()
+
+    for x in batches():
         time.sleep(step_s)
         if [rank, checkpointer.completed] == orders.get("stop_at"):
             checkpointer.stop()
@@ -79,6 +90,8 @@ def train(run: str, orders: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if checkpointer.completed in orders.get("save_at", {}).get(str(rank), ()):
             checkpointer.save()
+        if checkpointer.completed in orders.get("wait_at", {}).get(str(rank), ()):
+            wait(checkpointer)
         loss = (net(torch.randn(4, 8)) * x).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -87,14 +100,18 @@ def train(run: str, orders: dict[str, Any]) -> None:
         optimizer.step()
         print(f"step {checkpointer.completed + 1} {state_of(net, optimizer)}", flush=True)
     print(f"ended {checkpointer.completed} {checkpointer.stop_reason}", flush=True)
-    try:
-        checkpointer.wait()
-    except flashckpt.FlashckptError as error:
-        print(f"waited {type(error).__name__} {error}", flush=True)
+    wait(checkpointer)
     if "apart" not in orders:
         dist.barrier()
     checkpointer.close()
     print(f"committed {flashckpt.steps(run)}", flush=True)
+
+
+def wait(checkpointer: flashckpt.Checkpointer) -> None:
+    try:
+        checkpointer.wait()
+    except flashckpt.FlashckptError as error:
+        print(f"waited {type(error).__name__} {error}", flush=True)
 
 
 def outside(checkpointer: flashckpt.Checkpointer, rank: int, orders: dict[str, Any]) -> None:

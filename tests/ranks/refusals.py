@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flashckpt
 from flashckpt.checkpointer import resume
-from flashckpt.memory import room
-from flashckpt.ranks import arrival
+from flashckpt.memory import memory_budget
+from flashckpt.ranks import job
+from tests.folders import data_of
 
 Case = Callable[[Path, int], Any]
 
@@ -51,7 +52,7 @@ def damage(run: Path, rank: int, *steps: int) -> None:
     """Flip the last byte of a rank's shard in these steps."""
     if dist.get_rank() == 0:
         for step in steps:
-            [shard] = run.glob(f"steps/{step:012d}/*/shard-{rank:05d}-*.safetensors")
+            [shard] = data_of(run, step).glob(f"shard-{rank:05d}-*.safetensors")
             data = bytearray(shard.read_bytes())
             data[-1] ^= 1
             shard.write_bytes(data)
@@ -71,8 +72,8 @@ def attached(run: Path, **named: Any) -> None:
 def rank_0_alone(run: Path, rank: int) -> None:
     """As one saves by hand. What all call next is not confused by it."""
     with (
-        mock.patch.object(arrival, "LEAST_PATIENCE_S", 0.5),
-        mock.patch.object(arrival, "SHARE_OF_TIMEOUT", 0.0),
+        mock.patch.object(job, "LEAST_TIMEOUT_S", 0.5),
+        mock.patch.object(job, "SHARE_OF_TIMEOUT", 0.0),
     ):
         if rank == 0:
             attached(run)
@@ -148,7 +149,7 @@ def other_model(run: Path, rank: int) -> None:
 def no_memory(run: Path, rank: int) -> None:
     trained(run, 1)
     available = 1 if rank == 1 else 1 << 40
-    with mock.patch.object(room, "available_bytes", return_value=available), without_memory(run):
+    with mock.patch.object(memory_budget, "available_bytes", return_value=available), without_memory(run):
         attached(run)
 
 
@@ -156,7 +157,7 @@ def not_begun(run: Path, rank: int) -> None:
     """What fails on the leader after its thread has begun leaves none behind."""
     error = flashckpt.KeeperError("nothing can run beside the loop")
     try:
-        with mock.patch.object(resume, "Attendant", side_effect=error if rank == 0 else resume.Attendant):
+        with mock.patch.object(resume, "KeeperLink", side_effect=error if rank == 0 else resume.KeeperLink):
             attached(run)
     finally:
         left = [each.name for each in threading.enumerate() if each.name == "flashckpt-ranks"]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -23,8 +23,7 @@ import flashckpt
 from tests.waiting import until_room, until_slots
 
 SAMPLES = 24
-DATA_PARALLEL = ("fsdp", "fsdp1", "zero")
-WRAPPED = ("module.", "_fsdp_wrapped_module.")
+DATA_PARALLEL = ("fsdp", "zero")
 
 
 def model(layout: str, world: int) -> nn.Module:
@@ -32,8 +31,6 @@ def model(layout: str, world: int) -> nn.Module:
     net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
     if layout == "fsdp":
         fully_shard(net)
-    elif layout == "fsdp1":
-        return FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (world,))
         parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -75,28 +72,12 @@ def states_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dic
     return {name: {} for name, _ in net.named_parameters()} | {n: s for each in all_ for n, s in each.items()}
 
 
-def put_together(net: FullyShardedDataParallel, name: str, mine: dict[str, object]) -> dict[str, object]:
-    """Of a parameter that lies in one dimension on all ranks, and its state."""
-    all_: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_, {key: value.detach().clone() for key, value in mine.items()})
-    flat = net._handle.flat_param
-    shape = dict(zip(flat._fqns, flat._shapes, strict=True))[name]
-    found: dict[str, object] = {}
-    for key in max(all_, key=len):
-        pieces = [each[key] for each in all_ if key in each]
-        found[key] = torch.cat(pieces).reshape(shape) if pieces[0].ndim else pieces[0]
-    return found
-
-
 def hash_of(net: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, int]) -> str:
     """Over every tensor, whole; all ranks call it."""
     digest, states = hashlib.sha256(repr(counters).encode()), states_of(net, optimizer)
     for name, parameter in net.named_parameters():
         held = {"": parameter, **states[name]}
-        if isinstance(net, FullyShardedDataParallel):
-            held = put_together(net, name.removeprefix(WRAPPED[1]), held)
-        for wrapper in WRAPPED:
-            name = name.removeprefix(wrapper)
+        name = name.removeprefix("module.")
         for key in held:
             tensor = whole(held[key])
             assert isinstance(tensor, torch.Tensor)

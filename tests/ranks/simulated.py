@@ -16,14 +16,13 @@ from typing import Any
 from flashckpt.capture.schedule import Every
 from flashckpt.format.layout import Layout
 from flashckpt.format.metadata import Metadata
-from flashckpt.memory.control_page import Record
+from flashckpt.memory.region import Record
 from flashckpt.memory.slot import Sealed, SlotRing, SlotState, Word
-from flashckpt.ranks.board import Board
 from flashckpt.ranks.decisions import Decider
+from flashckpt.ranks.joint_coordination import Followed, Snapshots
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import Announcement, NodeMessage, StopState
-from flashckpt.ranks.schedule import Followed
-from flashckpt.ranks.snapshots import Snapshots
+from flashckpt.ranks.node_state import NodeState
 
 ATTEMPT = 7
 
@@ -33,7 +32,8 @@ class PlayedSlot:
 
     def __init__(self) -> None:
         self.word = Word(SlotState.FREE, 0, 0)
-        self.boundary = self.asked = self.persisted = 0
+        self.boundary = self.asked = self.persisted = self.cached = 0
+        self.home_ended = (0, 0)
         self.failed = (0, 0)
         self.complete = (ATTEMPT, 0)
 
@@ -66,7 +66,7 @@ class PlayedSlot:
     def set_complete(self, attempt_number: int, boundary: int) -> None:
         self.complete = attempt_number, boundary
 
-    def request_persist(self, generation: int) -> None:
+    def request_persist(self, generation: int, *, home: bool = True) -> None:
         self.asked = generation
 
     def request_persist_after(self, asked: int, generation: int) -> bool:
@@ -111,7 +111,7 @@ class Conditions:
 class PlayedRank:
     job: SimulatedJob
     rank: int
-    board: Board
+    node_state: NodeState
     slow: float = 1.0
     hears_from: float = 0.0
     ended_at: int | None = None
@@ -121,16 +121,16 @@ class PlayedRank:
 
     def __post_init__(self) -> None:
         conditions = self.job.conditions
-        self.row = self.board.row_of(self.rank)
+        self.row = self.node_state.row_of(self.rank)
         self.slots: list[Any] = [PlayedSlot() for _ in range(conditions.slots)]
         self.ring = PlayedRing(self.slots)
         self.schedule = Followed(self.row, 0.01, is_automatic=False)
         self.schedule.budget.plain(conditions.iteration_s)
         self.schedule.budget.burdened(conditions.iteration_s + 0.0004, 0.0004, ordered=True)
         self.snapshots = Snapshots(
-            self.board, self.row, ATTEMPT, self.schedule.budget, lambda: self.job.now_s
+            self.node_state, self.row, ATTEMPT, self.schedule.budget, lambda: self.job.now_s
         )
-        self.ordinal = 0
+        self.boundary_index = 0
         self.is_waiting = False
 
     # ---- the training thread
@@ -140,30 +140,32 @@ class PlayedRank:
         job = self.job
         if self.is_dead or self.ended_at is not None:
             return
-        if job.begun[self.ordinal] < len(job.by_rank):
+        if job.begun[self.boundary_index] < len(job.by_rank):
             job.after(0.002, self.boundary)
             return
-        self.ordinal += 1
-        assert self.row.enter(self.ordinal, self.ordinal), "a boundary was passed against a promise"
+        self.boundary_index += 1
+        assert self.row.enter(self.boundary_index, self.boundary_index), (
+            "a boundary was passed against a promise"
+        )
         self.at_boundary()
 
     def at_boundary(self) -> None:
         job, progress = self.job, self.row.progress
         if self.is_dead:
             return
-        self.is_waiting = progress.limit == self.ordinal
-        if self.is_waiting and self.board.confirmed == self.ordinal:
-            self.ended_at = self.ordinal
+        self.is_waiting = progress.limit == self.boundary_index
+        if self.is_waiting and self.node_state.confirmed == self.boundary_index:
+            self.ended_at = self.boundary_index
             job.ended(self)
             return
         if self.is_waiting:
             job.after(0.002, self.at_boundary)
             return
-        if self.schedule.due(self.ordinal, self.ordinal):
+        if self.schedule.due(self.boundary_index, self.boundary_index):
             self.schedule.qualifies()
             self.capture()
-        self.row.settle(self.ordinal)
-        job.begun[self.ordinal] += 1
+        self.row.settle(self.boundary_index)
+        job.begun[self.boundary_index] += 1
         job.after(job.iteration_s() * self.slow, self.boundary)
 
     def capture(self) -> None:
@@ -171,12 +173,12 @@ class PlayedRank:
         writing = any(slot.word.state is SlotState.WRITING for slot in self.slots)
         slot: Any = None if writing or job.chance(job.conditions.misses) else self.ring.take()
         if slot is None:
-            self.missed.add(self.ordinal)
+            self.missed.add(self.boundary_index)
             return
         if slot.word.state is SlotState.SEALED:
             job.overwritten(self, slot.boundary)
-        self.row.begin(self.ordinal)
-        slot.begin(self.ordinal)
+        self.row.begin(self.boundary_index)
+        slot.begin(self.boundary_index)
         job.after(job.conditions.landing_s, lambda: self.landed(slot))
 
     def landed(self, slot: PlayedSlot) -> None:
@@ -186,19 +188,19 @@ class PlayedRank:
 
     # ---- its background thread
 
-    def look(self) -> None:
+    def poll(self) -> None:
         job = self.job
         if self.is_dead:
             return
         if job.now_s >= self.hears_from:
-            self.schedule.follow(self.board.announced.terms)
-            self.snapshots.look(self.slots, len(self.slots))
-            self.ring.void = self.snapshots.void if job.conditions.with_voids else frozenset()
+            self.schedule.follow(self.node_state.announced)
+            self.snapshots.poll(self.slots, len(self.slots))
+            self.ring.incomplete = self.snapshots.incomplete if job.conditions.with_voids else frozenset()
             for slot in self.slots:
                 if slot.asked == slot.word.generation > 0 and job.chance(0.2):
                     slot.persisted = slot.asked
                     job.persisted.setdefault(slot.boundary, set()).add(self.rank)
-        job.after(job.conditions.look_s, self.look)
+        job.after(job.conditions.look_s, self.poll)
 
 
 class SimulatedJob:
@@ -215,11 +217,11 @@ class SimulatedJob:
             tuple(range(node * conditions.ranks, (node + 1) * conditions.ranks))
             for node in range(conditions.nodes)
         ]
-        self.memory = [bytearray(Board.num_bytes(len(ranks))) for ranks in places]
-        self.boards = [Board(memory, ranks) for memory, ranks in zip(self.memory, places, strict=True)]
-        for board in self.boards:
-            board.format()
-        self.leaders = [Leader(board) for board in self.boards]
+        self.memory = [bytearray(NodeState.num_bytes(len(ranks))) for ranks in places]
+        self.boards = [NodeState(memory, ranks) for memory, ranks in zip(self.memory, places, strict=True)]
+        for node_state in self.boards:
+            node_state.format()
+        self.leaders = [Leader(node_state) for node_state in self.boards]
         self.by_rank = [
             PlayedRank(self, rank, self.boards[rank // conditions.ranks])
             for ranks in places
@@ -235,7 +237,7 @@ class SimulatedJob:
         self.begun: Counter[int] = Counter({0: len(self.by_rank)})
         for rank in self.by_rank:
             self.after(self.iteration_s(), rank.boundary)
-            self.after(self.random.random() * conditions.look_s, rank.look)
+            self.after(self.random.random() * conditions.look_s, rank.poll)
         for node in range(conditions.nodes):
             self.after(self.random.random() * conditions.round_s, lambda node=node: self.exchange(node))
 
@@ -261,13 +263,13 @@ class SimulatedJob:
         conditions, leader = self.conditions, self.leaders[node]
         if not self.is_deaf:
             late = len(self.said) > 1 and self.chance(conditions.late)
-            leader.hear(Announcement.unpacked(self.said[-2 if late else -1]))
-            message = leader.say().packed()
+            leader.act_on(Announcement.unpacked(self.said[-2 if late else -1]))
+            message = leader.message().packed()
             if not self.chance(conditions.lost):
                 self.store[node] = message
             if node == 0:
                 self.decide()
-        pause_s = conditions.hurried_s if leader.is_hurried else conditions.round_s
+        pause_s = conditions.hurried_s if leader.is_expedited else conditions.round_s
         self.after(pause_s * self.random.uniform(0.8, 1.2), lambda: self.exchange(node))
 
     def decide(self) -> None:
@@ -278,14 +280,14 @@ class SimulatedJob:
         )
         if found is before:
             return
-        for ordinal in found.complete:
-            if ordinal not in self.complete:
-                self.complete.append(ordinal)
-                assert all(ordinal in rank.taken for rank in self.by_rank), "not all have it"
+        for boundary_index in found.complete:
+            if boundary_index not in self.complete:
+                self.complete.append(boundary_index)
+                assert all(boundary_index in rank.taken for rank in self.by_rank), "not all have it"
         self.check_held()
         stop = found.stop
-        if stop is not None and stop.state is StopState.PROPOSED and stop.ordinal not in self.proposed:
-            self.proposed.append(stop.ordinal)
+        if stop is not None and stop.state is StopState.PROPOSED and stop.boundary_index not in self.proposed:
+            self.proposed.append(stop.boundary_index)
         self.said.append(found.packed())
 
     # ---- what must hold
@@ -302,7 +304,7 @@ class SimulatedJob:
     def ended(self, rank: PlayedRank) -> None:
         ends = {each.ended_at for each in self.by_rank if each.ended_at is not None}
         assert len(ends) == 1, f"ranks end at different boundaries: {ends}"
-        assert all(each.ordinal <= rank.ordinal for each in self.by_rank), (
+        assert all(each.boundary_index <= rank.boundary_index for each in self.by_rank), (
             "a rank has passed the end of another"
         )
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 import flashckpt
-from flashckpt.ranks.aborts import failure_of, group_failure
+from flashckpt.ranks.liveness import failure_of, group_failure
 from tests.ranks.launch import Ended, Launch, Launcher
 from tests.ranks.test_ddp import steps_of
 

@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from flashckpt.errors import RunError
-from flashckpt.ranks import arrival
-from flashckpt.ranks.arrival import arrive_at
+from flashckpt.ranks import job
+from flashckpt.ranks.job import arrive_at
 from tests.ranks.together import HOST, LIMIT_S, on_threads
 
 WORLD = 3
@@ -30,13 +30,13 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Stores:
     return lambda: PrefixStore("default_pg", TCPStore(HOST, served.port, is_master=False) if served else None)
 
 
-def arrived(stores: Stores, *ranks: int, patience_s: float = LIMIT_S) -> list[Exception | None]:
+def arrived(stores: Stores, *ranks: int, timeout_s: float = LIMIT_S) -> list[Exception | None]:
     """What each of these ranks has raised."""
     found: dict[int, Exception | None] = {}
 
     def run(rank: int) -> None:
         try:
-            arrive_at(stores(), 0, rank, WORLD, patience_s)
+            arrive_at(stores(), 0, rank, WORLD, timeout_s)
             found[rank] = None
         except Exception as error:
             found[rank] = error
@@ -53,23 +53,23 @@ def test_all_that_come_go_on(stores: Stores) -> None:
 def test_who_does_not_come_is_named_and_another_call_may_follow(
     stores: Stores, ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(arrival, "WORD_AFTER_S", 0.1)
-    monkeypatch.setattr(arrival, "_WAIT_S", 0.1)
+    monkeypatch.setattr(job, "WORD_AFTER_S", 0.1)
+    monkeypatch.setattr(job, "_ARRIVAL_WAIT_S", 0.1)
     with caplog.at_level(logging.WARNING):
-        found = arrived(stores, *ranks, patience_s=2.0)
+        found = arrived(stores, *ranks, timeout_s=2.0)
     absent = "ranks 1, 2" if ranks == (0,) else "rank 1"
     assert f"{absent} of the default process group did not call it" in caplog.text, "it is said early"
     for error in found:
         assert type(error) is RunError
         assert f"{absent} of the default process group did not call it" in str(error)
-        assert "Every rank calls it" in str(error)
+        assert "Every rank must call it" in str(error)
     # What was left in the store by them is no answer to those that come then.
     assert arrived(stores, 0, 1, 2) == [None] * WORLD
 
 
 def test_rank_0_that_does_not_come_is_named(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrival, "_WAIT_S", 0.1)
-    for error in arrived(stores, 1, 2, patience_s=0.5):
+    monkeypatch.setattr(job, "_ARRIVAL_WAIT_S", 0.1)
+    for error in arrived(stores, 1, 2, timeout_s=0.5):
         assert type(error) is RunError
         assert "rank 0 of the default process group did not call it" in str(error)
 
@@ -77,8 +77,8 @@ def test_rank_0_that_does_not_come_is_named(stores: Stores, monkeypatch: pytest.
 def test_of_a_call_that_others_gave_up_who_comes_later_waits_for_the_next(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrival, "_WAIT_S", 0.1)
-    [error] = arrived(stores, 0, patience_s=0.3)
+    monkeypatch.setattr(job, "_ARRIVAL_WAIT_S", 0.1)
+    [error] = arrived(stores, 0, timeout_s=0.3)
     assert type(error) is RunError
     later = threading.Thread(target=lambda: arrived(stores, 1, 2), daemon=True)
     later.start()

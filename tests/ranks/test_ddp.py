@@ -15,6 +15,7 @@ from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.store import open_store
+from tests.folders import data_of
 from tests.ranks.launch import Ended, Launch, Launcher
 from tests.waiting import until
 
@@ -47,11 +48,11 @@ def assert_went_on(whole: Ended, before: Sequence[str], after: Sequence[str], st
 
 def assert_read_once(ended: Sequence[Ended], run: Path) -> None:
     """Together these ranks, of one node, read the step that they went on from once."""
-    said = re.compile(r"(\d+) bytes of the step were read from storage, and (\d+) came from other ranks")
+    said = re.compile(r"(\d+) bytes of the step were read from storage, and (\d+) used in memory")
     found = [said.search(each.err) for each in ended]
     stored, taken = zip(*(map(int, each.groups()) for each in found if each), strict=True)
-    [folder] = (run / "steps" / f"{SAVED:012d}").iterdir()
-    assert sum(stored) == sum(file.stat().st_size for file in folder.glob("shard-*"))
+    shards = data_of(run, SAVED).glob("shard-*")
+    assert sum(stored) == sum(file.stat().st_size for file in shards)
     assert len(stored) == len(ended)
     assert sum(taken) > 0
 
@@ -101,10 +102,10 @@ def test_a_rank_dies_while_they_read_together_and_a_bit_on_disk_is_flipped(
     alone, dead = start(launcher, run, 2, deaths=[[1, "resume.read"]]).ended()
     assert dead.status is None
     assert alone.status == 1
-    assert "rank 1 of 2: its process has ended in the middle of attach" in alone.err
+    assert "rank 1 of 2: its process has ended during attach" in alone.err
 
     # Both need this file: rank 0 wrote it, with what they hold alike.
-    record = read_step(open_store(run), SAVED, lineage.sources(open_store(run), {})[0].attempt)
+    record = read_step(open_store(run), lineage.next_start(open_store(run)).candidates[0].name)
     path = run / record.shard_path(0)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -183,7 +184,7 @@ def test_what_diverges_in_the_last_step_is_saved_at_the_end_by_rank(
     assert all(f"step {last} is not committed: replicas have diverged" in each.err.lower() for each in ended)
     assert flashckpt.steps(run) == [last + 1]
     store = open_store(str(run))
-    record = read_step(store, last + 1, next(iter(lineage.newest_first(store))).attempt)
+    record = read_step(store, lineage.next_start(store).candidates[0].name)
     names = [{each.leaf.name: each.digest for each in record.leaves(rank)} for rank in range(2)]
     assert names[0]["model.0.bias"] != names[1]["model.0.bias"]
     assert names[0]["model.0.weight"] == names[1]["model.0.weight"]

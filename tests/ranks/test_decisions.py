@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt.ranks.board import Board, Table
-from flashckpt.ranks.decisions import Commits, Decider, Verdicts
+from flashckpt.ranks.decisions import Verdicts
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import NodeMessage
+from flashckpt.ranks.node_state import NodeState, Table
 
 from .simulated import Conditions, SimulatedJob
 
@@ -90,20 +90,13 @@ def test_a_rank_that_learns_late_voids_the_steps_that_it_lacks_and_no_others() -
     assert max(late.taken) in range(max(job.by_rank[0].taken) - 20, max(job.by_rank[0].taken) + 20)
 
 
-def test_what_some_node_could_not_persist_is_told_to_all() -> None:
-    decider = Decider([(0, 1), (2, 3)], None, None, 0.01)
-    far = NodeMessage(number=1, entered_low=7, entered_high=7, judged=7, failed=6)
-    assert decider.round([NodeMessage(number=1, failed=4), None], 0.0).failed == 4
-    assert decider.round([None, far], 1.0).failed == 6
-
-
 def test_the_loss_of_rank_0_stops_no_training() -> None:
     job = SimulatedJob(3)
     job.run(20.0)
     job.is_deaf = True
-    at = job.by_rank[0].ordinal
+    at = job.by_rank[0].boundary_index
     job.run(60.0)
-    assert job.by_rank[0].ordinal > at + 100
+    assert job.by_rank[0].boundary_index > at + 100
     job.check_held()
     job.is_deaf = False
     newest = job.complete[-1]
@@ -131,7 +124,7 @@ def test_a_stop_that_comes_too_soon_for_one_is_void_and_a_later_one_holds() -> N
     job = SimulatedJob(5, Conditions(nodes=3, ranks=1, every=None, iteration_s=0.01))
     job.run(5.0)
     slow = job.leaders[2]
-    hear = slow.hear
+    hear = slow.act_on
     job.by_rank[0].row.ask_stop(15)
 
     def late(announced: object, count: list[int] = []) -> None:  # noqa: B006
@@ -139,7 +132,7 @@ def test_a_stop_that_comes_too_soon_for_one_is_void_and_a_later_one_holds() -> N
         if len(count) > 6:
             hear(announced)  # type: ignore[arg-type]
 
-    slow.hear = late  # type: ignore[method-assign]
+    slow.act_on = late  # type: ignore[method-assign]
     job.run(300.0, lambda: job.all_ended)
     assert job.all_ended
     assert len(job.proposed) > 1
@@ -166,42 +159,26 @@ def test_a_thousand_ranks() -> None:
     assert job.all_ended
 
 
-def test_what_every_node_has_committed_is_known_and_nothing_else() -> None:
-    """Of several that were committed the newest of the slowest node need not be one that the others have."""
-    commits = Commits(2)
-
-    def look(*rows: tuple[int, ...]) -> tuple[int, ...]:
-        commits.look([NodeMessage(committed=row) for row in rows])
-        return commits.everywhere
-
-    assert look((), (10,)) == ()
-    assert look((10, 30), (10, 20)) == (10,)
-    assert look((40,), (20,)) == (10,), "30 and 40 on the one, 20 on the other"
-    # What a node said once it keeps, though newer ones have taken its place in the message.
-    assert look((50,), (30, 40)) == (10, 30, 40)
-    assert look(tuple(range(51, 57)), tuple(range(51, 57))) == tuple(range(51, 57))
-
-
 def test_a_boundary_that_nodes_took_as_other_steps_is_void_and_a_rank_is_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Its parts would never meet, and what it overwrites in the slots is the last one that counts."""
     verdicts = Verdicts([(0, 1), (2, 3)])
     one = NodeMessage(judged=4, sealed=(3, 4), steps=(103, 104))
-    found = verdicts.look([one, NodeMessage(judged=4, sealed=(3, 4), steps=(103, 105))])
-    assert (found.complete, found.void) == ((3,), (4,))
+    found = verdicts.judge([one, NodeMessage(judged=4, sealed=(3, 4), steps=(103, 105))])
+    assert (found.complete, found.incomplete) == ((3,), (4,))
     assert verdicts.missed == (4, 2)
     assert "rank 2 counts step 105 where rank 0 counts step 104" in caplog.text
 
 
 def test_a_boundary_that_ranks_of_a_node_took_as_other_steps_is_missed() -> None:
     """What they divide stays divided."""
-    board = Board(bytearray(Board.num_bytes(2)), (4, 5))
-    board.format()
-    for row, step in zip(board.rows, (103, 104), strict=True):
+    node_state = NodeState(bytearray(NodeState.num_bytes(2)), (4, 5))
+    node_state.format()
+    for row, step in zip(node_state.rows, (103, 104), strict=True):
         row.enter(3, 103)
         row.settle(3)
         row.publish(3, {2: Table(7, step=102), 3: Table(7, step=step)})
-    said = Leader(board).say()
+    said = Leader(node_state).message()
     assert (said.sealed, said.steps, said.missed) == ((2,), (102,), (3, 5))
-    assert board.held_whole == 0
+    assert not node_state.holds_whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import threading
 import time
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from flashckpt.errors import MismatchError, OptionError, OutOfRoomError, RunError
+from flashckpt.errors import MismatchError, OptionError, OutOfSpaceError, RunError
 from flashckpt.options import Environment
 from flashckpt.ranks import job, liveness
+from flashckpt.ranks.agreement import Ranks
 from flashckpt.ranks.job import Job
-from flashckpt.ranks.joint_group import Ranks
 from flashckpt.ranks.liveness import ProcessId
 from tests.ranks.together import each_rank
 from tests.waiting import until
@@ -25,11 +26,11 @@ WORLD = 3
 
 
 def test_who_shares_a_node_is_known_to_its_ranks() -> None:
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         job.meet("odd" if job.rank % 2 else "even")
         return job.node, job.nodes
 
-    found = each_rank(5, deed)
+    found = each_rank(5, operation)
     assert [node for node, _ in found] == [(0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)]
     assert found[0][1] == ((0, 2, 4), (1, 3))
 
@@ -44,7 +45,7 @@ def test_rank_0_which_has_the_store_stays_until_all_have_attached(monkeypatch: p
     monkeypatch.setattr(job, "_PARTING_S", 60.0)
     left: list[int] = []
 
-    def deed(job: Job) -> None:
+    def operation(job: Job) -> None:
         job.agree("the last word", job.rank, sum)
         if job.rank > 0:
             time.sleep(0.1)  # rank 0 would be gone by now
@@ -53,7 +54,7 @@ def test_rank_0_which_has_the_store_stays_until_all_have_attached(monkeypatch: p
         if job.rank == 0:
             left.append(job.rank)
 
-    each_rank(WORLD, deed)
+    each_rank(WORLD, operation)
     assert left[-1] == 0
     assert sorted(left) == [0, 1, 2]
 
@@ -62,7 +63,7 @@ def test_rank_0_which_has_the_store_stays_until_all_have_attached(monkeypatch: p
 def test_where_one_cannot_all_raise_its_error_and_name_it(rank: int) -> None:
     row = ("weight", "3", "4")
 
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         def mine() -> int:
             if job.rank == rank:
                 raise MismatchError("it is of another model", differences=(row,), step=7)
@@ -70,7 +71,7 @@ def test_where_one_cannot_all_raise_its_error_and_name_it(rank: int) -> None:
 
         return job.together("loading", mine)
 
-    for each, error in enumerate(each_rank(WORLD, deed)):
+    for each, error in enumerate(each_rank(WORLD, operation)):
         assert type(error) is MismatchError
         assert str(error).startswith(f"rank {rank} of {WORLD}: it is of another model")
         assert error.rank == rank
@@ -78,17 +79,17 @@ def test_where_one_cannot_all_raise_its_error_and_name_it(rank: int) -> None:
 
 
 def test_what_several_ranks_raise_is_told_of_all_of_them() -> None:
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         def mine() -> None:
             if job.rank == 1:
-                raise OutOfRoomError("no memory", needed=2, available=1)
+                raise OutOfSpaceError("no memory", needed=2, available=1)
             if job.rank == 2:
                 raise ZeroDivisionError("a fault of the program")
 
         return job.together("loading", mine)
 
-    for error in each_rank(WORLD, deed):
-        assert type(error) is OutOfRoomError
+    for error in each_rank(WORLD, operation):
+        assert type(error) is OutOfSpaceError
         assert "rank 1 of 3: no memory" in str(error)
         assert "rank 2 of 3: ZeroDivisionError: a fault of the program" in str(error)
 
@@ -99,7 +100,7 @@ def test_a_failure_is_told_to_all_before_the_slowest_has_said_a_word(monkeypatch
     monkeypatch.setattr(job, "_PARTING_S", 0.1)
     told = threading.Barrier(WORLD)
 
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         def mine() -> None:
             if job.rank == 1:
                 raise MismatchError("it is of another model")
@@ -107,13 +108,13 @@ def test_a_failure_is_told_to_all_before_the_slowest_has_said_a_word(monkeypatch
                 told.wait(30)
 
         try:
-            job.together("loading", mine, patience_s=60.0)
+            job.together("loading", mine, timeout_s=60.0)
         except MismatchError as error:
             if job.rank != 2:
                 told.wait(30)
             return str(error)
 
-    for words in each_rank(WORLD, deed):
+    for words in each_rank(WORLD, operation):
         assert isinstance(words, str), words
         assert words.startswith("rank 1 of 3: it is of another model")
 
@@ -121,29 +122,29 @@ def test_a_failure_is_told_to_all_before_the_slowest_has_said_a_word(monkeypatch
 def test_who_is_taken_for_dead_and_speaks_in_that_moment_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_LONGEST_WAIT_S", 0.05)
 
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         if job.rank == 2:
             job.store.set("0/failed", "")  # what was said in its place it has written over
             time.sleep(0.3)
         return job.agree("a sum", job.rank, sum)
 
-    assert each_rank(WORLD, deed) == [3, 3, 3]
+    assert each_rank(WORLD, operation) == [3, 3, 3]
 
 
 def test_what_is_no_error_of_ours_is_told_by_one_of_ours() -> None:
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         return job.together("loading", lambda: 1 // (job.rank - 1))
 
-    found = each_rank(WORLD, deed)
+    found = each_rank(WORLD, operation)
     assert all(type(error) is RunError and "rank 1 of 3: ZeroDivisionError" in str(error) for error in found)
     assert isinstance(found[1].__cause__, ZeroDivisionError)
 
 
 @pytest.mark.parametrize("rank", range(WORLD))
 def test_who_fails_where_others_already_agree_on_more_keeps_none_of_them(rank: int) -> None:
-    """The others stand in the middle of the deed, and hear the error there."""
+    """The others stand in the middle of the operation, and hear the error there."""
 
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         def mine() -> int:
             if job.rank == rank:
                 raise OptionError("not here")
@@ -151,7 +152,7 @@ def test_who_fails_where_others_already_agree_on_more_keeps_none_of_them(rank: i
 
         return job.together("voting", mine)
 
-    for error in each_rank(WORLD, deed):
+    for error in each_rank(WORLD, operation):
         assert type(error) is OptionError
         assert str(error).startswith(f"rank {rank} of {WORLD}: not here")
 
@@ -169,11 +170,15 @@ def test_a_rank_that_says_nothing_keeps_nobody_for_ever(
     absent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "_PARTING_S", 0.1)
-    found = each_rank(WORLD, lambda job: job.agree("a sum", 1, sum), patience_s=0.3, absent=absent)
-    named = ", ".join(map(str, absent))
-    for error in (error for error in found if error is not None):
+    found = each_rank(WORLD, lambda job: job.agree("a sum", 1, sum), timeout_s=0.3, absent=absent)
+    errors = [error for error in found if error is not None]
+    assert errors
+    for error in errors:
         assert type(error) is RunError
-        assert str(error).startswith(f"rank {named} said nothing for")
+        named = re.match(r"rank ([0-9, ]+) said nothing for", str(error))
+        assert named is not None
+        # On a busy machine a rank that is present may be late, too.
+        assert set(absent) <= set(map(int, named[1].split(",")))
 
 
 def test_rank_0_that_is_gone_is_said() -> None:
@@ -187,12 +192,12 @@ def test_rank_0_that_is_gone_is_said() -> None:
 
 
 def test_a_fault_in_what_rank_0_decides_is_told_to_all_at_once() -> None:
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         return job.together("loading", lambda: job.agree("a sum", "word", sum))
 
-    for error in each_rank(WORLD, deed, patience_s=30.0):
+    for error in each_rank(WORLD, operation, timeout_s=30.0):
         assert type(error) is RunError
-        assert "could not be judged (a sum: TypeError" in str(error)
+        assert "The decision for all ranks failed (a sum: TypeError" in str(error)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -200,7 +205,7 @@ def test_a_fault_in_what_rank_0_decides_is_told_to_all_at_once() -> None:
 def test_an_interrupted_rank_is_waited_for_by_nobody(rank: int, inside: bool) -> None:
     """Before it has said a word in a round, or in the middle of what the others agree on."""
 
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         group = Ranks(Environment(rank=job.rank, world=WORLD), job)
 
         def mine() -> None:
@@ -216,7 +221,7 @@ def test_an_interrupted_rank_is_waited_for_by_nobody(rank: int, inside: bool) ->
             group.close()
             return "interrupted"
 
-    found = each_rank(WORLD, deed)
+    found = each_rank(WORLD, operation)
     assert found.pop(rank) == "interrupted"
     for error in found:
         assert type(error) is RunError
@@ -234,7 +239,7 @@ def test_a_rank_that_was_killed_is_named_by_the_others_of_its_node(
     monkeypatch.setattr(job, "_PARTING_S", 0.1)
     child = subprocess.Popen(["sleep", "600"])
 
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         own = ProcessId.of(child.pid if job.rank == dead else os.getpid())
         job.meet("first" if job.rank == 0 else "second", own)
 
@@ -254,13 +259,13 @@ def test_a_rank_that_was_killed_is_named_by_the_others_of_its_node(
         return None
 
     try:
-        found = each_rank(3, deed)
+        found = each_rank(3, operation)
     finally:
         child.kill()
         child.wait()
     for error in found[:dead] + found[dead + 1 :]:
         assert type(error) is RunError
-        assert f"rank {dead} of 3: its process has ended in the middle of attach" in str(error)
+        assert f"rank {dead} of 3: its process has ended during attach" in str(error)
 
 
 def test_a_node_that_nothing_is_heard_of_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,28 +275,28 @@ def test_a_node_that_nothing_is_heard_of_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(liveness, "SILENT_S", 1.0)
     monkeypatch.setattr(liveness, "BEAT_S", 0.02)
 
-    def deed(job: Job) -> Any:
+    def operation(job: Job) -> Any:
         job.meet("first" if job.rank in (0, 3) else "second")
         if job.rank in (1, 2):
             return job.end()
         return job.agree("a sum", 1, sum)
 
-    found = each_rank(4, deed)
+    found = each_rank(4, operation)
     for error in (found[0], found[3]):
         assert type(error) is RunError
-        assert "rank 1 of 4: nothing was heard of its node" in str(error)
-        assert "rank 2 of 4: nothing was heard" in str(error)
+        assert "rank 1 of 4: its node has been silent" in str(error)
+        assert "rank 2 of 4: its node has been silent" in str(error)
 
 
 def test_who_was_stopped_itself_does_not_take_others_for_silent() -> None:
     now_s = 0.0
     silence = liveness.Silence(2, lambda: now_s)
-    assert silence.look([b"1", b"1"]) == []
+    assert silence.update([b"1", b"1"]) == []
     now_s = 10_000.0
-    assert silence.look([b"1", b"1"]) == [], "none of them could be heard meanwhile"
+    assert silence.update([b"1", b"1"]) == [], "none of them could be heard meanwhile"
     for look in range(20):
         now_s += 4.0
-        found = silence.look([b"1", str(look).encode()])
+        found = silence.update([b"1", str(look).encode()])
     assert found == [0]
 
 

@@ -13,18 +13,18 @@ from typing import Any, cast
 
 import pytest
 
-from flashckpt.checkpointer.attendant import Advance
 from flashckpt.errors import BoundaryError
+from flashckpt.keeper.client import KeeperWait, WaitTimeouts
 from flashckpt.keeper.protocol import Status
 from flashckpt.options import Options
-from flashckpt.ranks import joint_pace
-from flashckpt.ranks.board import Board
+from flashckpt.ranks import joint_coordination
+from flashckpt.ranks.coordination import SnapshotPolicy
 from flashckpt.ranks.decisions import Decider
-from flashckpt.ranks.joint_pace import JointPace
+from flashckpt.ranks.joint_coordination import JointCoordination
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.liveness import SILENT_S, ProcessId
 from flashckpt.ranks.messages import NONE, Announcement, Gone, NodeMessage
-from flashckpt.ranks.pacing import Cadence
+from flashckpt.ranks.node_state import NodeState
 
 pytestmark = pytest.mark.process
 NODE = (4, 5)
@@ -34,15 +34,15 @@ class Node:
     """The board of two ranks: a process of its own leads, and this one is the other."""
 
     def __init__(self) -> None:
-        self.memory = bytearray(Board.num_bytes(len(NODE)))
-        self.board = Board(self.memory, NODE)
-        self.board.format()
+        self.memory = bytearray(NodeState.num_bytes(len(NODE)))
+        self.node_state = NodeState(self.memory, NODE)
+        self.node_state.format()
         self.leader = subprocess.Popen(["sleep", "600"])
-        self.board.rows[0].live(ProcessId.of(self.leader.pid))
-        cadence = Cadence(every=1, persist_every=None, options=Options(grace="1s"))
+        self.node_state.rows[0].live(ProcessId.of(self.leader.pid))
+        snapshot_policy = SnapshotPolicy(every=1, persist_every=None, options=Options(grace="1s"))
         attempt = SimpleNamespace(number=1)
-        place = SimpleNamespace(rank=5, world=8, node=NODE, attempt=attempt, cadence=cadence)
-        self.pace = JointPace(cast(Any, self.memory), cast(Any, place), None)
+        place = SimpleNamespace(rank=5, world=8, node=NODE, attempt=attempt, snapshot_policy=snapshot_policy)
+        self.pace = JointCoordination(cast(Any, self.memory), cast(Any, place), None)
 
     def kill_leader(self) -> None:
         self.leader.kill()
@@ -70,7 +70,7 @@ def test_save_waits_for_ranks_that_are_busy_for_longer_than_the_grace_period(nod
     thread.start()
     time.sleep(1.5)  # the grace period is over
     assert not found
-    node.board.announce(Announcement(number=1, agreed=5))
+    node.node_state.announce(Announcement(number=1, agreed=5))
     thread.join(60)
     assert found == ["saved"]
 
@@ -79,42 +79,61 @@ def test_what_a_rank_that_is_gone_would_decide_is_not_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pace = node.pace
-    assert (pace.lost, pace.awaits_others, pace.failed) == ("", True, 0)
-    monkeypatch.setattr(joint_pace, "_LAST_WORD_S", 0.1)
-    node.board.announce(Announcement(number=1, gone=Gone(ended=7)))
+    assert (pace.lost, pace.awaits_others) == ("", True)
+    monkeypatch.setattr(joint_coordination, "_LAST_WORD_S", 0.1)
+    node.node_state.announce(Announcement(number=1, gone=Gone(ended=7)))
     assert not pace.outcome(5, math.inf).is_known, "it has let its run go before this boundary"
     assert (pace.lost, pace.awaits_others) == ("", True), "its parts are on their way"
     with pytest.raises(BoundaryError, match="not by rank 7"):
         pace.save_outside(5, math.inf)
-    node.board.announce(Announcement(number=2, decided=5, complete=(5,), failed=4, gone=Gone(ended=7)))
-    assert pace.failed == 4
+    node.node_state.announce(Announcement(number=2, decided=5, complete=(5,), gone=Gone(ended=7)))
     assert pace.outcome(5, math.inf) == (True, 5), "what it knew was decided before"
-    node.board.announce(Announcement(number=3, decided=5, complete=(5,), gone=Gone(died=3)))
+    node.node_state.announce(Announcement(number=3, decided=5, complete=(5,), gone=Gone(died=3)))
     assert (pace.lost, pace.awaits_others) == ("rank 3", False)
     assert not pace.outcome(6, math.inf).is_known
     with pytest.raises(BoundaryError, match="not by rank 3"):
         pace.save_outside(6, math.inf)
     # A node that was silent is heard of again.
-    node.board.announce(Announcement(number=4, decided=5, complete=(5,)))
+    node.node_state.announce(Announcement(number=4, decided=5, complete=(5,)))
     assert pace.awaits_others
     node.kill_leader()
     assert (pace.lost, pace.awaits_others) == ("rank 4", False), "nobody is left who would announce it"
     assert not pace.outcome(6, math.inf).is_known
-    node.board.rows[0].end()
+    node.node_state.rows[0].end()
     assert pace.awaits_others
     assert not pace.outcome(6, math.inf).is_known, "in order, and it hears nothing for its node either"
 
 
+def test_a_save_without_an_answer_is_an_error_once_its_boundary_is_decided(node: Node) -> None:
+    pace, row = node.pace, node.node_state.row_of(5)
+    row.enter(4, 4)
+    pace.request_save(5)
+    assert pace.unanswered_save() is None, "its boundary is to come"
+    row.enter(5, 5)
+    node.node_state.announce(Announcement(number=1, decided=5, complete=(4,), missed=(5, 3)))
+    assert pace.unanswered_save() is None, "wait() waits for the snapshot of this boundary"
+    row.settle(5)
+    assert "rank 3 has none of its boundary" in str(pace.unanswered_save())
+    row.enter(6, 6)
+    row.settle(6)
+    node.node_state.announce(Announcement(number=2, decided=6, complete=(4, 6)))
+    assert pace.unanswered_save() is None, "a later one answers it"
+    pace.request_save(7)
+    row.enter(7, 7)
+    row.settle(7)
+    assert pace.unanswered_save() is None, "it is not decided"
+
+
 def test_a_leader_says_which_of_its_ranks_has_died(node: Node) -> None:
     """One that has let its run go may end as it likes."""
-    first, second = node.board.rows
-    assert Leader(node.board).say().gone == Gone()
+    first, second = node.node_state.rows
+    assert Leader(node.node_state).message().gone == Gone()
     node.kill_leader()
-    assert Leader(node.board).say().gone == Gone(died=4)
+    assert Leader(node.node_state).message().gone == Gone(died=4)
     first.end()
-    assert Leader(node.board).say().gone == Gone(ended=4)
+    assert Leader(node.node_state).message().gone == Gone(ended=4)
     second.live(ProcessId(os.getpid(), 1, ProcessId.of(os.getpid()).namespace))
-    assert Leader(node.board).say().gone == Gone(died=5, ended=4), "its pid is another's now"
+    assert Leader(node.node_state).message().gone == Gone(died=5, ended=4), "its pid is another's now"
 
 
 def test_rank_0_names_the_dead_and_a_node_that_says_nothing_any_more() -> None:
@@ -144,6 +163,7 @@ def test_rank_0_names_the_dead_and_a_node_that_says_nothing_any_more() -> None:
 
 def test_parts_of_ranks_that_died_meanwhile_are_given_no_minutes() -> None:
     waits = Status(waiting=(5,), for_others=(5,))
-    advance = Advance(waits, 5)
-    assert advance.has_come(waits)
-    assert not advance.has_come(waits, awaits_others=False)
+    now = iter((0.0, 2.0, 2.0))
+    wait = KeeperWait(waits, WaitTimeouts.same(1.0, others_s=600.0), step=5, clock=lambda: next(now))
+    assert not wait.has_stalled(waits)
+    assert wait.has_stalled(waits, awaits_others=False)

@@ -9,26 +9,24 @@ import pytest
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError
-from flashckpt.ranks.board import Board
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import (
     MOST_BYTES,
     MOST_OPEN,
     NONE,
+    AnnouncedSchedule,
     Announcement,
     Answer,
-    Call,
     NodeMessage,
     Refused,
-    Save,
     Stop,
     StopState,
-    Terms,
 )
+from flashckpt.ranks.node_state import NodeState
 
 SAID = NodeMessage(
     number=9,
-    heard=8,
+    acknowledged=8,
     entered_low=70,
     entered_high=71,
     judged=69,
@@ -36,8 +34,9 @@ SAID = NodeMessage(
     missed=(60, 3),
     stop_asked=(15, 2),
     promise=(2, Answer.PROMISED),
-    saves_since=5,
-    withdrawn=(71, 1),
+    outside=(72, 1),
+    not_outside=(71, 0),
+    withdrawn=71,
     offset=-4,
     plain_ns=10**9,
     cost_ns=5,
@@ -47,20 +46,20 @@ SAID = NodeMessage(
     is_ended=True,
     sealed=tuple(range(40, 40 + MOST_OPEN)),
     steps=tuple(range(10**12, 10**12 + MOST_OPEN)),
-    saves=(Save(70, Call.INSIDE, 0, NONE, True), Save(71, Call.OUTSIDE, 1, 0, False)),
+    requests=(70, 71),
 )
 TOLD = Announcement(
     number=12,
     decided=69,
     complete=tuple(range(40, 40 + MOST_OPEN)),
     persist=(41, 50),
-    terms=(Terms(1, 10, 5), Terms(2, 80, 10, 90, 30)),
+    schedules=(AnnouncedSchedule(1, 10, 5), AnnouncedSchedule(2, 80, 10, 90, 30)),
     stop=Stop(2, 75, StopState.PROPOSED, 2, 15),
-    refused=(Refused(66, 1, NONE),),
+    refused=Refused(66, 1, NONE),
+    save_at=80,
     agreed=67,
     missed=(68, 3),
     is_ended=True,
-    failed=61,
 )
 
 
@@ -94,40 +93,42 @@ def test_what_is_damaged_or_cannot_be_is_refused(kind: type[NodeMessage] | type[
 
 
 def test_what_is_late_or_comes_twice_changes_nothing() -> None:
-    board = Board(bytearray(Board.num_bytes(2)), (4, 5))
-    board.format()
-    leader = Leader(board)
-    leader.hear(TOLD)
-    assert leader.say().promise == (2, Answer.PROMISED)
-    before = Announcement(number=11, stop=Stop(2, 75, StopState.VOID, 2, 15))
-    back = Announcement(number=13, decided=69, complete=(40,), terms=TOLD.terms, stop=TOLD.stop, agreed=67)
+    node_state = NodeState(bytearray(NodeState.num_bytes(2)), (4, 5))
+    node_state.format()
+    leader = Leader(node_state)
+    leader.act_on(TOLD)
+    assert leader.message().promise == (2, Answer.PROMISED)
+    before = Announcement(number=11, stop=Stop(2, 75, StopState.INCOMPLETE, 2, 15))
+    back = Announcement(
+        number=13, decided=69, complete=(40,), schedules=TOLD.schedules, stop=TOLD.stop, agreed=67
+    )
     for other in (TOLD, before, back):
-        leader.hear(other)
-        assert board.announced == TOLD
-    assert [row.progress.limit for row in board.rows] == [75, 75]
+        leader.act_on(other)
+        assert node_state.announced == TOLD
+    assert [row.progress.limit for row in node_state.rows] == [75, 75]
     assert not SAID.follows(SAID)
 
 
 def test_a_stop_is_promised_for_all_ranks_of_a_node_or_refused() -> None:
-    board = Board(bytearray(Board.num_bytes(2)), (4, 5))
-    board.format()
-    leader = Leader(board)
-    first, second = board.rows
-    for ordinal in range(1, 6):
-        assert first.enter(ordinal, ordinal + 100)
-    leader.hear(Announcement(number=1, stop=Stop(1, 5, StopState.PROPOSED, 0, 15)))
-    assert leader.say().promise == (1, Answer.REFUSED), "one rank is at it"
-    leader.hear(Announcement(number=2, stop=Stop(1, 5, StopState.VOID, 0, 15)))
-    assert all(row.progress.limit == NONE for row in board.rows)
-    leader.hear(Announcement(number=3, stop=Stop(2, 8, StopState.PROPOSED, 0, 15)))
-    assert leader.say().promise == (2, Answer.PROMISED)
+    node_state = NodeState(bytearray(NodeState.num_bytes(2)), (4, 5))
+    node_state.format()
+    leader = Leader(node_state)
+    first, second = node_state.rows
+    for boundary_index in range(1, 6):
+        assert first.enter(boundary_index, boundary_index + 100)
+    leader.act_on(Announcement(number=1, stop=Stop(1, 5, StopState.PROPOSED, 0, 15)))
+    assert leader.message().promise == (1, Answer.REFUSED), "one rank is at it"
+    leader.act_on(Announcement(number=2, stop=Stop(1, 5, StopState.INCOMPLETE, 0, 15)))
+    assert all(row.progress.limit == NONE for row in node_state.rows)
+    leader.act_on(Announcement(number=3, stop=Stop(2, 8, StopState.PROPOSED, 0, 15)))
+    assert leader.message().promise == (2, Answer.PROMISED)
     # That it was void is heard with the next one.
-    leader.hear(Announcement(number=4, stop=Stop(3, 11, StopState.PROPOSED, 0, 15)))
-    for ordinal in range(6, 12):
-        assert first.enter(ordinal, ordinal + 100)
+    leader.act_on(Announcement(number=4, stop=Stop(3, 11, StopState.PROPOSED, 0, 15)))
+    for boundary_index in range(6, 12):
+        assert first.enter(boundary_index, boundary_index + 100)
     assert not first.enter(12, 112)
-    assert board.confirmed == 0
-    leader.hear(Announcement(number=5, stop=Stop(3, 11, StopState.CONFIRMED, 0, 15)))
-    assert board.confirmed == 11
-    assert leader.say().offset == 100
+    assert node_state.confirmed == 0
+    leader.act_on(Announcement(number=5, stop=Stop(3, 11, StopState.CONFIRMED, 0, 15)))
+    assert node_state.confirmed == 11
+    assert leader.message().offset == 100
     assert second.progress == (0, 11)

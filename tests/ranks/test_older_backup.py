@@ -35,8 +35,8 @@ def test_the_next_attempt_is_newer_than_those_in_any_nodes_memory(launcher: Laun
             launcher.kill_keepers(node, remove_regions=number == 0)
         if number == 0:
             shutil.copytree(run, backup)
-    shutil.rmtree(run / "steps")
-    shutil.rmtree(run / "attempts")
+    for each in ("data", "commits", "attempts"):
+        shutil.rmtree(run / each)
     shutil.copytree(backup, run, dirs_exist_ok=True)
     launcher.kill_keepers(0, remove_regions=True)
     # Attempts 2 and 3 are in the memory of rank 1's node alone.

@@ -38,7 +38,7 @@ EXPECTED = {
     "not_begun": ("KeeperError", "rank 0 of 2: ", "nothing can run beside the loop"),
     "no_runtime": ("KeeperError", "rank 1 of 2: ", "/proc/nowhere"),
     "damaged_everywhere": ("UnusableRunError", "rank 0 of 2", "rank 1 of 2"),
-    "no_memory": ("OutOfRoomError", "rank 1 of 2: ", "bytes of host memory"),
+    "no_memory": ("OutOfSpaceError", "rank 1 of 2: ", "bytes of host memory"),
 }
 
 

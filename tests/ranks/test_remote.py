@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import flashckpt
-from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.store import open_store
+from tests.commit.runs import newest_of
 from tests.ranks.launch import Launch, Launcher
 from tests.ranks.test_ddp import PROGRAM, steps_of
 from tests.waiting import until
@@ -35,7 +35,8 @@ def test_a_damaged_step_and_a_new_node(launcher: Launcher, tmp_path: Path) -> No
     before = [steps_of(killed.said(rank)) for rank in range(2)]
     launcher.kill_keepers(remove_regions=True)
     # Both ranks need this file.
-    record = read_step(open_store(run), SAVED, lineage.visible(open_store(run))[-1].attempt)
+    name = newest_of(open_store(run), SAVED)
+    record = read_step(open_store(run), name)
     path = run / record.shard_path(0)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 
 from flashckpt.errors import StateError
-from flashckpt.ranks import replicas
+from flashckpt.ranks.agreement import Tables, check_replicas
 from flashckpt.ranks.job import Job
-from flashckpt.ranks.replicas import Tables
 from tests.ranks.together import each_rank
 
 SAME = {"model.weight": "float32 [4, 4]", "model.bias": "float32 [4]"}
 
 
 def checked(tables: list[Tables]) -> list[Any]:
-    def deed(job: Job) -> None:
-        replicas.check(job, tables[job.rank])
+    def operation(job: Job) -> None:
+        check_replicas(job, tables[job.rank])
 
-    return each_rank(len(tables), deed)
+    return each_rank(len(tables), operation)
 
 
 def test_replicas_that_are_alike_pass_whatever_else_ranks_hold() -> None:

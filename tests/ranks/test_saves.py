@@ -1,19 +1,19 @@
-"""save() on several ranks: what they have all called alike is persisted, however their calls come in."""
+"""save() on several ranks: in an iteration one call is for all ranks; outside of one all ranks must call."""
 
 from __future__ import annotations
 
 import pytest
 
-from flashckpt.ranks.board import RankRow, Table
 from flashckpt.ranks.decisions import Decider
 from flashckpt.ranks.leader import Leader
-from flashckpt.ranks.messages import Announcement, Call
+from flashckpt.ranks.messages import Announcement, Refused
+from flashckpt.ranks.node_state import RankRow, Table
 
-from .test_board import board_of
+from .test_node_state import board_of
 
 
 class Job:
-    """Ranks in one process, of which the boards and what rank 0 decides are real."""
+    """Ranks in one process. The words that they share and the decisions of rank 0 are real."""
 
     def __init__(self, *nodes: tuple[int, ...]) -> None:
         self.boards = [board_of(*ranks) for ranks in nodes]
@@ -23,67 +23,127 @@ class Job:
 
     @property
     def rows(self) -> list[RankRow]:
-        return [row for board in self.boards for row in board.rows]
+        return [row for node_state in self.boards for row in node_state.rows]
 
     def round(self) -> Announcement:
         self._now_s += 0.5
-        return self._decider.round([each.say() for each in self.leaders], self._now_s)
+        for board, leader in zip(self.boards, self.leaders, strict=True):
+            leader.act_on(self._decider.announced)
+            for row in board.rows:
+                row.acknowledge(board.announced.number)
+        return self._decider.round([each.message() for each in self.leaders], self._now_s)
+
+    def train(self, until: int, *, sealed: dict[int, tuple[int, ...]]) -> None:
+        """All ranks pass boundaries up to this one; `sealed`: the ranks that have sealed a boundary."""
+        for row in self.rows:
+            row.enter(until, until)
+            row.settle(until)
+            row.publish(until, {at: Table() for at, ranks in sealed.items() if row.rank in ranks})
 
 
 NODES = pytest.mark.parametrize("nodes", [((0, 1),), ((0,), (1,))], ids=["one-node", "two-nodes"])
+Nodes = tuple[tuple[int, ...], ...]
 
 
 @NODES
-def test_a_save_that_was_put_off_may_be_waited_for_before_its_boundary(
-    nodes: tuple[tuple[int, ...], ...],
-) -> None:
-    """save() in the code after an epoch's batches is for the epoch's end; then wait() takes it at once."""
+def test_a_call_on_all_ranks_is_answered_by_its_own_boundary(nodes: Nodes) -> None:
     job = Job(*nodes)
     for row in job.rows:
-        row.call_save(5, Call.INSIDE)
-    assert job.round().agreed == 0
-    job.rows[0].call_save(5, Call.OUTSIDE)
+        row.request_save(5)
+    assert job.round().save_at == 0, "its boundary is to come"
+    job.train(5, sealed={5: (0, 1)})
+    found = job.round()
+    assert (found.complete, found.persist, found.save_at) == ((5,), (5,), 0)
+    job.train(9, sealed={5: (0, 1), 9: (0, 1)})
+    found = job.round()
+    assert (found.complete, found.persist, found.save_at) == ((5, 9), (5,), 0), "it is answered once"
+
+
+@NODES
+@pytest.mark.parametrize("caller", [0, 1])
+def test_a_call_on_one_rank_is_announced_for_all(nodes: Nodes, caller: int) -> None:
+    job = Job(*nodes)
+    job.train(4, sealed={})
+    job.round()
+    job.rows[caller].request_save(5)
+    job.train(5, sealed={5: (caller,)})
+    found = job.round()
+    assert (found.complete, found.missed) == ((), (5, 1 - caller))
+    at = found.save_at
+    assert at > 5
+    job.train(at, sealed={at: (0, 1)})
+    found = job.round()
+    assert (found.complete, found.persist, found.save_at) == ((at,), (at,), at)
+
+
+@NODES
+def test_an_announced_boundary_that_a_rank_misses_is_followed_by_one_further_ahead(nodes: Nodes) -> None:
+    job = Job(*nodes)
+    for boundary_index in range(1, 5):
+        job.train(boundary_index, sealed={})
+        job.round()
+    job.rows[0].request_save(5)
+    job.train(5, sealed={5: (0,)})
+    leads, at = list[int](), job.round().save_at
+    for _ in range(3):
+        job.train(at, sealed={at: (0,)})
+        after = job.round().save_at
+        leads.append(after - at)
+        at = after
+    assert leads == sorted(leads)
+    assert leads[0] < leads[-1]
+    job.train(at + 7, sealed={at + 7: (0, 1)})
+    assert job.round().persist == (at + 7,), "any later one that all have answers it"
+
+
+@NODES
+def test_outside_of_an_iteration_all_ranks_must_call(nodes: Nodes) -> None:
+    job = Job(*nodes)
+    job.rows[0].save_outside(5)
     waits = job.round()
-    assert (waits.agreed, waits.refused) == (0, ()), "the other one may come yet"
-    job.rows[1].call_save(5, Call.OUTSIDE)
+    assert (waits.agreed, waits.refused) == (0, Refused()), "the other one may come yet"
+    job.rows[1].save_outside(5)
     assert job.round().agreed == 5
+    job.train(5, sealed={5: (0, 1)})
+    assert job.round().persist == (5,)
 
 
 @NODES
-def test_who_has_passed_the_boundary_does_not_come_any_more(nodes: tuple[tuple[int, ...], ...]) -> None:
+def test_a_rank_that_passes_the_boundary_refuses_it(nodes: Nodes) -> None:
     job = Job(*nodes)
-    for row in job.rows:
-        row.call_save(5, Call.INSIDE)
-    job.rows[0].call_save(5, Call.OUTSIDE)
-    assert job.round().refused == ()
+    job.rows[0].save_outside(5)
+    assert job.round().refused == Refused()
     job.rows[1].enter(5, 5)
-    [refused] = job.round().refused
-    assert refused == (5, 0, 1)
-    assert job.round().agreed == 0
+    found = job.round()
+    assert (found.refused, found.agreed) == (Refused(5, 0, 1), 0)
+    job.rows[1].save_outside(6)
+    job.rows[0].save_outside(6)
+    assert job.round().agreed == 6, "a later call counts again"
 
 
-def test_of_two_calls_for_a_boundary_the_later_one_holds_wherever_it_stands() -> None:
-    [row] = board_of(0).rows
-    row.call_save(1, Call.INSIDE)
-    for ordinal in range(2, 12):
-        row.call_save(ordinal, Call.INSIDE)
-        row.call_save(ordinal, Call.OUTSIDE)
-        assert row.saves[ordinal] is Call.OUTSIDE
+@NODES
+def test_a_rank_that_waits_no_longer_refuses_it(nodes: Nodes) -> None:
+    job = Job(*nodes)
+    job.rows[1].save_outside(5)
+    job.rows[1].withdraw(5)
+    assert job.round().refused == Refused(5, 1, 0)
+    job.rows[0].save_outside(5)
+    assert job.round().agreed == 0, "what is refused is not agreed on later"
 
 
 def test_calls_that_come_faster_than_messages_are_answered_all_the_same() -> None:
-    """Each message knows the newest calls of its node alone, and those of two nodes never meet."""
+    """Each message has only the newest calls of its node."""
     job = Job((0,), (1,))
     asked = set[int]()
-    for ordinal in range(1, 200):
-        for row, at in zip(job.rows, (ordinal, ordinal - 8), strict=True):
+    for boundary_index in range(1, 200):
+        for row, at in zip(job.rows, (boundary_index, boundary_index - 8), strict=True):
             if at > 0:
-                row.call_save(at, Call.INSIDE)
+                row.request_save(at)
                 row.enter(at, at)
                 row.begin(at)
                 row.settle(at)
                 row.publish(at, {each: Table() for each in range(8, at + 1, 8) if each > at - 24})
-        if ordinal % 8 == 7:
+        if boundary_index % 8 == 7:
             asked |= {*job.round().persist}
             job.rows[0].persisted(max(asked, default=0))
     assert len(asked) > 5

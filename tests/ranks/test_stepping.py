@@ -12,7 +12,7 @@ import pytest
 
 import flashckpt
 from tests.ranks.launch import Ended, Launch, Launcher
-from tests.ranks.test_pacing import last_step, until_step, word
+from tests.ranks.test_coordination import last_step, until_step, word
 from tests.waiting import until
 
 pytestmark = pytest.mark.dist

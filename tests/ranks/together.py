@@ -14,9 +14,9 @@ HOST, LIMIT_S = "127.0.0.1", 60.0
 
 
 def each_rank(
-    world: int, deed: Callable[[Job], Any], *, patience_s: float = LIMIT_S, absent: tuple[int, ...] = ()
+    world: int, operation: Callable[[Job], Any], *, timeout_s: float = LIMIT_S, absent: tuple[int, ...] = ()
 ) -> list[Any]:
-    """What the deed gives on each rank, or the error that it raises there; None for those that are absent."""
+    """What the operation gives on each rank, or its error there; None for those that are absent."""
     served = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     found: list[Any] = [None] * world
 
@@ -26,7 +26,7 @@ def each_rank(
     def run(rank: int) -> None:
         store: Any = served if rank == 0 else connect()
         try:
-            found[rank] = deed(Job(rank, world, store, patience_s, connect))
+            found[rank] = operation(Job(rank, world, store, timeout_s, connect))
         except Exception as error:
             found[rank] = error
 

@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flashckpt.commit import attempts
-from flashckpt.commit.holder import here
+from flashckpt.commit import attempts, starting
+from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.lineage import branch
-from flashckpt.format.names import AttemptName
 from flashckpt.store import open_store
+from tests.commit.runs import name_of
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash
 
 
 def everything(run: Path, runtime: Path) -> None:
-    """In memory: 3 without its manifest, 4 good, 5 torn. At rest: 1 whole, 2 damaged, 3 in parts, debris."""
+    """In memory: 3 without its record, 4 good, 5 torn. At rest: 1 whole, 2 damaged, 3 in parts, orphans."""
     crash = Crash(run, runtime, kib=64).slots().commit(1, 2, 3)
     crash.seal(4)
     [torn] = crash.seal(5)
     flip_image(Path(crash.folder.path) / torn)
     crash.both_killed()
-    step = f"steps/{{:012d}}/{crash.attempt}"
-    flip_image(next((run / step.format(2)).glob("shard*")))
-    (run / step.format(3) / "manifest.json").unlink()
-    (run / step.format(1) / "shard-00000-0123456789ab.safetensors").write_bytes(b"cut off")
-    (run / step.format(3) / f".part-00000.json.{'0' * 16}.tmp").write_bytes(b"{")
-    (run / step.format(9)).mkdir(parents=True)
-    (run / step.format(9) / "shard-00000-0123456789ab.safetensors").write_bytes(b"cut off")
-    (run / f"attempts/.000001.json.{'a' * 16}.tmp").write_bytes(b"")
-    attempts.mark_ended(open_store(str(run)), attempts.claim(open_store(str(run)), here()), "dead")
-    attempts.mark_ended(open_store(str(run)), attempts.claim(open_store(str(run)), here()), "dead")
+    flip_image(next(crash.data(2).glob("shard*")))
+    crash.record(3).unlink()
+    crash.half_written(1)
+    crash.half_written(9)
+    old(crash.data(3) / f".part-00000.json.{'0' * 16}.tmp")
+    old(run / f"attempts/.000001.json.{'a' * 16}.tmp")
+    attempts.mark_ended(open_store(str(run)), attempts.claim(open_store(str(run)), local_owner()), "dead")
+    attempts.mark_ended(open_store(str(run)), attempts.claim(open_store(str(run)), local_owner()), "dead")
+
+
+def old(path: Path) -> Path:
+    """A file whose write was cut off two days ago."""
+    path.write_bytes(b"{")
+    os.utime(path, (time.time() - 2 * 86400.0,) * 2)
+    return path
 
 
 def left_branch(run: Path, runtime: Path) -> None:
-    """A step in memory of a branch that was left, and one at rest that wants only its manifest."""
+    """A step in memory of a branch that was left, and one at rest that lacks only its record."""
     crash = Crash(run, runtime, kib=64).slots().commit(1, 2, 3)
     crash.seal(7)
     crash.both_killed()
-    (run / f"steps/{3:012d}/{crash.attempt}/manifest.json").unlink()
+    crash.record(3).unlink()
     branch(open_store(str(run)), 1)
 
 
@@ -63,7 +71,7 @@ def damaged_at_rest(run: Path, runtime: Path) -> None:
     """The newest step is damaged at rest and whole in memory."""
     crash = Crash(run, runtime, kib=64).slots().commit(1, 2)
     crash.both_killed()
-    flip_image(next(run.glob(f"steps/{2:012d}/*/shard*")))
+    flip_image(next(crash.data(2).glob("shard*")))
 
 
 def resumed_from(run: Path, runtime: Path) -> None:
@@ -72,8 +80,8 @@ def resumed_from(run: Path, runtime: Path) -> None:
     first.seal(4)
     first.both_killed()
     store = open_store(str(run))
-    second = attempts.claim(store, here())
-    attempts.start(store, second, AttemptName.parse(first.attempt), 4, 1, 4)
+    second = attempts.claim(store, local_owner())
+    starting.start(store, second, name_of(4, first.name).id, 4, 1, Catalogue.of(store))
     attempts.mark_ended(store, second, "dead")
 
 

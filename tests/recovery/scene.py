@@ -7,14 +7,23 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from flashckpt.format.names import AttemptName, shard_name
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
+from flashckpt.recovery.node import dead_keepers
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
+from tests.commit.runs import name_of
 from tests.keeper.driver import Process, runtime_of, the_keeper
 from tests.keeper.fake import keeper_pid
 from tests.processes import end
+
+
+def parsed(text: str) -> AttemptName:
+    name = AttemptName.parse(text)
+    assert name is not None
+    return name
 
 
 def stop_keeper(folder: RuntimeFolder) -> int:
@@ -33,6 +42,7 @@ class Crash:
         is_started = how.pop("start", True)
         self.trainer = Process(run, runtime, **how)
         self.attempt = self.trainer.attempt
+        self.name = parsed(self.attempt)
         if is_started:
             self.trainer.do("start", parent, step, loaded)
         self.folder = runtime_of(run, runtime)
@@ -69,6 +79,21 @@ class Crash:
     def regions(self) -> list[str]:
         return regions_of(self.folder)
 
+    def data(self, step: int) -> Path:
+        """The folder of a step's parts and shards: the fake trainer counts its boundaries as its steps."""
+        return self.run / name_of(step, self.name).id.data_folder
+
+    def record(self, step: int) -> Path:
+        return self.run / name_of(step, self.name).path
+
+    def half_written(self, step: int) -> Path:
+        """A shard that the keeper, which is dead, left without a part."""
+        [nonce] = dead_keepers(self.folder)
+        self.data(step).mkdir(parents=True, exist_ok=True)
+        path = self.data(step) / shard_name(0, f"{nonce}beef")
+        path.write_bytes(b"cut off")
+        return path
+
 
 def regions_of(folder: RuntimeFolder) -> list[str]:
     try:
@@ -102,18 +127,19 @@ def whole_tree(*folders: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def contents(run: Path) -> dict[str, Any]:
-    """What a run holds, but for what no two recoveries have alike: names of shards, times, the ledger."""
+    """What a run holds, but for what no two recoveries have alike: names of shards, times, the ledger,
+    temporary files of one that was killed."""
     found: dict[str, Any] = {}
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
-        if not path.is_file() or name.startswith("events/"):
+        if not path.is_file() or name.startswith("events/") or path.suffix == ".tmp":
             continue
         folder = str(path.parent.relative_to(run))
         if path.suffix == ".safetensors":
             found.setdefault(f"{folder}/shards", []).append(path.read_bytes())
-        elif path.name.startswith("mark-"):
-            found.setdefault(f"{folder}/marks", []).append(1)
+        elif ".quarantine-" in path.name:
+            found.setdefault(f"{folder}/quarantines", []).append(1)
         else:
-            names_a_shard = path.name == "manifest.json" or path.name.startswith("part-")
+            names_a_shard = folder == "commits" or path.name.startswith("part-")
             found[name] = b"" if names_a_shard else path.read_bytes()
     return found

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.recovery.report import Kind, RecoveryReport
-from flashckpt.recovery.survey import job_of
+from flashckpt.memory.held_regions import Regions
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.recovery.report import Kind, RecoveryReport, RemoteFate
+from flashckpt.store.local import LocalStore
 from tests.descriptors import closed_after
 from tests.recovery.messes import MESSES, everything, left_branch
 from tests.recovery.scene import Crash, recovered, rows, whole_tree
@@ -20,12 +21,12 @@ from tests.recovery.scene import Crash, recovered, rows, whole_tree
 def assert_found(said: RecoveryReport, done: RecoveryReport) -> None:
     """What is whole and not at rest is written, or overtaken by what is; all else is as it was said."""
     assert "committed" not in [each.outcome.value for each in said.findings]
-    became = {each.place: each.outcome.value for each in done.findings if each.kind is not Kind.DEBRIS}
+    became = {each.place: each.outcome.value for each in done.findings if each.kind is not Kind.ORPHANS}
     later = {"sound": {"committed", "dropped"}, "kept": {"kept", "dropped"}}
     for each in said.findings:
-        if each.kind is not Kind.DEBRIS:
+        if each.kind is not Kind.ORPHANS:
             assert became[each.place] in later.get(each.outcome.value, {each.outcome.value}), each
-    assert sorted(map(str, rows(said, "debris"))) == sorted(map(str, rows(done, "debris")))
+    assert sorted(map(str, rows(said, "orphans"))) == sorted(map(str, rows(done, "orphans")))
     assert len(said.findings) == len(done.findings)
 
 
@@ -68,19 +69,43 @@ def test_without_a_runtime_folder_none_is_made(tmp_path: Path, runtime: Path) ->
     assert rows(report, "snapshot") == []
 
 
-def test_memory_is_mapped_read_only(tmp_path: Path, runtime: Path) -> None:
-    """Not a word of a slot can be changed by whoever only looks."""
+def test_it_names_the_step_that_would_be_copied_to_the_remote(tmp_path: Path, runtime: Path) -> None:
+    """That is the step that a recovery commits from memory."""
+    crash = Crash(tmp_path / "run", runtime, kib=64).slots().commit(1)
+    crash.seal(2)
+    crash.both_killed()
+    remote = LocalStore(str(tmp_path / "remote"))
+    said = recovered(tmp_path / "run", dry_run=True, remote=remote).remote
+    assert not (tmp_path / "remote").exists()
+    done = recovered(tmp_path / "run", remote=remote).remote
+    assert said is not None
+    assert done is not None
+    assert (done.outcome, done.step) == (RemoteFate.COPIED, 2)
+    assert (said.outcome, said.step, said.attempt) == (RemoteFate.MISSING, 2, done.attempt)
+
+
+def test_words_of_a_view_stay_in_this_process(tmp_path: Path, runtime: Path) -> None:
+    """A dry run pins slots and marks them: no other process sees a word of it."""
     crash = Crash(tmp_path / "run", runtime, kib=64).slots()
     [name] = crash.seal(1)
     crash.both_killed()
     folder = closed_after(RuntimeFolder.at(crash.folder.path))
-    with job_of(folder, name) as job:
-        assert job is not None
-        mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
-        assert [line[1] for line in mapped] == ["r--s"]
-        [snapshot] = job.members()
-        flags = (
-            Path(f"/proc/self/fdinfo/{snapshot.slot.descriptor}").read_text().split("flags:")[1].split()[0]
-        )
-        assert int(flags, 8) & os.O_ACCMODE == os.O_RDONLY
+    path = Path(folder.path) / name
+    before = path.read_bytes()
+    regions = Regions(folder, LifeLock("keeper-00000000.lock", (0, 0), -1), is_view=True)
+    [held] = [each for each in regions.adopt_named() if each.slot.name == name]
+    slot, sealed = held.slot, held.sealed()
+    assert sealed is not None
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
+    assert [line[1] for line in mapped] == ["rw-p"]
+    flags = Path(f"/proc/self/fdinfo/{slot.descriptor}").read_text().split("flags:")[1].split()[0]
+    assert int(flags, 8) & os.O_ACCMODE == os.O_RDONLY
+    pinned = slot.pin(regions.own_index(slot), sealed.word)
+    assert pinned is not None
+    slot.set_persisted(sealed.generation)
+    assert slot.unpin(pinned)
+    regions.remove(held)
+    assert path.read_bytes() == before
+    for each in regions.everything():
+        each.slot.close()
     folder.close()

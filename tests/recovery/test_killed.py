@@ -43,7 +43,7 @@ def test_killed_while_it_writes_a_shard(tmp_path: Path, runtime: Path) -> None:
     crash = Crash(run, runtime, kib=64 << 10).slots(2)
     crash.seal(1)
     crash.both_killed()
-    folder = run / f"steps/{1:012d}/{crash.attempt}"
+    folder = crash.data(1)
     program = "import sys; from flashckpt.recovery.recover import recover; from flashckpt.store import open_store; recover(open_store(sys.argv[1]))"  # noqa: E501
     for _ in range(5):
         child = subprocess.Popen([sys.executable, "-c", program, str(run)], cwd=ROOT)
@@ -57,14 +57,14 @@ def test_killed_while_it_writes_a_shard(tmp_path: Path, runtime: Path) -> None:
     else:
         pytest.fail("it was never caught while it wrote")
     assert len(list(folder.glob("shard-*"))) == 1
-    assert rows(recovered(run)) == [("snapshot", "committed", 1), ("debris", "removed", 1)]
+    assert rows(recovered(run)) == [("snapshot", "committed", 1), ("orphans", "removed", None)]
     assert committed(run) == [1]
     assert regions_of(crash.folder) == []
     assert len(list(folder.glob("shard-*"))) == 1
 
 
 def test_an_interrupt_ends_it_though_storage_hangs(tmp_path: Path, runtime: Path) -> None:
-    """What it was writing is debris, and what it had pinned is free for the next one."""
+    """What it was writing is orphans, and what it had pinned is free for the next one."""
     run, faults = tmp_path / "run", tmp_path / "faults"
     crash = Crash(run, runtime).slots(2)
     crash.seal(1)
@@ -88,6 +88,6 @@ recover(open_store(sys.argv[1]))
     assert committed(run) == []
     report = recovered(run)
     assert ("snapshot", "committed", 1) in rows(report)
-    assert ("debris", "removed", 1) in rows(report)
+    assert ("orphans", "removed", None) in rows(report)
     assert committed(run) == [1]
     assert regions_of(crash.folder) == []

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts, lineage
-from flashckpt.commit.holder import here
+from flashckpt.commit import attempts, starting
+from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.collect import Survivor, needed_slots
 from flashckpt.commit.lineage import branch
-from flashckpt.commit.retention import Survivor, needed
 from flashckpt.format.names import AttemptName, start_path
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-from tests.commit.runs import publish
+from tests.commit.runs import name_of, publish
 from tests.events import ledger
 from tests.keeper.driver import committed, eventually
 from tests.keeper.test_keeper_deaths import flip_image
@@ -23,7 +24,7 @@ from tests.recovery.scene import Crash, recovered, regions_of, rows
 
 
 def visible(run: Path) -> list[tuple[int, str]]:
-    return [(each.step, str(each.attempt)) for each in lineage.visible(open_store(str(run)))]
+    return [(each.step, str(each.attempt)) for each in Catalogue.of(open_store(str(run))).visible()]
 
 
 def resume(report: RecoveryReport) -> tuple[int, str, str] | None:
@@ -86,7 +87,7 @@ def test_a_flipped_byte_is_never_persisted_and_the_one_before_is(tmp_path: Path,
     assert "model.weight" in report.findings[0].detail
     assert report.damaged
     assert committed(run) == [1]
-    assert not list(run.glob("steps/*2/*/shard*"))
+    assert not list(run.glob("data/*/*2/shard*"))
     assert regions_of(crash.folder) == []
 
 
@@ -125,7 +126,7 @@ def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: P
     assert "has started" in kept[0].detail
     assert visible(run) == before == [(1, crash.attempt)]
     assert resume(report) == (1, crash.attempt, "local")
-    assert not list(run.glob("steps/*7")), "not a byte of it is written"
+    assert not list(run.glob("data/*/*7")), "not a byte of it is written"
     assert regions_of(crash.folder) == [slot], "it stays until the branch has committed, or --discard"
     assert rows(recovered(run), "snapshot") == [("snapshot", "kept", 7)]
 
@@ -155,18 +156,18 @@ def test_what_a_branch_has_overtaken_is_dropped(tmp_path: Path, runtime: Path) -
     assert regions_of(second.folder) == [], (left, names)
 
 
-def test_a_slot_that_was_resumed_from_is_committed_as_its_new_attempts(tmp_path: Path, runtime: Path) -> None:
-    """Both die again before the second attempt's first commit: its parent may commit nothing any more."""
+def test_a_slot_that_was_resumed_from_is_committed(tmp_path: Path, runtime: Path) -> None:
+    """Both die again before the second attempt's first commit: the snapshot stays its parent's."""
     run = tmp_path / "run"
     first = Crash(run, runtime).slots()
     first.seal(4)
     first.both_killed()
     store = open_store(str(run))
-    second = attempts.claim(store, here())
-    attempts.start(store, second, AttemptName.parse(first.attempt), 4, 1, 4)
+    second = attempts.claim(store, local_owner())
+    starting.start(store, second, name_of(4, first.name).id, 4, 1, Catalogue.of(store))
     report = recovered(run)
     assert rows(report) == [("snapshot", "committed", 4)]
-    assert resume(report) == (4, str(second), "local")
+    assert resume(report) == (4, first.attempt, "local")
     assert committed(run) == [4]
     assert regions_of(first.folder) == []
 
@@ -188,7 +189,7 @@ def test_a_step_that_its_parent_committed_is_saved_once(tmp_path: Path, runtime:
 
 
 def test_memory_has_the_good_copy_of_what_a_parent_committed(tmp_path: Path, runtime: Path) -> None:
-    """The slot counts as the second attempt's, its damaged copy at rest is the first one's."""
+    """The second attempt resumed from the slot, and the copy at rest is damaged."""
     run = tmp_path / "run"
     first = Crash(run, runtime).slots()
     [slot] = first.seal(4)
@@ -197,7 +198,7 @@ def test_memory_has_the_good_copy_of_what_a_parent_committed(tmp_path: Path, run
     eventually(lambda: committed(run) == [4])
     second.trainer.do("start", first.attempt, 4, slot)
     second.both_killed()
-    flip_image(next(run.glob("steps/*4/*/shard*")))
+    flip_image(next(run.glob("data/*/*4/shard*")))
     report = recovered(run, discard=True)
     assert resume(report) == (4, first.attempt, "memory")
     assert regions_of(first.folder) == [slot]
@@ -210,7 +211,7 @@ def test_an_attempt_that_never_began_hides_nothing(tmp_path: Path, runtime: Path
     first.both_killed()
     # A trainer that died between its claim and its start.
     store = open_store(str(run))
-    attempts.mark_ended(store, attempts.claim(store, here()), "dead")
+    attempts.mark_ended(store, attempts.claim(store, local_owner()), "dead")
     report = recovered(run)
     assert resume(report) == (4, first.attempt, "local")
     assert committed(run) == [4]
@@ -255,7 +256,7 @@ def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(tmp_path: Path, 
     run = tmp_path / "run"
     crash = Crash(run, runtime).slots().commit(1, 2)
     crash.both_killed()
-    [shard] = run.glob("steps/*2/*/shard*")
+    [shard] = run.glob("data/*/*2/shard*")
     flip_image(shard)
     for _ in range(2):
         report = recovered(run, discard=True)
@@ -300,8 +301,8 @@ def went_on(run: Path, crash: Crash) -> tuple[Store, AttemptName, AttemptName]:
     """An attempt that went on from step 2 of the crashed one, in memory, and died: both, older first."""
     store, older = open_store(str(run)), AttemptName.parse(crash.attempt)
     assert older is not None
-    later = attempts.claim(store, here())
-    attempts.start(store, later, older, 2, 1, 2)
+    later = attempts.claim(store, local_owner())
+    starting.start(store, later, name_of(2, older).id, 2, 1, Catalogue.of(store))
     attempts.mark_ended(store, later, "dead")
     return store, older, later
 
@@ -319,33 +320,33 @@ def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_le
     survivors = [
         Survivor(slot=name, rank=0, attempt=older, step=step, boundary=step) for name, step in slots.items()
     ]
-    assert loaded in needed(store, survivors), "a keeper that leaves keeps it"
+    assert loaded in needed_slots(store, survivors), "a keeper that leaves keeps it"
 
     report = recovered(run)
 
     assert rows(report) == [
-        ("snapshot", "dropped", 3),
+        ("snapshot", "kept", 3),  # until the newest attempt has committed a step
         ("snapshot", "committed", 2),
         ("snapshot", "was committed", 1),
     ]
-    assert resume(report) == (2, str(later), "local")
+    assert resume(report) == (2, str(older), "local")
 
 
-def test_a_damaged_start_of_an_older_attempt_keeps_nothing_in_memory(tmp_path: Path, runtime: Path) -> None:
-    """What the newest attempt went on from is its own: nobody needs the record of who captured it."""
+def test_a_damaged_start_of_an_older_attempt_keeps_its_snapshot(tmp_path: Path, runtime: Path) -> None:
+    """The snapshot that the newest attempt resumed from is committed as that attempt's."""
     run = tmp_path / "run"
     crash = Crash(run, runtime).slots().commit(1)
     crash.seal(2)
     crash.both_killed()
     store, older, later = went_on(run, crash)
-    publish(store, 3, older)  # cut off before its manifest
+    publish(store, 3, older)  # cut off before its record
     damaged = run / start_path(older)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert resume(recovered(run, dry_run=True)) == (2, str(older), "memory")
 
     report = recovered(run)
 
-    assert rows(report, "snapshot") == [("snapshot", "committed", 2), ("snapshot", "was committed", 1)]
+    assert rows(report, "snapshot") == [("snapshot", "failed", 2), ("snapshot", "was committed", 1)]
     assert rows(report, "parts") == [("parts", "kept", 3)]
-    assert resume(report) == (2, str(later), "local")
-    assert regions_of(crash.folder) == []
+    assert resume(report) == (2, str(older), "memory")
+    assert len(regions_of(crash.folder)) == 1

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts, lineage
-from flashckpt.commit.holder import here
-from flashckpt.commit.lineage import branch
-from flashckpt.commit.steps import read_manifest
+from flashckpt.commit import attempts, starting
+from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.lineage import branch, quarantine
 from flashckpt.errors import UnusableRunError
-from flashckpt.format.names import AttemptName, claim_path
-from flashckpt.format.records import Tombstone
+from flashckpt.format.names import AttemptName, CommitName, claim_path
 from flashckpt.options import Keep
-from flashckpt.recovery.pruning import prune
+from flashckpt.recovery.storage import prune
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import commit, is_whole, new_run
+from tests.commit.runs import commit, is_whole, name_of, new_run
 from tests.recovery.scene import whole_tree
 
 
@@ -26,15 +25,16 @@ def store(tmp_path: Path, runtime: Path) -> LocalStore:
     return new_run(tmp_path / "run")
 
 
-def begun(store: LocalStore, parent: AttemptName | None = None, step: int = 0) -> AttemptName:
-    name = attempts.claim(store, here())
-    attempts.start(store, name, parent, step, 1)
+def begun(store: LocalStore, parent: CommitName | None = None) -> AttemptName:
+    name, found = starting.claim(store, local_owner())
+    snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
+    starting.start(store, name, snapshot, step, 1, found)
     attempts.mark_ended(store, name, "closed")
     return name
 
 
 def visible(store: LocalStore) -> list[int]:
-    return [each.step for each in lineage.visible(store)]
+    return [each.step for each in Catalogue.of(store).visible()]
 
 
 def test_the_newest_stay_and_the_others_go(store: LocalStore, runtime: Path) -> None:
@@ -46,7 +46,7 @@ def test_the_newest_stay_and_the_others_go(store: LocalStore, runtime: Path) -> 
     assert whole_tree(Path(store.url), runtime) == before
     done = prune(store, Keep(last=3, every_steps=4))
     assert said.gone == done.gone
-    assert [each.step for each in done.gone] == [1, 2, 3]
+    assert [each.name.step for each in done.gone] == [1, 2, 3]
     assert all(each.num_bytes > 0 for each in done.gone)
     assert list(done.kept) == list(said.kept) == visible(store) == [4, 5, 6, 7]
     assert all(is_whole(store, step, attempt) for step in (4, 5, 6, 7))
@@ -57,15 +57,15 @@ def test_the_newest_two_never_go(store: LocalStore) -> None:
     attempt = begun(store)
     for step in range(1, 5):
         commit(store, step, attempt)
-    assert [each.step for each in prune(store, Keep(last=1)).gone] == [1, 2]
+    assert [each.name.step for each in prune(store, Keep(last=1)).gone] == [1, 2]
     assert visible(store) == [3, 4]
 
 
-def test_two_without_a_mark_stay(store: LocalStore) -> None:
+def test_two_without_a_quarantine_stay(store: LocalStore) -> None:
     attempt = begun(store)
     for step in range(1, 6):
         commit(store, step, attempt)
-    lineage.mark(store, 5, attempt, "here", "flipped")
+    quarantine(store, name_of(5, attempt), "here", "flipped")
     prune(store, Keep(last=1))
     assert visible(store) == [3, 4, 5]
 
@@ -87,11 +87,11 @@ def test_steps_of_other_branches_stay(store: LocalStore) -> None:
     attempt = begun(store)
     for step in range(1, 7):
         commit(store, step, attempt)
-    made = branch(store, 4)
-    second = begun(store, made, 4)
+    branch(store, 4)
+    second = begun(store, name_of(4, attempt))
     commit(store, 5, second)
     gone = prune(store, Keep(last=2)).gone
-    assert [each.step for each in gone] == [1, 2, 3]
+    assert [each.name.step for each in gone] == [1, 2, 3]
     assert visible(store) == [4, 5]
     assert is_whole(store, 6, attempt), "branch can get it back"
 
@@ -100,8 +100,8 @@ def test_a_dead_claim_that_never_began_holds_nothing_up(store: LocalStore) -> No
     attempt = begun(store)
     for step in range(1, 5):
         commit(store, step, attempt)
-    attempts.mark_ended(store, attempts.claim(store, here()), "dead")
-    assert [each.step for each in prune(store, Keep(last=2)).gone] == [1, 2]
+    attempts.mark_ended(store, attempts.claim(store, local_owner()), "dead")
+    assert [each.name.step for each in prune(store, Keep(last=2)).gone] == [1, 2]
     assert visible(store) == [3, 4]
 
 
@@ -109,7 +109,7 @@ def test_a_run_without_steps_has_none_to_delete(store: LocalStore) -> None:
     for dry_run in (True, False):
         done = prune(store, Keep(last=2), dry_run=dry_run)
         assert (done.gone, done.kept, done.refusal) == ((), (), "")
-    attempts.claim(store, here())
+    attempts.claim(store, local_owner())
     assert prune(store, Keep(last=2)).gone == ()
 
 
@@ -118,7 +118,7 @@ def test_where_records_are_lost_nothing_goes(store: LocalStore, dry_run: bool) -
     first = begun(store)
     for step in (1, 2, 3):
         commit(store, step, first)
-    second = begun(store, first, 3)
+    second = begun(store, name_of(3, first))
     for step in (4, 5, 6):
         commit(store, step, second)
     store.remove(claim_path(second.number))
@@ -137,9 +137,9 @@ def test_a_disk_that_is_full_to_the_last_byte_is_made_room_on(small_disk: Path, 
         while True:
             filler.write(bytes(4096))
     with pytest.raises(OSError, match="No space"):
-        store.create("steps/nothing", b"more")
+        store.create("commits/nothing", b"more")
     done = prune(store, Keep(last=2))
-    assert [each.step for each in done.gone] == [1, 2, 3]
+    assert [each.name.step for each in done.gone] == [1, 2, 3]
     assert visible(store) == [4, 5]
     assert all(is_whole(store, step, attempt) for step in (4, 5))
-    assert all(isinstance(read_manifest(store, step, attempt), Tombstone) for step in (1, 2, 3))
+    assert not Catalogue.of(store).tombstones

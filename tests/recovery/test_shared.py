@@ -41,10 +41,10 @@ def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path, di
     said = recovered(run, dry_run=True, discard=discard)
     assert whole_tree(run, runtime) == before
     done = recovered(run, discard=discard)
-    assert rows(said) == [("snapshot", "sound", 3), ("snapshot", "sound", 2)]
+    assert rows(said) == [("snapshot", "sound", 3), ("snapshot", "dropped", 2)]
     assert rows(done) == [("snapshot", "committed", 3), ("snapshot", "dropped", 2)]
     assert committed(run) == [3]
-    assert len(list(run.glob("attempts/*/constants-*"))) == 1
+    assert len(list(run.glob("frozen/*"))) == 1
     assert verify(open_store(str(run))).ok
     assert not os.path.exists(crash.folder.path), "nothing is left in memory, not even the folder"
     assert rows(recovered(run)) == []
@@ -55,9 +55,9 @@ def test_what_stands_on_storage_is_not_written_again(tmp_path: Path, runtime: Pa
     crash = shared(run, runtime, 1)
     crash.seal(2)
     crash.both_killed()
-    [file] = run.glob("attempts/*/constants-*")
+    [file] = run.glob("frozen/*")
     assert ("snapshot", "committed", 2) in rows(recovered(run))
-    assert list(run.glob("attempts/*/constants-*")) == [file]
+    assert list(run.glob("frozen/*")) == [file]
     [line] = [line for line in ledger(run) if line["event"] == "persist" and line.get("by") == "recover"]
     assert line["num_bytes"] < file.stat().st_size + (256 << 10), "the ordinary leaves alone"
     assert committed(run) == [1, 2]
@@ -76,7 +76,7 @@ def test_a_flipped_byte_is_named_and_never_written(tmp_path: Path, runtime: Path
         assert report.damaged
         assert report.resume is None
     assert committed(run) == []
-    assert not list(run.glob("attempts/*/constants-*"))
+    assert not list(run.glob("frozen/*"))
     assert not os.path.exists(crash.folder.path)
 
 
@@ -110,7 +110,7 @@ def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runti
     assert done.resume is None
     assert sorted(crash.regions()) == sorted(slots), "it is not for us to say that nobody has the region"
     assert committed(run) == []
-    assert not list(run.glob("steps/*/*/*"))
+    assert not list(run.glob("data/*/*/*"))
     said = recovered(run, dry_run=True, discard=True)
     done = recovered(run, discard=True)
     assert rows(said) == rows(done) == [("snapshot", "discarded", 3), ("snapshot", "discarded", 2)]
@@ -151,6 +151,22 @@ def test_a_foreign_file_of_that_name_is_told_and_not_touched(tmp_path: Path, run
     assert committed(run) == [2]
     told = shell("recover", run)
     assert foreign.name in told.stdout
+
+
+def test_a_region_stays_while_a_slot_cannot_be_opened(tmp_path: Path, runtime: Path) -> None:
+    """That slot may name the region."""
+    run = tmp_path / "run"
+    crash = shared(run, runtime)
+    [slot] = crash.seal(2)
+    crash.both_killed()
+    path, region = Path(crash.folder.path) / slot, region_of(crash)
+    path.chmod(0o644)
+    [found] = [each for each in recovered(run).findings if each.place == slot]
+    assert (found.outcome.value, found.damage) == ("kept", True)
+    assert region.exists()
+    path.chmod(0o600)
+    assert rows(recovered(run)) == [("snapshot", "committed", 2)]
+    assert not os.path.exists(crash.folder.path)
 
 
 def test_a_region_that_nobody_filled_goes(tmp_path: Path, runtime: Path) -> None:

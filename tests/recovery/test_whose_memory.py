@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.commit.holder import here
+from flashckpt.commit.attempts import local_owner
 from flashckpt.errors import RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Keep
 from flashckpt.recovery import node
 from flashckpt.recovery import recover as recover_module
-from flashckpt.recovery.pruning import prune
+from flashckpt.recovery.storage import prune
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from tests.keeper.driver import committed
@@ -75,7 +75,7 @@ def test_an_attempt_that_is_claimed_meanwhile_is_not_called_dead(
 
     def begins(store: Store, folder: RuntimeFolder) -> list[AttemptName]:
         began.append(LifeLock.acquire(folder, lock))
-        attempts.claim(store, here(folder.path, lock))
+        attempts.claim(store, local_owner(folder.path, lock))
         return node.died_here(store, folder)
 
     monkeypatch.setattr(recover_module, "died_here", begins)

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord
 from flashckpt.format.typed import encode_json
-from flashckpt.restore.step_leaves import BoxRegion
+from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.state import rng
 from flashckpt.state.leaves import LiveLeaf
 from flashckpt.state.tensors import bits
@@ -162,9 +162,9 @@ def truth_of(name: str, shape: tuple[int, ...], dtype: torch.dtype, salt: str = 
     return torch.from_numpy(np.asarray(seed.integers(0, 100, shape))).to(dtype)
 
 
-def region_of(leaf: LiveLeaf) -> BoxRegion:
+def region_of(leaf: LiveLeaf) -> TensorSlice:
     shape = tuple(local(leaf.tensor).shape)
-    return BoxRegion(leaf.box.start if leaf.box is not None else (0,) * len(shape), shape)
+    return TensorSlice(leaf.box.start if leaf.box is not None else (0,) * len(shape), shape)
 
 
 def whole_shape(leaf: LiveLeaf) -> tuple[int, ...]:

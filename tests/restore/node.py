@@ -8,7 +8,7 @@ from typing import Any
 
 from flashckpt.errors import DamagedError
 from flashckpt.restore.node_chunks import NodeChunks
-from flashckpt.restore.step_reading import StepReading
+from flashckpt.restore.snapshot import StepReading
 from flashckpt.store.base import Store
 from tests.ranks.together import LIMIT_S, on_threads
 
@@ -40,7 +40,9 @@ class Node:
                 chunks.exchange(reading, lambda what, mine: self.say(rank, what, mine), 2)
                 self._before_taking(chunks, rank)
                 self._barrier.wait(LIMIT_S)
-                found[rank] = reading.finish(chunks, 2) if reading is not None else None
+                if reading is not None:
+                    reading.locate(chunks.place, 2)
+                    found[rank] = reading.finish(chunks, 2)
             except DamagedError as error:
                 found[rank] = error
             except BaseException:

@@ -11,13 +11,13 @@ import numpy as np
 from hypothesis import strategies as st
 
 from flashckpt import _native
-from flashckpt.commit import attempts
-from flashckpt.commit.steps import StepRecord, commit, publish_part, read_step
-from flashckpt.format.layout import Box, Layout, Leaf
-from flashckpt.format.names import AttemptName, shard_name, step_attempt_folder
+from flashckpt.commit import starting
+from flashckpt.commit.commit_step import commit, publish_part
+from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.format.layout import Box, Layout, Leaf, Replicas, ranks_of
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId, shard_name
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
-from flashckpt.format.replicas import Replicas, ranks_of
-from flashckpt.restore.step_leaves import BoxRegion
+from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Store
 from tests.commit.runs import HOLDER, write_shard
 
@@ -31,7 +31,7 @@ class Held:
 
     name: str
     whole: np.ndarray
-    region: BoxRegion
+    region: TensorSlice
     aliases: tuple[str, ...] = ()
     writer: int | None = None
     members: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Held:
         return taken(self.whole, self.region)
 
 
-def taken(whole: np.ndarray, region: BoxRegion) -> bytes:
+def taken(whole: np.ndarray, region: TensorSlice) -> bytes:
     """The bytes of a box of a tensor, row-major."""
     index = tuple(slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True))
     return np.ascontiguousarray(whole[index]).tobytes()
@@ -80,8 +80,8 @@ def contents_of(file: str, held: Sequence[Held], chunk_bytes: int = CHUNK_BYTES)
 
 
 def begun(store: Store, world: int) -> AttemptName:
-    name = attempts.claim(store, HOLDER)
-    attempts.start(store, name, None, 0, world)
+    name, catalogue = starting.claim(store, HOLDER)
+    starting.start(store, name, None, 0, world, catalogue)
     return name
 
 
@@ -92,11 +92,14 @@ def committed(
     values: Sequence[Mapping[str, Any]] | None = None,
     ranks_a_part: int = 2,
     step: int = 7,
+    attempt: AttemptName | None = None,
 ) -> StepRecord:
-    """A step of as many ranks as there are lists, each of which has what is in its list."""
+    """A step of as many ranks as there are lists, each of which has what is in its list. `attempt`: a new one
+    if not given."""
     world = len(ranks)
-    attempt = begun(store, world)
-    folder = step_attempt_folder(step, attempt)
+    attempt = begun(store, world) if attempt is None else attempt
+    snapshot = SnapshotId(attempt, step)
+    folder = snapshot.data_folder
     records = []
     for rank, held in enumerate(ranks):
         stored = [each for each in held if each.writer in (None, rank)]
@@ -116,13 +119,13 @@ def committed(
         own = tuple(records[keeper : keeper + ranks_a_part])
         part = Part(step=step, attempt=attempt, boundary=step, world=world, keeper=keeper, ranks=own)
         assert publish_part(store, part)
-    assert commit(store, step, attempt, world)
-    return read_step(store, step, attempt)
+    assert commit(store, snapshot, world)
+    return read_step(store, CommitName(step, attempt, step))
 
 
 def tables_of(rank: int, ranks: Sequence[Sequence[Held]]) -> tuple[Replicas, ...]:
     """What a rank holds like others by declaration."""
-    held: dict[tuple[str, BoxRegion], list[int]] = {}
+    held: dict[tuple[str, TensorSlice], list[int]] = {}
     for number, each in enumerate(ranks):
         for one in each:
             if one.writer is not None:
@@ -160,9 +163,15 @@ class Counted:
         self.parts += [path] if "/part-" in path else []
         return self.store.read(path, max_bytes)
 
-    def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         self.shards.append((path, offset, num_bytes))
-        return self.store.read_bytes(path, offset, num_bytes, file_bytes)
+        return self.store.read_bytes(path, offset, num_bytes)
+
+    def read_chunks(self, path: str, plan: _native.FilePlan, **how: Any) -> None:
+        for first, last in plan.left():
+            start, stop = first * plan.chunk_bytes, min(last * plan.chunk_bytes, plan.num_bytes)
+            self.shards.append((path, start, stop - start))
+        self.store.read_chunks(path, plan, **how)
 
 
 def flip(store: Store, path: str, offset: int) -> None:
@@ -193,19 +202,19 @@ def tensors(draw: st.DrawFn) -> np.ndarray:
     return (raw[..., 0] & 1).astype("bool") if dtype == "bool" else raw.view(dtype)[..., 0].copy()
 
 
-def partitions(shape: tuple[int, ...], count: int) -> st.SearchStrategy[list[BoxRegion]]:
+def partitions(shape: tuple[int, ...], count: int) -> st.SearchStrategy[list[TensorSlice]]:
     """Boxes, some of which may be empty, that together are a tensor of this shape."""
 
     @st.composite
-    def cut(draw: st.DrawFn) -> list[BoxRegion]:
-        boxes = [BoxRegion((0,) * len(shape), shape)]
+    def cut(draw: st.DrawFn) -> list[TensorSlice]:
+        boxes = [TensorSlice((0,) * len(shape), shape)]
         while len(boxes) < count and shape:
             box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
             d = draw(st.integers(0, len(shape) - 1))
             at = draw(st.integers(0, box.shape[d]))
-            low = BoxRegion(box.start, (*box.shape[:d], at, *box.shape[d + 1 :]))
+            low = TensorSlice(box.start, (*box.shape[:d], at, *box.shape[d + 1 :]))
             start = (*box.start[:d], box.start[d] + at, *box.start[d + 1 :])
-            boxes += [low, BoxRegion(start, (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]))]
+            boxes += [low, TensorSlice(start, (*box.shape[:d], box.shape[d] - at, *box.shape[d + 1 :]))]
         return boxes
 
     return cut()

@@ -18,12 +18,10 @@ from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import MismatchError
 from flashckpt.format.typed import LeafRef
-from flashckpt.restore import merged_step
-from flashckpt.restore.filling import check_fits, fill
+from flashckpt.restore import merged_state
+from flashckpt.restore.filling import LiveLayout, check_fits, fill
 from flashckpt.restore.merged_state import MergedState
-from flashckpt.restore.other_layout import LiveLayout
-from flashckpt.restore.step_leaves import BoxRegion
-from flashckpt.restore.step_ranks import StepRanks
+from flashckpt.restore.step_tensors import StepRanks, TensorSlice
 from flashckpt.state import rng
 from flashckpt.state.tree import Tree
 from flashckpt.store.base import Store
@@ -33,8 +31,6 @@ from tests.restore.sharded import Held, committed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FEW = [("whole", 1), ("whole", 3), ("fsdp", 3), ("tp", 2), ("hsdp", 4), ("fsdp+tp", 4)]
-# FSDP1 lays parameters out in one dimension: what goes from it and to it lies in rows.
-ROWS = [("whole", 1), ("fsdp", 3), ("fsdp1", 1), ("fsdp1", 2), ("fsdp1", 4)]
 ALL = [
     *(("whole", world) for world in (1, 2, 3, 4, 8)),
     *(("fsdp", world) for world in (1, 2, 3, 4, 8)),
@@ -61,8 +57,7 @@ def taken_up(
             live = layouts.built(kind, world, is_tied=is_tied)
             snapshot = LiveLayout(live.tree, rank, world).begin(record, 2).finish(record.store, 2)
             check_fits(live.tree, snapshot)
-            has_nothing_of_some = "pp" in kind or (kind == "fsdp1" and world > 1)
-            assert has_nothing_of_some == bool(snapshot.untaken), snapshot.untaken
+            assert ("pp" in kind) == bool(snapshot.untaken), snapshot.untaken
             left.append(set(snapshot.elsewhere))
             had |= snapshot.names
             fill(live.tree, snapshot, 2)
@@ -79,27 +74,33 @@ def test_a_layout_goes_on_from_every_other(store: Store, kind: str, world: int) 
         assert not taken_up(record, other, ranks)
 
 
-@pytest.mark.parametrize(("kind", "world"), ROWS, ids=str)
-def test_fsdp1_goes_on_from_rows_and_rows_from_it(store: Store, kind: str, world: int) -> None:
-    record = layouts.saved(store, kind, world)
-    for other, ranks in ROWS:
-        assert not taken_up(record, other, ranks), (other, ranks)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_fsdp1_of_flat_parameters_goes_on_on_other_ranks(store: Store, world: int) -> None:
-    """As many as are in one, with padding, of which there is more or less."""
-    record = layouts.saved(store, "fsdp1 flat", world)
-    for ranks in (1, 2, 4):
-        assert not taken_up(record, "fsdp1 flat", ranks), ranks
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp1 flat"])
+def test_fsdp1_resumes_with_the_same_ranks_only(store: Store, kind: str) -> None:
+    """In its flat form, from it and to it; refused by name, and nothing changes."""
+    record, other = layouts.saved(store, kind, 2), layouts.saved(store, "fsdp", 3)
+    for rank in range(2):
+        with layouts.one_of(2, rank):
+            assert LiveLayout(layouts.built(kind, 2).tree, rank, 2).has(record)
+    for layout, world, taken in (
+        (kind, 3, record),
+        (kind, 1, record),
+        ("whole", 1, record),
+        (kind, 2, other),
+    ):
+        with layouts.one_of(world, 0):
+            live = layouts.built(layout, world)
+            with pytest.raises(MismatchError, match="FSDP1") as raised:
+                LiveLayout(live.tree, 0, world).begin(taken, 2)
+            assert f"{taken.world} ranks made it, and there are {world}" in str(raised.value)
+            [(name, *_)] = raised.value.differences
+            assert name.startswith("model.")
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("kind", "world"), [("fsdp1", 2), ("fsdp1", 4), ("fsdp", 3)], ids=str)
+@pytest.mark.parametrize(("kind", "world"), [("whole", 2), ("fsdp", 3)], ids=str)
 def test_gradients_between_two_steps_go_on(store: Store, kind: str, world: int, zeros: bool) -> None:
-    """Of FSDP1 a rank has none of what it has nothing of; that says nothing of the others'."""
     record = layouts.saved_between_steps(store, kind, world, zeros=zeros)
-    for other, ranks in (("whole", 1), ("fsdp1", 3), ("fsdp", 2)):
+    for other, ranks in (("whole", 1), ("fsdp", 2)):
         for rank in range(ranks):
             with layouts.one_of(ranks, rank):
                 live = layouts.built(other, ranks)
@@ -141,24 +142,6 @@ def test_the_edge_of_a_pipelines_stages_is_moved(store: Store, moved: str) -> No
 def test_a_pipeline_goes_on_from_a_model_that_was_whole(store: Store) -> None:
     whole = layouts.saved(store, "fsdp", 3, is_tied=False)
     assert not taken_up(whole, "pp", 2, is_tied=False)
-
-
-def test_fsdp1_is_refused_what_lies_in_columns_and_what_is_another_model(store: Store) -> None:
-    step = layouts.saved(store, "tp", 2)
-    with layouts.one_of(2, 1):
-        assert refused(step, layouts.built("fsdp1", 2), 2) == {"model.second.weight"}
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        step = layouts.saved(new_run(os.path.join(folder, "run")), "fsdp1", 2)
-        for rank in range(2):
-            with layouts.one_of(2, rank):
-                assert refused(step, layouts.built("tp", 2), 2) == {"model.second.weight"}
-        # As many elements, in another shape: bytes would fit.
-        with layouts.one_of(3, 0):
-            other = layouts.Net(is_tied=False)
-            other.embed = nn.Embedding(6, 11)
-            other.head.weight = nn.Parameter(torch.zeros(11, 6))
-            wrapped = layouts.flat(other, use_orig_params=True)
-            assert refused(step, layouts.live_of(other, wrapped), 3) >= {"model.embed.weight"}
 
 
 def refused(record: StepRecord, live: layouts.Live, world: int) -> set[str]:
@@ -214,7 +197,7 @@ def test_leaves_that_have_no_place_are_named_for_all_to_compare(store: Store) ->
 
 def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Store) -> None:
     """Tensors divided by the program's own hand: each rank's is whole, as far as anybody knows."""
-    ranks = [[Held("model.w", np.full(3, rank, "float32"), BoxRegion((0,), (3,)))] for rank in range(2)]
+    ranks = [[Held("model.w", np.full(3, rank, "float32"), TensorSlice((0,), (3,)))] for rank in range(2)]
     values = layouts.values_of({"model": {"kind": "module", "frozen": []}})
     record = committed(store, ranks, values=[values] * 2)
     model = nn.Module()
@@ -228,7 +211,7 @@ def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Stor
 def test_large_values_of_a_rank_go_on_on_another_number_of_ranks(store: Store) -> None:
     """Each rank's replay buffer has a length of its own: a new rank takes the whole of one."""
     arrays = [np.arange(20_000 + rank, dtype="float32") for rank in range(2)]
-    ranks = [[Held("own.a", each, BoxRegion((0,), each.shape))] for each in arrays]
+    ranks = [[Held("own.a", each, TensorSlice((0,), each.shape))] for each in arrays]
     values = []
     for each in arrays:
         about = {"value": ["numpy.array", "<f4", list(each.shape), False]}
@@ -248,7 +231,7 @@ def test_large_values_of_a_rank_go_on_on_another_number_of_ranks(store: Store) -
 
 def test_that_ranks_have_other_parameters_is_seen_of_a_large_step_too(store: Store) -> None:
     """Experts by the program's own hand: no rank that reads its own part alone knows of the others'."""
-    whole = BoxRegion((0,), (3,))
+    whole = TensorSlice((0,), (3,))
     ranks = [[Held("model.w", np.full(3, rank, "float32"), whole)] for rank in range(8)]
     alike = [[Held("model.w", np.ones(3, "float32"), whole)] for _ in range(8)]
     values = [layouts.values_of({"model": {"kind": "module", "frozen": []}}, 8)] * 8
@@ -258,7 +241,7 @@ def test_that_ranks_have_other_parameters_is_seen_of_a_large_step_too(store: Sto
 
     def merged(held: list[list[Held]], step: int, world: int) -> MergedState:
         record = committed(store, held, values=values, ranks_a_part=1, step=step)
-        begins = read_step(store, record.step, record.attempt, {1})
+        begins = read_step(store, record.name, {1})
         state = MergedState(
             tree,
             tree.walk(lambda parameter, gradient: True),
@@ -279,7 +262,7 @@ def test_a_rank_of_the_same_layout_needs_nothing_of_others(store: Store) -> None
     record = layouts.saved(store, "fsdp", 3)
     other = layouts.saved(store, "hsdp", 4)
     for rank in range(3):
-        mine = read_step(store, record.step, record.attempt, {rank})
+        mine = read_step(store, record.name, {rank})
         with layouts.one_of(3, rank):
             assert LiveLayout(layouts.built("fsdp", 3).tree, rank, 3).has(mine)
             assert not LiveLayout(layouts.built("fsdp", 3).tree, rank, 4).has(mine)
@@ -309,7 +292,7 @@ def test_a_new_rank_sees_of_a_large_step_too_that_ranks_differ(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 alone has drawn a number more, and its part has no box that the last rank wants."""
-    monkeypatch.setattr(merged_step, "StepRanks", partial(StepRanks, small_bytes=0))
+    monkeypatch.setattr(merged_state, "StepRanks", partial(StepRanks, small_bytes=0))
     record = layouts.saved(store, "fsdp", 8, seed=lambda rank: int(rank > 0))
     found = []
     for rank in (7, 15):

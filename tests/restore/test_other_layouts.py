@@ -15,11 +15,8 @@ from hypothesis import strategies as st
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.layout import Box, Layout, Leaf
-from flashckpt.restore.box_copies import copy_of, cut
-from flashckpt.restore.box_gathering import gather
-from flashckpt.restore.step_leaves import BoxRegion, Parts, overlapping
-from flashckpt.restore.step_ranks import StepRanks
-from flashckpt.restore.whole_tensors import WholeTensors
+from flashckpt.restore.step_tensors import Parts, StepRanks, TensorSlice, overlapping
+from flashckpt.restore.whole_tensors import WholeTensors, pieces, plan_of
 from flashckpt.runs import load
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
@@ -34,11 +31,11 @@ def store(scratch: str) -> LocalStore:
     return new_run(f"{scratch}/run")
 
 
-def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> BoxRegion:
-    return BoxRegion((first, *(0 for _ in whole.shape[1:])), (behind - first, *whole.shape[1:]))
+def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> TensorSlice:
+    return TensorSlice((first, *(0 for _ in whole.shape[1:])), (behind - first, *whole.shape[1:]))
 
 
-def wanted_layout(ranks: StepRanks, wanted: Mapping[str, BoxRegion]) -> tuple[Layout, list[Parts]]:
+def wanted_layout(ranks: StepRanks, wanted: Mapping[str, TensorSlice]) -> tuple[Layout, list[Parts]]:
     """How these boxes stand in an image, and where the bytes of each are found."""
     leaves = []
     for name, region in wanted.items():
@@ -52,12 +49,12 @@ def wanted_layout(ranks: StepRanks, wanted: Mapping[str, BoxRegion]) -> tuple[La
 
 def of_one_rank(record: StepRecord, rank: int) -> StepRecord:
     """As a rank begins: with the part that holds its number."""
-    return read_step(record.store, record.step, record.attempt, {rank % record.world})
+    return read_step(record.store, record.name, {rank % record.world})
 
 
 def read(
     record: StepRecord,
-    wanted: dict[str, BoxRegion],
+    wanted: dict[str, TensorSlice],
     store: Store | None = None,
     rank: int = 0,
     world: int = 1,
@@ -70,7 +67,7 @@ def read(
     ranks = StepRanks(begins, rank, world, **({"small_bytes": 0} if is_large else {}))
     layout, parts = wanted_layout(ranks, wanted)
     image = memoryview(bytearray(layout.num_bytes))
-    gather(store or record.store, layout, parts, image, threads=2)
+    plan_of(layout, parts, image).run(store or record.store, threads=2)
     assert bytes(image[: layout.data_start]) == layout.header
     starts = {leaf.name: layout.data_start + leaf.offset for leaf in layout.leaves}
     sizes = {leaf.name: leaf.num_bytes for leaf in layout.leaves}
@@ -83,7 +80,7 @@ def test_any_tensors_cut_in_any_way_are_read_in_any_other(data: st.DataObject) -
     world, now = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     named = {f"t{i}": whole for i, whole in enumerate(data.draw(st.lists(tensors(), min_size=1, max_size=4)))}
     ranks: list[list[Held]] = [[] for _ in range(world)]
-    wanted: list[dict[str, BoxRegion]] = [{} for _ in range(now)]
+    wanted: list[dict[str, TensorSlice]] = [{} for _ in range(now)]
     for name, whole in named.items():
         boxes = data.draw(partitions(whole.shape, world))
         order = data.draw(st.permutations(range(world)))
@@ -99,43 +96,6 @@ def test_any_tensors_cut_in_any_way_are_read_in_any_other(data: st.DataObject) -
             found = read(record, mine, rank=rank, world=now, is_large=data.draw(st.booleans()))
             for name, region in mine.items():
                 assert found[name] == taken(named[name], region), (name, region)
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
-def test_any_box_is_copied_out_of_any_other(data: st.DataObject) -> None:
-    """Arithmetic alone: boxes of the same size beside each other too, as a partition seldom has them."""
-    shape = data.draw(st.lists(st.integers(1, 6), max_size=4).map(tuple))
-    sizes = [st.integers(1, size) for size in shape]
-    held_shape, wanted_shape = data.draw(st.tuples(*sizes)), data.draw(st.tuples(*sizes))
-    wanted_shape = data.draw(st.sampled_from([held_shape, wanted_shape]))
-
-    def box(of: tuple[int, ...]) -> BoxRegion:
-        starts = [st.integers(0, size - n) for size, n in zip(shape, of, strict=True)]
-        return BoxRegion(data.draw(st.tuples(*starts)), of)
-
-    held, wanted = box(held_shape), box(wanted_shape)
-    common = held.common(wanted)
-    if common is None:
-        return
-    whole = np.arange(int(np.prod(shape)), dtype="int16").reshape(shape)
-    leaf = Leaf(name="w", dtype="int16", shape=held.shape)
-    begin, file = 16, b"\xff" * 16 + taken(whole, held)
-    into = bytearray(b"\xee" * (8 + 2 * wanted.num_elements))
-    copy = copy_of(leaf, begin, held, wanted, 8, common)
-    block = data.draw(st.sampled_from([8, 16, 64]))
-    for number, part in cut(copy, block, gap_bytes=4):
-        assert number * block <= part.source < part.stop <= (number + 1) * block
-        assert part.is_dense(4)
-        start = number * block
-        part.execute(memoryview(file[start : start + block]), start, memoryview(into))
-    expected = np.full(wanted.shape, -4370, "int16")  # 0xeeee
-    index = [
-        slice(at - start, at - start + n)
-        for at, start, n in zip(common.start, wanted.start, common.shape, strict=True)
-    ]
-    expected[tuple(index)] = np.frombuffer(taken(whole, common), "int16").reshape(common.shape)
-    assert bytes(into[8:]) == expected.tobytes()
 
 
 def test_only_the_chunks_that_hold_a_box_are_read_and_each_once(store: LocalStore) -> None:
@@ -157,7 +117,7 @@ def test_columns_leave_out_the_chunks_between_them(store: LocalStore) -> None:
     wide = np.arange(5 * 4096, dtype="uint16").reshape(5, 4096)
     record = committed(store, [[Held("w", wide, rows(0, 5, wide))]])
     counted = Counted(store)
-    column = BoxRegion((0, 100), (5, 3))
+    column = TensorSlice((0, 100), (5, 3))
     assert read(record, {"w": column}, counted)["w"] == taken(wide, column)  # type: ignore[arg-type]
     assert [size for _, _, size in counted.shards] == [CHUNK_BYTES] * 5
 
@@ -196,9 +156,9 @@ def test_a_piece_that_is_taken_whole_has_its_digest(data: st.DataObject) -> None
     """The checksums are right, and what was captured was something else."""
     whole = data.draw(tensors().filter(lambda each: each.size > 0))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        region = BoxRegion((0,) * whole.ndim, whole.shape)
-        before = Held("a", np.zeros(data.draw(st.integers(0, 5000)), "complex128"), BoxRegion((0,), (0,)))
-        before.region = BoxRegion((0,), before.whole.shape)
+        region = TensorSlice((0,) * whole.ndim, whole.shape)
+        before = Held("a", np.zeros(data.draw(st.integers(0, 5000)), "complex128"), TensorSlice((0,), (0,)))
+        before.region = TensorSlice((0,), before.whole.shape)
         record = committed(new_run(f"{folder}/run"), [[before, Held("w", whole, region)]])
         assert read(record, {"w": region})["w"] == whole.tobytes()
         rank = record.rank(0)
@@ -210,7 +170,11 @@ def test_a_piece_that_is_taken_whole_has_its_digest(data: st.DataObject) -> None
             read(record, {"w": region})
 
 
-def unsaid(record: StepRecord, region: BoxRegion, *words: str) -> list[str]:
+def bytes_of(record: StepRecord, tensors: WholeTensors, leaf: Leaf) -> bytes:
+    return b"".join(piece for _, piece in pieces(record.store, [(leaf, tensors.parts(leaf))], 1))
+
+
+def unsaid(record: StepRecord, region: TensorSlice, *words: str) -> list[str]:
     """Those of the words that the refusal to read this region of w does not say."""
     with pytest.raises(MismatchError) as raised:
         read(record, {"w": region})
@@ -237,7 +201,7 @@ def test_replicas_that_differ_are_refused(store: LocalStore) -> None:
     other = WHOLE.copy()
     other[0, 0] = -1
     ranks = [[Held("w", whole, rows(a, a + 3))] for a in (0, 3) for whole in (WHOLE, other)]
-    assert not unsaid(committed(store, ranks), rows(0, 1), "ranks 0 and 1 have other bytes", "diverged")
+    assert not unsaid(committed(store, ranks), rows(0, 1), "ranks 0 and 1 have different bytes", "diverged")
 
 
 def test_replicas_are_read_from_the_own_number_else_from_the_first(store: LocalStore) -> None:
@@ -252,7 +216,7 @@ def test_replicas_are_read_from_the_own_number_else_from_the_first(store: LocalS
 
 def test_a_replica_that_another_rank_wrote_is_found_in_its_file(store: LocalStore) -> None:
     """Two groups that hold the same halves, each half written once; and a tensor that all hold."""
-    small, whole = np.arange(5.0), BoxRegion((0,), (5,))
+    small, whole = np.arange(5.0), TensorSlice((0,), (5,))
     ranks = [
         [
             Held("w", WHOLE, rows(3 * half, 3 * half + 3), writer=2 if half else 0),
@@ -277,7 +241,7 @@ def test_other_shapes_or_dtypes_on_other_ranks_are_refused(store: LocalStore) ->
 
 
 def test_whole_tensors_with_other_bytes_are_each_ranks_own(store: LocalStore) -> None:
-    record = committed(store, [[Held("b", np.full(3, rank), BoxRegion((0,), (3,)))] for rank in range(2)])
+    record = committed(store, [[Held("b", np.full(3, rank), TensorSlice((0,), (3,)))] for rank in range(2)])
     tensor = StepRanks(record, 1, 4).tensor("b")
     assert tensor is not None
     assert tensor.is_by_rank
@@ -290,7 +254,7 @@ def test_overlaps_are_found_whatever_the_boxes(data: st.DataObject) -> None:
     dimensions = data.draw(st.integers(0, 3))
     sizes = st.tuples(*[st.integers(1, 4)] * dimensions)
     starts = st.tuples(*[st.integers(0, 6)] * dimensions)
-    regions = data.draw(st.lists(st.builds(BoxRegion, starts, sizes), max_size=8, unique=True))
+    regions = data.draw(st.lists(st.builds(TensorSlice, starts, sizes), max_size=8, unique=True))
     pairs = [
         {one, other}
         for i, one in enumerate(regions)
@@ -307,14 +271,14 @@ Mesh = tuple[int, ...]
 """Sizes: of replicas, and of what divides rows and columns."""
 
 
-def on_mesh(rank: int, mesh: Mesh, order: tuple[int, ...], shape: tuple[int, int]) -> BoxRegion:
+def on_mesh(rank: int, mesh: Mesh, order: tuple[int, ...], shape: tuple[int, int]) -> TensorSlice:
     """The box of a rank of a mesh whose dimensions stand in this order, the last one innermost."""
     at = dict.fromkeys(range(3), 0)
     for dimension in reversed(order):
         rank, at[dimension] = divmod(rank, mesh[dimension])
     sizes = [-(-n // parts) for n, parts in zip(shape, mesh[1:], strict=True)]
     start = [min(at[1 + d] * sizes[d], shape[d]) for d in range(2)]
-    return BoxRegion(tuple(start), tuple(min(sizes[d], shape[d] - start[d]) for d in range(2)))
+    return TensorSlice(tuple(start), tuple(min(sizes[d], shape[d] - start[d]) for d in range(2)))
 
 
 @pytest.mark.parametrize(
@@ -378,8 +342,8 @@ def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) 
         [
             [
                 Held("model.w", WHOLE, rows(2 * rank, 2 * rank + 2)),
-                Held("model.b", own[rank], BoxRegion((0,), (3,))),
-                Held("model.same", np.ones(2), BoxRegion((0,), (2,)), aliases=("model.tied",)),
+                Held("model.b", own[rank], TensorSlice((0,), (3,))),
+                Held("model.same", np.ones(2), TensorSlice((0,), (2,)), aliases=("model.tied",)),
             ]
             for rank in range(3)
         ],
@@ -397,14 +361,14 @@ def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) 
 
 def test_names_that_mean_other_parameters_on_other_ranks_are_written_in_full(store: LocalStore) -> None:
     """Two stages of a pipeline: each rank's only module owns all parameters of its optimizer."""
-    state, whole = "optimizer.state.w.exp_avg", BoxRegion((0,), (3,))
+    state, whole = "optimizer.state.w.exp_avg", TensorSlice((0,), (3,))
     ranks = [[Held(state, np.full(3, rank), whole)] for rank in range(2)]
     values = [optimizer_values([f"{name}.w"]) for name in ("one", "two")]
     record = committed(store, ranks, values=values)
     tensors = WholeTensors(record)
     names = [leaf.name for leaf in tensors.leaves]
     assert names == ["optimizer.state.one.w.exp_avg", "optimizer.state.two.w.exp_avg"]
-    assert [b"".join(tensors.pieces(leaf, 1)) for leaf in tensors.leaves] == [
+    assert [bytes_of(record, tensors, leaf) for leaf in tensors.leaves] == [
         np.full(3, rank).tobytes() for rank in range(2)
     ]
 
@@ -414,14 +378,14 @@ def test_names_that_mean_the_same_on_all_ranks_stay_short(store: LocalStore) -> 
     record = committed(store, ranks, values=[optimizer_values(["one.w"])] * 2)
     [leaf] = WholeTensors(record).leaves
     assert leaf.name == "optimizer.state.w.exp_avg"
-    assert b"".join(WholeTensors(record).pieces(leaf, 1)) == WHOLE.tobytes()
+    assert bytes_of(record, WholeTensors(record), leaf) == WHOLE.tobytes()
 
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (2, 3), (3, 2), (3, 5, 2), (2, 2, 4), (7, 3)])
 def test_ranks_are_read_that_are_apart_in_each_dimension_of_any_mesh(sizes: tuple[int, ...]) -> None:
     world = int(np.prod(sizes))
     whole = np.zeros(1, "float32")
-    held = [[Held("w", whole, BoxRegion((0,), (1,)))] for _ in range(world)]
+    held = [[Held("w", whole, TensorSlice((0,), (1,)))] for _ in range(world)]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         record = committed(new_run(f"{folder}/run"), held)
         ranks = StepRanks(of_one_rank(record, world - 1), world - 1, world + 1, small_bytes=0)

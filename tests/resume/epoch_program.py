@@ -3,7 +3,7 @@
 `python -m tests.resume.epoch_program RUN LOG KIND [EPOCH PLACE DEED] [OPTIONS-JSON]`
 
 Each line of LOG is [what, step, value], written before the next instruction; losses and weights to the bit.
-The deed is done once: a start after it, which finds LOG + ".done", goes through.
+The operation is done once: a start after it, which finds LOG + ".done", goes through.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ def term_after(calls: int) -> None:
 
 
 class Program:
-    def __init__(self, run: str, log: str, kind: str, at: tuple[int, str], deed: str, options: Any) -> None:
-        self.run, self.log, self.kind, self.at, self.deed = run, log, kind, at, deed
+    def __init__(
+        self, run: str, log: str, kind: str, at: tuple[int, str], operation: str, options: Any
+    ) -> None:
+        self.run, self.log, self.kind, self.at, self.operation = run, log, kind, at, operation
         self.options = options
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 5))
@@ -83,7 +85,7 @@ class Program:
         if (epoch, name) != self.at or os.path.exists(self.log + ".done"):
             return
         open(self.log + ".done", "x").close()
-        deeds: dict[str, Callable[[], object]] = {
+        operations: dict[str, Callable[[], object]] = {
             "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
             "stop": lambda: self.checkpointer.stop(),
@@ -92,10 +94,10 @@ class Program:
             "save and kill": lambda: (self.checkpointer.save(), os.kill(os.getpid(), signal.SIGKILL)),
             "save and wait": lambda: (self.checkpointer.save(), self.checkpointer.wait()),
         }
-        deed, _, calls = self.deed.partition(" after ")
+        operation, _, calls = self.operation.partition(" after ")
         if calls:
             term_after(int(calls))
-        deeds[deed]()
+        operations[operation]()
 
     def train(self, batch: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -140,8 +142,8 @@ class Program:
 
 def main() -> None:
     torch.set_num_threads(1)
-    run, log, kind, epoch, place, deed, options = sys.argv[1:8]
-    Program(run, log, kind, (int(epoch), place), deed, json.loads(options)).go()
+    run, log, kind, epoch, place, operation, options = sys.argv[1:8]
+    Program(run, log, kind, (int(epoch), place), operation, json.loads(options)).go()
     print("finished", flush=True)
 
 

@@ -158,7 +158,8 @@ def test_every_order_of_deaths_goes_on_and_ends_as_if_there_were_none(
             expected.append((MEMORY, range(step - 2, step + 1)))
         else:
             newest = max(flashckpt.steps(job.trainer.run))
-            expected.append((LOCAL, range(newest, newest + 1)))
+            # Of a newer one all files but the record may be there: then the next start creates it.
+            expected.append((LOCAL, range(newest, step + 1)))
             assert death is not the_trainer_then_the_keeper or newest >= step - 2
         if not named:
             assert "survive the death of trainer or keeper, not of both" in job.said[-1]

@@ -21,22 +21,21 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt import _native
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
-from flashckpt.commit.lineage import newest_first
+from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import StepRecord, read_step
-from flashckpt.errors import OutOfRoomError
+from flashckpt.errors import OutOfSpaceError
 from flashckpt.format.records import CHUNK_BYTES
+from flashckpt.keeper import node_keepers as keepers
 from flashckpt.keeper.client import KeeperClient
-from flashckpt.memory import room
+from flashckpt.memory import memory_budget
 from flashckpt.options import Environment
-from flashckpt.recovery import keepers
-from flashckpt.recovery.report import Watcher
-from flashckpt.restore import patience, step_choice, step_image
+from flashckpt.restore import step_choice, step_image
 from flashckpt.restore.step_image import EarlyRead, StepImage
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
+from flashckpt.store.local import LocalStore
 from tests.checkpointer.voting import Voting
 
 BYTES = 4 * 1024 * 1024  # of the frozen part, which is stored as constants
@@ -80,8 +79,7 @@ def save(run: Path) -> int:
 
 def newest(run: Path) -> StepRecord:
     store = open_store(run)
-    each = next(newest_first(store))
-    return read_step(store, each.step, each.attempt)
+    return read_step(store, Catalogue.of(store).newest_first()[0])
 
 
 def images() -> int:
@@ -99,14 +97,14 @@ def readers() -> list[threading.Thread]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that are read into memory, with the thread that does."""
-    read, seen = _native.read_file, list[str]()
+    """The files that are read into memory, and by whom."""
+    read, seen = LocalStore.read_chunks, list[str]()
 
-    def read_file(path: str, *arguments: Any, **named: Any) -> Any:
-        seen.append(threading.current_thread().name)
-        return read(path, *arguments, **named)
+    def read_chunks(store: LocalStore, path: str, *arguments: Any, **named: Any) -> None:
+        seen.append("early" if readers() else "resume")
+        read(store, path, *arguments, **named)
 
-    monkeypatch.setattr(_native, "read_file", read_file)
+    monkeypatch.setattr(LocalStore, "read_chunks", read_chunks)
     return seen
 
 
@@ -119,7 +117,7 @@ def test_it_is_read_early_and_once(run: Path, reads: list[str]) -> None:
     live = Model(2)
     assert resumed(run, live) == "local"
     assert live.equals(Model(1))
-    assert reads == ["flashckpt-read"] * 2, "the shard and its constants"
+    assert reads == ["early"] * 2, "the shard and its constants"
     assert not readers()
 
 
@@ -175,7 +173,7 @@ def test_a_wrong_byte_anywhere_is_found(run: Path) -> None:
         file.write_bytes(whole)
     file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]))
     live = Model(2)
-    with pytest.raises(flashckpt.UnusableRunError, match="is not what was committed"):
+    with pytest.raises(flashckpt.UnusableRunError, match="does not have its checksum"):
         resumed(run, live)
     assert live.equals(Model(2))
     assert images() == 0
@@ -210,25 +208,25 @@ def test_what_was_read_is_taken_though_its_file_is_harmed_then(run: Path) -> Non
     image = early.take(record)
     assert image is not None
     header = record.rank(0).contents.layout().header
-    assert bytes(image.images[0][: len(header)]) == header
+    assert bytes(image.held[0][0][: len(header)]) == header
 
 
 def test_a_disk_that_fails_once_and_early_costs_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    read = _native.read_file
+    read = LocalStore.read_chunks
 
-    def read_file(path: str, *arguments: Any, **named: Any) -> Any:
-        if readers() and threading.current_thread() in readers():
+    def read_chunks(store: LocalStore, path: str, *arguments: Any, **named: Any) -> None:
+        if readers():
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return read(path, *arguments, **named)
+        read(store, path, *arguments, **named)
 
-    monkeypatch.setattr(_native, "read_file", read_file)
+    monkeypatch.setattr(LocalStore, "read_chunks", read_chunks)
     live = Model(2)
     assert resumed(run, live) == "local"
     assert live.equals(Model(1))
     assert not [each for each in caplog.messages if "cannot be read" in each]
-    assert not list(run.glob("steps/*/*/mark-*"))
+    assert not list(run.glob("commits/*.quarantine-*"))
 
 
 def test_a_newer_step_that_was_committed_meanwhile_is_the_one(
@@ -306,12 +304,12 @@ class Interrupting:
 
 
 def gone_after_one(read: Callable[..., Any]) -> Callable[..., Any]:
-    def read_file(path: str, *arguments: Any, **named: Any) -> Any:
-        if "constants" in path:
+    def read_chunks(store: LocalStore, path: str, *arguments: Any, **named: Any) -> Any:
+        if path.startswith("frozen/"):
             raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
-        return read(path, *arguments, **named)
+        return read(store, path, *arguments, **named)
 
-    return read_file
+    return read_chunks
 
 
 @pytest.mark.parametrize(
@@ -333,10 +331,10 @@ def test_nothing_of_it_is_left_however_attach_ends(
         case "held":
             beside = open_session(run, flashckpt.Keep(), flashckpt.Options(), Environment.read())
         case "no room":
-            monkeypatch.setattr(room, "available_bytes", lambda: BYTES)
+            monkeypatch.setattr(memory_budget, "available_bytes", lambda: BYTES)
         case "away":  # once the first file was read
-            monkeypatch.setattr(_native, "read_file", gone_after_one(_native.read_file))
-            monkeypatch.setattr(patience, "_PAUSES_S", ())
+            monkeypatch.setattr(LocalStore, "read_chunks", gone_after_one(LocalStore.read_chunks))
+            monkeypatch.setattr(step_choice, "_PAUSES_S", ())
         case "taken up":
             monkeypatch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
             error = ZeroDivisionError  # type: ignore[assignment]
@@ -355,8 +353,8 @@ def test_nothing_of_it_is_left_however_attach_ends(
 
 
 def test_where_the_vote_fails_nothing_of_it_is_left(run: Path) -> None:
-    def vote(ballot: step_choice.Ballot) -> bool:
-        assert images() == (0 if ballot.ends else 2)
+    def vote(proposal: step_choice.Proposal) -> bool:
+        assert images() == (0 if proposal.ends else 2)
         raise ZeroDivisionError
 
     live, options = Model(2), flashckpt.Options()
@@ -377,15 +375,15 @@ def test_without_room_it_is_said_how_much_there_would_have_to_be(
 ) -> None:
     starts = set(run.glob("attempts/*/start.json"))
     size = sum(-(-file.stat().st_size // 4096) * 4096 for file in run.rglob("*.safetensors"))
-    monkeypatch.setattr(room, "available_bytes", lambda: size - 1)
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda: size - 1)
     live = Model(2)
-    with pytest.raises(OutOfRoomError, match="Step 1 needs") as refused:
+    with pytest.raises(OutOfSpaceError, match="Step 1 needs") as refused:
         flashckpt.attach(run, every=None, model=live)
     assert (refused.value.needed, refused.value.available) == (size, size - 1)
     assert live.equals(Model(2))
-    assert not list(run.glob("steps/*/*/mark-*"))
+    assert not list(run.glob("commits/*.quarantine-*"))
     assert set(run.glob("attempts/*/start.json")) == starts
-    monkeypatch.setattr(room, "available_bytes", lambda: size)
+    monkeypatch.setattr(memory_budget, "available_bytes", lambda: size)
     image = step_image.read_image(newest(run), 0, 2)
     image.discard()
 
@@ -401,11 +399,11 @@ def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
         raise ZeroDivisionError
     flashckpt.branch(run, 1)
     with monkeypatch.context() as patched:
-        patched.setattr(room, "available_bytes", lambda: BYTES)
-        with pytest.raises(OutOfRoomError, match=re.escape(f"flashckpt keepers --end {run}")):
+        patched.setattr(memory_budget, "available_bytes", lambda: BYTES)
+        with pytest.raises(OutOfSpaceError, match=re.escape(f"flashckpt keepers --end {run}")):
             flashckpt.attach(run, every=None, model=Model(2))
     [keeper] = keepers.keepers()
-    keepers.end(keeper, Watcher())
+    keepers.end(keeper)
     live = Model(2)
     assert resumed(run, live) == "local"
     assert live.equals(Model(1))

@@ -50,15 +50,17 @@ def after_a_kill(killed: Trainer) -> dict[object, object]:
     return last_of_each(killed.records())
 
 
-def after_memory_is_lost(killed: Trainer, kill_keepers: Callable[..., None]) -> dict[object, object]:
-    """The same, where it can go on from storage alone."""
+def after_memory_is_lost(
+    killed: Trainer, kill_keepers: Callable[..., None], tier: str = "local"
+) -> dict[object, object]:
+    """The same, where it can go on from storage, or a cache, alone."""
     killed.kill_in_step(HOLDS[killed.recipe])
     killed.wait_committed()
     kill_keepers(remove_regions=True)
     killed.finish(fresh=killed.recipe == "workers")
 
     [resume] = killed.events("resume")
-    assert resume["tier"] == "local"
+    assert resume["tier"] == tier
     return last_of_each(killed.records())
 
 

@@ -220,7 +220,7 @@ def by_hand(run: str, go: Path) -> None:
         if checkpointer.completed == 5:
             checkpointer.wait()
             # Not before: until there are slots a busy machine takes longer.
-            checkpointer._capture.heartbeat.patience_s = 2.0
+            checkpointer._capture.heartbeat.timeout_s = 2.0
             threading.Thread(target=_release_later, args=(_taken(checkpointer),), daemon=True).start()
             say("held")
             stand_still(go)
@@ -229,7 +229,7 @@ def by_hand(run: str, go: Path) -> None:
 
 def _taken(checkpointer: flashckpt.Checkpointer) -> list[Callable[[], object]]:
     """Take every slot. What is given back lets go of one each."""
-    ring = checkpointer._attendant.slots.ring
+    ring = checkpointer._keeper_link.slots.ring
     assert ring is not None
     back: list[Callable[[], object]] = []
     for slot in ring.slots:

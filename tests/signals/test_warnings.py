@@ -113,7 +113,7 @@ def test_a_notice_file_that_was_there_before_is_an_old_one(tmp_path: Path, runti
     job, notice = Job(tmp_path / "job", "plain"), tmp_path / "notice"
     notice.touch()
     os.utime(notice, (1, 1))
-    assert not NoticeFile(notice).has_come()
+    assert not NoticeFile(notice).is_new()
     process = job.held(6, signals={"notice_file": str(notice)})
     until(lambda: process.has_logged("is there already"), "the word about it")
     assert not process.has_logged("the loop ends")

@@ -1,4 +1,4 @@
-"""A snapshot as bytes alone: what a slot would hold, without any other part of the library."""
+"""A snapshot as bytes alone: the content of a slot, without any other part of the library."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def none_used_up(parameter: object, gradient: Tensor) -> bool:
 
 
 def raw_bytes(tensor: Tensor) -> bytes:
-    """A tensor's elements in row-major order, NaN payloads and all."""
+    """Return a tensor's elements in row-major order, including NaN payloads."""
     plain = bits(tensor.detach()).cpu().contiguous()
     return plain.flatten().view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 
 
 @dataclass
 class Image:
-    """Bytes, and nothing of the state they came from."""
+    """Bytes, without references to the state that they came from."""
 
     layout: Layout
     data: bytes
@@ -45,7 +45,7 @@ class Image:
         return cls(layout, data, encode_json(walk.value if values is None else values))
 
     def saved(self) -> Saved:
-        """What is read, from a copy of the bytes that is gone as soon as a restore is done."""
+        """Return a Saved over a copy of the bytes that is freed after the restore."""
         leaves = {leaf.name: leaf for leaf in self.layout.leaves}
         scratch = bytearray(self.data)
 
@@ -55,7 +55,7 @@ class Image:
             if not leaf.num_bytes:
                 return torch.empty(leaf.shape, dtype=dtype)
             window = memoryview(scratch)[leaf.offset : leaf.offset + leaf.num_bytes]
-            # At an odd offset torch would refuse: leaves are aligned in an image, its copy need not be.
+            # torch refuses odd offsets: leaves are aligned in an image, but its copy need not be.
             flat = torch.frombuffer(bytearray(window), dtype=torch.uint8)
             return flat.view(dtype).view(leaf.shape) if leaf.shape else flat.view(dtype)[0]
 
@@ -63,12 +63,12 @@ class Image:
 
 
 def capture(tree: Tree, used_up: Callable[[Any, Tensor], bool] = all_used_up) -> Image:
-    """A walk, and its bytes."""
+    """Walk a state and copy its bytes."""
     return Image.of(tree.walk(used_up))
 
 
 def restore(tree: Tree, image: Image) -> None:
-    """Restore, and see that every leaf arrived in a live tensor, to the bit."""
+    """Restore, and check that each leaf arrived in a live tensor, bit for bit."""
     saved = image.saved()
     assert tree.differences(saved) == []
     filled = dict(tree.restore(saved))
@@ -78,7 +78,7 @@ def restore(tree: Tree, image: Image) -> None:
 
 
 def contents(tree: Tree, used_up: Callable[[Any, Tensor], bool] = none_used_up) -> dict[str, object]:
-    """All there is to a state, for comparing two of them."""
+    """Return the whole content of a state, to compare two states."""
     walk = tree.walk(used_up)
     found: dict[str, object] = {
         leaf.name: (
@@ -95,7 +95,7 @@ def contents(tree: Tree, used_up: Callable[[Any, Tensor], bool] = none_used_up) 
 
 
 def assert_same(first: Tree, second: Tree, used_up: Callable[[Any, Tensor], bool] = none_used_up) -> None:
-    """Two states are equal to the bit, gradients too where they are not used up."""
+    """Check that two states are bit for bit the same, including gradients that are not used up."""
     a, b = contents(first, used_up), contents(second, used_up)
     assert a.keys() == b.keys()
     assert [name for name in a if a[name] != b[name]] == []

@@ -1,4 +1,4 @@
-"""What objects hold after they took their state back, and objects that are changed where they are."""
+"""The contents of objects after their restore, and objects that are restored in place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.state.image import Image, assert_same, capture, restore
 
 
 class Meter:
-    """Takes back what it gave, unless told otherwise."""
+    """Restores what it returned, unless configured otherwise."""
 
     def __init__(self, loses: str = "") -> None:
         self.loses = loses
@@ -78,14 +78,14 @@ def snapshot_of(image: Image) -> Snapshot:
         ("dtype", r"meter.total was float32 \(3,\) and is float16"),
     ],
 )
-def test_an_object_that_does_not_take_its_state_back_is_told(loses: str, message: str) -> None:
+def test_an_object_that_does_not_restore_its_state_is_reported(loses: str, message: str) -> None:
     image = capture(Tree({"meter": moved()}))
     with pytest.raises(StateError, match=message) as caught:
         Tree({"meter": Meter(loses)}).restore(image.saved())
     assert caught.value.location == "meter"
 
 
-def test_what_an_object_holds_is_digested_not_what_it_was_given() -> None:
+def test_the_restored_object_is_digested_not_its_input() -> None:
     model = nn.Linear(2, 2)
     image = capture(Tree({"meter": moved(), "model": model}))
     with pytest.raises(StateError, match=r"step 4 .*\(meter.total\): either load_state_dict") as caught:
@@ -104,11 +104,11 @@ def test_an_object_that_changes_another_is_named_as_a_cause() -> None:
 
     model = nn.Linear(2, 2)
     image = capture(Tree({"meter": Meddling(), "model": model}))
-    with pytest.raises(DamagedError, match="of meter made something else of them, or the copy"):
+    with pytest.raises(DamagedError, match="of meter changed them, or the copy"):
         fill(Tree({"meter": Meddling(), "model": model}), snapshot_of(image), 1)
 
 
-def test_values_that_differ_at_each_call_are_no_loss() -> None:
+def test_values_that_differ_at_each_call_are_ignored() -> None:
     class Clock(Meter):
         ticks = itertools.count()
 
@@ -122,7 +122,7 @@ def test_values_that_differ_at_each_call_are_no_loss() -> None:
 
 
 class Momentum(Optimizer):
-    """Keeps its momentum in float32 whatever its parameters are."""
+    """Keeps its momentum in float32 for parameters of any dtype."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -165,7 +165,7 @@ def test_a_load_state_dict_that_casts_is_refused() -> None:
         trained(Casting, hook=False)[2].restore(capture(tree).saved())
 
 
-def test_attributes_of_an_optimizer_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_attributes_of_an_optimizer_cause_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flashckpt"):
         trained(Momentum, hook=False)
     assert "attributes of a Momentum are not saved (steps)" in caplog.text
@@ -195,7 +195,7 @@ def test_a_scaler_with_values_of_its_own_keeps_them() -> None:
     assert other.mine == 7
 
 
-def test_what_can_be_changed_in_place_stays_the_same_object() -> None:
+def test_objects_that_can_be_changed_in_place_stay_the_same() -> None:
     def build() -> dict[str, Any]:
         return {
             "array": np.zeros((2, 3)),
@@ -224,22 +224,22 @@ def test_what_can_be_changed_in_place_stays_the_same_object() -> None:
     assert other["tuple"][0] is inner
 
 
-def test_a_named_counter_is_changed_where_it_is() -> None:
+def test_a_named_counter_is_changed_in_place() -> None:
     counter, other = Counter(a=3), Counter(b=1)
     restore(Tree({"seen": other}), capture(Tree({"seen": counter})))
     assert other == counter
 
 
-def test_one_array_in_two_places_of_two_saved_ones() -> None:
+def test_one_array_in_the_places_of_two_saved_ones() -> None:
     shared: Any = np.zeros(2)
     other = {"a": shared, "b": shared}
     restore(Tree({"s": other}), capture(Tree({"s": {"a": np.zeros(2), "b": np.ones(2)}})))
     assert (other["a"].tolist(), other["b"].tolist()) == ([0, 0], [1, 1])
 
 
-def test_a_leaf_that_nothing_names_is_told() -> None:
+def test_a_leaf_without_an_owner_is_reported() -> None:
     held: dict[str, Tensor | int] = {"x": torch.ones(2)}
     saved = capture(Tree({"s": held})).saved()
     saved.value["entries"]["s"]["state"]["x"] = 1
-    with pytest.raises(DamagedError, match="belong to nothing"):
+    with pytest.raises(DamagedError, match="belong to no object"):
         Tree({"s": held}).restore(saved)

@@ -1,4 +1,4 @@
-"""A box of a tensor is not taken for a whole one."""
+"""A box of a tensor is not mistaken for a whole tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashckpt.format.layout import Box, Leaf
 from flashckpt.state.tensors import described, fits
 
 
-def test_a_box_fills_no_tensor_that_is_whole() -> None:
+def test_a_box_does_not_fill_a_whole_tensor() -> None:
     whole = Leaf(name="w", dtype="float32", shape=(2, 4))
     piece = Leaf(name="w", dtype="float32", shape=(2, 4), box=Box(shape=(8, 4), start=(2, 0)))
     assert fits(whole, torch.empty(2, 4))
@@ -17,7 +17,7 @@ def test_a_box_fills_no_tensor_that_is_whole() -> None:
     assert described(piece) == "float32 (2, 4), from (2, 0) of (8, 4)"
 
 
-def test_a_box_fills_the_same_box_alone() -> None:
+def test_a_box_fills_only_the_same_box() -> None:
     here = Box(shape=(8, 4), start=(2, 0))
     piece = Leaf(name="w", dtype="float32", shape=(2, 4), box=here)
     assert fits(piece, torch.empty(2, 4), here)

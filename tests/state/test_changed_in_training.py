@@ -1,6 +1,6 @@
-"""What changes its form while a run is trained: a persistent buffer comes back as it was saved, and so does
-what an optimizer keeps in containers that it makes anew; parameters and groups that the same script would not
-build are said when they are captured."""
+"""State that changes its form during training: a persistent buffer is restored as it was saved, and so is the
+state that an optimizer keeps in new containers; parameters and groups that the same script would not build
+are logged when they are captured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
 
 
 class Observed(nn.Module):
-    """A layer with an observer of its outputs, as torch.ao's: ranges that begin empty and get a shape."""
+    """A layer with an observer of its outputs, like torch.ao's: ranges that start empty and get a shape."""
 
     def __init__(self, width: int = 3) -> None:
         super().__init__()
@@ -52,11 +52,11 @@ def train(run: Path, model: nn.Module, steps: int, **named: object) -> torch.opt
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_buffer_that_was_seen_to_change_its_shape_comes_back(in_place: bool, tmp_path: Path) -> None:
+def test_a_buffer_whose_shape_changed_is_restored(in_place: bool, tmp_path: Path) -> None:
     first = Observed()
     first.in_place = in_place
     train(tmp_path / "run", first, 3)
-    for _ in range(2):  # and what was restored is known to change
+    for _ in range(2):  # and the restored buffer is known to change
         again = Observed()
         flashckpt.attach(tmp_path / "run", model=again, optimizer=torch.optim.SGD(again.parameters())).close()
         assert again.min_val.shape == (3,)
@@ -68,7 +68,7 @@ def test_a_buffer_that_was_seen_to_change_its_shape_comes_back(in_place: bool, t
     assert again.min_val.shape == (3,)
 
 
-def test_observers_of_torch_come_back(tmp_path: Path) -> None:
+def test_observers_of_torch_are_restored(tmp_path: Path) -> None:
     from torch.ao.quantization import MinMaxObserver, PerChannelMinMaxObserver
 
     def build() -> nn.Module:
@@ -84,7 +84,7 @@ def test_observers_of_torch_come_back(tmp_path: Path) -> None:
 
 
 class Preconditioned(torch.optim.Optimizer):
-    """Keeps tensors in a container that each step makes anew, as SOAP does with its bases."""
+    """Keeps tensors in a container that each step creates again, as SOAP does with its bases."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], kept_in: type) -> None:
         super().__init__(parameters, {})
@@ -103,7 +103,7 @@ class Preconditioned(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("kept_in", [list, tuple, deque, dict])
-def test_tensors_in_a_container_that_each_step_makes_anew_come_back(kept_in: type, tmp_path: Path) -> None:
+def test_tensors_in_a_container_created_by_each_step_are_restored(kept_in: type, tmp_path: Path) -> None:
     def trained(run: Path, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = nn.Linear(4, 4)
@@ -126,8 +126,8 @@ def test_tensors_in_a_container_that_each_step_makes_anew_come_back(kept_in: typ
     assert torch.equal(found, whole)
 
 
-def test_nothing_else_is_let_through(tmp_path: Path) -> None:
-    """Another layer is another model, and so is a buffer that nobody saw change."""
+def test_other_changes_of_shape_are_differences(tmp_path: Path) -> None:
+    """Another layer is another model, and so is a buffer that never changed its shape."""
     train(tmp_path / "run", Observed(), 3)
     other = Observed(width=5)
     before = other.layer.weight.detach().clone()
@@ -145,7 +145,7 @@ def test_nothing_else_is_let_through(tmp_path: Path) -> None:
         train(tmp_path / "run", double, 5)
 
 
-def test_a_group_added_in_training_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_added_in_training_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, more = nn.Linear(4, 4), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = flashckpt.loop(
@@ -153,17 +153,17 @@ def test_a_group_added_in_training_is_said_once(tmp_path: Path, caplog: pytest.L
     )
     for x in batches:
         if batches.completed == 3:
-            assert "others than at attach" not in caplog.text
+            assert "have changed since attach" not in caplog.text
             optimizer.add_param_group({"params": list(more.parameters())})
         optimizer.zero_grad()
         more(model(x)).sum().backward()
         optimizer.step()
-    [said] = [r.getMessage() for r in caplog.records if "others than at attach" in r.getMessage()]
-    assert "optimizer.groups.1" in said
-    assert "MismatchError" in said
+    [message] = [r.getMessage() for r in caplog.records if "have changed since attach" in r.getMessage()]
+    assert "optimizer.groups.1" in message
+    assert "MismatchError" in message
 
 
-def test_parameters_that_grow_in_training_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parameters_added_in_training_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Growing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -178,6 +178,6 @@ def test_parameters_that_grow_in_training_are_said(tmp_path: Path, caplog: pytes
         model(x).sum().backward()
         if batches.completed == 2:
             model.columns.append(nn.Parameter(torch.ones(4)))
-    assert caplog.text.count("others than at attach (model.columns.1)") == 1
+    assert caplog.text.count("have changed since attach (model.columns.1)") == 1
     with pytest.raises(MismatchError, match=r"model\.columns\.1"):
         flashckpt.attach(tmp_path / "run", model=Growing())

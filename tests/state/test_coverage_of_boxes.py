@@ -1,4 +1,4 @@
-"""Holes, overlaps and contradictions among the boxes of ranks are found, and named with their ranks."""
+"""Holes, overlaps and contradictions among the boxes of ranks are found and reported with their ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def problems(*held: list[Leaf]) -> list[str]:
     return check_coverage(dict(enumerate(held)))
 
 
-def test_what_is_whole_is_no_problem() -> None:
+def test_whole_tensors_are_accepted() -> None:
     rows = [[leaf((5, 4), [(0, 3), (0, 4)])], [leaf((5, 4), [(3, 5), (0, 4)])]]
     assert problems(*rows) == []
     assert problems(*rows, *rows) == [], "replicas"
@@ -30,7 +30,7 @@ def test_what_is_whole_is_no_problem() -> None:
     assert problems([leaf((0, 4), [(0, 0), (0, 2)])], [leaf((0, 4), [(0, 0), (2, 4)])]) == []
 
 
-def test_what_no_rank_has_a_box_of_is_each_ranks_own() -> None:
+def test_tensors_without_boxes_belong_to_each_rank() -> None:
     assert problems([leaf((3,))], [leaf((4,), dtype="int64")]) == []
 
 
@@ -43,7 +43,7 @@ def test_what_no_rank_has_a_box_of_is_each_ranks_own() -> None:
             "w has boxes that overlap: [0:3, 0:4] on rank 0 and [2:5, 0:4] on rank 1",
         ),
         (
-            # As many elements as the whole has, one of them twice.
+            # As many elements as the whole tensor, one of them twice.
             [[(0, 3), (0, 4)], [(3, 5), (0, 3)], [(2, 4), (3, 4)]],
             "w has boxes that overlap: [0:3, 0:4] on rank 0 and [2:4, 3:4] on rank 2",
         ),
@@ -61,8 +61,8 @@ def test_contradictions() -> None:
     assert problems([a], [leaf((3,))]) == ["w is float32 (4, 2) on rank 0, float32 (3,) on rank 1"]
 
 
-def test_any_cut_of_a_tensor_is_whole_and_no_other_is() -> None:
-    """Random cuts, each box in turn cut in two; then one is left out, or moved."""
+def test_only_complete_cuts_of_a_tensor_are_accepted() -> None:
+    """Random cuts into boxes; then one box is left out or moved."""
     draw = random.Random(0)
     for _ in range(200):
         shape = tuple(draw.randint(1, 6) for _ in range(draw.randint(1, 3)))
@@ -87,7 +87,7 @@ def test_any_cut_of_a_tensor_is_whole_and_no_other_is() -> None:
 
 
 def test_many_ranks() -> None:
-    """A row each, on two dimensions of a mesh."""
+    """One row for each rank, on two dimensions of a mesh."""
     world = 4096
     held = [[leaf((world, 64), [(rank, rank + 1), (0, 64)])] for rank in range(world)]
     assert problems(*held) == []

@@ -1,4 +1,4 @@
-"""State on a device that is not supported is refused where it is attached, by the name of its leaf."""
+"""State on an unsupported device is refused at attach, with the name of its leaf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashckpt.state.tree import Tree
 
 
 class Elsewhere(Tensor):
-    """A tensor that says it is on a device which this machine need not have."""
+    """A tensor that reports a device that this machine need not have."""
 
     @staticmethod
     def __new__(cls, device: str, *_: object) -> Elsewhere:
@@ -48,7 +48,7 @@ def test_rocm_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.location == "model.0.table"
 
 
-def test_attach_says_it_before_anything_is_made(tmp_path: Path) -> None:
+def test_attach_refuses_before_it_creates_anything(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="is on xpu"):
         flashckpt.attach(tmp_path / "run", model=model_on("xpu"))
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""A checkpoint of another state: a table of what differs, and nothing changed."""
+"""A checkpoint of another state gives a table of differences and changes nothing."""
 
 from __future__ import annotations
 

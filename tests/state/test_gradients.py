@@ -1,4 +1,4 @@
-"""Gradients between two iterations: leaves while they are needed, a mask of their kinds afterwards."""
+"""Gradients between two iterations: leaves while they are needed, later a mask of their kinds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UsedUp = Callable[[Any, Tensor], bool]
 
 
 class Experts(nn.Module):
-    """Two experts, of which each input uses one."""
+    """Two experts; each input uses one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ def train(model: nn.Module, optimizer: Any, steps: range, to_none: bool, which: 
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-def test_an_idle_expert_decays_only_if_it_did(to_none: bool) -> None:
-    """Expert 0 is used before the snapshot only: with zeros for its gradient it decays on, without one
-    it stands still."""
+def test_an_idle_expert_decays_as_before_the_snapshot(to_none: bool) -> None:
+    """Expert 0 is used only before the snapshot: with a gradient of zeros it still decays, without a gradient
+    it does not."""
 
     def which(step: int) -> int:
         return int(step >= 2)
@@ -59,7 +59,7 @@ def test_an_idle_expert_decays_only_if_it_did(to_none: bool) -> None:
     assert_same(tree, again)
 
 
-def test_accumulation_goes_on_in_the_middle() -> None:
+def test_accumulation_continues_in_the_middle() -> None:
     def micro(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             model(torch.full((2, 3), float(step)), step % 2).square().mean().backward()
@@ -78,7 +78,7 @@ def test_accumulation_goes_on_in_the_middle() -> None:
 
 
 def test_gradients_that_no_optimizer_owns_are_leaves() -> None:
-    """They feed clip_grad_norm_ over all parameters."""
+    """clip_grad_norm_ over all parameters reads them."""
     tree, model, _ = build()
     model.register_parameter("scale", nn.Parameter(torch.ones(2)))
     model.scale.grad = torch.tensor([3.0, 4.0])
@@ -91,7 +91,7 @@ def test_gradients_that_no_optimizer_owns_are_leaves() -> None:
     assert model.scale.grad.tolist() == [3.0, 4.0]
 
 
-def test_a_parameter_called_grad_is_no_gradient() -> None:
+def test_a_parameter_named_grad_is_not_a_gradient() -> None:
     model = nn.Module()
     model.w = nn.Parameter(torch.ones(1))
     model.grad = nn.Parameter(torch.zeros(1))

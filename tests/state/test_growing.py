@@ -1,4 +1,4 @@
-"""A list that only grows is encoded once per entry, and comes back as it is."""
+"""A growing list is encoded once for each entry, and restored exactly."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def entry(step: int) -> dict[str, Any]:
     return {"loss": random.random(), "grad_norm": random.random() / 3, "epoch": step / 7, "step": step}
 
 
-class Holder:
+class Owner:
     def __init__(self, entries: list[Any] | None = None) -> None:
         self.entries: list[Any] = [] if entries is None else entries
         self.list = GrowingList(lambda: self.entries)
 
     def saved(self) -> Any:
-        """The state as it comes back from a snapshot."""
+        """Return the state as it is read from a snapshot."""
         return decode_json(encode_json(self.list.state_dict()))
 
 
-def loaded(saved: Any) -> Holder:
-    holder = Holder([{"of": "the new process"}])
+def loaded(saved: Any) -> Owner:
+    holder = Owner([{"of": "the new process"}])
     holder.list.load_state_dict(saved)
     return holder
 
 
 @pytest.mark.parametrize("length", [0, 1, 16, 17, 900, 6000])
-def test_what_is_saved_comes_back_and_continues(length: int) -> None:
-    holder = Holder()
+def test_saved_entries_are_restored_and_continued(length: int) -> None:
+    holder = Owner()
     for step in range(length):
         holder.entries.append(entry(step))
         if step % 50 == 0:
@@ -54,12 +54,12 @@ def test_what_is_saved_comes_back_and_continues(length: int) -> None:
 
 def test_values_keep_their_types() -> None:
     entries = [1, -0.0, float("nan"), None, "a\nb", "\u2028ü", b"\n", (1, [2]), {3: 4}, {"!x": 1}, 10**400]
-    holder = Holder(entries * 3000)
+    holder = Owner(entries * 3000)
     assert repr(loaded(holder.saved()).entries) == repr(entries * 3000)
 
 
 def test_each_entry_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = Holder([entry(step) for step in range(5000)])
+    holder = Owner([entry(step) for step in range(5000)])
     holder.list.state_dict()
     encoded: list[Any] = []
 
@@ -74,7 +74,7 @@ def test_each_entry_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_blocks_are_few() -> None:
-    holder = Holder()
+    holder = Owner()
     for step in range(30_000):
         holder.entries.append(entry(step))
         if step % 1000 == 0:
@@ -83,8 +83,8 @@ def test_blocks_are_few() -> None:
 
 
 @pytest.mark.parametrize("length", [20, 4000])
-def test_another_list_and_a_shorter_one_are_encoded_anew(length: int) -> None:
-    holder = Holder([entry(step) for step in range(length)])
+def test_another_list_and_a_shorter_one_are_encoded_again(length: int) -> None:
+    holder = Owner([entry(step) for step in range(length)])
     holder.list.state_dict()
     del holder.entries[length // 2 :]
     assert loaded(holder.saved()).entries == holder.entries
@@ -100,15 +100,15 @@ def test_another_list_and_a_shorter_one_are_encoded_anew(length: int) -> None:
 
 
 def test_the_newest_entries_may_change() -> None:
-    holder = Holder([entry(step) for step in range(100)])
+    holder = Owner([entry(step) for step in range(100)])
     holder.list.state_dict()
     holder.entries[-16]["eval_loss"] = 1.5
     holder.entries[-1] = {"other": 1}
     assert loaded(holder.saved()).entries == holder.entries
 
 
-def test_an_older_entry_that_changes_is_found_in_its_turn(caplog: pytest.LogCaptureFixture) -> None:
-    holder = Holder([entry(step) for step in range(200)])
+def test_a_changed_older_entry_is_found_in_its_turn(caplog: pytest.LogCaptureFixture) -> None:
+    holder = Owner([entry(step) for step in range(200)])
     holder.list.state_dict()
     holder.entries[70]["eval_loss"] = 1.5
     for _ in range(200 // 16 + 1):
@@ -117,9 +117,9 @@ def test_an_older_entry_that_changes_is_found_in_its_turn(caplog: pytest.LogCapt
     assert "entry 70" in caplog.text
 
 
-def test_a_snapshot_of_it_comes_back() -> None:
-    """Its large blocks are leaves, and the newest entries are read again between two walks."""
-    holder, other = Holder([entry(step) for step in range(9000)]), Holder()
+def test_a_snapshot_of_it_is_restored() -> None:
+    """Its large blocks are leaves; the newest entries are read again between two walks."""
+    holder, other = Owner([entry(step) for step in range(9000)]), Owner()
     tree = Tree({"log": holder.list})
     assert capture(tree).layout.leaves
     for step in range(700):
@@ -133,9 +133,9 @@ def test_a_snapshot_of_it_comes_back() -> None:
     assert other.entries == holder.entries
 
 
-def test_what_cannot_be_saved_is_refused() -> None:
+def test_unsupported_lists_and_entries_are_refused() -> None:
     with pytest.raises(StateError, match="no exact encoding"):
-        Holder([object()]).list.state_dict()
+        Owner([object()]).list.state_dict()
     with pytest.raises(StateError, match="returned a tuple"):
         GrowingList(lambda: ()).state_dict()  # type: ignore[arg-type, return-value]
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_saved_is_refused() -> None:
     "spoil", [lambda b: b[:-3], lambda b: b[:90] + b"\0\0\0" + b[93:], lambda b: b + b"x"]
 )
 def test_damaged_blocks_are_refused(spoil: Any) -> None:
-    saved = Holder([entry(step) for step in range(2000)]).saved()
+    saved = Owner([entry(step) for step in range(2000)]).saved()
     saved["blocks"][0] = spoil(saved["blocks"][0])
     with pytest.raises(ValueError, match="block"):
         loaded(saved)

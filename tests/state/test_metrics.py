@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics keep their states, wherever they stand in the state."""
+"""Metrics of torchmetrics keep their states, anywhere in the state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def results(metric: Any, batches: range) -> list[str]:
-    """What the metric gives for further batches."""
+    """Return the metric's results for further batches."""
     torch.manual_seed(5)
     return [repr((metric(*batch(number)), metric.compute())) for number in batches]
 
@@ -107,7 +107,7 @@ def test_values_between_two_walks_are_the_newest() -> None:
         assert results(other, range(10, 12)) == results(metric, range(10, 12))
 
 
-def test_configuration_stays_as_the_program_built_it() -> None:
+def test_configuration_of_the_program_is_kept() -> None:
     first = classification.BinaryAccuracy(threshold=0.5)
     second = classification.BinaryAccuracy(threshold=0.7)
     restore(Tree({"metric": second}), capture(Tree({"metric": first})))

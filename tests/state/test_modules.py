@@ -74,13 +74,13 @@ def test_wrappers_leave_no_trace_in_names() -> None:
 
 
 def test_a_child_that_is_only_called_like_a_wrapper_keeps_its_name() -> None:
-    class Holder(nn.Module):
+    class Owner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.module = nn.Linear(2, 2)
             self.weight = nn.Parameter(torch.zeros(1))
 
-    assert set(names(Tree({"m": Holder()}))) == {"m.weight", "m.module.weight", "m.module.bias"}
+    assert set(names(Tree({"m": Owner()}))) == {"m.weight", "m.module.weight", "m.module.bias"}
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -142,7 +142,7 @@ def test_views_store_their_own_elements_and_layouts_stay() -> None:
     assert {name: buffer.stride() for name, buffer in other.named_buffers()} == strides
 
 
-def test_buffers_outside_the_state_dict_that_change_come_back() -> None:
+def test_non_persistent_buffers_are_restored() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -240,7 +240,7 @@ def test_extra_state_with_tensors_and_integer_keys() -> None:
 
 
 class Pair(torch.Tensor):
-    """Wraps two tensors; what it means is their sum."""
+    """Wraps two tensors and represents their sum."""
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor, scale: float) -> Pair:
@@ -276,14 +276,12 @@ def test_subclasses_are_taken_apart_and_filled_in_place() -> None:
     assert pair.a.tolist() == [1.0, 1.0]
 
 
-def test_subclasses_are_made_anew_only_when_known() -> None:
+def test_only_known_subclasses_are_created() -> None:
     held: dict[str, Any] = {"pair": Pair(torch.ones(2), torch.zeros(3), 0.5)}
     image = capture(Tree({"held": held}))
     fresh: dict[str, Any] = {}
     kind = f"{Pair.__module__}.Pair"
-    assert Tree({"held": fresh}).differences(image.saved()) == [
-        ("held.pair", kind, "a class that is not known here")
-    ]
+    assert Tree({"held": fresh}).differences(image.saved()) == [("held.pair", kind, "an unknown class")]
     register_tensor_class(Pair)
     restore(Tree({"held": fresh}), image)
     assert type(fresh["pair"]) is Pair
@@ -291,13 +289,13 @@ def test_subclasses_are_made_anew_only_when_known() -> None:
     assert fresh["pair"].a.tolist() == [1.0, 1.0]
 
 
-def test_a_name_that_stands_twice_is_refused() -> None:
+def test_a_name_of_two_tensors_is_refused() -> None:
     model = nn.Module()
     model.inner = nn.Module()
     model.inner.register_buffer("x", torch.zeros(1))
     model.register_module("_wrapper", nn.DataParallel(nn.Linear(1, 1)))
     model._wrapper.register_parameter("weight", nn.Parameter(torch.ones(1)))
-    with pytest.raises(StateError, match="stands twice") as caught:
+    with pytest.raises(StateError, match="is the name of two tensors") as caught:
         Tree({"m": model})
     assert caught.value.location == "m._wrapper.weight"
 
@@ -327,7 +325,7 @@ def refused() -> dict[str, nn.Module]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", ["sparse", "csr", "meta", "quantized", "nested", "overlapping", "conjugate"])
-def test_what_cannot_be_saved_exactly_is_refused_with_its_place(case: str) -> None:
+def test_inexact_tensors_are_refused_with_their_place(case: str) -> None:
     with pytest.raises(StateError, match="cannot be saved exactly") as caught:
         Tree({"model": nn.Sequential(refused()[case])})
     assert caught.value.location == "model.0.bad"
@@ -337,7 +335,7 @@ def test_what_cannot_be_saved_exactly_is_refused_with_its_place(case: str) -> No
 @pytest.mark.parametrize(
     ("case", "place"), [("negative", ".bad"), ("lazy", ".weight"), ("cycle", ".bad.bad")]
 )
-def test_more_that_is_refused(case: str, place: str) -> None:
+def test_more_tensors_that_are_refused(case: str, place: str) -> None:
     with pytest.raises(StateError) as caught:
         Tree({"model": refused()[case]})
     assert caught.value.location == "model" + place
@@ -363,7 +361,7 @@ def test_a_module_that_saves_more_than_it_shows_is_refused() -> None:
     assert caught.value.location == "model.0.packed"
 
 
-def test_a_snapshot_that_lacks_a_leaf_it_names_changes_nothing() -> None:
+def test_a_snapshot_with_a_missing_leaf_changes_nothing() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     tree = Tree({"m": model, "o": optimizer})

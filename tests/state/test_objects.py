@@ -1,4 +1,4 @@
-"""Everything that is neither a module nor a plain optimizer: scalers, objects, dicts, generators, values."""
+"""Objects that are neither modules nor plain optimizers: scalers, objects, dicts, generators, values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.state.image import Image, all_used_up, assert_same, capture, restore
 
 
 class Metric:
-    """Anything with the two methods; it keeps what it is given."""
+    """An object with the two methods that keeps the state it gets."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(3)
@@ -56,7 +56,7 @@ def test_an_object_gets_copies_of_its_own() -> None:
     assert other.seen == {3: 0.25}
 
 
-def test_tensors_made_anew_are_read_again_with_the_values() -> None:
+def test_tensors_created_at_each_read_are_read_with_the_values() -> None:
     metric = Metric()
     tree = Tree({"metric": metric})
     walk = tree.walk(all_used_up)
@@ -74,7 +74,7 @@ def test_tensors_made_anew_are_read_again_with_the_values() -> None:
 
 
 def test_objects_come_last() -> None:
-    """A load_state_dict may look at the rest of the state: it is there already."""
+    """A load_state_dict may read the rest of the state, which is already restored."""
     model, held = nn.Linear(1, 1), {"count": 1}
     saw: list[tuple[float, int]] = []
 
@@ -100,7 +100,7 @@ def test_an_object_that_refuses_its_state_is_named() -> None:
             raise KeyError("no")
 
     tree = Tree({"metric": Refusing()})
-    with pytest.raises(StateError, match="metric did not take its state back.*must not train on"):
+    with pytest.raises(StateError, match="metric did not restore its state.*must not continue to train"):
         tree.restore(capture(tree).saved())
 
 
@@ -149,7 +149,7 @@ def test_a_scaler_that_is_off_is_a_difference() -> None:
     restore(Tree({"scaler": off}), capture(Tree({"scaler": off})))
 
 
-def test_dicts_lists_tensors_and_generators_are_filled_where_they_are() -> None:
+def test_dicts_lists_tensors_and_generators_are_filled_in_place() -> None:
     def build() -> dict[str, Any]:
         return {
             "meters": {
@@ -220,7 +220,7 @@ class OwnSaving(torch.optim.SGD):
             self.state[p]["momentum_buffer"] = buffer
 
 
-def test_an_optimizer_with_its_own_saving_goes_through_it() -> None:
+def test_an_optimizer_with_its_own_saving_uses_it() -> None:
     def build() -> tuple[nn.Module, Optimizer, Tree]:
         torch.manual_seed(0)
         model = nn.Linear(2, 1)
@@ -244,7 +244,7 @@ def test_an_optimizer_with_its_own_saving_goes_through_it() -> None:
 
 
 class Wrapper(Optimizer):
-    """Holds the optimizer that works, as accelerate's does."""
+    """Holds the real optimizer, as accelerate's wrapper does."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -310,7 +310,7 @@ def test_two_optimizers_on_two_modules() -> None:
     [{"x": 3}, {"x": "text"}, {"x": object()}, {"": {}}, {"gradients": {}}, {"a": {}, "a.b": {}}, {"!x": {}}],
     ids=shown,
 )
-def test_what_cannot_be_named_is_refused(named: dict[str, Any]) -> None:
+def test_unsupported_objects_and_names_are_refused(named: dict[str, Any]) -> None:
     with pytest.raises(StateError):
         Tree(named)
 
@@ -337,7 +337,7 @@ def test_tensors_made_in_inference_mode_are_filled() -> None:
 
 
 class Consolidating:
-    """Puts a parameter of its own making into the model when it is asked for its state for the nth time."""
+    """Puts a new parameter into the model at its nth state_dict call."""
 
     def __init__(self, model: nn.Linear, at: frozenset[int]) -> None:
         self.model, self.at, self.calls = model, at, 0
@@ -353,7 +353,7 @@ class Consolidating:
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_a_parameter_that_is_exchanged_while_the_state_is_asked_for_is_restored(at: int) -> None:
+def test_a_parameter_replaced_during_state_dict_is_restored(at: int) -> None:
     source, model = nn.Linear(4, 4), nn.Linear(4, 4)
     image = capture(Tree({"model": source, "odd": Consolidating(source, frozenset())}))
     tree = Tree({"model": model, "odd": Consolidating(model, frozenset({at}))})
@@ -363,18 +363,18 @@ def test_a_parameter_that_is_exchanged_while_the_state_is_asked_for_is_restored(
     assert torch.equal(model.weight, source.weight)
 
 
-def test_a_model_that_is_another_each_time_is_not_filled() -> None:
+def test_a_model_replaced_at_each_read_is_not_filled() -> None:
     source, model = nn.Linear(4, 4), nn.Linear(4, 4)
     image = capture(Tree({"model": source, "odd": Consolidating(source, frozenset())}))
     tree = Tree({"model": model, "odd": Consolidating(model, frozenset(range(99)))})
     saved, before = image.saved(), model.weight.detach().clone()
     assert not tree.differences(saved)
-    with pytest.raises(StateError, match="other tensors each time"):
+    with pytest.raises(StateError, match="replaced at each read"):
         tree.restore(saved)
     assert torch.equal(model.weight, before)
 
 
-def test_a_parameter_that_is_exchanged_after_the_comparison_is_restored() -> None:
+def test_a_parameter_replaced_after_the_comparison_is_restored() -> None:
     source, model = nn.Linear(4, 4), nn.Linear(4, 4)
     image, tree = capture(Tree({"model": source})), Tree({"model": model})
     saved = image.saved()

@@ -1,4 +1,4 @@
-"""Every optimizer of torch goes on from bytes alone as if it had never stopped."""
+"""Each optimizer of torch continues from bytes alone like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def train(net: nn.Module, optimizer: Optimizer, steps: range, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_goes_on_from_bytes_alone(case: str) -> None:
+def test_training_continues_from_bytes_alone(case: str) -> None:
     tree, net, optimizer = build(CASES[case])
     train(net, optimizer, range(3))
     image = capture(tree)
@@ -99,7 +99,7 @@ def test_goes_on_from_bytes_alone(case: str) -> None:
 @pytest.mark.parametrize("case", ["Adam", "SGD-momentum", "Adagrad", "Adafactor"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_state_keeps_its_dtype(case: str, dtype: torch.dtype) -> None:
-    """float32 state of bfloat16 parameters (a common wish) is not cast to the parameter's dtype."""
+    """float32 state of bfloat16 parameters (a common choice) is not cast to the parameter's dtype."""
     tree, net, optimizer = build(CASES[case], dtype)
     train(net, optimizer, range(2), dtype)
     for state in optimizer.state.values():
@@ -115,7 +115,7 @@ def test_state_keeps_its_dtype(case: str, dtype: torch.dtype) -> None:
             assert optimizer2.state[q][key].dtype is value.dtype
 
 
-def test_restored_over_a_trained_state_leaves_nothing_of_it() -> None:
+def test_a_restore_replaces_the_whole_trained_state() -> None:
     tree, net, optimizer = build(CASES["Adam-amsgrad"])
     train(net, optimizer, range(2))
     image = capture(tree)
@@ -128,7 +128,7 @@ def test_restored_over_a_trained_state_leaves_nothing_of_it() -> None:
     assert_same(tree, again, all_used_up)
 
 
-def test_state_that_the_snapshot_does_not_have_goes() -> None:
+def test_state_missing_from_the_snapshot_is_removed() -> None:
     fresh, net, optimizer = build(CASES["Adam"])
     image = capture(fresh)
     train(net, optimizer, range(2))
@@ -175,7 +175,7 @@ def test_muon() -> None:
     assert_same(tree, again)
 
 
-def test_every_optimizer_of_torch_is_here() -> None:
+def test_every_optimizer_of_torch_is_tested() -> None:
     kinds = {k for k, v in vars(O).items() if isinstance(v, type) and issubclass(v, Optimizer)}
     tested = {name.split("-")[0] for name in CASES} | {"SparseAdam", "Muon", "Optimizer"}
     assert kinds <= tested

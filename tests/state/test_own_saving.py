@@ -1,4 +1,4 @@
-"""Modules that save in ways of their own: what would be lost is refused, what is only renamed is not."""
+"""Modules with their own saving: data that would be lost is refused, renamed data is accepted."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ class Counted(nn.Linear):
         (Counted(), "model.0.count"),
     ],
 )
-def test_what_only_state_dict_knows_is_refused(module: nn.Module, location: str) -> None:
+def test_data_that_only_state_dict_holds_is_refused(module: nn.Module, location: str) -> None:
     with pytest.raises(StateError, match="own code or a hook") as caught:
         Tree({"model": nn.Sequential(module)})
     assert caught.value.location == location
     assert "get_extra_state" in str(caught.value)
 
 
-def test_a_state_dict_that_fails_or_gives_no_dict_is_refused() -> None:
+def test_a_state_dict_that_fails_or_returns_no_dict_is_refused() -> None:
     class Failing(nn.Module):
         def state_dict(self) -> Any:  # type: ignore[override]
             raise RuntimeError("not like this")
@@ -79,7 +79,7 @@ def test_a_state_dict_that_fails_or_gives_no_dict_is_refused() -> None:
 
 
 class Renaming(nn.Module):
-    """Harmless: other names, parts of tensors, without its frozen part, nested."""
+    """Harmless saving: other names, parts of tensors, without its frozen part, nested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,14 +107,14 @@ class Renaming(nn.Module):
         return {"model": {key: found[key] for key in found if not key.startswith("frozen")}}
 
 
-def test_a_state_dict_that_only_renames_is_let_through() -> None:
+def test_a_state_dict_that_only_renames_is_accepted() -> None:
     module = Renaming()
     assert saves_its_own(module)
     assert list(Tree({"model": module}).names) == ["model"]
 
 
 class FusedQKVLinear(nn.Module):
-    """As torchtitan's, by whose name it is known: copies of a parameter's parts are in the state_dict."""
+    """Like torchtitan's, recognised by its name: its state_dict has copies of a parameter's parts."""
 
     def __init__(self, *more: str) -> None:
         super().__init__()
@@ -132,19 +132,19 @@ class FusedQKVLinear(nn.Module):
 FusedQKVLinear.__module__ = "torchtitan.models.common.attention"
 
 
-def test_parameters_in_other_pieces_are_let_through_for_known_modules() -> None:
+def test_split_parameters_of_known_modules_are_accepted() -> None:
     model = nn.Sequential(FusedQKVLinear())
     saved = capture(Tree({"model": model})).saved()
     assert {"model.0.wqkv.weight", "model.0.wqkv.bias"} <= saved.leaves.keys()
     with pytest.raises(StateError, match="own code or a hook"):
         Tree({"model": nn.Sequential(FusedQKVLinear("scale"))})
-    # The same of a module that is not known may be an average of the parameters.
+    # In an unknown module, the same could be an average of the parameters.
     other = type("Averaged", (FusedQKVLinear,), {"__module__": "elsewhere"})
     with pytest.raises(StateError, match="own code or a hook"):
         Tree({"model": nn.Sequential(other())})
 
 
-def test_what_another_named_object_holds_is_let_through() -> None:
+def test_data_of_another_named_object_is_accepted() -> None:
     model = nn.Linear(2, 1)
     shadow = Shadow(model)
     assert list(Tree({"shadow": shadow, "average": shadow.average}).names) == ["shadow", "average"]
@@ -170,13 +170,13 @@ def wrapped() -> list[nn.Module]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torchs_own_modules_and_wrappers_are_let_through() -> None:
+def test_torchs_own_modules_and_wrappers_are_accepted() -> None:
     for module in wrapped():
         assert list(Tree({"model": nn.Sequential(module)}).names) == ["model"]
 
 
-def test_none_of_torchs_layers_is_looked_into() -> None:
-    """No layer's state_dict is called: one that overrides it shows up here with a new torch."""
+def test_state_dict_of_torchs_layers_is_not_called() -> None:
+    """A layer that overrides it shows up here with a new torch."""
     layers = [kind for _, kind in inspect.getmembers(nn, inspect.isclass) if issubclass(kind, nn.Module)]
     assert len(layers) > 100
     own = [k for k in layers if k._save_to_state_dict is not nn.Module._save_to_state_dict]
@@ -184,7 +184,7 @@ def test_none_of_torchs_layers_is_looked_into() -> None:
     assert [k for k in layers if not k.state_dict.__module__.startswith("torch.")] == []
 
 
-def test_a_parameter_called_like_extra_state_comes_back() -> None:
+def test_a_parameter_named_like_extra_state_is_restored() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -215,7 +215,7 @@ def test_a_parameter_called_like_extra_state_comes_back() -> None:
     assert [row[0] for row in rows] == ["m.0._extra_state_proj.weight"]
 
 
-def test_what_was_frozen_or_thawed_is_so_again() -> None:
+def test_requires_grad_is_restored() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     tree = Tree({"m": model})
     walk = tree.walk(all_used_up)

@@ -1,4 +1,5 @@
-"""A DTensor's box and replicas follow from its placements: those that torch cut, on every rank of a mesh."""
+"""A DTensor's box and replicas follow from its placements: compared with torch's own cut, on each rank of a
+mesh."""
 
 from __future__ import annotations
 
@@ -20,8 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.layout import Box
-from flashckpt.state.sharding import Meshes, TensorBox
-from flashckpt.state.tensors import leaf_of
+from flashckpt.state.tensors import Meshes, TensorBox, leaf_of
 from flashckpt.state.tree import Tree
 from tests.coverage_of_boxes import check_coverage
 from tests.state.image import capture, contents
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @contextmanager
 def rank_of(rank: int, world: int) -> Iterator[None]:
-    """This process is one rank of so many; nothing that it sends arrives."""
+    """Make this process one rank of `world`; its messages arrive nowhere."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         yield
@@ -40,18 +40,18 @@ def rank_of(rank: int, world: int) -> Iterator[None]:
 
 
 def mesh_of(shape: Sequence[int]) -> Any:
-    """torch keeps what it has found out for a mesh: one of another rank has another name."""
+    """Return a mesh with a new name: torch caches facts by the name of a mesh."""
     names = tuple(f"{letter}{dist.get_rank()}" for letter in "abc"[: len(shape)])
     return init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
 
 
 def numbered(*shape: int) -> Tensor:
-    """Each element says where it is."""
+    """Return a tensor in which each element is its index."""
     return torch.arange(math.prod(shape), dtype=torch.int64).reshape(shape)
 
 
 def check_cut(whole: Tensor, tensor: Any, piece: TensorBox) -> None:
-    """The local part is what the box says."""
+    """Check that the local tensor equals the box."""
     for dimension, size in enumerate(tensor._local_tensor.shape):
         start = piece.box.start[dimension] if piece.box is not None else 0
         whole = whole.narrow(dimension, start, size)
@@ -77,9 +77,9 @@ PLACEMENTS = [
 
 
 @pytest.mark.parametrize(("shape", "placements"), PLACEMENTS, ids=str)
-def test_a_box_is_what_torch_cut(shape: tuple[int, ...], placements: list[Any]) -> None:
+def test_a_box_matches_the_cut_of_torch(shape: tuple[int, ...], placements: list[Any]) -> None:
     strided = any(isinstance(each, _StridedShard) for each in placements)
-    # torch cuts strided shards evenly alone.
+    # torch cuts strided shards only evenly.
     for size in ((8, 12), (16, 6)) if strided else ((8, 12), (7, 5), (2, 3), (1, 1), (0, 4)):
         whole, leaves, replicas = numbered(*size), {}, {}
         for rank in range(math.prod(shape)):
@@ -91,14 +91,14 @@ def test_a_box_is_what_torch_cut(shape: tuple[int, ...], placements: list[Any]) 
                 replicas[rank] = piece.replicas
         assert check_coverage(leaves) == []
         for rank, ranks in replicas.items():
-            alike = tuple(
+            equal = tuple(
                 r for r in replicas if place(r, shape, placements) == place(rank, shape, placements)
             )
-            assert ranks == (alike if len(alike) > 1 else ())
+            assert ranks == (equal if len(equal) > 1 else ())
 
 
 def place(rank: int, shape: Sequence[int], placements: Sequence[Any]) -> list[int]:
-    """A rank's coordinate in the dimensions that are split."""
+    """Return a rank's coordinate in the dimensions that are split."""
     found = []
     for size, placement in zip(reversed(shape), reversed(placements), strict=True):
         rank, at = divmod(rank, size)
@@ -108,7 +108,7 @@ def place(rank: int, shape: Sequence[int], placements: Sequence[Any]) -> list[in
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 2), (4, 2), (2, 3), (3, 4)])
 @pytest.mark.parametrize("rows", [1, 5, 9, 16])
-def test_of_what_tensor_parallelism_has_split_fsdp_has_a_box(data: int, tensor: int, rows: int) -> None:
+def test_fsdp_over_tensor_parallelism_has_a_box(data: int, tensor: int, rows: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     whole, leaves = numbered(rows, 4).float(), {}
@@ -138,16 +138,16 @@ def refused(placements: Sequence[Any], local: Tensor, shape: tuple[int, ...]) ->
     return str(caught.value)
 
 
-def test_what_is_no_box_is_refused_by_name() -> None:
+def test_local_tensors_without_a_box_are_refused_by_name() -> None:
     with rank_of(0, 2):
-        assert "a part of a sum (P(sum))" in refused([Partial()], torch.zeros(4), (4,))
+        assert "partial sums (P(sum))" in refused([Partial()], torch.zeros(4), (4,))
         strided = [_StridedShard(0, split_factor=2)]
-        assert "is no single box (strided by 2)" in refused(strided, torch.zeros(4), (8,))
+        assert "is not a single slice (strided by 2)" in refused(strided, torch.zeros(4), (8,))
         text = refused([Shard(0)], torch.zeros(1), (4,))
-        assert "local part is (1,), where its placements (Shard(dim=0),) say (2,)" in text
+        assert "local part is (1,), while its placements (Shard(dim=0),) give (2,)" in text
 
 
-def test_a_rank_that_is_not_in_the_mesh_has_nothing() -> None:
+def test_a_rank_outside_the_mesh_has_no_box() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     with rank_of(2, 3):
@@ -170,11 +170,11 @@ def test_the_ranks_of_a_mesh() -> None:
                 assert Meshes().ranks(inner) == (rank // 2 * 2, rank // 2 * 2 + 1)
 
 
-# What another part of a tensor is taken for
+# Slices of another rank
 
 
 def stepped(rank: int, world: int) -> Tree:
-    """FSDP2's state on one rank, after a step of its optimizer; what it holds is not asked here."""
+    """Return FSDP2's state on one rank after a step of its optimizer."""
     from torch.distributed.fsdp import fully_shard
 
     net = nn.Linear(4, 5)
@@ -186,7 +186,7 @@ def stepped(rank: int, world: int) -> Tree:
     return Tree({"net": net, "optimizer": optimizer})
 
 
-def test_another_rank_s_part_does_not_fit() -> None:
+def test_the_slice_of_another_rank_does_not_fit() -> None:
     with rank_of(0, 2):
         image = capture(stepped(0, 2))
         same = stepped(0, 2)
@@ -197,7 +197,7 @@ def test_another_rank_s_part_does_not_fit() -> None:
         ("net.bias", "float32 (3,), from (0,) of (5,)", "float32 (2,), from (3,) of (5,)"),
         ("net.weight", "float32 (3, 4), from (0, 0) of (5, 4)", "float32 (2, 4), from (3, 0) of (5, 4)"),
     ]
-    with rank_of(0, 4):  # three rows are none of these
+    with rank_of(0, 4):  # three rows are not among these
         rows = stepped(0, 4).differences(image.saved())
     assert dict(row[::2] for row in rows)["net.weight"] == "float32 (2, 4), from (0, 0) of (5, 4)"
     plain = nn.Linear(4, 5)
@@ -206,8 +206,8 @@ def test_another_rank_s_part_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_state_of_another_part_than_its_parameter_does_not_fit(is_there: bool) -> None:
-    """The parameter fits; its momentum is that of other rows. Nothing is changed."""
+def test_state_with_another_slice_than_its_parameter_does_not_fit(is_there: bool) -> None:
+    """The parameter fits, and its momentum has other rows. Nothing is changed."""
     name = "optimizer.state.weight.exp_avg"
     with rank_of(0, 2):
         saved = capture(stepped(0, 2)).saved()
@@ -225,7 +225,7 @@ def test_state_of_another_part_than_its_parameter_does_not_fit(is_there: bool) -
         assert contents(tree) == before
 
 
-def test_placements_of_a_snapshot_that_cannot_be_are_refused() -> None:
+def test_invalid_placements_of_a_snapshot_are_refused() -> None:
     name = "optimizer.state.weight.exp_avg"
     for codes in (["S7"], ["S0", "R"], ["X"], [3], "S0", ["S0/0/1"]):
         with rank_of(0, 2):

@@ -1,4 +1,4 @@
-"""Random numbers come back exactly, compactly, and as plain values."""
+"""Random number generators are restored exactly, from compact plain values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def scramble(number: int) -> None:
     torch.manual_seed(number)
 
 
-# In the middle of a twister's block and of a pair of normal numbers: both halves are state.
+# In the middle of a Mersenne Twister block and of a pair of normal numbers: both are state.
 @pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
 def test_the_same_numbers_again(drawn_before: int) -> None:
     scramble(1)
@@ -65,8 +65,8 @@ def test_a_record_is_immune_to_later_draws(drawn_before: int) -> None:
     assert generators.capture_all() != expected
 
 
-def test_a_record_sees_each_change_of_numpys_generator() -> None:
-    """Also those that leave the words of its twister as they are."""
+def test_a_record_detects_each_change_of_numpys_generator() -> None:
+    """Also changes that leave the words of the Mersenne Twister unchanged."""
     generators = rng.Generators({})
 
     def recorded() -> object:
@@ -164,7 +164,7 @@ def test_a_single_generator(generator: object) -> None:
     assert draw() == expected
 
 
-def test_the_global_generators_are_known() -> None:
+def test_the_global_generators_are_recognised() -> None:
     for generator in (torch.default_generator, random._inst, np.random.mtrand._rand):  # type: ignore[attr-defined]
         assert rng.is_generator(generator)
         assert rng.is_global(generator)
@@ -186,7 +186,7 @@ def test_a_missing_state_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_numbers_come_back() -> None:
+def test_cuda_generators_are_restored() -> None:
     torch.rand(1, device="cuda")
     state = rng.capture()
     assert len(state["cuda"]) == torch.cuda.device_count()

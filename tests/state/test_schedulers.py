@@ -1,4 +1,4 @@
-"""Every scheduler of torch goes on as if it had never stopped, and none may be forgotten."""
+"""Each scheduler of torch continues like an uninterrupted one, and an unnamed one is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S = lr_scheduler
 
 
 class Decay:
-    """A callable object, whose attributes are part of a LambdaLR's state."""
+    """A callable object whose attributes are part of a LambdaLR's state."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -84,7 +84,7 @@ def train(net: nn.Module, optimizer: Optimizer, scheduler: Any, steps: range) ->
 
 @pytest.mark.parametrize("lr", LRS)
 @pytest.mark.parametrize("case", CASES)
-def test_goes_on_from_bytes_alone(case: str, lr: str) -> None:
+def test_training_continues_from_bytes_alone(case: str, lr: str) -> None:
     tree, *parts = build(case, lr)
     train(*parts, range(3))
     image = capture(tree)
@@ -96,7 +96,7 @@ def test_goes_on_from_bytes_alone(case: str, lr: str) -> None:
     assert_same(tree, again)
 
 
-def test_every_scheduler_of_torch_is_here() -> None:
+def test_every_scheduler_of_torch_is_tested() -> None:
     base = S.LRScheduler
     kinds = {
         k
@@ -152,7 +152,7 @@ def test_a_scheduler_inside_a_named_object_is_named() -> None:
     assert list(tree.names) == ["model", "optimizer", "both"]
 
 
-def test_a_scheduler_that_is_gone_is_not_asked_for() -> None:
+def test_a_deleted_scheduler_need_not_be_named() -> None:
     net = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scheduler: Any = S.StepLR(optimizer, 2)

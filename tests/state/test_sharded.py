@@ -1,4 +1,4 @@
-"""FSDP2's parameters: the local part is the leaf, and the optimizer's state comes back as DTensors."""
+"""FSDP2's parameters: the local tensor is the leaf, and the optimizer's state is restored as DTensors."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_sharded_parameters_and_their_state(mesh: Any) -> None:
     assert_same(tree, again)
 
 
-def test_gradients_that_are_not_reduced_yet_are_not_lost(mesh: Any) -> None:
-    """Between two backward passes of an accumulation no parameter of the state shows them."""
+def test_unreduced_gradients_are_refused(mesh: Any) -> None:
+    """Between two backward passes of an accumulation, no parameter of the state shows them."""
     model, optimizer, tree = build(mesh, 0)
     train(model, optimizer, range(2))
     optimizer.zero_grad()
@@ -76,7 +76,7 @@ def test_gradients_that_are_not_reduced_yet_are_not_lost(mesh: Any) -> None:
     capture(tree)
 
 
-def test_a_local_tensor_in_the_place_of_another_is_seen(mesh: Any) -> None:
+def test_a_replaced_local_tensor_is_detected(mesh: Any) -> None:
     """As after a reshard into other memory: the parameter is the same object."""
     model, optimizer, tree = build(mesh, 0)
     train(model, optimizer, range(2))
@@ -89,7 +89,7 @@ def test_a_local_tensor_in_the_place_of_another_is_seen(mesh: Any) -> None:
     assert plan.tensors[index] is model[0].weight._local_tensor
     assert int(plan.addresses[index]) == model[0].weight._local_tensor.data_ptr()
     with torch.no_grad():
-        model(torch.ones(2, 3))  # the modules may show others now: a plan of the same leaves is made
+        model(torch.ones(2, 3))  # the modules may show other tensors now: the new plan has the same leaves
     again = Plan(tree.walk(all_used_up))
     assert again.plan_id == plan.plan_id
     plan.release()

@@ -1,4 +1,4 @@
-"""Large arrays and bytes among plain values: stored as leaves, and given back as what they were."""
+"""Large arrays and bytes among plain values are stored as leaves and restored as the same types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from flashckpt.errors import DamagedError, StateError
 from flashckpt.format.typed import decode_json, encode_json, same
-from flashckpt.state.stored import LARGE_BYTES
+from flashckpt.state.leaves import LARGE_BYTES
 from flashckpt.state.tree import Saved, Tree
 from tests.state.image import Image, capture, restore
 
@@ -40,7 +40,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_a_large_value_is_a_leaf_and_comes_back_as_it_was(kind: str) -> None:
+def test_a_large_value_is_a_leaf_and_is_restored_exactly(kind: str) -> None:
     value = VALUES[kind]
     own: dict[str, Any] = {"nested": [1, {"value": copy.deepcopy(value)}], "small": b"x" * 100}
     tree = Tree({"own": own})
@@ -57,12 +57,12 @@ def test_a_large_value_is_a_leaf_and_comes_back_as_it_was(kind: str) -> None:
     assert fresh["small"] == b"x" * 100
 
 
-def test_small_values_stay_among_the_values() -> None:
+def test_small_values_are_not_leaves() -> None:
     own = {"array": np.zeros(LARGE_BYTES, dtype=np.uint8), "bytes": b"y" * LARGE_BYTES}
     assert capture(Tree({"own": own})).layout.leaves == ()
 
 
-def test_an_array_that_is_there_is_filled_in_place() -> None:
+def test_a_live_array_is_filled_in_place() -> None:
     image = capture(Tree({"own": {"a": grid()}}))
     held = np.zeros((2, COUNT), dtype="<f4")
     own = {"a": held}
@@ -71,8 +71,8 @@ def test_an_array_that_is_there_is_filled_in_place() -> None:
     assert same(held, grid())
 
 
-def test_one_array_in_two_places_and_a_part_of_it_come_back_as_three() -> None:
-    """As values always did: what is stored once comes back once only where it is a tensor."""
+def test_one_array_in_two_places_and_its_view_are_restored_as_three() -> None:
+    """As all values: only tensors stay tied."""
     array = grid()
     image = capture(Tree({"own": {"a": array, "b": array, "tail": array[:, 3:]}}))
     own: dict[str, Any] = {}
@@ -84,7 +84,7 @@ def test_one_array_in_two_places_and_a_part_of_it_come_back_as_three() -> None:
 
 
 @pytest.mark.parametrize("is_view", [True, False])
-def test_a_live_view_of_an_array_is_kept_only_where_a_view_was_saved(is_view: bool) -> None:
+def test_a_live_view_of_an_array_is_kept_only_if_a_view_was_saved(is_view: bool) -> None:
     saved = grid()
     image = capture(Tree({"own": {"a": saved, "first": saved[:1] if is_view else saved[:1] + 1}}))
     held = np.zeros((2, COUNT), dtype="<f4")
@@ -166,7 +166,7 @@ def test_large_values_of_an_object_and_of_extra_state() -> None:
     [None, [], ["object"], ["bytes", 3], ["numpy.array", "<f4", [3, COUNT], False],
      ["numpy.array", "|O", [2, COUNT], False], ["numpy.array", "<f4", [-2, -COUNT], False]],
 )  # fmt: skip
-def test_a_reference_that_no_value_was_written_as_is_damaged(facts: object) -> None:
+def test_malformed_references_are_damaged(facts: object) -> None:
     own = {"a": grid()}
     tree = Tree({"own": own})
     saved = Image.of(tree.walk(lambda p, g: True)).saved()
@@ -182,7 +182,7 @@ def test_an_array_of_objects_is_refused_with_its_path() -> None:
         Tree({"own": {"a": np.array([object()] * LARGE_BYTES)}})
 
 
-def test_values_that_no_part_has_room_for_are_refused_with_their_path() -> None:
+def test_values_too_large_for_a_part_are_refused_with_their_path() -> None:
     own = {"best": 0.5, "history": {"rows": [["x" * 1000] * 100] * 100, "few": [1, 2]}}
     with pytest.raises(
         StateError, match=r"own\.history\.rows takes 10,.* bytes .*\(list\).*1,000,000"

@@ -1,4 +1,4 @@
-"""What a plan has to watch: nothing that changes the structure goes unseen by leaves, guards and anchors."""
+"""The conditions of a plan: leaves, guards and anchors detect each change of structure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.state.image import all_used_up, none_used_up
 
 
 def at(container: Any, key: Any) -> object:
-    """What stands in a place now."""
+    """Return the current object in a place."""
     if isinstance(container, (dict, list, tuple)):
         try:
             return container[key]
@@ -25,7 +25,7 @@ def at(container: Any, key: Any) -> object:
 
 
 def stands(walk: Walk) -> bool:
-    """What a boundary checks before it trusts a plan."""
+    """Check the conditions that a boundary checks before it uses a plan."""
     return (
         all(at(leaf.container, leaf.key) is leaf.tensor for leaf in walk.leaves if leaf.container is not None)
         and all(len(container) == length for container, length in walk.guards)
@@ -75,7 +75,7 @@ def build() -> tuple[Model, torch.optim.Optimizer, Any, Tree]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_structure_is_seen(change: str) -> None:
+def test_a_change_of_structure_is_detected(change: str) -> None:
     model, optimizer, scaler, tree = build()
     walk = tree.walk(all_used_up)
     assert stands(walk)
@@ -85,7 +85,7 @@ def test_a_change_of_structure_is_seen(change: str) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_found_is_told_again_as_long_as_the_state_holds_it(change: str) -> None:
+def test_found_is_reused_while_the_state_holds_its_tensors(change: str) -> None:
     model, optimizer, scaler, tree = build()
     found = tree.found()
     assert tree.found() is found
@@ -94,8 +94,8 @@ def test_what_was_found_is_told_again_as_long_as_the_state_holds_it(change: str)
     assert stands(tree.found())
 
 
-def test_what_was_walked_for_a_snapshot_is_not_what_is_compared() -> None:
-    """Gradients that are still to be used are leaves of a snapshot."""
+def test_a_walk_for_a_snapshot_is_not_reused_for_comparisons() -> None:
+    """In a snapshot, gradients that are still to be used are leaves."""
     _, _, _, tree = build()
     assert "gradient" in {leaf.kind for leaf in tree.walk(none_used_up).leaves}
     assert "gradient" not in {leaf.kind for leaf in tree.found().leaves}
@@ -111,7 +111,7 @@ def test_a_step_changes_no_structure() -> None:
     assert encode_json(tree.values()) == encode_json(tree.walk(all_used_up).value)
 
 
-def test_values_between_walks_are_those_of_now() -> None:
+def test_values_between_walks_are_current() -> None:
     model, optimizer, _, tree = build()
     walk = tree.walk(all_used_up)
     optimizer.param_groups[0]["lr"] = 0.125
@@ -131,8 +131,8 @@ def test_values_walk_again_when_they_must(change: str) -> None:
     assert tree.current.value is value
 
 
-def test_state_that_becomes_a_tensor_is_seen_by_the_values() -> None:
-    """LBFGS keeps numbers that become tensors, in lists that keep their length."""
+def test_a_value_that_becomes_a_tensor_is_detected() -> None:
+    """LBFGS keeps numbers that become tensors, in lists of constant length."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.state[model.weight] = {"al": [None, None], "t": 1.0, "x": torch.zeros(1)}

@@ -1,4 +1,4 @@
-"""Values that torch and NumPy add to typed JSON: exact, or refused; hostile ones are damaged."""
+"""Values that torch and NumPy add to typed JSON: exact or refused; malformed ones are damaged."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from urllib.request import Request, urlopen
 from tests.waiting import until
 
 _PROGRAM = "azurite-blob"
-# Those of every Azurite, published by Microsoft.
+# The well-known credentials of Azurite, published by Microsoft.
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
@@ -31,7 +31,7 @@ def missing() -> list[str]:
 
 
 class AzureServer:
-    """It lives as long as the process that made it at most."""
+    """It ends at the latest with the process that made it."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as listener:
@@ -65,7 +65,7 @@ class AzureServer:
         self._process.wait()
 
     def options(self) -> dict[str, object]:
-        """What a store of it is opened with."""
+        """The options of a store on it."""
         return {"endpoint": self.endpoint, "account_name": ACCOUNT, "account_key": KEY, "allow_http": True}
 
     def _answers(self) -> bool:

@@ -88,7 +88,7 @@ def _skip_without(why: str, lacking: list[str]) -> None:
     if lacking:
         reason = f"{why}: {', '.join(lacking)} missing"
         with warnings.catch_warnings():
-            # Shown, and no error as any other is.
+            # Print it, and do not fail for it as for other warnings.
             warnings.simplefilter("always")
             warnings.warn(pytest.PytestWarning(reason), stacklevel=1)
         pytest.skip(reason)

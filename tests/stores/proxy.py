@@ -1,4 +1,5 @@
-"""A proxy before a server, which spoils what a test says. Real sockets: the client cannot tell."""
+"""A proxy before a server, which injects faults of a test. It uses real sockets, so the client cannot
+tell."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Request:
 
 @dataclass
 class Proxy:
-    """`fault` is asked for each request, from several threads."""
+    """`fault` is called for each request, from several threads."""
 
     target: str
     fault: Callable[[Request], Fault] = lambda request: ""
@@ -78,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             try:
                 status, headers, data = self._ask(body)
             except (OSError, http.client.HTTPException):
-                # The server is away: so is the proxy.
+                # The server is absent, and so is the proxy.
                 self.close_connection = True
                 return
             if fault == "overwrite" and status == 412:
@@ -97,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         assert server.hostname is not None
         connection = http.client.HTTPConnection(server.hostname, server.port, timeout=240)
         try:
-            # The Host that the client has signed.
+            # Keep the Host header, which the client has signed.
             connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 connection.putheader(name, value)
@@ -120,11 +121,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         if "Content-Length" not in headers:
             self.send_header("Content-Length", str(len(data)))
-        with suppress(ConnectionError):  # whoever asked may have given up
+        with suppress(ConnectionError):  # the client may have given up
             self.end_headers()
-            self.wfile.write(data)
+            if self.command != "HEAD":  # a body after such an answer would corrupt the next one
+                self.wfile.write(data)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _forward
 
     def log_message(self, *_: Any) -> None:
-        """Tests keep what was asked themselves."""
+        """No log: tests record requests themselves."""

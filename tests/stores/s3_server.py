@@ -153,7 +153,7 @@ class CephServer(S3Server):
         until(lambda: self._answers(self.port), "an answer of the gateway")
 
     def admin(self, *arguments: str) -> str:
-        """What `radosgw-admin` says."""
+        """The output of `radosgw-admin`."""
         return self._run("radosgw-admin", *arguments)
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ class CephServer(S3Server):
         return done.stdout
 
     def _first_answer(self, *command: str) -> str:
-        """On a machine with much to do, a monitor that has just begun refuses what it would know soon."""
+        """On a busy machine, a monitor that has just started refuses valid requests for a moment."""
         for _ in range(_TRIES - 1):
             if (done := self._ended(*command)).returncode == 0:
                 return done.stdout

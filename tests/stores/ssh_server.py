@@ -1,4 +1,4 @@
-"""A real OpenSSH server on loopback, with keys of its own: nothing of this machine's users is used.
+"""A real OpenSSH server on loopback with its own keys. It uses no files of this machine's users.
 
 Debian, Ubuntu: apt-get install --no-install-recommends openssh-server
 """
@@ -32,13 +32,13 @@ Subsystem sftp internal-sftp
 
 
 def missing() -> list[str]:
-    """What the server and its client need and is not installed."""
+    """The programs that server and client need and that are not installed."""
     found = [name for name in ("sshd", "ssh-keygen") if _program(name) is None]
     return found + [name for name in ("fsspec", "paramiko") if importlib.util.find_spec(name) is None]
 
 
 class SshServer:
-    """It lives as long as the process that made it at most."""
+    """It ends at the latest with the process that made it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,7 +62,7 @@ class SshServer:
         until(self._answers, "an answer of sshd")
 
     def kill_connections(self) -> None:
-        """What is connected is cut; who connects anew is served."""
+        """Cut the open connections; serve new ones."""
         for line in Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split():
             os.kill(int(line), 9)
 
@@ -72,7 +72,7 @@ class SshServer:
         self._process.wait()
 
     def options(self) -> dict[str, object]:
-        """What a store of it is opened with."""
+        """The options of a store on it."""
         return {
             "username": getpass.getuser(), "key_filename": str(self._folder / "user"),
             "look_for_keys": False, "allow_agent": False,

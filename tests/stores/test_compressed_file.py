@@ -1,5 +1,5 @@
-"""Compressed shards: every plain byte comes back, from any range; and of a file that is not what was written,
-no wrong byte is given, nothing is refused but by name, and no more memory taken than a few frames have."""
+"""Compressed shards: every range gives the right plain bytes. A damaged file gives no wrong byte, is refused
+by name, and takes no more memory than a few frames."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from flashckpt.errors import DamagedError, OptionError
 from flashckpt.format.layout import DTYPES, Layout, Leaf
 from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
 from flashckpt.options import checked_compress
-from flashckpt.store import compressed_file
+from flashckpt.store import compressed_store
 from flashckpt.store.base import Entry, LengthError, MemoryRange, Store
-from flashckpt.store.compressed_file import (
+from flashckpt.store.compressed_store import (
     FRAME_BYTES,
     LARGEST_FRAME,
     Codec,
+    CompressedStore,
+    Compression,
     Widths,
     compressed_name,
+    compressing,
     count_of,
     most_bytes,
     plain_name,
     read_table,
     table_bytes,
 )
-from flashckpt.store.compressed_store import CompressedStore, compressing
-from flashckpt.store.compression import Compression
 from flashckpt.store.local import LocalStore
+from flashckpt.store.read_plan import read_shard
 
 NAME = "shard-00000-5f2c0a1b.safetensors"
 
 
 class Image:
-    """An image in memory, and what is true of it."""
+    """An image in memory, with its expected sums."""
 
     def __init__(self, leaves: list[Leaf], data: bytes, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.layout = Layout.of(leaves)
@@ -77,7 +79,7 @@ class Image:
 
 
 def trained(count: int, dtype: str = "float32") -> bytes:
-    """Numbers as weights are, and moments of an optimizer."""
+    """Numbers like weights and an optimizer's moments."""
     random = np.random.default_rng(5)
     found = (random.standard_normal(count) * 0.02).astype("float32")
     return (found.view("uint32") >> 16).astype("uint16").tobytes() if dtype == "bfloat16" else found.tobytes()
@@ -97,7 +99,7 @@ def stored(folder: Path) -> Path:
 
 
 def test_most_bytes_are_split_by_the_width_of_their_elements() -> None:
-    """Leaves whose size is no multiple of 512 stand behind all others, with elements of any width."""
+    """Leaves whose size is not a multiple of 512 follow all others, with elements of any width."""
 
     def parts(**sizes: int) -> list[tuple[int, int]]:
         leaves = [Leaf(name=name, dtype=name.split("_")[0], shape=(size,)) for name, size in sizes.items()]
@@ -114,8 +116,8 @@ def test_most_bytes_are_split_by_the_width_of_their_elements() -> None:
 
 @st.composite
 def images(draw: st.DrawFn) -> Image:
-    """Of leaves of any dtype, some of no bytes or of one, some longer than a frame, and of bytes that do and
-    do not repeat."""
+    """Leaves of any dtype, some with no byte or one byte, some longer than a frame, with and without repeated
+    bytes."""
     dtypes = draw(st.lists(st.sampled_from(sorted(DTYPES)), min_size=1, max_size=6))
     sizes = st.sampled_from([0, 1, 2, 3, 7, 255, 4096, 70_001, FRAME_BYTES // 2 + 3])
     leaves = [Leaf(name=f"{i}", dtype=dtype, shape=(draw(sizes),)) for i, dtype in enumerate(dtypes)]
@@ -128,7 +130,7 @@ def images(draw: st.DrawFn) -> Image:
 
 @settings(max_examples=25, deadline=None)
 @given(image=images(), data=st.data())
-def test_every_byte_comes_back(
+def test_every_byte_round_trips(
     tmp_path_factory: pytest.TempPathFactory, image: Image, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -144,7 +146,7 @@ def test_every_byte_comes_back(
 
     into = memoryview(bytearray(size))
     for room in (into, None):
-        read = store.read_ranges(NAME, image.contents, room)
+        read = read_shard(store, NAME, image.contents, room)
         assert not read.bad_chunks
         assert not read.wrong_leaves(image.contents)
     assert into == image.bytes
@@ -160,7 +162,7 @@ def test_every_byte_comes_back(
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 9, 4095, 8192, 8193, 100_003])
 def test_planes(width: int, size: int) -> None:
-    """Compared with what the page of the format says, by another reckoning."""
+    """Compared with another implementation of docs/format.md."""
     plain, planes, again = os.urandom(size), bytearray(size), bytearray(size)
     _native.split_planes(plain, width, planes)
     count = size // width
@@ -185,7 +187,7 @@ def test_planes_of_other_lengths_are_refused() -> None:
         _native.split_planes(bytes(8), 4, bytes(8))
 
 
-def test_weights_become_fewer_bytes(tmp_path: Path) -> None:
+def test_weights_are_compressed(tmp_path: Path) -> None:
     for dtype, most in (("float32", 0.87), ("bfloat16", 0.72)):
         leaf = Leaf(name="w", dtype=dtype, shape=(3_000_000,))
         image = Image([leaf], trained(3_000_000, dtype))
@@ -194,11 +196,12 @@ def test_weights_become_fewer_bytes(tmp_path: Path) -> None:
 
 
 def look(store: Store, image: Image) -> bool:
-    """Whether all of a file was given. What is given is right, and what is not is refused by name."""
+    """Whether a file was read completely. Bytes that are read must be right; others must be refused by
+    name."""
     size, is_all = len(image.bytes), True
     into = memoryview(bytearray(size))
     try:
-        read = store.read_ranges(NAME, image.contents, into)
+        read = read_shard(store, NAME, image.contents, into)
         is_all = not read.bad_chunks and not read.wrong_leaves(image.contents)
         assert not is_all or into == image.bytes
     except (DamagedError, FileNotFoundError):
@@ -236,7 +239,7 @@ def test_cut_short_and_lengthened(tmp_path: Path) -> None:
 
 
 def assembled(frames: list[bytes], num_bytes: int, widths: Widths, sizes: list[int] | None = None) -> bytes:
-    """A file as somebody makes it who can reckon its checksum."""
+    """A forged file with a valid checksum."""
     return b"".join(frames) + table_bytes(num_bytes, widths, array("I", sizes or map(len, frames)))
 
 
@@ -268,7 +271,7 @@ def lies(image: Image) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("lie", sorted(lies(small())))
-def test_a_file_that_lies(tmp_path: Path, lie: str) -> None:
+def test_a_file_with_a_wrong_length_in_its_table(tmp_path: Path, lie: str) -> None:
     image = small()
     data = lies(image)[lie]
     (tmp_path / compressed_name(NAME, len(image.bytes))).write_bytes(data)
@@ -276,20 +279,20 @@ def test_a_file_that_lies(tmp_path: Path, lie: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(DamagedError):
-            store.read_ranges(NAME, image.contents, None)
+            read_shard(store, NAME, image.contents, None)
         assert tracemalloc.get_traced_memory()[1] < 10 * FRAME_BYTES
     finally:
         tracemalloc.stop()
 
 
-def test_a_name_that_lies_about_the_length(tmp_path: Path) -> None:
-    """However long it says the file is, no more is read or taken than the file has."""
+def test_a_file_with_a_wrong_length_in_its_name(tmp_path: Path) -> None:
+    """Whatever length the file claims, no more bytes are read or allocated than it has."""
     image = small()
     image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
     stored(tmp_path).rename(tmp_path / compressed_name(NAME, 10**15))
     store = CompressedStore(LocalStore(str(tmp_path)))
     with pytest.raises(LengthError):
-        store.read_ranges(NAME, image.contents, None)
+        read_shard(store, NAME, image.contents, None)
     with pytest.raises(DamagedError, match="table"):
         store.read_bytes(NAME, 0, 8)
 
@@ -304,8 +307,8 @@ def test_names() -> None:
         assert plain_name(name) is None, name
 
 
-def test_no_more_than_the_longest(tmp_path: Path) -> None:
-    """Bytes that cannot be compressed: the bound by which an upload is cut into parts holds."""
+def test_no_file_exceeds_the_longest_length(tmp_path: Path) -> None:
+    """For incompressible bytes, the bound that determines the parts of an upload holds."""
     image = Image([Leaf(name="noise", dtype="uint8", shape=(2 * FRAME_BYTES + 5,))], os.urandom(8_500_000))
     written = image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
     assert 2 * FRAME_BYTES + 5 < written.stored_bytes <= most_bytes(len(image.bytes))
@@ -320,22 +323,22 @@ def test_memory_is_bounded_by_threads_and_not_by_the_file(tmp_path: Path) -> Non
         image.write(store)
         assert tracemalloc.get_traced_memory()[1] < 5 * (threads + 1) * FRAME_BYTES, "of a file of 16 frames"
         tracemalloc.reset_peak()
-        assert not store.read_ranges(NAME, image.contents, None, threads=threads).bad_chunks
+        assert not read_shard(store, NAME, image.contents, None, threads=threads).bad_chunks
         assert tracemalloc.get_traced_memory()[1] < 8 * threads * FRAME_BYTES
     finally:
         tracemalloc.stop()
 
 
 def test_a_table_is_read_alone(tmp_path: Path) -> None:
-    """Of a long file no more than the table and the frames that are asked for."""
+    """For a long file, only the table and the requested frames are read."""
     image = Image([Leaf(name="w", dtype="float32", shape=(5_000_000,))], trained(200_000))
     image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
 
     class Counted(LocalStore):
         num_bytes = 0
 
-        def read_bytes(self, path: str, offset: int, num_bytes: int, file_bytes: int | None = None) -> bytes:
-            found = super().read_bytes(path, offset, num_bytes, file_bytes)
+        def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+            found = super().read_bytes(path, offset, num_bytes)
             self.num_bytes += len(found)
             return found
 
@@ -348,8 +351,8 @@ def test_a_table_is_read_alone(tmp_path: Path) -> None:
     assert below.num_bytes - before <= LARGEST_FRAME, "the table is known"
 
 
-def test_made_again_with_other_frames(tmp_path: Path) -> None:
-    """Removed and compressed anew, by another version: what was known of the file is not believed."""
+def test_a_file_written_again_with_other_frames(tmp_path: Path) -> None:
+    """Removed and compressed again by another version: cached entries of the old file are not used."""
     image = Image([Leaf(name="w", dtype="float32", shape=(2_000_000,))], trained(200_000))
     writer = compressing(LocalStore(str(tmp_path)), "zstd")
     image.write(writer)
@@ -366,7 +369,7 @@ def test_made_again_with_other_frames(tmp_path: Path) -> None:
     assert look(reader, image)
 
 
-def test_the_whole_file_is_one_of_zstandard(tmp_path: Path) -> None:
+def test_zstandard_reads_the_whole_file(tmp_path: Path) -> None:
     image = Image([Leaf(name="w", dtype="uint8", shape=(FRAME_BYTES,))], b"abc")
     image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
     data = stored(tmp_path).read_bytes()
@@ -374,7 +377,7 @@ def test_the_whole_file_is_one_of_zstandard(tmp_path: Path) -> None:
     assert found == image.bytes, "of bytes, which have no planes"
 
 
-def test_what_is_there_both_ways_is_there_once(tmp_path: Path) -> None:
+def test_a_plain_and_compressed_file_is_listed_once(tmp_path: Path) -> None:
     image, plain = small(), LocalStore(str(tmp_path))
     image.write(compressing(plain, "zstd"))
     image.write(plain)
@@ -387,8 +390,8 @@ def test_what_is_there_both_ways_is_there_once(tmp_path: Path) -> None:
     assert not store.exists(NAME)
 
 
-def test_of_what_is_there_both_ways_the_plain_one_is_read(tmp_path: Path) -> None:
-    """Whatever has become of the other, and whether the folder was looked at before or not."""
+def test_the_plain_file_is_preferred_to_the_compressed_one(tmp_path: Path) -> None:
+    """Whatever happened to the other file, and whether the folder was listed before or not."""
     image, plain = small(), LocalStore(str(tmp_path))
     image.write(compressing(plain, "zstd"))
     reader = CompressedStore(plain)
@@ -406,7 +409,7 @@ def test_of_what_is_there_both_ways_the_plain_one_is_read(tmp_path: Path) -> Non
         assert store.read_bytes(NAME, 0, len(image.bytes)) == image.bytes
 
 
-def test_auto_goes_by_what_arrives_earlier(tmp_path: Path) -> None:
+def test_auto_chooses_what_arrives_earlier(tmp_path: Path) -> None:
     image = Image([Leaf(name="w", dtype="bfloat16", shape=(6_000_000,))], trained(6_000_000, "bfloat16"))
     noise = Image([Leaf(name="w", dtype="uint8", shape=(12_000_000,))], os.urandom(12_000_100))
     descriptors = []
@@ -430,17 +433,17 @@ def test_auto_goes_by_what_arrives_earlier(tmp_path: Path) -> None:
         os.close(each)
 
 
-def test_no_other_way_to_compress() -> None:
+def test_other_compressions_are_refused() -> None:
     for value in ("gzip", None, True, 3):
         with pytest.raises(OptionError, match="auto"):
             checked_compress(value)
 
 
 def test_bounds_hold_for_the_library() -> None:
-    """What a frame may have at most, by zstandard's own word."""
+    """The longest frame, by zstandard's own bound."""
     noise = os.urandom(FRAME_BYTES)
     assert len(Codec().pack(Widths((FRAME_BYTES,) * 5), 0, memoryview(bytearray(noise)))) <= LARGEST_FRAME
     assert math.ceil(FRAME_BYTES / 256) + FRAME_BYTES <= LARGEST_FRAME
     with pytest.raises(DamagedError):
         read_table(lambda offset, size: bytes(size), NAME, 10**6, FRAME_BYTES)
-    assert compressed_file.count_of(0) == 0
+    assert compressed_store.count_of(0) == 0

@@ -1,4 +1,4 @@
-"""Object storage that answers wrongly or not at all: nothing is lost, half there, or taken for another's."""
+"""Faulty or silent object storage: no file is lost, incomplete, or confused with another client's file."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import torch
 import flashckpt
 from flashckpt.commit.attempts import alive, open_run
 from flashckpt.errors import OptionError, RunError
-from flashckpt.keeper.run_folder import RunFolder
+from flashckpt.keeper.liveness import RunFolder
 from flashckpt.memory.runtime import identity_of
-from flashckpt.restore import patience
+from flashckpt.restore import step_choice
 from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
+from flashckpt.store.read_plan import read_shard
 from tests.contracts.store_contract import Shard, shard
 from tests.persist.node import begun
 from tests.stores.proxy import Fault, Proxy, Request
@@ -61,7 +62,7 @@ def puts(proxy: Proxy) -> list[int]:
 
 
 class First:
-    """The fault of the first so many requests of a method."""
+    """Faults in the first requests of a method."""
 
     def __init__(self, count: int, fault: Fault, method: str = "PUT") -> None:
         self._left, self._fault, self._method = count, fault, method
@@ -76,16 +77,16 @@ class First:
 
 
 @pytest.mark.parametrize("fault", ["lose answer", "cut", "refuse"])
-def test_who_creates_knows_it_though_an_answer_is_lost(
+def test_a_creator_knows_its_success_after_a_lost_answer(
     store: ObjectStore, proxy: Proxy, fault: Fault
 ) -> None:
     proxy.fault = First(1, fault)
-    assert store.create("manifest.json", b"mine"), "it is ours, whatever the last answer says"
+    assert store.create("run.json", b"mine"), "it is ours, whatever the last answer says"
     assert len(puts(proxy)) == 2
-    assert store.read("manifest.json", 100) == b"mine"
+    assert store.read("run.json", 100) == b"mine"
 
 
-def test_another_s_object_of_the_same_bytes_is_not_taken_for_ours(
+def test_another_clients_object_with_the_same_bytes_is_distinguished(
     store: ObjectStore, proxy: Proxy, s3_server: S3Server, bucket: str
 ) -> None:
     other = opened(f"s3://{bucket}/run", s3_server)
@@ -98,15 +99,15 @@ def test_another_s_object_of_the_same_bytes_is_not_taken_for_ours(
         return found
 
     proxy.fault = fault
-    assert not store.create("claim.json", b"the same bytes"), "two would both go on"
+    assert not store.create("claim.json", b"the same bytes"), "two would both continue"
 
 
-def test_a_storm_of_refusals_is_weathered(store: ObjectStore, proxy: Proxy, shard: Shard) -> None:
+def test_many_refusals_are_retried(store: ObjectStore, proxy: Proxy, shard: Shard) -> None:
     for method in ("PUT", "GET", "HEAD"):
         proxy.fault = First(4, "refuse", method)
         written = store.write_shard(f"{method}/shard", shard.layout, shard.region)
         assert written.digests.tolist() == list(shard.contents.digests)
-        read = store.read_ranges(f"{method}/shard", shard.contents, None)
+        read = read_shard(store, f"{method}/shard", shard.contents, None)
         assert not read.bad_chunks
         assert not read.wrong_leaves(shard.contents)
 
@@ -137,7 +138,7 @@ def test_a_server_that_refuses_large_reads_for_minutes_costs_no_step(
     kill_keepers: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As one that thousands of ranks ask at once: it says nothing of the file."""
+    """Like a server that thousands of ranks ask at once: its error does not mean that the file is damaged."""
     url = f"s3://{bucket}/run"
     options = flashckpt.Options(storage_options={**s3_server.options(), "endpoint": proxy.endpoint})
     weights = {"w": torch.zeros(1000)}
@@ -149,9 +150,9 @@ def test_a_server_that_refuses_large_reads_for_minutes_costs_no_step(
             checkpointer.wait()
         kill_keepers(remove_regions=True)
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.2)
-    monkeypatch.setattr(patience, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0,))
     proxy.fault = lambda request: "refuse" if "2/" in request.path and "shard-" in request.path else ""
-    with pytest.raises(RunError, match="503.*the files may be whole"):
+    with pytest.raises(RunError, match="503.*the files may be intact"):
         flashckpt.attach(url, every=None, options=options, **weights)
     assert any(request.status == 503 for request in proxy.requests)
     proxy.fault = lambda request: ""
@@ -159,10 +160,10 @@ def test_a_server_that_refuses_large_reads_for_minutes_costs_no_step(
         assert checkpointer.completed == 2
 
 
-def test_a_beat_is_no_longer_tried_than_the_next_one_waits(
+def test_a_sign_of_life_is_not_retried_past_the_next_one(
     proxy: Proxy, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that refuses what is written often may do so for a while, and then hears of the next beat."""
+    """A server may refuse a key that is written often for a while; the next sign of life succeeds."""
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 60.0)
     monkeypatch.setattr(obstore_client, "_BRIEF_DEADLINE_S", 2.0, raising=False)
     store = opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint)
@@ -180,13 +181,13 @@ def test_a_beat_is_no_longer_tried_than_the_next_one_waits(
     assert found.count == 3
 
 
-def test_a_slow_line_ends_no_upload(
+def test_a_slow_line_does_not_fail_an_upload(
     proxy: Proxy, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_TIMEOUT_S", "_SILENT_S"):
         monkeypatch.setattr(obstore_client, name, 0.5, raising=False)
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.5)
-    slow = threading.Event()  # never set: what is sent takes longer than a silence may
+    slow = threading.Event()  # never set: sending takes longer than the read timeout
 
     def fault(request: Request) -> Fault:
         if "partNumber=1&" in request.path:
@@ -201,10 +202,10 @@ def test_a_slow_line_ends_no_upload(
     assert opened(f"s3://{bucket}/run", s3_server).client.size("shard") == 2 * PART_BYTES
 
 
-def test_a_server_that_is_gone_in_an_upload_is_noticed_as_soon_as_the_line_allows(
+def test_a_server_that_vanishes_during_an_upload_is_detected(
     proxy: Proxy, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an upload that was fast, and only then: the next try has all the time again."""
+    """Only after a fast upload; the next try has the longest time again."""
     monkeypatch.setattr(obstore_client, "_LEAST_UPLOAD_S", 0.5)
     monkeypatch.setattr(obstore_client, "_SLOWER", 0.0)
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.1)
@@ -227,12 +228,12 @@ def test_a_server_that_is_gone_in_an_upload_is_noticed_as_soon_as_the_line_allow
     assert client.size("second") == 2 * PART_BYTES
 
 
-def test_what_is_permanent_is_told_at_once(ceph_server: CephServer, bucket: str) -> None:
+def test_permanent_errors_are_raised_at_once(ceph_server: CephServer, bucket: str) -> None:
     url = f"s3://{bucket}/run"
     with pytest.raises(PermissionError, match="SignatureDoesNotMatch"):
         opened(url, ceph_server, secret_access_key="wrong").create("a", b"1")
-    nobody = opened(url, ceph_server, access_key_id="nobody")
-    for act in (lambda: nobody.create("a", b"1"), lambda: nobody.read("a", 9), lambda: nobody.list("")):
+    unknown = opened(url, ceph_server, access_key_id="unknown")
+    for act in (lambda: unknown.create("a", b"1"), lambda: unknown.read("a", 9), lambda: unknown.list("")):
         with pytest.raises(PermissionError, match="InvalidAccessKeyId"):
             act()
     absent = opened("s3://no-such-bucket/run", ceph_server)
@@ -243,17 +244,17 @@ def test_what_is_permanent_is_told_at_once(ceph_server: CephServer, bucket: str)
         lambda: absent.exists("a"),
         lambda: absent.view("a", 9),
     ):
-        with pytest.raises(OSError, match="the bucket of s3://no-such-bucket/run is not there") as caught:
+        with pytest.raises(OSError, match="the bucket of s3://no-such-bucket/run does not exist") as caught:
             act()
         assert caught.value.errno == errno.ENODEV
     with pytest.raises(OptionError, match="nonsense"):
         opened(url, ceph_server, nonsense=1)
 
 
-def test_who_may_not_delete_is_told_before_a_run_begins(
+def test_a_missing_right_to_delete_is_reported_before_a_run_begins(
     s3_server: S3Server, boto: Any, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not when the storage is full; a copy for good may be just that."""
+    """Not for full storage: a permanent copy may be the only reason for it."""
     denied = {"Effect": "Deny", "Principal": "*", "Action": ["s3:DeleteObject"]}
     statement = {**denied, "Resource": [f"arn:aws:s3:::{bucket}/*"]}
     boto.put_bucket_policy(
@@ -261,13 +262,16 @@ def test_who_may_not_delete_is_told_before_a_run_begins(
     )
     store = opened(f"s3://{bucket}/run", s3_server)
     open_run(store, create=True)
-    assert "nothing may be deleted there (these credentials may not do that (AccessDenied))" in caplog.text
+    assert (
+        "these credentials may not delete there (these credentials may not do that (AccessDenied))"
+        in caplog.text
+    )
     with pytest.raises(PermissionError, match="these credentials may not do that"):
         store.remove_files(["run.json", "other.json"])
     assert store.exists("run.json")
 
 
-def test_a_server_that_overwrites_is_found_out_before_a_run_begins(
+def test_a_server_that_overwrites_is_detected_before_a_run_begins(
     store: ObjectStore, proxy: Proxy, s3_server: S3Server, bucket: str
 ) -> None:
     store.check()
@@ -281,14 +285,14 @@ def test_a_server_that_overwrites_is_found_out_before_a_run_begins(
 @pytest.mark.parametrize(
     ("bucket_name", "options", "message"),
     [
-        ("no-such-bucket", {}, "the bucket of s3://no-such-bucket/run is not there"),
-        ("", {"secret_access_key": "wrong"}, "the secret key is not that of this access key"),
-        ("", {"access_key_id": "nobody"}, "the server does not know this access key"),
+        ("no-such-bucket", {}, "the bucket of s3://no-such-bucket/run does not exist"),
+        ("", {"secret_access_key": "wrong"}, "the secret key does not belong to this access key"),
+        ("", {"access_key_id": "unknown"}, "the server does not know this access key"),
         ("", {"endpoint": "http://127.0.0.1:9"}, "Error performing"),
         ("", {"nonsense": "1"}, "nonsense"),
     ],
 )
-def test_what_is_wrong_is_said_at_attach(
+def test_errors_of_the_storage_are_reported_at_attach(
     s3_server: S3Server, bucket: str, runtime: Path, bucket_name: str, options: dict[str, Any], message: str,
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
@@ -318,7 +322,7 @@ def test_a_bucket_that_is_full(ceph_server: CephServer, boto: Any, bucket: str) 
     assert store.read("a", 9) == b"1"
 
 
-def test_a_server_that_is_killed_in_an_upload_and_comes_again(
+def test_a_server_killed_during_an_upload_and_restarted(
     store: ObjectStore, proxy: Proxy, s3_server: S3Server, large: Shard, boto: Any, bucket: str
 ) -> None:
     assert len(large.image) > 3 * PART_BYTES
@@ -338,19 +342,19 @@ def test_a_server_that_is_killed_in_an_upload_and_comes_again(
         s3_server.start()
         written = upload.result()
     assert written.checksums == large.contents.shard.checksums
-    assert not store.read_ranges("shard", large.contents, None).bad_chunks
+    assert not read_shard(store, "shard", large.contents, None).bad_chunks
     assert "Uploads" not in boto.list_multipart_uploads(Bucket=bucket)
 
 
 @pytest.mark.parametrize("algorithm", ["CRC64NVME", "SHA256"])
-def test_the_server_s_own_checksum_goes_with_each_part_where_it_is_asked_for(
+def test_each_part_has_the_servers_checksum_if_requested(
     proxy: Proxy, s3_server: S3Server, bucket: str, large: Shard, algorithm: str
 ) -> None:
     url, options = f"s3://{bucket}/run", {"endpoint": proxy.endpoint, "checksum_algorithm": algorithm}
     store = opened(url, s3_server, **options)
-    assert store.create("manifest.json", b"small")
+    assert store.create("run.json", b"small")
     store.write_shard("shard", large.layout, large.region)
-    assert not store.read_ranges("shard", large.contents, None).bad_chunks
+    assert not read_shard(store, "shard", large.contents, None).bad_chunks
     puts = [request for request in proxy.requests if request.method == "PUT"]
     assert sum("partNumber" in request.path for request in puts) > 1
     assert all(f"x-amz-checksum-{algorithm.lower()}" in request.headers for request in puts)

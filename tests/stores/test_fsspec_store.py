@@ -1,4 +1,4 @@
-"""File systems of fsspec against the contract, and what is said of those that no run may be trained on."""
+"""fsspec's file systems against the contract, and the refusal of those on which no run may be trained."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import pytest
 from fsspec.registry import _registry
 
 from flashckpt.errors import OptionError
-from flashckpt.store import open_store, upload_rate
+from flashckpt.store import objects, open_store
 from flashckpt.store.base import Entry, Store
 from flashckpt.store.compressed_store import below
 from flashckpt.store.fsspec_client import FsspecClient
-from flashckpt.store.objects import PART_BYTES, ObjectStore
-from flashckpt.store.upload_rate import UploadRate
+from flashckpt.store.objects import PART_BYTES, ObjectStore, UploadRate
 from tests.contracts.store_contract import OneProcessContract, Shard, StoreContract, shard
 from tests.stores.ssh_server import SshServer
 
@@ -37,15 +36,15 @@ class TestLocalFileSystem(OneProcessContract):
 
 
 class TestMemoryFileSystem(OneProcessContract):
-    """Of one process: nothing of it is tested with several, and no run is trained there."""
+    """In one process: not tested with several, and no run can be trained there."""
 
     @pytest.fixture
     def opener(self) -> Callable[[], Store]:
         return partial(opened, f"memory://{secrets.token_hex(8)}", {})
 
 
-def test_a_look_changes_nothing_of_another_s() -> None:
-    """Threads of a keeper look at the same listing, while it is recent."""
+def test_a_listed_store_does_not_change_another() -> None:
+    """Threads of a keeper share a listing while it is recent."""
     store = opened(f"memory://{secrets.token_hex(8)}", {})
     store.create("a/one", b"1")
     store.at_once().list("a")
@@ -62,7 +61,7 @@ class TestSftp(StoreContract):
     def opener(self, ssh_server: SshServer, tmp_path: Path) -> Callable[[], Store]:
         return partial(opened, ssh_server.url(tmp_path), ssh_server.options())
 
-    def test_a_connection_that_is_cut_is_made_anew(self, store: Store, ssh_server: SshServer) -> None:
+    def test_a_lost_connection_is_opened_again(self, store: Store, ssh_server: SshServer) -> None:
         assert store.create("a/file", b"1")
         ssh_server.kill_connections()
         assert store.read("a/file", 9) == b"1"
@@ -73,8 +72,8 @@ class TestSftp(StoreContract):
         assert [entry.name for entry in store.list("a")] == ["file"]
 
 
-def test_nobody_waits_for_another_s_upload(tmp_path: Path) -> None:
-    """The beat that says a trainer lives must pass, however long a shard takes."""
+def test_requests_do_not_wait_for_another_threads_upload(tmp_path: Path) -> None:
+    """A trainer's sign of life must not wait for a shard."""
     store, seen = opened(f"local://{tmp_path}", {}), []
     store.replace("alive", b"1")
 
@@ -93,7 +92,7 @@ def test_nobody_waits_for_another_s_upload(tmp_path: Path) -> None:
     assert seen == [b"2"]
 
 
-def test_a_connection_is_used_again_and_never_by_two(tmp_path: Path) -> None:
+def test_a_connection_is_reused_by_one_thread_at_a_time(tmp_path: Path) -> None:
     client = FsspecClient(f"local://{tmp_path}")
     for _ in range(3):
         assert client.list("") == []
@@ -102,9 +101,9 @@ def test_a_connection_is_used_again_and_never_by_two(tmp_path: Path) -> None:
     assert len(client._idle) == 1
 
 
-def test_a_rename_that_was_done_and_not_answered_counts_as_ours(tmp_path: Path) -> None:
+def test_a_rename_with_a_lost_answer_counts_as_success(tmp_path: Path) -> None:
     client = FsspecClient(f"local://{tmp_path}")
-    rename, lost = client._way.rename_new, [True]
+    rename, lost = client._adapter.rename_new, [True]
 
     def lose_answer(*arguments: Any) -> bool:
         done = rename(*arguments)
@@ -113,30 +112,30 @@ def test_a_rename_that_was_done_and_not_answered_counts_as_ours(tmp_path: Path) 
             raise ConnectionResetError
         return done
 
-    client._way.rename_new = lose_answer  # type: ignore[method-assign]
+    client._adapter.rename_new = lose_answer  # type: ignore[method-assign]
     assert ObjectStore(client).create("file", b"mine")
     assert not ObjectStore(client).create("file", b"other")
     assert (tmp_path / "file").read_bytes() == b"mine"
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_rename_that_was_lost_does_not_take_another_s_file_for_ours(tmp_path: Path) -> None:
+def test_a_lost_rename_does_not_claim_another_clients_file(tmp_path: Path) -> None:
     client = FsspecClient(f"local://{tmp_path}")
-    rename = client._way.rename_new
+    rename = client._adapter.rename_new
 
     def lose_request(system: Any, path: str, target: str) -> bool:
-        client._way.rename_new = rename  # type: ignore[method-assign]
+        client._adapter.rename_new = rename  # type: ignore[method-assign]
         (tmp_path / "claim").write_bytes(b"another's")
-        Path(path).unlink()  # as who has claimed clears away what a loser left
+        Path(path).unlink()  # as a claimant removes the loser's file
         raise ConnectionResetError
 
-    client._way.rename_new = lose_request  # type: ignore[method-assign]
-    assert not ObjectStore(client).create("claim", b"mine"), "two would both go on"
+    client._adapter.rename_new = lose_request  # type: ignore[method-assign]
+    assert not ObjectStore(client).create("claim", b"mine"), "two would both continue"
     assert (tmp_path / "claim").read_bytes() == b"another's"
 
 
-def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match="nowhere:// is not supported here"):
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="supports nowhere://"):
         open_store("nowhere://host/run")
     monkeypatch.delitem(_registry, "sftp", raising=False)
     monkeypatch.setitem(sys.modules, "paramiko", None)
@@ -152,7 +151,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Clock:
-    """Time that passes by sleeping alone."""
+    """A clock that advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now_s, self.pauses = 0.0, list[float]()
@@ -165,7 +164,7 @@ class Clock:
         self.now_s += pause_s
 
 
-def test_an_upload_keeps_to_the_ceiling(shard: Shard) -> None:
+def test_an_upload_keeps_the_rate_limit(shard: Shard) -> None:
     clock, bytes_per_s = Clock(), 4 << 20
     rate = UploadRate(bytes_per_s, clock=clock, sleep=clock.sleep)
     store = ObjectStore(FsspecClient(f"memory://{secrets.token_hex(8)}"), rate)
@@ -183,11 +182,11 @@ def test_an_upload_keeps_to_the_ceiling(shard: Shard) -> None:
     assert clock.now_s - before == pytest.approx((last + bytes_per_s) / bytes_per_s), "it waits for both"
 
 
-def test_all_stores_of_a_url_share_the_ceiling(tmp_path: Path) -> None:
+def test_all_stores_of_a_url_share_the_rate_limit(tmp_path: Path) -> None:
     url = f"local://{tmp_path}"
-    one, two, other = (below(open_store(url, {upload_rate.OPTION: rate << 20})) for rate in (1, 1, 2))
+    one, two, other = (below(open_store(url, {objects.OPTION: rate << 20})) for rate in (1, 1, 2))
     assert one._rate is two._rate  # type: ignore[attr-defined]
     assert other._rate is not one._rate  # type: ignore[attr-defined]
     for wrong in (1000, "10M", 1.5, True, -1):
         with pytest.raises(OptionError, match="at least 1048576"):
-            open_store(url, {upload_rate.OPTION: wrong})
+            open_store(url, {objects.OPTION: wrong})

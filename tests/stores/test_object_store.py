@@ -1,5 +1,5 @@
-"""Object storage against the contract, on a real server; for Azure on Microsoft's emulator. Nothing runs on
-GCS: no emulator keeps its conditions."""
+"""Object storage against the contract, on a real server; for Azure on Microsoft's emulator. GCS is not
+tested: no emulator honours its conditions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from flashckpt.store.base import Entry, Store
-from flashckpt.store.compressed_file import Codec
-from flashckpt.store.compressed_store import compressing
+from flashckpt.store.compressed_store import Codec, compressing
 from flashckpt.store.objects import COMPRESSED_PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
+from flashckpt.store.read_plan import read_shard
 from tests.contracts.store_contract import SHARD, OneProcessContract, Shard, StoreContract, shard
 from tests.stores.azure_server import AzureServer
 from tests.stores.s3_server import S3Server
@@ -33,7 +33,7 @@ class TestS3Store(StoreContract):
     def opener(self, s3_server: S3Server, bucket: str) -> Callable[[], Store]:
         return partial(opened, f"s3://{bucket}/runs/one", s3_server.options())
 
-    def test_a_compressed_shard_goes_up_in_parts(
+    def test_a_compressed_shard_is_uploaded_in_parts(
         self, opener: Callable[[], Store], boto: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store, large = compressing(opener(), "zstd"), Shard(num_rows=8_000)
@@ -41,7 +41,7 @@ class TestS3Store(StoreContract):
         assert written.checksums == large.contents.shard.checksums
         assert written.stored_bytes is not None
         assert written.stored_bytes > 3 * COMPRESSED_PART_BYTES
-        assert not store.read_ranges(SHARD, large.contents, None).bad_chunks
+        assert not read_shard(store, SHARD, large.contents, None).bad_chunks
         [entry] = store.list("")
         assert entry == Entry(SHARD, False, len(large.image))
         with pytest.raises(FileExistsError):
@@ -71,10 +71,10 @@ class TestAzureStore(OneProcessContract):
         azure_server.make_container(name)
         return partial(opened, f"az://{name}/runs/one", azure_server.options())
 
-    def test_a_new_name_is_made_once_and_a_shard_goes_up_in_parts(self, opener: Callable[[], Store]) -> None:
+    def test_a_new_name_is_created_once_and_a_shard_in_parts(self, opener: Callable[[], Store]) -> None:
         store, large = opener(), Shard(num_rows=8_000)
         store.check()
         written = store.write_shard("shard", large.layout, large.region)
         assert written.checksums == large.contents.shard.checksums
-        assert not store.read_ranges("shard", large.contents, None).bad_chunks
+        assert not read_shard(store, "shard", large.contents, None).bad_chunks
         assert [entry.name for entry in store.list("")] == ["shard"]

@@ -1,4 +1,4 @@
-"""A server that redirects: no request reaches another host, and no redirected one counts as done."""
+"""A server that redirects: no request reaches another host, and no redirected request counts as done."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_no_request_is_redirected_to_another_host(
     assert asked == []
 
 
-def test_a_proxy_of_the_users_own_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_proxy_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint, keys = "http://storage.example:9000", {"access_key_id": "key"}
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "AWS_ACCESS_KEY_ID"):
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""A run is copied to a real S3 server, gone on from there, and copied back."""
+"""A run is copied to a real S3 server, resumed there, and copied back."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit import lineage
+from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.verification import verify
+from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES
-from flashckpt.tiers.run_copy import copy_run
 from tests.commit.runs import attempt_at, commit, new_run
 from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import S3Server
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.process
 
 
 def trained(url: str | Path, options: flashckpt.Options, steps: int) -> torch.Tensor:
-    """Train so many steps more, of a state of more than a part of an upload."""
+    """Train further steps with a state larger than a part of an upload."""
     state = torch.zeros(PART_BYTES // 4 + 1000)
     with flashckpt.attach(url, options=options, w=state) as checkpointer:
         for _ in range(steps):
@@ -30,28 +30,28 @@ def trained(url: str | Path, options: flashckpt.Options, steps: int) -> torch.Te
     return state
 
 
-def test_a_run_goes_on_from_its_copy(s3_server: S3Server, bucket: str, tmp_path: Path, runtime: Path) -> None:
+def test_a_run_resumes_from_its_copy(s3_server: S3Server, bucket: str, tmp_path: Path, runtime: Path) -> None:
     url, options = f"s3://{bucket}/run", s3_server.options()
     trained(tmp_path / "run", flashckpt.Options(), 2)
     local, remote = open_store(tmp_path / "run"), open_store(url, options)
     done = copy_run(local, remote, compress="zstd")
-    assert [(each.step, each.is_visible) for each in done.steps] == [(2, True)]
+    assert [(each.name.step, each.is_visible) for each in done.steps] == [(2, True)]
     assert done.sent_bytes < PART_BYTES // 16, "most of it is one number"
     assert flashckpt.verify(url).ok
 
     state = trained(url, flashckpt.Options(storage_options=options), 3)
     assert state.unique().tolist() == [5]
     back = copy_run(remote, local)
-    assert [(each.step, each.is_visible) for each in back.steps] == [(5, True)]
+    assert [(each.name.step, each.is_visible) for each in back.steps] == [(5, True)]
     assert flashckpt.verify(tmp_path / "run").ok
-    assert lineage.visible(local)[-1] == lineage.visible(remote)[-1]
+    assert Catalogue.of(local).visible()[-1] == Catalogue.of(remote).visible()[-1]
     assert trained(tmp_path / "run", flashckpt.Options(), 1).unique().tolist() == [6]
 
 
 def test_a_copy_through_a_server_that_loses_answers(
     s3_server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each object the first request of each kind is refused, or done and its answer lost."""
+    """For each object, the first request of each kind is refused, or its answer is lost."""
     monkeypatch.setattr(obstore_client, "_FIRST_PAUSE_S", 0.001)
     source = new_run(tmp_path / "run")
     attempt = attempt_at(source)
@@ -69,12 +69,12 @@ def test_a_copy_through_a_server_that_loses_answers(
     with Proxy(s3_server.endpoint, fault) as proxy:
         options = {**s3_server.options(), "endpoint": proxy.endpoint}
         done = copy_run(source, open_store(f"s3://{bucket}/run", options), all_steps=True)
-    assert [each.step for each in done.steps if each.is_visible] == [20, 10]
+    assert [each.name.step for each in done.steps if each.is_visible] == [20, 10]
     remote = open_store(f"s3://{bucket}/run", s3_server.options())
     assert verify(remote).ok
     back = open_store(tmp_path / "back")
     assert copy_run(remote, back, all_steps=True).ok
-    assert lineage.visible(back) == lineage.visible(source)
+    assert Catalogue.of(back).visible() == Catalogue.of(source).visible()
     for path in (tmp_path / "run").rglob("*.safetensors"):
         name = path.relative_to(tmp_path / "run")
         assert (tmp_path / "back" / name).read_bytes() == path.read_bytes()

@@ -1,5 +1,5 @@
-"""The core's tests of crashes and of exact resume, with the run on a real S3 server: the same code, another
-place. All of them: `make test-s3`; a few of each with all other tests."""
+"""The core tests of crashes and exact resume, with the run on a real S3 server. All of them: `make test-s3`;
+a few of each with all other tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cache.conftest import cache
 from tests.contracts.run_contract import UrlTrainer
 from tests.crash.conftest import reference
 from tests.crash.job import Job
@@ -16,11 +17,11 @@ from tests.resume.recipes import RECIPES
 from tests.resume.test_resume_exact import References, after_a_kill, after_memory_is_lost, references
 from tests.zygote import Zygote
 
-__all__ = ["reference", "references"]
+__all__ = ["cache", "reference", "references"]
 
 pytestmark = pytest.mark.process
 
-# What a commit has left at its two ends, and the death of a trainer before its keeper hears of it.
+# Both ends of a commit, and a trainer's death before its keeper knows of it.
 _FEW = {("part.linked", "both"), ("manifest.linked", "who is there"), ("start.written", "both")}
 
 
@@ -45,6 +46,27 @@ def test_killed_run_equals_uninterrupted_run(
 ) -> None:
     reference = references(recipe)
     assert after_a_kill(UrlTrainer(f"s3://{bucket}/run", tmp_path, runtime, recipe)) == reference
+
+
+@pytest.mark.parametrize(("point", "victim"), [_marked(case in _FEW, *case) for case in CASES])
+def test_killed_at_a_point_with_a_cache(
+    point: str, victim: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, zygote: Zygote,
+    reference: list[int], cache: Path,
+) -> None:  # fmt: skip
+    job = Job(zygote, tmp_path, runtime, reference, f"s3://{bucket}/run", cache)
+    faults = faults_of_a_kill(job, point, victim, tmp_path / "release")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("recipe", [_marked(recipe == "plain", recipe) for recipe in sorted(RECIPES)])
+def test_resume_from_a_cache_equals_uninterrupted_run(
+    recipe: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, references: References,
+    kill_keepers: Callable[..., None], cache: Path,
+) -> None:  # fmt: skip
+    reference = references(recipe)
+    trainer = UrlTrainer(f"s3://{bucket}/run", tmp_path, runtime, recipe)
+    trainer.options["cache"] = str(cache)
+    assert after_memory_is_lost(trainer, kill_keepers, "cache") == reference
 
 
 @pytest.mark.long  # the contract has it, too

@@ -1,5 +1,5 @@
-"""A node is lost with its disk and its memory: the run goes on on a new one, from its remote on a real S3
-server, exactly."""
+"""A node is lost with its disk and its memory: the run resumes exactly on a new node from its remote on a
+real S3 server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import flashckpt
+from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import open_store
-from flashckpt.tiers.run_copy import copy_run
 from tests.contracts.run_contract import reference
+from tests.folders import data_of
 from tests.resume.training import Trainer, last_of_each
 from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import S3Server
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.process
 def test_a_lost_node(bucket: str, tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]) -> None:
     url = f"s3://{bucket}/run"
     trainer = Trainer(tmp_path, runtime, "workers", remote=url)
-    # An object store's client is not for forked processes.
+    # An object store's client must not be used in forked processes.
     trainer.kill_in_step(6, fresh=True)
     trainer.wait_committed()
     newest = flashckpt.steps(trainer.run)[-1]
@@ -37,7 +38,7 @@ def test_a_lost_node(bucket: str, tmp_path: Path, runtime: Path, kill_keepers: C
         except flashckpt.NoSuchStepError:
             return -1
 
-    # What the dead trainer left may have followed: then this one is never sent.
+    # A newer snapshot of the dead trainer may replace this one, which is then never sent.
     until(lambda: there() >= newest, "the copy")
     kill_keepers(remove_regions=True)
     shutil.rmtree(trainer.run)
@@ -47,14 +48,15 @@ def test_a_lost_node(bucket: str, tmp_path: Path, runtime: Path, kill_keepers: C
     assert resumed["step"] >= newest
     assert last_of_each(trainer.records()) == reference(tmp_path / "reference", runtime)
     assert flashckpt.verify(trainer.run).ok
-    until(lambda: flashckpt.steps(url)[-1] == flashckpt.steps(trainer.run)[-1], "what came last")
+    until(lambda: flashckpt.steps(url)[-1] == flashckpt.steps(trainer.run)[-1], "the newest step")
 
 
 @pytest.mark.parametrize("file", ["shard-", "part-"])
-def test_what_a_line_spoils_is_not_taken_for_damaged(
+def test_transfer_errors_do_not_count_as_damage(
     s3_server: S3Server, bucket: str, tmp_path: Path, runtime: Path, file: str
 ) -> None:
-    """Else one bit of one answer has the run go on from an older step, and the newest is seen no more."""
+    """Otherwise one flipped bit of an answer would make the run resume from an older step and hide the
+    newest."""
     url, weights = f"s3://{bucket}/run", torch.zeros(3000)
     with flashckpt.attach(tmp_path / "run", w=weights) as made:
         for _ in range(2):
@@ -64,9 +66,10 @@ def test_what_a_line_spoils_is_not_taken_for_damaged(
             made.wait()
     copy_run(open_store(tmp_path / "run"), open_store(url, s3_server.options()), all_steps=True)
     spoiled: list[str] = []
+    newest = str(data_of(tmp_path / "run", 2).relative_to(tmp_path / "run"))
 
     def fault(request: Request) -> Fault:
-        is_one = request.method == "GET" and f"{2:012d}" in request.path and file in request.path
+        is_one = request.method == "GET" and newest in request.path and file in request.path
         if not is_one or spoiled:
             return ""
         spoiled.append(request.path)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.checkpointer import attendant
+from flashckpt.checkpointer import keeper_link
 from flashckpt.commit import attempts
-from flashckpt.commit.holder import here
+from flashckpt.commit.attempts import local_owner
 from flashckpt.store import open_store
 from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.run_contract import RunContract, UrlTrainer
@@ -46,11 +46,11 @@ def test_options_reach_the_keeper_and_are_written_nowhere(
     assert SECRET_KEY not in repr(options)
 
 
-def test_a_newer_attempt_is_heard_of_from_the_keeper(
+def test_the_keeper_reports_a_newer_attempt(
     s3_server: S3Server, bucket: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each look costs a request, not each rank looks for itself."""
-    monkeypatch.setattr(attendant, "_CLAIM_LOOK_BESIDE_S", 1e9)
+    """Where a listing costs a request, not every rank lists for itself."""
+    monkeypatch.setattr(keeper_link, "_CLAIMS_BESIDE_KEEPER_S", 1e9)
     url, options = f"s3://{bucket}/run", flashckpt.Options(storage_options=s3_server.options())
     weights = {"w": torch.zeros(1000)}
 
@@ -58,7 +58,7 @@ def test_a_newer_attempt_is_heard_of_from_the_keeper(
         with flashckpt.attach(url, options=options, **weights) as run:
             for _ in run.epochs(1):
                 run.step()
-                attempts.claim(open_store(url), here())
+                attempts.claim(open_store(url), local_owner())
                 while True:
                     run.step()
 
@@ -66,7 +66,7 @@ def test_a_newer_attempt_is_heard_of_from_the_keeper(
         train()
 
 
-def test_a_keeper_that_lives_goes_on_with_replaced_credentials(
+def test_a_living_keeper_uses_replaced_credentials(
     ceph_server: CephServer, bucket: str, runtime: Path
 ) -> None:
     url, weights = f"s3://{bucket}/run", torch.zeros(1000)

@@ -1,4 +1,4 @@
-"""No password, key or token is shown: not in errors, tracebacks, logs, nor a keeper's command line."""
+"""No password, key or token appears in errors, tracebacks, logs, or a keeper's command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = {"access_key_id": "key", "secret_access_key": SECRET, "session_token": SE
 
 @pytest.fixture
 def refusing() -> Iterator[str]:
-    """A server that refuses each request, and repeats the request's headers and URL in its answer."""
+    """A server that refuses each request and repeats the request's headers and URL in its answer."""
 
     def answer(handler: Any) -> None:
         url = f"http://user:{SECRET}@{handler.headers['host']}{handler.path}&X-Amz-Security-Token={SECRET}"
@@ -45,12 +45,12 @@ def refusing() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (obstore_client, fsspec_client):
-        monkeypatch.setattr(module, "_BRIEF_DEADLINE_S", 0.2)
+    monkeypatch.setattr(obstore_client, "_BRIEF_DEADLINE_S", 0.2)
+    monkeypatch.setattr(fsspec_client, "_DEADLINE_S", 0.2)
 
 
 def shown(act: Any, caplog: pytest.LogCaptureFixture) -> str:
-    """All that a user sees where it fails: the message, the traceback with its causes, the logs."""
+    """Everything that a user sees after a failure: message, traceback with causes, logs."""
     with caplog.at_level(logging.DEBUG, "flashckpt"):
         try:
             act()
@@ -77,7 +77,7 @@ def test_an_endpoint_with_a_secret_is_refused_unseen(
     assert HIDDEN not in text
 
 
-def test_one_of_the_environment_is_refused_unseen(
+def test_an_endpoint_in_the_environment_with_a_secret_is_refused_unseen(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:{SECRET}@127.0.0.1:1")
@@ -86,14 +86,14 @@ def test_one_of_the_environment_is_refused_unseen(
     assert HIDDEN not in text
 
 
-def test_an_endpoint_that_is_no_server_is_refused() -> None:
+def test_an_endpoint_that_is_not_a_server_is_refused() -> None:
     for endpoint in ("127.0.0.1:9000", "http://bad host", "ftp://127.0.0.1", "http://"):
-        with pytest.raises(OptionError, match="no URL of a server"):
+        with pytest.raises(OptionError, match="not a server's URL"):
             open_store("s3://bucket/run", {**KEYS, "endpoint": endpoint})
 
 
 @pytest.mark.parametrize("how", ["refuses", "does not answer", "through a proxy", "sftp"])
-def test_what_a_server_or_a_client_repeats_is_masked(
+def test_secrets_in_texts_of_servers_and_clients_are_masked(
     how: str, refusing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     url, options = "s3://bucket/run", {**KEYS, "endpoint": refusing}
@@ -125,13 +125,11 @@ def test_what_a_server_or_a_client_repeats_is_masked(
         f"https://host/run?sig={SECRET}",
     ],
 )
-def test_a_run_that_is_named_with_a_secret_is_refused_unseen(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_url_with_a_secret_is_refused_unseen(url: str, caplog: pytest.LogCaptureFixture) -> None:
     assert HIDDEN not in shown(lambda: open_store(url), caplog)
 
 
-def test_what_signs_a_request_is_masked() -> None:
+def test_parameters_that_sign_a_request_are_masked() -> None:
     for text in (
         f"http://a:{SECRET}@host:9000/x failed",
         f"https://host/x?sv=1&sig={SECRET}&se=2",
@@ -150,7 +148,7 @@ def test_what_signs_a_request_is_masked() -> None:
         assert redacted(text) == text
 
 
-def test_an_error_behind_an_error_is_not_shown_either() -> None:
+def test_the_cause_of_an_error_is_not_shown_either() -> None:
     """A traceback prints all of them."""
     before = OSError(f"http://user:{SECRET}@host")
     error = OSError("plain")
@@ -160,16 +158,16 @@ def test_an_error_behind_an_error_is_not_shown_either() -> None:
 
 
 @pytest.mark.parametrize("answer", ["?token", ";", ":/", "token", "a:"])
-def test_a_megabyte_of_a_server_is_masked_at_once(answer: str) -> None:
-    """Python masks with all threads stopped: in 12 kB of "?token" it was at work for 48 seconds."""
+def test_a_megabyte_of_text_is_masked_quickly(answer: str) -> None:
+    """Masking holds the GIL: 12 kB of "?token" took 48 seconds."""
     text = f"http://user:{SECRET}@host {answer * (1_000_000 // len(answer))} http://user:{SECRET}@host"
     assert len(redacted(text)) < 10_000
     assert HIDDEN not in redacted(text)
     assert cause(OSError(text)) is None
 
 
-def test_a_long_text_is_cut_in_front_of_a_word() -> None:
-    """Of a URL that is cut in its password, nothing says that it is one."""
+def test_a_long_text_is_truncated_before_a_word() -> None:
+    """A URL truncated inside its password can no longer be recognized."""
     for cut in range(len(SECRET) + 20):
         text = f"{'a ' * 4096}"[: 8192 - cut] + f" https://user:{SECRET}@host"
         assert HIDDEN not in redacted(text)
@@ -181,10 +179,10 @@ def test_options_show_no_secret() -> None:
     assert HIDDEN not in f"{given!r}{Remote(url='s3://bucket/run', options=KEYS)!r}"
 
 
-def test_storage_options_in_a_wrong_place_are_refused_unseen(
+def test_misplaced_storage_options_are_refused_unseen(
     tmp_path: Path, runtime: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a keyword of attach they were a part of the state, and were written into each checkpoint."""
+    """As a keyword of attach they would be part of the state and of each checkpoint."""
     calls: list[dict[str, Any]] = [
         {"storage_options": dict(KEYS)}, {"remote_storage_options": dict(KEYS)}, {"options": dict(KEYS)},
     ]  # fmt: skip
@@ -195,9 +193,7 @@ def test_storage_options_in_a_wrong_place_are_refused_unseen(
         assert HIDDEN not in text
 
 
-def test_a_keeper_shows_no_option_in_its_command_line_and_writes_none_down(
-    tmp_path: Path, runtime: Path
-) -> None:
+def test_a_keeper_neither_shows_nor_writes_options(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     remote = Remote(url=str(tmp_path / "remote"), options={"secret_access_key": SECRET})
     trainer = FakeTrainer(run, runtime, remote=remote)

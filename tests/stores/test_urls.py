@@ -1,4 +1,4 @@
-"""Which URL names which run: one form each, and nothing secret in it. No request is made."""
+"""The canonical URL of a run, without secrets. No request is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ S3 = {"region": "us-east-1", "access_key_id": "id", "secret_access_key": "geheim
 @pytest.mark.parametrize(
     "url", ["s3://bucket/run", "S3://bucket/run", "s3://bucket/run/", "s3://bucket/run//"]
 )
-def test_forms_of_one_run_are_one(url: str) -> None:
+def test_equivalent_urls_name_one_run(url: str) -> None:
     store = open_store(url, S3)
     assert store.url == "s3://bucket/run"
     assert store.place() == open_store("s3://bucket/run", S3).place()
@@ -30,22 +30,22 @@ def test_forms_of_one_run_are_one(url: str) -> None:
         "s3://bucket/run ", "s3://bucket/run\u00a0/", "s3://bucket:80/run", "gs://bucket:443/run",
     ],
 )  # fmt: skip
-def test_what_clients_would_read_otherwise_is_refused(url: str) -> None:
+def test_ambiguous_urls_are_refused(url: str) -> None:
     with pytest.raises(OptionError, match="Nothing was changed") as caught:
         open_store(url, S3)
     assert "geheim" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", [Path("s3://bucket/run"), " s3://bucket/run", "file:/runs/one", "gs:/b/run"])
-def test_what_was_meant_as_a_url_is_no_folder_of_this_machine(text: str | Path) -> None:
-    """Training into ./s3:/bucket/run would look well, and be lost with the machine."""
-    with pytest.raises(OptionError, match=r"looks like one: it would be a folder.* Nothing was changed"):
+def test_a_mistyped_url_is_not_taken_for_a_folder(text: str | Path) -> None:
+    """Training into ./s3:/bucket/run would seem to work, and be lost with the machine."""
+    with pytest.raises(OptionError, match=r"looks like one: it would name a folder.* Nothing was changed"):
         open_store(text)
     assert open_store("./s3:/bucket/run").url.endswith("/s3:/bucket/run")
 
 
-def test_a_bucket_of_another_server_is_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keeper that lives on the first server must not be taken for this run's."""
+def test_buckets_of_one_name_on_two_servers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper of the run on the first server must not serve this run."""
     for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
     one, other = "https://one.example", "https://other.example"
@@ -57,8 +57,8 @@ def test_a_bucket_of_another_server_is_another_place(monkeypatch: pytest.MonkeyP
     assert len({open_store("az://container/run", each).place() for each in accounts}) == 2
 
 
-def test_missing_credentials_are_called_that() -> None:
-    """obstore asks the machine's role last, and tells of that request."""
+def test_missing_credentials_are_reported() -> None:
+    """obstore tries the machine's role last, and its error is about that request."""
     asked = RuntimeError(
         "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2 ms"
     )

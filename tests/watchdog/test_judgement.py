@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from flashckpt.keeper import watchdog
-from flashckpt.keeper.trainers import Trainer
 from flashckpt.keeper.watchdog import Watchdog, collect, condition, held
-from flashckpt.memory.control_page import SlotSize
 from flashckpt.memory.held_regions import HeldRegion
+from flashckpt.memory.region import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
 from flashckpt.memory.slot import Heartbeat
+from flashckpt.persist.job import Trainer
 from flashckpt.persist.ledger import MAX_LINE_BYTES, Event
 from tests.keeper.driver import InProcess, Process, eventually, runtime_of
 from tests.keeper.fake import open_runtime
@@ -42,7 +42,7 @@ class Watched:
         [region] = keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions
         self.held: HeldRegion = keeper.regions.put(region)
         self.owner = self.enroll()
-        self.trainer = keeper.roster.watch(Trainer(lock=LOCK, rank=0, pid=self.child.pid))
+        self.trainer = keeper.registry.watch(Trainer(lock=LOCK, rank=0, pid=self.child.pid))
         self.now_s = 1000.0
         self.events: list[str] = []
         keeper.ledger.add = lambda attempt, event, **fields: self.events.append(str(event.value))  # type: ignore
@@ -53,7 +53,7 @@ class Watched:
         parts = (
             self.folder,
             keeper.regions,
-            keeper.roster,
+            keeper.registry,
             keeper.ledger,
             keeper.queue,
             keeper._watch_worker,
@@ -71,18 +71,18 @@ class Watched:
         worker = self.keeper._watch_worker
         for _ in range(seconds):
             self.now_s += 1
-            self.dog.look()
+            self.dog.check()
             if worker.busy:
                 eventually(lambda: (worker.collect(), not worker.busy)[1])
         return self.events
 
     def hold_still(self) -> None:
         self.child.send_signal(signal.SIGSTOP)
-        eventually(lambda: condition(self.child.pid).held_still)
+        eventually(lambda: condition(self.child.pid).is_stopped)
 
     def go_on(self) -> None:
         self.child.send_signal(signal.SIGCONT)
-        eventually(lambda: not condition(self.child.pid).held_still)
+        eventually(lambda: not condition(self.child.pid).is_stopped)
 
     def close(self) -> None:
         self.child.kill()
@@ -163,18 +163,6 @@ def test_an_end_that_cannot_be_is_said_once_and_hits_nobody_else(watched: Watche
     assert watched.child.poll() is None
 
 
-def test_the_next_keeper_tells_the_end_of_a_hang_and_not_the_hang_again(watched: Watched) -> None:
-    watched.beat(1)
-    assert watched.looks(PATIENCE_S + 2) == ["stuck"]
-    watched.dog = watched.new_watchdog()
-    assert watched.looks(3 * PATIENCE_S) == ["stuck"]
-    watched.dog = watched.new_watchdog()
-    watched.beat(2)
-    assert watched.looks(1) == ["stuck", "goes-on"]
-    watched.dog = watched.new_watchdog()
-    assert watched.looks(1) == ["stuck", "goes-on"]
-
-
 def test_what_a_dead_trainer_left_on_the_page_is_not_the_next_ones(watched: Watched) -> None:
     watched.beat(1)
     assert watched.looks(PATIENCE_S + 2) == ["stuck"]
@@ -182,8 +170,8 @@ def test_what_a_dead_trainer_left_on_the_page_is_not_the_next_ones(watched: Watc
     other = LifeLock.acquire(watched.folder, "trainer-00000-2-beefbeef.lock")
     assert other is not None
     assert watched.enroll(other.name) == watched.owner, "the index of the dead is used again"
-    watched.keeper.roster.remove_dead()
-    watched.keeper.roster.watch(Trainer(lock=other.name, rank=0, pid=watched.child.pid))
+    watched.keeper.registry.remove_dead()
+    watched.keeper.registry.watch(Trainer(lock=other.name, rank=0, pid=watched.child.pid))
     assert watched.looks(10 * PATIENCE_S) == ["stuck"]
     other.release(watched.folder)
 
@@ -224,7 +212,7 @@ def test_a_trainer_that_goes_on_and_ends_between_two_looks_has_gone_on(watched: 
         watched.trainer.closing = True
     else:
         watched.life.release(watched.folder)
-        watched.keeper.roster.remove_dead()
+        watched.keeper.registry.remove_dead()
     assert watched.looks(1) == ["stuck", "goes-on"]
 
 
@@ -232,7 +220,7 @@ def test_a_trainer_that_dies_of_its_hang_has_not_gone_on(watched: Watched) -> No
     watched.beat(1)
     assert watched.looks(PATIENCE_S + 2) == ["stuck"]
     watched.life.release(watched.folder)
-    watched.keeper.roster.remove_dead()
+    watched.keeper.registry.remove_dead()
     assert watched.looks(2) == ["stuck"]
 
 

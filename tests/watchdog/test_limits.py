@@ -35,8 +35,8 @@ def history(*lengths: float) -> StepTimes:
 )
 def test_patience_follows_from_the_steps(lengths: list[float], reports_s: float, kills_s: float) -> None:
     times = history(*lengths)
-    assert times.patience_s(kills=False) == reports_s
-    assert times.patience_s(kills=True) == kills_s
+    assert times.timeout_s(kills=False) == reports_s
+    assert times.timeout_s(kills=True) == kills_s
 
 
 def test_a_step_far_beyond_its_history_is_slow_and_others_are_not() -> None:
@@ -70,16 +70,16 @@ def watch(options: Options) -> tuple[Watch, HeartbeatWriter, list[dict[str, obje
 def test_slow_steps_are_told_at_once_and_then_once_a_minute() -> None:
     made, heartbeat, told, now = watch(Options())
     heartbeat.lengths.extend(steps(*[0.1] * 40, 5.0))
-    made.look()
+    made.poll()
     assert [(each["step"], each["count"]) for each in told] == [(41, 1)]
     heartbeat.lengths.extend(steps(11.0, 25.0, 11.0, first=42))
-    made.look()
+    made.poll()
     assert len(told) == 1
     now[0] += 60
-    made.look()
+    made.poll()
     assert [(each["step"], each["count"]) for each in told] == [(41, 1), (43, 2)]
     heartbeat.lengths.extend(steps(*[0.1] * 20, 90.0, first=45))
-    made.look(last=True)
+    made.poll(last=True)
     assert told[-1]["step"] == 65, "what is left is told when the run is let go"
 
 
@@ -96,8 +96,8 @@ def test_slow_steps_are_told_at_once_and_then_once_a_minute() -> None:
 def test_the_heartbeat_has_the_patience_that_was_asked_for(options: Options, patience_s: float) -> None:
     made, heartbeat, _, _ = watch(options)
     heartbeat.lengths.extend(steps(*[0.1] * 40))
-    made.look()
-    assert heartbeat.patience_s == patience_s
+    made.poll()
+    assert heartbeat.timeout_s == patience_s
 
 
 @pytest.mark.parametrize("wrong", [{"watchdog": "0s"}, {"watchdog": "soon"}, {"watchdog_action": "end"}])

@@ -27,9 +27,9 @@ def heartbeats(checkpointer: flashckpt.Checkpointer) -> list[Heartbeat]:
 
 
 def awaited(checkpointer: flashckpt.Checkpointer) -> bool:
-    [patience_ns] = {each.patience_ns for each in heartbeats(checkpointer)}
-    assert patience_ns in (0, AWAITED_NS)
-    return patience_ns != 0
+    [timeout_ns] = {each.timeout_ns for each in heartbeats(checkpointer)}
+    assert timeout_ns in (0, AWAITED_NS)
+    return timeout_ns != 0
 
 
 def train(
@@ -56,11 +56,11 @@ def test_a_boundary_is_awaited_in_a_loop_and_nowhere_else(
         assert not awaited(checkpointer)
 
         waited: list[bool] = []
-        wait_committed = checkpointer._attendant.wait_committed
+        wait_committed = checkpointer._keeper_link.wait_committed
         monkeypatch.setattr(
-            checkpointer._attendant,
+            checkpointer._keeper_link,
             "wait_committed",
-            lambda: (waited.append(awaited(checkpointer)), wait_committed())[1],
+            lambda **how: (waited.append(awaited(checkpointer)), wait_committed(**how))[1],
         )
         job.train(torch.ones(2, 4))
         checkpointer.step()

@@ -1,1 +1,1 @@
-"""The loader of the program, with a position that can be saved at any boundary and taken up again exactly."""
+"""The program's data loader, with a position that is saved at any boundary and resumed exactly."""

@@ -1,35 +1,41 @@
-"""torch's DataLoader over a data set with a length, taken up exactly: no batch is loaded twice but those of
-the open round of workers, and all random numbers, also those inside the workers, are as they were.
+"""The exact resume of torch's DataLoader over a data set with a length: it loads again only the batches of
+the open round of workers, and restores all generators, including those inside the workers.
 
-Works on a private shallow copy of the loader. What it relies on in torch's DataLoader (as of 2.13):
-- Making an iterator calls `iter()` on the index sampler, draws the workers' base seed from
+Works on a private shallow copy of the loader, never on the user's. Relies on torch's DataLoader (as of 2.13):
+- The creation of an iterator calls `iter()` on the index sampler, draws the workers' base seed from
   `loader.generator` (or the global generator), starts the workers, calls `iter()` on the index sampler once
-  more, and draws `prefetch_factor * num_workers` indices; then one index for each batch that is taken.
-- Batch i is loaded by worker `i % num_workers`, in order, and is collated last.
-- Persistent workers are asked to begin anew: one `iter()`, no base seed, their generators as they were left.
+  more, and draws `prefetch_factor * num_workers` indices; then one index for each batch.
+- Worker `i % num_workers` loads batch i, in order; collate_fn runs last.
+- Persistent workers are reset for an epoch: one `iter()`, no base seed, and their generators continue.
+
+Also the loaders that Accelerate (versions 1.14 and 1.15) prepares. They draw the next batch of the inner
+loader before they return a batch, to recognise the last one. The position is that of the inner loader, and a
+resume draws again what was drawn ahead. Never imports Accelerate before a prepared loader is used.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler
 
+from flashckpt.errors import BoundaryError, MismatchError
+from flashckpt.format.typed import Encoded
 from flashckpt.state import rng
-from flashckpt.state.loader.base import Source, samplers_of
-from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.share import Rest
+from flashckpt.state.loader.base import Source, iterator_of, keeps_workers, samplers_of
+from flashckpt.state.loader.position import LayoutChange, Position, RemainingSampler, is_at_end
+from flashckpt.state.values import StoredTensor
 
 log = logging.getLogger(__name__)
 
 
 class DataLoaderSource(Source):
-    """A map-style DataLoader. `kind` of its positions is "dataloader"."""
+    """A map-style DataLoader. The kind of its positions is "dataloader"."""
 
     kind, divides = "dataloader", True
     parts = frozenset({"workers", "states", "seeder", "seeded_before", "skipped"})
@@ -37,18 +43,18 @@ class DataLoaderSource(Source):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators(_roots(loader)))
         self._workers = int(loader.num_workers)
-        self._ahead = self._workers * int(loader.prefetch_factor or 0)
+        self._num_prefetched = self._workers * int(loader.prefetch_factor or 0)
         self._persistent = bool(loader.persistent_workers) and self._workers > 0
         self._rounds = Rounds(self._workers)
         self._unpacks = self._workers > 0
         self._private: Any = None
         self._indices = Indices(())
-        # What persistent workers were seeded from (the generator's state before that draw), and whether
-        # they were seeded in an earlier epoch than this one.
+        # The generator's state before it drew the base seed of persistent workers, and whether that was in
+        # an earlier epoch.
         self._seeder: bytes | None = None
         self._seeded_before = False
         self._skipped = 0  # batches before the first one of the epoch's iterator (`skip`)
-        self._settled: dict[str, Any] | None = None
+        self._after_prefetch: dict[str, Any] | None = None
 
     def close(self) -> None:
         for iterator in (self._iterator, getattr(self._private, "_iterator", None)):
@@ -56,18 +62,18 @@ class DataLoaderSource(Source):
             if shutdown is not None:
                 shutdown()
         self._iterator = self._private = self._seeder = None
-        self._rounds.forget()
+        self._rounds.reset()
 
     def _enter(self, epoch: int) -> None:
         super()._enter(epoch)
         self._skipped = 0
         if not self._persistent:
-            self._rounds.forget()
+            self._rounds.reset()
         self._rounds.begin_epoch()
 
     def skip(self, batches: int) -> None:
-        """Draws their indices alone: no item draws random numbers, and the first worker loads the first batch
-        that is given."""
+        """Skip the first batches by drawing only their indices: no item is loaded, and the first worker loads
+        the first batch that is returned."""
         if self._length is not None and self._length < batches:
             raise self._too_few(self._length, batches)
         self._skipped = self.batches_taken = batches
@@ -90,36 +96,36 @@ class DataLoaderSource(Source):
         return self._rounds.take(self._in_iterator(self.batches_taken), item)
 
     def _in_iterator(self, batches: int) -> int:
-        """The same number counted from the first batch of the epoch's iterator, which begins where ranks have
-        divided the rest of an epoch anew, or where the run begins."""
+        """Return the number counted from the first batch of the epoch's iterator, which starts after the
+        batches before the current division and after skipped ones."""
         return batches - self._skipped - (self._share.batches if self._share is not None else 0)
 
     def _sampler(self) -> Any:
-        """What gives the indices of the epoch: the user's, or of an epoch that was divided anew the rest."""
+        """Return the sampler of the epoch: the user's, or that of the rest if it was divided again."""
         share, batches = self._share, self._loader.batch_sampler
         if share is None or not share.batches:
             return self._loader.sampler if batches is None else batches
         if batches is None:
-            return Rest(share)
+            return RemainingSampler(share)
         assert share.batch_size is not None
-        return BatchSampler(Rest(share), share.batch_size, share.whole)
+        return BatchSampler(RemainingSampler(share), share.batch_size, share.whole)
 
     def _prepare(self, *, skip: int) -> None:
-        """Make the private copy whose iterator begins after `skip` batches of the epoch."""
+        """Create the private copy, whose iterator starts after `skip` batches of the epoch."""
         private = copy.copy(self._loader)
-        # DataLoader guards some of these names; its own methods read them from here.
+        # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
         own = vars(private)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        self._indices = Indices(self._sampler(), skip=skip, hollow_first=self._seeder is not None)
+        self._indices = Indices(self._sampler(), skip=skip, skips_first_iter=self._seeder is not None)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
             own["collate_fn"] = Reporting(self._loader.collate_fn)
             if any(state is not None for state in self._rounds.whole):
-                own["worker_init_fn"] = partial(restored, self._loader.worker_init_fn, self._rounds.whole)
+                own["worker_init_fn"] = partial(init_worker, self._loader.worker_init_fn, self._rounds.whole)
         if self._persistent and self._seeder is None:
             self._indices.after_first_iter = self._note_seeder
         elif self._persistent:
-            # These workers were seeded epochs ago: the same base seed again, none of today's numbers used.
+            # The workers were seeded in an earlier epoch: draw the same base seed from a separate generator.
             own["generator"] = torch.Generator()
             rng.restore_one(own["generator"], self._seeder)
         self._private = private
@@ -135,8 +141,8 @@ class DataLoaderSource(Source):
         open_round = in_iterator % self._workers if self._has_states(position) else 0
         self.generators.restore_all(position.start)
         self._prepare(skip=self._skipped + in_iterator - open_round)
-        self._settled = None
-        self._indices.after_draw = self._note_settled
+        self._after_prefetch = None
+        self._indices.after_draw = self._note_prefetched
         self._iterator = self._made()
         if not self._workers:
             self._before_first(position)
@@ -150,22 +156,22 @@ class DataLoaderSource(Source):
         self._indices.after_draw = None
         self._report_drift(position.now)
 
-    def _note_settled(self, drawn: int) -> None:
-        # Up to here an uninterrupted run draws its indices in one go, before the loop draws anything.
-        if drawn == max(1, self._ahead):
-            self._settled = self.generators.capture_all()
+    def _note_prefetched(self, drawn: int) -> None:
+        # An uninterrupted run draws this many indices at once, before the loop draws anything.
+        if drawn == max(1, self._num_prefetched):
+            self._after_prefetch = self.generators.capture_all()
 
     def _report_drift(self, now: dict[str, Any]) -> None:
-        if self._settled is None:
+        if self._after_prefetch is None:
             return
-        found = (self.generators.capture_all(), self._settled, now)
-        drawn, settled, then = ({**marks["global"], **marks["own"]} for marks in found)
+        found = (self.generators.capture_all(), self._after_prefetch, now)
+        drawn, settled, then = ({**each["global"], **each["own"]} for each in found)
         moved = [name for name in drawn if drawn[name] not in (settled.get(name), then.get(name))]
         if moved:
             log.warning(
-                "Not exact: the sampler draws random numbers for each batch from generators that others use "
-                "too (%s), so its draws were replayed, and the batches to come are not those of a run that "
-                "was never stopped. Give the sampler a generator of its own to make it exact.",
+                "Not exact: the sampler draws random numbers for each batch from generators that other code "
+                "uses too (%s). Its draws were replayed, and the next batches differ from those of an "
+                "uninterrupted run. Give the sampler a generator of its own for an exact resume.",
                 ", ".join(moved),
             )
 
@@ -177,16 +183,16 @@ class DataLoaderSource(Source):
         self._iterator = None
 
     def _drain(self, iterator: Iterator[Any]) -> None:
-        """Receive what was fetched ahead in an epoch that is left early. torch lets the workers load it and
-        drops it when they begin anew; taken here, it says where their generators stand after it."""
+        """Receive the batches prefetched in an epoch that is left early. torch lets the workers load them and
+        drops them at the next reset; received here, they report the states of the workers' generators."""
         self._indices.closed = True
-        for _ in range(self._ahead):
+        for _ in range(self._num_prefetched):
             try:
                 self._unpack(next(iterator))
             except StopIteration:
                 break
             except Exception as error:
-                log.debug("A batch fetched ahead of an epoch that was left failed: %r", error)
+                log.debug("A prefetched batch of an epoch that was left failed: %r", error)
             self.batches_taken += 1
         self._indices.closed = False
 
@@ -194,7 +200,7 @@ class DataLoaderSource(Source):
         return self._persistent
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
-        # Without workers, only the sampler could tell, and asking it is a draw.
+        # Without workers, only a draw from the sampler would show the end.
         received = getattr(self._iterator, "_rcvd_idx", None)
         sent = getattr(self._iterator, "_send_idx", None)
         over = self._over or (received is not None and sent is not None and received >= sent)
@@ -213,8 +219,8 @@ class DataLoaderSource(Source):
         self._skipped = parts["skipped"]
         if parts["workers"] != self._workers:
             log.warning(
-                "Not exact: the loader has %d workers and had %d when the checkpoint was taken. Batches come "
-                "in the same order; random numbers drawn inside the workers differ.",
+                "Not exact: the loader has %d workers and had %d when the checkpoint was taken. The order of "
+                "batches is the same; random numbers drawn inside the workers differ.",
                 self._workers,
                 parts["workers"],
             )
@@ -229,7 +235,8 @@ class DataLoaderSource(Source):
 
 
 def _roots(loader: Any) -> dict[str, object]:
-    """Where generators are looked for. A data set's own are in this process only without workers."""
+    """Return the objects in which to search generators. The data set is in this process only without
+    workers."""
     roots: dict[str, object] = {"generator": loader.generator, **samplers_of(loader)}
     if not loader.num_workers:
         roots.update(dataset=loader.dataset, collate=loader.collate_fn)
@@ -240,31 +247,32 @@ def _roots(loader: Any) -> dict[str, object]:
 
 
 class Indices:
-    """What `DataLoader` takes its indices from.
+    """The sampler of the private DataLoader.
 
-    `DataLoader` calls `iter()` on its sampler once without workers and twice with them, and some samplers
-    draw random numbers in that call: so each call is passed on at once, but the `skip` first batches are
+    `DataLoader` calls `iter()` on its sampler once without workers and twice with workers, and some samplers
+    draw random numbers in that call. So each call is forwarded at once, but the first `skip` batches are
     drawn and dropped only at the first `next()`, after the workers' base seed was drawn.
 
-    sampler: the user's, or one in its place. skip: batches still to be dropped. closed: give out no more.
-    hollow_first: the first `iter()` is one that an uninterrupted run would not make; it does not reach the
-    user's sampler.
+    sampler: the user's sampler, or its replacement.
+    skip: the batches still to be dropped.
+    closed: return no more indices.
+    skips_first_iter: do not forward the first `iter()`, which an uninterrupted run would not make.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, skip: int = 0, hollow_first: bool = False) -> None:
+    def __init__(self, sampler: Iterable[Any], *, skip: int = 0, skips_first_iter: bool = False) -> None:
         self.sampler = sampler
         self.skip = skip
         self.closed = False
         self.drawn = 0
         self.after_first_iter: Callable[[], None] | None = None
         self.after_draw: Callable[[int], None] | None = None
-        self._hollow_first = hollow_first
+        self._skips_first_iter = skips_first_iter
         self._calls = 0
         self._inner: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         self._calls += 1
-        if self._hollow_first and self._calls == 1:
+        if self._skips_first_iter and self._calls == 1:
             return iter(())
         self._inner, self.drawn = iter(self.sampler), 0
         if self._calls == 1 and self.after_first_iter is not None:
@@ -275,7 +283,7 @@ class Indices:
         return len(self.sampler)  # type: ignore[arg-type]
 
     def prime(self) -> None:
-        """Draw now what is to be skipped (without workers nothing is drawn ahead)."""
+        """Draw and drop the skipped batches now: without workers, nothing else draws ahead."""
         if self._inner is not None:
             self._drop(self._inner)
 
@@ -304,19 +312,19 @@ class Indices:
         return drawn
 
 
-# What travels between a loader and its workers
+# Reports of the workers' generators
 
 
 class Reported(NamedTuple):
-    """A batch, and those of its worker's generators that have moved since the last one, as they are after it.
-    A named tuple, because torch's pin_memory goes through it element by element and leaves bytes alone."""
+    """A batch, and the states after it of the worker's generators that changed since its last batch. A named
+    tuple, because torch's pin_memory processes it element by element and keeps bytes."""
 
     batch: Any
     moved: rng.State
 
 
 class Reporting:
-    """The user's collate function, and after it a report of the generators. One copy in each worker."""
+    """The user's collate function, followed by a report of the generators. One copy in each worker."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -329,8 +337,8 @@ class Reporting:
         return Reported(batch, {name: value for name, value in state.items() if last.get(name) != value})
 
 
-def restored(init: Callable[[int], None] | None, states: list[rng.State | None], worker: int) -> None:
-    """The user's worker_init_fn, and after it the generators of this worker put back."""
+def init_worker(init: Callable[[int], None] | None, states: list[rng.State | None], worker: int) -> None:
+    """Run the user's worker_init_fn, then restore the generators of this worker."""
     if init is not None:
         init(worker)
     state = states[worker]
@@ -339,8 +347,8 @@ def restored(init: Callable[[int], None] | None, states: list[rng.State | None],
 
 
 class Rounds:
-    """The states of the workers as of the last whole round (`whole`) and as of the newest batch of each. None
-    stands for a worker that has loaded nothing since it was seeded."""
+    """The generator states of the workers after the last complete round (`whole`) and after the newest batch
+    of each (`newest`). None for a worker that has loaded nothing since it was seeded."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -350,18 +358,282 @@ class Rounds:
     def set(self, states: list[rng.State | None]) -> None:
         self.newest, self.whole = list(states), list(states)
 
-    def forget(self) -> None:
-        """The workers are new."""
+    def reset(self) -> None:
+        """Forget the states, because the workers are new."""
         self.set([None] * self._workers)
 
     def begin_epoch(self) -> None:
         self.whole = list(self.newest)
 
     def take(self, index: int, reported: Reported) -> Any:
-        """The batch out of a report. `index` counts the epoch's batches; worker `index % workers` loaded it,
-        since torch hands indices out in turns."""
+        """Return the batch of a report. `index`: its number in the epoch; worker `index % workers` loaded it,
+        since torch assigns indices in turns."""
         worker = index % self._workers
         self.newest[worker] = {**(self.newest[worker] or {}), **reported.moved}
         if worker == self._workers - 1:
             self.whole = list(self.newest)
         return reported.batch
+
+
+# The loaders that Accelerate prepares
+
+
+# Attributes of DataLoaderShard and DataLoaderDispatcher that this module reads or replaces.
+_ATTRIBUTES = ("base_dataloader", "iteration", "end_of_dataloader", "skip_batches", "_drop_last")
+
+
+def is_prepared(loader: Any) -> bool:
+    """Whether Accelerate has prepared this loader."""
+    # type(), not __class__: its loaders report the class of the DataLoader that they wrap.
+    return any(kind.__module__ == "accelerate.data_loader" for kind in type(loader).__mro__)
+
+
+def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> PreparedSource:
+    """Return the source of a prepared loader. `source_of` returns the source of the inner loader.
+
+    Raises BoundaryError for Accelerate's other loaders, whose draws cannot be counted."""
+    names = {kind.__name__ for kind in type(loader).__mro__}
+    read = (*_ATTRIBUTES, "slice_fn") if "DataLoaderDispatcher" in names else _ATTRIBUTES
+    missing = [name for name in read if not hasattr(loader, name)]
+    name = type(loader).__name__
+    if not names & {"DataLoaderShard", "DataLoaderDispatcher"} or "base_dataloader" not in vars(loader):
+        raise BoundaryError(
+            f"{name} of Accelerate draws batches in an unknown way, so its position could not be saved. "
+            "Nothing was started. Pass the loader that accelerator.prepare() returns for a DataLoader, or "
+            "keep the DataLoader out of prepare()."
+        )
+    if missing:
+        raise BoundaryError(
+            f"{name} of this release of Accelerate has no {', '.join(missing)}, so its position could not be "
+            "saved. Nothing was started. Install accelerate 1.14 or 1.15."
+        )
+    skipped = loader.skip_batches or _skipped_by_sampler(loader)
+    if skipped:
+        raise BoundaryError(
+            f"This loader skips its first {skipped} batches (skip_first_batches). A resume goes to the saved "
+            "batch by itself, so these batches would be skipped twice. Nothing was started. Pass the "
+            "prepared loader."
+        )
+    if "DataLoaderDispatcher" not in names:
+        return PreparedSource(loader, source_of(loader.base_dataloader), per_batch=1)
+    processes = loader.state.num_processes
+    per_batch = 1 if loader.split_batches or loader.submesh_tp else processes
+    is_first = loader.state.process_index == 0
+    inside = source_of(loader.base_dataloader) if is_first else ReceivedSource(loader)
+    fills_up = processes > 1 and not loader._drop_last
+    return PreparedSource(loader, inside, per_batch=per_batch, dispatches=True, fills_up=fills_up)
+
+
+def _skipped_by_sampler(loader: Any) -> int:
+    """Return the batches that `skip_first_batches` drops by a batch sampler, in a loader with samplers."""
+    for sampler in (loader.sampler, loader.batch_sampler):
+        if type(sampler).__name__ == "SkipBatchSampler":
+            return int(sampler.skip_batches)
+    return 0
+
+
+class PreparedSource(Source):
+    """The source of a prepared loader, which draws its batches from the source `inside`.
+
+    batches_taken: the batches of the prepared loader.
+    per_batch: the inner batches for each batch of the prepared loader.
+    dispatches: one rank draws for all.
+    fills_up: rows of the epoch's first batch complete a last batch that the ranks cannot divide.
+    """
+
+    def __init__(
+        self, loader: Any, inside: Source, *, per_batch: int, dispatches: bool = False, fills_up: bool = False
+    ) -> None:
+        super().__init__(loader, inside.generators)
+        self._inside, self._per_batch = inside, per_batch
+        self._dispatches, self._fills_up = dispatches, fills_up
+        self._first_rows: Encoded | None = None  # on rank 0: the rows of the epoch's first batch
+
+    def __len__(self) -> int:
+        return len(self._inside) if self._per_batch == 1 else len(self._loader)
+
+    def has_lost_workers(self) -> bool:
+        return self._inside.has_lost_workers()
+
+    def check(self) -> None:
+        self._inside.check()
+
+    def begin(
+        self,
+        epoch: int,
+        resume: Mapping[str, Any] | None = None,
+        *,
+        carry: bool = False,
+        leave: frozenset[str] = frozenset(),
+        sets_epoch: bool = True,
+        in_lockstep: bool = False,
+    ) -> None:
+        """As `Source.begin`, but the samplers' epoch is the loader's own count of passes."""
+        inside, loader = self._inside, self._loader
+        self._iterator, self.batches_taken, self.was_over, self._first_rows = None, 0, False, None
+        inside.count_trained()
+        if resume is None:
+            return inside.begin(epoch, sets_epoch=False)
+        if isinstance(inside, ReceivedSource):
+            resume = inside.converted(resume)
+        saved = Position.read(resume, inside.kind, inside.parts)
+        if saved.epoch == epoch and not carry and not is_at_end(saved):
+            self._check_ranks(saved)
+        set_by_program = loader.iteration
+        iteration = _count(saved.made_of.get("iteration"), saved.epoch)
+        drawn = _count(saved.made_of.get("drawn"), saved.batches_taken)
+        # Before `begin`, which computes the samplers' order.
+        loader.set_epoch(iteration)
+        resume = {**resume, "batches_taken": drawn}
+        inside.begin(epoch, resume, carry=carry, leave=leave, sets_epoch=False, in_lockstep=in_lockstep)
+        if carry or saved.epoch != epoch:
+            # A program that sets the epoch itself sets it before its loop.
+            loader.iteration = set_by_program or iteration
+            return None
+        self.was_over, self.batches_taken = inside.was_over, saved.batches_taken
+        if "first_rows" in saved.made_of:
+            self._first_rows = Encoded(saved.made_of["first_rows"])
+        # The loader counts a pass at the draw after its last batch, and a resume does not repeat this draw.
+        loader.iteration = iteration + self.was_over
+        return None
+
+    def _check_ranks(self, saved: Position) -> None:
+        moved = LayoutChange.read(saved.made_of.get("moved"))
+        if self._dispatches and moved is not None and moved.is_resized:
+            raise MismatchError(
+                f"The checkpoint was taken after {saved.batches_taken} batches of an epoch, drawn by one "
+                f"rank for all {moved.ranks}, and now there are {moved.world} ranks. The model and all other "
+                "state were restored; no batch was drawn. Train on the former number of ranks until the "
+                "epoch has ended.",
+                differences=(("ranks", str(moved.ranks), str(moved.world)),),
+            )
+
+    def next(self) -> Any:
+        if self.was_over:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+            batch = self._first(self._iterator)
+        else:
+            batch = next(self._iterator)
+        self.batches_taken += 1
+        self._inside.count_trained(self.batches_taken * self._per_batch)
+        return batch
+
+    def _first(self, iterator: Iterator[Any]) -> Any:
+        """Return the first batch. For this call, replace `base_dataloader`, from which the loader creates its
+        inner iterator, and `slice_fn`, whose first call returns the rows that complete its last batch."""
+        own, inside = vars(self._loader), self._inside
+        originals: dict[str, Any] = {n: own[n] for n in ("base_dataloader", "slice_fn") if n in own}
+        own["base_dataloader"] = _InnerLoader(own["base_dataloader"], inside)
+
+        def first_rows(*arguments: Any, **named: Any) -> Any:
+            own["slice_fn"] = originals["slice_fn"]
+            return self._keep_rows(originals["slice_fn"](*arguments, **named))
+
+        if self._fills_up:
+            own["slice_fn"] = first_rows
+        try:
+            return next(iterator)
+        finally:
+            own.update(originals)
+
+    def _keep_rows(self, rows: Any) -> Any:
+        """Keep and return the rows of the epoch's first batch. After a resume, `rows` are those of a later
+        batch: return the saved ones of rank 0 instead."""
+        from accelerate.utils import broadcast_object_list, recursively_apply
+
+        tensors: list[torch.Tensor] = []
+        recursively_apply(tensors.append, rows)
+        if self.batches_taken:
+            saved: list[Any] = [None if self._first_rows is None else self._first_rows.value]
+            broadcast_object_list(saved)
+            if saved[0] is not None:
+                kept = iter(saved[0])
+                return recursively_apply(lambda tensor: next(kept).tensor().to(tensor.device), rows)
+        elif self._loader.state.process_index == 0:
+            self._first_rows = Encoded([StoredTensor.of(each.clone(), "loader") for each in tensors])
+        return rows
+
+    def leave_ahead(self) -> None:
+        self._inside.leave_ahead()
+
+    def position(self) -> dict[str, Any]:
+        inside = self._inside.position()
+        own = {"iteration": self._loader.iteration, "drawn": inside["batches_taken"]}
+        if self._first_rows is not None:
+            own["first_rows"] = self._first_rows
+        return {**inside, "batches_taken": self.batches_taken, "made_of": {**inside["made_of"], **own}}
+
+    def close(self) -> None:
+        self._iterator = None
+        self._inside.close()
+
+
+def _count(saved: Any, otherwise: int | None) -> int:
+    """Return a count that only positions of prepared loaders have, or the default."""
+    return saved if type(saved) is int else otherwise or 0
+
+
+class _InnerLoader:
+    """The replacement of `base_dataloader` while the prepared loader creates its iterator: iterates over the
+    source and has the attributes of the loader."""
+
+    def __init__(self, loader: Any, source: Source) -> None:
+        self._loader, self._source = loader, source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._source, ReceivedSource):
+            return self._source.unused_iterator(self._loader)
+        return _Batches(self._source)
+
+
+class _Batches(Iterator[Any]):
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __next__(self) -> Any:
+        return self._source.next()
+
+
+class ReceivedSource(Source):
+    """The source of a rank that receives its batches from DataLoaderDispatcher on the first rank: it draws no
+    batches and only saves generators."""
+
+    kind = "received"
+    parts = frozenset({"keeps_workers"})
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, rng.Generators({"loader": loader.base_dataloader}))
+        self._has_workers = False
+
+    def converted(self, resume: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Convert a position from another number of ranks to this kind: it may be that of the drawing rank,
+        whose parts are dropped."""
+        made_of = resume.get("made_of")
+        if resume.get("kind") == self.kind or not isinstance(made_of, dict) or "moved" not in made_of:
+            return resume
+        return {**resume, "kind": self.kind, "length": None, "parts": {"keeps_workers": False}}
+
+    def unused_iterator(self, loader: Any) -> Iterator[Any]:
+        """Return the iterator that the dispatcher creates and never uses. Undo its draw of the workers' seed
+        in a resumed epoch, which had drawn it already."""
+        iterator = iterator_of(loader, self.generators, had_workers=self._has_workers)
+        self._has_workers = keeps_workers(loader)
+        due, self._restore_at_fetch = self._restore_at_fetch, None
+        if due is not None:
+            self.generators.restore_all(due)
+        return iterator
+
+    def count_trained(self, batches: int = 0) -> None:
+        self.batches_taken = batches
+
+    def _load(self, position: Position, *, carried: bool) -> None:
+        self._has_workers = position.parts["keeps_workers"] is True
+
+    def _parts(self) -> tuple[bool, dict[str, Any]]:
+        over = self._over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
+        return over, {"keeps_workers": self._has_workers}

@@ -1,13 +1,13 @@
-"""Loaders that keep their own state and are asked for it at every boundary: torchdata's StatefulDataLoader,
-an iterable data set with `state_dict`, any iterable with `state_dict` and `load_state_dict`.
+"""Loaders with their own state, which is saved at each boundary: torchdata's StatefulDataLoader, an iterable
+data set with `state_dict`, any iterable with `state_dict` and `load_state_dict`.
 
-Owns the order in which state and random numbers are put back. Never looks into a state.
+Owns the order in which state and generators are restored. Never interprets a state, except torchdata's.
 
-What an `iter()` after `load_state_dict` begins with is the loader's own choice. Some go on once from the
-state that was loaded, and begin anew at the next `iter()`; some go on and on; and of some (data sets of
-Hugging Face) *every* `iter()` begins at the state that was loaded last, so that each epoch after a resume
-would be cut short. Which it is, is seen at the first epoch that begins after a load: by what its first batch
-does to the state.
+Loaders differ in where an `iter()` after `load_state_dict` starts. Some continue once from the loaded state
+and start from the beginning at the next `iter()`; some never start from the beginning; and for some (data
+sets of Hugging Face) *each* `iter()` starts at the state that was loaded last, which would shorten each epoch
+after a resume. The first epoch that begins after a load shows which it is, by the state after its first
+batch.
 """
 
 from __future__ import annotations
@@ -26,125 +26,126 @@ from flashckpt.errors import BoundaryError, FlashckptError, StateError
 from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
-from flashckpt.state.loader.base import Source, mark_of
+from flashckpt.state.loader.base import Source, digest_of
 from flashckpt.state.loader.position import Position
 from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
 log = logging.getLogger(__name__)
 
-Mark = str | None
+Digest = str | None
 
 
 class StatefulSource(Source):
-    """`kind` of its positions is "stateful". `makes_ahead`: the loader's `state_dict` makes its iterator, as
-    torchdata's does, and draws random numbers for it."""
+    """A loader with its own state. The kind of its positions is "stateful". `creates_iterator`: the loader's
+    `state_dict` creates its iterator, as torchdata's does, and so draws random numbers."""
 
     kind = "stateful"
     parts = frozenset({"state", "left", "first", "opened", "made_before"})
 
-    def __init__(self, loader: Any, *, makes_ahead: bool = False) -> None:
+    def __init__(self, loader: Any, *, creates_iterator: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))
-        self._makes_ahead = makes_ahead
-        # The state between two epochs, and whether the earlier one was left before its end.
+        self._creates_iterator = creates_iterator
+        # The state between two epochs, and whether the earlier epoch was left before its end.
         self._between: Encoded | None = None
-        # Whether the epoch's iterator existed when the epoch began: torchdata draws a seed for each.
+        # Whether the epoch's iterator existed when the epoch began: torchdata draws a seed for each iterator.
         self._made_before = False
         self._left = False
-        # Of the run: its state before the first `iter()`, and what the first batch of all moved.
-        self._first: list[Encoded] = []
-        self._opened: Mark = None
-        # Since an epoch began without it, a state was loaded: in the "middle" of an epoch, at its "end", or
-        # where it was "left". Then: what the first batch has moved, and what the load has set.
+        # The run's state before the first `iter()`, and the digest after its very first batch.
+        self._initial: list[Encoded] = []
+        self._first_change: Digest = None
+        # Where the loaded state was taken, until an epoch begins: in the "middle" of an epoch, at its "end",
+        # or where it was "left"; "" if none was loaded. Then the digest after the first batch since the
+        # load, the number of those batches, and the attributes that the load has set.
         self._loaded = ""
-        self._moved_since: Mark = None
+        self._change_since_load: Digest = None
         self._batches_since = 0
         self._set_by_load: Changed = {}
 
     def _open(self) -> Iterator[Any]:
-        forget_ahead(self._loader)
-        if not self._first and self._may_begin_again:
-            self._first = self._before_any()
+        drop_created_iterator(self._loader)
+        if not self._initial and self._may_restart_at_loaded:
+            self._initial = self._before_any()
         loaded, self._loaded = self._loaded, ""
         if not loaded:
             return self._iterate()
-        marks = self.generators.capture_all()
+        states = self.generators.capture_all()
         if loaded == "left":
-            return self._after_left(marks)
-        # After an epoch's end some give the nothing that is left of it first. One of torchdata's nodes would
-        # go on into the next epoch at once, when what it passes over has drawn random numbers already.
+            return self._after_left(states)
+        # After an epoch's end, some loaders first return an empty iterator. One of torchdata's nodes would
+        # continue with the next epoch at once, after the empty rest has already drawn random numbers.
         with not_restarting(self._loader):
-            begun = self._begin_again(marks)
+            begun = self._begin_again(states)
         if begun is None and loaded == "end":
-            begun = self._begin_again(marks)
+            begun = self._begin_again(states)
         if begun is None:
-            # A loader that gave batches after the load does not begin where it was loaded: it has no more.
-            return iter(()) if self._batches_since else self._afresh(marks)
-        if loaded == "middle" and begun.mark is not None and begun.mark == self._moved_since:
-            return self._afresh(marks)
+            # A loader that returned batches after the load does not start at the loaded state: it is empty.
+            return iter(()) if self._batches_since else self._start_over(states)
+        if loaded == "middle" and begun.digest is not None and begun.digest == self._change_since_load:
+            return self._start_over(states)
         return begun
 
     def _iterate(self) -> Iterator[Any]:
-        before = self.generators.capture_all() if self._makes_ahead else None
+        before = self.generators.capture_all() if self._creates_iterator else None
         iterator = iterate(self._loader)
-        # Accelerate asks each loader for its state when it prepares it: the iterator was made there.
+        # Accelerate calls each loader's state_dict when it prepares it, which creates the iterator.
         self._made_before = before is not None and before == self.generators.capture_all()
         return iterator
 
-    def _after_left(self, marks: dict[str, Any]) -> Iterator[Any]:
-        """An epoch was left before its end: does the loader go on from there, or begin anew?"""
-        begun = self._begin_again(marks)
-        if begun is not None and begun.mark == self._opened:
+    def _after_left(self, states: dict[str, Any]) -> Iterator[Any]:
+        """Begin an epoch after one that was left before its end: the loader may continue or start again."""
+        begun = self._begin_again(states)
+        if begun is not None and begun.digest == self._first_change:
             return begun
-        if not self._first:
-            return self._afresh(marks)
-        self._put_first()
-        begun, again = self._begin_again(marks), self._begin_again(marks)
-        if begun is None or again is None or again.mark in (begun.mark, self._opened):
-            return self._afresh(marks)
+        if not self._initial:
+            return self._start_over(states)
+        self._load_initial()
+        begun, again = self._begin_again(states), self._begin_again(states)
+        if begun is None or again is None or again.digest in (begun.digest, self._first_change):
+            return self._start_over(states)
         assert self._between is not None
-        self._put(self._between, asked_for=True)
-        self.generators.restore_all(marks)
+        self._load_state(self._between, drops_iterator=True)
+        self.generators.restore_all(states)
         return iterate(self._loader)
 
-    def _begin_again(self, marks: dict[str, Any]) -> _Begun | None:
-        """A new iterator with its first batch; None if it has none."""
-        self.generators.restore_all(marks)
+    def _begin_again(self, states: dict[str, Any]) -> _StartedIterator | None:
+        """Return a new iterator with its first batch already drawn; None if it is empty."""
+        self.generators.restore_all(states)
         iterator = self._iterate()
         try:
             first = next(iterator)
         except StopIteration:
             return None
-        return _Begun(first, iterator, self._mark())
+        return _StartedIterator(first, iterator, self._change())
 
-    def _afresh(self, marks: dict[str, Any]) -> Iterator[Any]:
+    def _start_over(self, states: dict[str, Any]) -> Iterator[Any]:
         """Begin an epoch as if no state had been loaded in this process."""
         log.info(
-            "%s begins each epoch at the state that was loaded last: it is put back to its state at the "
-            "beginning of the run.",
+            "%s starts each epoch at the state that was loaded last: its state at the beginning of the run "
+            "is restored.",
             type(self._loader).__name__,
         )
-        for put in (self._put_first, self._undo_load):
+        for put in (self._load_initial, self._undo_load):
             try:
                 put()
             except FlashckptError:
                 raise
             except Exception as error:
-                log.debug("A loader could not be put back to its beginning: %r", error)
+                log.debug("The initial state of a loader could not be restored: %r", error)
                 continue
-            begun = self._begin_again(marks)
-            if begun is not None and begun.mark == self._opened:
+            begun = self._begin_again(states)
+            if begun is not None and begun.digest == self._first_change:
                 return begun
         raise BoundaryError(
             f"{type(self._loader).__name__} does not begin another epoch after its state was loaded: it "
-            "begins at that state again, or gives nothing, and could not be put back to its beginning. No "
-            "batch was lost, and what is saved is whole. Let load_state_dict count for the next iter() alone."
+            "starts at that state again or returns no batch, and its initial state could not be restored. No "
+            "batch was lost, and the checkpoints are intact. Let load_state_dict affect only the next iter()."
         )
 
-    def _put_first(self) -> None:
-        self._loader.load_state_dict(give(self._first[0]))
+    def _load_initial(self) -> None:
+        self._loader.load_state_dict(decoded_state(self._initial[0]))
 
     def _undo_load(self) -> None:
-        if self._makes_ahead:
+        if self._creates_iterator:
             self._loader.load_state_dict({})
         for held, name, value in self._set_by_load.values():
             if value is _ABSENT:
@@ -156,28 +157,28 @@ class StatefulSource(Source):
         batch = super()._fetch()
         self._batches_since += 1
         if self._batches_since == 1:
-            self._moved_since = self._mark()
-            if self._opened is None:
-                self._opened = self._moved_since
+            self._change_since_load = self._change()
+            if self._first_change is None:
+                self._first_change = self._change_since_load
         return batch
 
     @property
-    def _may_begin_again(self) -> bool:
-        """Whether the loader may be one that begins at a state that was loaded long ago."""
-        return not self._makes_ahead or keeps_stream(self._loader)
+    def _may_restart_at_loaded(self) -> bool:
+        """Whether the loader may start a later epoch at the loaded state."""
+        return not self._creates_iterator or keeps_stream(self._loader)
 
-    def _mark(self) -> Mark:
-        """A short mark of what a batch has moved; None where it cannot matter."""
+    def _change(self) -> Digest:
+        """Return the digest of the state that a batch changes; None if it is not needed."""
         state = self._state()
-        if not self._may_begin_again:
+        if not self._may_restart_at_loaded:
             return None
-        where = stream_state(state.value) if self._makes_ahead else state
-        return None if where is None else mark_of(where)
+        where = stream_state(state.value) if self._creates_iterator else state
+        return None if where is None else digest_of(where)
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
         self.generators.restore_all(position.start)
-        self._put(taken(position.parts["state"]), asked_for=False)
+        self._load_state(as_encoded(position.parts["state"]), drops_iterator=False)
         with not_restarting(self._loader):
             self._iterator = iterate(self._loader)
         self._made_before = position.parts["made_before"]
@@ -185,81 +186,82 @@ class StatefulSource(Source):
             self.generators.restore_all(position.start)
         self._before_first(position)
         draw_skipped(self._iterator)
-        if self._makes_ahead and not self._loader.num_workers:
-            # torchdata counts the batches of a data set without a state a second time as it skips them: the
-            # next resume would skip too many.
+        if self._creates_iterator and not self._loader.num_workers:
+            # torchdata counts the batches of a data set without state twice when it skips them: the next
+            # resume would skip too many.
             self._iterator._num_yielded = position.batches_taken  # type: ignore[attr-defined]
         self._loaded = "middle"
 
     def _load(self, position: Position, *, carried: bool) -> None:
-        parts, state = position.parts, taken(position.parts["state"])
-        self._first, self._opened = [taken(state) for state in parts["first"]], parts["opened"]
+        parts, state = position.parts, as_encoded(position.parts["state"])
+        self._initial, self._first_change = [as_encoded(state) for state in parts["first"]], parts["opened"]
         in_epoch = position.start is not None and not position.over
         if (in_epoch and not carried) or state.value is None:
             return
         self._between, self._left = state, parts["left"] or in_epoch
-        self._put(state, asked_for=self._left)
+        self._load_state(state, drops_iterator=self._left)
         self._loaded = "left" if self._left else "end"
 
-    def _leave_out(self, position: Position) -> None:
-        if taken(position.parts["state"]).value is not None:
+    def _ignore_state(self, position: Position) -> None:
+        if as_encoded(position.parts["state"]).value is not None:
             log.warning(
-                "Not exact: the state of %s in the checkpoint is that of another rank, and is left out: the "
-                "epoch to come begins as one of a loader that is new.",
+                "Not exact: the state of %s in the checkpoint belongs to another rank and is ignored. The "
+                "next epoch begins as that of a new loader.",
                 type(self._loader).__name__,
             )
 
-    def _put(self, state: Encoded, *, asked_for: bool) -> None:
-        """Load a state. asked_for: what follows it in its epoch is asked for, and not taken."""
-        has_data_set = self._makes_ahead or isinstance(self._loader, DatasetState)
+    def _load_state(self, state: Encoded, *, drops_iterator: bool) -> None:
+        """Load a state. drops_iterator: call `iter()` and drop the iterator, which would continue that
+        epoch."""
+        has_data_set = self._creates_iterator or isinstance(self._loader, DatasetState)
         before = attributes(self._loader.dataset if has_data_set else self._loader)
-        self._loader.load_state_dict(give(state))
-        forget_ahead(self._loader)
-        if asked_for:
+        self._loader.load_state_dict(decoded_state(state))
+        drop_created_iterator(self._loader)
+        if drops_iterator:
             iterate(self._loader)
-        elif self._makes_ahead:
-            # Draws what it draws now, before the random numbers are put back.
+        elif self._creates_iterator:
+            # It draws random numbers, so call it before the generators are restored.
             self._loader.state_dict()
         self._set_by_load = {**changed(before), **self._set_by_load}
-        self._moved_since, self._batches_since = None, 0
+        self._change_since_load, self._batches_since = None, 0
 
     def check(self) -> None:
-        """Raises StateError where the state is known already and cannot be saved."""
-        if not self._makes_ahead:
-            marks = self.generators.capture_all()
+        """Raise StateError if the state is known already and cannot be saved."""
+        if not self._creates_iterator:
+            states = self.generators.capture_all()
             try:
                 self._before_any()
             finally:
-                self.generators.restore_all(marks)
+                self.generators.restore_all(states)
 
     def _before_any(self) -> list[Encoded]:
-        """The state before the first `iter()`; empty where there is none yet."""
+        """Return [the state before the first `iter()`], or [] if there is none yet."""
         try:
             state = self._loader.state_dict()
         except Exception:
             return []
-        return [take(state, "loader")]
+        return [encoded_state(state, "loader")]
 
     def _state(self) -> Encoded:
         try:
             state = self._loader.state_dict()
         except Exception as error:
             raise StateError(
-                f"The state of the loader could not be read: {error!r}. Nothing was saved or changed. Mend "
+                f"The state of the loader could not be read: {error!r}. Nothing was saved or changed. Fix "
                 "its state_dict, or pass a loader without one.",
                 location="loader",
             ) from error
-        return take(state, "loader")
+        return encoded_state(state, "loader")
 
     def _leave(self, *, ended: bool = False) -> None:
-        # Without an iterator, it stands where it stood.
+        # Without an iterator, the state is unchanged.
         if self._iterator is not None:
             self._between, self._left = self._state(), not ended
         self._iterator = None
 
     def _is_last(self) -> bool:
-        # A state of its own may look the same after the last batch and before the first one.
-        if self._iterator is None or self._makes_ahead:
+        # A loader's state may be the same after the last batch as before the first one.
+        if self._iterator is None or self._creates_iterator:
             return False
         if isinstance(self._loader, DatasetState):
             return bool(getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False))
@@ -270,14 +272,14 @@ class StatefulSource(Source):
         return self._over or self._is_last(), {
             "state": self._state() if here else self._between,
             "left": False if here else self._left,
-            "first": self._first,
-            "opened": self._opened,
+            "first": self._initial,
+            "opened": self._first_change,
             "made_before": here and self._made_before,
         }
 
 
 class DatasetState:
-    """A DataLoader without workers whose iterable data set keeps its own state, as one such loader."""
+    """Adapter of a DataLoader without workers: state_dict and load_state_dict of its iterable data set."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = copy.copy(loader)
@@ -296,11 +298,11 @@ class DatasetState:
         self.dataset.load_state_dict(state)
 
 
-class _Begun(Iterator[Any]):
-    """An iterator whose first batch was drawn already. `mark`: what that moved."""
+class _StartedIterator(Iterator[Any]):
+    """An iterator whose first batch was already drawn. `digest`: the digest of the state after it."""
 
-    def __init__(self, first: Any, rest: Iterator[Any], mark: Mark) -> None:
-        self._first, self._rest, self.mark = [first], rest, mark
+    def __init__(self, first: Any, rest: Iterator[Any], digest: Digest) -> None:
+        self._first, self._rest, self.digest = [first], rest, digest
 
     def __next__(self) -> Any:
         return self._first.pop() if self._first else next(self._rest)
@@ -309,7 +311,7 @@ class _Begun(Iterator[Any]):
         return getattr(self.__dict__["_rest"], name)
 
 
-# Its state on its way into a snapshot and back
+# Encoding of loader states
 
 
 class _Stored(Sink):
@@ -317,21 +319,21 @@ class _Stored(Sink):
         return StoredTensor.of(tensor, name)
 
 
-def take(state: object, location: str) -> Encoded:
-    """A copy of a loader's state that shares nothing with it, as it will come back, and its text: a state may
-    be large, and is written as it was compared. Raises StateError, with the path, for what would come back as
-    anything else."""
+def encoded_state(state: object, location: str) -> Encoded:
+    """Return a separate copy of a loader's state, as a restore will return it, with its encoding, which is
+    written as it is: a state may be large. Raises StateError, with the path, for a state that a restore would
+    not return exactly."""
     return checked(survey(state, location, Place("other", None), _Stored()), location)
 
 
-def taken(saved: Any) -> Encoded:
-    """What `take` gave, also where it has been in a snapshot since."""
+def as_encoded(saved: Any) -> Encoded:
+    """Return a state as `Encoded`, also after it was read from a snapshot."""
     return saved if type(saved) is Encoded else Encoded(saved)
 
 
-def give(taken: Encoded) -> Any:
-    """What `take` took, for the loader to keep: another copy each time."""
-    return _with_tensors(decode_json(taken.data))
+def decoded_state(encoded: Encoded) -> Any:
+    """Return a new copy of an encoded state, which the loader may keep."""
+    return _with_tensors(decode_json(encoded.data))
 
 
 def _with_tensors(value: Any) -> Any:
@@ -342,12 +344,12 @@ def _with_tensors(value: Any) -> Any:
     return rebuild(value, [(key, _with_tensors(item)) for key, item in children(value)])
 
 
-# What is known of torchdata (as of 0.11) beside its loaders' two methods
+# Internals of torchdata (as of 0.11)
 
 
 def draw_skipped(iterator: Any) -> None:
-    """torchdata skips the batches before the position when it fetches the next one, that is after the
-    random numbers were put back. A shuffle would then be another one: skip now."""
+    """Skip the batches before the position now. torchdata would skip them at the next fetch, after the
+    generators were restored, and so draw another shuffle."""
     skipping = getattr(iterator, "_sampler_iter", None)
     if isinstance(skipping, itertools.islice):
         draws = iter(iterator._index_sampler)
@@ -358,8 +360,8 @@ def draw_skipped(iterator: Any) -> None:
 
 @contextlib.contextmanager
 def not_restarting(loader: Any) -> Iterator[None]:
-    """An `iter()` in here begins no other epoch where nothing is left of the one whose state was loaded, as
-    that of torchdata's nodes does: what it gives would be taken for the rest of that epoch."""
+    """A context in which an `iter()` of torchdata's nodes does not begin the next epoch if the loaded epoch
+    has no batches left: these batches would be taken for the rest of the loaded epoch."""
     restarts = getattr(loader, "restart_on_stop_iteration", False)
     if restarts:
         loader.restart_on_stop_iteration = False
@@ -370,16 +372,16 @@ def not_restarting(loader: Any) -> Iterator[None]:
             loader.restart_on_stop_iteration = restarts
 
 
-def forget_ahead(loader: Any) -> None:
-    """The `iter()` of torchdata's nodes gives what an earlier `state_dict()` made, and passes over a state
-    that was loaded since, and over where the random numbers stand now."""
+def drop_created_iterator(loader: Any) -> None:
+    """Drop the iterator that an earlier `state_dict()` of torchdata's nodes created. Their `iter()` would
+    return it and ignore a state loaded since, and the current generator states."""
     if getattr(loader, "_iter_for_state_dict", False):
         loader._iter_for_state_dict = False
 
 
 def iterate(loader: Any) -> Iterator[Any]:
-    """`iter(loader)`. One of torchdata's nodes keeps the state from which it looked one batch ahead, and
-    gives it as its own for ever after where that batch was not there or is not given any more: not here."""
+    """Return `iter(loader)`, without the cached state of one of torchdata's nodes: after a batch that it
+    prefetched in vain, that node would return the cached state for ever."""
     iterator: Any = iter(loader)
     if getattr(iterator, "_cached_state_dict", None) is not None and iterator._cached_item is None:
         iterator._cached_state_dict = None
@@ -388,20 +390,20 @@ def iterate(loader: Any) -> Iterator[Any]:
 
 
 def keeps_stream(loader: Any) -> bool:
-    """Whether its data set, in this process, keeps the state of where it is. (One in workers is a copy that
-    was never loaded, in each epoch.)"""
+    """Whether the loader's data set keeps its position in this process. In workers, each epoch has a new copy
+    into which no state was loaded."""
     return not loader.num_workers and isinstance(loader.dataset, IterableDataset)
 
 
 def stream_state(state: Any) -> Any:
-    """The data set's part of such a loader's state: what a batch moves, and nothing that counts batches. None
-    where the data set keeps none."""
+    """Return the data set's part of a StatefulDataLoader's state, without counters of batches; None if the
+    data set has none."""
     of_iterator = (state.get("fetcher_state") or {}).get("dataset_iter_state")
     of_data_set = state.get("dataset_state")
     return None if of_iterator is None and of_data_set is None else [of_data_set, of_iterator]
 
 
-# What loading a state has set
+# Attributes that a load has set
 
 
 Held = dict[str, Any]
@@ -410,13 +412,13 @@ _ABSENT = object()
 
 
 def attributes(root: object) -> list[tuple[Held, Held]]:
-    """The attributes of an object, and of what it holds: as they are, and a copy as they are now."""
+    """Return the attribute dicts of an object and of the objects that it holds, each with a copy."""
     held = (getattr(value, "__dict__", None) for _, value in rng.reached({"": root}))
     return [(each, dict(each)) for each in held if isinstance(each, dict)]
 
 
 def changed(attributes: list[tuple[Held, Held]]) -> Changed:
-    """Those that are others now, as they were: so it can be made one that never loaded any state."""
+    """Return the attributes that have changed since, with their old values: with them the load is undone."""
     return {
         (id(held), name): (held, name, before.get(name, _ABSENT))
         for held, before in attributes

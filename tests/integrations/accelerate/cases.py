@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import flashckpt
 import flashckpt.accelerate
-from flashckpt.checkpointer.extras import check_overridden
+from flashckpt.checkpointer.trainer_run import check_overridden
 from tests.integrations import data
 from tests.integrations.job import (
     ACCUMULATION,
@@ -46,8 +46,8 @@ class Average:
 
 
 def train(job: Job) -> dict[str, Any]:
-    """options: accumulated, workers, seedable, stream, dispatch, stateful, augment, epochs, rows, plain_loop
-    (`flashckpt.attach` and prepared loaders), leave_after (batches of an epoch)."""
+    """options: accumulated, workers, persistent, seedable, stream, dispatch, stateful, augment, epochs, rows,
+    plain_loop (`flashckpt.attach` and prepared loaders), leave_after (batches of an epoch)."""
     options = job.options
     accelerator = _accelerator(options)
     data.seed()
@@ -62,6 +62,7 @@ def train(job: Job) -> dict[str, Any]:
         4,
         shuffle=None if options.get("stream") else not options.get("ordered"),
         num_workers=int(options.get("workers", 0)),
+        persistent_workers=bool(options.get("persistent")),
     )
     # What a plain loop iterates over by itself is not resumed: here it has one order.
     plain_loop = bool(options.get("plain_loop"))
@@ -180,8 +181,9 @@ def several(job: Job) -> dict[str, Any]:
 
 
 def rows(job: Job) -> dict[str, Any]:
-    """Two epochs over 40 numbered rows; each attempt's batches, with their iteration, are in its folder."""
-    accelerator = _accelerator({"seedable": True})
+    """Two epochs over 40 numbered rows; each attempt's batches, with their iteration, are in its folder.
+    options: dispatch."""
+    accelerator = _accelerator({"seedable": True, "dispatch": job.options.get("dispatch")})
     data.seed()
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 1e-4)

@@ -65,7 +65,7 @@ def test_several_models_and_loaders(framework: Zygote, tmp_path: Path, runtime: 
     harness.check(f"{MODULE}:several", framework, tmp_path, runtime)
 
 
-def test_a_run_that_is_terminated_repeats_nothing(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     _, stopped = harness.check_terminated(TRAIN, framework, tmp_path, runtime, accumulated=2, seedable=True)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
@@ -79,8 +79,11 @@ def test_a_run_that_is_terminated_repeats_nothing(framework: Zygote, tmp_path: P
         # The last batch of an epoch has three rows for two ranks.
         pytest.param({"accumulated": 2, "rows": 43, "stream": True}, marks=pytest.mark.long),
         pytest.param({"rows": 40, "stream": True, "dispatch": False}, marks=pytest.mark.long),
+        pytest.param(
+            {"rows": 43, "dispatch": True, "workers": 2, "persistent": True}, marks=pytest.mark.long
+        ),
     ],
-    ids=["shard", "seeded shard", "dispatched", "stream"],
+    ids=["shard", "seeded shard", "dispatched", "stream", "persistent workers"],
 )
 def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path, options: dict[str, Any]) -> None:
     harness.check(TRAIN, framework, tmp_path, runtime, ranks=2, kills=7, **options)
@@ -105,11 +108,38 @@ def test_an_epoch_continues_on_another_number_of_ranks(
     outcome = run.finish(ranks=after)
     first = outcome.iterations(1)[0]
     assert first == 3
+    assert_each_row_once(run.folder, first)
+
+
+def assert_each_row_once(folder: Path, first: int) -> None:
+    """In each epoch of `rows`, whose second attempt has begun with iteration `first`."""
     given: dict[int, list[float]] = {0: [], 1: []}
-    for path in run.folder.glob("rows-*"):
+    for path in folder.glob("rows-*"):
         for line in path.read_text().splitlines():
             epoch, iteration, rows = json.loads(line)
             # What was trained on after the snapshot is trained on again.
             if path.name.startswith("rows-1") or iteration < first:
                 given[epoch] += rows
     assert {epoch: sorted(rows) for epoch, rows in given.items()} == dict.fromkeys(given, list(range(40)))
+
+
+@pytest.mark.dist
+def test_batches_drawn_by_one_rank_continue_on_more_ranks_after_an_epoch(
+    framework: Zygote, tmp_path: Path, runtime: Path
+) -> None:
+    run = harness.Run(f"{MODULE}:rows", framework, tmp_path, runtime, KILLED, dispatch=True)
+    assert -signal.SIGKILL in run.attempt(Kill(STEP, 11))
+    assert run.finish(ranks=2).iterations(1)[0] == 11
+    assert "Not exact" not in run.said()
+    assert_each_row_once(run.folder, 11)
+
+
+@pytest.mark.dist
+def test_batches_drawn_by_one_rank_are_refused_on_more_ranks_within_an_epoch(
+    framework: Zygote, tmp_path: Path, runtime: Path
+) -> None:
+    run = harness.Run(f"{MODULE}:rows", framework, tmp_path, runtime, KILLED, dispatch=True)
+    assert -signal.SIGKILL in run.attempt(Kill(STEP, 3))
+    run.attempt(ranks=2)
+    assert run.outcome.iterations(1) == []
+    assert run.said().count("drawn by one rank for all") == 2

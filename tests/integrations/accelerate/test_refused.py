@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from flashckpt.checkpointer import extras
+from flashckpt.checkpointer import trainer_run as extras
 from flashckpt.errors import BoundaryError, MismatchError, OptionError
 from flashckpt.state.loader.sources import source_of
 
@@ -64,7 +64,7 @@ def test_a_loader_that_skips_batches_is_refused(accelerator: Any) -> None:
     skipping = accelerate.data_loader.DataLoaderShard(list(range(20)), batch_size=4, skip_batches=2)
     with pytest.raises(BoundaryError, match="skips its first"):
         source_of(skipping)
-    with pytest.raises(BoundaryError, match="takes batches in a way that is not known"):
+    with pytest.raises(BoundaryError, match="draws batches in an unknown way"):
         source_of(accelerate.data_loader.SkipDataLoader(list(range(20)), skip_batches=1, batch_size=4))
     assert len(source_of(loader)) == 5
     for each in (loader, accelerator.prepare(DataLoader(list(range(20)), 4, shuffle=True))):
@@ -82,7 +82,7 @@ def test_a_run_of_another_loop_is_refused(accelerator: Any, tmp_path: Path, runt
 
 
 @pytest.mark.process
-def test_switched_off_it_gives_the_loops_as_they_are(accelerator: Any, tmp_path: Path) -> None:
+def test_switched_off_it_returns_the_loops_unchanged(accelerator: Any, tmp_path: Path) -> None:
     model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(8, 1), 4))
     with attach(accelerator, tmp_path / "run", enabled=False) as run:
         given = [model(batch) for _ in run.epochs(2) for batch in run.batches(loader)]

@@ -20,7 +20,7 @@ from torch import nn
 
 import flashckpt
 from flashckpt.errors import DamagedError, FlashckptError, MismatchError, NoSuchStepError, OptionError
-from flashckpt.export.destination import LIST
+from flashckpt.export.step import LIST
 from flashckpt.store import open_store
 from flashckpt.transformers import export, keep_config
 
@@ -200,7 +200,7 @@ def case_refusals(home: Path) -> None:
     text = raised(OptionError, lambda: export(run, out, config=home / "config", only="optimizer"))
     assert "exports one module" in text, text
     text = raised(MismatchError, lambda: export(run, out, config=home / "config", only="other"))
-    assert "does not fit the model" in text, text
+    assert "does not match the model" in text, text
     table = json.loads((home / "config" / "config.json").read_text())
     (home / "unknown").mkdir()
     (home / "unknown" / "config.json").write_text(json.dumps({**table, "model_type": "gpt77"}))
@@ -232,7 +232,7 @@ def case_untied(home: Path) -> None:
 
 def case_damaged(home: Path) -> None:
     trained(home / "run", llama())
-    path = next(home.glob("run/steps/*/*/shard-*"))
+    path = next(home.glob("run/data/*/*/shard-*"))
     with open(path, "r+b") as file:
         file.seek(-3, os.SEEK_END)
         byte = file.read(1)[0]

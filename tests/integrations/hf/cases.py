@@ -34,7 +34,7 @@ from transformers.trainer_callback import ExportableState
 
 import flashckpt
 import flashckpt.transformers
-from flashckpt.transformers.checks import OVERRIDDEN
+from flashckpt.transformers.training import OVERRIDDEN
 from tests.integrations.job import (
     ACCUMULATION,
     BETWEEN,

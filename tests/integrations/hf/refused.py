@@ -13,7 +13,7 @@ import transformers
 from transformers import Trainer, TrainerCallback
 
 import flashckpt
-from flashckpt.transformers import checks
+from flashckpt.transformers import training
 from tests.integrations.hf.cases import Sentences, arguments, model
 from tests.integrations.job import Job
 
@@ -43,7 +43,7 @@ def trainers(job: Job) -> dict[str, Any]:
     refuses(job, trainer_of(job, enable_jit_checkpoint=True), "enable_jit_checkpoint")
     running = trainer_of(job)
     running.is_in_train = True
-    refuses(job, running, "training already")
+    refuses(job, running, "already training")
 
     class Other(Trainer):
         def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
@@ -66,7 +66,7 @@ def replaced_modules(job: Job) -> dict[str, Any]:
 
     trainer = trainer_of(job)
     trainer.add_callback(Replaces())
-    with pytest.raises(flashckpt.OptionError, match="A callback has made Replaces-net"):
+    with pytest.raises(flashckpt.OptionError, match="A callback made Replaces-net"):
         flashckpt.transformers.train(trainer, job.run)
     return {}
 
@@ -100,9 +100,9 @@ def other_integrations(job: Job) -> dict[str, Any]:
 def names(job: Job) -> dict[str, Any]:
     """The installed release is one of those that were tested, and has what is replaced and called."""
     installed = transformers.__version__.rpartition(".")[0]
-    assert installed in checks.TESTED
+    assert installed in training.TESTED
     assert job.options.get("release") in (None, installed)
-    checks.check_release()
+    training.check_release()
     assert flashckpt.transformers.__all__ == ["assets_of", "export", "keep_config", "train"]
     taken = inspect.signature(flashckpt.transformers.train).parameters
     assert list(taken) == ["trainer", "path", "own", "initial", "options"]

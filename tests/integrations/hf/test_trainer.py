@@ -165,7 +165,7 @@ def test_a_checkpoint_of_the_trainer_is_loaded_once(
     assert theirs.finish().iterations(0)[0] == step + 1
 
 
-def test_a_stop_ends_in_the_trainers_way(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_a_stop_ends_training_like_the_trainer(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """The notice file ends train(), which returns; the epoch's end is left for the next start."""
     case = f"{CASES}:case_noticed"
     run = Run(case, framework, tmp_path, runtime, WHOLE, notice=2)
@@ -194,7 +194,7 @@ def test_changes_that_are_not_saved(framework: Zygote, tmp_path: Path, runtime: 
     assert "are not saved" not in killed.said()
 
 
-def test_the_detector_reports_nothing_of_these_trainers(
+def test_the_detector_reports_nothing_for_these_trainers(
     framework: Zygote, tmp_path: Path, runtime: Path
 ) -> None:
     for case in ("evaluates_and_saves", "plateau", "sft", "dpo", "grpo"):

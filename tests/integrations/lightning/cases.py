@@ -26,7 +26,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flashckpt.lightning
-from flashckpt.lightning import package
 from tests.integrations import data
 from tests.integrations.job import (
     ACCUMULATION,
@@ -140,7 +139,7 @@ class Log(Logger):
         self.model.job.log(f"step {step}, batch {batches}", metrics)
 
     def log_hyperparams(self, *arguments: Any, **named: Any) -> None:
-        """There are none."""
+        """No hyperparameters."""
 
 
 class Ends(Callback):
@@ -478,11 +477,31 @@ def continued(job: Job) -> Any:
     }  # fmt: skip
 
 
+class Found(Callback):
+    """The best checkpoints that other callbacks know where training begins."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, str] = {}
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        kept = [each for each in trainer.callbacks if isinstance(each, ModelCheckpoint)]
+        self.found = {str(each.monitor): Path(each.best_model_path).parent.name for each in kept}
+
+
+def several_checkpoints(job: Job) -> Any:
+    """An epoch more in each attempt. options: monitored, by a ModelCheckpoint each."""
+    data.seed()
+    found = Found()
+    kept = [ModelCheckpoint(job.folder / name, monitor=name) for name in job.options["monitored"]]
+    fit(job, Model(rows()), *kept, found, max_epochs=job.task.attempt + 1)
+    return found.found
+
+
 def names(job: Job) -> Any:
     """The release of the job's options is used, and has the names that flashckpt relies on."""
     assert lp.__version__ == job.options["release"]
-    assert lp.__version__ in package.TESTED
-    assert list(package.differences()) == []
+    assert lp.__version__ in flashckpt.lightning.TESTED
+    flashckpt.lightning.check_release()
     return {}
 
 
@@ -520,7 +539,7 @@ def refused(job: Job) -> Any:
     attempt("ckpt_path", how={"ckpt_path": theirs, "weights_only": False})
     attempt("swa", StochasticWeightAveraging(1e-3))
     attempt("dataloader_iter", model=Iterates(rows()))
-    attempt("own", own=("Nobody.count",))
+    attempt("own", own=("Missing.count",))
     attempt("option", colour="red")
     attempt("sequential", model=Model(lambda: CombinedLoader([rows()(), rows()()], "sequential")))
 

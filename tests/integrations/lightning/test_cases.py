@@ -45,7 +45,7 @@ def said(folder: Path) -> str:
         pytest.param("plain_stream", marks=pytest.mark.long),
     ],
 )
-def test_a_killed_fit_ends_as_a_plain_one(
+def test_a_killed_fit_ends_like_a_plain_fit(
     framework: Zygote, tmp_path: Path, runtime: Path, case: str
 ) -> None:
     harness.check(f"{CASES}:{case}", framework, tmp_path, runtime)
@@ -108,7 +108,7 @@ def test_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
 
 
 @pytest.mark.dist
-def test_ranks_of_lightnings_own_launcher(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_ranks_of_lightnings_launcher(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     plain = harness.Run(f"{CASES}:own_launcher", framework, tmp_path, runtime, "plain").finish(ranks=2)
     found = harness.Run(f"{CASES}:own_launcher", framework, tmp_path, runtime, "whole").finish(ranks=2)
     harness.assert_same(plain, found)
@@ -142,6 +142,23 @@ def test_fit_continues_a_stopped_and_a_finished_run(framework: Zygote, tmp_path:
     harness.assert_same(plain, found)
 
 
+def test_callbacks_of_one_class_keep_their_states_in_another_order_or_fewer(
+    framework: Zygote, tmp_path: Path, runtime: Path
+) -> None:
+    def found(*monitored: str) -> dict[str, str]:
+        run.options["monitored"] = monitored
+        [record] = run.finish().records
+        assert isinstance(record, dict)
+        return record
+
+    run = harness.Run(f"{CASES}:several_checkpoints", framework, tmp_path, runtime, WHOLE)
+    assert found("largest", "val") == {"largest": "", "val": ""}
+    assert found("val", "largest") == {"largest": "largest", "val": "val"}
+    assert "which this trainer does not have" not in run.said()
+    assert found("largest") == {"largest": "largest"}
+    assert run.said().count("has the state of ModelCheckpoint, which this trainer does not have") == 1
+
+
 def test_attributes_that_nothing_saves_are_named(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     harness.Run(f"{CASES}:hooks", framework, tmp_path, runtime, "whole", forget=True).finish()
     [line] = [each for each in said(tmp_path).splitlines() if CHANGED in each]
@@ -157,10 +174,10 @@ def test_refusals(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
         "two": "two callbacks",
         "ckpt_path": "load_from_checkpoint before fit",
         "swa": "StochasticWeightAveraging: it replaces the schedulers",
-        "dataloader_iter": "training_step draws batches by itself",
-        "own": "own names Nobody",
+        "dataloader_iter": "training_step draws batches itself",
+        "own": "own= names Missing",
         "option": "no option colour",
-        "signature": "_TrainingEpochLoop.on_advance_end takes (data_fetcher, more) and not (data_fetcher)",
+        "signature": "training_epoch_loop takes (self, data_fetcher, more) and not (self, data_fetcher)",
     }.items():
         assert found[name].startswith("OptionError: "), found[name]
         assert words in found[name]

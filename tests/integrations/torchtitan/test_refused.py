@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer import extras
+from flashckpt.checkpointer import trainer_run as extras
 from flashckpt.errors import OptionError
 
 pytest.importorskip("torchtitan")

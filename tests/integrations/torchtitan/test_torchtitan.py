@@ -40,7 +40,7 @@ def test_a_run_continues_after_kills(
 
 
 @pytest.mark.long
-def test_a_run_that_is_terminated_repeats_nothing(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     _, stopped = harness.check_terminated(TRAIN, framework, tmp_path, runtime, accumulated=2)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 

@@ -1,4 +1,4 @@
-"""Runs a function in a new process that shares nothing with the test's but the code."""
+"""Runs a function in a new process that shares only the code with the test's process."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Its result; raises AssertionError with the traceback if it failed there."""
-    # The fork server has torch imported and nothing else: a new process then takes milliseconds.
+    """Return the function's result; raise AssertionError with its traceback if it failed."""
+    # The fork server has only imported torch, so that a new process takes milliseconds.
     _CONTEXT.set_forkserver_preload(["torch", "torch.utils.data", "numpy"])
     receive, send = _CONTEXT.Pipe(duplex=False)
     process = _CONTEXT.Process(target=_serve, args=(send, function, arguments))
@@ -30,7 +30,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _serve(send: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    # Loaders in there start their workers as they do in a program of its own.
+    # Loaders there start their workers as in a separate program.
     multiprocessing.set_start_method("fork", force=True)
     try:
         send.send((True, function(*arguments)))

@@ -1,5 +1,5 @@
-"""Loaders of every kind, by name, and runs over them that record every batch, every random number and
-every item that was loaded. Imported by the tests and by the fresh processes that resume."""
+"""Loaders of each kind, by name, and runs over them that record each batch, random number and loaded item.
+Imported by the tests and by the new processes that resume."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Items(Dataset[Any]):
 
 
 class Owning(Items):
-    """With generators of its own, which draw in the main process where there are no workers."""
+    """With its own generators, which draw in the main process if there are no workers."""
 
     def __init__(self, loads: str) -> None:
         super().__init__(loads)
@@ -76,7 +76,7 @@ class Eager(Sampler[int]):
 
 
 class EagerBatches(Sampler[list[int]]):
-    """Batches of uneven size, drawn in `iter()` from generators of its own; does not know its length."""
+    """Batches of uneven size, drawn in `iter()` from its own generators; without a length."""
 
     def __init__(self) -> None:
         self.sizes = random.Random(4)
@@ -89,7 +89,7 @@ class EagerBatches(Sampler[list[int]]):
 
 
 class LazyOwn(Sampler[int]):
-    """Draws from a generator of its own for every single index."""
+    """Draws from its own generator for each index."""
 
     def __init__(self) -> None:
         self.random = random.Random(6)
@@ -103,7 +103,7 @@ class LazyOwn(Sampler[int]):
 
 
 class LazyGlobal(LazyOwn):
-    """Draws from the global generator for every single index: cannot be exact."""
+    """Draws from the global generator for each index: cannot be exact."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(ITEMS):
@@ -214,7 +214,7 @@ def seed(number: int) -> None:
 
 
 def loop_draws() -> None:
-    """What a loop's body draws between two batches."""
+    """Return the draws of a loop's body between two batches."""
     random.random()
     np.random.randn()
     torch.randn(3)
@@ -235,7 +235,7 @@ def plain(batch: Any) -> Any:
 
 
 class Record:
-    """What a run saw: batches with the random numbers after each, and its position at each boundary."""
+    """The record of a run: batches with the random numbers after each, and its position at each boundary."""
 
     def __init__(self) -> None:
         self.seen: dict[Key, Any] = {}
@@ -246,8 +246,8 @@ class Record:
 def run(
     source: Any, epochs: range, resume: dict[str, Any] | None = None, *, leave_after: int = 1 << 30
 ) -> Record:
-    """Go through epochs. A boundary's key is (epoch, batches taken); (epoch, "end") when there is no more;
-    (epoch, "after") when the code between two epochs is done as well."""
+    """Iterate over epochs. A boundary's key is (epoch, batches taken); (epoch, "end") after the last batch;
+    (epoch, "after") after the code between two epochs."""
     record = Record()
     for epoch in epochs:
         source.begin(epoch, resume if epoch == epochs.start else None)
@@ -271,8 +271,8 @@ def run(
 
 
 def resume(make: Callable[[], Any], position: bytes, epochs: range, **options: Any) -> Record:
-    """A fresh loader goes on from a position, with other random numbers around. Between two epochs the
-    global numbers are put back by who resumes, as `attach` does."""
+    """Resume a new loader from a position, with other global generator states. Between two epochs, this
+    function restores the global generators, as `attach` does."""
     seed(987)
     source, saved = source_of(make()), from_wire(position)
     seed(654)
@@ -301,7 +301,7 @@ def loads_in(path: str) -> int:
 
 
 def to_wire(value: Any) -> bytes:
-    """As a snapshot holds it."""
+    """Return a position as a snapshot holds it."""
     check_roundtrip(value, "position")
     return encode_json(value)
 

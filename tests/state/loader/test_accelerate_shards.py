@@ -14,8 +14,7 @@ from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from flashckpt.state import rng
-from flashckpt.state.loader.position import Share
-from flashckpt.state.loader.share import Rest, share_of
+from flashckpt.state.loader.position import RemainingSampler, Share, share_of
 
 SIZES = [1, 5, 12, 37]
 MODES = [{"split_batches": split, "even_batches": even} for split in (False, True) for even in (False, True)]
@@ -24,7 +23,7 @@ MODES = [{"split_batches": split, "even_batches": even} for split in (False, Tru
 def shards(
     order: Any, size: int, ranks: int, drop_last: bool, mode: dict[str, bool]
 ) -> list[BatchSamplerShard]:
-    """Each rank's sampler; batches of `size` samples on each rank."""
+    """Return each rank's sampler, for batches of `size` samples on each rank."""
     batch_size = size * ranks if mode["split_batches"] else size
     return [
         BatchSamplerShard(BatchSampler(order, batch_size, drop_last), ranks, rank, **mode)
@@ -43,30 +42,30 @@ def test_an_epoch_continues_on_another_number_of_ranks(mode: dict[str, bool], dr
     for length, size, ranks in itertools.product(SIZES, (1, 2, 3), (1, 2, 3, 4)):
         before = shards(SequentialSampler(range(length)), size, ranks, drop_last, mode)
         given = [list(each) for each in before]
-        assert [list(BatchSampler(Rest(s), size, drop_last)) for s in shares(before)] == given
+        assert [list(BatchSampler(RemainingSampler(s), size, drop_last)) for s in shares(before)] == given
         fewest = min(map(len, given))
         for taken, other_ranks in itertools.product({0, 1, 2, 5, fewest - 1, fewest}, (1, 2, 3)):
             if not 0 <= taken <= fewest:
                 continue
             (then, *_), other_size = shares(before), 1 + (length + taken) % 3
             now = shards(SequentialSampler(range(length)), other_size, other_ranks, drop_last, mode)
-            rest = [each.go_on(then, taken) for each in shares(now)]
+            rest = [each.remaining_after(then, taken) for each in shares(now)]
             first = [index for step in range(taken) for batches in given for index in batches[step]]
             done = min(taken * size * ranks, length)
             assert first[:done] == list(range(done))
             check_rest(rest, done, length, other_size, drop_last, mode)
             assert [each.all_batches - taken for each in rest] == [
-                len(list(BatchSampler(Rest(each), other_size, drop_last))) for each in rest
+                len(list(BatchSampler(RemainingSampler(each), other_size, drop_last))) for each in rest
             ]
 
 
 def check_rest(
     rest: list[Share], done: int, length: int, size: int, drop_last: bool, mode: dict[str, bool]
 ) -> None:
-    """The rest is given as Accelerate gives an epoch of the samples that are left; only the padding comes
-    from the beginning of the whole order."""
+    """Check that the rest is divided as Accelerate divides an epoch of the remaining samples; only the
+    padding comes from the beginning of the whole order."""
     expected = [list(each) for each in shards(range(done, length), size, len(rest), drop_last, mode)]
-    found = [list(BatchSampler(Rest(each), size, drop_last)) for each in rest]
+    found = [list(BatchSampler(RemainingSampler(each), size, drop_last)) for each in rest]
     assert [[len(batch) for batch in each] for each in found] == [
         [len(batch) for batch in each] for each in expected
     ]
@@ -94,8 +93,11 @@ def test_a_chain_of_worlds_gives_each_sample_once() -> None:
             size, ranks = drawn.randrange(1, 4), drawn.randrange(1, 5)
             sampler = SeedableRandomSampler(range(length), data_seed=5)
             new = shares(shards(sampler, size, ranks, False, mode))
-            live = [each.go_on(live[0], taken) for each in new] if live else new
-            count, rows = drawn.randrange(3), [list(BatchSampler(Rest(each), size, False)) for each in live]
+            live = [each.remaining_after(live[0], taken) for each in new] if live else new
+            count, rows = (
+                drawn.randrange(3),
+                [list(BatchSampler(RemainingSampler(each), size, False)) for each in live],
+            )
             given += [index for turn in range(count) for batches in rows for index in batches[turn]]
             taken += count
         given += [
@@ -118,7 +120,7 @@ def test_accelerates_own_random_order_is_known(epoch: int) -> None:
     assert list(first.order.indices()) == list(sampler)
 
 
-def test_a_random_order_of_its_own_generator_is_drawn() -> None:
+def test_the_order_of_an_own_generator_is_drawn() -> None:
     sampler = RandomSampler(range(20), generator=torch.Generator().manual_seed(3))
     shard = shards(sampler, 2, 2, False, MODES[0])[1]
     loader = SimpleNamespace(batch_sampler=shard, generator=sampler.generator)
@@ -136,7 +138,7 @@ class Other(BatchSamplerShard):
         return iter([[0]])
 
 
-def test_an_order_that_is_not_known_is_not_divided() -> None:
+def test_an_unknown_order_is_not_divided() -> None:
     batches = BatchSampler(SequentialSampler(range(8)), 2, False)
     cut = SimpleNamespace(batch_sampler=BatchSamplerShard([[0, 1], [2]], 2, 1, even_batches=False))
     found = share_of(cut)

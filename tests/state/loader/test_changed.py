@@ -1,4 +1,4 @@
-"""A loader that is not what it was when the checkpoint was taken: said, or refused, and never silent."""
+"""A loader that has changed since the checkpoint was taken is logged or refused, never accepted silently."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def position_of(loader: Any, batches: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"count": 8, "batch_size": 2}, "batch_size is 2 and was 1"),
         ({"count": 4, "batch_size": 1, "drop_last": True}, "drop_last is True and was False"),
@@ -42,15 +42,15 @@ def position_of(loader: Any, batches: int) -> dict[str, Any]:
         ),
     ],
 )
-def test_another_make_with_as_many_batches_is_said(
-    options: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+def test_another_loader_with_as_many_batches_is_logged(
+    options: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     position = position_of(runs.loader(runs.Items("/dev/null", 4), 0, batch_size=1), 2)
     items = runs.Items("/dev/null", options.pop("count"))
     again = source_of(runs.loader(items, 0, **options))
     again.begin(0, position)
     assert "Not exact" in caplog.text
-    assert said in caplog.text
+    assert message in caplog.text
     assert again.batches_taken == 2
 
 
@@ -59,7 +59,7 @@ def numbers(count: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("make", [numbers, lambda count: iter(list(range(count)))])
-def test_an_iterator_that_was_drawn_from_is_not_replayed(make: Any) -> None:
+def test_a_used_iterator_is_not_replayed(make: Any) -> None:
     batches = make(20)
     position = position_of(batches, 5)
     with pytest.raises(BoundaryError, match="already drawn"):
@@ -70,7 +70,7 @@ def test_an_iterator_that_was_drawn_from_is_not_replayed(make: Any) -> None:
     assert fresh.next() == 5
 
 
-def test_an_iterator_that_ends_in_its_replay_is_no_end_of_the_epoch() -> None:
+def test_an_iterator_that_ends_during_its_replay_is_an_error() -> None:
     position = position_of(numbers(20), 5)
     with pytest.raises(MismatchError, match="ended after 3 batches") as caught:
         source_of(numbers(3)).begin(0, position)
@@ -85,7 +85,7 @@ def test_a_replay_logs_a_line_every_few_seconds(caplog: pytest.LogCaptureFixture
     assert lines == ["4 of 12 batches drawn again.", "9 of 12 batches drawn again."]
 
 
-def test_named_generators_are_not_carried() -> None:
+def test_named_generators_are_not_carried_over() -> None:
     generator = torch.Generator().manual_seed(3)
     position = position_of(runs.loader(runs.Items("/dev/null"), 0, shuffle=True, generator=generator), 2)
     for leave in (frozenset(), frozenset({"generator"})):

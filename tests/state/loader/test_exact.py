@@ -1,5 +1,5 @@
-"""A loader that is taken up in another process gives the batches and the random numbers, bit for bit, of a
-run that was never stopped, and loads no item twice but those of the open round."""
+"""A loader that resumes in another process returns the same batches and random numbers as an uninterrupted
+run, bit for bit, and loads again only the items of the open round."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def epochs_of(name: str) -> int:
 
 @functools.cache
 def whole(name: str, leave_after: int = FOREVER) -> runs.Record:
-    """The run that is never stopped."""
+    """The uninterrupted run."""
     with tempfile.TemporaryDirectory() as folder:
         runs.seed(3)
         source = source_of(runs.LOADERS[name](f"{folder}/loads"))
@@ -36,12 +36,12 @@ def whole(name: str, leave_after: int = FOREVER) -> runs.Record:
 def resumed(
     name: str, folder: str, positions: dict[runs.Key, bytes], leave_after: int
 ) -> dict[runs.Key, tuple[runs.Record, int]]:
-    """From each cut, as far as it can make a difference; with the number of items loaded."""
+    """Resume from each cut that may make a difference; also return the number of loaded items."""
     results = {}
     for number, (cut, position) in enumerate(positions.items()):
         loads = f"{folder}/{number}"
         first = cut[0] + (cut[1] == "after")
-        # Workers that live on must be right in the next epoch too; others are new there.
+        # Persistent workers must also be correct in the next epoch; others are new there.
         last = cut[0] + 1 if "persistent" in name or "main" in name or cut[1] == "end" else first
         epochs = range(first, min(last + 1, epochs_of(name)))
         record = runs.resume(partial(runs.LOADERS[name], loads), position, epochs, leave_after=leave_after)
@@ -50,7 +50,8 @@ def resumed(
 
 
 def cuts(name: str) -> list[runs.Key]:
-    """The start of a run, inside a round and at its end, the last batch, the end of an epoch, and later."""
+    """Return the start of a run, points inside a round and at its end, the last batch, the end of an epoch,
+    and later points."""
     last = max(taken for epoch, taken in whole(name).seen if epoch == 0 and isinstance(taken, int))
     end = epochs_of(name) - 1
     few: list[runs.Key] = [(0, 1), (0, last + 1), (0, "after"), (1, 3), (end, last)]
@@ -70,7 +71,7 @@ def cuts(name: str) -> list[runs.Key]:
 
 
 def rest(record: runs.Record, cut: runs.Key, seen: dict[runs.Key, object]) -> dict[runs.Key, object]:
-    """What the whole run saw from the cut on, as far as the resumed run went."""
+    """Return the record of the whole run after the cut, as far as the resumed run went."""
     order = list(record.seen)
     epoch, taken = cut
     place = (epoch + 1, 0) if taken == "after" else cut if cut in record.seen else (epoch, "end")
@@ -78,7 +79,7 @@ def rest(record: runs.Record, cut: runs.Key, seen: dict[runs.Key, object]) -> di
 
 
 def loads_wanted(record: runs.Record, cut: runs.Key, workers: int, until: int) -> int:
-    """Items of all batches from the beginning of the cut's round on."""
+    """Return the items of all batches from the beginning of the cut's round on."""
     epoch, taken = cut
     sizes = {key: size for key, size in record.sizes.items() if epoch <= key[0] <= until}
     if taken in ("end", "after") or (epoch, taken) not in sizes:
@@ -89,15 +90,15 @@ def loads_wanted(record: runs.Record, cut: runs.Key, workers: int, until: int) -
 
 
 @pytest.mark.parametrize("name", runs.LOADERS)
-def test_a_resumed_run_is_the_run_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(name: str, tmp_path: Path) -> None:
     record = whole(name)
     positions = {cut: record.positions[cut] for cut in cuts(name)}
     workers = 0 if "main" in name else int(name[0])
     results = in_fresh_process(resumed, name, str(tmp_path), positions, FOREVER)
     for cut, (got, loads) in results.items():
         assert got.seen == rest(record, cut, got.seen), cut
-        # It saves what the whole run saves; but after an epoch's end it knows that no batch follows, which
-        # the whole run did not know yet at the boundary of this name.
+        # It saves the same positions; but after an epoch's end it knows that no batch follows, which
+        # the whole run did not know at the boundary of this name.
         first = next(iter(got.positions)) if cut[1] == "end" else None
         wrong = [key for key in got.positions if got.positions[key] != record.positions[key] and key != first]
         assert not wrong, cut
@@ -105,7 +106,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("name", runs.LOADERS)
-def test_a_run_is_what_the_bare_loader_gives(name: str, tmp_path: Path) -> None:
+def test_a_run_equals_the_bare_loader(name: str, tmp_path: Path) -> None:
     runs.seed(3)
     loader = runs.LOADERS[name](str(tmp_path / "loads"))
     one_is_enough = not any(word in name for word in ("persistent", "main", "distributed"))
@@ -116,7 +117,7 @@ def test_a_run_is_what_the_bare_loader_gives(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["2 workers, shuffled", "2 persistent by its own", "2 persistent, eager"])
 def test_epochs_that_are_left_early(name: str, tmp_path: Path) -> None:
-    """Workers that live on have loaded ahead of where the loop left."""
+    """Persistent workers have prefetched beyond the point where the loop left."""
     record = whole(name, leave_after=3)
     wanted: list[runs.Key] = [(0, 2), (0, "end"), (0, "after"), (1, 0), (1, 1), (1, "after")]
     positions = {cut: record.positions[cut] for cut in wanted[: 2 * epochs_of(name)]}
@@ -125,7 +126,7 @@ def test_epochs_that_are_left_early(name: str, tmp_path: Path) -> None:
 
 
 def test_workers_started_by_spawn(tmp_path: Path) -> None:
-    """What is wrapped around the user's functions must travel through pickle."""
+    """The wrappers of the user's functions must be picklable."""
     make = partial(
         runs.loader, runs.Items(str(tmp_path / "loads")), 1, shuffle=True, worker_init_fn=runs.reseed
     )

@@ -1,4 +1,4 @@
-"""What a source says and does where exactness ends, and what it never does to the user's loader."""
+"""The behaviour of a source where exactness ends, and its respect for the user's loader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import default_collate
 
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
 from flashckpt.state import rng
-from flashckpt.state.loader.dataloader import Reported, Reporting, Rounds, restored
+from flashckpt.state.loader.dataloader import Reported, Reporting, Rounds, init_worker
 from flashckpt.state.loader.sources import source_of
 from flashckpt.state.rng import Generators
 
@@ -42,7 +42,7 @@ def taken(make: Any, batches: int) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.process
-def test_a_sampler_that_draws_global_numbers_later_is_not_exact_and_says_so(
+def test_a_sampler_that_draws_global_numbers_later_logs_that_it_is_not_exact(
     workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make() -> Any:
@@ -58,14 +58,14 @@ def test_a_sampler_that_draws_global_numbers_later_is_not_exact_and_says_so(
 
 @pytest.mark.parametrize("name", ["main, lazy", "main, own replacement", "2 workers, lazy", "main, shuffled"])
 @pytest.mark.process
-def test_exact_ones_say_nothing(name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_exact_loaders_log_nothing(name: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     source, position = taken(lambda: runs.LOADERS[name](str(tmp_path / "loads")), 3)
     source.begin(0, position)
     assert caplog.text == ""
     source.close()
 
 
-def test_what_is_drawn_between_begin_and_next_is_undone() -> None:
+def test_draws_between_begin_and_next_are_undone() -> None:
     def make() -> Any:
         return runs.LOADERS["main, shuffled"]("/dev/null")
 
@@ -83,7 +83,7 @@ def test_what_is_drawn_between_begin_and_next_is_undone() -> None:
 
 @pytest.mark.parametrize("name", ["2 persistent", "main, shuffled by its own"])
 @pytest.mark.process
-def test_what_is_carried_into_a_later_epoch_leaves_the_global_numbers(name: str, tmp_path: Path) -> None:
+def test_a_position_carried_over_keeps_the_global_generators(name: str, tmp_path: Path) -> None:
     """Another loop may have run since the position was taken (validation after training)."""
     source, position = taken(lambda: runs.LOADERS[name](str(tmp_path / "loads")), 3)
     runs.seed(5)
@@ -94,7 +94,7 @@ def test_what_is_carried_into_a_later_epoch_leaves_the_global_numbers(name: str,
 
 
 @pytest.mark.process
-def test_other_workers_than_saved(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_workers(caplog: pytest.LogCaptureFixture) -> None:
     runs.seed(3)
     source = source_of(runs.loader(runs.Items("/dev/null"), 2, shuffle=True))
     source.begin(0)
@@ -111,7 +111,7 @@ def test_other_workers_than_saved(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.process
-def test_another_length_is_said_and_a_shorter_loader_ends(caplog: pytest.LogCaptureFixture) -> None:
+def test_another_length_is_logged_and_a_shorter_loader_ends(caplog: pytest.LogCaptureFixture) -> None:
     for workers in (0, 2):
         _, position = taken(lambda w=workers: runs.loader(runs.Items("/dev/null"), w), 5)
         shorter = source_of(runs.loader(runs.Items("/dev/null", 12), workers))
@@ -123,7 +123,7 @@ def test_another_length_is_said_and_a_shorter_loader_ends(caplog: pytest.LogCapt
 
 
 @pytest.mark.process
-def test_the_users_loader_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_users_loader_is_not_changed(tmp_path: Path) -> None:
     for name in ("2 persistent by its own", "2 workers, collate, init", "main, shuffled"):
         loader = runs.LOADERS[name](str(tmp_path / "loads"))
         before = copy.copy(vars(loader))
@@ -159,7 +159,7 @@ class Failing(runs.Items):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.process
-def test_after_a_failure_the_place_is_not_known(workers: int) -> None:
+def test_after_a_failure_the_position_is_unknown(workers: int) -> None:
     source = source_of(runs.loader(Failing("/dev/null"), workers))
     source.begin(0)
     source.next(), source.next()
@@ -173,7 +173,7 @@ def test_after_a_failure_the_place_is_not_known(workers: int) -> None:
 
 
 @pytest.mark.process
-def test_batches_are_what_the_loader_gives(tmp_path: Path) -> None:
+def test_batches_equal_those_of_the_loader(tmp_path: Path) -> None:
     source = source_of(runs.LOADERS["2 workers, collate, init"](str(tmp_path / "loads")))
     source.begin(0)
     batch = source.next()
@@ -209,12 +209,12 @@ def test_a_malformed_position_is_refused(spoil: dict[str, Any]) -> None:
 
 def test_a_position_of_another_kind_of_loader_is_refused() -> None:
     _, position = taken(lambda: runs.loader(runs.Items("/dev/null"), 0), 2)
-    with pytest.raises(MismatchError, match="put back already; no batch was drawn") as caught:
+    with pytest.raises(MismatchError, match="already restored; no batch was drawn") as caught:
         source_of([1, 2, 3]).begin(0, position)
     assert caught.value.differences == (("loader", "dataloader", "replayed"),)
 
 
-def test_wrappers_travel_and_ship_only_what_moved() -> None:
+def test_wrappers_are_pickled_and_report_only_changed_states() -> None:
     reporting = pickle.loads(pickle.dumps(Reporting(default_collate)))
     first, second = reporting([torch.tensor(1)]), reporting([torch.tensor(1)])
     assert {name: type(value) for name, value in first.moved.items()} == dict.fromkeys(
@@ -225,7 +225,7 @@ def test_wrappers_travel_and_ship_only_what_moved() -> None:
     third = reporting([torch.tensor(1)])
     assert third.moved == {"torch": rng.capture_cpu()["torch"]}
     restoring = pickle.loads(
-        pickle.dumps(functools.partial(restored, runs.reseed, [None, rng.capture_cpu()]))
+        pickle.dumps(functools.partial(init_worker, runs.reseed, [None, rng.capture_cpu()]))
     )
     expected = torch.rand(1)
     restoring(1)
@@ -238,7 +238,7 @@ class Pinnable(list[int]):
 
 
 def test_torch_pins_the_batch_inside_a_report() -> None:
-    """torch's pinning thread sees the report; it must reach the batch as if there were none."""
+    """torch's pinning thread gets the report and must pin the batch inside it."""
     report = Reported({"images": Pinnable()}, {"python": b"p", "torch": b"t"})
     pinned = torch.utils.data._utils.pin_memory.pin_memory(report)
     assert type(pinned) is Reported
@@ -248,7 +248,7 @@ def test_torch_pins_the_batch_inside_a_report() -> None:
 @pytest.mark.gpu
 @pytest.mark.process
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_batches_are_pinned_where_the_loader_pins() -> None:
+def test_batches_are_pinned_if_the_loader_pins() -> None:
     source = source_of(runs.loader(runs.Items("/dev/null"), 2, collate_fn=runs.collate, pin_memory=True))
     source.begin(0)
     batch = source.next()
@@ -269,11 +269,11 @@ def test_rounds_keep_the_last_whole_one() -> None:
     assert rounds.newest[0] == {"python": "p2", "numpy": "n", "torch": "t"}
 
 
-def test_generators_are_found_once_and_the_global_ones_left_out() -> None:
+def test_generators_are_found_once_without_the_global_ones() -> None:
     own = torch.Generator()
     holder = type("Holder", (), {})()
     holder.first, holder.nested, holder.default = own, type("Inner", (), {})(), torch.default_generator
     holder.nested.again, holder.nested.back = own, holder
     found = Generators({"sampler": holder})
     assert list(found.capture()) == ["sampler.first"]
-    assert found.strangers({"other": b""}) == ["other", "sampler.first"]
+    assert found.unmatched({"other": b""}) == ["other", "sampler.first"]

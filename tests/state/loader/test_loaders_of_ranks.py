@@ -1,5 +1,5 @@
-"""Loaders that ranks divide among themselves: on the same ranks each goes on exactly, within an epoch that
-was divided anew as well. Each rank is a loader with its own number here; no process group is needed."""
+"""Loaders that ranks divide among themselves: on the same ranks each resumes exactly, also within an epoch
+that was divided again. Each rank is a loader with its own number here; no process group is needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[[int], Any]
 
 
 class Lengths(Sampler[list[int]]):
-    """A batch sampler of a program's own: takes rank and size, and shuffles by an epoch that it is told."""
+    """A program's own batch sampler: gets rank and size, and shuffles by the epoch that is set."""
 
     def __init__(self, samples: int, rank: int, world_size: int) -> None:
         self.samples, self.rank, self.world_size, self.epoch = samples, rank, world_size, 0
@@ -37,8 +37,8 @@ class Lengths(Sampler[list[int]]):
         return iter([order[:3], order[3:4], order[4:]])
 
 
-class Told(DistributedSampler[int]):
-    """Tells another order: a subclass of torch's with an `__iter__` of its own."""
+class OtherOrder(DistributedSampler[int]):
+    """Has another order: a subclass of torch's with its own `__iter__`."""
 
     def __iter__(self) -> Iterator[int]:
         return iter([*super().__iter__()][::-1])
@@ -83,7 +83,7 @@ SAME: dict[str, Make] = {
     ),
     "own batch sampler": lambda rank: runs.loader(items(), 0, batch_sampler=Lengths(SAMPLES, rank, RANKS)),
     "subclass": lambda rank: runs.loader(
-        items(), 0, batch_size=2, sampler=Told(range(SAMPLES), RANKS, rank)  # type: ignore[arg-type]
+        items(), 0, batch_size=2, sampler=OtherOrder(range(SAMPLES), RANKS, rank)  # type: ignore[arg-type]
     ),
     "torchdata": streamed,
     "iterable": lambda rank: runs.loader(Shard(rank), 0, batch_size=2),
@@ -91,7 +91,7 @@ SAME: dict[str, Make] = {
 
 
 def rest(record: runs.Record, cut: runs.Key, epochs: int) -> dict[runs.Key, Any]:
-    """What the whole run saw from a boundary on."""
+    """Return the record of the whole run from a boundary on."""
     order = list(record.seen)
     epoch, taken = cut
     place = (epoch + 1, 0) if taken == "after" else cut if cut in record.seen else (epoch, "end")
@@ -101,8 +101,8 @@ def rest(record: runs.Record, cut: runs.Key, epochs: int) -> dict[runs.Key, Any]
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 @pytest.mark.parametrize("name", SAME)
-def test_each_rank_goes_on_exactly(name: str) -> None:
-    """Every boundary of two epochs, on every rank."""
+def test_each_rank_resumes_exactly(name: str) -> None:
+    """Each boundary of two epochs, on each rank."""
     around = rng.capture()
     for rank in range(RANKS):
         runs.seed(rank)
@@ -115,7 +115,7 @@ def test_each_rank_goes_on_exactly(name: str) -> None:
 
 
 def test_ranks_see_every_sample_of_an_epoch() -> None:
-    """The test above compares a run with itself: here with what all ranks are to give."""
+    """The test above compares a run with itself; this one with the expected samples of all ranks."""
     for epoch in range(2):
         seen: list[int] = []
         for rank in range(RANKS):
@@ -127,7 +127,7 @@ def test_ranks_see_every_sample_of_an_epoch() -> None:
 
 
 def divided(rank: int, workers: int, persistent: bool, loads: str = "/dev/null") -> Any:
-    """One of two ranks that go on where three were."""
+    """Return one of two ranks that continue an epoch of three ranks."""
     options: dict[str, Any] = {"persistent_workers": True} if persistent else {}
     data = runs.Items(loads, 40)
     shares = DistributedSampler(range(40), 2, rank, seed=3)  # type: ignore[arg-type]
@@ -147,13 +147,13 @@ def of_three(rank: int, workers: int) -> bytes:
 
 
 def in_divided_epoch(workers: int, persistent: bool, folder: str) -> list[str]:
-    """Go on from three ranks on two, and stop again at each boundary; what went wrong."""
+    """Continue from three ranks on two, and stop again at each boundary; return the differences."""
     wrong = []
     for rank in range(2):
         runs.seed(rank)
         before = of_three(rank, workers)
         make = partial(divided, rank, workers, persistent)
-        # Only 2 of 3 epochs' boundaries: persistent workers carry their numbers into the epoch after.
+        # Only 2 of 3 epochs' boundaries: persistent workers carry their states into the next epoch.
         whole = runs.resume(make, before, range(3))
         seen = [key for key in whole.seen if key[0] == 0]
         if seen != [(0, 3), (0, 4), (0, 5), (0, 6), (0, "end")]:  # 22 of 40 samples: 11, in batches of 3
@@ -166,7 +166,7 @@ def in_divided_epoch(workers: int, persistent: bool, folder: str) -> list[str]:
             got = runs.resume(partial(make, loads), position, range(first, 2))
             if got.seen != rest(whole, cut, 2):
                 wrong.append(f"rank {rank}, {cut}: {got.seen} and not {rest(whole, cut, 2)}")
-            # After an epoch's end it knows that no batch follows: the whole run did not know yet.
+            # After an epoch's end it knows that no batch follows, which the whole run did not know yet.
             own = list(got.positions)[1 if cut[1] == "end" else 0 :]
             at = [key for key in own if got.positions[key] != whole.positions[key]]
             if at:
@@ -177,7 +177,5 @@ def in_divided_epoch(workers: int, persistent: bool, folder: str) -> list[str]:
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
-def test_an_epoch_that_was_divided_anew_goes_on_exactly(
-    workers: int, persistent: bool, tmp_path: Path
-) -> None:
+def test_an_epoch_divided_again_resumes_exactly(workers: int, persistent: bool, tmp_path: Path) -> None:
     assert in_fresh_process(in_divided_epoch, workers, persistent, str(tmp_path)) == []

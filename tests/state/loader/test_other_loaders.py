@@ -1,4 +1,5 @@
-"""Loaders that keep their own state are asked, others replayed; what cannot be taken up is refused."""
+"""Loaders with their own state are saved by it, others are replayed; loaders that cannot be resumed are
+refused."""
 
 from __future__ import annotations
 
@@ -21,16 +22,17 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_wor
 
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.format.typed import Encoded, decode_json, encode, encode_json
-from flashckpt.state.loader.base import ReplayedSource
+from flashckpt.state import rng
+from flashckpt.state.loader.base import ReplayedSource, Source
 from flashckpt.state.loader.sources import source_of
-from flashckpt.state.loader.stateful import give, take
+from flashckpt.state.loader.stateful import decoded_state, encoded_state
 from flashckpt.state.values import StoredTensor
 
 Pair = namedtuple("Pair", ["a", "b"])
 
 
 class Stream(IterableDataset[Any]):
-    """Draws from the main process's generators; keeps no state."""
+    """Draws from the main process's generators; has no state."""
 
     def __iter__(self) -> Iterator[Any]:
         for index in range(18):
@@ -38,7 +40,7 @@ class Stream(IterableDataset[Any]):
 
 
 class StatefulStream(IterableDataset[Any]):
-    """Goes on from where it was, and then begins anew."""
+    """Continues from its state once, and then starts again."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -57,8 +59,8 @@ class StatefulStream(IterableDataset[Any]):
 
 
 class Sticky(IterableDataset[Any]):
-    """As the data sets of Hugging Face (datasets 5.2): every `iter()` begins at the state that was loaded
-    last, and what was loaded is not in `state_dict` before a batch was drawn."""
+    """Like the data sets of Hugging Face (datasets 5.2): each `iter()` starts at the state that was loaded
+    last, and the loaded state is not in `state_dict` before a batch was drawn."""
 
     def __init__(self) -> None:
         self._starting: dict[str, Any] | None = None
@@ -84,8 +86,8 @@ class Sticky(IterableDataset[Any]):
         self._starting = state
 
 
-class GoesOn(IterableDataset[Any]):
-    """An endless stream whose every `iter()` goes on where the one before was left."""
+class Endless(IterableDataset[Any]):
+    """An endless stream in which each `iter()` continues where the last one was left."""
 
     def __init__(self, at: int = 0) -> None:
         self.at = at
@@ -104,8 +106,8 @@ class GoesOn(IterableDataset[Any]):
         self.at = state["at"]
 
 
-class Once(GoesOn):
-    """What was loaded counts for the next `iter()` alone; any other begins anew."""
+class Once(Endless):
+    """The loaded state affects only the next `iter()`; any other starts again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,14 +129,15 @@ def hugging_face() -> Any:
 
 
 def batches_of_hugging_face() -> Any:
-    """The state of `.batch()` in datasets 4.7 forgets what the open batch had taken of a shard."""
+    """The state of `.batch()` in datasets 4.7 forgets the items that the open batch had taken from a
+    shard."""
     pytest.importorskip("datasets", minversion="4.8")
     return hugging_face().map(lambda row: {"x": row["x"]}).batch(4)
 
 
 class Counting:
-    """A loader with a state: a list of tensors, whose epochs differ. `empty_end`: the state of an epoch's
-    end gives an empty rest first, before the next epoch."""
+    """A loader with a state: a list of tensors, whose epochs differ. `empty_end`: the state of an epoch's end
+    first returns an empty rest, before the next epoch."""
 
     def __init__(self, *, empty_end: bool = False) -> None:
         self.empty_end = empty_end
@@ -169,7 +172,7 @@ def torchdata_loader(workers: int, *, plain_sampler: bool = False, persistent: b
         return StatefulDataLoader(
             runs.Items("/dev/null"), 4, shuffle=True, num_workers=workers, persistent_workers=persistent
         )
-    # A sampler that torchdata cannot ask: it skips what was taken.
+    # A sampler without state: torchdata skips the batches that were taken.
     batches = [list(range(start, start + 4)) for start in range(0, 20, 4)]
     return StatefulDataLoader(runs.Items("/dev/null"), batch_sampler=Shuffled(batches), num_workers=workers)
 
@@ -187,7 +190,7 @@ def torchdata_nodes(make: Callable[[], Any]) -> Any:
 
 
 def shuffled_nodes() -> Any:
-    """Shuffled by the global numbers, with the first batch of an epoch."""
+    """Shuffled by the global generators, at the first batch of an epoch."""
     from torchdata import nodes
 
     return torchdata_nodes(lambda: nodes.SamplerWrapper(RandomSampler(range(20))))
@@ -200,7 +203,7 @@ def streamed_nodes() -> Any:
 
 
 def peeked(data: Any) -> Any:
-    """The first item is looked at before the run."""
+    """A loader whose first item is read before the run."""
     next(iter(data))
     return data
 
@@ -227,8 +230,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "sticky, itself": Sticky,
     "torchdata, sticky data set": functools.partial(torchdata_stream, Sticky, 0),
     "torchdata, sticky data set, peeked at": functools.partial(torchdata_stream, lambda: peeked(Sticky()), 0),
-    "data set that goes on": lambda: DataLoader(GoesOn(), batch_size=4),
-    "torchdata, data set that goes on": functools.partial(torchdata_stream, GoesOn, 0),
+    "data set that goes on": lambda: DataLoader(Endless(), batch_size=4),
+    "torchdata, data set that goes on": functools.partial(torchdata_stream, Endless, 0),
     "data set, loaded once": lambda: DataLoader(Once(), batch_size=4),
     "torchdata, data set, loaded once": functools.partial(torchdata_stream, Once, 0),
     "hugging face": lambda: DataLoader(hugging_face(), batch_size=4),
@@ -261,7 +264,7 @@ def resume(
 @pytest.mark.process
 def test_other_loaders_resume(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "stream":
-        # What an iterable draws batch by batch is not promised; without other draws it is exact.
+        # An iterable's draws batch by batch are not covered; without other draws it is exact.
         monkeypatch.setattr(runs, "loop_draws", lambda: None)
     runs.seed(3)
     record = runs.run(source_of(LOADERS[name]()), range(3))
@@ -292,11 +295,11 @@ def test_epochs_left_early(name: str, leave_after: int) -> None:
 
 
 def items_alone(rows: list[Any]) -> list[Any]:
-    # What is drawn inside workers is not promised.
+    # Draws inside workers are not covered.
     return [row[0] if len(row) == 2 else row[:2] if isinstance(row, tuple) else row for row in rows]
 
 
-def test_torchdata_streams_in_workers_that_live_on_are_refused() -> None:
+def test_torchdata_streams_in_persistent_workers_are_refused() -> None:
     with pytest.raises(BoundaryError, match="persistent_workers=False"):
         source_of(torchdata_stream(Sticky, 2, persistent_workers=True))
     source_of(torchdata_stream(Stream, 2, persistent_workers=True))
@@ -318,10 +321,10 @@ def test_torchdata_streams_with_workers(make: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.process
-def test_torchdata_with_workers_goes_on_and_says_what_it_lacks(
+def test_torchdata_with_workers_resumes_and_logs_its_limits(
     persistent: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Batches and the main process's numbers are exact; the workers' own are not, and that is said once."""
+    """Batches and the main process's generators are exact; the workers' own are not, which is logged once."""
 
     def main_part(record: runs.Record) -> dict[runs.Key, Any]:
         return {
@@ -370,8 +373,35 @@ def test_a_stream_with_workers_is_replayed(tmp_path: Path) -> None:
     again.close()
 
 
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(8)
+
+
+@pytest.mark.process
+def test_persistent_workers_of_a_stream_draw_no_second_seed_at_an_epochs_start() -> None:
+    def epoch(source: Source, number: int, position: dict[str, Any] | None = None) -> list[Any]:
+        source.begin(number, position)
+        given = [(source.next().tolist(), torch.rand(()).item()) for _ in range(2)]
+        with pytest.raises(StopIteration):
+            source.next()
+        return given
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Numbers(), batch_size=4, num_workers=1, persistent_workers=True)
+
+    source, again = source_of(loader()), source_of(loader())
+    epoch(source, 0)
+    position, marks = source.position(), rng.capture()
+    expected = epoch(source, 1)
+    rng.restore(marks)
+    assert epoch(again, 1, position) == expected
+    for each in (source, again):
+        each.close()
+
+
 class Moving(DataLoader[Any]):
-    """A subclass that changes batches on their way."""
+    """A subclass that changes batches after the draw."""
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
@@ -379,7 +409,7 @@ class Moving(DataLoader[Any]):
 
 
 @pytest.mark.process
-def test_a_dataloader_with_an_iterator_of_its_own_is_replayed() -> None:
+def test_a_dataloader_with_its_own_iterator_is_replayed() -> None:
     source = source_of(Moving(runs.Items("/dev/null"), batch_size=4, num_workers=1))
     source.begin(0)
     assert set(source.next()) == {"moved"}
@@ -394,14 +424,14 @@ def test_out_of_order_is_refused() -> None:
 
 
 def test_other_loaders_of_accelerate_are_refused() -> None:
-    for name in ("MpDeviceLoaderWrapper", "DataLoaderShard"):  # the latter as releases before 1.0 had it
+    for name in ("MpDeviceLoaderWrapper", "DataLoaderShard"):  # the latter as in releases before 1.0
         loader = type(name, (), {"__module__": "accelerate.data_loader", "__iter__": lambda self: iter(())})
-        with pytest.raises(BoundaryError, match="takes batches in a way that is not known"):
+        with pytest.raises(BoundaryError, match="draws batches in an unknown way"):
             source_of(loader())
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
-def test_a_torchdata_stream_without_state_is_resumed_again_and_again() -> None:
+def test_a_torchdata_stream_without_state_is_resumed_repeatedly() -> None:
     def numbers(source: Any, batches: int) -> list[Any]:
         return [source.next()[0].tolist() for _ in range(batches)]
 
@@ -417,12 +447,12 @@ def test_a_torchdata_stream_without_state_is_resumed_again_and_again() -> None:
     assert given == expected
 
 
-def test_what_is_no_iterable_is_refused() -> None:
+def test_an_object_that_is_not_iterable_is_refused() -> None:
     with pytest.raises(OptionError, match="cannot be iterated"):
         source_of(5)
 
 
-def test_states_of_loaders_come_back_with_their_types() -> None:
+def test_states_of_loaders_keep_their_types() -> None:
     state = {
         "a": [1, (2.5, None)], 3: torch.tensor(4), "t": torch.rand(2, 3), "n": np.arange(3),
         "bf": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16), "none": torch.empty(0, 2),
@@ -430,15 +460,17 @@ def test_states_of_loaders_come_back_with_their_types() -> None:
         "set": {1, 2}, "deque": deque([torch.zeros(2)], maxlen=3), "counter": Counter(x=2),
         "date": np.datetime64("2024-01-01"),
     }  # fmt: skip
-    taken = take(state, "loader")
-    back = give(Encoded(decode_json(encode_json(taken))))
-    assert alike(back, state)
+    encoded = encoded_state(state, "loader")
+    back = decoded_state(Encoded(decode_json(encode_json(encoded))))
+    assert is_equal(back, state)
     state["n"][0] = 9
-    assert give(taken)["n"].tolist() == [0, 1, 2], "what was taken shares nothing with the loader"
+    assert decoded_state(encoded)["n"].tolist() == [0, 1, 2], (
+        "the encoded state shares no memory with the loader"
+    )
 
 
-def alike(a: Any, b: Any) -> bool:
-    """The same types and values, all the way down."""
+def is_equal(a: Any, b: Any) -> bool:
+    """Whether two values have the same types and contents, at all levels."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
@@ -446,9 +478,9 @@ def alike(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
-        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(is_equal(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(alike, a, b))
+        return len(a) == len(b) and all(map(is_equal, a, b))
     return bool(a == b)
 
 
@@ -460,7 +492,7 @@ class Large(Counting):
 
 
 def test_a_loaders_state_is_encoded_once_at_a_boundary() -> None:
-    """Its text is what was compared with the loader's own; making it anew doubled the cost of a boundary."""
+    """The encoding was compared with the loader's own; a second encoding doubled the cost of a boundary."""
     source = source_of(Large())
     source.begin(0)
     source.next()
@@ -488,7 +520,7 @@ def test_a_loaders_state_is_encoded_once_at_a_boundary() -> None:
 )  # fmt: skip
 def test_a_state_that_cannot_be_saved_is_refused_with_its_place(value: object) -> None:
     with pytest.raises(StateError, match=r"loader\.inner\.1") as caught:
-        take({"inner": [0, value]}, "loader")
+        encoded_state({"inner": [0, value]}, "loader")
     assert caught.value.location is not None
     assert caught.value.location.startswith("loader.inner.1")
 
@@ -510,8 +542,8 @@ RECORDED: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_record_is_immune_to_later_draws(name: str) -> None:
-    """Also one of batches drawn ahead, and in the epoch after."""
+def test_a_position_is_immune_to_later_draws(name: str) -> None:
+    """Also that of batches drawn ahead, and in the next epoch."""
     runs.seed(3)
     source = source_of(RECORDED[name]())
     source.count_trained()
@@ -519,7 +551,7 @@ def test_a_record_is_immune_to_later_draws(name: str) -> None:
     kept: list[tuple[Any, bytes]] = []
 
     def keep() -> None:
-        kept.append((source.record(), encode_json(source.record().value())))
+        kept.append((source.position(), encode_json(source.position())))
 
     for batches in range(4):
         source.next()
@@ -533,5 +565,5 @@ def test_a_record_is_immune_to_later_draws(name: str) -> None:
     runs.loop_draws()
     source.close()
     assert len({text for _, text in kept}) == 5
-    for record, text in kept:
-        assert encode_json(record.value()) == text
+    for position, text in kept:
+        assert encode_json(position) == text

@@ -1,0 +1,88 @@
+// The needed chunks of one file, and the destinations of their bytes. Reads each chunk once, verifies its
+// checksum, adds it to the digests, and copies it to its destinations. Owns the arithmetic of strided copies.
+#pragma once
+
+#include "base/error.h"
+#include "io/audit.h"
+#include "io/blocks.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace flashckpt {
+
+// A number of repetitions, and the distance from one to the next in the file and in memory, in bytes.
+struct Step {
+    std::uint64_t count = 0;
+    std::uint64_t source = 0;
+    std::uint64_t target = 0;
+};
+
+// Copies `run` bytes at `source` of the file to `target`, repeated by the steps, outermost first.
+struct Copy {
+    std::uint64_t source = 0;
+    std::uint8_t* target = nullptr;
+    std::uint64_t run = 0;
+    std::vector<Step> steps;
+    std::vector<std::uint64_t> extents; // bytes of the file from the first to the last of steps [i, …)
+};
+
+struct ReadOptions {
+    int threads = 2;
+    bool direct = true;
+    std::uint64_t progress = 0; // 0, or an address whose u64 grows by the bytes done
+    std::uint64_t cancel = 0;   // 0, or the address of a u64: once not 0, start no further chunk (ECANCELED)
+};
+
+// All destinations must stay mapped while chunks are added. A chunk is read into a buffer, and copied to its
+// destinations after its checksum is verified. Only a chunk with a single destination in whole pages is read
+// in place. So the destinations are valid only when no chunk is left and none is bad.
+class FilePlan {
+  public:
+    // `parts`: digested parts of the file. `ranges`: further needed bytes, as start and stop.
+    FilePlan(Geometry geometry, std::vector<Checksum> checksums, std::vector<Copy> copies,
+             std::vector<LeafPart> parts, const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges,
+             std::shared_ptr<PieceDigests> digests);
+    FilePlan(const FilePlan&) = delete;
+    FilePlan& operator=(const FilePlan&) = delete;
+
+    // An error for invalid arguments; after it, call no other method.
+    const Error& error() const { return error_; }
+    const Geometry& geometry() const { return geometry_; }
+
+    // The needed chunks that were not added yet, as ranges (start, stop).
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> left() const;
+    // The chunks with a wrong checksum, in order.
+    std::vector<std::uint64_t> bad_chunks() const;
+
+    // Reads the chunks that are left. Returns a value error, and reads nothing, for a file of another length.
+    Error read(const std::string& path, const ReadOptions& options);
+    // Adds all bytes of one chunk. Ignores a chunk that is not needed or was already added.
+    void add(std::uint64_t chunk, const std::uint8_t* data);
+
+  private:
+    struct Need {
+        std::uint64_t chunk = 0;
+        std::vector<std::uint32_t> copies;
+        std::atomic<std::uint8_t> state{0};
+    };
+    Error check(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges);
+    void find(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges);
+    Need* need_of(std::uint64_t chunk);
+    std::uint8_t* own_place(const Need& need) const;
+    void take(Need& need, const std::uint8_t* data);
+
+    Geometry geometry_;
+    std::vector<Checksum> checksums_;
+    std::vector<Copy> copies_;
+    Audit audit_;
+    Error error_;
+    std::unique_ptr<Need[]> needs_; // by chunk
+    std::size_t num_needs_ = 0;
+};
+
+} // namespace flashckpt

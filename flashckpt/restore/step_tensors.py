@@ -1,0 +1,629 @@
+"""The tensors of a committed step: for each name, the slices that ranks hold, and in which files.
+
+Owns the rules for one tensor: one shape and dtype; slices that neither overlap nor leave holes; equal bytes
+in a slice that several ranks hold (replicas: any is used). A tensor that is whole on several ranks with
+different bytes belongs to each rank by itself. Owns which parts of a large step are read, too. Opens no
+shard; does not import torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.errors import DamagedError, MismatchError
+from flashckpt.format.layout import Leaf
+from flashckpt.format.records import Contents, RankRecord
+from flashckpt.format.typed import decode
+
+Index = tuple[int, ...]
+_SHOWN = 8
+# All parts of a step are read if they have no more bytes: that takes a second or two.
+_SMALL_BYTES = 16 << 20
+_AT_ONCE = 4
+_STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """A slice of a tensor: its first index and its size in each dimension."""
+
+    start: Index
+    shape: Index
+
+    @classmethod
+    def of(cls, leaf: Leaf) -> TensorSlice:
+        """Return the slice that a leaf is of its tensor."""
+        return cls(leaf.box.start if leaf.box is not None else (0,) * len(leaf.shape), leaf.shape)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def common(self, other: TensorSlice) -> TensorSlice | None:
+        """Return the intersection with another slice; None if it is empty."""
+        start = tuple(map(max, self.start, other.start))
+        stop = [
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        ]
+        if any(low >= high for low, high in zip(start, stop, strict=True)):
+            return None
+        return TensorSlice(start, tuple(high - low for low, high in zip(start, stop, strict=True)))
+
+    def __str__(self) -> str:
+        pairs = zip(self.start, self.shape, strict=True)
+        return "[" + ", ".join(f"{start}:{start + size}" for start, size in pairs) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class StepFile:
+    """A file of a step: its path in the store, and its contents."""
+
+    path: str
+    contents: Contents = field(repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A slice of a tensor in a file. leaf: with its offset in the file; rank: whose state it was."""
+
+    region: TensorSlice
+    rank: int
+    file: StepFile
+    leaf: Leaf
+    digest: int
+
+    def rows(self, common: TensorSlice) -> tuple[int, int]:
+        """Return the range of the piece's bytes with the rows that hold `common`."""
+        if common == self.region:
+            return 0, self.leaf.num_bytes
+        row_bytes = self.leaf.num_bytes // self.region.shape[0]
+        low = (common.start[0] - self.region.start[0]) * row_bytes
+        return low, low + common.shape[0] * row_bytes
+
+
+Parts = Sequence[tuple[Piece, TensorSlice]]
+"""The pieces that make up a slice, each with its share."""
+
+
+def shape_of(leaf: Leaf) -> Index:
+    """Return the shape of the whole tensor of a leaf."""
+    return leaf.shape if leaf.box is None else leaf.box.shape
+
+
+class StepTensor:
+    """One tensor of a step; `name` is one of its names. Empty pieces are left out, except those of an empty
+    tensor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._owners: dict[TensorSlice, list[Piece]] = {}
+        self._by_rank: dict[int, Piece] = {}
+        self._leaves: dict[int, Leaf] = {}
+        self._writers: dict[TensorSlice, int] = {}
+        self._is_declared = False
+        self._order: _Order | None = None
+
+    def add_replica(self, rank: int, leaf: Leaf, writer: int) -> None:
+        """Add a replica of a rank that is in the files of `writer`."""
+        self._leaves[rank] = leaf
+        self._writers[TensorSlice.of(leaf)] = writer
+        self._is_declared = True
+
+    def declare(self) -> None:
+        """Record that ranks with the same slice of the tensor have equal bytes by declaration."""
+        self._is_declared = True
+
+    def add(self, piece: Piece) -> None:
+        self._by_rank[piece.rank] = piece
+        self._leaves[piece.rank] = piece.leaf
+        if piece.region.num_elements or not math.prod(shape_of(piece.leaf)):
+            self._owners.setdefault(piece.region, []).append(piece)
+        self._order = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks with a slice of it, also an empty one."""
+        return sorted(self._leaves)
+
+    @property
+    def leaf(self) -> Leaf:
+        """The leaf of one of its ranks."""
+        return next(iter(self._leaves.values()))
+
+    @property
+    def shape(self) -> Index:
+        return shape_of(self.leaf)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def whole(self) -> TensorSlice:
+        """The slice of all its elements."""
+        return TensorSlice((0,) * len(self.shape), self.shape)
+
+    @property
+    def dtype(self) -> str:
+        return self.leaf.dtype
+
+    @property
+    def is_by_rank(self) -> bool:
+        """Whether each rank has a tensor of its own: whole, and with other bytes or another shape."""
+        if self.is_one:
+            return False
+        pieces = self._by_rank.values()
+        return len({(piece.leaf.dtype, piece.leaf.shape, piece.digest) for piece in pieces}) > 1
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one tensor also in view of ranks that were not read: in slices, or equal by
+        declaration."""
+        return self._is_declared or any(leaf.box is not None for leaf in self._leaves.values())
+
+    def of_rank(self, rank: int) -> Piece | None:
+        """Return the piece in a rank's own files."""
+        return self._by_rank.get(rank)
+
+    def leaf_of(self, rank: int) -> Leaf:
+        """Return the leaf of one of `ranks`."""
+        return self._leaves[rank]
+
+    def slices(self) -> Iterator[tuple[int, TensorSlice]]:
+        """Yield each known rank with its slice."""
+        for rank, leaf in self._leaves.items():
+            yield rank, TensorSlice.of(leaf)
+
+    def writers(self, wanted: TensorSlice) -> Iterator[int]:
+        """Yield the ranks that were not read and whose files have a replica of some of a slice."""
+        for region, writer in self._writers.items():
+            if region not in self._owners and region.common(wanted) is not None:
+                yield writer
+
+    def missing(self, wanted: TensorSlice) -> Index | None:
+        """Return the first index of a slice that is in no known piece; None if there is none."""
+        left = [wanted]
+        for region in self._near(wanted):
+            left = [rest for each in left for rest in without(each, region)]
+        return min((each.start for each in left), default=None)
+
+    def parts_of(self, wanted: TensorSlice, rank: int) -> Parts | None:
+        """Return the pieces that make up a slice, of replicas those of `rank`; None if the known pieces do
+        not make up all of it.
+
+        Raises MismatchError if pieces overlap, or if ranks have different bytes of the same slice.
+        """
+        self.check_alike()
+        if not wanted.num_elements:
+            return []
+        found = [(region, common) for region in self._near(wanted) if (common := region.common(wanted))]
+        self._check_disjoint([region for region, _ in found])
+        if sum(common.num_elements for _, common in found) != wanted.num_elements:
+            return None
+        return [(self._piece(region, rank), common) for region, common in found]
+
+    def check_alike(self) -> None:
+        """Raise MismatchError if ranks have different shapes or dtypes of it."""
+        found: dict[tuple[str, Index], int] = {}
+        for rank, leaf in self._leaves.items():
+            found.setdefault((leaf.dtype, shape_of(leaf)), rank)
+        if len(found) > 1:
+            rows = ", ".join(f"{dtype} {shape} on rank {rank}" for (dtype, shape), rank in found.items())
+            raise self._refused(f"it is not the same on all ranks: {rows}")
+
+    def check_covered(self) -> None:
+        """Raise MismatchError unless the pieces together are exactly the tensor. All ranks must be known."""
+        self.check_alike()
+        self._check_disjoint(list(self._owners))
+        if sum(region.num_elements for region in self._owners) != self.num_elements:
+            raise self.holes(self.whole)
+
+    def holes(self, wanted: TensorSlice) -> MismatchError:
+        """Return the error for a slice that the pieces do not make up."""
+        found = [common for region in self._near(wanted) if (common := region.common(wanted))]
+        held = sum(common.num_elements for common in found)
+        there = ", ".join(
+            f"{region} on rank {pieces[0].rank}" for region, pieces in list(self._owners.items())[:_SHOWN]
+        )
+        more = ", …" if len(self._owners) > _SHOWN else ""
+        return self._refused(
+            f"of its slice {wanted}, {wanted.num_elements - held} of {wanted.num_elements} elements are on "
+            f"no rank (there are {there or 'none'}{more})"
+        )
+
+    def _near(self, wanted: TensorSlice) -> Sequence[TensorSlice]:
+        if self._order is None:
+            self._order = _Order(list(self._owners))
+        return self._order.near(wanted)
+
+    def _piece(self, region: TensorSlice, rank: int) -> Piece:
+        pieces = self._owners[region]
+        differ = next((each for each in pieces if each.digest != pieces[0].digest), None)
+        if differ is not None:
+            raise self._refused(
+                f"ranks {pieces[0].rank} and {differ.rank} have different bytes of the same slice {region}: "
+                "a replica has diverged, and nothing says which one is right"
+            )
+        return next((each for each in pieces if each.rank == rank), pieces[0])
+
+    def _check_disjoint(self, regions: Sequence[TensorSlice]) -> None:
+        pair = overlapping(regions)
+        if pair is not None:
+            one, other = (self._owners[region][0] for region in pair)
+            raise self._refused(
+                f"{one.region} on rank {one.rank} and {other.region} on rank {other.rank} overlap"
+            )
+
+    def _refused(self, why: str) -> MismatchError:
+        return MismatchError(
+            f"{self.name} cannot be put together for another layout: {why}. Nothing was loaded. Start with "
+            "as many ranks and the same mesh as made the step, or take another step.",
+            differences=((self.name, why, "one tensor"),),
+        )
+
+
+class _Order:
+    """Slices of one tensor, sorted along the dimension with the most different starts."""
+
+    def __init__(self, regions: list[TensorSlice]) -> None:
+        dimensions = len(regions[0].shape) if regions else 0
+        counts = [len({region.start[d] for region in regions}) for d in range(dimensions)]
+        self._dimension = counts.index(max(counts)) if counts else -1
+        if self._dimension >= 0:
+            regions.sort(key=lambda region: region.start[self._dimension])
+        self._regions = regions
+        self._starts = [region.start[self._dimension] for region in regions] if dimensions else []
+        self._longest = (
+            max((region.shape[self._dimension] for region in regions), default=0) if dimensions else 0
+        )
+
+    def near(self, wanted: TensorSlice) -> Sequence[TensorSlice]:
+        """Return all slices that intersect `wanted`, perhaps among others."""
+        if self._dimension < 0:
+            return self._regions
+        start = wanted.start[self._dimension]
+        first = bisect_left(self._starts, start - self._longest + 1)
+        return self._regions[first : bisect_left(self._starts, start + wanted.shape[self._dimension])]
+
+
+def overlapping(regions: Sequence[TensorSlice]) -> tuple[TensorSlice, TensorSlice] | None:
+    """Return two different slices of one tensor that intersect."""
+    order = _Order(list(regions))
+    for region in regions:
+        for other in order.near(region):
+            if other != region and region.common(other) is not None:
+                return region, other
+    return None
+
+
+def without(region: TensorSlice, other: TensorSlice) -> Iterator[TensorSlice]:
+    """Yield slices that make up a slice without another one."""
+    common = region.common(other)
+    if common is None:
+        yield region
+        return
+    start, shape = list(region.start), list(region.shape)
+    for d, (low, size) in enumerate(zip(common.start, common.shape, strict=True)):
+        for first, behind in ((start[d], low), (low + size, start[d] + shape[d])):
+            if first < behind:
+                yield TensorSlice(
+                    (*start[:d], first, *start[d + 1 :]), (*shape[:d], behind - first, *shape[d + 1 :])
+                )
+        start[d], shape[d] = low, size
+
+
+class StepLeaves:
+    """The tensors of a step by each of their names, from the ranks that were added."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, StepTensor] = {}
+
+    def add(self, record: RankRecord, files: Sequence[StepFile], renamed: Mapping[str, str]) -> None:
+        """Add the leaves of one rank, which are in these files. renamed: names in its record -> names
+        here."""
+        by_name = {file.contents.shard.file: file for file in files}
+        regions: dict[TensorSlice, TensorSlice] = {}  # many leaves of a rank share one object
+        for file, leaf, digest in record.counted():
+            region = TensorSlice.of(leaf)
+            region = regions.setdefault(region, region)
+            piece = Piece(region, record.rank, by_name[file], leaf, digest)
+            for tensor in self._of(leaf, renamed):
+                tensor.add(piece)
+        for writer, leaf, _ in record.elsewhere():
+            for tensor in self._of(leaf, renamed):
+                tensor.add_replica(record.rank, leaf, writer)
+        for table in record.replicas:
+            for leaf in table.leaves:
+                for tensor in self._of(leaf, renamed):
+                    tensor.declare()
+
+    def _of(self, leaf: Leaf, renamed: Mapping[str, str]) -> Iterator[StepTensor]:
+        for name in (leaf.name, *leaf.aliases):
+            known = renamed.get(name, name)
+            if known not in self._tensors:
+                self._tensors[known] = StepTensor(known)
+            yield self._tensors[known]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def get(self, name: str) -> StepTensor | None:
+        return self._tensors.get(name)
+
+
+# ---- names of an optimizer's state
+#
+# A rank leaves the module out of these names if one module owns all parameters of its optimizer; another
+# rank, or the same state on another layout, may not. So a leaf of such state goes by the full name of its
+# parameter wherever ranks are merged.
+
+
+def full_names(record: RankRecord) -> dict[str, str]:
+    """Return names of leaves in a rank's record -> full names, for those that differ. Raises DamagedError for
+    malformed values."""
+    try:
+        entries = _entries(record.values)
+        renamed: dict[str, str] = {}
+        for optimizer, value in entries.items():
+            if value.get("kind") == "optimizer":
+                short = short_names(optimizer, decode(value["params"]), entries)
+                by_short = {name: full for full, name in short.items() if name != full}
+                if by_short:
+                    renamed |= _renamed_state(optimizer, by_short, record)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(
+            f"The values of rank {record.rank} are malformed ({error!r}). The step cannot be used; nothing "
+            "was loaded.",
+            rank=record.rank,
+        ) from error
+    return renamed
+
+
+def short_names(optimizer: str, groups: Sequence[Sequence[str]], parts: Iterable[str]) -> dict[str, str]:
+    """Return full names of an optimizer's parameters (`groups`) -> their names in the leaves of its state.
+    parts: the names of the parts of the state."""
+    parts = list(parts)
+    owner = {
+        full: next((part for part in parts if full.startswith(f"{part}.")), "")
+        for group in groups
+        for full in group
+    }
+    owners = {each for each in owner.values() if each not in ("", optimizer)}
+    short: dict[str, str] = {}
+    for number, group in enumerate(groups):
+        for index, full in enumerate(group):
+            if owner[full] in ("", optimizer):
+                short[full] = f"group{number}[{index}]"
+            else:
+                short[full] = full if len(owners) > 1 else full[len(owner[full]) + 1 :]
+    return short
+
+
+def state_name(optimizer: str, parameter: str) -> str:
+    """Return the prefix of the names of a parameter's state. parameter: its full or short name."""
+    return f"{optimizer}.{_STATE}.{parameter}"
+
+
+def _renamed_state(optimizer: str, by_short: Mapping[str, str], record: RankRecord) -> dict[str, str]:
+    prefix, renamed = state_name(optimizer, ""), {}
+    leaves = [leaf for _, leaf, _ in (*record.counted(), *record.elsewhere())]
+    for name in (name for leaf in leaves for name in (leaf.name, *leaf.aliases)):
+        if name.startswith(prefix):
+            # The parameter's name is followed by the key of its state; both may have dots.
+            short = name[len(prefix) :]
+            while short and short not in by_short:
+                short = short.rpartition(".")[0]
+            if short:
+                renamed[name] = state_name(optimizer, by_short[short]) + name[len(prefix) + len(short) :]
+    return renamed
+
+
+def _entries(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the state; {} for a step that was written by hand."""
+    state = values.get(_STATE)
+    return dict(state["entries"]) if isinstance(state, dict) and "entries" in state else {}
+
+
+def entry_of(record: StepRecord, rank: int, part: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of a rank's state, and the entry that has a part of it ("model.encoder" is in
+    "model"): from another rank if this one has no such part, {} if no rank has."""
+    ranks = sorted((each.rank for held in record.parts for each in held.ranks), key=lambda r: (r != rank, r))
+    for each in ranks:
+        value = _state_of(record, each)
+        for name, entry in value["entries"].items():
+            if f"{part}.".startswith(f"{name}."):
+                return value, entry
+    return _state_of(record, rank), {}
+
+
+def _state_of(record: StepRecord, rank: int) -> dict[str, Any]:
+    state = decode(dict(record.rank(rank).values)).get(_STATE)
+    return state if isinstance(state, dict) and "entries" in state else {"entries": {}}
+
+
+def transient_names(record: StepRecord) -> frozenset[str]:
+    """Return the buffers of all ranks that no module's state_dict has."""
+    ranks = (rank for part in record.parts for rank in part.ranks)
+    entries = (entry for rank in ranks for entry in _entries(rank.values).values())
+    return frozenset(name for entry in entries for name in entry.get("transient", ()))
+
+
+# ---- ranks, read when they are needed
+
+Wanted = tuple[str, TensorSlice]
+"""A tensor's name, and a slice of it."""
+
+
+class StepRanks:
+    """The ranks of a step that rank `rank` of `world` resumes from, read when they are needed: all ranks of a
+    small step; of a large one those that have what is asked for, which are guessed from the known slices. A
+    guess only decides what is read next; results come from the records.
+
+    source: the rank of the step whose own values and buffers this rank takes: that of its number modulo the
+    old world size.
+    """
+
+    def __init__(self, record: StepRecord, rank: int, world: int, small_bytes: int = _SMALL_BYTES) -> None:
+        self.record, self._rank, self._world = record, rank, world
+        self.source = rank % record.world
+        self.leaves = StepLeaves()
+        self.renamed: dict[int, dict[str, str]] = {}
+        self._records: dict[int, StepRecord] = {}
+        self._keep(record)
+        small = sum(part.num_bytes for part in record.record.parts) <= small_bytes
+        self.read(range(record.world) if small else [self.source])
+
+    def __getitem__(self, rank: int) -> RankRecord:
+        """Return a rank's record; reads it if needed."""
+        self.read([rank])
+        return self._records[rank].rank(rank)
+
+    @property
+    def known(self) -> list[int]:
+        """The ranks that were read."""
+        return sorted(self.renamed)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.renamed) == self.record.world
+
+    def read_apart(self) -> None:
+        """Read ranks that differ in each dimension of any mesh: a value that depends on the place in the mesh
+        differs on some of them."""
+        self.read([0, *(1 << exponent for exponent in range((self.record.world - 1).bit_length()))])
+
+    def read(self, ranks: Iterable[int]) -> None:
+        """Read these ranks, unless they are known."""
+        new = set(ranks) - self.renamed.keys()
+        if missing := new - self._records.keys():
+            record = self.record
+            self._keep(read_step(record.store, record.name, missing))
+        for rank in sorted(new):
+            record = self._records[rank]
+            each = record.rank(rank)
+            files = [StepFile(path, contents) for path, contents in record.files(rank)]
+            self.renamed[rank] = full_names(each)
+            self.leaves.add(each, files, self.renamed[rank])
+
+    def _keep(self, record: StepRecord) -> None:
+        self._records.update((rank.rank, record) for head in record.parts.heads for rank in head.ranks)
+
+    def find(self, wanted: Sequence[Wanted]) -> list[Parts]:
+        """Return the pieces that make up each of these slices of existing tensors. Raises MismatchError if
+        they do not."""
+        open_ = list(range(len(wanted)))
+        found: list[Parts] = [()] * len(wanted)
+        while open_:
+            left = []
+            for index in open_:
+                name, region = wanted[index]
+                parts = self._known(name).parts_of(region, self._rank)
+                if parts is None:
+                    left.append(index)
+                else:
+                    found[index] = parts
+            if left and self.is_complete:
+                name, region = wanted[left[0]]
+                raise self._known(name).holes(region)
+            if left:
+                self._read_more(self._guesses(wanted[index]) for index in left)
+            open_ = left
+        return found
+
+    def tensor(self, name: str) -> StepTensor | None:
+        """Return one tensor of the step; None if no rank has it."""
+        return self.tensors([name])[0]
+
+    def tensors(self, names: Sequence[str]) -> list[StepTensor | None]:
+        """Return several tensors of the step, with fewer reads than one by one."""
+        while not self.is_complete and any(self.leaves.get(name) is None for name in names):
+            # Ranks that may have a tensor without a slice on a known rank: other stages of a pipeline.
+            world = self.record.world
+            self._read_more([[self._rank * world // self._world, *_spread(world)]])
+        return [self.leaves.get(name) for name in names]
+
+    def _known(self, name: str) -> StepTensor:
+        tensor = self.leaves.get(name)
+        assert tensor is not None, name
+        return tensor
+
+    def _read_more(self, guesses: Iterable[Iterable[int]]) -> None:
+        """Read the first unknown rank of each of the guesses; if there is none, a few of all ranks."""
+        new: set[int] = set()
+        for each in guesses:
+            rank = next((rank for rank in each if rank not in self.renamed), None)
+            if rank is not None:
+                new.add(rank)
+        if not new:
+            order = (rank for rank in _spread(self.record.world) if rank not in self.renamed)
+            new.update(rank for rank, _ in zip(order, range(_AT_ONCE), strict=False))
+        self.read(new)
+
+    def _guesses(self, wanted: Wanted) -> Iterator[int]:
+        """Yield ranks that may have the missing elements of a slice, if ranks and slices go together as on a
+        mesh: in equal steps from one slice to the next."""
+        name, region = wanted
+        tensor, world = self._known(name), self.record.world
+        yield from tensor.writers(region)
+        held = [(rank, each) for rank, each in tensor.slices() if each.num_elements]
+        missing = tensor.missing(region)
+        if missing is None or not held:
+            return
+        sizes = tuple(max(column) for column in zip(*(each.shape for _, each in held), strict=True))
+        places = {_place(each.start, sizes): rank for rank, each in reversed(held)}
+        goal = _place(missing, sizes)
+        for place in sorted(
+            places, key=lambda each: sum(abs(a - b) for a, b in zip(each, goal, strict=True))
+        ):
+            yield from _guesses_from(places, place, goal, world)
+
+
+def _place(start: Index, sizes: Index) -> Index:
+    """Return the number of a slice in each dimension if all slices have these sizes."""
+    return tuple(at // size for at, size in zip(start, sizes, strict=True))
+
+
+def _guesses_from(places: dict[Index, int], place: Index, goal: Index, world: int) -> Iterator[int]:
+    """Yield ranks that may have the slice at `goal`, extrapolated from the rank of the one at `place` by the
+    known steps; along dimensions without a known step, in powers of two."""
+    guess, unknown = float(places[place]), 0
+    for dimension, (here, there) in enumerate(zip(place, goal, strict=True)):
+        if here != there:
+            step = _step(places, place, dimension)
+            guess += 0 if step is None else step * (there - here)
+            unknown += there - here if step is None else 0
+    stride = 1
+    while stride < world:
+        rank = round(guess) + unknown * stride
+        if 0 <= rank < world:
+            yield rank
+        stride = 2 * stride if unknown else world
+
+
+def _step(places: dict[Index, int], place: Index, dimension: int) -> float | None:
+    """Return the mean difference of ranks from one slice to the next in a dimension, up to the farthest known
+    slice that differs in this dimension only; None if there is none."""
+    others = [
+        (each[dimension] - place[dimension], rank - places[place])
+        for each, rank in places.items()
+        if each != place
+        and (*each[:dimension], *each[dimension + 1 :]) == (*place[:dimension], *place[dimension + 1 :])
+    ]
+    if not others:
+        return None
+    slices, ranks = max(others, key=lambda other: abs(other[0]))
+    return ranks / slices
+
+
+def _spread(count: int) -> Iterator[int]:
+    """Yield all numbers below `count`; each pass halves the distance between those already given."""
+    stride = 1 << max(count - 1, 1).bit_length()
+    yield 0
+    while stride > 1:
+        stride //= 2
+        yield from range(stride, count, 2 * stride)

@@ -1,0 +1,74 @@
+"""Two boundaries of one attempt may have one step number: the last batch of an epoch, and its end. The shell
+takes the newest, or the one that is named STEP@ATTEMPT:BOUNDARY."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_runs import Ended, MadeRun
+
+from flashckpt.commit.attempts import read_start
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.format.names import AttemptName
+from flashckpt.store import open_store
+from tests.commit.runs import commit, name_of
+
+pytestmark = pytest.mark.process
+
+Shell = Callable[..., Ended]
+
+
+@pytest.fixture
+def attempt(run: MadeRun) -> AttemptName:
+    """Has committed step 10, and step 20 at two boundaries."""
+    name = run.attempt()
+    for step, boundary in ((10, 10), (20, 20), (20, 21)):
+        assert commit(run.store, step, name, boundary=boundary)
+    return name
+
+
+def test_ls_names_the_boundaries_that_a_step_number_does_not(
+    run: MadeRun, shell: Shell, attempt: AttemptName
+) -> None:
+    lines = [line.split() for line in shell("ls", run.folder, "--all").out.splitlines()]
+    found = [line[:2] for line in lines if line[:1] in (["10"], ["20"])]
+    assert found == [["10", str(attempt)], ["20", f"{attempt}:20"], ["20", f"{attempt}:21"]]
+    rows = shell("ls", run.folder, "--json").json["steps"]
+    assert [(row["step"], row["boundary"]) for row in rows] == [(10, 10), (20, 20), (20, 21)]
+
+
+@pytest.mark.parametrize(("named", "boundary"), [("20", 21), ("20@{}", 21), ("20@{}:20", 20)])
+def test_a_command_takes_the_newest_or_the_named_boundary(
+    run: MadeRun, shell: Shell, attempt: AttemptName, tmp_path: Path, named: str, boundary: int
+) -> None:
+    step = named.format(attempt)
+    assert shell("show", run.folder, step, "--json").json["boundary"] == boundary
+    copied = shell("copy", run.folder, tmp_path / "copy", "--step", step, "--json").json["steps"]
+    assert [row["boundary"] for row in copied] == [boundary]
+    there = Catalogue.of(open_store(tmp_path / "copy")).commits
+    assert there == (name_of(20, attempt, boundary),)
+    assert shell("branch", run.folder, step, "--json").json["boundary"] == boundary
+    catalogue = Catalogue.of(run.store)
+    assert catalogue.newest_started is not None
+    start = read_start(run.store, catalogue.newest_started)
+    assert start is not None
+    assert start.parent == name_of(20, attempt, boundary).id
+    assert catalogue.visible()[-1] == name_of(20, attempt, boundary)
+
+
+def test_verify_reads_the_named_boundary(run: MadeRun, shell: Shell, attempt: AttemptName) -> None:
+    [shard] = (run.folder / name_of(20, attempt, 20).id.data_folder).glob("shard-*")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert shell("verify", run.folder, f"20@{attempt}:21").code == 0
+    ended = shell("verify", run.folder, f"20@{attempt}:20", "--json")
+    assert ended.code == 1
+    assert {file["boundary"] for file in ended.json["files"]} == {20}
+
+
+@pytest.mark.parametrize("name", ["20@{}:", "20@{}:x", "20@{}:-1", "20@:20", "20@{}:99999999999"])
+def test_a_name_that_is_none_is_wrong_usage(
+    run: MadeRun, shell: Shell, attempt: AttemptName, name: str
+) -> None:
+    assert shell("show", run.folder, name.format(attempt)).code == 2

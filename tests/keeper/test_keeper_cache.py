@@ -1,0 +1,1094 @@
+"""Snapshots in the cache of a node: on their way home, after deaths, and where it cannot be used."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt import _native
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.memory.cache_folder import LOCK_NAME, CacheFolder, cached_paths, open_cached
+from tests.events import ledger
+from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
+from tests.keeper.fake import FakeTrainer, content, keeper_pid, layout_for
+from tests.keeper.faulty import faulty_keeper
+
+KIB = 64
+
+
+@pytest.fixture
+def cache() -> Iterator[Path]:
+    """A folder on another device than the run."""
+    folder = Path(tempfile.mkdtemp(prefix="flashckpt-test-cache-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def attached(run: Path, runtime: Path, cache: Path, *, slots: int = 3, **options: Any) -> FakeTrainer:
+    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), **options)
+    trainer.start()
+    trainer.take_slots(slots)
+    return trainer
+
+
+def files_of(run: Path, runtime: Path, cache: Path) -> list[Path]:
+    identity = os.path.basename(runtime_of(run, runtime).path)
+    return [Path(each) for each in cached_paths(str(cache), identity)]
+
+
+def steps_in(run: Path, runtime: Path, cache: Path) -> list[int]:
+    """The steps of the cached slots, each of which is whole."""
+    found = []
+    for path in files_of(run, runtime, cache):
+        try:
+            slot = open_cached(str(path))
+        except FileNotFoundError:
+            continue  # removed since the listing
+        sealed = slot.sealed()
+        assert sealed is not None
+        if not slot.header.holds_constants:
+            layout = layout_for(KIB)
+            for leaf in layout.leaves:
+                start = slot.image_offset + layout.data_start + leaf.offset
+                assert os.pread(slot.image_descriptor, leaf.num_bytes, start) == content(leaf, sealed.step)
+            found.append(sealed.step)
+        slot.close()
+    return sorted(found)
+
+
+def wait_cached(trainer: FakeTrainer, *steps: int) -> None:
+    def has(status: Any) -> bool:
+        return status.cache is not None and {*steps} <= {each.step for each in status.cache.cached}
+
+    trainer.wait_for(has)
+
+
+def passed_by(run: Path) -> list[str]:
+    return [line["message"] for line in ledger(run) if line["event"] == "error" and line["what"] == "cache"]
+
+
+def reboot(runtime: Path) -> None:
+    """Everything in memory is gone."""
+    for entry in runtime.rglob("*"):
+        if not entry.is_dir():
+            entry.unlink(missing_ok=True)
+
+
+def test_snapshots_leave_memory_while_the_home_hangs(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, keep=10)
+    assert keeper_pid(trainer.folder) == keeper
+    for step in range(1, 8):  # three slots would be full
+        trainer.snapshot(step, persist=True)
+    wait_cached(trainer, *range(1, 8))
+    assert steps_in(run, runtime, cache) == [*range(1, 8)]
+    status = trainer.client.status()
+    assert status.committed == ()
+    assert [each.step for each in status.unsaved] == [*range(1, 8)]
+    (faults / "write.pause").unlink()
+    for step in range(1, 8):
+        trainer.wait_committed(step)
+    assert committed(run) == [*range(1, 8)]
+    newest = max(trainer.slots, key=lambda slot: slot.state().generation)
+    assert {slot.persisted for slot in trainer.slots if slot.asked} >= {newest.persisted}
+    eventually(lambda: steps_in(run, runtime, cache) == [7])
+    trainer.end()
+    eventually(lambda: not files_of(run, runtime, cache))
+    eventually(lambda: not list(cache.glob("*/*")))
+    assert not passed_by(run)
+
+
+def test_every_word_about_a_cached_snapshot_reaches_its_slot_in_memory(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    (faults / "write").write_text("1 5")
+    (faults / "write.long").touch()
+    trainer = attached(tmp_path / "run", runtime, cache)
+    slot, generation = trainer.snapshot(1, persist=True)
+    eventually(lambda: slot.failed == (generation, 5))
+    assert slot.cached == generation
+    assert slot.persisted != generation
+    status = trainer.client.status()
+    assert [each.generation for each in status.failures] == [generation]
+    assert status.failing == (1,)
+    trainer.client.status(awaited=True)
+    eventually(lambda: slot.persisted == generation)
+
+
+def test_what_is_not_asked_for_at_home_rests_in_the_cache(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, keep=10)
+    trainer.snapshot(1, persist=True)
+    for step in range(2, 13):
+        trainer.snapshot(step, persist=True, home=False)
+    eventually(lambda: steps_in(run, runtime, cache) == [1, 10, 11, 12])  # the newest few
+    status = trainer.client.status()
+    assert status.waiting == (1,)
+    assert [each.step for each in status.unsaved] == [1]
+    assert all(slot.home_ended == (0, 0) for slot in trainer.slots)
+    (faults / "write.pause").unlink()
+    trainer.wait_committed(1)
+    order = trainer.attempt.number, 1
+    eventually(lambda: all(slot.home_ended == order for slot in trainer.slots))
+    assert steps_in(run, runtime, cache) == [1, 10, 11, 12]
+    slot, generation = trainer.snapshot(13, persist=True, home=False)
+    eventually(lambda: slot.cached == generation)
+    slot.request_persist(generation)  # now it is
+    trainer.wait_committed(13)
+    assert committed(run) == [1, 13]
+    eventually(lambda: steps_in(run, runtime, cache) == [13])
+    trainer.end()
+    eventually(lambda: not list(cache.glob("*/*")))
+
+
+def test_what_is_not_asked_for_at_home_holds_no_slot_without_the_cache(
+    tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    trainer = attached(run, runtime, _as_a_file(cache))
+    for step in range(1, 9):
+        trainer.snapshot(step, persist=True, home=False)
+    assert trainer.client.status().waiting == ()
+    trainer.snapshot(9, persist=True)
+    trainer.wait_committed(9)
+    assert committed(run) == [9]
+    trainer.end()
+
+
+def test_what_is_not_asked_for_at_home_holds_no_slot_in_a_cache_that_hangs(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "cache.pause").touch()
+    trainer = attached(run, runtime, cache, slots=2)
+    for step in range(1, 6):
+        trainer.snapshot(step, persist=True, home=False)
+    trainer.snapshot(6, persist=True)
+    trainer.wait_committed(6)
+    assert committed(run) == [6]
+    (faults / "cache.pause").unlink()
+    trainer.end()
+
+
+def test_what_is_not_asked_for_at_home_holds_no_slot_once_its_file_is_gone(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache)
+    trainer.snapshot(1, persist=True)
+    for step in (2, 3, 4):
+        trainer.snapshot(step, persist=True, home=False)
+    wait_cached(trainer, 1, 2, 3, 4)
+    shutil.rmtree(cache)
+    eventually(lambda: passed_by(run))
+    for step in range(5, 10):
+        trainer.snapshot(step, persist=True, home=False)
+    (faults / "write.pause").unlink()
+    trainer.wait_committed(1)  # from its file, which is open
+    assert committed(run) == [1]
+    trainer.end()
+
+
+def test_what_fails_at_home_stays_until_a_few_newer_ones_are_cached(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    """Other ranks may not have the newest in their caches yet."""
+    run = tmp_path / "run"
+    (faults / "write").write_text("1000 5")
+    (faults / "write.long").touch()
+    trainer = attached(run, runtime, cache)
+    for step in range(1, 7):
+        slot, generation = trainer.snapshot(10 * step, persist=True)
+        eventually(lambda slot=slot, generation=generation: slot.failed[0] == slot.cached == generation)
+        for other in (1, 2, 3):
+            trainer.snapshot(10 * step + other)
+    wait_cached(trainer, 60)
+    eventually(lambda: steps_in(run, runtime, cache) == [40, 50, 60])
+    assert committed(run) == []
+    trainer.end()
+
+
+def test_a_commit_from_memory_makes_what_is_older_in_the_cache_useless(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    one = 2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)
+    trainer = attached(run, runtime, cache, cache_limit=one + 100)
+    trainer.snapshot(1, persist=True, home=False)
+    wait_cached(trainer, 1)
+    trainer.snapshot(2, persist=True)
+    trainer.wait_committed(2)
+    assert "cache_limit" in passed_by(run)[0]
+    eventually(lambda: not files_of(run, runtime, cache))
+    trainer.end()
+    eventually(lambda: not list(cache.glob("*/*")))
+
+
+def test_the_newest_goes_home_after_a_reboot(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    """Also where nobody has asked for it there: another layout may need it."""
+    run = tmp_path / "run"
+    with faulty_keeper(run, runtime, faults):
+        job = Process(run, runtime, kib=KIB, cache=str(cache))
+        job.do("start", "", 0, None)
+        job.do("slots")
+        for step in (1, 2, 3):
+            job.do("snapshot", step, True, False)
+        eventually(lambda: steps_in(run, runtime, cache) == [1, 2, 3])
+        reboot(runtime)
+        job.kill()
+    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache))
+    assert cached_steps(trainer)[-1] == 3
+    eventually(lambda: committed(run) == [3])
+    eventually(lambda: steps_in(run, runtime, cache) == [3])
+    trainer.start(AttemptName.parse(job.attempt), 3, "cache")
+    trainer.wait_committed(3)
+    trainer.end()
+
+
+@pytest.mark.parametrize("is_rebooted", [False, True])
+def test_what_was_cached_outlives_trainer_keeper_and_memory(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path, is_rebooted: bool
+) -> None:
+    run = tmp_path / "run"
+    with faulty_keeper(run, runtime, faults) as process:
+        (faults / "write.pause").touch()
+        job = Process(run, runtime, kib=KIB, cache=str(cache))
+        job.do("start", "", 0, None)
+        job.do("slots")
+        for step in (1, 2, 3, 4, 5):
+            job.do("snapshot", step, True)
+        eventually(lambda: steps_in(run, runtime, cache) == [1, 2, 3, 4, 5])
+        job.kill()
+        process.kill()
+        process.wait()
+    if is_rebooted:
+        reboot(runtime)
+    assert committed(run) == []
+    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=10)
+    slots = [grant.open(map_image=False) for grant in trainer.client.surviving()]
+    found = [each.sealed() for each in slots]
+    assert sorted(each.step for each in found if each is not None and each.slot.is_cached) == [1, 2, 3, 4, 5]
+    assert all(each.is_cached for each in slots) is is_rebooted
+    for slot in slots:
+        slot.close()
+    trainer.start(AttemptName.parse(job.attempt), 5, "cache")
+    eventually(lambda: committed(run) == [1, 2, 3, 4, 5])
+    assert [line for line in told(run, "adopt", 1) if line["kind"] == "cache"]
+    trainer.take_slots()
+    trainer.snapshot(6, persist=True)
+    trainer.wait_committed(6)
+    trainer.end()
+
+
+def test_a_keeper_that_comes_after_another_goes_on_from_the_cache(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    with faulty_keeper(run, runtime, faults):
+        (faults / "write.pause").touch()
+        trainer = attached(run, runtime, cache, keep=10)
+        slots = [trainer.snapshot(step, persist=True) for step in (1, 2, 3, 4, 5)]
+        wait_cached(trainer, 1, 2, 3, 4, 5)
+    trainer.client.tend()
+    for step in (1, 2, 3, 4, 5):
+        trainer.wait_committed(step)
+    slot, generation = slots[-1]
+    eventually(lambda: (slot.persisted, slot.cached) == (generation, generation))
+    assert committed(run) == [1, 2, 3, 4, 5]
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("harm", ["flipped", "cut"])
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_damage_in_the_cache_never_reaches_the_home(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path, harm: str, is_in_memory: bool
+) -> None:
+    run = tmp_path / "run"
+    with faulty_keeper(run, runtime, faults):
+        (faults / "write.pause").touch()
+        trainer = attached(run, runtime, cache, keep=10)
+        trainer.snapshot(1, persist=True)
+        eventually((faults / "write.paused").exists)
+        first = set(files_of(run, runtime, cache))
+        slot, generation = trainer.snapshot(2, persist=True)
+        wait_cached(trainer, 1, 2)
+        (path,) = set(files_of(run, runtime, cache)) - first
+        if harm == "flipped":
+            flip(path, slot.image_offset + trainer.layout.data_start + 5)
+        else:
+            os.truncate(path, slot.image_offset + 4096)
+        if not is_in_memory:
+            for step in (3, 4, 5):
+                trainer.snapshot(step, persist=True)
+        (faults / "write.pause").unlink()
+        if is_in_memory:
+            eventually(lambda: slot.persisted == generation)
+            assert committed(run) == [1, 2]
+            assert trainer.client.status().torn == ()
+        else:
+            trainer.wait_committed(5)
+            assert committed(run) == [1, 3, 4, 5]
+            assert [each.step for each in trainer.client.status().torn] == [2]
+        eventually(lambda: any("is damaged" in each for each in passed_by(run)))
+        trainer.end()
+
+
+def test_a_request_for_the_home_ends_when_its_only_copy_is_lost(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, keep=10)
+    trainer.snapshot(1, persist=True)
+    eventually((faults / "write.paused").exists)
+    first = set(files_of(run, runtime, cache))
+    slot, _ = trainer.snapshot(2, persist=True)
+    wait_cached(trainer, 1, 2)
+    (path,) = set(files_of(run, runtime, cache)) - first
+    flip(path, slot.image_offset + trainer.layout.data_start + 5)
+    for step in (3, 4, 5):  # in the slots of the others
+        trainer.snapshot(step, persist=True, home=False)
+    wait_cached(trainer, 3, 4, 5)
+    (faults / "write.pause").unlink()
+    order = trainer.attempt.number, 2
+    eventually(lambda: all(slot.home_ended == order for slot in trainer.slots))
+    assert committed(run) == [1]
+    trainer.end()
+
+
+def test_a_cached_image_that_cannot_be_read_is_dropped(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, keep=10)
+    trainer.snapshot(1, persist=True)
+    eventually((faults / "write.paused").exists)
+    trainer.snapshot(2, persist=True)
+    wait_cached(trainer, 1, 2)
+    (faults / "cache.eio").touch()
+    (faults / "write.pause").unlink()
+    trainer.wait_committed(2)  # from memory
+    eventually(lambda: any("cannot be read" in each for each in passed_by(run)))
+    assert committed(run) == [1, 2]
+    assert keeper_pid(trainer.folder) == keeper
+    trainer.end()
+
+
+def test_a_cache_that_hangs_is_passed_by(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "cache.pause").touch()
+    trainer = attached(run, runtime, cache, keep=10)
+    for step in (1, 2, 3, 4, 5):
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+    eventually(lambda: any("nothing for" in each for each in passed_by(run)))
+    assert committed(run) == [1, 2, 3, 4, 5]
+    (faults / "cache.pause").unlink()
+
+    def is_cached() -> bool:
+        trainer.snapshot(trainer.client.status().newest_committed + 1, persist=True)  # type: ignore[operator]
+        return bool(steps_in(run, runtime, cache))
+
+    eventually(is_cached)
+    trainer.end()
+
+
+def test_a_disk_that_fails_for_a_moment_loses_nothing(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, keep=20)
+    for step in range(1, 8):
+        trainer.snapshot(step, persist=True)
+    wait_cached(trainer, *range(1, 8))
+    (faults / "cache.eio").touch()
+    (faults / "write.pause").unlink()
+    trainer.wait_committed(1)  # it was being written
+    eventually(lambda: trainer.client.status().failing)
+    assert files_of(run, runtime, cache)
+    (faults / "cache.eio").unlink()
+    eventually(lambda: trainer.client.status(awaited=True).waiting == ())
+    assert committed(run) == [*range(1, 8)]
+    assert trainer.client.status().torn == ()
+    trainer.end()
+
+
+class Ranks:
+    """Two ranks of a node, in this process."""
+
+    def __init__(self, run: Path, runtime: Path, cache: Path, **options: Any) -> None:
+        about: dict[str, Any] = {"kib": KIB, "keep": 10, "world": 2, "ranks": (0, 1), **options}
+        first = FakeTrainer(run, runtime, rank=0, cache=str(cache), **about)
+        second = FakeTrainer(run, runtime, rank=1, cache=str(cache), join=str(first.attempt), **about)
+        self.trainers = [first, second]
+
+    def begin(self, parent: AttemptName | None = None, step: int = 0) -> None:
+        for trainer in self.trainers:
+            trainer.start(parent, step, "cache")
+        for trainer in self.trainers:
+            trainer.take_slots()
+
+    def snapshot(self, step: int) -> None:
+        for trainer in self.trainers:
+            trainer.snapshot(step, persist=True)
+        for trainer in self.trainers:
+            trainer.ring.set_complete(trainer.attempt.number, step)
+
+
+def test_the_ranks_of_a_node_go_home_from_the_cache_together(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    with faulty_keeper(run, runtime, faults):
+        (faults / "write.pause").touch()
+        ranks = Ranks(run, runtime, cache)
+        ranks.begin()
+        for step in range(1, 8):
+            ranks.snapshot(step)
+        wait_cached(ranks.trainers[0], *range(1, 8))
+        assert steps_in(run, runtime, cache) == sorted([*range(1, 8)] * 2)
+        attempt = ranks.trainers[0].attempt
+        for trainer in ranks.trainers:
+            trainer.close()
+    reboot(runtime)
+    again = Ranks(run, runtime, cache)
+    snapshot = SnapshotId(attempt, 7)
+    (other,) = again.trainers[0].client.of_same_boundary(snapshot)
+    assert (other.rank, other.is_cached) == (1, True)
+    other.close()
+    again.begin(attempt, 7)
+    for trainer in again.trainers:
+        trainer.wait_committed(7)
+    eventually(lambda: committed(run) == [*range(1, 8)])
+    eventually(lambda: steps_in(run, runtime, cache) == [7, 7])
+    again.snapshot(8)
+    again.trainers[0].wait_committed(8)
+    for trainer in again.trainers:
+        trainer.end()
+    eventually(lambda: not list(cache.glob("*/*")))
+
+
+def test_a_step_may_be_cached_on_one_rank_and_passed_by_on_another(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    one = 2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)
+    (faults / "write.pause").touch()
+    ranks = Ranks(run, runtime, cache, cache_limit=3 * one + 100)
+    ranks.begin()
+    ranks.snapshot(1)
+    ranks.snapshot(2)
+    eventually(lambda: passed_by(run))
+    assert steps_in(run, runtime, cache) == [1, 1, 2]
+    (faults / "write.pause").unlink()
+    for step in (1, 2):
+        ranks.trainers[1].wait_committed(step)
+    assert committed(run) == [1, 2]
+    for trainer in ranks.trainers:
+        assert {slot.persisted for slot in trainer.slots} >= {slot.asked for slot in trainer.slots}
+        trainer.end()
+
+
+def test_files_of_several_ranks_may_go_while_a_step_is_gathered(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    ranks = Ranks(run, runtime, cache)
+    ranks.begin()
+    for step in (1, 2, 3):
+        ranks.snapshot(step)
+    wait_cached(ranks.trainers[0], 1, 2, 3)
+    ranks.trainers[0].snapshot(4, persist=True)  # it is pinned until the other rank has it
+    eventually(lambda: steps_in(run, runtime, cache).count(4) == 1)
+    for path in files_of(run, runtime, cache):
+        path.unlink()
+    eventually(lambda: passed_by(run))
+    (faults / "write.pause").unlink()
+    ranks.trainers[1].snapshot(4, persist=True)
+    for step in (1, 2, 3, 4):
+        ranks.trainers[0].wait_committed(step)
+    assert keeper_pid(ranks.trainers[0].folder) == keeper
+    assert committed(run) == [1, 2, 3, 4]
+    for trainer in ranks.trainers:
+        trainer.end()
+
+
+def test_what_can_never_be_committed_leaves_the_cache(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    """A rank has passed the boundary of a snapshot that the other one has."""
+    run = tmp_path / "run"
+    ranks = Ranks(run, runtime, cache)
+    ranks.begin()
+    slot, generation = ranks.trainers[0].snapshot(1, persist=True)
+    eventually(lambda: slot.cached == generation)
+    ranks.trainers[1].snapshot(2, persist=True)
+    eventually(lambda: slot.failed[0] == generation)
+    eventually(lambda: slot.cached == 0)
+    ranks.trainers[0].snapshot(2, persist=True)
+    ranks.trainers[0].wait_committed(2)
+    assert committed(run) == [2]
+    eventually(lambda: steps_in(run, runtime, cache) == [2, 2])
+    assert slot.failed[0] == generation
+    for trainer in ranks.trainers:
+        trainer.end()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
+def test_after_a_reboot_two_nodes_save_the_newest_that_both_have(
+    is_late: bool, tmp_path: Path, runtime: Path, other_node: Path, cache: Path
+) -> None:
+    """`is_late`: when it is cached all ranks have newer ones in memory, which no cache has."""
+    run, nodes = tmp_path / "run", {cache / "one": runtime, cache / "two": other_node}
+    for place in nodes:
+        place.mkdir()
+    about: dict[str, Any] = {"kib": KIB, "world": 2, "keep": 10}
+    trainers: list[FakeTrainer] = []
+
+    def begin() -> list[FakeTrainer]:
+        join = ""
+        found = []
+        for rank, (place, base) in enumerate(nodes.items()):
+            found.append(FakeTrainer(run, base, rank=rank, cache=str(place), join=join, **about))
+            join = str(found[0].attempt)
+        return found
+
+    trainers = begin()
+    attempt = trainers[0].attempt
+    for trainer in trainers:
+        trainer.start()
+        trainer.take_slots()
+    for step in (1, 2):
+        for trainer in trainers:
+            trainer.snapshot(step, persist=True, home=False)
+        for trainer in trainers:
+            trainer.ring.set_complete(attempt.number, 9 if is_late else step)
+    trainers[0].snapshot(3, persist=True, home=False)
+    for place, base in nodes.items():
+        wanted = 3 if base is runtime else 2
+        eventually(lambda place=place, base=base, wanted=wanted: wanted in steps_in(run, base, place))
+    assert committed(run) == []
+    for trainer in trainers:
+        kill_keeper(trainer.folder)
+        trainer.close()
+        reboot(Path(trainer.folder.path).parents[1])
+    again = begin()
+    for trainer in again:
+        trainer.client.surviving()
+    eventually(lambda: 2 in committed(run))
+    for trainer in again:
+        trainer.start(attempt, 2, "cache")
+    for trainer in again:
+        trainer.end()
+
+
+def test_what_waits_for_another_node_goes_once_a_newer_step_is_committed(
+    tmp_path: Path, runtime: Path, other_node: Path, cache: Path
+) -> None:
+    run, caches = tmp_path / "run", (cache / "one", cache / "two")
+    for place in caches:
+        place.mkdir()
+    about: dict[str, Any] = {"kib": KIB, "world": 2, "keep": 10}
+    first = FakeTrainer(run, runtime, cache=str(caches[0]), **about)
+    second = FakeTrainer(run, other_node, cache=str(caches[1]), rank=1, join=str(first.attempt), **about)
+    for trainer in (first, second):
+        trainer.start()
+        trainer.take_slots()
+    first.snapshot(1, persist=True)
+    first.wait_for(lambda status: status.for_others == (1,))
+    assert steps_in(run, runtime, caches[0]) == [1]
+    first.snapshot(2, persist=True)
+    second.snapshot(2, persist=True)
+    for trainer in (first, second):
+        trainer.wait_committed(2)
+    eventually(lambda: steps_in(run, runtime, caches[0]) == [2])
+    assert steps_in(run, other_node, caches[1]) == [2]
+    assert committed(run) == [2]
+    for trainer in (first, second):
+        trainer.end()
+    eventually(lambda: not list(cache.glob("*/*/*")))
+
+
+@pytest.mark.parametrize("place", ["header", "record", "metadata", "short"])
+def test_a_damaged_file_is_not_taken_up(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path, place: str
+) -> None:
+    run = tmp_path / "run"
+    with faulty_keeper(run, runtime, faults):
+        (faults / "write.pause").touch()
+        job = Process(run, runtime, kib=KIB, cache=str(cache))
+        job.do("start", "", 0, None)
+        job.do("slots")
+        job.do("snapshot", 1, True)
+        eventually(lambda: steps_in(run, runtime, cache) == [1])
+        (first,) = files_of(run, runtime, cache)
+        job.do("snapshot", 2, True)
+        eventually(lambda: steps_in(run, runtime, cache) == [1, 2])
+        job.kill()
+    reboot(runtime)
+    if place == "short":
+        os.truncate(first, first.stat().st_size - 1)
+    else:
+        flip(first, {"header": 20, "record": 800, "metadata": 4096 + 70}[place])
+    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=10)
+    grants = trainer.client.surviving()
+    assert [grant.kind for grant in grants] == ["cache"]
+    assert not first.exists()
+    trainer.start(AttemptName.parse(job.attempt), 2, "cache")
+    trainer.wait_committed(2)
+    assert committed(run) == [2]
+    trainer.end()
+
+
+@pytest.mark.parametrize("offset", [320, 384, 672])
+def test_a_flipped_word_keeps_nothing_from_the_home(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path, offset: int
+) -> None:
+    """Of what a file says beside its record nothing is believed: asked for, persisted, newest complete."""
+    run = tmp_path / "run"
+    with faulty_keeper(run, runtime, faults):
+        (faults / "write.pause").touch()
+        job = Process(run, runtime, kib=KIB, cache=str(cache))
+        job.do("start", "", 0, None)
+        job.do("slots")
+        job.do("snapshot", 1, True)
+        eventually(lambda: steps_in(run, runtime, cache) == [1])
+        (path,) = files_of(run, runtime, cache)
+        job.do("snapshot", 2, True)
+        eventually(lambda: steps_in(run, runtime, cache) == [1, 2])
+        job.kill()
+    reboot(runtime)
+    flip(path, offset)  # its generation is 1
+    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache))
+    trainer.start(AttemptName.parse(job.attempt), 2, "cache")
+    eventually(lambda: committed(run) == [1, 2])
+    trainer.end()
+
+
+def test_the_cache_may_go_while_it_is_used(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, keep=20)
+    for step in range(1, 6):
+        trainer.snapshot(step, persist=True)
+    wait_cached(trainer, 1, 2, 3, 4, 5)
+    shutil.rmtree(cache)
+    eventually(lambda: passed_by(run))
+    (faults / "write.pause").unlink()
+    for step in range(1, 6):  # some of them have no file any more, but one that is open
+        trainer.wait_committed(step)
+    for step in range(6, 9):
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+    assert committed(run) == [*range(1, 9)]
+    cache.mkdir(exist_ok=True)
+    step = 9
+
+    def is_cached_again() -> bool:
+        nonlocal step
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+        step += 1
+        return bool(files_of(run, runtime, cache))
+
+    eventually(is_cached_again)
+    trainer.end()
+
+
+def test_with_the_limit_reached_what_is_committed_goes_then_it_is_passed_by(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    one = 2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)
+    trainer = attached(run, runtime, cache, keep=20, cache_limit=2 * one + 100)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    eventually(lambda: steps_in(run, runtime, cache) == [1])
+    (faults / "write.pause").touch()
+    trainer.snapshot(2, persist=True)
+    trainer.snapshot(3, persist=True)
+    eventually(lambda: steps_in(run, runtime, cache) == [2, 3])
+    slot, generation = trainer.snapshot(4, persist=True)
+    eventually(lambda: passed_by(run))
+    assert "cache_limit" in passed_by(run)[0]
+    assert slot.cached != generation
+    (faults / "write.pause").unlink()
+    for step in (1, 2, 3, 4):
+        trainer.wait_committed(step)
+    assert committed(run) == [1, 2, 3, 4]
+    trainer.end()
+
+
+def test_the_newest_has_the_space_of_older_ones_that_are_not_asked_for_at_home(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    one = 2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, keep=20, cache_limit=3 * one + 100)
+    trainer.snapshot(1, persist=True)
+    for step in range(2, 8):
+        trainer.snapshot(step, persist=True, home=False)
+        wait_cached(trainer, 1, step)
+    assert steps_in(run, runtime, cache) == [1, 6, 7]
+    assert not passed_by(run)
+    (faults / "write.pause").unlink()
+    trainer.wait_committed(1)
+    trainer.end()
+
+
+def _as_a_file(cache: Path) -> Path:
+    (cache / "file").touch()
+    return cache / "file"
+
+
+def _with_a_link(cache: Path) -> Path:
+    (cache / "other").mkdir()
+    (cache / f"flashckpt-{os.geteuid()}").symlink_to(cache / "other")
+    return cache
+
+
+def _with_another_mode(cache: Path) -> Path:
+    (cache / f"flashckpt-{os.geteuid()}").mkdir(0o755)
+    return cache
+
+
+def _not_there(cache: Path) -> Path:
+    """As below the mount point of a disk that is not mounted."""
+    return cache / "cache"
+
+
+@pytest.mark.parametrize("made", [_as_a_file, _with_a_link, _with_another_mode, _not_there])
+def test_a_cache_that_is_none_is_passed_by(
+    tmp_path: Path, runtime: Path, cache: Path, made: Callable[[Path], Path]
+) -> None:
+    run = tmp_path / "run"
+    trainer = attached(run, runtime, made(cache))
+    for step in (1, 2):
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+    assert committed(run) == [1, 2]
+    eventually(lambda: passed_by(run))
+    status = trainer.client.status()
+    assert status.cache is not None
+    assert status.cache.error
+    trainer.end()
+
+
+def test_a_cache_on_the_home_s_disk_is_passed_by(tmp_path: Path, runtime: Path) -> None:
+    run, beside = tmp_path / "run", tmp_path / "cache"
+    beside.mkdir()
+    trainer = attached(run, runtime, beside)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    eventually(lambda: passed_by(run))
+    assert "same disk" in passed_by(run)[0]
+    assert not list(beside.iterdir())
+    trainer.end()
+
+
+def test_a_keeper_whose_folder_another_one_holds_passes_it_by(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    identity = os.path.basename(runtime_of(run, runtime).path)
+    other = CacheFolder.open(str(cache), identity)
+    faults.mkdir()
+    (faults / "cache.impatient").touch()
+    with faulty_keeper(run, runtime, faults):
+        trainer = attached(run, runtime, cache)
+        trainer.snapshot(1, persist=True)
+        trainer.wait_committed(1)
+        eventually(lambda: passed_by(run))
+        assert "Another keeper" in passed_by(run)[0]
+        assert os.listdir(other.path) == [LOCK_NAME]
+        other.close()
+
+        def is_cached() -> bool:
+            trainer.snapshot(trainer.wait_for(lambda status: True).newest_committed + 1, persist=True)
+            return bool(files_of(run, runtime, cache))
+
+        eventually(is_cached)
+        trainer.end()
+
+
+def cached_steps(trainer: FakeTrainer) -> list[int]:
+    """Of what survived in the cache."""
+    slots = [grant.open() for grant in trainer.client.surviving() if grant.kind == "cache"]
+    found = [each.sealed() for each in slots if not each.header.holds_constants]
+    for slot in slots:
+        slot.close()
+    return sorted(each.step for each in found if each is not None)
+
+
+def test_a_start_waits_for_a_lock_that_is_let_go(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    """Of a keeper that is ending."""
+    run = tmp_path / "run"
+    job, path = left_in_the_cache(run, runtime, cache, faults)
+    other = CacheFolder.open(str(cache), path.parent.name)
+    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache))
+    found: list[int] = []
+    asking = threading.Thread(target=lambda: found.extend(cached_steps(trainer)))
+    asking.start()
+    asking.join(1)
+    assert asking.is_alive()
+    other.close()
+    asking.join()
+    assert found == [1]
+    trainer.start(AttemptName.parse(job), 1, "cache")
+    trainer.wait_committed(1)
+    trainer.end()
+
+
+def test_a_cache_that_is_taken_up_late_asks_for_nothing_of_a_run_that_trains(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    _, path = left_in_the_cache(run, runtime, cache, faults)
+    (faults / "cache.impatient").touch()
+    other = CacheFolder.open(str(cache), path.parent.name)
+    with faulty_keeper(run, runtime, faults):
+        trainer = attached(run, runtime, cache)
+        slot, generation = trainer.snapshot(5)
+        eventually(lambda: passed_by(run))
+        other.close()
+        eventually(lambda: any(line.get("kind") == "cache" for line in ledger(run)))
+        assert trainer.client.status().waiting in ((), (1,))
+        assert slot.asked != generation
+        trainer.end()
+
+
+def left_in_the_cache(run: Path, runtime: Path, cache: Path, faults: Path) -> tuple[str, Path]:
+    """An attempt that died, of which the cache alone has something: step 1. Its name, and the file."""
+    with faulty_keeper(run, runtime, faults):
+        (faults / "write.pause").touch()
+        job = Process(run, runtime, kib=KIB, cache=str(cache))
+        job.do("start", "", 0, None)
+        job.do("slots")
+        job.do("snapshot", 1, True)
+        eventually(lambda: steps_in(run, runtime, cache) == [1])
+        job.kill()
+    reboot(runtime)
+    (path,) = files_of(run, runtime, cache)
+    return job.attempt, path
+
+
+def test_a_file_of_another_version_is_left_alone(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    _, path = left_in_the_cache(run, runtime, cache, faults)
+    with open(path, "r+b") as file:
+        head = bytearray(file.read(256))
+        head[8] = 2
+        head[240:] = _native.xxh3_128(bytes(head[:240]))
+        file.seek(0)
+        file.write(head)
+    trainer = attached(run, runtime, cache)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    eventually(lambda: any("version 2" in each for each in passed_by(run)))
+    folder = trainer.folder
+    trainer.end()
+    eventually(lambda: keeper_pid(folder) is None)
+    assert files_of(run, runtime, cache) == [path]
+
+
+def test_constants_whose_file_was_removed_are_cached_again(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    """A cleaner removes what is old."""
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, constants_kib=32, keep=20)
+    for step in (1, 2, 3, 4, 5):
+        trainer.snapshot(step, persist=True)
+    wait_cached(trainer, 1, 2, 3, 4, 5)
+    (constants,) = [each for each in files_of(run, runtime, cache) if "constants" in each.name]
+    constants.unlink()
+    eventually(lambda: passed_by(run))
+    (faults / "write.pause").unlink()
+    step = 5
+
+    def is_there_again() -> bool:
+        nonlocal step
+        step += 1
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+        return constants.exists()
+
+    eventually(is_there_again)
+    trainer.end()
+
+
+def test_constants_whose_record_is_damaged_end_no_keeper(
+    keeper: int, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    trainer = attached(run, runtime, cache, constants_kib=32)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    for path in files_of(run, runtime, cache):
+        path.unlink()
+    eventually(lambda: passed_by(run))
+    assert trainer.region is not None
+    digests = trainer._region_digests()
+    trainer._region_digests = lambda: digests  # type: ignore[method-assign]
+    os.pwrite(trainer.region.descriptor, b"\xff", 768 + 40)
+    trainer.snapshot(2, persist=True)
+    trainer.wait_committed(2)  # an instance of them stands already
+    assert keeper_pid(trainer.folder) == keeper
+
+
+def test_the_cache_stays_while_it_has_what_waits_for_another_node(
+    tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    trainer = attached(run, runtime, cache, world=2)
+    trainer.snapshot(1, persist=True)
+    trainer.wait_for(lambda status: status.for_others == (1,))
+    folder = trainer.folder
+    trainer.end()
+    eventually(lambda: keeper_pid(folder) is None)
+    assert steps_in(run, runtime, cache) == [1]
+
+
+def test_two_runs_share_a_cache(tmp_path: Path, runtime: Path, cache: Path) -> None:
+    trainers = [attached(tmp_path / name, runtime, cache) for name in ("one", "two")]
+    for trainer in trainers:
+        trainer.snapshot(1, persist=True)
+        trainer.wait_committed(1)
+    for trainer in trainers:
+        assert steps_in(trainer.run, runtime, cache) == [1]
+    trainers[0].end()
+    eventually(lambda: not files_of(tmp_path / "one", runtime, cache))
+    assert steps_in(tmp_path / "two", runtime, cache) == [1]
+    trainers[1].end()
+
+
+def test_constants_are_cached_once_and_come_back(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    with faulty_keeper(run, runtime, faults):
+        (faults / "write.pause").touch()
+        job = Process(run, runtime, kib=KIB, cache=str(cache), constants_kib=32)
+        job.do("start", "", 0, None)
+        job.do("slots")
+        for step in (1, 2, 3):
+            job.do("snapshot", step, True)
+        eventually(lambda: steps_in(run, runtime, cache) == [1, 2, 3])
+        assert sum("constants" in path.name for path in files_of(run, runtime, cache)) == 1
+        job.kill()
+    reboot(runtime)
+    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=10)
+    assert [grant.holds_constants for grant in trainer.client.surviving()].count(True) == 1
+    trainer.start(AttemptName.parse(job.attempt), 3, "cache")
+    trainer.wait_committed(3)
+    eventually(lambda: committed(run) == [1, 2, 3])
+    trainer.end()
+
+
+@pytest.mark.parametrize("point", ["cache.pinned", "cache.written", "cache.named"])
+def test_a_keeper_killed_around_the_copy_loses_nothing(
+    tmp_path: Path, runtime: Path, cache: Path, point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", point)
+    trainer = attached(run, runtime, cache, keep=10)
+    pid = keeper_pid(trainer.folder)
+    trainer.snapshot(1, persist=True)
+    eventually(lambda: keeper_pid(trainer.folder) != pid)
+    monkeypatch.delenv("FLASHCKPT_CRASH_AT")
+    trainer.client.tend()
+    trainer.wait_committed(1)
+    assert committed(run) == [1]
+    # The next keeper may have persisted it from memory, before it was told of a cache.
+    assert steps_in(run, runtime, cache) in ([], [1])
+    trainer.snapshot(2, persist=True)
+    trainer.wait_committed(2)
+    eventually(lambda: steps_in(run, runtime, cache) == [2])
+    (folder,) = {path.parent for path in files_of(run, runtime, cache)}
+    assert len(os.listdir(folder)) == 2
+    trainer.end()
+
+
+def test_after_a_death_the_folder_stays_and_what_is_committed_is_not_written_again(
+    tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    job = Process(run, runtime, kib=KIB, cache=str(cache), keep=1, linger_s=0.1)
+    job.do("start", "", 0, None)
+    job.do("slots")
+    for step in (1, 2):
+        job.do("snapshot", step, True)
+        job.do("committed", step)
+    eventually(lambda: steps_in(run, runtime, cache) == [2])
+    job.kill()
+    folder = runtime_of(run, runtime)
+    eventually(lambda: keeper_pid(folder) is None)
+    assert steps_in(run, runtime, cache) == [2]
+    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=1)
+    assert [grant.kind for grant in trainer.client.surviving()] == ["cache"]
+    assert trainer.client.status().waiting == ()
+    (path,) = files_of(run, runtime, cache)
+    with contextlib.closing(open_cached(str(path))) as slot:
+        assert slot.persisted == slot.state().generation
+    trainer.start(AttemptName.parse(job.attempt), 2, "cache")
+    assert len([line for line in ledger(run) if line["event"] == "persist"]) == 2
+    trainer.end()
+
+
+def test_the_keeper_says_what_its_cache_holds(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
+) -> None:
+    run = tmp_path / "run"
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, cache_limit=1 << 30)
+    for step in (1, 2):
+        trainer.snapshot(step, persist=True)
+    wait_cached(trainer, 1, 2)
+    found = trainer.client.call({"op": "describe"})["keeper"]
+    said = found["cache"]
+    (path,) = {str(each.parent) for each in files_of(run, runtime, cache)}
+    num_bytes = said.pop("num_bytes")
+    assert said == {"path": path, "newest_step": 2, "unsaved": [1, 2]}
+    assert num_bytes >= 2 * layout_for(KIB).num_bytes
+    assert found["is_saving"] is True
+    assert [row["step"] for row in found["regions"] if row["kind"] == "cache"] == [1, 2]
+    (faults / "write.pause").unlink()
+    trainer.wait_committed(2)
+    trainer.end()

@@ -1,0 +1,149 @@
+"""Which steps are tried by all ranks, in which order: what each can read, from wherever it has it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt.commit.choice import Choice, History, Offer, RankOffers, choose
+from flashckpt.errors import MismatchError, UnusableRunError
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.ranks.agreement import RanksAgreement, verdict
+from flashckpt.ranks.job import Job
+from flashckpt.restore.step_choice import Proposal, StepChoice
+from tests.commit.runs import attempt_at, commit, name_of, new_run
+from tests.ranks.together import LIMIT_S, each_rank
+
+A = AttemptName(1, "aaaaaaaa")
+
+
+def test_rank_0_decides_by_the_offers_of_all_and_all_hear_it() -> None:
+    heard = list[list[RankOffers]]()
+    offers = Offer(id=SnapshotId(A, 6), step=6, world=2), Offer(id=SnapshotId(A, 7), step=7, world=2)
+
+    def decide(rows: Sequence[RankOffers]) -> Choice:
+        heard.append(list(rows))
+        return choose(rows, History(url="run", lineage=(SnapshotId(A, 9),)), is_saved=True)
+
+    def operation(job: Job) -> Any:
+        mine = RankOffers.of(job.rank, f"host{job.rank}", offers[: 1 + job.rank])
+        return RanksAgreement(job).choose(mine, decide)
+
+    first, second = each_rank(2, operation)
+    assert first == second
+    assert [each.step for each in first.candidates] == [6]
+    assert ["rank 0 cannot read it" in str(each) for each in first.passed_over] == [True]
+    [rows] = heard
+    assert [(row.rank, row.host, len(row.offers)) for row in rows] == [(0, "host0", 1), (1, "host1", 2)]
+
+
+def test_what_is_refused_is_refused_on_all_ranks() -> None:
+    def decide(rows: Sequence[RankOffers]) -> Choice:
+        raise UnusableRunError("the home has lost records")
+
+    def operation(job: Job) -> Any:
+        return job.together(
+            "loading", lambda: RanksAgreement(job).choose(RankOffers(job.rank, "host"), decide)
+        )
+
+    assert [type(each) for each in each_rank(2, operation)] == [UnusableRunError] * 2
+
+
+def test_a_step_is_taken_where_all_could_load_it() -> None:
+    def proposals(*could: bool) -> list[dict[str, object]]:
+        return [{"could": each, "reason": "" if each else "damaged", "untaken": [0, 1, []]} for each in could]
+
+    assert verdict(proposals(True, True, True)) == ""
+    assert verdict(proposals(True, False, True)) == "rank 1 could not load it: damaged"
+    assert "2 ranks" in verdict(proposals(False, False, True))
+
+
+def test_leaves_that_no_rank_has_a_place_for_are_another_models() -> None:
+    def proposals(*untaken: list[object]) -> list[dict[str, object]]:
+        return [{"could": True, "reason": "", "untaken": each} for each in untaken]
+
+    lost: list[object] = [2, 77, ["model.b", "model.w"]]
+    with pytest.raises(MismatchError, match=r"2 of its leaves .* \(model\.b, model\.w\)"):
+        verdict(proposals(lost, lost))
+    assert verdict(proposals(lost, [2, 78, ["model.c"]])) == "", "what one leaves another takes: stages"
+    assert verdict(proposals(lost, [0, 1, []])) == ""
+
+
+@pytest.mark.parametrize("lost", [[], ["model.c"]])
+def test_what_every_rank_leaves_to_others_is_another_models(lost: list[str]) -> None:
+    """The edge of a pipeline's stages was moved on to rank 2, which is as it was; and `lost` is nowhere."""
+    here = [["model.a"], ["model.b"], ["model.d"]]
+    left = [["model.b", "model.d", *lost], ["model.a", "model.d", *lost], []]
+
+    def operation(job: Job) -> bool:
+        elsewhere = tuple(left[job.rank])
+        mine = Proposal(
+            candidate=None, could=True, untaken=elsewhere, elsewhere=elsewhere,
+            names=frozenset(here[job.rank]),
+        )  # fmt: skip
+        return job.together("loading", lambda: RanksAgreement(job).vote(mine))
+
+    found = each_rank(3, operation)
+    if not lost:
+        assert found == [True] * 3
+        return
+    for error in found:
+        assert type(error) is MismatchError
+        assert "1 of its leaves have no place on any rank (model.c)" in str(error)
+
+
+class Listed(StepChoice):
+    """Gives the first step that is tried."""
+
+    def _try(self, content: Any) -> Any:
+        return content[0].name.step
+
+
+class Heard:
+    """A store that says when it is first told something after `begins`."""
+
+    def __init__(self, store: Any, begins: threading.Event, is_told: threading.Event) -> None:
+        self._store, self._begins, self._is_told = store, begins, is_told
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+        if self._begins.is_set():
+            self._is_told.set()
+
+
+def test_steps_are_listed_once_the_keepers_of_all_nodes_have_saved(tmp_path: Path) -> None:
+    """Rank 0's keeper is done first. What it finds before the other one's is done lacks the newest step, and
+    all would go on from an older one."""
+    store = new_run(tmp_path / "run")
+    attempt = attempt_at(store)
+    has_saved, has_spoken = threading.Event(), threading.Event()
+
+    def save(step: int) -> None:
+        assert commit(store, step, attempt, ranks=(0, 1), world=2)
+
+    def keeper_of(rank: int) -> None:
+        if rank == 0:
+            has_saved.set()
+            return
+        # Whatever rank 0 does next, it has done: it waits for this one, or has listed what there is.
+        assert has_spoken.wait(LIMIT_S)
+        save(200)
+
+    def operation(job: Job) -> Any:
+        rank = job.rank
+        if rank == 0:
+            job.store = Heard(job.store, has_saved, has_spoken)
+        return Listed(
+            store, [], rank, lambda snapshot: None, 1, RanksAgreement(job),
+            save=lambda: keeper_of(rank), unsaved=lambda: [name_of(200, attempt)] if rank == 1 else [],
+        ).choose()  # fmt: skip
+
+    save(100)
+    assert each_rank(2, operation) == [200, 200]

@@ -1,0 +1,438 @@
+"""Which of two stores a run goes on in: the one that is ahead, never two histories mixed, and never a new run
+where the other does not answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts, lineage, starting
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.choice import Choice, Offer, RankOffers
+from flashckpt.errors import RunError, UnusableRunError
+from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.records import Claim
+from flashckpt.replication.mirror import RemoteRun, check_unanswered, next_start, prepare
+from flashckpt.replication.run_copy import bring, copy_run, needed
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import HOLDER, attempt_at, commit, name_of, new_run
+from tests.contracts.flat_store import FlatStore
+from tests.replication.copied import visible
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> LocalStore:
+    return LocalStore(str(tmp_path / "local"))
+
+
+@pytest.fixture(params=["folder", "flat"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    folder = tmp_path / "remote"
+    return LocalStore(str(folder)) if request.param == "folder" else FlatStore(f"flat://{folder}")
+
+
+def away(tmp_path: Path) -> Store:
+    """A store that gives an error for whatever it is asked."""
+    (tmp_path / "file").write_bytes(b"")
+    return LocalStore(str(tmp_path / "file" / "run"))
+
+
+def added(store: Store, step: int, parent: CommitName | None = None) -> AttemptName:
+    """A step, of an attempt of its own."""
+    attempt = attempt_at(store, parent)
+    attempts.mark_ended(store, attempt, "closed")
+    assert commit(store, step, attempt)
+    return attempt
+
+
+@dataclass
+class Started:
+    """A start that has claimed: what was found of the mirror, and which steps it tries."""
+
+    local: Store
+    remote: RemoteRun
+    ours: AttemptName
+
+    def choose(self, *rows: RankOffers, is_saved: bool = True) -> Choice:
+        return next_start(self.local, self.remote, rows or None, is_saved=is_saved)
+
+    def begin(self, parent: CommitName | None) -> None:
+        snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
+        starting.start(self.local, self.ours, snapshot, step, 1, Catalogue.of(self.local))
+
+
+def start(local: Store, remote: Store) -> Started:
+    """Ask the mirror; then claim the home."""
+    problem, above, found = "", 0, run_id(local)
+    try:
+        found, above = prepare(local, remote, found)
+    except OSError as error:
+        problem = str(error)
+        check_unanswered(local, remote, found, problem)
+    open_run(local, create=True, run_id=found)
+    ours = attempts.claim(local, HOLDER, above=above)
+    return Started(local, RemoteRun(store=remote, problem=problem, claimed=ours), ours)
+
+
+def steps_of(choice: Choice) -> list[int]:
+    assert choice.refusal is None
+    return list(dict.fromkeys(each.step for each in choice.candidates))
+
+
+def refused(choice: Choice) -> str:
+    assert choice.refusal is not None
+    return str(choice.refusal)
+
+
+def run_id(store: Store) -> str:
+    try:
+        return open_run(store, create=False).run_id
+    except (RunError, OSError):
+        return ""
+
+
+def is_empty(store: LocalStore) -> bool:
+    return not Path(store.url).exists() or not list(Path(store.url).iterdir())
+
+
+def test_a_first_start_has_one_id_in_both(local: LocalStore, remote: Store) -> None:
+    found, above = prepare(local, remote, "")
+    assert open_run(remote, create=False).run_id == found
+    assert is_empty(local)
+    assert above == 0
+    began = start(local, remote)
+    assert run_id(local) == found
+    assert steps_of(began.choose()) == []
+
+
+def test_an_empty_home_takes_the_mirrors_attempts(local: LocalStore, remote: Store) -> None:
+    source = new_run(Path(local.url).with_name("source"))
+    first = added(source, 10)
+    second = added(source, 20, name_of(10, first))
+    copy_run(source, remote, all_steps=True)
+
+    began = start(local, remote)
+    assert run_id(local) == run_id(source)
+    assert began.ours.number > second.number
+    assert steps_of(began.choose()) == [20, 10]
+    assert attempts.newest_started(local) == second
+    began.begin(name_of(20, second))
+    assert not lineage.next_start(local, mirror=remote).mirror_is_ahead
+    # What it commits goes to the remote, and is its newest.
+    commit(local, 30, began.ours)
+    copy_run(local, remote, 30)
+    assert visible(remote) == [10, 20, 30]
+
+
+def test_a_process_that_only_looks_changes_nothing(local: LocalStore, remote: Store) -> None:
+    source = new_run(Path(local.url).with_name("source"))
+    added(source, 10)
+    copy_run(source, remote)
+    open_run(local, create=True, run_id=run_id(source))
+    before = sorted(Path(local.url).rglob("*"))
+    assert next_start(local, RemoteRun(store=remote)).mirror_is_ahead
+    assert sorted(Path(local.url).rglob("*")) == before
+
+
+@pytest.mark.parametrize("left", ["claim", "claim of another", "start of another", "nothing"])
+def test_what_was_cut_off_is_done_again(local: LocalStore, remote: Store, left: str) -> None:
+    """A start that was killed while it copied records to the home, or an older one that died before it
+    committed."""
+    source = new_run(Path(local.url).with_name("source"))
+    newest = added(source, 10)
+    copy_run(source, remote)
+    open_run(local, create=True, run_id=run_id(source))
+    if left != "nothing":
+        other = newest if left == "claim" else AttemptName(newest.number, "0badcafe")
+        attempts.claim_as(local, other, HOLDER)
+        if left == "start of another":
+            starting.start(local, other, None, 0, 1, Catalogue.of(local))
+    assert steps_of(start(local, remote).choose()) == [10]
+    assert attempts.newest_started(local) == newest
+    assert attempts.read_claim(local, newest).attempt == newest
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["of another attempt", "of the mirror's newest"])
+def test_ranks_offer_again_once_the_start_record_of_what_they_hold_is_here(
+    local: LocalStore, remote: Store, *, is_known: bool
+) -> None:
+    source = new_run(Path(local.url).with_name("source"))
+    newest = added(source, 10)
+    copy_run(source, remote)
+    held = name_of(20, newest if is_known else AttemptName(7, "0badcafe"))
+    row, began = RankOffers(0, "host", (Offer(id=held.id, step=20, world=0),)), start(local, remote)
+    choice = began.choose(row, is_saved=False)
+    assert choice.needs_save == is_known
+    assert attempts.newest_started(local) in (None, newest)
+    assert steps_of(began.choose(row)) == ([20, 10] if is_known else [10])
+
+
+def test_the_records_of_what_the_home_knows_are_not_copied(local: LocalStore, remote: Store) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    copy_run(local, remote)
+    second = added(local, 20, name_of(10, first))
+    choice = start(local, remote).choose()
+    assert not choice.mirror_is_ahead
+    assert steps_of(choice) == [20, 10]
+    assert attempts.newest_started(local) == second
+
+
+@pytest.mark.parametrize("is_swept", [False, True])
+def test_a_branch_of_the_home_is_not_overruled(local: LocalStore, remote: Store, *, is_swept: bool) -> None:
+    """The newest attempt in the mirror is one of this home that committed nothing: after the branch, the next
+    claim removes its records here."""
+    open_run(local, create=True)
+    first = added(local, 10)
+    commit(local, 20, first)
+    copy_run(local, remote)
+    after = attempt_at(local, name_of(20, first))
+    bring(remote, needed(Catalogue.of(local), after))
+    made = lineage.branch(local, 10)
+    began = start(local, remote)
+    if is_swept:
+        starting.sweep(local, began.ours)
+        assert after not in Catalogue.of(local).attempts
+    choice = began.choose()
+    assert not choice.mirror_is_ahead
+    assert steps_of(choice) == [10]
+    assert attempts.newest_started(local) == made
+
+
+@pytest.mark.parametrize("has_step", [False, True], ids=["no step", "a step before it"])
+def test_an_attempt_of_the_remote_without_a_step_yields_to_a_newer_one_here(
+    local: LocalStore, remote: Store, has_step: bool
+) -> None:
+    """A job dies twice before it commits: the next claim here removes the first one's records, which the
+    remote has."""
+    open_run(local, create=True)
+    before = name_of(10, added(local, 10)) if has_step else None
+    if has_step:
+        copy_run(local, remote)
+    else:
+        open_run(remote, create=True, run_id=run_id(local))
+    first = attempt_at(local, before)
+    bring(remote, needed(Catalogue.of(local), first))
+    second = attempt_at(local, before)
+    began = start(local, remote)
+    starting.sweep(local, began.ours)
+    assert first not in Catalogue.of(local).attempts
+
+    choice = began.choose()
+    assert not choice.mirror_is_ahead
+    assert steps_of(choice) == [10][not has_step :]
+    assert attempts.newest_started(local) == second
+    began.begin(before)
+    assert commit(local, 20, began.ours)
+    copy_run(local, remote, 20)
+    assert visible(remote) == [10, 20][not has_step :]
+
+
+def test_a_run_that_was_trained_further_elsewhere_resumes_from_there(
+    local: LocalStore, remote: Store, tmp_path: Path
+) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    copy_run(local, remote)
+    commit(local, 50, first)  # never got there
+    elsewhere = LocalStore(str(tmp_path / "elsewhere"))
+    copy_run(remote, elsewhere)
+    second = added(elsewhere, 20, name_of(10, first))
+    copy_run(elsewhere, remote)
+
+    began = start(local, remote)
+    choice = began.choose()
+    assert choice.mirror_is_ahead
+    assert steps_of(choice) == [20, 10]
+    [warning] = choice.warnings
+    assert "from before step 50" in warning
+    assert "flashckpt branch" in warning
+    attempts.mark_ended(local, began.ours, "dead")
+    assert attempts.newest_started(local) == second
+    lineage.branch(local, 50, first)
+    assert visible(local) == [10, 50], "nothing was deleted"
+
+
+def test_an_attempt_elsewhere_without_a_step_hides_no_step_here(
+    local: LocalStore, remote: Store, tmp_path: Path
+) -> None:
+    """Another node began from the mirror and died before it committed; step 50 is in this home alone."""
+    open_run(local, create=True)
+    first = added(local, 10)
+    copy_run(local, remote)
+    commit(local, 50, first)
+    elsewhere = LocalStore(str(tmp_path / "elsewhere"))
+    copy_run(remote, elsewhere)
+    bring(remote, needed(Catalogue.of(elsewhere), attempt_at(elsewhere, name_of(10, first))))
+    began = start(local, remote)
+    choice = began.choose()
+    assert not choice.mirror_is_ahead
+    assert steps_of(choice) == [50, 10]
+    began.begin(name_of(50, first))
+    assert commit(local, 60, began.ours)
+    copy_run(local, remote, all_steps=True)
+    assert visible(remote) == [10, 50, 60]
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["newest", "of another branch"])
+def test_two_ways_are_never_mixed(
+    local: LocalStore, remote: Store, tmp_path: Path, *, branches: bool
+) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    copy_run(local, remote)
+    elsewhere = LocalStore(str(tmp_path / "elsewhere"))
+    copy_run(remote, elsewhere)
+    theirs = added(elsewhere, 20, name_of(10, first))
+    copy_run(elsewhere, remote)
+    mine = added(local, 30, name_of(10, first))
+    if branches:
+        lineage.branch(local, 10)
+    began = start(local, remote)
+    before = sorted(Path(local.url).rglob("*"))
+    text = refused(began.choose())
+    assert f"step 30 of attempt {mine} is known to the home alone" in text
+    assert f"step 20 of attempt {theirs} to the mirror alone" in text
+    assert f"the mirror (remote={remote.url})" in text
+    assert sorted(Path(local.url).rglob("*")) == before
+    assert visible(remote) == [10, 20]
+
+
+@dataclass
+class Apart:
+    """A run that went on in the remote, as `theirs`, while an attempt here, `mine`, saved nothing."""
+
+    local: LocalStore
+    remote: Store
+    tmp_path: Path
+    first: AttemptName = field(init=False)
+    theirs: AttemptName = field(init=False)
+    mine: AttemptName = field(init=False)
+
+    def __post_init__(self) -> None:
+        open_run(self.local, create=True)
+        self.first = added(self.local, 10)
+        copy_run(self.local, self.remote)
+        elsewhere = LocalStore(str(self.tmp_path / "elsewhere"))
+        copy_run(self.remote, elsewhere)
+        self.theirs = added(elsewhere, 20, name_of(10, self.first))
+        copy_run(elsewhere, self.remote)
+
+    def begin(self, above: int = 0) -> None:
+        self.mine = attempts.claim(self.local, HOLDER, above=above)
+        parent = name_of(10, self.first)
+        starting.start(self.local, self.mine, parent.id, parent.step, 2, Catalogue.of(self.local))
+
+
+@pytest.fixture
+def apart(local: LocalStore, remote: Store, tmp_path: Path) -> Apart:
+    return Apart(local, remote, tmp_path)
+
+
+@pytest.mark.parametrize("above", [0, 5], ids=["of their number", "of a higher one"])
+def test_an_attempt_that_committed_nothing_is_no_other_way(apart: Apart, above: int) -> None:
+    apart.begin(above)
+    for _ in range(2):  # the first start is killed before its own start.json
+        began = start(apart.local, apart.remote)
+        assert steps_of(began.choose()) == [20, 10]
+        assert attempts.newest_started(apart.local) == apart.theirs
+        assert visible(apart.local) == [10]
+        attempts.mark_ended(apart.local, began.ours, "dead")
+    began.begin(name_of(20, apart.theirs))
+    assert commit(apart.local, 30, began.ours)
+    assert visible(apart.local) == [10, 30]
+    copy_run(apart.local, apart.remote)
+    assert visible(apart.remote) == [10, 20, 30]
+
+
+@pytest.mark.parametrize("why", ["in memory", "a step", "a step of one before it"])
+def test_an_attempt_that_has_something_is_another_way(apart: Apart, why: str) -> None:
+    if why == "a step of one before it":
+        apart.first = added(apart.local, 30, name_of(10, apart.first))
+    apart.begin()
+    if why == "a step":
+        assert commit(apart.local, 20, apart.mine)
+    offers = (Offer(id=name_of(20, apart.mine).id, step=20, world=2),) if why == "in memory" else ()
+    began = start(apart.local, apart.remote)
+    before = sorted(Path(apart.local.url).rglob("*"))
+    for is_saved in (False, True):
+        assert "have diverged" in refused(began.choose(RankOffers(0, "host", offers), is_saved=is_saved))
+    assert sorted(Path(apart.local.url).rglob("*")) == before
+
+
+def test_a_mirror_without_a_step_does_not_hold_up_a_home_that_has_one(
+    local: LocalStore, remote: Store
+) -> None:
+    """The newer attempt was trained in another folder, and has sent nothing yet."""
+    open_run(local, create=True)
+    mine = added(local, 10)
+    elsewhere = new_run(Path(local.url).with_name("elsewhere"))
+    for _ in range(2):
+        theirs = attempt_at(elsewhere)
+    open_run(remote, create=True, run_id=run_id(local))
+    bring(remote, needed(Catalogue.of(elsewhere), theirs))
+    assert steps_of(start(local, remote).choose()) == [10]
+    assert attempts.newest_started(local) == mine
+
+
+def test_another_run_is_refused_before_the_claim(local: LocalStore, remote: Store) -> None:
+    open_run(local, create=True)
+    open_run(remote, create=True)
+    before = sorted(Path(local.url).rglob("*"))
+    with pytest.raises(UnusableRunError, match="different runs"):
+        start(local, remote)
+    assert sorted(Path(local.url).rglob("*")) == before
+
+
+def test_nothing_begins_where_nobody_can_tell(local: LocalStore, tmp_path: Path) -> None:
+    """The fault that loses weeks: a new node, and a remote that does not answer for a minute."""
+    with pytest.raises(RunError, match="has no step, and the mirror .* cannot be read"):
+        start(local, away(tmp_path))
+    assert is_empty(local), "an id of its own would keep the remote's run out for good"
+
+
+def test_what_is_here_is_gone_on_from_where_the_remote_is_away(local: LocalStore, tmp_path: Path) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    began = start(local, away(tmp_path))
+    [warning] = began.choose().warnings
+    assert "cannot be read" in warning
+    # It has gone on from a step that was the remote's alone, and died before it committed one of its own.
+    began.begin(name_of(40, first))
+    assert "has step 10, which is older than" in refused(began.choose())
+    row = RankOffers(0, "host", (Offer(id=name_of(40, first).id, step=40, world=1),))
+    assert steps_of(began.choose(row)) == [40, 10]
+
+
+def test_a_run_without_steps_here_is_no_fresh_one_where_the_remote_is_away(
+    local: LocalStore, tmp_path: Path
+) -> None:
+    open_run(local, create=True)
+    assert "has no step" in refused(start(local, away(tmp_path)).choose())
+
+
+def test_a_remote_without_its_records_is_not_believed(local: LocalStore, remote: Store) -> None:
+    open_run(local, create=True)
+    newest = added(local, 10)
+    copy_run(local, remote)
+    remote.remove(f"attempts/{newest}/start.json")
+    began = start(local, remote)
+    [warning] = began.choose().warnings
+    assert "lost records" in warning
+    empty = LocalStore(f"{local.url}-new")
+    assert "lost records" in refused(start(empty, remote).choose())
+
+
+def test_a_claim_that_never_started_in_the_remote_counts_for_the_number(
+    local: LocalStore, remote: Store
+) -> None:
+    open_run(local, create=True)
+    added(local, 10)
+    copy_run(local, remote)
+    name = AttemptName(7, "0badcafe")
+    remote.create("attempts/000007.json", Claim(attempt=name, owner=HOLDER).to_bytes())
+    assert start(local, remote).ours.number == 8

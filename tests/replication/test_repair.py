@@ -1,0 +1,155 @@
+"""A copy that repairs: what is damaged in the target is sent again, and nothing else is touched."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from flashckpt import crashpoints
+from flashckpt.commit import lineage
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.verification import verify
+from flashckpt.errors import DamagedError, RunError
+from flashckpt.format.records import Part, Tombstone
+from flashckpt.replication.run_copy import Outcome, StepCopier, copy_run
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore
+from tests.commit.runs import name_of
+from tests.replication.copied import files, flipped, has_name, made, of_step, visible
+from tests.replication.copied import near as near
+from tests.replication.copied import pair as pair
+from tests.replication.copied import tmp_path as tmp_path
+
+
+def damaged(folder: Path, harm: str) -> Path:
+    """A file of a copied step, harmed. Which, and how, the words say: of constants and of shards each."""
+    file, how = harm.split()
+    path = next(each for each in sorted(folder.rglob("*")) if has_name(each, file))
+    path.write_bytes(flipped(path.read_bytes()) if how == "flipped" else path.read_bytes()[:-9])
+    return path
+
+
+DAMAGE = ["shard-00001 flipped", "shard-00000 cut", "frozen/ flipped", "part-00001 flipped",
+          "commits/ flipped", "commits/ cut"]  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", DAMAGE)
+def test_what_is_damaged_in_the_target_is_sent_again(
+    pair: tuple[Store, Store], tmp_path: Path, harm: str
+) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    path = damaged(tmp_path / "target", harm)
+    lineage.quarantine(target, name_of(10, attempt), "there", "read wrongly")
+    found = path.read_bytes()
+    with suppress(DamagedError, RunError):
+        StepCopier(source, target).copy(name_of(10, attempt))
+    assert path.read_bytes() == found, "nobody asked for it"
+
+    done = StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+    assert done.outcome is Outcome.REPAIRED
+    assert done.sent_bytes < done.num_bytes
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+    assert not Catalogue.of(target).quarantines
+    assert verify(target).ok
+    again = StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+    assert (again.outcome, again.sent_bytes) == (Outcome.THERE, 0)
+    assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
+
+
+def test_a_repair_harms_nothing_where_the_source_is_damaged_too(
+    pair: tuple[Store, Store], tmp_path: Path
+) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    for store in ("source", "target"):
+        damaged(tmp_path / store, "shard-00001 flipped")
+    before = files(tmp_path / "target")
+    with pytest.raises(DamagedError, match="shard-00001"):
+        StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+    assert files(tmp_path / "target") == before
+
+
+def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_path: Path) -> None:
+    source, target = near
+    attempt = made(source, [10])
+    copy_run(source, target)
+    [part] = (each for each in (tmp_path / "target").rglob("*") if "part-00001" in unquote(str(each)))
+    whole = Part.from_bytes(part.read_bytes(), "part")
+    part.write_bytes(replace(whole, environment={"torch": "another"}).to_bytes())
+    before = files(tmp_path / "target")
+    for repairs in (False, True):
+        with pytest.raises(RunError, match="differs from the file.*copy to a place of its own") as told:
+            StepCopier(source, target, repairs=repairs).copy(name_of(10, attempt))
+        assert "--repair" not in str(told.value), "it would do nothing"
+    assert files(tmp_path / "target") == before
+
+
+def test_a_repair_that_finds_no_room_takes_nothing_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a damaged shard one tensor may be bad, and all others be read by hand."""
+    source, target = (LocalStore(str(tmp_path / name)) for name in ("source", "target"))
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    damaged(tmp_path / "target", "shard-00001 flipped")
+    before = files(tmp_path / "target")
+
+    def full(*args: object, **how: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(target, "write_shard", full)
+    with pytest.raises(OSError, match="No space"):
+        StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+    assert files(tmp_path / "target") == before
+
+
+@pytest.mark.parametrize("harm", ["shard-00001 flipped", "commits/ flipped"])
+def test_a_step_that_is_deleted_while_it_is_repaired_stays_deleted(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    damaged(tmp_path / "target", harm)
+
+    name = name_of(10, attempt)
+
+    def begin(point: str) -> None:
+        if point == "copy.records":
+            target.create(name.id.tombstone_path, Tombstone(id=name.id).to_bytes())  # and its files go next
+
+    monkeypatch.setattr(crashpoints, "point", begin)
+    assert StepCopier(source, target, repairs=True).copy(name_of(10, attempt)).outcome is Outcome.DELETED
+    assert visible(target) == [20]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("point", ["copy.written", "copy.records"])
+def test_a_repair_that_is_killed_is_done_again(pair: tuple[Store, Store], tmp_path: Path, point: str) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    damaged(tmp_path / "target", "shard-00001 flipped")
+    if point == "copy.written" and not target.capabilities.rename:
+        return  # an object has its name at once
+    child = os.fork()
+    if not child:
+        crashpoints.arm(f"{point}:1")
+        StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert 20 in visible(target)
+    assert verify(target, 20).ok
+    StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+    assert verify(target).ok

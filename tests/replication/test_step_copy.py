@@ -1,0 +1,497 @@
+"""A step that was copied is the very step, or it is not there: after a kill anywhere, on damaged bytes, with
+two copiers at once, and where a target fills up."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashckpt import crashpoints
+from flashckpt.commit import attempts, starting
+from flashckpt.commit.attempts import open_run
+from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.steps import read_step
+from flashckpt.commit.verification import verify
+from flashckpt.errors import DamagedError, NoSuchStepError, RunError
+from flashckpt.format.names import CommitName
+from flashckpt.format.records import Tombstone
+from flashckpt.recovery.recover import recover
+from flashckpt.replication.run_copy import Copied, Outcome, StepCopier, copy_run, spool
+from flashckpt.store.base import Store
+from flashckpt.store.local import LocalStore, System
+from tests.commit.runs import attempt_at, name_of
+from tests.contracts.flat_store import FlatStore
+from tests.replication.copied import (
+    add,
+    delete,
+    files,
+    flipped,
+    has_name,
+    is_of,
+    made,
+    mirrored,
+    of_step,
+    visible,
+)
+from tests.replication.copied import near as near
+from tests.replication.copied import pair as pair
+from tests.replication.copied import tmp_path as tmp_path
+
+POINTS = [
+    "copy.written:3",  # two constants, one shard of four
+    "copy.files",
+    "copy.part",
+    "copy.files:2",
+    "copy.records",
+    "manifest.checked",
+    "manifest.linked",
+]
+
+
+def test_what_was_copied_is_the_same(pair: tuple[Store, Store], tmp_path: Path) -> None:
+    source, target = pair
+    second = attempt_at(source, name_of(20, made(source, [10, 20, 30])), world=2)
+    add(source, 40, second)
+
+    done = copy_run(source, target, all_steps=True)
+    assert [(each.name.step, each.copied.outcome) for each in done.steps if each.copied] == [
+        (step, Outcome.COPIED) for step in (40, 20, 10)
+    ], "step 30 is of another branch"
+    assert all(each.is_visible for each in done.steps)
+    assert Catalogue.of(target).visible() == Catalogue.of(source).visible()
+    assert verify(target).ok
+    theirs = of_step(tmp_path / "source")
+    mine = of_step(tmp_path / "target")
+    assert mine == {
+        name: data
+        for name, data in theirs.items()
+        if not name.startswith(f"commits/{30:012d}") and f"/{30:010d}/" not in name
+    }
+    assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
+
+    remains = f"{name_of(40, second).id.data_folder}/.shard-00000-5f2c0a1b.safetensors.0123456789abcdef.tmp"
+    if target.capabilities.rename:
+        target.create(remains, b"of a copier that was killed as another committed the step")
+    copy_run(source, target, all_steps=True, repairs=True)
+    assert not target.exists(remains)
+    again = copy_run(source, target, all_steps=True)
+    assert {each.copied.outcome for each in again.steps if each.copied} == {Outcome.THERE}
+    assert again.sent_bytes == 0
+
+
+@pytest.mark.parametrize("name", [".", "data", "link", ".."])
+def test_a_run_is_no_copy_of_itself(tmp_path: Path, name: str) -> None:
+    """Who is told that the step is there already has it once, and thinks twice."""
+    source = LocalStore(str(tmp_path / "above" / "run"))
+    made(source, [10])
+    (tmp_path / "above" / "run" / "link").symlink_to("../run")
+    before = files(tmp_path)
+    with pytest.raises(RunError, match=r"inside the other.* Nothing was copied"):
+        copy_run(source, LocalStore(f"{source.url}/{name}"))
+    assert files(tmp_path) == before
+
+
+def test_a_full_folder_of_files_on_their_way_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    message = rf"kept here meanwhile .*\$TMPDIR.*{re.escape(str(tmp_path))}"
+    with pytest.raises(OSError, match=message):
+        spool(1 << 50)
+    assert not list(tmp_path.iterdir())
+
+
+def test_constants_are_sent_once(pair: tuple[Store, Store]) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    first = mirrored(source, target).copy(name_of(10, attempt))
+    second = StepCopier(source, target).copy(name_of(20, attempt))
+    assert first.sent_bytes == first.num_bytes
+    record = read_step(source, name_of(20, attempt)).record
+    assert second.sent_bytes == sum(each.num_bytes for each in record.shards)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_a_point(pair: tuple[Store, Store], point: str, tmp_path: Path) -> None:
+    source, target = pair
+    attempt = made(source, [10, 20])
+    if point.startswith("copy.written") and not target.capabilities.rename:
+        return  # an object has its name at once
+    mirrored(source, target).copy(name_of(10, attempt))
+    before = files(tmp_path / "target")
+
+    child = os.fork()
+    if not child:
+        crashpoints.arm(point.replace(":3", ":1"))
+        StepCopier(source, target).copy(name_of(20, attempt))
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, "the point was never reached"
+
+    there = visible(target)
+    assert there == ([10, 20] if point == "manifest.linked" else [10])
+    assert verify(target).ok
+    after = files(tmp_path / "target")
+    assert {name: after[name] for name in before} == before
+
+    StepCopier(source, target).copy(name_of(20, attempt))
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+    assert verify(target).ok
+    assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_another_copier_comes_in_between(
+    pair: tuple[Store, Store], point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once, at their worst: the other does all of it while this one stands at a point."""
+    source, target = pair
+    attempt = made(source, [10])
+    wanted, _, count = point.partition(":")
+    passed: list[str] = []
+
+    def between(name: str) -> None:
+        passed.append(name)
+        if passed.count(wanted) == int(count or 1) and name == wanted:
+            passed.extend([wanted] * 9)
+            StepCopier(source, target).copy(name_of(10, attempt))
+
+    copier = mirrored(source, target)
+    monkeypatch.setattr(crashpoints, "point", between)
+    done = copier.copy(name_of(10, attempt))
+    assert done.outcome is Outcome.COPIED
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+    assert verify(target).ok
+    assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
+
+
+def test_copiers_at_once(pair: tuple[Store, Store], tmp_path: Path) -> None:
+    source, target = pair
+    made(source, [10, 20, 30])
+    open_run(target, create=True, run_id=open_run(source, create=False).run_id)
+    with ThreadPoolExecutor(4) as pool:
+        how = {"all_steps": True}
+        done = [pool.submit(copy_run, source, target, **how) for _ in range(4)]  # type: ignore[arg-type]
+        assert all(each.result().ok for each in done)
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+    assert verify(target).ok
+
+
+HARMS: dict[str, Callable[[bytes], bytes | None]] = {
+    "flipped": flipped,
+    "cut": lambda data: data[:-1],
+    "longer": lambda data: data + b"\0",
+    "gone": lambda data: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "harm"),
+    [
+        *[("shard-00001", harm) for harm in HARMS],
+        *[
+            (file, harm)
+            for file in ("frozen/000001-", "part-00001", "commits/")
+            for harm in ("flipped", "gone")
+        ],
+    ],
+)
+def test_a_damaged_source_is_told_and_not_published(
+    pair: tuple[Store, Store], file: str, harm: str, tmp_path: Path
+) -> None:
+    source, target = pair
+    attempt = made(source, [20])
+    copier = mirrored(source, target)
+    path = next(each for each in (tmp_path / "source").rglob("*") if has_name(each, file))
+    whole = path.read_bytes()
+    harmed = HARMS[harm](whole)
+    path.unlink()
+    if harmed is not None:
+        path.write_bytes(harmed)
+
+    error = NoSuchStepError if (file, harm) == ("commits/", "gone") else DamagedError
+    with pytest.raises(error):
+        copier.copy(name_of(20, attempt))
+    assert visible(target) == []
+    assert not target.exists(name_of(20, attempt).path)
+    left = [name for name in of_step(tmp_path / "target") if is_of(name, file)]
+    assert not left, "what was not compared has no name there"
+
+    path.write_bytes(whole)
+    assert copier.copy(name_of(20, attempt)).outcome is Outcome.COPIED
+    assert verify(target).ok
+
+
+class Stop(Exception):
+    pass
+
+
+def stopped(copier: StepCopier, each: CommitName, patch: pytest.MonkeyPatch, at: str) -> None:
+    """Copy up to a point, the first time."""
+
+    def stop(name: str) -> None:
+        if name == at:
+            raise Stop
+
+    with patch.context() as armed:
+        armed.setattr(crashpoints, "point", stop)
+        with pytest.raises(Stop):
+            copier.copy(each)
+
+
+@pytest.mark.parametrize("file", ["shard-00001", "frozen/"])
+def test_what_rotted_before_the_manifest_is_not_published(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    source, target = pair
+    attempt = made(source, [10])
+    stopped(mirrored(source, target), name_of(10, attempt), monkeypatch, "copy.records")
+    path = next(each for each in (tmp_path / "target").rglob("*") if has_name(each, file))
+    whole = path.read_bytes()
+    path.write_bytes(flipped(whole))
+    with pytest.raises(RunError, match="is not whole"):
+        StepCopier(source, target).copy(name_of(10, attempt))
+    assert not target.exists(name_of(10, attempt).path)
+    path.write_bytes(whole)
+    done = StepCopier(source, target).copy(name_of(10, attempt))
+    assert (done.outcome, done.sent_bytes) == (Outcome.COPIED, 0)
+    assert verify(target).ok
+
+
+@pytest.mark.parametrize("point", ["copy.files", "copy.part"])
+def test_a_recovery_of_the_target_beside_a_copy(
+    pair: tuple[Store, Store], runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, point: str
+) -> None:
+    """Data of the newest attempt stays: its copy is not committed yet."""
+    source, target = pair
+    attempt = made(source, [10, 20])
+    mirrored(source, target).copy(name_of(10, attempt))
+    stopped(StepCopier(source, target), name_of(20, attempt), monkeypatch, point)
+    before = of_step(tmp_path / "target")
+    recover(target)
+    assert before.items() <= of_step(tmp_path / "target").items()
+    StepCopier(source, target).copy(name_of(20, attempt))
+    assert visible(target) == [10, 20]
+    assert verify(target).ok
+
+
+@pytest.mark.parametrize("file", ["shard-00001", "frozen/", "part-00000", "data/"])
+def test_a_step_whose_files_go_as_its_record_is_created_is_not_reported(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    source, target = pair
+    attempt = made(source, [10])
+
+    def lose(name: str) -> None:
+        if name == "manifest.linked":
+            for each in (tmp_path / "target").rglob("*"):
+                if has_name(each, file):
+                    each.unlink()
+
+    copier = mirrored(source, target)
+    with monkeypatch.context() as armed:
+        armed.setattr(crashpoints, "point", lose)
+        with pytest.raises(RunError, match="Copy again"):
+            copier.copy(name_of(10, attempt))
+    assert target.exists(name_of(10, attempt).path) is (file != "data/"), "no record without any data"
+    assert copier.copy(name_of(10, attempt)).outcome is Outcome.COPIED
+    assert verify(target).ok
+    assert visible(target) == [10]
+
+
+def test_a_file_in_the_target_is_trusted_only_if_it_is_whole(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = pair
+    attempt = made(source, [10])
+    copier = mirrored(source, target)
+
+    stopped(copier, name_of(10, attempt), monkeypatch, "copy.files")
+    path = next(each for each in (tmp_path / "target").rglob("*") if has_name(each, "shard-00000"))
+    whole = path.read_bytes()
+    path.write_bytes(flipped(whole))
+    with pytest.raises(RunError, match="is not whole.*--step 10@.*:10 --repair` reads what is there"):
+        StepCopier(source, target).copy(name_of(10, attempt))
+    assert visible(target) == []
+    assert path.read_bytes() == flipped(whole), "it may be another's"
+    path.write_bytes(whole)
+    done = StepCopier(source, target).copy(name_of(10, attempt))
+    assert done.outcome is Outcome.COPIED
+    assert done.sent_bytes < done.num_bytes
+
+
+class BadSector(LocalStore):
+    """Gives the records, and no bytes of shards."""
+
+    def read_chunks(self, path: str, *args: Any, **how: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+
+def test_a_disk_that_gives_no_bytes_is_no_damage(tmp_path: Path) -> None:
+    made(LocalStore(str(tmp_path / "source")), [10])
+    target = LocalStore(str(tmp_path / "target"))
+    with pytest.raises(OSError, match="source/data/.*shard") as told:
+        copy_run(BadSector(str(tmp_path / "source")), target)
+    assert told.value.errno == errno.EIO
+    assert visible(target) == []
+
+
+class FullDisk(System):
+    """Has room for so many more writes of either kind."""
+
+    def __init__(self, writes: int) -> None:
+        self.left = writes
+
+    def _take(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(self, file: int, data: memoryview) -> int:
+        self._take()
+        return super().write(file, data)
+
+    def write_shard(self, path: str, *args: Any, **how: Any) -> tuple[bytes, bytes, bool]:
+        self._take()
+        return super().write_shard(path, *args, **how)
+
+
+def test_a_target_that_fills_up_at_every_write(tmp_path: Path) -> None:
+    source = LocalStore(str(tmp_path / "source"))
+    made(source, [10])
+    writes, is_full = 0, True
+    while is_full:
+        disk = FullDisk(writes)
+        with suppress(OSError):
+            copy_run(source, LocalStore(str(tmp_path / f"target-{writes}"), disk))
+        is_full = disk.left < 0
+        target = LocalStore(str(tmp_path / f"target-{writes}"))
+        assert visible(target) == ([] if is_full else [10])
+        assert copy_run(source, target).ok
+        assert verify(target).ok
+        writes += 1
+    assert writes > 9
+
+
+def test_two_histories_are_not_mixed(near: tuple[Store, Store], tmp_path: Path) -> None:
+    source, target = near
+    attempt = made(source, [10])
+    copy_run(source, target)
+    mine = attempt_at(target, name_of(10, attempt), world=2)
+    add(target, 20, mine)
+    theirs = attempt_at(source, name_of(10, attempt), world=2)
+    add(source, 20, theirs)
+    before = of_step(tmp_path / "target")
+    with pytest.raises(RunError, match="trained by itself"):
+        copy_run(source, target)
+    assert of_step(tmp_path / "target") == before
+
+
+def test_a_run_that_went_on_further_is_not_hidden(near: tuple[Store, Store]) -> None:
+    """The target's attempt has a number that the source has never seen, and a lower one than the source's."""
+    source, target = near
+    attempt = made(source, [10])
+    copy_run(source, target)
+    add(target, 20, attempt_at(target, name_of(10, attempt), world=2))
+    assert attempts.claim(source, attempts.read_claim(source, attempt).owner, above=2)
+    newer = attempts.newest_claimed(source)
+    assert newer is not None
+    starting.start(source, newer, name_of(10, attempt).id, 10, 2, Catalogue.of(source))
+    add(source, 30, newer)
+    with pytest.raises(RunError, match="trained by itself"):
+        copy_run(source, target)
+    assert visible(target) == [10, 20]
+
+
+def test_another_run_s_place_is_refused(near: tuple[Store, Store], tmp_path: Path) -> None:
+    source, target = near
+    made(source, [10])
+    made(target, [10])
+    before = files(tmp_path / "target")
+    with pytest.raises(RunError, match="another run"):
+        copy_run(source, target)
+    assert files(tmp_path / "target") == before
+
+
+def test_a_living_trainer_is_not_superseded(near: tuple[Store, Store]) -> None:
+    source, target = near
+    attempt = made(source, [10])
+    copy_run(source, target)
+    attempts.beat(target, attempt, 7)
+    add(source, 20, attempt_at(source, name_of(10, attempt), world=2))
+
+    def refuse() -> None:
+        raise RunError("a trainer lives there")
+
+    with pytest.raises(RunError, match="a trainer lives there"):
+        copy_run(source, target, may_supersede=refuse)
+    assert attempts.newest_claimed(target) == attempt
+
+
+def test_a_step_that_is_being_deleted_there_is_not_sent(near: tuple[Store, Store]) -> None:
+    source, target = near
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    name = name_of(10, attempt)
+    target.create(name.id.tombstone_path, Tombstone(id=name.id).to_bytes())
+    done = copy_run(source, target, 10)
+    assert [each.copied.outcome for each in done.steps if each.copied] == [Outcome.DELETED]
+    assert visible(target) == [20]
+
+
+@pytest.mark.parametrize("point", ["copy.files", "copy.part", "copy.records"])
+def test_a_step_that_is_deleted_meanwhile(
+    near: tuple[Store, Store], point: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = near
+    attempt = made(source, [10, 20])
+    asked: list[str] = []
+
+    def deletes(name: str) -> None:
+        if name == point and not asked:
+            asked.append(name)
+            delete(source, name_of(20, attempt))
+
+    monkeypatch.setattr(crashpoints, "point", deletes)
+    done = copy_run(source, target)
+    # All of it may have been read before.
+    assert visible(target) == [each.name.step for each in done.steps]
+    assert verify(target).ok
+    with pytest.raises(NoSuchStepError):
+        StepCopier(source, target).copy(name_of(20, attempt))
+
+
+def test_files_that_the_target_has_lost_are_sent_again(near: tuple[Store, Store], tmp_path: Path) -> None:
+    source, target = near
+    attempt = made(source, [10])
+    copy_run(source, target)
+    lost = next(each for each in (tmp_path / "target").rglob("*") if has_name(each, "shard-00001"))
+    lost.unlink()
+    done: Copied = StepCopier(source, target).copy(name_of(10, attempt))
+    assert done.outcome is Outcome.COPIED
+    assert 0 < done.sent_bytes < done.num_bytes
+    assert verify(target).ok
+
+
+def test_a_copy_goes_back(tmp_path: Path) -> None:
+    """What local storage has lost comes from the copy; its newer attempts stay."""
+    source, target = LocalStore(str(tmp_path / "source")), FlatStore(f"flat://{tmp_path / 'target'}")
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    second = attempt_at(source, name_of(20, attempt), world=2)
+    add(source, 30, second)
+    source.remove_tree(name_of(20, attempt).id.data_folder)
+    assert {row.step for row in verify(source).damaged} == {20}
+    copy_run(target, source, 20)
+    assert visible(source) == [10, 20, 30]
+    assert verify(source).ok

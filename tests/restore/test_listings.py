@@ -1,0 +1,161 @@
+"""How many names a start lists on an object store: beside the data folder of the step that it reads, which
+rank 0 lists alone, the number does not grow with the ranks of the step."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashckpt.commit import starting
+from flashckpt.commit.choice import Choice, RankOffers, choose
+from flashckpt.commit.lineage import history
+from flashckpt.format.names import CommitName
+from flashckpt.format.records import CommitRecord
+from flashckpt.restore.step_choice import AloneAgreement, Loaded, StepChoice
+from flashckpt.restore.step_image import EarlyRead
+from flashckpt.restore.step_tensors import TensorSlice
+from flashckpt.store.base import Entry, Store
+from flashckpt.store.compressed_store import CompressedStore
+from flashckpt.store.objects import Found, ObjectStore
+from flashckpt.store.read_plan import ReadPlan
+from tests.commit.runs import HOLDER
+from tests.protocol.memory_store import LiveServer, MemoryClient, version
+from tests.restore.sharded import Held, begun, committed
+
+RANKS, RANKS_A_NODE = 2048, 8
+MOST_NAMES = 100
+
+
+class Bucket(MemoryClient):
+    """A bucket in memory that notes the prefix of a listing for each name that the listing has."""
+
+    def __init__(self) -> None:
+        self._objects = LiveServer()
+        self.listed: list[str] = []
+        super().__init__(self._objects, "run")
+
+    def taken(self) -> list[str]:
+        """Since the last call."""
+        found, self.listed = self.listed, []
+        return found
+
+    def walk(self, prefix: str) -> Iterator[Found]:
+        for each in self._below(prefix):
+            self.listed.append(prefix)
+            yield each
+
+    def list(self, prefix: str) -> builtins.list[Entry]:
+        found: dict[str, Entry] = {}
+        for each in self._below(prefix):
+            name, is_folder, _ = each.key[len(prefix) :].partition("/")
+            found[name] = Entry(name, bool(is_folder), 0 if is_folder else each.num_bytes, 1.0)
+        self.listed += [prefix] * len(found)
+        return [*found.values()]
+
+    def copy(self, source: str, target: str) -> None:
+        """All objects below a prefix, to below another one."""
+        there = self._objects.files
+        copies = {
+            path.replace(source, target, 1): file for path, file in there.items() if f"/{source}" in path
+        }
+        self._objects.files = {**there, **copies}
+
+    def _below(self, prefix: str) -> Iterator[Found]:
+        root = f"run/{prefix}"
+        for path, file in self._objects.files.items():
+            if file is not None and path.startswith(root):
+                yield Found(path.removeprefix("run/"), len(file.data), 1.0, version(file))
+
+
+def trained(store: Store, ranks: int, *steps: int, ranks_a_node: int) -> CommitRecord:
+    """A run with these steps, of each rank one box of a tensor. Returns the record of the last."""
+    attempt, whole = begun(store, ranks), np.arange(ranks, dtype="int32")
+    held = [[Held("w", whole, TensorSlice((rank,), (1,)))] for rank in range(ranks)]
+    values: Any = [{"state": {}}] * ranks
+    how: Any = {"values": values, "ranks_a_part": ranks_a_node, "attempt": attempt}
+    return [committed(store, held, step=step, **how) for step in steps][-1].record
+
+
+class Hearing(AloneAgreement):
+    """Of a rank that is not the first: it hears what rank 0 has decided, and lists nothing for that."""
+
+    def __init__(self, store: Store) -> None:
+        self._found = choose([], history(store))
+
+    def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
+        return self._found
+
+
+def chosen(store: Store, rank: int, world: int) -> Loaded:
+    early = EarlyRead(store, rank, 1, world)
+    agreement = AloneAgreement() if rank == 0 else Hearing(store)
+    loaded = StepChoice(store, [], rank, lambda snapshot: None, 1, agreement, early).choose()
+    early.close()
+    assert loaded is not None
+    return loaded
+
+
+def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
+    bucket = Bucket()
+    store: Store = CompressedStore(ObjectStore(bucket))
+    record = trained(store, RANKS, 400, ranks_a_node=RANKS_A_NODE)
+    newest = record.name
+    for step in (100, 200, 300):
+        older = CommitName(step, newest.attempt, step)
+        bucket.copy(f"{newest.id.data_folder}/", f"{older.id.data_folder}/")
+        store.create(older.path, replace(record, name=older).to_bytes())
+
+    bucket.taken()
+    name, catalogue = starting.claim(store, HOLDER)
+    loaded = chosen(store, 0, RANKS)
+    starting.start(store, name, newest.id, newest.step, RANKS, catalogue)
+    starting.check_started(store, name, newest)
+    listed, folder = bucket.taken(), f"{newest.id.data_folder}/"
+    assert loaded.snapshot.step == 400
+    # Once, before the step is read.
+    assert listed.count(folder) == RANKS + RANKS // RANKS_A_NODE
+    assert sum(each != folder for each in listed) <= MOST_NAMES
+
+    loaded = chosen(store, RANKS // 2, RANKS)
+    assert loaded.snapshot.tensor("w").tolist() == [RANKS // 2]
+    listed = bucket.taken()
+    assert 0 < len(listed) <= MOST_NAMES
+    assert not any(each.startswith("data/") for each in listed)
+
+
+@pytest.mark.parametrize("kind", ["shard-00003", "part-00002"])
+def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
+    bucket = Bucket()
+    store = ObjectStore(bucket)
+    newest = trained(store, 4, 300, 400, ranks_a_node=2).name
+    folder = newest.id.data_folder
+    [gone] = [each.name for each in store.list(folder) if each.name.startswith(kind)]
+    store.remove(f"{folder}/{gone}")
+    choice = StepChoice(store, [], 0, lambda snapshot: None, 1)
+    loaded = choice.choose()
+    assert loaded is not None
+    assert loaded.snapshot.step == 300
+    [said] = choice.refused
+    assert f"step {newest.step}" in said
+    assert f"{folder}/{gone}: missing" in said
+    assert not any("quarantine" in each.name for each in store.list("commits")), "its bytes may be right"
+    assert chosen(store, 1, 4).snapshot.step == newest.step, "here the vote of rank 0 is not heard"
+
+
+def test_a_part_of_a_shard_is_read_without_a_listing() -> None:
+    bucket = Bucket()
+    store = CompressedStore(ObjectStore(bucket))
+    whole = np.arange(4096, dtype="int64")
+    record = committed(store, [[Held("w", whole, TensorSlice((0,), whole.shape))]])
+    [(path, contents)] = record.files(0)
+    plan, into = ReadPlan(), memoryview(bytearray(8))
+    bucket.taken()
+    plan.copy(path, contents, contents.shard.data_start + 8 * 4000, 8, (), into, 0)
+    plan.run(CompressedStore(ObjectStore(bucket)), 1)
+    assert into.cast("q")[0] == 4000
+    assert not bucket.taken()
