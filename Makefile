@@ -1,6 +1,7 @@
 # What people call, and what CI calls. Every target makes its own environment: nothing has to be installed before.
 #
 #   make test            build, and run the tests            ARGS="-k resume -x" goes to pytest
+#   make test-all        every parameter set, and the tests that are "long": before an issue is resolved
 #   make test-fast       those that start no process: the inner loop, 3 minutes at most on two cores
 #   make demo            train, kill, go on, compare         ARGS="--steps 120" goes to the demo
 #   make bench           measure against the peers           ARGS="--gib 1" goes to the benchmark
@@ -42,15 +43,19 @@ export PYTHONDONTWRITEBYTECODE :=
 RUN := $(VENV)/bin
 CPP = $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' | grep -v third_party)
 
-.PHONY: help test test-fast demo bench gpu torture rank-kills test-s3 fuzz sanitize lint format ptx build clean distclean
+.PHONY: help test test-all test-fast demo bench gpu torture rank-kills test-s3 fuzz sanitize lint format ptx build clean distclean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,26s/^# \{0,1\}//p' Makefile
+	@sed -n '3,27s/^# \{0,1\}//p' Makefile
 
 test:
 	@scripts/environment test,demo
-	@$(RUN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	@$(RUN)/python scripts/run-tests -n $(JOBS) --dist worksteal $(ARGS)
+
+test-all:
+	@scripts/environment test,demo
+	@$(RUN)/python scripts/run-tests -n $(JOBS) --dist worksteal -m "long or not long" $(ARGS)
 
 test-fast:
 	@scripts/environment test,demo

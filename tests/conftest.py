@@ -14,23 +14,21 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
+from tests import parameter_sets, process_guard, rerun
 from tests.descriptor_guard import nothing_stays_open
 from tests.folders import let_folders_go
-from tests.process_guard import (
-    pytest_collection_modifyitems,
-    pytest_configure,
-    pytest_runtest_call,
-    pytest_runtest_setup,
-)
 from tests.processes import end, keepers_of
 from tests.zygote import Zygote, close_shared, shared
 
-__all__ = [
-    "nothing_stays_open",
-    "pytest_collection_modifyitems", "pytest_configure", "pytest_runtest_call", "pytest_runtest_setup",
-]  # fmt: skip
+__all__ = ["nothing_stays_open"]
 
 let_folders_go()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The last one's hooks are called first: parameter_sets reads the marks that process_guard sets.
+    for plugin in (rerun, parameter_sets, process_guard):
+        config.pluginmanager.register(plugin)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

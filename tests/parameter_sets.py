@@ -1,0 +1,34 @@
+"""Leaves three parameter sets of each test that starts processes in `make test`; the others are `long`.
+
+A plugin of pytest. `make test-all` runs every set. A test whose sets each guard a promise of their own has the mark
+`every_set`, and keeps all. A set that is named on the command line is run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+MOST = 3
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if any("[" in argument for argument in config.args):
+        return
+    functions: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        is_short = item.get_closest_marker("long") is None
+        if is_short and "process" in item.keywords and "every_set" not in item.keywords:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    for sets in functions.values():
+        kept = kept_sets(len(sets))
+        for index, item in enumerate(sets):
+            if index not in kept:
+                item.add_marker(pytest.mark.long)
+
+
+def kept_sets(count: int) -> set[int]:
+    """Return the indices of at most three of `count` sets: the first, the middle and the last."""
+    return set(range(count)) if count <= MOST else {0, count // 2, count - 1}
