@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -71,6 +71,8 @@ def one_of(world: int, rank: int) -> Iterator[None]:
 
 def _forget_meshes() -> None:
     """torch keeps the meshes of DTensors that it has seen, and with them which rank this was."""
+    from torch.distributed.tensor import debug  # imports dynamo
+
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
     else:  # the first versions of torch that have DTensor

@@ -13,14 +13,20 @@ from flashckpt.errors import StateError
 from flashckpt.state.tree import Tree
 from tests.state.image import assert_same, capture, restore
 
-torchmetrics = pytest.importorskip("torchmetrics")
-classification, wrappers = torchmetrics.classification, torchmetrics.wrappers
+torchmetrics: Any = None
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _torchmetrics() -> None:
+    """Import torchmetrics in the tests, and not in each worker that collects them."""
+    global torchmetrics
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+
 def accuracy(average: str = "macro") -> Any:
-    return classification.MulticlassAccuracy(num_classes=3, average=average)
+    return torchmetrics.classification.MulticlassAccuracy(num_classes=3, average=average)
 
 
 class Model(nn.Module):
@@ -37,19 +43,19 @@ def persistent() -> Any:
 
 
 def collection() -> Any:
-    members = {"a": accuracy(), "b": accuracy("micro"), "f": classification.MulticlassF1Score(num_classes=3)}
+    members = {"a": accuracy(), "b": accuracy("micro"), "f": torchmetrics.classification.MulticlassF1Score(num_classes=3)}
     return torchmetrics.MetricCollection(members)
 
 
 MADE: dict[str, Callable[[], Any]] = {
     "a metric": accuracy,
     "a persistent one": persistent,
-    "lists of tensors": lambda: classification.MulticlassAUROC(num_classes=3, thresholds=None),
+    "lists of tensors": lambda: torchmetrics.classification.MulticlassAUROC(num_classes=3, thresholds=None),
     "a collection with groups": collection,
-    "classes": lambda: wrappers.ClasswiseWrapper(accuracy("none")),
-    "the best so far": lambda: wrappers.MinMaxMetric(accuracy()),
-    "running": lambda: wrappers.Running(accuracy(), window=3),
-    "bootstrap": lambda: wrappers.BootStrapper(accuracy(), num_bootstraps=3),
+    "classes": lambda: torchmetrics.wrappers.ClasswiseWrapper(accuracy("none")),
+    "the best so far": lambda: torchmetrics.wrappers.MinMaxMetric(accuracy()),
+    "running": lambda: torchmetrics.wrappers.Running(accuracy(), window=3),
+    "bootstrap": lambda: torchmetrics.wrappers.BootStrapper(accuracy(), num_bootstraps=3),
     "composed": lambda: accuracy() + 2 * accuracy("micro"),
 }
 
@@ -108,8 +114,8 @@ def test_values_between_two_walks_are_the_newest() -> None:
 
 
 def test_configuration_of_the_program_is_kept() -> None:
-    first = classification.BinaryAccuracy(threshold=0.5)
-    second = classification.BinaryAccuracy(threshold=0.7)
+    first = torchmetrics.classification.BinaryAccuracy(threshold=0.5)
+    second = torchmetrics.classification.BinaryAccuracy(threshold=0.7)
     restore(Tree({"metric": second}), capture(Tree({"metric": first})))
     assert second.threshold == 0.7
 

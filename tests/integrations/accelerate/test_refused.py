@@ -12,15 +12,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import flashckpt.accelerate
+from flashckpt.accelerate import OVERRIDDEN, TESTED, attach
 from flashckpt.checkpointer import trainer_run as extras
 from flashckpt.errors import BoundaryError, MismatchError, OptionError
 from flashckpt.state.loader.sources import source_of
 
-pytest.importorskip("accelerate")
-import accelerate
+accelerate: Any = None
 
-import flashckpt.accelerate
-from flashckpt.accelerate import OVERRIDDEN, TESTED, attach
+
+@pytest.fixture(autouse=True, scope="module")
+def _accelerate() -> None:
+    """Import Accelerate in the tests, and not in each worker that collects them."""
+    global accelerate
+    accelerate = pytest.importorskip("accelerate")
 
 
 @pytest.fixture

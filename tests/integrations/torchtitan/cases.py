@@ -27,8 +27,9 @@ from tests.integrations.job import (
     moment,
     random_numbers,
 )
+from tests.integrations.torchtitan import STEPS
 
-STEPS, VOCABULARY = 18, 90
+VOCABULARY = 90
 
 
 class Text(IterableDataset[Any]):

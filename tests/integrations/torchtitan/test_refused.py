@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,21 @@ import pytest
 from flashckpt.checkpointer import trainer_run as extras
 from flashckpt.errors import OptionError
 
-pytest.importorskip("torchtitan")
-import flashckpt.torchtitan
-from flashckpt.torchtitan import OVERRIDDEN, TESTED, FlashCheckpointManager
+titan: Any = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _titan() -> None:
+    """Import torchtitan in the tests, and not in each worker that collects them."""
+    global titan
+    pytest.importorskip("torchtitan")
+    titan = importlib.import_module("flashckpt.torchtitan")
 
 
 def _build(folder: Path, states: dict[str, Any] | None = None, **options: Any) -> Any:
     loader = object()
     trainer = SimpleNamespace(dataloader=loader, step=0)
-    return FlashCheckpointManager.Config(enable=True, **options).build(
+    return titan.FlashCheckpointManager.Config(enable=True, **options).build(
         dataloader=loader, model_parts=[], optimizers=SimpleNamespace(optimizers=[]),
         lr_schedulers=SimpleNamespace(schedulers=[]),
         states={"train_state": trainer} if states is None else states, sd_adapter=None,
@@ -49,7 +56,7 @@ def test_another_step_and_another_trainer_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_manager_that_is_not_enabled_does_nothing(tmp_path: Path) -> None:
-    manager = FlashCheckpointManager.Config(enable=False).build(
+    manager = titan.FlashCheckpointManager.Config(enable=False).build(
         dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}, sd_adapter=None
     )
     assert not manager.load()
@@ -58,8 +65,8 @@ def test_a_manager_that_is_not_enabled_does_nothing(tmp_path: Path) -> None:
 
 
 def test_overridden_names_are_those_of_the_installed_release() -> None:
-    extras.check_overridden("torchtitan", "torchtitan", TESTED, OVERRIDDEN)
+    extras.check_overridden("torchtitan", "torchtitan", titan.TESTED, titan.OVERRIDDEN)
 
 
 def test_the_public_name() -> None:
-    assert flashckpt.torchtitan.__all__ == ["FlashCheckpointManager"]
+    assert titan.__all__ == ["FlashCheckpointManager"]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integrations import harness
 from tests.integrations.job import PLAIN, WHOLE
-from tests.integrations.torchtitan.cases import STEPS
+from tests.integrations.torchtitan import STEPS
 from tests.zygote import Zygote
 
 TRAIN = "tests.integrations.torchtitan.cases:train"

@@ -10,19 +10,26 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from flashckpt.state import rng
 from flashckpt.state.loader.position import RemainingSampler, Share, share_of
 
+BatchSamplerShard: Any = None
+SeedableRandomSampler: Any = None
 SIZES = [1, 5, 12, 37]
 MODES = [{"split_batches": split, "even_batches": even} for split in (False, True) for even in (False, True)]
 
 
-def shards(
-    order: Any, size: int, ranks: int, drop_last: bool, mode: dict[str, bool]
-) -> list[BatchSamplerShard]:
+@pytest.fixture(autouse=True, scope="module")
+def _accelerate() -> None:
+    """Import Accelerate in the tests, and not in each worker that collects them."""
+    global BatchSamplerShard, SeedableRandomSampler
+    loaders = pytest.importorskip("accelerate.data_loader")
+    BatchSamplerShard, SeedableRandomSampler = loaders.BatchSamplerShard, loaders.SeedableRandomSampler
+
+
+def shards(order: Any, size: int, ranks: int, drop_last: bool, mode: dict[str, bool]) -> list[Any]:
     """Return each rank's sampler, for batches of `size` samples on each rank."""
     batch_size = size * ranks if mode["split_batches"] else size
     return [
@@ -31,7 +38,7 @@ def shards(
     ]
 
 
-def shares(samplers: list[BatchSamplerShard]) -> list[Share]:
+def shares(samplers: list[Any]) -> list[Share]:
     found = [share_of(SimpleNamespace(batch_sampler=each, generator=None)) for each in samplers]
     return [each for each in found if each is not None]
 
@@ -133,12 +140,11 @@ def test_the_order_of_an_own_generator_is_drawn() -> None:
     assert Share.read(share.value()) == share
 
 
-class Other(BatchSamplerShard):
-    def __iter__(self) -> Any:
-        return iter([[0]])
-
-
 def test_an_unknown_order_is_not_divided() -> None:
+    class Other(BatchSamplerShard):  # type: ignore[misc]
+        def __iter__(self) -> Any:
+            return iter([[0]])
+
     batches = BatchSampler(SequentialSampler(range(8)), 2, False)
     cut = SimpleNamespace(batch_sampler=BatchSamplerShard([[0, 1], [2]], 2, 1, even_batches=False))
     found = share_of(cut)
