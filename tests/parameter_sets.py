@@ -1,7 +1,7 @@
 """Leaves three parameter sets of each test that starts processes in `make test`; the others are `long`.
 
-A plugin of pytest. `make test-all` runs every set. A test whose sets each guard a promise of their own has the mark
-`every_set`, and keeps all. A set that is named on the command line is run.
+A plugin of pytest. `make test-all` runs every set. A test whose sets each guard a promise of their own has
+the mark `every_set`, and keeps all. A set that is named on the command line is run.
 """
 
 from __future__ import annotations

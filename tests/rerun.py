@@ -1,7 +1,7 @@
-"""Lists the failed tests of a run for `scripts/run-tests`, and names the flaky ones at the end of its second run.
+"""Lists the failed tests of a run for `scripts/run-tests`, and names the flaky ones in its second run.
 
-A plugin of pytest. Owns two environment variables: FAILURES names the file that the first run writes its failed
-tests to; FLAKY says that this is the second run, whose tests have failed once.
+A plugin of pytest. Owns two environment variables: FAILURES names the file that the first run writes its
+failed tests to; FLAKY says that this is the second run, whose tests have failed once.
 """
 
 from __future__ import annotations
@@ -23,4 +23,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if os.environ.get(FLAKY):
         for report in stats.get("passed", ()):
             if report.nodeid not in failed:
-                terminalreporter.write_line(f"flaky: {report.nodeid} failed among other tests and passed alone")
+                terminalreporter.write_line(f"flaky: {report.nodeid} failed once and passed alone")

@@ -1,4 +1,4 @@
-"""`scripts/run-tests`: a test that fails once is named and forgiven; more than three, or one that fails twice, are not."""
+"""`scripts/run-tests` forgives a test that fails once, and names it; it forgives three tests at most."""
 
 from __future__ import annotations
 

@@ -9,17 +9,15 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashckpt.errors import FlashckptError, OptionError
+from flashckpt.errors import OptionError
 from flashckpt.options import Environment, Keep, Options, TiersCall, check_call, is_switched_off
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.run import Batches, Checkpointer
-    from flashckpt.restore.step_image import EarlyRead
 
 log = logging.getLogger(__name__)
 
@@ -158,27 +156,21 @@ def _attach(
         check_call(every, persist_every, keep, options, tiers)
     if is_off:
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
-    early = _begin_early(path, options, tiers) if isinstance(options, Options) and restores else None
-    try:
-        from flashckpt.checkpointer import resume
+    from flashckpt.checkpointer import resume
 
-        return resume.attach(
-            path,
-            every=every,
-            persist_every=persist_every,
-            keep=keep,
-            tiers=tiers,
-            options=options,
-            state=state,
-            named=named,
-            check_loop=dict if alone else partial(check, False),
-            early=early,
-            integration=integration,
-            restores=restores,
-        )
-    finally:
-        if early is not None:
-            early.close()
+    return resume.attach(
+        path,
+        every=every,
+        persist_every=persist_every,
+        keep=keep,
+        tiers=tiers,
+        options=options,
+        state=state,
+        named=named,
+        check_loop=dict if alone else partial(check, False),
+        integration=integration,
+        restores=restores,
+    )
 
 
 def _is_one_of_several() -> bool:
@@ -209,48 +201,6 @@ def _check_loop(loader: object, epochs: int | None, steps: int | None, is_off: b
         {} if length is None else {"batches of the loader": length}
     )
     return {name: str(count) for name, count in counts.items()}
-
-
-def _begin_early(path: str | os.PathLike[str], options: Options, tiers: TiersCall) -> EarlyRead | None:
-    """Begin, for an existing run, what takes as long as the imports that follow: start its keeper, if none
-    lives on this node (it leaves soon if no trainer comes), and read the step that a resume would take from
-    the store, unless there are snapshots in memory or cache. Changes nothing of the run, and raises nothing:
-    `attach` reports errors."""
-    from flashckpt.commit.attempts import open_run
-    from flashckpt.keeper.protocol import ELECTION_LOCK
-    from flashckpt.keeper.start import start_early
-    from flashckpt.memory.cache_folder import cached_paths
-    from flashckpt.memory.region import is_region_name
-    from flashckpt.memory.runtime import RuntimeFolder, base_folder, identity_of, is_alive
-    from flashckpt.restore.step_image import EarlyRead
-    from flashckpt.store import open_store
-
-    environment = Environment.read()
-    if not environment.names_rank:
-        return None  # which rank's part to read is unknown
-    # One rank of a node starts the keeper for all.
-    is_new = "flashckpt.checkpointer.resume" not in sys.modules and environment.local_rank == 0
-    is_on_node = False
-    with suppress(FlashckptError, OSError, TypeError, ValueError):  # `cache` is not checked yet
-        store = open_store(path, options.storage_options)
-        identity = identity_of(open_run(store, create=False).run_id, store.place())
-        with suppress(FileNotFoundError):
-            runtime = RuntimeFolder.open(base_folder(environment.runtime_folder), identity, create=is_new)
-            is_on_node = any(map(is_region_name, runtime.names()))
-            if is_new and not is_alive(runtime, ELECTION_LOCK):
-                start_early(store.url, runtime)
-            else:
-                runtime.close()
-        if tiers.cache is not None:
-            is_on_node = is_on_node or bool(cached_paths(os.path.abspath(tiers.cache), identity))
-        if not is_on_node:
-            threads = options.threads or max(
-                1, len(os.sched_getaffinity(0)) // max(1, environment.local_world)
-            )
-            # The ranks of a node share the leaves that other ranks wrote for them.
-            shared = environment.local_world > 1
-            return EarlyRead(store, environment.rank, threads, environment.world, shared=shared)
-    return None
 
 
 class DisabledCheckpointer:

@@ -48,7 +48,6 @@ from flashckpt.restore.filling import LiveLayout, check_fits, fill
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_choice import Loaded, StepChoice
-from flashckpt.restore.step_image import EarlyRead
 from flashckpt.state import rng
 from flashckpt.state.objects import is_container
 from flashckpt.state.tree import Tree
@@ -77,12 +76,11 @@ def attach(
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
     check_loop: Callable[[], Mapping[str, str]] = dict,
-    early: EarlyRead | None = None,
     integration: str = "",
     restores: bool = True,
 ) -> Checkpointer:
-    """`flashckpt.attach`, switched on; attach.py documents it and closes `early`. check_loop: raises the
-    error of the loop's arguments, and returns those that ranks must have alike."""
+    """`flashckpt.attach`, switched on; attach.py documents it. check_loop: raises the error of the
+    loop's arguments, and returns those that ranks must have alike."""
     began = time.perf_counter()
     environment = Environment.read()
     group = join(environment)
@@ -108,7 +106,7 @@ def attach(
         group.close()
         raise
     return attach_to(
-        session, tree, options, every, persist_every, began=began, early=early, integration=integration,
+        session, tree, options, every, persist_every, began=began, integration=integration,
         restores=restores,
     )  # fmt: skip
 
@@ -121,21 +119,20 @@ def attach_to(
     persist_every: str | int | None,
     *,
     began: float,
-    early: EarlyRead | None = None,
     integration: str = "",
     restores: bool = True,
 ) -> Checkpointer:
     """Restore the newest step to which the session's group agrees, and start all that runs beside the loop.
 
-    began: the start of the resume, by `time.perf_counter`. early: what may have been read since. integration:
-    the trainer whose loop it is. restores: False adds steps after the newest one, and reads none. The
-    Checkpointer closes the session; this closes it if it raises.
+    began: the start of the resume, by `time.perf_counter`. integration: the trainer whose loop it is.
+    restores: False adds steps after the newest one, and reads none. The Checkpointer closes the session; this
+    closes it if it raises.
     """
     progress, group = Progress(integration), session.group
     made: list[Checkpointer] = []
     try:
         if restores:
-            found = _resume(session, tree, progress, options, began, early)
+            found = _resume(session, tree, progress, options, began)
         else:
             found = _continue_after(session, tree, progress)
 
@@ -248,7 +245,6 @@ def _resume(
     progress: Progress,
     options: Options,
     began: float,
-    early: EarlyRead | None,
 ) -> _Found:
     """Restore the newest usable step and write start.json."""
     threads, rank, group = options.threads or torch.get_num_threads(), session.environment.rank, session.group
@@ -264,7 +260,7 @@ def _resume(
         fits = partial(_check, tree, progress.integration)
         save = partial(_saved_by_keeper, session)
         choice = StepChoice(
-            session.store, survived, rank, fits, threads, group.agreement(), early, layout, save,
+            session.store, survived, rank, fits, threads, group.agreement(), layout, save,
             partial(_unsaved, session), session.remote_run,
         )  # fmt: skip
         refused = choice.refused

@@ -41,7 +41,7 @@ from flashckpt.errors import (
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.format.records import Owner
 from flashckpt.keeper.client import KeeperClient, connect_or_start, newest_in_memory
-from flashckpt.keeper.start import survival_warnings, take_early
+from flashckpt.keeper.start import survival_warnings
 from flashckpt.memory import forks
 from flashckpt.memory.cache_folder import CachePlace, cached_paths, open_cached
 from flashckpt.memory.runtime import (
@@ -278,8 +278,6 @@ def open_session(
             crashpoints.point("claim.taken")
         keeper = connect(store.url, runtime, life)
         undo.callback(keeper.close)
-        if (unused := take_early(runtime)) >= 0:
-            os.close(unused)
         group = group or Alone(environment)
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
@@ -479,7 +477,7 @@ class Stacks:
     @classmethod
     def open(cls, folder: RuntimeFolder, lock: str) -> Stacks:
         """Take a signal, and create the file for the life lock `lock`. If either fails, a hang is reported
-        without stacks unless py-spy can read them."""
+        without stacks."""
         name = stacks_name(lock)
         try:
             descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -488,7 +486,7 @@ class Stacks:
             return cls(0, name)
         taken = _take(descriptor)
         if taken == 0:
-            log.debug("no real-time signal is free: only py-spy can read stacks of a stuck trainer")
+            log.debug("no real-time signal is free: a stuck trainer is reported without stacks")
         return cls(taken, name, descriptor)
 
     def close(self, folder: RuntimeFolder) -> None:

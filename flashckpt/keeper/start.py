@@ -9,18 +9,15 @@ import contextlib
 import json
 import logging
 import os
-import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 
-from flashckpt.errors import FlashckptError, KeeperError
+from flashckpt.errors import KeeperError
 from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import options_of
-from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -58,50 +55,9 @@ class Pauses:
         return self._started_s + pause_s - self._clock()
 
 
-# Keepers that were started early, by runtime folder: the descriptors that show their ends.
-_early: dict[str, Future[int]] = {}
-
-
-def start_early(run_path: str, runtime: RuntimeFolder) -> None:
-    """Start a keeper in a thread: the next `start` or `take_early` takes the result. Closes `runtime`."""
-    begun: Future[int] = Future()
-    _early[runtime.path] = begun
-
-    def run() -> None:
-        try:
-            begun.set_result(_started(run_path, runtime))
-        except Exception as error:
-            begun.set_exception(error)
-        finally:
-            runtime.close()
-
-    start_thread("flashckpt-keeper", run)
-
-
-def take_early(runtime: RuntimeFolder) -> int:
-    """The descriptor of a keeper that was started early, as of `start`; -1 if none runs."""
-    begun = _early.pop(runtime.path, None)
-    try:
-        descriptor = -1 if begun is None else begun.result(_START_TIMEOUT_S)
-    except (FlashckptError, OSError, TimeoutError):
-        return -1  # `start` tries again, and raises the reason
-    if descriptor >= 0:
-        poll = select.poll()
-        poll.register(descriptor, 0)
-        if poll.poll(0):
-            os.close(descriptor)
-            return -1
-    return descriptor
-
-
 def start(run_path: str, runtime: RuntimeFolder) -> int:
     """Start a keeper for a run, which ends by itself if the run has one. Returns a descriptor, for the caller
     to close, that shows POLLHUP once the keeper's process has ended. Raises KeeperError."""
-    begun = take_early(runtime)
-    return begun if begun >= 0 else _started(run_path, runtime)
-
-
-def _started(run_path: str, runtime: RuntimeFolder) -> int:
     if not sys.executable:
         raise KeeperError(
             "Python does not know its own program, so no keeper can be started. Training is not touched, "

@@ -14,10 +14,7 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,7 +38,6 @@ _PERSIST_TIMEOUT_S = 300.0  # a kill waits so long for storage: sealed snapshots
 _STACKS_TIMEOUT_S = 10.0
 _SETTLED_S = 0.5  # stacks are complete once their file has not grown for so long
 _POLL_S = 0.05
-_PY_SPY_TIMEOUT_S = 30.0
 _MAX_READ_BYTES = 256 << 10
 _MAX_REPORT_BYTES = 20 << 10  # of the 32 KiB of a line in the ledger
 _MAX_LINE = 500
@@ -166,7 +162,7 @@ class Watchdog:
             silence.is_collecting = False
             if isinstance(evidence, BaseException):
                 log.error("the stacks of trainer %d could not be read", trainer.pid, exc_info=evidence)
-                evidence = Evidence((), "", repr(evidence))
+                evidence = Evidence((), repr(evidence))
             moved = _differ(silence.heartbeat, before.heartbeat)
             if not moved and not evidence.stacks and condition(trainer.pid).is_stopped:
                 return
@@ -193,7 +189,6 @@ class Watchdog:
             limit_seconds=round(heartbeat.timeout_ns / 1e9, 1),
             state=condition(trainer.pid).state,
             stacks=list(evidence.stacks),
-            source=evidence.source,
             reason=evidence.reason,
         )
 
@@ -234,11 +229,9 @@ def _differ(one: Heartbeat, other: Heartbeat) -> bool:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The stacks of a process, in lines. `source`: "faulthandler" or "py-spy"; "" if there are none, with the
-    `reason`."""
+    """The stacks of a process, in lines; if there are none, the `reason`."""
 
     stacks: tuple[str, ...]
-    source: str
     reason: str = ""
 
 
@@ -287,21 +280,16 @@ def held(folder: RuntimeFolder, lock: str) -> Iterator[tuple[int, int] | None]:
 
 
 def collect(folder: RuntimeFolder, lock: str, signal_number: int) -> Evidence:
-    """The stacks of the holder of a life lock, by its signal handler, else by py-spy."""
+    """The stacks of the holder of a life lock, by its signal handler."""
     try:
         with held(folder, lock) as process:
             if process is None:
-                return Evidence((), "", _GONE)
+                return Evidence((), _GONE)
             pid, pidfd = process
             text, reason = _by_signal(folder, lock, pid, pidfd, signal_number)
-            if text:
-                return Evidence(_bounded(text), "faulthandler")
-            text, why = _by_py_spy(pid)
-            if text and holder_of(folder, lock) == pid:
-                return Evidence(_bounded(text), "py-spy")
-            return Evidence((), "", f"{reason}; {why}")
+            return Evidence(_bounded(text)) if text else Evidence((), reason)
     except (OSError, KeeperError) as error:
-        return Evidence((), "", str(error))
+        return Evidence((), str(error))
 
 
 def _by_signal(folder: RuntimeFolder, lock: str, pid: int, pidfd: int, signal_number: int) -> tuple[str, str]:
@@ -334,24 +322,6 @@ def _settle(descriptor: int) -> None:
         found = os.fstat(descriptor).st_size
         if found != size:
             size, grown = found, now
-
-
-def _by_py_spy(pid: int) -> tuple[str, str]:
-    """The text, or why there is none. py-spy reads the process without pausing it."""
-    local = os.path.join(os.path.dirname(sys.executable), "py-spy")
-    program = local if os.access(local, os.X_OK) else shutil.which("py-spy")
-    if program is None:
-        return "", "py-spy is not installed"
-    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PY_SPY_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"py-spy: {error}"
-    if done.returncode != 0:
-        return "", f"py-spy: {done.stderr[:_MAX_LINE].decode(errors='replace').strip()}"
-    return done.stdout[:_MAX_READ_BYTES].decode(errors="replace"), ""
 
 
 def _bounded(text: str) -> tuple[str, ...]:

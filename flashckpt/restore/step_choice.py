@@ -32,7 +32,7 @@ from flashckpt.restore import memory_tier
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.node_chunks import NodeChunks
 from flashckpt.restore.snapshot import Snapshot, StepReading
-from flashckpt.restore.step_image import EarlyRead, read_image
+from flashckpt.restore.step_image import read_image
 from flashckpt.store.base import Store
 from flashckpt.store.read_plan import MissingShardError, Source, UnreadableShardError
 
@@ -204,7 +204,7 @@ class StepChoice:
 
     survived: the slots in which this node's keeper found sealed snapshots.
     fits: called with each intact snapshot. agreement: called with every candidate that was tried.
-    early: may have read a step already. layout: that of the live state.
+    layout: that of the live state.
     save: has the keeper save the snapshots of dead trainers, as far as it can; unsaved: their names, of all
         ranks of this node.
     remote: the steps of the run in its remote; the store knows the newest attempt of either.
@@ -219,7 +219,6 @@ class StepChoice:
         fits: Fits,
         threads: int,
         agreement: Agreement | None = None,
-        early: EarlyRead | None = None,
         layout: Layouts | None = None,
         save: Callable[[], None] = lambda: None,
         unsaved: Callable[[], Sequence[CommitName]] = tuple,
@@ -227,7 +226,7 @@ class StepChoice:
     ) -> None:
         self._store, self._survived, self._rank, self._remote = store, survived, rank, remote
         self._layout, self._save, self._unsaved = layout or AsItWas(), save, unsaved
-        self._fits, self._threads, self._early = fits, threads, early
+        self._fits, self._threads = fits, threads
         self._agreement = agreement or AloneAgreement()
         self._is_sharing = len(self._agreement.node) > 1
         self._tried: Candidate | None = None
@@ -412,8 +411,6 @@ class StepChoice:
 
     def _read(self, candidate: Candidate) -> Loaded | StepReading:
         if candidate.held is not None:
-            if self._early is not None:
-                self._early.close()
             held = candidate.held
             loaded = Loaded(self._with_advice(lambda: memory_tier.load(held, self._threads)), held)
             try:
@@ -424,13 +421,9 @@ class StepChoice:
             return loaded
         record = self._record(candidate)
         if not self._layout.has(record):
-            if self._early is not None:
-                self._early.close()
             return self._with_advice(lambda: self._layout.begin(record, self._threads))
-        image = self._early.take(record) if self._early is not None else None
-        if image is None:
-            read = partial(read_image, record, self._rank, self._threads, shared=self._is_sharing)
-            image = self._with_advice(read)
+        read = partial(read_image, record, self._rank, self._threads, shared=self._is_sharing)
+        image = self._with_advice(read)
         crashpoints.point("resume.read")
         try:
             return StepReading.of_own(image)
@@ -449,9 +442,9 @@ class StepChoice:
                 step=snapshot.step,
             )
 
-    def _record(self, candidate: Candidate, *, is_fresh: bool = False) -> StepRecord:
+    def _record(self, candidate: Candidate) -> StepRecord:
         """Read the commit record of a step, and the parts of the rank whose files this one reads and of the
-        ranks that wrote for it; or take those that were read early, unless `is_fresh`.
+        ranks that wrote for it.
 
         Rank 0 checks that every file is there, unless the decision has checked it: the other ranks only meet
         the files that they read, and one listing has a name for each rank of the step."""
@@ -464,9 +457,6 @@ class StepChoice:
             raise MissingShardError(
                 f"{names}: missing, or of another length than was written", step=candidate.step
             )
-        early = None if is_fresh or candidate.is_remote else self._early
-        if early is not None and record is not None and (known := early.known(record)) is not None:
-            return known
         ranks = {self._rank % (record.world if record is not None else 1)}
         return read_step(store, candidate.name, ranks, with_writers=True)
 
@@ -522,7 +512,7 @@ class StepChoice:
         then."""
         store = self._store_of(candidate)
         self._retried("its attempts", partial(lineage.check_records, store), store)
-        self._retried(str(candidate), partial(self._record, candidate, is_fresh=True), store)
+        self._retried(str(candidate), partial(self._record, candidate), store)
 
     def _check_not_deleted(self, candidate: Candidate, error: Exception) -> None:
         """Raise RunError if the remote has deleted the step: newer ones exist then, and no older one is

@@ -1,8 +1,7 @@
 """One rank's files of a committed step, read into memory of this process, every byte verified.
 
-Owns that memory (`StepMemory`: private, or a memfd that the other ranks of the node map) and the read that
-begins with the process (`EarlyRead`), beside imports, claim and the start of the keeper: so this module
-imports neither torch nor much else. Changes nothing in the store."""
+Owns that memory (`StepMemory`: private, or a memfd that the other ranks of the node map). Changes nothing
+in the store."""
 
 from __future__ import annotations
 
@@ -10,26 +9,19 @@ import fcntl
 import logging
 import mmap
 import os
-import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
 from flashckpt import _native
-from flashckpt.commit.choice import RankOffers, choose
-from flashckpt.commit.lineage import history, this_host
-from flashckpt.commit.steps import FileLeaf, StepRecord, read_step
+from flashckpt.commit.steps import FileLeaf, StepRecord
 from flashckpt.errors import OutOfSpaceError
 from flashckpt.format.layout import ALIGNED, Layout, SlotImage
-from flashckpt.format.records import CommitRecord
 from flashckpt.memory import memory_budget
 from flashckpt.memory.forks import OwnDescriptor
-from flashckpt.store.base import Store
 from flashckpt.store.read_plan import ReadPlan
-from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -153,11 +145,9 @@ class StepImage:
         self.memory.discard()
 
 
-def read_image(
-    record: StepRecord, rank: int, threads: int, cancel: int = 0, *, shared: bool = False
-) -> StepImage:
+def read_image(record: StepRecord, rank: int, threads: int, *, shared: bool = False) -> StepImage:
     """Read one rank's files of a committed step, and what other ranks wrote for it; the latter not with
-    `shared`: then the ranks of this node read it together. cancel: see `Store.read_chunks`.
+    `shared`: then the ranks of this node read it together.
 
     Raises what `ReadPlan.run` does, and OutOfSpaceError. Keeps nothing then.
     """
@@ -171,7 +161,7 @@ def read_image(
             plan.whole_file(path, contents, into)
         if not shared:
             add_leaves(plan, image, image.borrowed())
-        plan.run(record.store, threads, cancel=cancel)
+        plan.run(record.store, threads)
     except BaseException:
         memory.discard()  # the error's traceback keeps the buffers
         raise
@@ -199,57 +189,3 @@ def add_leaves(plan: ReadPlan, image: StepImage, leaves: Mapping[str, FileLeaf])
         plan.copy(path, contents, contents.shard.data_start + leaf.offset, leaf.num_bytes, (), into, start)
         plan.digest(path, contents, leaf, digest)
         image.places[name] = into, start
-
-
-class EarlyRead:
-    """Reads in a thread the step that a resume takes if the memory of the node has nothing of the run. Raises
-    and logs no errors: the resume meets them again. Whether the step is the one to resume from is decided
-    later. shared: see `read_image`."""
-
-    def __init__(
-        self, store: Store, rank: int, threads: int, world: int = 1, *, shared: bool = False
-    ) -> None:
-        self._cancel = array("Q", [0])
-        self._is_known = threading.Event()
-        self._record: StepRecord | None = None
-        self._image: StepImage | None = None
-        self._thread = start_thread("flashckpt-read", partial(self._run, store, rank, threads, world, shared))
-
-    def known(self, record: CommitRecord) -> StepRecord | None:
-        """Return the parts of this commit that were read: of its rank, and of those that wrote for it."""
-        self._is_known.wait()
-        return self._record if self._record is not None and self._record.record == record else None
-
-    def take(self, record: StepRecord) -> StepImage | None:
-        """Wait for the image and hand it over to the caller, if it is of this step."""
-        if self._record is not None and self._record.record != record.record:
-            self.close()
-        self._thread.join()
-        if self._image is None or self._image.record.record != record.record:
-            return None
-        image, self._image = self._image, None
-        return image
-
-    def close(self) -> None:
-        """Cancel the read. Returns after it has ended and its memory is released."""
-        _native.store(_native.address_of(self._cancel), 1)
-        self._thread.join()
-        image, self._image = self._image, None
-        if image is not None:
-            image.discard()
-
-    def _run(self, store: Store, rank: int, threads: int, world: int, shared: bool) -> None:
-        try:
-            choice = choose([RankOffers(rank, this_host())], history(store))
-            for name in [each.name for each in choice.candidates[:1]]:
-                record = read_step(store, name, {rank}, with_writers=True)
-                if record.world != world:
-                    return  # this rank needs other leaves than that rank's own files have
-                self._record = record
-                self._is_known.set()
-                cancel = _native.address_of(self._cancel)
-                self._image = read_image(record, rank, threads, cancel, shared=shared)
-        except Exception as error:
-            log.debug("no step was read early: %s", error)
-        finally:
-            self._is_known.set()

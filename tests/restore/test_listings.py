@@ -17,7 +17,6 @@ from flashckpt.commit.lineage import history
 from flashckpt.format.names import CommitName
 from flashckpt.format.records import CommitRecord
 from flashckpt.restore.step_choice import AloneAgreement, Loaded, StepChoice
-from flashckpt.restore.step_image import EarlyRead
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Entry, Store
 from flashckpt.store.compressed_store import CompressedStore
@@ -91,11 +90,9 @@ class Hearing(AloneAgreement):
         return self._found
 
 
-def chosen(store: Store, rank: int, world: int) -> Loaded:
-    early = EarlyRead(store, rank, 1, world)
+def chosen(store: Store, rank: int) -> Loaded:
     agreement = AloneAgreement() if rank == 0 else Hearing(store)
-    loaded = StepChoice(store, [], rank, lambda snapshot: None, 1, agreement, early).choose()
-    early.close()
+    loaded = StepChoice(store, [], rank, lambda snapshot: None, 1, agreement).choose()
     assert loaded is not None
     return loaded
 
@@ -112,7 +109,7 @@ def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
 
     bucket.taken()
     name, catalogue = starting.claim(store, HOLDER)
-    loaded = chosen(store, 0, RANKS)
+    loaded = chosen(store, 0)
     starting.start(store, name, newest.id, newest.step, RANKS, catalogue)
     starting.check_started(store, name, newest)
     listed, folder = bucket.taken(), f"{newest.id.data_folder}/"
@@ -121,7 +118,7 @@ def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
     assert listed.count(folder) == RANKS + RANKS // RANKS_A_NODE
     assert sum(each != folder for each in listed) <= MOST_NAMES
 
-    loaded = chosen(store, RANKS // 2, RANKS)
+    loaded = chosen(store, RANKS // 2)
     assert loaded.snapshot.tensor("w").tolist() == [RANKS // 2]
     listed = bucket.taken()
     assert 0 < len(listed) <= MOST_NAMES
@@ -144,7 +141,7 @@ def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
     assert f"step {newest.step}" in said
     assert f"{folder}/{gone}: missing" in said
     assert not any("quarantine" in each.name for each in store.list("commits")), "its bytes may be right"
-    assert chosen(store, 1, 4).snapshot.step == newest.step, "here the vote of rank 0 is not heard"
+    assert chosen(store, 1).snapshot.step == newest.step, "here the vote of rank 0 is not heard"
 
 
 def test_a_part_of_a_shard_is_read_without_a_listing() -> None:

@@ -1,5 +1,5 @@
-"""A step is read from disk into memory of the trainer's own, begun before anything else of `attach`: what is
-loaded is the step, or nothing is; and that memory is gone before slots are asked for, however `attach` ends.
+"""A step is read from disk into memory of the trainer's own: what is loaded is the step, or nothing is; and
+that memory is gone before slots are asked for, however `attach` ends.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ import errno
 import gc
 import os
 import re
-import shutil
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -25,14 +23,14 @@ from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
 from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import StepRecord, read_step
-from flashckpt.errors import OutOfSpaceError
+from flashckpt.errors import DamagedError, OutOfSpaceError
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.keeper import node_keepers as keepers
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.memory import memory_budget
 from flashckpt.options import Environment
 from flashckpt.restore import step_choice, step_image
-from flashckpt.restore.step_image import EarlyRead, StepImage
+from flashckpt.restore.step_image import StepImage, read_image
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
@@ -91,17 +89,13 @@ def images() -> int:
     return sum({"dc", "dd"} <= flag and size > 0 for flag, size in zip(flags, sizes, strict=True))
 
 
-def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "flashckpt-read"]
-
-
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that are read into memory, and by whom."""
+    """The files that are read into memory."""
     read, seen = LocalStore.read_chunks, list[str]()
 
     def read_chunks(store: LocalStore, path: str, *arguments: Any, **named: Any) -> None:
-        seen.append("early" if readers() else "resume")
+        seen.append(path)
         read(store, path, *arguments, **named)
 
     monkeypatch.setattr(LocalStore, "read_chunks", read_chunks)
@@ -113,12 +107,11 @@ def resumed(run: Path, live: Model) -> str | None:
         return checkpointer.resumed and checkpointer.resumed.tier
 
 
-def test_it_is_read_early_and_once(run: Path, reads: list[str]) -> None:
+def test_each_file_is_read_once(run: Path, reads: list[str]) -> None:
     live = Model(2)
     assert resumed(run, live) == "local"
     assert live.equals(Model(1))
-    assert reads == ["early"] * 2, "the shard and its constants"
-    assert not readers()
+    assert len(reads) == len(set(reads)) == 2, "the shard and its constants"
 
 
 def test_what_it_took_is_gone_before_slots_are_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +123,14 @@ def test_what_it_took_is_gone_before_slots_are_asked_for(run: Path, monkeypatch:
         return slots(client, purpose, *arguments)
 
     monkeypatch.setattr(KeeperClient, "_requested", requested)
-    take, taken = EarlyRead.take, list[int]()
+    read, taken = step_choice.read_image, list[int]()
 
-    def counted(early: EarlyRead, record: StepRecord) -> StepImage | None:
-        found = take(early, record)
+    def counted(*arguments: Any, **named: Any) -> StepImage:
+        found = read(*arguments, **named)
         taken.append(images())
         return found
 
-    monkeypatch.setattr(EarlyRead, "take", counted)
+    monkeypatch.setattr(step_choice, "read_image", counted)
     gc.collect()
     gc.disable()
     try:
@@ -161,14 +154,13 @@ def places(run: Path) -> list[tuple[Path, int]]:
 
 
 def test_a_wrong_byte_anywhere_is_found(run: Path) -> None:
-    """In what is read early, and again by the resume, which says so."""
-    record, store = newest(run), open_store(run)
+    record = newest(run)
     assert len(places(run)) == 10
     for file, offset in places(run):
         whole = file.read_bytes()
         file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
-        early = EarlyRead(store, 0, 2)
-        assert early.take(record) is None
+        with pytest.raises(DamagedError):
+            read_image(record, 0, 2)
         assert images() == 0
         file.write_bytes(whole)
     file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]))
@@ -193,86 +185,12 @@ def test_a_file_that_is_not_there_as_it_was_is_not_read(run: Path, harm: str) ->
         case "link":
             file.rename(run / "moved")
             file.symlink_to(run / "moved")
-    assert EarlyRead(open_store(run), 0, 2).take(record) is None
+    with pytest.raises((flashckpt.FlashckptError, OSError)):
+        read_image(record, 0, 2)
     live = Model(2)
     with pytest.raises(flashckpt.UnusableRunError):
         resumed(run, live)
     assert live.equals(Model(2))
-    assert not readers()
-
-
-def test_what_was_read_is_taken_though_its_file_is_harmed_then(run: Path) -> None:
-    record, early = newest(run), EarlyRead(open_store(run), 0, 2)
-    early._thread.join()
-    (run / record.shard_path(0)).write_bytes(b"harmed")
-    image = early.take(record)
-    assert image is not None
-    header = record.rank(0).contents.layout().header
-    assert bytes(image.held[0][0][: len(header)]) == header
-
-
-def test_a_disk_that_fails_once_and_early_costs_nothing(
-    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    read = LocalStore.read_chunks
-
-    def read_chunks(store: LocalStore, path: str, *arguments: Any, **named: Any) -> None:
-        if readers():
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        read(store, path, *arguments, **named)
-
-    monkeypatch.setattr(LocalStore, "read_chunks", read_chunks)
-    live = Model(2)
-    assert resumed(run, live) == "local"
-    assert live.equals(Model(1))
-    assert not [each for each in caplog.messages if "cannot be read" in each]
-    assert not list(run.glob("commits/*.quarantine-*"))
-
-
-def test_a_newer_step_that_was_committed_meanwhile_is_the_one(
-    run: Path, runtime: Path, kill_keepers: Callable[..., None]
-) -> None:
-    first, early = newest(run), EarlyRead(open_store(run), 0, 2)
-    early._thread.join()
-    assert save(run) == 2
-    assert early.take(newest(run)) is None
-    assert images() == 0
-    assert early.take(first) is None, "it is given back once it is known that it is another's"
-
-
-def test_a_step_that_is_deleted_meanwhile_is_not_taken(
-    run: Path, runtime: Path, kill_keepers: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert save(run) == 2
-    kill_keepers(remove_regions=True)
-    init = EarlyRead.__init__
-
-    def read_then_delete(early: EarlyRead, *arguments: Any, **options: Any) -> None:
-        record = newest(run)
-        init(early, *arguments, **options)
-        early._thread.join()
-        assert images() == 2
-        shutil.rmtree(run / os.path.dirname(record.shard_path(0)))
-
-    monkeypatch.setattr(EarlyRead, "__init__", read_then_delete)
-    live = Model(3)
-    assert resumed(run, live) == "local"
-    assert live.equals(Model(1))
-    assert images() == 0
-
-
-def test_without_a_thread_to_read_in_it_is_read_later(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "flashckpt-read":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
-    live = Model(3)
-    assert resumed(run, live) == "local"
-    assert live.equals(Model(1))
 
 
 def test_what_is_in_memory_is_not_read(run: Path, runtime: Path, reads: list[str]) -> None:
@@ -342,7 +260,6 @@ def test_nothing_of_it_is_left_however_attach_ends(
     try:
         with pytest.raises(error) as kept:
             flashckpt.attach(run, every=None, **named)
-        assert not readers()
         assert images() == 0
         assert kept.value.__traceback__ is not None
     finally:
@@ -411,17 +328,14 @@ def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
 
 @pytest.mark.process
 def test_a_child_that_is_forked_meanwhile_has_nothing_of_it(run: Path) -> None:
-    record, early = newest(run), EarlyRead(open_store(run), 0, 2)
+    image = read_image(newest(run), 0, 2)
     child = os.fork()
     if child == 0:
         try:
-            early.close()
-            os._exit(0 if early.take(record) is None and images() == 0 else 2)
+            os._exit(0 if images() == 0 else 2)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    image = early.take(record)
-    assert image is not None
     fits = step_choice.Snapshot.of(image)
     assert torch.equal(fits.tensor("model.trained.weight"), Model(1).trained.weight)
 

@@ -43,7 +43,11 @@ def persistent() -> Any:
 
 
 def collection() -> Any:
-    members = {"a": accuracy(), "b": accuracy("micro"), "f": torchmetrics.classification.MulticlassF1Score(num_classes=3)}
+    members = {
+        "a": accuracy(),
+        "b": accuracy("micro"),
+        "f": torchmetrics.classification.MulticlassF1Score(num_classes=3),
+    }
     return torchmetrics.MetricCollection(members)
 
 

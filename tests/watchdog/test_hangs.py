@@ -32,7 +32,7 @@ def test_a_hang_is_told_once_with_stacks_and_saved_and_the_run_goes_on(
     with running(tmp_path / "run", hang, fresh=hang == "gil") as run:
         run.hangs()
         stuck = run.wait_told("stuck")
-        assert stuck["source"] == "faulthandler", stuck["reason"]
+        assert stuck["stacks"], stuck["reason"]
         assert any(f"in {function}" in line for line in stuck["stacks"]), stuck["stacks"]
         assert any("in main" in line for line in stuck["stacks"])
         assert stuck["pid"] == run.pid
@@ -68,7 +68,7 @@ def test_a_stuck_trainer_is_ended_where_that_was_asked_for(
         run.hangs()
         assert run.process.wait(120) == -signal.SIGKILL
         [killed], [stuck] = eventually(lambda: run.told("kill")), eventually(lambda: run.told("stuck"))
-        assert stuck["source"] == "faulthandler"
+        assert stuck["stacks"], stuck["reason"]
         assert stuck["time"] <= killed["time"]
         assert killed["saved"] is True
         assert run.told("goes-on") == []
@@ -97,14 +97,12 @@ def test_a_stopped_trainer_is_told_as_stopped_and_never_ended(tmp_path: Path) ->
         assert run.told("stuck") == run.told("kill") == []
 
 
-def test_a_trainer_without_a_signal_is_read_by_py_spy(tmp_path: Path, runtime: Path) -> None:
+def test_a_trainer_without_a_signal_is_reported_without_stacks(tmp_path: Path, runtime: Path) -> None:
     with running(tmp_path / "run", "gil", no_signal_is_free=True, fresh=True) as run:
         run.hangs()
         stuck = run.wait_told("stuck")
-        if "permission" in str(stuck["reason"]).lower():
-            pytest.skip(f"no process may look into another here: {stuck['reason']}")
-        assert stuck["source"] == "py-spy", stuck["reason"]
-        assert any("hold_the_gil" in line for line in stuck["stacks"])
+        assert stuck["stacks"] == []
+        assert "no signal handler" in stuck["reason"]
         run.release()
         run.finishes()
 
@@ -113,7 +111,7 @@ def test_loader_workers_and_other_children_are_never_signalled(tmp_path: Path) -
     with running(tmp_path / "run", "worker") as run:
         run.hangs()
         stuck = run.wait_told("stuck")
-        assert stuck["source"] == "faulthandler"
+        assert stuck["stacks"], stuck["reason"]
         assert any("_try_get_data" in line or "in get" in line or "poll" in line for line in stuck["stacks"])
         run.release()
         run.wait_told("goes-on")

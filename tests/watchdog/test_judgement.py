@@ -190,11 +190,11 @@ def test_no_signal_reaches_a_process_without_a_handler_for_it(tmp_path: Path, ru
     [lock] = [name for name in folder.names() if name.startswith("trainer-")]
     os.close(folder.open_file(stacks_name(lock), os.O_RDWR | os.O_CREAT))
     found = collect(folder, lock, signal.SIGRTMIN + 12)
-    assert found.source != "faulthandler"
+    assert "no signal handler" in found.reason
     assert trainer.do("status")["committed"] == [], "it lives and answers"
     trainer.kill()
     gone = collect(folder, lock, signal.SIGRTMIN + 12)
-    assert (gone.stacks, gone.source) == ((), "")
+    assert gone.stacks == ()
     assert "gone" in gone.reason
 
 
