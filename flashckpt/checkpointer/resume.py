@@ -64,6 +64,7 @@ _POLL_S = 0.05
 _OWN_OPTIONS = {"device_memory", "streams", "notice_file", "threads", "cache_limit"}
 _SECRET_OPTIONS = ("storage_options", "remote_storage_options")
 _MOST_REFUSED = 20
+_MOST_OPTIONS = 5
 
 
 def attach(
@@ -324,6 +325,7 @@ def _report(session: Session, tree: Tree, loaded: Loaded, resumed: Resumed, refu
         "other variables of the program are not",
         resumed.step, resumed.tier, resumed.seconds, ", ".join(tree.names),
     )  # fmt: skip
+    _log_replaced(tree)
     session.keeper.event(
         {
             "event": Event.RESUME.value,
@@ -336,6 +338,23 @@ def _report(session: Session, tree: Tree, loaded: Loaded, resumed: Resumed, refu
             "refused": refused[:_MOST_REFUSED],
         }
     )
+
+
+def _log_replaced(tree: Tree) -> None:
+    """Log the options of optimizers that the script has changed, and that the checkpoint has replaced."""
+    found = tree.replaced_options
+    shown = [
+        f"{name}: {option} is {saved!r} as in the checkpoint, and not {given!r} as in the script"
+        for name, rows in found.items()
+        for option, given, saved in sorted(rows, key=lambda row: row[0])
+    ]
+    if shown:
+        log.warning(
+            "the checkpoint's options of optimizers count, and not those that the script has changed (%s%s). "
+            "To change one, set it in %s.param_groups after attach or loop; a rate also in the base_lrs of "
+            "its scheduler",
+            "; ".join(shown[:_MOST_OPTIONS]), "; …" if len(shown) > _MOST_OPTIONS else "", next(iter(found)),
+        )  # fmt: skip
 
 
 def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:

@@ -304,6 +304,13 @@ class Tree:
         return list(self._entries)
 
     @property
+    def replaced_options(self) -> dict[str, list[tuple[str, object, object]]]:
+        """The options of optimizers, by the optimizer's name, that the script has changed since the run's
+        first start and a restore replaces: (option, the script's value, the checkpoint's)."""
+        entries = [entry for entry in self._entries.values() if isinstance(entry, OptimizerEntry)]
+        return {entry.name: entry.replaced for entry in entries if entry.replaced}
+
+    @property
     def own_code(self) -> list[str]:
         """The names of the objects that restore their state by methods of the program."""
         return [
