@@ -161,7 +161,9 @@ def _attach(
     early = _begin_early(path, options, tiers) if isinstance(options, Options) and restores else None
     try:
         from flashckpt.checkpointer import resume
+        from flashckpt.checkpointer.unnamed import OWN_LOOPS, variables_of
 
+        is_own = restores and integration in OWN_LOOPS
         return resume.attach(
             path,
             every=every,
@@ -175,6 +177,7 @@ def _attach(
             early=early,
             integration=integration,
             restores=restores,
+            variables=variables_of(sys._getframe()) if is_own else {},
         )
     finally:
         if early is not None:

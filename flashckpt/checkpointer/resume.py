@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from flashckpt.checkpointer.run import Checkpointer, Resumed
 from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences, open_together, remote_of
 from flashckpt.checkpointer.signals import Signals
+from flashckpt.checkpointer.unnamed import Unnamed
 from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
@@ -81,9 +83,11 @@ def attach(
     early: EarlyRead | None = None,
     integration: str = "",
     restores: bool = True,
+    variables: Mapping[str, object] = MappingProxyType({}),
 ) -> Checkpointer:
     """`flashckpt.attach`, switched on; attach.py documents it and closes `early`. check_loop: raises the
-    error of the loop's arguments, and returns those that ranks must have alike."""
+    error of the loop's arguments, and returns those that ranks must have alike. variables: those that the
+    calling code sees, by name."""
     began = time.perf_counter()
     environment = Environment.read()
     group = join(environment)
@@ -110,7 +114,7 @@ def attach(
         raise
     return attach_to(
         session, tree, options, every, persist_every, began=began, early=early, integration=integration,
-        restores=restores,
+        restores=restores, variables=variables,
     )  # fmt: skip
 
 
@@ -125,6 +129,7 @@ def attach_to(
     early: EarlyRead | None = None,
     integration: str = "",
     restores: bool = True,
+    variables: Mapping[str, object] = MappingProxyType({}),
 ) -> Checkpointer:
     """Restore the newest step to which the session's group agrees, and start all that runs beside the loop.
 
@@ -141,7 +146,8 @@ def attach_to(
             found = _continue_after(session, tree, progress)
 
         def make() -> None:
-            made.append(_checkpointer(session, tree, progress, options, every, persist_every, found))
+            unnamed = Unnamed(tree, variables, integration=integration, reports=session.environment.rank == 0)
+            made.append(_checkpointer(session, tree, progress, options, every, persist_every, found, unnamed))
 
         group.together("what runs beside the loop", make)
         group.attached()
@@ -562,6 +568,7 @@ def _checkpointer(
     every: Every,
     persist_every: str | int | None,
     found: _Found,
+    unnamed: Unnamed,
 ) -> Checkpointer:
     """Start all that runs beside the loop."""
     resumed, loaded = found.resumed, None
@@ -570,6 +577,7 @@ def _checkpointer(
     )
     coordination = session.group.begin(session.runtime, session.attempt, policy)
     with contextlib.ExitStack() as undo:
+        undo.callback(unnamed.close)
         undo.callback(coordination.close, closed=False)  # it has a thread
         capture = _capture(session, tree, options, coordination, found)
         undo.callback(capture.close)
@@ -586,6 +594,7 @@ def _checkpointer(
             use=_use(tree, capture, progress, options, resumed),
             signals=signals,
             coordination=coordination,
+            unnamed=unnamed,
             resumed=resumed,
         )
         undo.pop_all()

@@ -163,6 +163,11 @@ class Tree:
         found = self._found
         return found if found is not None and found.all_leaves_valid() else self.walk(_all_used_up)
 
+    def tensors_now(self) -> list[Tensor]:
+        """Return the tensors of the current state, without gradients that are used up. Raises StateError."""
+        walk, self.current = self.walk(_all_used_up), None
+        return [leaf.tensor for leaf in walk.leaves]
+
     def _structure_now(self) -> dict[str, object]:
         """Return the structure that the program has to build before a restore: the parameters with their
         shapes, and the number of parameters in each optimizer group."""
