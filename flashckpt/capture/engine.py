@@ -22,6 +22,7 @@ from flashckpt import _native, crashpoints
 from flashckpt.capture.constants import NO_VALUES, Constants, ConstantsChanged, region_size
 from flashckpt.capture.copies import CopyPolicy, Planner, PreparedCopies, Walkable, describe
 from flashckpt.capture.devices import Device
+from flashckpt.capture.finite import FiniteCheck
 from flashckpt.capture.hooks import StepHooks, unwrapped
 from flashckpt.capture.plan import ConstantsRegion, Sharing
 from flashckpt.capture.schedule import Intervals, Schedule
@@ -108,6 +109,7 @@ class Capture:
         self.boundary_index = 0
         self._writers = SlotWriters(devices)
         self.heartbeat = HeartbeatWriter(self._writers.by_name)
+        self.finite = FiniteCheck(self._writers.by_name)
         self._planner = Planner(
             tree, self._policy, self.hooks, self._constants, self.heartbeat, devices,
             options.device_memory, threads, sharing,

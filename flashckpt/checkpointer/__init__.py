@@ -6,6 +6,7 @@
     run.py            the Checkpointer and its iterators: the states of a run, its ends
     capture_loop.py   boundaries: counted, captured if due or ordered, their outcome
     progress.py       step, epoch and position; whether they are true
+    unnamed.py        objects with a state that no name covers
     slots.py          memory for snapshots: requested, adopted, released
     keeper_link.py    the background thread, and the trainer's waits for the keeper; run_log.py: what it logs
     signals.py        what asks a loop to end

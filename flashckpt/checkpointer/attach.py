@@ -157,7 +157,9 @@ def _attach(
     if is_off:
         return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
     from flashckpt.checkpointer import resume
+    from flashckpt.checkpointer.unnamed import OWN_LOOPS, variables_of
 
+    is_own = restores and integration in OWN_LOOPS
     return resume.attach(
         path,
         every=every,
@@ -170,6 +172,7 @@ def _attach(
         check_loop=dict if alone else partial(check, False),
         integration=integration,
         restores=restores,
+        variables=variables_of(sys._getframe()) if is_own else {},
     )
 
 

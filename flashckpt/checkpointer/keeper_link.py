@@ -89,6 +89,7 @@ class KeeperLink:
         self._watch = Watch(capture.heartbeat, options, self.event)
         self._times = TimesLog(session.environment.world, self.event)
         self._thread: threading.Thread | None = None
+        self._is_finite = True
 
     # ---- called by the training thread
 
@@ -149,6 +150,9 @@ class KeeperLink:
             self._note_closed(closed)
             return
         self._times.add(self._watch.poll(last=True), self._capture.report(), last=True)
+        if closed:
+            last = partial(self._check_finite, all_leaves=True)
+            self._tried(last, "the parameters of a snapshot cannot be checked")
         keeper.longest_pause_s = start.NO_PAUSE_S  # the thread may have changed it
         self.slots.drop_ready(min(time.monotonic() + self.timeout_s, self.deadline_s))
         try:
@@ -390,6 +394,7 @@ class KeeperLink:
         while not self._is_ended:
             self._has_answered = self._tried(self._round, "the keeper cannot be asked")
             self._tried(self._check_claims, "the run's attempts cannot be listed")
+            self._tried(self._check_finite, "the parameters of a snapshot cannot be checked")
             self._poll_ranks()
             with self._round_done:
                 self._rounds += 1
@@ -456,6 +461,22 @@ class KeeperLink:
             newest = newest_claimed(self._session.store.at_once())
         if newest is not None and newest.number > self._session.attempt.number:
             self.superseded_by = str(newest)
+
+    def _check_finite(self, *, all_leaves: bool = False) -> None:
+        """Warn once if the newest snapshot holds a parameter that is not finite."""
+        with self.slots.held():
+            newest = self.slots.newest_sealed()
+            if newest is None or not self._is_finite:
+                return
+            name = self._capture.finite.poll(*newest, all_leaves=all_leaves)
+        if name is not None:
+            self._is_finite = False
+            log.warning(
+                "%s has elements that are not finite (NaN or infinity) in the snapshot of step %d, and maybe "
+                "before it. Snapshots are saved as they are: a resume continues with these, and newer "
+                "steps replace older ones. To resume from an older step, end the run, then call `flashckpt "
+                "branch %s STEP`", name, newest[1].step, self._session.store.url,
+            )  # fmt: skip
 
     def _send_events(self) -> None:
         while self._events:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from flashckpt.checkpointer.run import Checkpointer, Resumed
 from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.session import Session, log_differences, open_together, remote_of
 from flashckpt.checkpointer.signals import Signals
+from flashckpt.checkpointer.unnamed import Unnamed
 from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
@@ -63,6 +65,7 @@ _POLL_S = 0.05
 _OWN_OPTIONS = {"device_memory", "streams", "notice_file", "threads", "cache_limit"}
 _SECRET_OPTIONS = ("storage_options", "remote_storage_options")
 _MOST_REFUSED = 20
+_MOST_OPTIONS = 5
 
 
 def attach(
@@ -78,9 +81,11 @@ def attach(
     check_loop: Callable[[], Mapping[str, str]] = dict,
     integration: str = "",
     restores: bool = True,
+    variables: Mapping[str, object] = MappingProxyType({}),
 ) -> Checkpointer:
     """`flashckpt.attach`, switched on; attach.py documents it. check_loop: raises the error of the
-    loop's arguments, and returns those that ranks must have alike."""
+    loop's arguments, and returns those that ranks must have alike. variables: those that the calling code
+    sees, by name."""
     began = time.perf_counter()
     environment = Environment.read()
     group = join(environment)
@@ -107,7 +112,7 @@ def attach(
         raise
     return attach_to(
         session, tree, options, every, persist_every, began=began, integration=integration,
-        restores=restores,
+        restores=restores, variables=variables,
     )  # fmt: skip
 
 
@@ -121,6 +126,7 @@ def attach_to(
     began: float,
     integration: str = "",
     restores: bool = True,
+    variables: Mapping[str, object] = MappingProxyType({}),
 ) -> Checkpointer:
     """Restore the newest step to which the session's group agrees, and start all that runs beside the loop.
 
@@ -137,7 +143,8 @@ def attach_to(
             found = _continue_after(session, tree, progress)
 
         def make() -> None:
-            made.append(_checkpointer(session, tree, progress, options, every, persist_every, found))
+            unnamed = Unnamed(tree, variables, integration=integration, reports=session.environment.rank == 0)
+            made.append(_checkpointer(session, tree, progress, options, every, persist_every, found, unnamed))
 
         group.together("what runs beside the loop", make)
         group.attached()
@@ -320,6 +327,7 @@ def _report(session: Session, tree: Tree, loaded: Loaded, resumed: Resumed, refu
         "other variables of the program are not",
         resumed.step, resumed.tier, resumed.seconds, ", ".join(tree.names),
     )  # fmt: skip
+    _log_replaced(tree)
     session.keeper.event(
         {
             "event": Event.RESUME.value,
@@ -332,6 +340,23 @@ def _report(session: Session, tree: Tree, loaded: Loaded, resumed: Resumed, refu
             "refused": refused[:_MOST_REFUSED],
         }
     )
+
+
+def _log_replaced(tree: Tree) -> None:
+    """Log the options of optimizers that the script has changed, and that the checkpoint has replaced."""
+    found = tree.replaced_options
+    shown = [
+        f"{name}: {option} is {saved!r} as in the checkpoint, and not {given!r} as in the script"
+        for name, rows in found.items()
+        for option, given, saved in sorted(rows, key=lambda row: row[0])
+    ]
+    if shown:
+        log.warning(
+            "the checkpoint's options of optimizers count, and not those that the script has changed (%s%s). "
+            "To change one, set it in %s.param_groups after attach or loop; a rate also in the base_lrs of "
+            "its scheduler",
+            "; ".join(shown[:_MOST_OPTIONS]), "; …" if len(shown) > _MOST_OPTIONS else "", next(iter(found)),
+        )  # fmt: skip
 
 
 def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:
@@ -539,6 +564,7 @@ def _checkpointer(
     every: Every,
     persist_every: str | int | None,
     found: _Found,
+    unnamed: Unnamed,
 ) -> Checkpointer:
     """Start all that runs beside the loop."""
     resumed, loaded = found.resumed, None
@@ -547,6 +573,7 @@ def _checkpointer(
     )
     coordination = session.group.begin(session.runtime, session.attempt, policy)
     with contextlib.ExitStack() as undo:
+        undo.callback(unnamed.close)
         undo.callback(coordination.close, closed=False)  # it has a thread
         capture = _capture(session, tree, options, coordination, found)
         undo.callback(capture.close)
@@ -563,6 +590,7 @@ def _checkpointer(
             use=_use(tree, capture, progress, options, resumed),
             signals=signals,
             coordination=coordination,
+            unnamed=unnamed,
             resumed=resumed,
         )
         undo.pop_all()

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.progress import Progress, Use
     from flashckpt.checkpointer.session import Session
     from flashckpt.checkpointer.signals import Signals
+    from flashckpt.checkpointer.unnamed import Unnamed
     from flashckpt.ranks.coordination import Coordination
     from flashckpt.state.tree import Tree
 
@@ -141,11 +142,13 @@ class Checkpointer:
         use: Use,
         signals: Signals,
         coordination: Coordination,
+        unnamed: Unnamed,
         resumed: Resumed | None,
     ) -> None:
         self._progress, self._capture, self._session = progress, capture, session
         self._keeper_link, self._use, self._signals = keeper_link, use, signals
         self._coordination, self._stop = coordination, coordination.stop_policy(signals)
+        self._unnamed = unnamed
         self._loop = CaptureLoop(
             tree, progress, capture, keeper_link, use, session.surroundings, self._stop, coordination
         )
@@ -283,6 +286,7 @@ class Checkpointer:
             if in_epoch or (is_marked and has_trained):
                 self._loop.order_next(put_off=True)
             else:
+                self._unnamed.boundary(self.completed)
                 self._loop.capture_outside()
 
     def wait(self) -> None:
@@ -447,6 +451,7 @@ class Checkpointer:
         if self._is_closed or self._is_forked:
             self._check_open()  # raises
         try:
+            self._unnamed.boundary(step)
             return self._loop.enter(step)
         except FlashckptError:
             self._release()
@@ -550,6 +555,7 @@ class Checkpointer:
             ends.callback(self._keeper_link.close, closed=closed)
             ends.callback(self._keeper_link.event, Event.CLOSE, step=self.completed, normal=closed)
             ends.callback(self._capture.close)
+            ends.callback(self._unnamed.close)
             ends.callback(self._use.close)
             ends.callback(self._signals.close)
             # Before the signals: workers of a loader that the same signal has reached raise nothing until

@@ -52,7 +52,10 @@ _SEARCH_LEVELS = 4
 
 
 class OptimizerEntry(StateEntry):
-    """One named torch optimizer with torch's own saving."""
+    """One named torch optimizer with torch's own saving.
+
+    replaced: of the last comparison, (option, the script's value, the checkpoint's) of each option that the
+    script has changed since the run's first start. A restore puts the checkpoint's in place."""
 
     kind = "optimizer"
 
@@ -63,6 +66,8 @@ class OptimizerEntry(StateEntry):
         self._shared_keys: list[Any] = []
         self._full_names: list[list[str]] = []
         self._short_names: list[list[str]] = []
+        self._given = Encoded([_plain_options(group) for group in target.param_groups])
+        self.replaced: list[tuple[str, object, object]] = []
 
     @property
     def inner(self) -> Any:
@@ -127,6 +132,7 @@ class OptimizerEntry(StateEntry):
                 }
                 for number, group in enumerate(groups)
             ],
+            "given": self._given,
             # State that belongs to no parameter.
             "shared": {
                 key: self._held(self.inner.state, key, join(f"{self.name}.shared", key), sink)
@@ -210,6 +216,7 @@ class OptimizerEntry(StateEntry):
 
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         rows: list[Row] = []
+        self.replaced = list(dict.fromkeys(self._replaced(value)))
         if value["class"] != type(self.inner).__qualname__:
             rows.append((self.name, value["class"], type(self.inner).__qualname__))
         recorded, here = value["params"], self._full_names
@@ -234,8 +241,21 @@ class OptimizerEntry(StateEntry):
                 rows += _misplaced(refs, parameter, saved, live)
         return rows
 
+    def _replaced(self, value: dict[str, Any]) -> Iterator[tuple[str, object, object]]:
+        """Compare with what the script gave at the run's first start: schedulers and loops change the
+        checkpoint's own options in the course of training."""
+        for then, saved, group in zip(
+            value.get("given", ()), value["groups"], self.target.param_groups, strict=False
+        ):
+            here = _plain_options(group)
+            for key in here.keys() & then.keys() & saved.keys():
+                has_base = key == "lr" and "initial_lr" in here  # a scheduler computes the rate from that
+                if not has_base and here[key] != then[key] and here[key] != saved[key]:
+                    yield "lr" if key == "initial_lr" else key, here[key], saved[key]
+
     def restore(self, value: dict[str, Any], filling: Filling, live: Walk) -> None:
         fill_unowned(self.target, filling, live)
+        self._given = Encoded(value["given"]) if "given" in value else self._given
         home = _home(self.target.param_groups)
         pairs = zip(value["groups"], self.target.param_groups, strict=True)
         for number, (options, group) in enumerate(pairs):
@@ -298,6 +318,16 @@ def is_zero(target: object) -> bool:
     """Whether this is torch's ZeroRedundancyOptimizer itself, not a subclass."""
     home = "torch.distributed.optim.zero_redundancy_optimizer"
     return (type(target).__module__, type(target).__name__) == (home, "ZeroRedundancyOptimizer")
+
+
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's options that are plain values, or tuples of them."""
+    return {
+        key: value
+        for key, value in group.items()
+        if type(key) is str and key not in _NOT_OPTIONS
+        if type(value) in SIMPLE or (type(value) is tuple and all(type(each) in SIMPLE for each in value))
+    }
 
 
 def _home(groups: list[dict[str, Any]]) -> torch.device:

@@ -163,6 +163,11 @@ class Tree:
         found = self._found
         return found if found is not None and found.all_leaves_valid() else self.walk(_all_used_up)
 
+    def tensors_now(self) -> list[Tensor]:
+        """Return the tensors of the current state, without gradients that are used up. Raises StateError."""
+        walk, self.current = self.walk(_all_used_up), None
+        return [leaf.tensor for leaf in walk.leaves]
+
     def _structure_now(self) -> dict[str, object]:
         """Return the structure that the program has to build before a restore: the parameters with their
         shapes, and the number of parameters in each optimizer group."""
@@ -302,6 +307,13 @@ class Tree:
     def names(self) -> list[str]:
         """The names of the state's objects."""
         return list(self._entries)
+
+    @property
+    def replaced_options(self) -> dict[str, list[tuple[str, object, object]]]:
+        """The options of optimizers, by the optimizer's name, that the script has changed since the run's
+        first start and a restore replaces: (option, the script's value, the checkpoint's)."""
+        entries = [entry for entry in self._entries.values() if isinstance(entry, OptimizerEntry)]
+        return {entry.name: entry.replaced for entry in entries if entry.replaced}
 
     @property
     def own_code(self) -> list[str]:

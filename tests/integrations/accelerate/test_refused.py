@@ -64,6 +64,33 @@ def test_a_wrong_object_and_an_accelerator_without_a_model_are_refused(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("plain", [False, True])
+def test_only_what_the_accelerator_does_not_hold_is_unnamed(
+    accelerator: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, plain: bool
+) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer: Any = torch.optim.Adam(model.parameters())
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = DataLoader(list(torch.ones(8, 4)), 4)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    ema = torch.optim.swa_utils.AveragedModel(model)
+    if plain:
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler.scheduler}
+        run = flashckpt.attach(tmp_path, every=1, **parts)
+    else:
+        run = attach(accelerator, tmp_path, every=1)
+    with run:
+        for batch in run.batches(loader):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            scheduler.step()
+            ema.update_parameters(model)
+    (line,) = [each for each in caplog.messages if "not saved" in each]
+    assert line.startswith("ema (AveragedModel) are not saved")
+    assert ("attach(…, ema=ema)" if plain else 'attach(…, state={"ema": ema})') in line
+
+
 def test_a_loader_that_skips_batches_is_refused(accelerator: Any) -> None:
     loader = accelerator.prepare(DataLoader(list(range(20)), 4))
     skipping = accelerate.data_loader.DataLoaderShard(list(range(20)), batch_size=4, skip_batches=2)
