@@ -126,6 +126,31 @@ def _check_cache(path: object, options: object) -> None:
         )
 
 
+_SHELL_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}/]*\})")
+
+
+def user_path(path: str | os.PathLike[str]) -> str:
+    """Return a local path that the user names, absolute. A `~` or `~user` at its beginning is replaced as a
+    shell does it, since a quoted or configured path has met no shell.
+
+    Raises OptionError for `~` as a further component, and for $NAME: no shell has replaced it either, and a
+    folder of that name would be made. A name that exists is taken as it is."""
+    text = os.path.expanduser(os.fspath(path))
+    if "$" in text or "~" in text:
+        whole = os.path.abspath(text)
+        place = ""
+        for part in whole.split(os.sep):
+            place = f"{place}{part}{os.sep}"
+            found = "~" if part == "~" else next(iter(_SHELL_VARIABLE.findall(part)), None)
+            if found is not None and not os.path.lexists(place.rstrip(os.sep)):
+                raise OptionError(
+                    f"{os.fspath(path)!r} has {found} in it, which only a shell replaces; a folder of that "
+                    f"name would be made. Nothing was changed. Write the path in full, or pass "
+                    "os.path.expandvars(path). If a folder has this name, make it first."
+                )
+    return os.path.abspath(text)
+
+
 def _is_count(value: object, least: int) -> bool:
     return type(value) is int and value >= least
 

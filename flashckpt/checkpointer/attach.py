@@ -15,7 +15,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashckpt.errors import FlashckptError, OptionError
-from flashckpt.options import Environment, Keep, Options, TiersCall, check_call, is_switched_off
+from flashckpt.options import (
+    Environment,
+    Keep,
+    Options,
+    TiersCall,
+    check_call,
+    is_switched_off,
+    user_path,
+)
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.run import Batches, Checkpointer
@@ -242,7 +250,7 @@ def _begin_early(path: str | os.PathLike[str], options: Options, tiers: TiersCal
             else:
                 runtime.close()
         if tiers.cache is not None:
-            is_on_node = is_on_node or bool(cached_paths(os.path.abspath(tiers.cache), identity))
+            is_on_node = is_on_node or bool(cached_paths(user_path(tiers.cache), identity))
         if not is_on_node:
             threads = options.threads or max(
                 1, len(os.sched_getaffinity(0)) // max(1, environment.local_world)

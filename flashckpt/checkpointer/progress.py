@@ -320,7 +320,7 @@ class Use:
 
     @property
     def may_have_trained(self) -> bool:
-        """As `trained_since_boundary`; True if no optimizer has stepped so far, which need not be attached."""
+        """As `trained_since_boundary`; True if no optimizer has stepped so far: none may be attached."""
         return self.trained_since_boundary or self._steps.steps == 0
 
     @property

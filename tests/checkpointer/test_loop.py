@@ -95,18 +95,20 @@ def test_an_iteration_of_batches_left_by_break(
 ) -> None:
     """Reported if nothing captures it later, and if no error says so."""
     job = Job()
-    with pytest.raises(KeyError) if then == "raise" else nullcontext():
-        with flashckpt.attach(tmp_path / "run", every=1, **job.named) as checkpointer:
-            for x in checkpointer.batches(loader()):
+    with (
+        pytest.raises(KeyError) if then == "raise" else nullcontext(),
+        flashckpt.attach(tmp_path / "run", every=1, **job.named) as checkpointer,
+    ):
+        for x in checkpointer.batches(loader()):
+            job.train(x)
+            if then == "raise":
+                raise KeyError
+            break
+        if then == "save":
+            checkpointer.save()
+        if then == "boundary":
+            for x in checkpointer.batches(loader(2)):
                 job.train(x)
-                if then == "raise":
-                    raise KeyError
-                break
-            if then == "save":
-                checkpointer.save()
-            if then == "boundary":
-                for x in checkpointer.batches(loader(2)):
-                    job.train(x)
     assert len(lines(caplog, LEFT)) == (then == "close")
 
 
