@@ -320,6 +320,8 @@ class Environment:
     names_rank: bool = True
     """False if WORLD_SIZE is set and RANK is not, as in processes that Lightning's launcher starts: only
     torch.distributed knows the rank."""
+    names_world: bool = True
+    """False if WORLD_SIZE is not set."""
     local_rank: int = 0
     local_world: int = 1
     job_id: str = ""
@@ -342,6 +344,7 @@ class Environment:
             rank=_number("RANK", 0),
             world=_number("WORLD_SIZE", 1),
             names_rank="RANK" in os.environ or "WORLD_SIZE" not in os.environ,
+            names_world=bool(get("WORLD_SIZE")),
             local_rank=_number("LOCAL_RANK", 0),
             local_world=_number("LOCAL_WORLD_SIZE", 1),
             job_id=f"{get('SLURM_CLUSTER_NAME', '')}/{slurm_job}" if slurm_job else "",
@@ -350,6 +353,27 @@ class Environment:
             under_slurm=bool(slurm_job),
             restarts_left=max(0, restarts),
             shares_rendezvous_store=get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    def check_alone(self) -> None:
+        """Raise OptionError if the launcher's variables name a rank that cannot train by itself: for a process
+        that is in no process group of several ranks."""
+        if self.world == 1 and self.rank == 0:
+            return
+        if not self.names_world:
+            why = f"RANK={self.rank} without WORLD_SIZE: how many ranks there are is unknown"
+        elif self.rank >= self.world:
+            why = f"RANK={self.rank} of WORLD_SIZE={self.world}: there is no such rank"
+        else:
+            why = (
+                f"WORLD_SIZE={self.world}: this process was started as one of several, and there is no "
+                "process group"
+            )
+        raise OptionError(
+            f"{why}. Nothing was started. Start ranks by torchrun or another launcher that sets RANK and "
+            "WORLD_SIZE, and call torch.distributed.init_process_group before flashckpt.attach or "
+            "flashckpt.loop; for a process that a launcher started among others and that trains by itself, "
+            "unset RANK and WORLD_SIZE."
         )
 
 

@@ -307,6 +307,7 @@ class _Training:
         """Load the trainer's own checkpoint by its own code. Return its epoch and its batches, like
         `_resume`."""
         trainer, folder = self._trainer, self._initial
+        assert folder is not None
         if not os.path.isfile(os.path.join(folder, TRAINER_STATE_NAME)):
             raise OptionError(
                 f"initial={folder!r} has no {TRAINER_STATE_NAME}, so it is not a checkpoint of a trainer. "
