@@ -61,13 +61,18 @@ PACKAGE = _package()
 # Methods that are replaced on the objects of one trainer while it trains, with their parameters.
 OVERRIDDEN = {
     "trainer.trainer:Trainer._run_stage": ("self",),
+    "trainer.connectors.checkpoint_connector:_CheckpointConnector._restore_modules_and_callbacks": (
+        "self", "checkpoint_path", "weights_only",
+    ),
     "loops.fit_loop:_FitLoop._load_combined_loader_states": ("self",),
     "loops.fit_loop:_FitLoop.on_run_start": ("self",),
     "loops.fit_loop:_FitLoop.on_advance_end": ("self",),
     "loops.training_epoch_loop:_TrainingEpochLoop.on_run_start": ("self", "data_fetcher"),
     "loops.training_epoch_loop:_TrainingEpochLoop.advance": ("self", "data_fetcher"),
     "loops.training_epoch_loop:_TrainingEpochLoop.on_advance_end": ("self", "data_fetcher"),
-}
+}  # fmt: skip
+
+_LOOP = "loops.loop:_Loop"
 
 # Names that are called or instantiated.
 USED = {
@@ -113,22 +118,21 @@ def check_release() -> None:
     check_overridden("lightning", PACKAGE.partition(".")[0], TESTED, names)
 
 
-def _check_trainer(trainer: Any, kind: type) -> None:
+def _check_trainer(trainer: Any, kind: type, theirs: object) -> None:
     """Raise OptionError for a trainer whose loop flashckpt cannot resume exactly. kind: the class
-    `Checkpoint`."""
-    for is_so, why in _refused(trainer, kind):
+    `Checkpoint`. theirs: the checkpoint of Lightning that this fit has loaded, if any."""
+    for is_so, why in _refused(trainer, kind, theirs):
         if is_so:
             raise OptionError(f"flashckpt cannot checkpoint this trainer: {why}. Nothing was started.")
 
 
-def _refused(trainer: Any, kind: type) -> Iterator[tuple[bool, str]]:
-    fit = trainer.fit_loop
+def _refused(trainer: Any, kind: type, theirs: object) -> Iterator[tuple[bool, str]]:
     yield (
         sum(isinstance(callback, kind) for callback in trainer.callbacks) > 1,
         "it has two callbacks flashckpt.lightning.Checkpoint; keep one",
     )
     yield (
-        fit._loaded_from_state_dict,
+        bool(theirs),
         "a checkpoint of Lightning was loaded (fit's ckpt_path, or Slurm's requeueing), and the run's own "
         "state would replace it. Leave out ckpt_path; to start with its weights, use load_from_checkpoint "
         "before fit; under Slurm use SLURMEnvironment(auto_requeue=False)",
@@ -222,7 +226,11 @@ class _Fit:
         self._loaders: list[Any] = []  # loaders that taps replace
         self._taps: dict[str, Any] = {}
         self._is_held = False
+        self._theirs: object = None  # the checkpoint of Lightning that this fit loads
         self.run: TrainerRun | None = None
+        self._replace(
+            trainer._checkpoint_connector, "_restore_modules_and_callbacks", self._note_their_checkpoint
+        )
         # When this is called, the strategy's setup, all on_fit_start hooks and the signal handlers are done.
         self._replace(trainer, "_run_stage", self._run_stage)
 
@@ -245,10 +253,16 @@ class _Fit:
     def _original(self, owner: Any, name: str, *arguments: Any) -> Any:
         return self._originals[f"{type(owner).__name__}.{name}"](*arguments)
 
+    def _note_their_checkpoint(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        self._theirs = checkpoint_path
+        connector = self._trainer._checkpoint_connector
+        self._original(connector, "_restore_modules_and_callbacks", checkpoint_path, weights_only)
+
     def _run_stage(self) -> Any:
         trainer = self._trainer
         try:
-            _check_trainer(trainer, type(self._callback))
+            _check_trainer(trainer, type(self._callback), self._theirs)
+            self._forget_search()
             run = self._attach()
         except BaseException:
             self.restore_methods()
@@ -269,6 +283,18 @@ class _Fit:
         finally:
             trainer.num_sanity_val_steps = sanity_steps
             self.restore_methods()
+
+    def _forget_search(self) -> None:
+        """Begin the fit as if no search of a rate or a batch size had run its loops. A search loads what it
+        saved before, and leaves the loops marked as restarting; one inside this fit also leaves its loaders,
+        which have no taps."""
+        loops = [self._loop]
+        if self._loop._loaded_from_state_dict:
+            self._loop.restarting = False
+            for loop in loops:
+                loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+                loops += [each for each in vars(loop).values() if isinstance(each, _named(_LOOP))]
+        self._loop._combined_loader = None
 
     def _attach(self) -> TrainerRun:
         trainer, callback, loop, epoch = self._trainer, self._callback, self._loop, self._epoch
@@ -562,7 +588,7 @@ class TrainerState(Deferred):
 
     def _progress(self) -> Iterator[tuple[str, Any]]:
         """Yield the counters of all loops, with their paths."""
-        loop, progress = _named("loops.loop:_Loop"), _named("loops.progress:_BaseProgress")
+        loop, progress = _named(_LOOP), _named("loops.progress:_BaseProgress")
         pending = [("fit_loop", self._trainer.fit_loop)]
         while pending:
             path, owner = pending.pop()

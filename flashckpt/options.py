@@ -126,6 +126,31 @@ def _check_cache(path: object, options: object) -> None:
         )
 
 
+_SHELL_VARIABLE = re.compile(r"\$(?:[A-Za-z_]\w*|\{[^}/]*\})")
+
+
+def user_path(path: str | os.PathLike[str]) -> str:
+    """Return a local path that the user names, absolute. A `~` or `~user` at its beginning is replaced as a
+    shell does it, since a quoted or configured path has met no shell.
+
+    Raises OptionError for `~` as a further component, and for $NAME: no shell has replaced it either, and a
+    folder of that name would be made. A name that exists is taken as it is."""
+    text = os.path.expanduser(os.fspath(path))
+    if "$" in text or "~" in text:
+        whole = os.path.abspath(text)
+        place = ""
+        for part in whole.split(os.sep):
+            place = f"{place}{part}{os.sep}"
+            found = "~" if part == "~" else next(iter(_SHELL_VARIABLE.findall(part)), None)
+            if found is not None and not os.path.lexists(place.rstrip(os.sep)):
+                raise OptionError(
+                    f"{os.fspath(path)!r} has {found} in it, which only a shell replaces; a folder of that "
+                    f"name would be made. Nothing was changed. Write the path in full, or pass "
+                    "os.path.expandvars(path). If a folder has this name, make it first."
+                )
+    return os.path.abspath(text)
+
+
 def _is_count(value: object, least: int) -> bool:
     return type(value) is int and value >= least
 
@@ -295,6 +320,8 @@ class Environment:
     names_rank: bool = True
     """False if WORLD_SIZE is set and RANK is not, as in processes that Lightning's launcher starts: only
     torch.distributed knows the rank."""
+    names_world: bool = True
+    """False if WORLD_SIZE is not set."""
     local_rank: int = 0
     local_world: int = 1
     job_id: str = ""
@@ -317,6 +344,7 @@ class Environment:
             rank=_number("RANK", 0),
             world=_number("WORLD_SIZE", 1),
             names_rank="RANK" in os.environ or "WORLD_SIZE" not in os.environ,
+            names_world=bool(get("WORLD_SIZE")),
             local_rank=_number("LOCAL_RANK", 0),
             local_world=_number("LOCAL_WORLD_SIZE", 1),
             job_id=f"{get('SLURM_CLUSTER_NAME', '')}/{slurm_job}" if slurm_job else "",
@@ -325,6 +353,27 @@ class Environment:
             under_slurm=bool(slurm_job),
             restarts_left=max(0, restarts),
             shares_rendezvous_store=get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+
+    def check_alone(self) -> None:
+        """Raise OptionError if the launcher's variables name a rank that cannot train by itself: for a process
+        that is in no process group of several ranks."""
+        if self.world == 1 and self.rank == 0:
+            return
+        if not self.names_world:
+            why = f"RANK={self.rank} without WORLD_SIZE: how many ranks there are is unknown"
+        elif self.rank >= self.world:
+            why = f"RANK={self.rank} of WORLD_SIZE={self.world}: there is no such rank"
+        else:
+            why = (
+                f"WORLD_SIZE={self.world}: this process was started as one of several, and there is no "
+                "process group"
+            )
+        raise OptionError(
+            f"{why}. Nothing was started. Start ranks by torchrun or another launcher that sets RANK and "
+            "WORLD_SIZE, and call torch.distributed.init_process_group before flashckpt.attach or "
+            "flashckpt.loop; for a process that a launcher started among others and that trains by itself, "
+            "unset RANK and WORLD_SIZE."
         )
 
 

@@ -312,6 +312,11 @@ class Capture:
                 )
 
     @property
+    def captured_step(self) -> int:
+        """The step that was captured last; 0 if there is none, or its snapshot is lost."""
+        return 0 if self.lost_step is not None else max(0, self._captured_step)
+
+    @property
     def lost_reason(self) -> str:
         """The reason for the loss of the last lost snapshot."""
         return self._in_flight.lost_reason

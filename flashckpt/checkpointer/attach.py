@@ -150,7 +150,10 @@ def _attach(
     returns those that ranks must have alike. Several ranks exchange errors once they have met, and all
     raise."""
     is_off = not enabled or is_switched_off()
-    alone = is_off or not _is_one_of_several()
+    has_group = _is_in_a_group()
+    if not (is_off or has_group):
+        Environment.read().check_alone()  # first: several such processes would each train the whole run
+    alone = is_off or not has_group
     if alone:
         check(is_off)
         check_call(every, persist_every, keep, options, tiers)
@@ -176,11 +179,11 @@ def _attach(
     )
 
 
-def _is_one_of_several() -> bool:
-    """Whether the launcher or a process group names several ranks. Imports nothing."""
+def _is_in_a_group() -> bool:
+    """Whether there is a process group of several ranks. Imports nothing."""
     distributed: Any = sys.modules.get("torch.distributed")
     is_there = distributed is not None and distributed.is_available() and distributed.is_initialized()
-    return Environment.read().world > 1 or (is_there and distributed.get_world_size() > 1)
+    return bool(is_there and distributed.get_world_size() > 1)
 
 
 def _no_loop(is_off: bool) -> dict[str, str]:

@@ -80,6 +80,7 @@ class CaptureLoop:
         self.order, self.ordered_at = SaveOrder.NONE, 0
         self._too_large: StateError | None = None
         self._left_iterations = 0  # 1 once an iteration was left by `break` in which something was trained
+        self._left_at = -1  # the boundary index at which the newest iteration was left
 
     # ---- entering a boundary
 
@@ -162,6 +163,35 @@ class CaptureLoop:
         """An iteration of an epoch was left by `break`. It counts if something was trained in it, since what
         follows must not have the number of the boundary before it."""
         self._left_iterations |= self._use.trained_since_boundary
+
+    def note_left(self) -> None:
+        """Note that an iteration was left before its boundary."""
+        self._left_at = self._capture.boundary_index
+
+    def report_left(self, *, is_late: bool, raised: bool) -> None:
+        """Log, as the run is released, what is not captured because no boundary followed it: a snapshot that
+        save() ordered (is_late: in a call that did not end), or an iteration that was left. raised: an error
+        is reported elsewhere."""
+        step = self._progress.step
+        if is_late or self.order is not SaveOrder.NONE:
+            log.warning(
+                "the snapshot that save() ordered after step %d was not taken: no boundary followed it. "
+                "Call .stop() in the place of `break`: it ends a loop at a boundary",
+                step if is_late else self.ordered_at,
+            )
+        elif self._left_at == self._capture.boundary_index and not raised:
+            newest = self._slots.newest_own()
+            captured = self._capture.captured_step or (0 if newest is None else newest.step)
+            if captured == step and not self._use.may_have_trained:
+                return
+            log.warning(
+                "the loop was left by `break` or an exception in the iteration after step %d, before its "
+                "boundary: %s is not captured. To end a loop early, call .stop() in the place of `break`, or "
+                "pass steps=: both capture the last iteration",
+                step,
+                f"what was trained after step {captured}, the newest captured one," if captured
+                else "what was trained in this process",
+            )  # fmt: skip
 
     def _count(self, iterations: int = 1) -> None:
         self._progress.count(iterations + self._left_iterations or 1)
@@ -366,7 +396,7 @@ class CaptureLoop:
             self.unsaved.__cause__ = error
 
     def _note_saved(self) -> None:
-        self.unsaved, self.order = None, SaveOrder.NONE
+        self.unsaved, self.order, self._left_at = None, SaveOrder.NONE, -1
         self._slots.fits()
 
 

@@ -319,6 +319,11 @@ class Use:
         return self._steps.steps != self._steps_at_boundary
 
     @property
+    def may_have_trained(self) -> bool:
+        """As `trained_since_boundary`; True if no optimizer has stepped so far: none may be attached."""
+        return self.trained_since_boundary or self._steps.steps == 0
+
+    @property
     def used_since_boundary(self) -> bool:
         """Whether a hook noticed use, mostly the step of an optimizer."""
         return self._ran_since_boundary or self.trained_since_boundary

@@ -43,7 +43,7 @@ from flashckpt.keeper.client import KeeperWait, SlotGrant, WaitTimeouts
 from flashckpt.keeper.protocol import Status
 from flashckpt.memory.cache_folder import CachePlace
 from flashckpt.memory.slot import Sealed, Slot
-from flashckpt.options import Environment, Keep, Options, Remote, TiersCall, check_call
+from flashckpt.options import Environment, Keep, Options, Remote, TiersCall, check_call, user_path
 from flashckpt.persist.ledger import Event
 from flashckpt.ranks.coordination import Coordination, SnapshotPolicy, join
 from flashckpt.restore.filling import LiveLayout, check_fits, fill
@@ -99,7 +99,7 @@ def attach(
             tree = Tree(_state_of(state, named), MAX_VALUES_BYTES // max(1, environment.local_world))
             place = None
             if tiers.cache is not None:
-                place = CachePlace(os.path.abspath(tiers.cache), options.cache_limit_bytes)
+                place = CachePlace(user_path(tiers.cache), options.cache_limit_bytes)
             return tree, url, remote_of(tiers, url, keep, options), place, looped
 
         tree, url, remote, cache, looped = group.together("the state and the options", prepared)

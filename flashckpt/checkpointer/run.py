@@ -425,10 +425,12 @@ class Checkpointer:
         stops = self._enter_boundary(self.completed)
         self._loop.end_epoch(last=stops or last)
 
-    def _abandon_iteration(self) -> None:
-        """An iteration was left by `break` or an exception."""
+    def _abandon_iteration(self, *, raised: bool = True) -> None:
+        """An iteration was left: by an exception if `raised`, else by `break` or an exception."""
         if self._is_forked:
             return
+        if self._in_iteration and not raised:
+            self._loop.note_left()
         if self._state is RunState.ITERATION and self._progress.manages_epochs:
             self._loop.leave_iteration()
         self._leave_iteration()
@@ -536,19 +538,19 @@ class Checkpointer:
             raise
         self._release(closed=True)
 
-    def _release(self, *, closed: bool = False) -> None:
-        """Release the run. Sealed snapshots stay with the keeper, which persists them. closed: in order."""
+    def _release(self, *, closed: bool = False, raised: bool = False) -> None:
+        """Release the run. Sealed snapshots stay with the keeper, which persists them. closed: in order;
+        raised: because of an error, which is reported elsewhere."""
         if self._is_closed:
             return
+        was = self._state
         self._move(RunState.CLOSED)
         if self._is_forked:
             return  # a forked child unwinds: the run, its lock and its slots are the parent's
+        if was in (RunState.ITERATION, RunState.MARKED):
+            self._loop.note_left()
         is_late = self._saves_after_call and not closed  # an orderly end has captured what was last
-        if is_late or self._loop.order is not SaveOrder.NONE:
-            log.warning(
-                "the snapshot that save() ordered after step %d was not taken: no boundary followed it",
-                self.completed if is_late else self._loop.ordered_at,
-            )
+        self._loop.report_left(is_late=is_late, raised=raised)
         # All of them, even if one raises; last in, first out.
         with RunCall(self), contextlib.ExitStack() as ends:
             ends.callback(self._session.close)
@@ -573,7 +575,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         else:
-            self._release()
+            self._release(raised=True)
 
     def __del__(self) -> None:
         state = getattr(self, "_state", None)
@@ -694,7 +696,7 @@ class Batches(Iterator[Any]):
                 raise
             except BaseException:
                 # A notebook keeps the traceback, and with it this frame, which must not hold the run.
-                self._leave()
+                self._leave(raised=True)
                 raise
             finally:
                 self.checkpointer._loop.settle()
@@ -825,16 +827,16 @@ class Batches(Iterator[Any]):
         if not getattr(self, "_ended", True) and sys is not None and not sys.is_finalizing():
             self._leave()
 
-    def _leave(self) -> None:
+    def _leave(self, *, raised: bool = False) -> None:
         if self._ended:
             return
         self._ended = True
         with RunCall(self.checkpointer), self.checkpointer._signals.ending() as signals:
             if self._entered:
                 signals.leave()
-            self.checkpointer._abandon_iteration()
+            self.checkpointer._abandon_iteration(raised=raised)
             if self._whole_run:
-                self.checkpointer._release()
+                self.checkpointer._release(raised=raised)
             elif self._source is not None:
                 self.checkpointer._progress.close_phase()
 
@@ -909,7 +911,7 @@ def _at_exit() -> None:
         run._signals.hold()  # delivered here: the threads' signals would be ignored
         # The process ends already, as its program or an exception would have it.
         with contextlib.suppress(BaseException):
-            run._release()
+            run._release(raised=getattr(sys, "last_value", None) is not None)
         with contextlib.suppress(BaseException):
             run._signals.deliver(lambda: None)
 

@@ -23,7 +23,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from flashckpt.options import Environment, Options, signal_numbers
+from flashckpt.options import Environment, Options, signal_numbers, user_path
 from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class NoticeFile:
     first step."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self.path = None if path is None else os.fspath(path)
+        self.path = None if path is None else user_path(path)
         self._before = self._identity()
         if self._before is not None:
             log.warning(

@@ -257,7 +257,7 @@ class TrainerRun:
             if self.begun and not self._stopped:
                 signals.leave()
             checkpointer._abandon_iteration()
-            checkpointer._release()
+            checkpointer._release(raised=True)
 
 
 class _TapDraws:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +26,7 @@ from flashckpt.cli.command import (
     word,
     write_json,
 )
+from flashckpt.options import user_path
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, RemoteReport, ranges_of
 from flashckpt.store import open_store
 
@@ -208,7 +208,7 @@ def keepers(
         )
     if end is not None:
         return _end(end, discard=discard, as_json=as_json)
-    rows = [*node.keepers(), *([] if cache is None else node.caches(os.path.abspath(cache)))]
+    rows = [*node.keepers(), *([] if cache is None else node.caches(user_path(cache)))]
     if as_json:
         write_json({"keepers": [asdict(row) for row in rows]})
     elif rows:

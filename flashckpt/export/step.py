@@ -33,7 +33,7 @@ from flashckpt.export.formats import (
     write_torch,
 )
 from flashckpt.format.names import AttemptName, SnapshotId
-from flashckpt.options import size_of
+from flashckpt.options import size_of, user_path
 from flashckpt.store.base import Store
 
 _FILES = {"safetensors": (write_safetensors, "safetensors"), "torch": (write_torch, "pt")}
@@ -71,6 +71,9 @@ class Request:
     is_folder: bool = False
     force: bool = False
     progress: Progress = lambda done, total: None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "out", user_path(self.out))
 
 
 def export(
@@ -166,7 +169,7 @@ def _exported(record: StepRecord, write: Writer, request: Request, *, by_rank: b
         run=record.store.url,
         step=record.step,
         attempt=record.attempt,
-        out=os.path.abspath(request.out),
+        out=request.out,
         format=request.format,
         files=tuple(files),
         leaves=sum(len(each.leaves) for each in chosen),
@@ -174,7 +177,7 @@ def _exported(record: StepRecord, write: Writer, request: Request, *, by_rank: b
 
 
 def _chosen(record: StepRecord, request: Request, *, by_rank: bool) -> list[Selected]:
-    folder = os.path.dirname(os.path.abspath(request.out))
+    folder = os.path.dirname(request.out)
     if by_rank:
         ranks = sorted(rank.rank for part in record.parts for rank in part.ranks)
         return [

@@ -27,6 +27,7 @@ from flashckpt.errors import DamagedError, OptionError, StateError
 from flashckpt.format.checked_json import unique
 from flashckpt.format.layout import DTYPES, MAX_DIMENSIONS, MAX_LEAF_BYTES
 from flashckpt.format.typed import MAX_DEPTH, check_roundtrip, children, decode
+from flashckpt.options import user_path
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, check, is_wrapper, strides
 from flashckpt.state.values import CONTAINERS, join, rebuild
 
@@ -68,7 +69,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     Raises OptionError for anything else, and DamagedError, which names the file, for a truncated, damaged or
     hostile source.
     """
-    path = os.path.abspath(path)
+    path = user_path(path)
     if os.path.isdir(path):
         return _open_folder(path)
     if not os.path.exists(path):

@@ -308,7 +308,7 @@ def meet(environment: Environment, timeout_s: float = TIMEOUT_S) -> Job | None:
     Raises OptionError if the launcher started several processes and there is no process group."""
     distributed = _initialised()
     if distributed is None:
-        _check_alone(environment)
+        environment.check_alone()
         return None
     rank, world = distributed.get_rank(), distributed.get_world_size()
     given = environment.rank if environment.names_rank else rank
@@ -337,16 +337,6 @@ def _initialised() -> Any:
     found: Any = sys.modules.get("torch.distributed")
     is_there = found is not None and found.is_available() and found.is_initialized()
     return found if is_there else None
-
-
-def _check_alone(environment: Environment) -> None:
-    if environment.world > 1:
-        raise OptionError(
-            f"WORLD_SIZE={environment.world}: this process was started as one of several, and there is no "
-            "process group. Nothing was started. Call torch.distributed.init_process_group before "
-            "flashckpt.attach or flashckpt.loop; for a process that a launcher started among others and that "
-            "trains by itself, unset RANK and WORLD_SIZE."
-        )
 
 
 def _own_store(distributed: Any, rank: int) -> tuple[KeyValues, Callable[[], KeyValues]]:

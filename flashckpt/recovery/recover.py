@@ -34,6 +34,7 @@ from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import CACHE, rank_of
 from flashckpt.memory.runtime import LifeLock
 from flashckpt.memory.slot import Sealed, Slot
+from flashckpt.options import user_path
 from flashckpt.persist.audit import Torn, check_header, differing
 from flashckpt.persist.job import (
     Incomplete,
@@ -255,7 +256,7 @@ class _NodeSnapshots:
         self._regions.adopt_named()
         for name, why in self._regions.not_adopted.items():
             self._unreadable.append(Finding(Kind.SNAPSHOT, Fate.KEPT, name, detail=why, damage=True))
-        for path in [] if cache is None else self._open_cache(os.path.abspath(cache)):
+        for path in [] if cache is None else self._open_cache(user_path(cache)):
             name = os.path.basename(path)
             try:
                 slot = open_cached(path, self._runtime.identity)

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 from weakref import WeakSet
 
 from flashckpt.errors import OptionError
-from flashckpt.options import storage_options
+from flashckpt.options import storage_options, user_path
 from flashckpt.printable import redacted
 from flashckpt.store import objects
 from flashckpt.store.base import Store
@@ -41,14 +41,16 @@ _clients: defaultdict[str, WeakSet[ObjectClient]] = defaultdict(WeakSet)
 
 
 def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
-    """Open the store that a run's path or URL names. Create and read nothing.
+    """Open the store that a run's path or URL names. Create and read nothing. A path may begin with `~`, see
+    `user_path`.
 
     `options`: options of an object store's client, see `Options.storage_options`. They hold for later calls
     in this process for the same URL without options. Without any, the environment variable
     FLASHCKPT_STORAGE_OPTIONS counts, a JSON object.
 
     Raises OptionError, which names the scheme, if neither this library nor an installed package has it; for
-    invalid options; and, without showing the URL, for a URL with a password in it.
+    invalid options; for a path with $NAME in it; and, without showing the URL, for a URL with a password in
+    it.
     """
     text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str):
@@ -68,7 +70,7 @@ def _open(text: str, options: Mapping[str, Any] | None) -> Store:
                 "./… for a folder of such a name."
             )
         try:
-            return LocalStore(text)
+            return LocalStore(user_path(text))
         except FileNotFoundError as error:
             raise OptionError(
                 f"{text!r} is a relative path, and the working directory was deleted. Nothing was changed. "

@@ -21,6 +21,7 @@ from flashckpt.errors import MismatchError, OptionError
 from flashckpt.export.formats import Progress, Selected, dtype_name, mapped_tensors
 from flashckpt.export.step import Exported, Request, export_with
 from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.options import user_path
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 
@@ -95,7 +96,7 @@ def export_step(
         progress=progress,
     )
     with tempfile.TemporaryDirectory(prefix="flashckpt-export-") as temporary:
-        source = Path(temporary) if config is None else Path(config)
+        source = Path(temporary) if config is None else Path(user_path(config))
         if config is None:
             _unpack(read_assets(store), source)
         if not (source / _CONFIG).is_file():

@@ -29,6 +29,7 @@ from flashckpt.checkpointer.trainer_run import (
     require,
 )
 from flashckpt.errors import MismatchError, OptionError, StateError
+from flashckpt.options import user_path
 from flashckpt.state.growing import GrowingList
 from flashckpt.transformers.exporting import assets_of
 
@@ -78,7 +79,8 @@ class _Training:
     def __init__(
         self, trainer: Any, path: Any, own: Iterable[str], initial: Any, options: dict[str, Any]
     ) -> None:
-        self._trainer, self._path, self._initial, self._options = trainer, path, initial, options
+        self._trainer, self._path, self._options = trainer, path, options
+        self._initial = None if initial is None else user_path(initial)
         self._part = TrainerPart(trainer, own)
         self._originals = {name: getattr(trainer, name) for name in OVERRIDDEN}
         self._loader: Any = None
@@ -244,7 +246,7 @@ class _Training:
     def load_rng_state(self, checkpoint: Any) -> None:
         if self._initial_rng:
             self._initial_rng = False
-            self._originals["_load_rng_state"](os.fspath(self._initial))
+            self._originals["_load_rng_state"](self._initial)
 
     # ---- the run
 
@@ -304,7 +306,8 @@ class _Training:
     def _load_initial(self, set_up: Callable[[str | None], tuple[int, int]]) -> tuple[int, int]:
         """Load the trainer's own checkpoint by its own code. Return its epoch and its batches, like
         `_resume`."""
-        trainer, folder = self._trainer, os.fspath(self._initial)
+        trainer, folder = self._trainer, self._initial
+        assert folder is not None
         if not os.path.isfile(os.path.join(folder, TRAINER_STATE_NAME)):
             raise OptionError(
                 f"initial={folder!r} has no {TRAINER_STATE_NAME}, so it is not a checkpoint of a trainer. "

@@ -108,14 +108,40 @@ def test_a_run_of_which_nothing_can_be_used_is_no_fresh_start(
     assert torch.equal(job.model.weight, before)
 
 
-def test_several_ranks_are_refused_before_a_step_is_awaited_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+RANKS = {
+    "RANK=0 WORLD_SIZE=2": "WORLD_SIZE=2: this process was started as one of several, and there is no process",
+    "WORLD_SIZE=2": "WORLD_SIZE=2: this process was started as one of several",
+    "RANK=2 WORLD_SIZE=2": "RANK=2 of WORLD_SIZE=2: there is no such rank",
+    "RANK=1 WORLD_SIZE=1": "RANK=1 of WORLD_SIZE=1: there is no such rank",
+    "RANK=0 WORLD_SIZE=0": "RANK=0 of WORLD_SIZE=0: there is no such rank",
+    "RANK=3": "RANK=3 without WORLD_SIZE: how many ranks there are is unknown",
+}
+ALONE = ["RANK=0", "RANK=0 WORLD_SIZE=1", "WORLD_SIZE=1", "SLURM_PROCID=3 SLURM_NTASKS=4", "LOCAL_RANK=1"]
+
+
+def set_variables(monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
+    for each in variables.split():
+        name, _, value = each.partition("=")
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("variables", RANKS)
+def test_a_rank_of_several_that_is_in_no_group_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: str
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(flashckpt.OptionError, match="WORLD_SIZE=2"):
+    """Before a step is awaited for ever, and before each of them trains the whole run."""
+    set_variables(monkeypatch, variables)
+    with pytest.raises(flashckpt.OptionError, match=f"{RANKS[variables]}.* Nothing was started"):
         flashckpt.attach(tmp_path / "run", **Job().named)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("variables", ALONE)
+def test_a_process_that_trains_alone_is_not_taken_for_a_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: str
+) -> None:
+    set_variables(monkeypatch, variables)
+    flashckpt.attach(tmp_path / "run", **Job().named).close()
 
 
 def test_another_format_is_refused(tmp_path: Path, kill_keepers: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -53,6 +54,62 @@ def test_every_iteration_is_one_step_and_the_last_is_committed(tmp_path: Path) -
     assert seen == list(range(6))
     assert batches.completed == 6
     assert flashckpt.steps(str(tmp_path / "run"))[-1] == 6
+
+
+LEFT = "the loop was left by `break` or an exception in the iteration after step"
+
+
+def lines(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:
+    return [text for text in caplog.messages if text.startswith(start)]
+
+
+def test_an_iteration_left_by_break_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    for number, x in enumerate(flashckpt.loop(loader(), tmp_path / "run", every=1, **job.named), 1):
+        job.train(x)
+        if number == 3:
+            break
+    [line] = lines(caplog, LEFT)
+    assert line.startswith(f"{LEFT} 2,")
+    assert "call .stop() in the place of `break`" in line
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_a_break_before_anything_is_trained_is_reported_if_a_step_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int | None
+) -> None:
+    job = Job()
+    batches = flashckpt.loop(loader(), tmp_path / "run", every=every, persist_every=None, **job.named)
+    for x in batches:
+        until_slots(batches.checkpointer)
+        if batches.completed == 2:
+            break
+        job.train(x)
+    del batches
+    assert len(lines(caplog, LEFT)) == (every is None)
+
+
+@pytest.mark.parametrize("then", ["close", "save", "boundary", "raise"])
+def test_an_iteration_of_batches_left_by_break(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, then: str
+) -> None:
+    """Reported if nothing captures it later, and if no error says so."""
+    job = Job()
+    with (
+        pytest.raises(KeyError) if then == "raise" else nullcontext(),
+        flashckpt.attach(tmp_path / "run", every=1, **job.named) as checkpointer,
+    ):
+        for x in checkpointer.batches(loader()):
+            job.train(x)
+            if then == "raise":
+                raise KeyError
+            break
+        if then == "save":
+            checkpointer.save()
+        if then == "boundary":
+            for x in checkpointer.batches(loader(2)):
+                job.train(x)
+    assert len(lines(caplog, LEFT)) == (then == "close")
 
 
 def test_a_finished_run_gives_no_more_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

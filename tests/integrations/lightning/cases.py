@@ -15,11 +15,13 @@ from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
     EMAWeightAveraging,
+    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
@@ -150,9 +152,15 @@ class Ends(Callback):
 
 
 def fit(
-    job: Job, model: Model, *callbacks: Callback, own: Any = (), datamodule: Any = None, **options: Any
+    job: Job,
+    model: Model,
+    *callbacks: Callback,
+    own: Any = (),
+    datamodule: Any = None,
+    before: Callable[[Any], object] | None = None,
+    **options: Any,
 ) -> Any:
-    """Train, and return the record."""
+    """Train, after `before`, and return the record."""
     _jobs.append(job)
     every = [*callbacks, Ends()]
     if job.flashckpt:
@@ -163,6 +171,8 @@ def fit(
         "enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in callbacks),
     }  # fmt: skip
     trainer = lp.Trainer(callbacks=every, **{**named, **options})
+    if before is not None:
+        before(trainer)
     job.moments_in(trainer.strategy, "save_checkpoint", SAVE)
     try:
         trainer.fit(model, datamodule=datamodule)
@@ -305,6 +315,42 @@ def own_launcher(job: Job) -> Any:
     data.seed(job.rank + 1)
     how = {"devices": 2, "strategy": "ddp", "plugins": LightningEnvironment(), "max_epochs": 1}
     return fit(job, Model(rows(16)), **how)
+
+
+class Searched(Model):
+    """Takes part in a search of a rate or a batch size, which is no part of the job."""
+
+    rate, batch_size = 0.01, 4
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_search = not any(isinstance(each, Ends) for each in self.trainer.callbacks)
+        return self.loss(batch) if is_search else super().training_step(batch, batch_idx)
+
+
+def rate_searched(job: Job) -> Any:
+    """By `Tuner`, which calls fit once before."""
+    data.seed()
+    model = Searched(rows())
+
+    def search(trainer: Any) -> None:
+        Tuner(trainer).lr_find(model, num_training=5, attr_name="rate")
+
+    return fit(job, model, before=search)
+
+
+def rate_searched_in_fit(job: Job) -> Any:
+    data.seed()
+    return fit(job, Searched(rows()), LearningRateFinder(num_training_steps=5, attr_name="rate"))
+
+
+def size_searched(job: Job) -> Any:
+    data.seed()
+    model = Searched(rows())
+
+    def search(trainer: Any) -> None:
+        Tuner(trainer).scale_batch_size(model, steps_per_trial=1, max_trials=2)
+
+    return fit(job, model, before=search)
 
 
 class Raises(Callback):

@@ -38,6 +38,8 @@ def said(folder: Path) -> str:
         "average",
         "hooks",
         "metrics",
+        "rate_searched",
+        pytest.param("size_searched", marks=pytest.mark.long),
         pytest.param("max_steps", marks=pytest.mark.long),
         pytest.param("map_style", marks=pytest.mark.long),
         pytest.param("workers", marks=pytest.mark.long),
@@ -50,6 +52,14 @@ def test_a_killed_fit_ends_like_a_plain_fit(
 ) -> None:
     harness.check(f"{CASES}:{case}", framework, tmp_path, runtime)
     assert CHANGED not in said(tmp_path)
+
+
+def test_a_fit_that_searches_its_rate_first(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    """The search repeats at each start and changes no number of the run."""
+    case = f"{CASES}:rate_searched_in_fit"
+    whole = harness.Run(case, framework, tmp_path, runtime, WHOLE).finish()
+    run = harness.Run(case, framework, tmp_path, runtime, KILLED)
+    harness.assert_same(whole, run.finish_killed([Kill(STEP, whole.iterations(0)[10])]))
 
 
 @pytest.mark.long
