@@ -55,8 +55,9 @@ def open_run(store: Store, create: bool, run_id: str = "") -> Run:
     """Return the run in a store. `create`: the caller will commit to it; if there is no run, make one, with
     this id if one is given.
 
-    Raises NoSuchStepError if there is no run and none is made, UnusableRunError if commits exist without
-    run.json, FormatError for another format, DamagedError, RunError if `create` and the storage overwrites.
+    Raises NoSuchStepError if there is no run and none is made, UnusableRunError if a run's other files exist
+    without run.json, FormatError for another format, DamagedError, RunError if `create` and the storage
+    overwrites.
     """
     if create:
         check_place(store)
@@ -72,16 +73,23 @@ def open_run(store: Store, create: bool, run_id: str = "") -> Run:
             f"the folder that has {RUN} in it.",
             path=store.url,
         ) from error
-    if store.list(COMMITS) or store.list(ATTEMPTS):
+    if store.list(COMMITS) or store.list(ATTEMPTS) or attempt_folders(store, DATA):
         raise UnusableRunError(
-            f"{store.url} holds commits or attempts and no {RUN}. Nothing was changed, and it is not "
-            f"taken for a fresh run. Put its {RUN} back, or choose another folder.",
+            f"{store.url} holds commits, attempts or snapshots and no {RUN}. Nothing was changed, and it is "
+            f"not taken for a fresh run. Put its {RUN} back; a mirror of the run has the same. If it is "
+            f"lost, `flashckpt recover {store.url}` makes another. To train anew, choose another folder.",
             path=store.url,
         )
     if not create:
         raise NoSuchStepError(
             f"{store.url} is no run: it has no {RUN}. Nothing was changed. Check the path.", path=store.url
         )
+    return make_run(store, run_id)
+
+
+def make_run(store: Store, run_id: str = "") -> Run:
+    """Create run.json, with a new id if none is given. Return the run in the store, which another process may
+    have made meanwhile."""
     run = Run(run_id=run_id or secrets.token_hex(8))
     return run if store.create(RUN, run.to_bytes()) else _read(store)
 

@@ -23,13 +23,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 
 from flashckpt import crashpoints
-from flashckpt.commit.attempts import attempt_folders, newest_claimed
+from flashckpt.commit.attempts import attempt_folders, has_started, newest_claimed
 from flashckpt.commit.catalogue import ALWAYS_KEPT, Catalogue, snapshots_with_data
 from flashckpt.commit.commit_step import record_at_rest
-from flashckpt.commit.steps import is_whole, part_entries, read_head, read_record
+from flashckpt.commit.steps import heads_at_rest, is_whole, part_entries, read_head, read_record
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.names import (
     ATTEMPT,
@@ -49,6 +48,7 @@ from flashckpt.format.names import (
     frozen_path,
     frozen_tombstone_path,
     frozen_writer,
+    shard_writer,
 )
 from flashckpt.format.records import CommitRecord, Tombstone
 from flashckpt.options import Keep
@@ -190,21 +190,36 @@ def broken_steps(store: Store, catalogue: Catalogue, whole: Collection[CommitNam
 
 
 def has_lost_records(store: Store, catalogue: Catalogue) -> bool:
-    """Whether all commit records seem to be lost: there is none, and several snapshots have all their parts.
-    A crash between the last part of a snapshot and its record leaves one. A part that cannot be read counts
-    as whole."""
+    """Whether the commit records seem to be lost: there is none, and data/ holds what no crash leaves.
+
+    That is a shard of an attempt without start.json, which is older than the attempt's data and deleted after
+    it; several snapshots with all their parts, since a crash leaves one between its last part and its record;
+    or several shards of one keeper in folders without its part, since a keeper writes one part at a time. A
+    part that cannot be read counts as whole."""
     if catalogue.commits or catalogue.dying or catalogue.tombstones:
         return False
+    is_lost = any(_cannot_be_of_a_crash(store, snapshots_with_data(store)))
+    return is_lost and not Catalogue.of(store).commits
 
-    def may_be_whole(snapshot: SnapshotId) -> bool:
+
+def _cannot_be_of_a_crash(store: Store, snapshots: Iterable[SnapshotId]) -> Iterator[bool]:
+    """For each snapshot, whether a crash before the first commit cannot have left it and those before it."""
+    num_whole, without_part = 0, set[str]()
+    for each in snapshots:
+        names = (entry.name for entry in store.list(each.data_folder))
+        shards = {name for name in names if shard_writer(name) is not None}
+        if shards and not has_started(store, each.attempt):
+            yield True
+            continue
         try:
-            return record_at_rest(store, snapshot) is not None
-        except OSError as error:
-            log.warning("%s cannot be read: %s", snapshot.data_folder, error)
-            return True
-
-    whole = filter(may_be_whole, snapshots_with_data(store))
-    return len(list(islice(whole, ALWAYS_KEPT))) == ALWAYS_KEPT and not Catalogue.of(store).commits
+            num_whole += record_at_rest(store, each) is not None
+            named = {rank.shard.file for head in heads_at_rest(store, each) for rank in head.ranks}
+        except (OSError, DamagedError, FormatError) as error:
+            log.warning("%s cannot be read: %s", each.data_folder, error)
+            num_whole, named = num_whole + isinstance(error, OSError), shards
+        writers = {shard_writer(file) or "" for file in shards - named}
+        yield num_whole >= ALWAYS_KEPT or bool(without_part & writers)
+        without_part |= writers
 
 
 def snapshots_at_rest(store: Store, catalogue: Catalogue) -> list[SnapshotId] | None:
@@ -215,12 +230,13 @@ def snapshots_at_rest(store: Store, catalogue: Catalogue) -> list[SnapshotId] | 
 
 def frozen_instances(store: Store, catalogue: Catalogue) -> dict[str, bool]:
     """Every frozen instance, with whether a record, or a part of an uncommitted snapshot, names it. If a
-    record or part is damaged, it may name any, and all count as named."""
+    record or part is damaged, it may name any, and all count as named. Empty if the records seem to be
+    lost."""
     listed = store.at_once().list(FROZEN_FOLDER)
     names = [entry.name for entry in listed if not entry.is_folder]
     files = {name for name in names if FROZEN.fullmatch(name)}
     files |= {match[1] for match in map(FROZEN_TOMBSTONE.fullmatch, names) if match}
-    if not files:
+    if not files or has_lost_records(store, catalogue):
         return {}
     try:
         named = set(named_instances(store, catalogue))

@@ -145,10 +145,11 @@ def next_start(
 
 def _lost_commits(store: Store) -> UnusableRunError:
     return UnusableRunError(
-        f"{store.url} has lost its commit records: {COMMITS}/ holds none, and several snapshots in {DATA}/ "
-        "have all their parts. Nothing was deleted, and no fresh run was started. Restore the files of "
-        f"{COMMITS}/. If they are lost, `flashckpt recover {store.url}` commits the snapshots of the newest "
-        "attempt, and deletes the data of older ones.",
+        f"{store.url} has lost its commit records: {COMMITS}/ holds none, and {DATA}/ has shards that no "
+        "crash leaves so. Nothing was deleted, and no fresh run was started. Restore the files of "
+        f"{COMMITS}/, {ATTEMPTS}/ and {DATA}/. If they are lost, `flashckpt recover {store.url}` commits the "
+        "snapshots that have all their parts. Shards without a part cannot be resumed from, and any "
+        "safetensors reader opens them. To train anew, use another path.",
         path=store.url,
     )
 

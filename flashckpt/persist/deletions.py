@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from flashckpt.commit import collect
 from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
-from flashckpt.commit.collect import Done, Knowledge, Plan
+from flashckpt.commit.collect import Done, Knowledge, Plan, has_lost_records
 from flashckpt.commit.steps import heads_at_rest, read_record
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId, frozen_path, shard_writer
@@ -229,11 +229,13 @@ def half_written(store: Store, writers: Collection[str]) -> list[Unused]:
     """The shards of these dead keepers that no record or part names, in all attempts.
 
     A shard's name begins with the nonce of its keeper, and only that keeper ever names it in a part: this
-    needs no newest attempt and no commit."""
+    needs no newest attempt and no commit. Finds nothing where the records are lost."""
     found = list[Unused]()
     if not writers:
         return found
     catalogue = Catalogue.of(store)
+    if has_lost_records(store, catalogue):
+        return found
     for snapshot in sorted(snapshots_with_data(store)):
         folder = snapshot.data_folder
         begun = [each for each in store.list(folder) if shard_writer(each.name) in writers]

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 from flashckpt.commit import attempts
 from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
+from flashckpt.commit.collect import has_lost_records
 from flashckpt.commit.commit_step import check_due
 from flashckpt.commit.steps import KnownHeads, missing_files, part_paths, read_record
 from flashckpt.commit.verification import verify_file
@@ -372,7 +373,8 @@ class Completeness(Enum):
 class StoredStep:
     """A snapshot in storage. `step`: -1 if no record or part shows it. `heads`: of the readable parts of a
     snapshot without a record; `problem`: why others cannot be read. `has_failed`: storage failed, and the
-    snapshot may be complete."""
+    snapshot may be complete. `may_lack_start`: all records are lost, so its attempt need not have a
+    start.json."""
 
     id: SnapshotId
     step: int
@@ -380,6 +382,7 @@ class StoredStep:
     problem: str = ""
     heads: tuple[PartHead, ...] = ()
     has_failed: bool = False
+    may_lack_start: bool = False
 
     @property
     def attempt(self) -> AttemptName:
@@ -404,10 +407,11 @@ def unfinished(store: Store) -> list[StoredStep]:
     catalogue = Catalogue.of(store)
     committed = {each.id for each in catalogue.commits}
     without = sorted(set(snapshots_with_data(store)) - committed, reverse=True)
+    is_lost = has_lost_records(store, catalogue)
     found = []
     for snapshot in without:
         try:
-            found.append(stored_step(store, snapshot, catalogue))
+            found.append(replace(stored_step(store, snapshot, catalogue), may_lack_start=is_lost))
         except OSError as error:
             why = str(error)
             found.append(StoredStep(snapshot, -1, Completeness.PARTIAL, why, has_failed=True))
@@ -460,7 +464,7 @@ def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]
         check_due(store.at_once(), stored.name)
     except SupersededError as error:
         return str(error), False
-    if attempts.read_start(store, stored.attempt) is None:
+    if not stored.may_lack_start and attempts.read_start(store, stored.attempt) is None:
         return "its attempt has no start.json", False
     wrong = [f"{file}: {why}" for file, why in _wrong_files(store, stored)] if read else []
     return "; ".join(wrong[:_MAX_SHOWN_FILES]), bool(wrong)

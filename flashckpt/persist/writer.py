@@ -187,7 +187,8 @@ class Writer:
         stored, attempt = job.stored, str(job.attempt)
         assert stored is not None
         if stored.has_failed:
-            stored = job.stored = stored_step(self._store, job.id)
+            found = stored_step(self._store, job.id)
+            stored = job.stored = replace(found, may_lack_start=stored.may_lack_start)
             job.step = stored.step
         why, is_damage = refusal(self._store, stored, read=job.reads_stored)
         if not why:

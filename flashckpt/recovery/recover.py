@@ -19,13 +19,14 @@ from contextlib import closing
 from dataclasses import replace
 
 from flashckpt.commit import attempts, lineage
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit.attempts import make_run, open_run
 from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.choice import Offer, Place, RankOffers
 from flashckpt.commit.collect import Survivor, needed_slots
 from flashckpt.commit.steps import is_whole
-from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, UnusableRunError
+from flashckpt.format.names import RUN, AttemptName, CommitName, SnapshotId
+from flashckpt.format.records import Run
 from flashckpt.keeper import node_keepers
 from flashckpt.keeper.node_keepers import keeper_of
 from flashckpt.keeper.protocol import Status, remove_names
@@ -99,7 +100,7 @@ def recover(
     folder is no run; KeeperError for a keeper that does not answer.
     """
     watcher = watcher or Watcher()
-    run = open_run(store, create=False)
+    run = _opened(store, dry_run=dry_run)
     watcher.stage("looking")
     with (
         (view if dry_run else hold)(store, run) as held,
@@ -111,6 +112,22 @@ def recover(
     if remote is not None:
         report = replace(report, remote=_copy_newest(held.store, remote, watcher, dry_run=dry_run))
     return report
+
+
+def _opened(store: Store, *, dry_run: bool) -> Run:
+    """The run in a store. A lost run.json is made anew."""
+    try:
+        return open_run(store, create=False)
+    except UnusableRunError:
+        if dry_run:
+            raise
+    run = make_run(store)
+    log.warning(
+        "%s had lost its %s, and has another with a new id now. Snapshots in the memory and caches of nodes "
+        "are not found under this id, and a mirror of the run is refused as another run. If you find the old "
+        "file, put it back", store.url, RUN,
+    )  # fmt: skip
+    return run
 
 
 def _recovered(

@@ -27,6 +27,7 @@ from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.format.checked_json import TAIL_BYTES
 from flashckpt.format.records import PartRecord
 from flashckpt.options import Environment
+from flashckpt.recovery.recover import recover
 from flashckpt.restore import step_choice
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
@@ -107,6 +108,38 @@ def test_lost_records_are_no_fresh_start_and_branch_gets_the_run_back(run: Path,
     flashckpt.branch(run, 4, attempt)
     assert flashckpt.steps(run) == [2, 4]
     assert resumed_at(run) == 4
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ("run.json",),
+        ("commits",),
+        ("commits", "attempts"),
+        ("run.json", "commits", "attempts"),
+        ("commits", "data/*/*/part-*"),
+        ("run.json", "commits", "attempts", "data/*/*/part-*"),
+    ],
+)
+def test_shards_without_their_records_are_no_fresh_run_and_recover_gets_back_what_it_can(
+    run: Path, lost: tuple[str, ...]
+) -> None:
+    attempt = newest(run).attempt
+    for path in [path for pattern in lost for path in run.glob(pattern)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shards = set(run.glob("data/*/*/*.safetensors"))
+    assert_refused(run, flashckpt.UnusableRunError, "flashckpt recover")
+    report = recover(open_store(run))
+    if "data/*/*/part-*" in lost:
+        assert "flashckpt recover" in report.resume_problem
+        assert_refused(run, flashckpt.UnusableRunError, "flashckpt recover")
+    elif "attempts" in lost:
+        assert f"4@{attempt}" in report.resume_problem
+        flashckpt.branch(run, 4, str(attempt))
+        assert resumed_at(run) == 4
+    else:
+        assert resumed_at(run) == 4
+    assert shards <= set(run.glob("data/*/*/*.safetensors"))
 
 
 def test_a_quarantine_of_another_host_rolls_nothing_back(run: Path) -> None:

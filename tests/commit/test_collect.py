@@ -32,7 +32,9 @@ from tests.protocol.roles import (
     claim_and_start,
     commit_all,
     frozen_contents,
+    image_at,
     run_with,
+    write_frozen,
     write_part,
 )
 
@@ -223,10 +225,57 @@ def test_a_run_whose_commit_records_are_lost_loses_nothing_else() -> None:
     assert Catalogue.of(store).visible() == (at(1), at(2), at(3), at(4, second[0]))
 
 
+@pytest.mark.parametrize(
+    ("last_step", "lost"),
+    [
+        (1, ("commits/", "attempts/")),
+        (1, ("commits/", "attempts/000001-aaaaaaaa/start.json")),
+        (3, ("commits/", "attempts/")),
+        (2, ("commits/", "/part-")),
+        (1, ("commits/", "/part-", "attempts/")),
+    ],
+)
+def test_no_fresh_run_begins_beside_shards_whose_records_are_lost(
+    last_step: int, lost: tuple[str, ...]
+) -> None:
+    frozen = frozen_name(FIRST, 0, "5f2c0a1b")
+
+    def save(store: Store) -> None:
+        write_frozen(store, FIRST)
+        for step in range(1, last_step + 1):
+            commit_all(store, at(step), frozen=frozen)
+
+    files = run_with(object_store, 0, save)
+    shards = {path for path in files if path.endswith(".safetensors")}
+    assert len(shards) == 2 * last_step + 1
+    kept = {path: data for path, data in files.items() if not any(each in path for each in lost)}
+    server = LiveServer(kept)
+    store = object_store(server, "home")
+    for _ in range(3):
+        starting.claim(store, HOLDER)
+        refusal = next_start(store).refusal
+        assert isinstance(refusal, UnusableRunError)
+        assert "flashckpt recover" in str(refusal)
+        assert shards <= server.files.keys()
+
+
 def test_a_crash_before_the_first_record_leaves_a_fresh_run() -> None:
     def crash(store: Store) -> None:
         for rank in (0, 1):
             write_part(store, rank, at(1))
+        # Each keeper was killed before its part.
+        for step, nonce in ((2, "0000000a"), (3, "0000000b")):
+            image = image_at(0, step)
+            store.write_parts(f"{at(step).id.data_folder}/{shard_name(0, nonce)}", [image], len(image))
 
     choice = next_start(store_with(0, crash))
     assert (choice.refusal, choice.candidates) == (None, ())
+
+
+def test_a_folder_with_snapshots_and_no_run_json_is_no_place_for_a_fresh_run() -> None:
+    files = run_with(object_store, 1)
+    store = object_store(LiveServer({path: data for path, data in files.items() if "/data/" in path}), "home")
+    with pytest.raises(UnusableRunError, match="flashckpt recover"):
+        attempts.open_run(store, create=True)
+    store = object_store(LiveServer({"home/data/of/another/program": b"x"}), "home")
+    assert attempts.open_run(store, create=True)
