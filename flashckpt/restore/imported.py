@@ -198,7 +198,7 @@ class _Binding:
             self._rename(group, before, now)
         return {
             "kind": entry.kind,
-            "class": type(entry.inner).__qualname__,
+            "class": type(entry.target).__qualname__,
             "device": "cpu",
             "params": params,
             "groups": [_options(group, entry.name, number) for number, group in enumerate(groups)],

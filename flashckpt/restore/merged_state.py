@@ -499,7 +499,7 @@ class MergedState:
         scalars: list[Any] = []
         places = [place for group in entry.places() for place in group]
         for index, (full, prefix, parameter) in enumerate(places):
-            found = self._state_of(entry.name, full) if entry.steps(parameter) else None
+            found = self._state_of(entry.name, full)
             if found is None:
                 continue
             saved, state = found
@@ -518,14 +518,8 @@ class MergedState:
         rank = self._owner.get(full)
         if rank is None:
             return None
-        ranks = [rank]
-        if self.saved(rank).entries.get(optimizer, {}).get("partitioned"):
-            ranks += range(self._ranks.record.world)  # one of them steps it
-        for each in ranks:
-            state = self.saved(each).states.get((optimizer, full))
-            if state is not None:
-                return self.saved(each), state
-        return None
+        state = self.saved(rank).states.get((optimizer, full))
+        return None if state is None else (self.saved(rank), state)
 
     def _live_schema(self, saved: SavedRank, state: SavedState, prefix: str, parameter: Tensor) -> Any:
         """Return the schema with references to tensors as they are created for this parameter; takes their

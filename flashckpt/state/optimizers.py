@@ -69,23 +69,10 @@ class OptimizerEntry(StateEntry):
         self._given = Encoded([_plain_options(group) for group in target.param_groups])
         self.replaced: list[tuple[str, object, object]] = []
 
-    @property
-    def inner(self) -> Any:
-        """The optimizer that holds the state of the parameters."""
-        return self.target
-
-    def steps(self, parameter: Tensor) -> bool:
-        """Whether this rank steps a parameter and so holds its state."""
-        return True
-
-    def _declared(self, parameter: Tensor) -> Tensor | None:
-        """Return the parameter if all ranks that hold it also hold its state; None if only one rank does."""
-        return parameter
-
     def take(self, walk: Walk) -> None:
         groups = self.target.param_groups
         walk.anchor(self.target, "param_groups", groups)
-        walk.anchor(self.inner, "state", self.inner.state)
+        walk.anchor(self.target, "state", self.target.state)
         walk.guard(groups)
         for number, group in enumerate(groups):
             walk.guard(group)
@@ -105,11 +92,11 @@ class OptimizerEntry(StateEntry):
             for g, group in enumerate(owners)
         ]
         self.parameters = take_unowned(self.name, self.target, walk)
-        self._shared_keys = [key for key in self.inner.state if not isinstance(key, Tensor)]
+        self._shared_keys = [key for key in self.target.state if not isinstance(key, Tensor)]
         self._holes = []
         self._record = {
             "kind": self.kind,
-            "class": type(self.inner).__qualname__,
+            "class": type(self.target).__qualname__,
             "device": _home(groups).type,
             "params": Encoded(self._full_names),
             **self._take_state(walk),
@@ -135,7 +122,7 @@ class OptimizerEntry(StateEntry):
             "given": self._given,
             # State that belongs to no parameter.
             "shared": {
-                key: self._held(self.inner.state, key, join(f"{self.name}.shared", key), sink)
+                key: self._held(self.target.state, key, join(f"{self.name}.shared", key), sink)
                 for key in self._shared_keys
             },
             "scalars": scalars,
@@ -155,7 +142,7 @@ class OptimizerEntry(StateEntry):
     def _take_state(self, walk: Walk) -> dict[str, Any]:
         """Add the state by parameter to the walk; return its record: the schemas, and the schema of each
         parameter. `_holes` gets the places of the values that are not tensors."""
-        state = self.inner.state
+        state = self.target.state
         walk.guard(state)
         schemas: dict[object, object] = {}
         states: list[tuple[int, object]] = []
@@ -188,16 +175,16 @@ class OptimizerEntry(StateEntry):
                 yield f"{self.name}.state.{name}", parameter, group
 
     def _schema(self, state: Any, name: str, parameter: Tensor, walk: Walk) -> tuple[object, object]:
-        home, like = parameter.device, self._declared(parameter)
+        home = parameter.device
         if type(state) is dict and all(type(value) is Tensor for value in state.values()):
             walk.guard(state)
             refs = {}
             for key, tensor in state.items():
-                place = Place("optimizer", self.target, state, key, home, like)
+                place = Place("optimizer", self.target, state, key, home, parameter)
                 ref = walk.add(join(name, key), tensor, place)
                 refs[key] = LeafRef("", ref.about)
             return tuple((key, tuple(ref.about.items())) for key, ref in refs.items()), refs
-        place = Place("optimizer", self.target, self.inner.state, parameter, home, like)
+        place = Place("optimizer", self.target, self.target.state, parameter, home, parameter)
         schema = _nameless(survey(state, name, place, walk, lambda c, k: self._holes.append((c, k))))
         return encode_json(schema), schema
 
@@ -217,8 +204,8 @@ class OptimizerEntry(StateEntry):
     def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
         rows: list[Row] = []
         self.replaced = list(dict.fromkeys(self._replaced(value)))
-        if value["class"] != type(self.inner).__qualname__:
-            rows.append((self.name, value["class"], type(self.inner).__qualname__))
+        if value["class"] != type(self.target).__qualname__:
+            rows.append((self.name, value["class"], type(self.target).__qualname__))
         recorded, here = value["params"], self._full_names
         if len(recorded) != len(here):
             rows.append((f"{self.name}.groups", f"{len(recorded)} groups", f"{len(here)} groups"))
@@ -265,7 +252,7 @@ class OptimizerEntry(StateEntry):
         self._restore_state(value, filling, home)
 
     def _restore_state(self, value: dict[str, Any], filling: Filling, home: torch.device) -> None:
-        state, holes, restored = self.inner.state, iter(value["scalars"]), dict[Any, Any]()
+        state, holes, restored = self.target.state, iter(value["scalars"]), dict[Any, Any]()
         for schema, name, parameter, group in self._saved_states(value):
             moved = value["device"] == "cpu" and not (group.get("capturable") or group.get("fused"))
             settling = Settling(filling, parameter.device, like=parameter, holes=holes, scalars_on_cpu=moved)
@@ -281,43 +268,12 @@ class OptimizerEntry(StateEntry):
         state.update(restored)
 
 
-class ZeroEntry(OptimizerEntry):
-    """One named ZeroRedundancyOptimizer: its own groups, and the state of the parameters that this rank
-    steps, which its inner optimizer holds. Its own `state_dict` gathers the state of all ranks on one."""
-
-    def __init__(self, name: str, target: Optimizer) -> None:
-        if getattr(target, "_overlap_with_ddp", False):
-            why = "is a ZeroRedundancyOptimizer that steps inside DDP's backward (overlap_with_ddp)"
-            refuse(name, why, "Leave overlap_with_ddp out.")
-        super().__init__(name, target)
-
-    @property
-    def inner(self) -> Any:
-        return self.target.optim
-
-    def steps(self, parameter: Tensor) -> bool:
-        return any(parameter is mine for group in self.inner.param_groups for mine in group["params"])
-
-    def _declared(self, parameter: Tensor) -> Tensor | None:
-        return None
-
-    def take(self, walk: Walk) -> None:
-        walk.anchor(self.target, "optim", self.target.optim)
-        super().take(walk)
-        self._record["partitioned"] = True  # other ranks hold the state of other parameters
-
-    def differences(self, value: dict[str, Any], saved: Saved, live: Walk) -> list[Row]:
-        rows = super().differences(value, saved, live)
-        for _, name, parameter, _ in self._saved_states(value) if not rows else ():
-            if not self.steps(parameter):
-                rows.append((name, "stepped by this rank", "stepped by another rank"))
-        return rows
-
-
-def is_zero(target: object) -> bool:
-    """Whether this is torch's ZeroRedundancyOptimizer itself, not a subclass."""
-    home = "torch.distributed.optim.zero_redundancy_optimizer"
-    return (type(target).__module__, type(target).__name__) == (home, "ZeroRedundancyOptimizer")
+def check_not_zero(name: str, target: object) -> None:
+    """Raise StateError for torch's ZeroRedundancyOptimizer: each of its ranks holds a part of the state."""
+    zero = ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer")
+    if any((kind.__module__, kind.__name__) == zero for kind in type(target).__mro__):
+        why = "is a ZeroRedundancyOptimizer, whose ranks hold parts of the state that only torch can gather"
+        refuse(name, why, "Shard with FSDP2 (fully_shard), which divides the optimizer's state too.")
 
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:

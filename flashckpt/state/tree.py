@@ -49,10 +49,9 @@ from flashckpt.state.objects import (
 )
 from flashckpt.state.optimizers import (
     OptimizerEntry,
-    ZeroEntry,
     check_drivers,
+    check_not_zero,
     has_own_saving,
-    is_zero,
     unwrapped,
     warn_of_attributes,
 )
@@ -346,8 +345,7 @@ def _all_used_up(parameter: object, gradient: Tensor) -> bool:
 def _entry(name: str, target: Any) -> StateEntry:
     if isinstance(target, nn.Module):
         return ModuleEntry(name, target)
-    if is_zero(target):
-        return ZeroEntry(name, target)
+    check_not_zero(name, target)
     if isinstance(target, Optimizer) and not has_own_saving(target):
         return OptimizerEntry(name, target)
     if is_torch_scaler(target):

@@ -116,26 +116,6 @@ def ddp_with_experts(seed: int) -> Job:
     return job(replicated(net))
 
 
-def zero(seed: int, **options: Any) -> Job:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    net = replicated(Net(seed))
-    made = ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01, **options)
-    scheduler = torch.optim.lr_scheduler.StepLR(made, step_size=2, gamma=0.5)
-    plain = job(net, made, after=lambda step: scheduler.step())
-    return Job({**plain.state, "scheduler": scheduler}, plain.step)
-
-
-@case
-def zero1(seed: int) -> Job:
-    return zero(seed)
-
-
-@case
-def zero1_of_buckets(seed: int) -> Job:
-    return zero(seed, parameters_as_bucket_view=True)
-
-
 # FSDP2
 
 

@@ -1,4 +1,4 @@
-"""What the ranks train whose layout changes from one start to the next: FSDP, tensor parallel, ZeRO-1, none.
+"""What the ranks train whose layout changes from one start to the next: FSDP, tensor parallel, DDP, none.
 
 `python -m tests.ranks.rank tests.ranks.relaid RUN LAYOUT EPOCHS`. Each rank prints "begins HASH" before its
 first batch and "ends HASH" after the last, over all that the state holds, whole; and "samples N-N-…".
@@ -23,7 +23,7 @@ import flashckpt
 from tests.waiting import until_room, until_slots
 
 SAMPLES = 24
-DATA_PARALLEL = ("fsdp", "zero")
+DATA_PARALLEL = ("fsdp", "ddp")
 
 
 def model(layout: str, world: int) -> nn.Module:
@@ -34,16 +34,12 @@ def model(layout: str, world: int) -> nn.Module:
     elif layout == "tp":
         mesh = init_device_mesh("cpu", (world,))
         parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    elif layout == "zero":
+    elif layout == "ddp":
         return nn.parallel.DistributedDataParallel(net)
     return net
 
 
 def optimizer_of(layout: str, net: nn.Module) -> torch.optim.Optimizer:
-    if layout == "zero":
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        return ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-2)
     return torch.optim.AdamW(net.parameters(), lr=1e-2)
 
 

@@ -12,7 +12,7 @@ from tests.ranks.relaid import DATA_PARALLEL, SAMPLES
 pytestmark = pytest.mark.dist
 PROGRAM = "tests.ranks.relaid"
 LAYOUTS = [
-    ("fsdp", 4), ("fsdp", 2), ("one", 1), ("tp", 2), ("zero", 2), ("zero", 3),
+    ("fsdp", 4), ("fsdp", 2), ("one", 1), ("tp", 2), ("ddp", 2), ("ddp", 3),
     ("fsdp", 3),
 ]  # fmt: skip
 

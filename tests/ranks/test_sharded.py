@@ -23,7 +23,6 @@ SAVED, HELD = 3, 5
         ("fsdp2_evaluated", 2, "memory"),
         ("fsdp2_never_zeroed", 2, "memory"),
         ("ddp_never_zeroed", 2, "local"),
-        ("zero1", 2, "local"),
         ("pipeline", 2, "local"),
         ("fsdp2_and_tp", 4, "local"),
     ],

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from flashckpt.errors import StateError
 from flashckpt.state.tree import Tree
+from tests.restore.layouts import one_of
 from tests.state.image import all_used_up, assert_same, capture, restore
 
 Make = Callable[[list[Tensor]], Optimizer]
@@ -187,3 +189,18 @@ def test_names_follow_the_module_that_owns_the_parameter() -> None:
     names = {leaf.name for leaf in tree.walk(all_used_up).leaves}
     assert "optimizer.state.first.weight.exp_avg" in names
     assert "model.second.bias" in names
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing it
+def test_a_zero_redundancy_optimizer_is_refused_by_name() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class Derived(ZeroRedundancyOptimizer):
+        pass
+
+    net = nn.Linear(4, 2)
+    for kind in (ZeroRedundancyOptimizer, Derived):
+        with one_of(2, 0):
+            optimizer = kind(net.parameters(), O.AdamW, lr=0.1)
+            with pytest.raises(StateError, match=r"ZeroRedundancyOptimizer.*FSDP2"):
+                Tree({"model": net, "optimizer": optimizer})
