@@ -110,6 +110,7 @@ def test_a_stage_that_is_not_known_is_refused(tmp_path: Path) -> None:
     assert "nonsense: unknown" in told
 
 
+@pytest.mark.long
 def test_the_whole_course_on_a_cpu(tmp_path: Path) -> None:
     """Our own figures and two peers, one of which is not installed here: one run, since each takes long."""
     out = tmp_path / "out"
@@ -166,6 +167,7 @@ def test_a_test_that_ends_the_process_costs_only_itself(tmp_path: Path) -> None:
     assert last["test"].endswith("::test_starts_processes"), "though it comes first in its file"
 
 
+@pytest.mark.long
 def test_a_test_that_hangs_ends_with_its_stage(tmp_path: Path) -> None:
     """On a busy machine the stage may end before pytest has come to the test that hangs."""
     tests, out = tmp_path / "tests", tmp_path / "out"
@@ -181,6 +183,7 @@ def test_a_test_that_hangs_ends_with_its_stage(tmp_path: Path) -> None:
     assert "killed at its limit" in told
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_kill_leaves_what_was_found_so_far(tmp_path: Path, number: signal.Signals) -> None:
     tests, out = tmp_path / "tests", tmp_path / "out"

@@ -136,6 +136,7 @@ run.app()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["import", "process"])
 def test_a_run_that_is_stopped_anywhere_keeps_what_it_has_measured(tmp_path: Path, where: str) -> None:
     """In the import of matplotlib: half of it was imported, and the report at the end could not be drawn."""
