@@ -66,7 +66,7 @@ def variables_of(frame: FrameType | None) -> dict[str, object]:
     found = {**found, **{f"self.{name}": value for name, value in attributes.items()}}
     found = {**found, **{name: value for name, value in frame.f_globals.items() if name not in found}}
     # An owner with a state of its own is left out: its parts are named.
-    return {name: value for name, value in found.items() if name[0] != "_" and value is not owner}
+    return {name: each for name, each in found.items() if str(name)[:1] != "_" and each is not owner}
 
 
 class Parts:
@@ -251,7 +251,7 @@ class Unnamed:
             elif isinstance(value, nn.Module) and (sample := _sample(value)):
                 # Frozen or in eval mode: an average of weights, or a module that nothing changes.
                 self._watched.append((name, weakref.ref(value), sample))
-        self._warn(trained, "are not saved, because this call does not name them")
+        self._warn(trained, "not saved, because no name covers it")
 
     def _check_watched(self) -> None:
         alive = [(_Found(name, ref()), before) for name, ref, before in self._watched]
@@ -262,7 +262,7 @@ class Unnamed:
         ]
         if changed:
             self._watched = []
-            self._warn(changed, "have changed in training and are not saved, because no name covers them")
+            self._warn(changed, "changed in training and not saved, because no name covers it")
 
     def _warn(self, found: Sequence[_Found], what: str) -> None:
         if not found or not self._reports:
@@ -274,9 +274,9 @@ class Unnamed:
         state = ", ".join(f'"{key}": {name}' for key, name in pairs) + more
         is_module = any(isinstance(each.value, nn.Module) for each in found)
         log.warning(
-            "%s%s %s: after a resume they begin as the script builds them. Name what training changes: "
+            "%s: %s%s. After a resume each begins as the script builds it. Name what training changes: "
             "attach(…, %s)%s",
-            ", ".join(f"{each.name} ({type(each.value).__name__})" for each in shown), more, what,
+            what, ", ".join(f"{each.name} ({type(each.value).__name__})" for each in shown), more,
             keywords if self._takes_keywords else f"state={{{state}}}",
             "; call requires_grad_(False) on a module that it does not change" if is_module else "",
         )  # fmt: skip

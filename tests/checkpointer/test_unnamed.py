@@ -160,7 +160,7 @@ def test_attributes_of_self(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
     Training().run()
     (line,) = told(caplog)
-    assert "self.ema (Average) are not saved" in line
+    assert "not saved, because no name covers it: self.ema (Average). After a resume" in line
     assert "attach(…, ema=self.ema)" in line
 
 
@@ -212,7 +212,7 @@ def test_a_frozen_copy_is_reported_once_it_changes(
                 mine.data.lerp_(theirs.data, 0.1)
     found = told(caplog)
     assert len(found) == changes
-    assert not changes or "ema (Sequential) have changed in training and are not saved" in found[0]
+    assert not changes or "changed in training and not saved, because no name covers it: ema (Seq" in found[0]
 
 
 def test_variables_are_not_kept_alive(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_only_what_the_accelerator_does_not_hold_is_unnamed(
             scheduler.step()
             ema.update_parameters(model)
     (line,) = [each for each in caplog.messages if "not saved" in each]
-    assert line.startswith("ema (AveragedModel) are not saved")
+    assert line.startswith("not saved, because no name covers it: ema (AveragedModel). After")
     assert ("attach(…, ema=ema)" if plain else 'attach(…, state={"ema": ema})') in line
 
 
