@@ -356,8 +356,8 @@ class Environment:
         )
 
     def check_alone(self) -> None:
-        """Raise OptionError if the launcher's variables name a rank that cannot train by itself: for a process
-        that is in no process group of several ranks."""
+        """Raise OptionError if the launcher's variables name a rank that cannot train by itself. To be called
+        where there is no process group of several ranks."""
         if self.world == 1 and self.rank == 0:
             return
         if not self.names_world:

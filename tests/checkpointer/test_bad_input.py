@@ -109,7 +109,7 @@ def test_a_run_of_which_nothing_can_be_used_is_no_fresh_start(
 
 
 RANKS = {
-    "RANK=0 WORLD_SIZE=2": "WORLD_SIZE=2: this process was started as one of several, and there is no process",
+    "RANK=0 WORLD_SIZE=2": "WORLD_SIZE=2: this process was started as one of several, and there is no",
     "WORLD_SIZE=2": "WORLD_SIZE=2: this process was started as one of several",
     "RANK=2 WORLD_SIZE=2": "RANK=2 of WORLD_SIZE=2: there is no such rank",
     "RANK=1 WORLD_SIZE=1": "RANK=1 of WORLD_SIZE=1: there is no such rank",
