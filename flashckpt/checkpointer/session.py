@@ -186,7 +186,8 @@ class Session:
             world, store = self.environment.world, self.store
             near = attempts.NEAR if self.remote is None else _NEAR_OF_REMOTE
             catalogue = Catalogue.of(store)
-            starting.start(store, self.attempt, parent, step, world, catalogue, near=near)
+            record = starting.start(store, self.attempt, parent, step, world, catalogue, near=near)
+            starting.report_repeated(store, record, catalogue)
             name = None if parent is None or tier != "local" else catalogue.named(parent)
             if name is not None:
                 starting.check_started(store, self.attempt, name)

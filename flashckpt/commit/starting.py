@@ -25,6 +25,8 @@ from flashckpt.store.base import Store
 
 log = logging.getLogger(__name__)
 
+REPORTED_STARTS = 4
+"""At one step, in a row: a machine may fail a few times; a bad step or batch ends each start."""
 _SHOWN = 8
 
 
@@ -129,13 +131,37 @@ def start(
     """
     attempts.check_newest(store, name)
     before = () if parent is None else tuple(_behind(store, parent, catalogue, near))
-    record = Start(parent=parent, step=step, world=world, before=before)
+    again = _starts_before(store, parent, catalogue)
+    record = Start(parent=parent, step=step, world=world, before=before, again=again)
     if not store.create(start_path(name), record.to_bytes()):
         raise SupersededError(
             f"attempt {name} has already started; this process must end. Nothing was changed.",
             path=start_path(name),
         )
     return record
+
+
+def _starts_before(store: Store, parent: SnapshotId | None, catalogue: Catalogue) -> int:
+    """How many attempts in a row, up to the newest started one, resumed from this parent and were not closed.
+    The sweep deletes older ones, so each counts on."""
+    last, newest = catalogue.start, catalogue.newest_started
+    if parent is None or last is None or newest is None or last.parent != parent:
+        return 0
+    alive = attempts.alive(store, newest)
+    return 0 if alive is not None and alive.ended == "closed" else last.again + 1
+
+
+def report_repeated(store: Store, record: Start, catalogue: Catalogue) -> None:
+    """Warn of a start that is one of several at the same step: the state or the data there may end each."""
+    if record.again + 1 < REPORTED_STARTS:
+        return
+    older = max((each.step for each in catalogue.visible() if each.step < record.step), default=None)
+    log.warning(
+        "%d starts in a row have resumed from step %d, and none of those before this one has saved a newer "
+        "step. If the state of step %d or the data after it ends the job each time, examine both, or resume "
+        "from an older step: `flashckpt branch %s %s` (`flashckpt ls` lists the steps)",
+        record.again + 1, record.step, record.step, store.url, "STEP" if older is None else older,
+    )  # fmt: skip
 
 
 def check_started(store: Store, name: AttemptName, parent: CommitName) -> None:

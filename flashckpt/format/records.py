@@ -113,7 +113,8 @@ class Claim(JsonRecord):
 class Start(JsonRecord):
     """The start of an attempt. `parent`: the committed step or the snapshot in memory from which it resumed,
     None for a fresh start. `step`: the parent's step number. `before`: the lineage before the parent, newest
-    first: attempts, each with its last visible boundary."""
+    first: attempts, each with its last visible boundary. `again`: the attempts in a row before this one that
+    resumed from the same parent and were not closed in order."""
 
     KIND = "start"
     MAX_BYTES = 16 << 20
@@ -121,6 +122,7 @@ class Start(JsonRecord):
     step: int
     world: int
     before: tuple[SnapshotId, ...] = ()
+    again: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -129,6 +131,7 @@ class Start(JsonRecord):
             "step": self.step,
             "world": self.world,
             "before": [[str(each.attempt), each.boundary] for each in self.before],
+            **({"again": self.again} if self.again else {}),
         }
 
     @classmethod
@@ -145,6 +148,7 @@ class Start(JsonRecord):
                 SnapshotId(attempt_of(row, "attempt"), row.integer("boundary", 0, MAX_BOUNDARY))
                 for row in rows
             ),
+            again=fields.integer("again") if fields.has("again") else 0,
         )
         if any(newer.attempt.number <= older.attempt.number for newer, older in pairwise(start.ancestors)):
             fields.refuse("a lineage is out of order")

@@ -323,3 +323,22 @@ def test_a_view_with_the_same_bytes_is_no_unchanged_state(changed: str, tmp_path
         assert checkpointer.completed == before + 1
     found = flashckpt.load(run)["tensors.a"]
     assert (found.dtype, found.shape) == (tensors["a"].dtype, tensors["a"].shape)
+
+
+def test_starts_that_get_no_further_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A finished run that is started and closed again and again is none of them."""
+    run, job = tmp_path / "run", Job()
+    for x in flashckpt.loop(loader(3), run, every=None, persist_every=2, **job.named):
+        job.train(x)
+    store = LocalStore(str(run))
+
+    def is_closed() -> bool:
+        return attempts.attempts(store)[-1].closed
+
+    for _ in range(5):
+        flashckpt.attach(run, **Job().named).close()
+        until(is_closed, "the keeper records the end")
+    for _ in range(4):
+        assert "starts in a row" not in caplog.text
+        abandon(flashckpt.attach(run, **Job().named))
+    assert caplog.text.count("4 starts in a row have resumed from step 3") == 1

@@ -20,16 +20,17 @@ from flashckpt.commit.attempts import (
     newest_claimed,
     newest_started,
     open_run,
+    read_start,
     started_after,
 )
 from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.starting import start
+from flashckpt.commit.starting import report_repeated, start
 from flashckpt.errors import FormatError, RunError, SupersededError, UnusableRunError
 from flashckpt.format.names import ATTEMPTS, RUN, AttemptName, claim_path, start_path
 from flashckpt.store import open_store
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import HOLDER, attempt_at, new_run, of_format
+from tests.commit.runs import HOLDER, attempt_at, commit, new_run, newest_of, of_format
 
 
 def test_numbers_go_up_and_names_are_unique(tmp_path: Path) -> None:
@@ -243,3 +244,34 @@ def test_a_foreign_file_with_the_name_of_the_next_claim(tmp_path: Path) -> None:
     mark_ended(store, claim(store, HOLDER), "closed")
     (tmp_path / "run" / claim_path(2)).write_bytes(b"something else")
     assert claim(store, HOLDER).number == 3
+
+
+@pytest.mark.parametrize("between", ["", "closed", "committed", "branched"])
+def test_starts_at_one_step_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, between: str
+) -> None:
+    """Until one is closed in order, saves a step, or begins elsewhere. The sweep leaves few records."""
+    store = new_run(tmp_path / "run")
+    first = attempt_at(store)
+    for step in (100, 200):
+        commit(store, step, first)
+    older, parent = (newest_of(store, step) for step in (100, 200))
+    counted = []
+    for number in range(6):
+        name = attempt_at(store, parent)
+        record = read_start(store, name)
+        assert record is not None
+        counted.append(record.again)
+        report_repeated(store, record, Catalogue.of(store))
+        if number == 2 and between == "closed":
+            mark_ended(store, name, "closed")
+        if number == 2 and between == "committed":
+            commit(store, 300, name)
+            parent = newest_of(store, 300)
+        if number == 2 and between == "branched":
+            parent = older
+    assert counted == ([0, 1, 2, 3, 4, 5] if not between else [0, 1, 2, 0, 1, 2])
+    lines = [each for each in caplog.messages if "starts in a row" in each]
+    assert [each.split(" ", 1)[0] for each in lines] == ([] if between else ["4", "5", "6"])
+    if lines:
+        assert f"`flashckpt branch {store.url} 100`" in lines[0]
