@@ -526,13 +526,13 @@ class Checkpointer:
         try:
             self._or_commit(capture, or_cached=self._signals.pending)
             self._wait_at_end()
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            self._release(unsaved=isinstance(error, PersistError))
             raise
         self._release(closed=True)
 
-    def _release(self, *, closed: bool = False) -> None:
-        """Release the run. Sealed snapshots stay with the keeper, which persists them. closed: in order."""
+    def _release(self, *, closed: bool = False, unsaved: bool = False) -> None:
+        """Release the run. The keeper persists sealed snapshots. closed: in order. unsaved: storage fails."""
         if self._is_closed:
             return
         self._move(RunState.CLOSED)
@@ -547,7 +547,7 @@ class Checkpointer:
         # All of them, even if one raises; last in, first out.
         with RunCall(self), contextlib.ExitStack() as ends:
             ends.callback(self._session.close)
-            ends.callback(self._keeper_link.close, closed=closed)
+            ends.callback(self._keeper_link.close, closed=closed, unsaved=unsaved)
             ends.callback(self._keeper_link.event, Event.CLOSE, step=self.completed, normal=closed)
             ends.callback(self._capture.close)
             ends.callback(self._use.close)
