@@ -221,8 +221,8 @@ class Options:
     device_memory: bytes of each device that the clone arena may take. None takes up to half of the free ones.
     streams: device streams that write the state, other than the current and the default ones.
     linger: how long the keeper stays after an abnormal death and waits for the next attempt.
-    grace: how long `wait()` and the end of a run wait while nothing is written or writing fails; after a
-        signal, the total time from the signal until it takes effect.
+    grace: how long `wait()` and the end of a run wait while nothing is written or writing fails, and then the
+        keeper; after a signal, the total time from the signal until it takes effect.
     signals: signals that end the loop at its next boundary, and then act as without flashckpt.
     warning_signals: signals after which the loop ends in the same way and the process continues. None takes
         SIGUSR1 in a Slurm job, unless the process handles or ignores it itself.

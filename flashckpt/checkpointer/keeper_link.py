@@ -132,8 +132,9 @@ class KeeperLink:
             **cache_report(self.status),
         }
 
-    def close(self, *, closed: bool) -> None:
-        """End the thread. closed: the run ended in order, so notify the keeper."""
+    def close(self, *, closed: bool, unsaved: bool = False) -> None:
+        """End the thread. closed: the run ended in order, so notify the keeper. unsaved: it ended, but its
+        storage fails."""
         self._is_ended = True
         self._coordination.close(closed=closed)
         keeper = self._session.keeper
@@ -158,8 +159,8 @@ class KeeperLink:
         try:
             if time.monotonic() < self.deadline_s:  # otherwise the keeper treats the end as a death
                 self._send_events()
-            if closed and time.monotonic() < self.deadline_s:
-                keeper.closing()
+            if (closed or unsaved) and time.monotonic() < self.deadline_s:
+                keeper.closing(unsaved=unsaved)
         except (FlashckptError, OSError) as error:
             log.warning("the keeper was not notified that the run was released: %s", error)
         self._note_closed(closed)
@@ -349,7 +350,9 @@ class KeeperLink:
         what = "what was captured" if step is None else f"step {step}"
         return PersistError(
             f"{what} could not be persisted: {reason}. It is sealed in this node's memory unless it was "
-            f"torn, and the keeper tries again; on disk, {held}. Make room or mend the storage.",
+            f"torn, and the keeper tries again, for the grace once the run has ended; on disk, {held}. Make "
+            "room or mend the storage. After the keeper, the next start on this node or `flashckpt recover` "
+            "saves it.",
             step=step,
             path=self._session.store.url,
         )

@@ -502,14 +502,14 @@ class Checkpointer:
         try:
             self._or_commit(capture, or_cached=self._signals.pending)
             self._wait_at_end()
-        except BaseException:
-            self._release()
+        except BaseException as error:
+            self._release(unsaved=isinstance(error, PersistError))
             raise
         self._release(closed=True)
 
-    def _release(self, *, closed: bool = False, raised: bool = False) -> None:
-        """Release the run. Sealed snapshots stay with the keeper, which persists them. closed: in order;
-        raised: because of an error, which is reported elsewhere."""
+    def _release(self, *, closed: bool = False, raised: bool = False, unsaved: bool = False) -> None:
+        """Release the run. The keeper persists sealed snapshots. closed: in order. raised: because of an
+        error, which is reported elsewhere. unsaved: storage fails."""
         if self._is_closed:
             return
         was_in_iteration = self._in_iteration
@@ -523,7 +523,7 @@ class Checkpointer:
         # All of them, even if one raises; last in, first out.
         with RunCall(self), contextlib.ExitStack() as ends:
             ends.callback(self._session.close)
-            ends.callback(self._keeper_link.close, closed=closed)
+            ends.callback(self._keeper_link.close, closed=closed, unsaved=unsaved)
             ends.callback(self._keeper_link.event, Event.CLOSE, step=self.completed, normal=closed)
             ends.callback(self._capture.close)
             ends.callback(self._unnamed.close)
@@ -774,7 +774,7 @@ class Batches(Iterator[Any]):
             _finished[key] = modules
         elif modules & _finished.get(key, set()):
             return BoundaryError(
-                f"This loop gives no batch: a loop of this process has ended the run at step {self.completed}, "
+                f"This loop gives no batch: a loop of this process ended the run at step {self.completed}, "
                 "with the same epochs= and steps=. That step is committed; nothing was changed. For several "
                 "epochs, write one loop, loop(…, epochs=3), without a `for epoch in …` around it.",
                 step=self.completed,

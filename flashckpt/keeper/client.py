@@ -643,9 +643,10 @@ class KeeperClient(KeeperConnection):
         """Add a line to the run's ledger; the keeper adds the time."""
         self.call({"op": "event", "event": event})
 
-    def closing(self) -> None:
-        """Report that this trainer ends in order: the keeper leaves after it has persisted all requests."""
-        self.call_repeatedly({"op": "closing"})
+    def closing(self, *, unsaved: bool = False) -> None:
+        """Report that this trainer ends in order: the keeper leaves after it has persisted all requests.
+        unsaved: the run ends although storage failed for the grace."""
+        self.call_repeatedly({"op": "closing", "unsaved": unsaved})
 
     def _kept(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool = False) -> list[SlotGrant]:
         """Regions that this trainer uses from now on, or (`lent`) reads."""

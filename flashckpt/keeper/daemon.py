@@ -116,7 +116,7 @@ class Keeper:
                 if self._election.stands(self.folder):
                     self._server.restore_name()
                     self._sweep()
-                    if self._is_idle and self.exit.is_due(now) and not self._stays_for_remote(now):
+                    if self._is_idle(now) and self.exit.is_due(now) and not self._stays_for_remote(now):
                         self._leave()
                         return
                 elif not self._is_last:
@@ -135,13 +135,14 @@ class Keeper:
                 bound_log(self.folder, _LOG_DESCRIPTOR)
                 self._round()
 
-    @property
-    def _is_idle(self) -> bool:
+    def _is_idle(self, now: float) -> bool:
         """Whether no trainer lives, no operation is running, and the ends of attempts are written; if the
-        snapshots in memory are given up, without waiting for a storage that fails."""
-        if len(self.registry) or self.queue.worker.busy or self._allocation.busy or self.deletions.is_pending:
+        snapshots in memory are given up, or the storage fails in vain, without waiting for it."""
+        if len(self.registry) or self._allocation.busy or self.cache.is_busy:
             return False
-        if self.cache.is_busy:
+        if self.exit.is_in_vain(now):
+            return True
+        if self.queue.worker.busy or self.deletions.is_pending:
             return False
         return not self._ended or self.exit.run_is_gone or self.exit.discards
 
@@ -203,6 +204,8 @@ class Keeper:
         self.queue.set_trainers(self.registry.all())
         self._watchdog.check()
         self._tidy()
+        if self.exit.has_ended and not len(self.registry):
+            self._free_committed()
 
     def _died(self, trainer: Trainer) -> None:
         event = Event.CLOSE if trainer.closing else Event.DEATH
@@ -250,6 +253,16 @@ class Keeper:
                     self.regions.remove(held)
         self.regions.drop_constants()
 
+    def _free_committed(self) -> None:
+        """After the end of the run, remove the slots whose snapshot is committed or not needed: storage may
+        fail, and this keeper stay for another snapshot."""
+        is_needed = self.queue.is_needed
+        for held in self.regions.slots():
+            self.regions.remove_spent(
+                held, lambda held, each: not each.is_persisted and is_needed(held, each)
+            )
+        self.regions.drop_constants()
+
     # ---- the run's folder
 
     def _round(self) -> None:
@@ -280,7 +293,12 @@ class Keeper:
         """Remove all regions that are not kept, then the names, the lock last: a keeper that starts meanwhile
         finds it held, or finds everything gone. Reading storage may hang, and another keeper be elected
         meanwhile: then everything is that keeper's."""
-        kept = self.exit.kept()
+        if self.exit.is_in_vain(time.monotonic()):
+            # Without reading storage, which fails.
+            kept = {each.slot.name for each in self.regions.sealed() if not each.is_persisted}
+            self._note_unsaved(kept)
+        else:
+            kept = self.exit.kept()
         crashpoints.point("leave.begun")
         if not self._empty(kept):
             log.warning(_REPLACED)
@@ -301,6 +319,18 @@ class Keeper:
         self._life.release(self.folder)
         self._election.release(self.folder)
         self.folder.discard()
+
+    def _note_unsaved(self, kept: Collection[str]) -> None:
+        """Report the snapshots that this keeper could not commit and leaves in their files."""
+        for each in (each for each in self.regions.sealed() if each.slot.name in kept):
+            message = (
+                f"step {each.step} is not committed: the run has ended, and its storage fails. The snapshot "
+                f"stays in {self.folder.path}/{each.slot.name}. The next start on this node, or `flashckpt "
+                f"recover {self._store.url}` here, saves it"
+            )
+            log.error("%s", message)
+            about = {"rank": each.slot.rank, "step": each.step, "boundary": each.boundary}
+            self.ledger.add(str(each.attempt), Event.ERROR, what="unsaved", message=message, **about)
 
     def _empty(self, kept: Collection[str]) -> bool:
         """Remove all regions that are not `kept`. False if another keeper was elected meanwhile."""

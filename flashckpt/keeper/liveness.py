@@ -24,6 +24,7 @@ from flashckpt.commit.collect import Survivor, needed_slots
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, NoSuchStepError, UnusableRunError
 from flashckpt.format.names import AttemptName, attempt_folder
 from flashckpt.memory.held_regions import HeldRegion, Regions
+from flashckpt.memory.region import NAMED
 from flashckpt.memory.runtime import TrainerLocks, identity_of
 from flashckpt.persist.job import Trainer
 from flashckpt.persist.queue import Queue
@@ -235,7 +236,7 @@ class TrainerRegistry:
         if known is not None:
             if trainer.attempt is None:
                 return known
-            trainer.closing, trainer.pidfd = known.closing, known.pidfd
+            trainer.closing, trainer.unsaved, trainer.pidfd = known.closing, known.unsaved, known.pidfd
             trainer.resumed = known.resumed
         if trainer.pidfd < 0 and trainer.pid > 0:
             # With a pid of another namespace, or a reused one, the loop only wakes later.
@@ -298,6 +299,8 @@ class ExitRule:
     persisted and `linger` has passed without a new attempt, or at once without a snapshot in memory; and when
     the run is gone, after `linger` if there was something to save. A run that is gone may be on a disk that
     is away: uncommitted snapshots stay in memory, for `recover`, unless its folder was deleted for certain.
+    Once a run has ended and storage fails for its `grace`, the keeper leaves if what is not committed
+    outlives it.
 
     starter: the process that started this one, 0 if it is not known."""
 
@@ -312,7 +315,11 @@ class ExitRule:
         self._watch = DeletionWatch(store.url)
         self._rounds_without_run = 0
         self._died: AttemptName | None = None
+        self._grace_s = 0.0
+        self._progressed = 0.0, 0  # when bytes were last seen to be written after the end, and how many
+        self._round_failed = False
         self.was_closed = False  # the last attempt ended in order
+        self.has_ended = False  # so did it, or its end found that storage fails
 
     def ask(self) -> None:
         """Leave once everything is saved, without lingering; unless another trainer comes."""
@@ -340,7 +347,8 @@ class ExitRule:
         lingers = not trainer.closing or (len(trainer.ranks) > 1 and trainer.attempt == self._died)
         self._gone_until = time.monotonic() + trainer.linger_s
         self._until = self._gone_until if lingers else time.monotonic()
-        self.was_closed = not lingers
+        self.was_closed, self.has_ended = not lingers, trainer.unsaved or not lingers
+        self._grace_s, self._progressed = trainer.grace_s, (time.monotonic(), self._queue.progress_bytes)
 
     def has_died(self, attempt: AttemptName) -> bool:
         """Whether one of its ranks on this node ended without having closed."""
@@ -349,6 +357,7 @@ class ExitRule:
     def round_ended(self, found: RoundResult) -> None:
         """Note whether the run exists. If its folder was deleted before, this is a copy in its place, which
         may be on another disk: watch that anew."""
+        self._round_failed = bool(found.problem)
         self._rounds_without_run = 0 if found.is_there else self._rounds_without_run + 1
         if found.is_there and not found.problem and self._watch.was_deleted():
             watch = DeletionWatch(self._store.url)
@@ -360,9 +369,25 @@ class ExitRule:
         """Whether nothing is saved any more: the run was deleted for certain, or its user gives it up."""
         return self.discards or (self.run_is_gone and self._watch.was_deleted())
 
+    def is_in_vain(self, now: float) -> bool:
+        """Whether the run has ended, storage has taken nothing for the grace, also in a try in progress, and
+        every snapshot that is not committed is in files, which the next start or `recover` finds."""
+        if not self.has_ended:
+            return False
+        if (progress := self._queue.progress_bytes) != self._progressed[1]:
+            self._progressed = now, progress
+        if now < self._progressed[0] + self._grace_s:
+            return False
+        if not (self._queue.is_pending() or self._round_failed):
+            return False
+        held = self._regions.everything()
+        unsaved = [e for e in held if (found := e.sealed()) is not None and not found.is_persisted]
+        constants = [each for each in held if each.slot.header.holds_constants] if unsaved else []
+        return all(each.kind == NAMED for each in (*unsaved, *constants))
+
     def is_due(self, now: float) -> bool:
         """Whether to leave now, given that no trainer lives and no operation is running."""
-        if self.gives_up:
+        if self.gives_up or self.is_in_vain(now):
             return True
         if self._queue.is_pending():
             # A disk that is away looks like a deleted run: unsaved snapshots wait for it.

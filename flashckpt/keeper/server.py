@@ -242,7 +242,8 @@ class Requests:
             case "event":
                 self._event(self._trainer(connection), message)
             case "closing":
-                self._trainer(connection).closing = True
+                trainer, unsaved = self._trainer(connection), bool(message.get("unsaved"))
+                trainer.closing, trainer.unsaved = not unsaved, unsaved
             case "status":
                 return self._status(self._registry.get(connection.lock), message)
             case "describe":

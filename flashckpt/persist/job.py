@@ -138,7 +138,8 @@ class NodeRanks:
 @dataclass
 class Trainer:
     """A training process. `attempt`: None for one known only by its slots. `ranks`: all of its attempt on
-    this node. `resumed`: the snapshot in memory that the attempt resumed from. `remote`: where committed
+    this node. `resumed`: the snapshot in memory that the attempt resumed from. `closing`: it ends in order;
+    `unsaved`: its run has ended, and storage failed for the grace. `remote`: where committed
     steps are copied to; after the last trainer the keeper waits at most `grace_s` for one without progress.
     `cache`: where snapshots are copied to on this node first."""
 
@@ -155,6 +156,7 @@ class Trainer:
     stacks_signal: int = 0
     kill_when_stuck: bool = False
     closing: bool = False
+    unsaved: bool = False
     remote: Remote | None = None
     grace_s: float = 60.0
     cache: CachePlace | None = None
