@@ -23,7 +23,7 @@ _PLACES = {
     "loop": "checkpointer.attach",
     "attach": "checkpointer.attach",
     "Checkpointer": "checkpointer.run",
-    "Resumed": "checkpointer.run",
+    "Resumed": "checkpointer.run_state",
     "load": "runs",
     "steps": "runs",
     "branch": "runs",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from flashckpt.checkpointer.attach import attach as attach
     from flashckpt.checkpointer.attach import loop as loop
     from flashckpt.checkpointer.run import Checkpointer as Checkpointer
-    from flashckpt.checkpointer.run import Resumed as Resumed
+    from flashckpt.checkpointer.run_state import Resumed as Resumed
     from flashckpt.commit.verification import Report as Report
     from flashckpt.errors import BoundaryError as BoundaryError
     from flashckpt.errors import DamagedError as DamagedError

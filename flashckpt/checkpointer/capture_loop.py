@@ -23,7 +23,7 @@ from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from flashckpt.capture import Capture
     from flashckpt.capture.engine import BoundaryResult
@@ -378,6 +378,11 @@ class CaptureLoop:
             parts = {**tree.plain_values(state), "loaders": values["progress"]}
             self._too_large = too_large(parts, len(data), tree.most_values_bytes)
         raise self._too_large
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the state names."""
+        return self._tree.modules
 
     def parameters(self) -> list[tuple[str, Tensor]]:
         """Return the parameters of the state, each once, with their names."""

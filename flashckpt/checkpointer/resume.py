@@ -28,8 +28,9 @@ from flashckpt.capture.plan import ConstantsRegion, Sharing, local
 from flashckpt.capture.schedule import Every
 from flashckpt.checkpointer.keeper_link import KeeperLink
 from flashckpt.checkpointer.progress import Content, Progress, Use
-from flashckpt.checkpointer.run import Checkpointer, Resumed
+from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.checkpointer.run_log import limits_s
+from flashckpt.checkpointer.run_state import Resumed
 from flashckpt.checkpointer.session import Session, log_differences, open_together, remote_of
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.commit.catalogue import Catalogue

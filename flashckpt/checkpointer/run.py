@@ -24,13 +24,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashckpt.checkpointer.capture_loop import CaptureLoop, SaveOrder
+from flashckpt.checkpointer.run_state import RUN_TRANSITIONS, Resumed, RunState
 from flashckpt.errors import BoundaryError, FlashckptError, PersistError
 from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
@@ -56,38 +55,8 @@ _MOST_LOOPED = 8
 # In the place of a batch: the loader's workers are gone while the loop is to end anyway.
 _WORKERS_LOST = object()
 _attached: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumed:
-    """What a run resumed from: the step, where it was read ("memory", "cache", "local" or "remote"), the
-    attempt that made it, and the seconds from the call of `attach` until the live state was whole and
-    verified."""
-
-    step: int
-    tier: str
-    attempt: str
-    seconds: float
-
-
-class RunState(Enum):
-    """Where the program is. An epoch's own code is any state but the iterations, while an `Epochs` is in its
-    body."""
-
-    READY = "outside of an iteration"
-    STEPPING = "outside of an iteration, after a boundary that step() marked"
-    ITERATION = "in an iteration, whose boundary is to come"
-    MARKED = "in an iteration whose boundary step() has marked"
-    CLOSED = "the run is released"
-
-
-RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
-    RunState.READY: frozenset({RunState.STEPPING, RunState.ITERATION, RunState.CLOSED}),
-    RunState.STEPPING: frozenset({RunState.ITERATION, RunState.CLOSED}),
-    RunState.ITERATION: frozenset({RunState.MARKED, RunState.READY, RunState.CLOSED}),
-    RunState.MARKED: frozenset({RunState.ITERATION, RunState.STEPPING, RunState.CLOSED}),
-    RunState.CLOSED: frozenset(),
-}
+# Whole runs that have ended in this process, by run, epochs and steps, with the modules that they trained.
+_finished: dict[tuple[str, int | None, int | None], weakref.WeakSet[Any]] = {}
 
 
 class RunCall:
@@ -538,11 +507,11 @@ class Checkpointer:
         raised: because of an error, which is reported elsewhere."""
         if self._is_closed:
             return
-        was = self._state
+        was_in_iteration = self._in_iteration
         self._move(RunState.CLOSED)
         if self._is_forked:
             return  # a forked child unwinds: the run, its lock and its slots are the parent's
-        if was in (RunState.ITERATION, RunState.MARKED):
+        if was_in_iteration:
             self._loop.note_left()
         is_late = self._saves_after_call and not closed  # an orderly end has captured what was last
         self._loop.report_left(is_late=is_late, raised=raised)
@@ -784,16 +753,33 @@ class Batches(Iterator[Any]):
         """End the loop. The last boundary of a whole run is captured and committed first."""
         self._ended = True
         checkpointer = self.checkpointer
-        if self._whole_run and not self._gave and self.completed and not checkpointer._stops_here():
+        repeated = None if checkpointer._stops_here() or not self._whole_run else self._end_of_run()
+        # The code after an epoch's last batch is still to come.
+        at_boundary = self._whole_run or not exhausted or checkpointer._signals.loops <= 1
+        checkpointer._end_loop(lambda: self._close(exhausted), at_boundary=at_boundary)
+        raise repeated or StopIteration
+
+    def _end_of_run(self) -> BoundaryError | None:
+        """Note the end of a whole run, or warn of one that had ended before. Return an error if it has ended
+        in this process, with the same modules: a loop over epochs around this one would train one epoch."""
+        checkpointer, modules = self.checkpointer, weakref.WeakSet(self.checkpointer._loop.modules)
+        key = (checkpointer._session.identity, self._epochs, self._steps)
+        if self._gave or not self.completed:
+            _finished[key] = modules
+        elif modules & _finished.get(key, set()):
+            return BoundaryError(
+                f"This loop gives no batch: a loop of this process ended the run at step {self.completed}, "
+                "by the same epochs= and steps=. That step is committed; nothing was changed. For several "
+                "epochs write one loop, loop(…, epochs=3), and no `for epoch in …` around it.",
+                step=self.completed,
+            )
+        else:
             log.warning(
                 "the run had ended before, at step %d, and gives no more batches: more epochs= or steps= "
                 "continue it, another folder begins anew",
                 self.completed,
             )
-        # The code after an epoch's last batch is still to come.
-        at_boundary = self._whole_run or not exhausted or checkpointer._signals.loops <= 1
-        checkpointer._end_loop(lambda: self._close(exhausted), at_boundary=at_boundary)
-        raise StopIteration
+        return None
 
     def _close(self, exhausted: bool) -> None:
         checkpointer = self.checkpointer

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from flashckpt.checkpointer.attach import attach_for
-from flashckpt.checkpointer.run import Checkpointer, Resumed, RunCall
+from flashckpt.checkpointer.run import Checkpointer, RunCall
+from flashckpt.checkpointer.run_state import Resumed
 from flashckpt.commit.assets import has_assets, write_assets
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.options import Options

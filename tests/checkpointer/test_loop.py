@@ -56,6 +56,7 @@ def test_every_iteration_is_one_step_and_the_last_is_committed(tmp_path: Path) -
     assert flashckpt.steps(str(tmp_path / "run"))[-1] == 6
 
 
+READS_AHEAD = flashckpt.Options(read_ahead_check=False)
 LEFT = "the loop was left by `break` or an exception in the iteration after step"
 
 
@@ -125,6 +126,35 @@ def test_a_finished_run_gives_no_more_batches(tmp_path: Path, caplog: pytest.Log
         "seen without any set-up of logging"
     )
     assert any("had ended before, at step 6, and gives no more batches" in each for each in said)
+
+
+def test_a_loop_over_epochs_around_a_whole_run_is_refused(tmp_path: Path) -> None:
+    run, job = tmp_path / "run", Job()
+    seen = []
+
+    def train() -> None:
+        for epoch in range(3):
+            for x in flashckpt.loop(loader(), run, **job.named):
+                seen.append(epoch)
+                job.train(x)
+
+    with pytest.raises(BoundaryError, match=r"ended the run at step 6, .* loop\(…, epochs=3\)") as refusal:
+        train()
+    assert (seen, refusal.value.step) == ([0] * 6, 6)
+    assert len(list(flashckpt.loop(loader(), run, options=READS_AHEAD, epochs=2, **job.named))) == 6
+    assert len(list(flashckpt.loop(loader(), run, options=READS_AHEAD, steps=15, **job.named))) == 3
+
+
+def test_a_loop_that_was_stopped_goes_on_in_the_same_process(tmp_path: Path) -> None:
+    run, job, counts = tmp_path / "run", Job(), []
+    for _ in range(3):
+        batches = flashckpt.loop(loader(), run, epochs=2, **job.named)
+        for x in batches:
+            job.train(x)
+            if batches.completed % 4 == 3:
+                batches.stop()
+        counts.append(batches.completed)
+    assert counts == [4, 8, 12]
 
 
 def test_more_epochs_go_on_with_a_finished_run(tmp_path: Path) -> None:
