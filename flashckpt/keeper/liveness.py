@@ -372,7 +372,7 @@ class ExitRule:
     def is_in_vain(self, now: float) -> bool:
         """Whether the run has ended, storage has taken nothing for the grace, also in a try in progress, and
         every snapshot that is not committed is in files, which the next start or `recover` finds."""
-        if not self.has_ended:
+        if not self.has_ended or self.run_is_gone:
             return False
         if (progress := self._queue.progress_bytes) != self._progressed[1]:
             self._progressed = now, progress

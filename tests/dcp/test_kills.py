@@ -47,7 +47,7 @@ def test_a_run_whose_processes_are_killed(zygote: Zygote, runtime: Path, tmp_pat
         dcp.load(loaded, checkpoint_id=run)
         seed = int(loaded["model"]["count"])
         assert equal(loaded, state(seed))
-        assert seed >= max(saved)
+        assert seed >= max(saved, default=0), "the keeper may have saved what was not reported yet"
     except NoSuchStepError:
         assert not saved
         assert equal(loaded, state(99))

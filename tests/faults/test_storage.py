@@ -94,4 +94,6 @@ def test_a_disk_that_is_full(small_disk: Path, runtime: Path) -> None:
 
 
 def _remount(folder: Path, how: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+    command = ["mount", "-o", f"remount,{how}", str(folder)]
+    # Busy while the keeper has a file of it open for writing.
+    until(lambda: subprocess.run(command, check=False, capture_output=True).returncode == 0, "the remount")

@@ -208,7 +208,7 @@ def test_a_pause_is_told_and_ends(tmp_path: Path, runtime: Path) -> None:
             break
     assert "the next has to wait" in str(refused)
     trainer.snapshot(1, persist=True)
-    eventually(lambda: refusal(trainer) is None, timeout_s=60)
+    eventually(lambda: refusal(trainer) is None)
     trainer.wait_committed(1)
     trainer.end()
 
@@ -341,7 +341,7 @@ def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Pat
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     registry = TrainerRegistry(TrainerLocks(trainer.folder))
     registry.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
-    assert readable(*registry.pidfds(), timeout_s=10) == registry.pidfds() != []
+    assert readable(*registry.pidfds()) == registry.pidfds() != []
     assert registry.remove_dead() == []
     registry.forget(registry.pidfds())
     assert registry.pidfds() == []

@@ -231,7 +231,7 @@ def test_a_duration(tmp_path: Path, runtime: Path, there: Path) -> None:
 
 
 def test_a_remote_that_another_job_has_taken(tmp_path: Path, runtime: Path, there: Path) -> None:
-    trainer = begun(tmp_path, runtime, Remote(url=str(there)))
+    trainer = begun(tmp_path, runtime, Remote(url=str(there)), grace_s=86_400.0)
     saved(trainer, 1)
     arrived(trainer, 1)
     shutil.rmtree(there)
@@ -239,9 +239,7 @@ def test_a_remote_that_another_job_has_taken(tmp_path: Path, runtime: Path, ther
     saved(trainer, 2)
     trainer.wait_for(lambda status: other.run_id in status.remote.error)
     assert os.listdir(there) == ["run.json"]
-    began = time.monotonic()
-    ended(trainer)
-    assert time.monotonic() - began < 30, "nobody waits for what another try does not mend"
+    ended(trainer)  # without the grace: another try does not mend it
     lines = [line for line in ledger(trainer.run) if line["event"] == "error"]
     assert "holds another run" in lines[0]["message"]
     assert "did not reach" in lines[-1]["message"]

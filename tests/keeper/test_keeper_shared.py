@@ -30,13 +30,18 @@ def regions(folder: RuntimeFolder) -> list[str]:
     return [name for name in folder.names() if name.startswith("constants-")]
 
 
-def held_memfds(pid: int, start: str) -> int:
-    """How many memfds whose name begins so a process holds."""
+def opened(pid: int) -> set[str]:
+    """What a process has open."""
     links = set[str]()
     for each in os.scandir(f"/proc/{pid}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed since it was listed
             links.add(os.readlink(each.path))
-    return sum(link.startswith(f"/memfd:{start}") for link in links)
+    return links
+
+
+def held_memfds(pid: int, start: str) -> int:
+    """How many memfds whose name begins so a process holds."""
+    return sum(link.startswith(f"/memfd:{start}") for link in opened(pid))
 
 
 def swept(folder: RuntimeFolder) -> None:
@@ -166,7 +171,7 @@ def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(
     assert not any(names)
     eventually(lambda: regions(trainer.folder) == [])
     assert pid is not None
-    assert all(name not in os.readlink(each.path) for each in os.scandir(f"/proc/{pid}/fd"))
+    assert all(name not in link for link in opened(pid))
     assert committed(trainer.run)[:2] == [1, 2]
     trainer.end()
 

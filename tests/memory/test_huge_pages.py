@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import gc
 import itertools
 import mmap
 import os
@@ -268,7 +267,6 @@ class TestMapping:
         with pytest.raises(BufferError, match="viewed"):
             mapping.close()
         del mapping
-        gc.collect()
         view[:] = b"last"
         assert os.pread(descriptor, 4, 5) == b"last"
         assert smaps(address)

@@ -162,7 +162,7 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     written = [line["written"] for line in lines if line["event"] == "persist"]
     assert sorted([rank for rank, _, _ in rows] for rows in written) == [[0, 1], [2, 3]], "once a node"
     for rank, seconds, num_bytes in (row for rows in written for row in rows):
-        assert 0 <= seconds < 60
+        assert seconds >= 0
         assert num_bytes == layout_for(16 + rank).num_bytes
 
 

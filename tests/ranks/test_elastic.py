@@ -17,6 +17,8 @@ from tests.waiting import until
 pytestmark = pytest.mark.dist
 
 SAVED, LOST, STOPPED = 4, 6, 10
+LIMIT_S = 600.0
+"""Torchrun starts processes again and again, each of which imports torch."""
 
 
 def until_said(job: Launch, line: str, *ranks: int) -> list[str]:
@@ -28,7 +30,7 @@ def until_said(job: Launch, line: str, *ranks: int) -> list[str]:
         found[:] = [each for each in said if line in each]
         return bool(found) or not job.is_running()
 
-    until(look, line)
+    until(look, line, LIMIT_S)
     assert found, job.told()
     return found[0]
 
@@ -39,9 +41,10 @@ def gone_on(launcher: Launcher, run: Path, step: int, ranks: int) -> list[list[s
     shutil.copytree(run, copy)
     flashckpt.branch(copy, step)
     job = launcher.fork(PROGRAM, copy, json.dumps({"options": {"every": None}}), ranks=ranks)
-    return [each.out for each in job.finished()]
+    return [each.out for each in job.finished(limit_s=LIMIT_S)]
 
 
+@pytest.mark.timeout(6 * LIMIT_S)
 def test_a_node_is_lost_and_comes_again(launcher: Launcher, tmp_path: Path) -> None:
     """With two agents of torchrun: what is gone on from is on storage and the newest there, on one rank and
     on two again, and every step is that of a job that does so by itself."""
@@ -62,7 +65,7 @@ def test_a_node_is_lost_and_comes_again(launcher: Launcher, tmp_path: Path) -> N
     launcher.kill_keepers(1, remove_regions=True)
     until_said(job, f"held {STOPPED - 1}", 0)
     launcher.start_launcher(job, 1)
-    job.until_over()
+    job.until_over(LIMIT_S)
     first = [until_said(job, steps_of(whole[rank].out)[LOST], rank) for rank in range(2)]
     small = until_said(job, f"resumed {SAVED} local", 0)
     last = [until_said(job, f"resumed {STOPPED} local", rank) for rank in range(2)]

@@ -105,13 +105,13 @@ def test_a_failure_is_told_to_all_before_the_slowest_has_said_a_word(monkeypatch
             if job.rank == 1:
                 raise MismatchError("it is of another model")
             if job.rank == 2:
-                told.wait(30)
+                told.wait(240)
 
         try:
-            job.together("loading", mine, timeout_s=60.0)
+            job.together("loading", mine, timeout_s=240.0)
         except MismatchError as error:
             if job.rank != 2:
-                told.wait(30)
+                told.wait(240)
             return str(error)
 
     for words in each_rank(WORLD, operation):
@@ -195,7 +195,7 @@ def test_a_fault_in_what_rank_0_decides_is_told_to_all_at_once() -> None:
     def operation(job: Job) -> Any:
         return job.together("loading", lambda: job.agree("a sum", "word", sum))
 
-    for error in each_rank(WORLD, operation, timeout_s=30.0):
+    for error in each_rank(WORLD, operation):
         assert type(error) is RunError
         assert "The decision for all ranks failed (a sum: TypeError" in str(error)
 

@@ -65,7 +65,7 @@ class Job:
 
     def wait_rescued(self, step: int) -> None:
         """Until the keeper has committed the newest snapshot that the dead trainer had sealed."""
-        eventually(lambda: max(flashckpt.steps(self.trainer.run)) >= step, timeout_s=60)
+        eventually(lambda: max(flashckpt.steps(self.trainer.run)) >= step)
 
 
 def only_the_trainer(job: Job, step: int) -> None:
@@ -99,7 +99,7 @@ def a_keeper_that_was_replaced_then_the_trainer(job: Job, step: int) -> None:
     adopted = len(adoptions(job))
     kill_keeper(job.folder)
     # Until the next one has taken up the slots: by their names, or from the trainer's hands.
-    eventually(lambda: len(adoptions(job)) > adopted, timeout_s=90)
+    eventually(lambda: len(adoptions(job)) > adopted)
     assert keeper_pid(job.folder) is not None
     job.kill_trainer()
 

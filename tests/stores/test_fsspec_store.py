@@ -84,7 +84,7 @@ def test_requests_do_not_wait_for_another_threads_upload(tmp_path: Path) -> None
     def parts() -> Iterator[memoryview]:
         other = threading.Thread(target=beat, daemon=True)
         other.start()
-        other.join(10)
+        other.join(240)
         yield memoryview(b"shard" if seen else b"waited")
 
     store.client.upload("shard", parts(), PART_BYTES)

@@ -52,7 +52,7 @@ def test_a_keeper_that_replaces_another_in_a_hang_reports_it_again(tmp_path: Pat
         run.hangs()
         run.wait_told("stuck")
         kill_keeper(runtime_of(run.folder, runtime))
-        eventually(lambda: len(run.told("stuck")) == 2, timeout_s=60)
+        eventually(lambda: len(run.told("stuck")) == 2)
         eventually(lambda: flashckpt.steps(run.folder) == [HANG_AT], timeout_s=60)
         run.release()
         run.wait_told("goes-on")
@@ -125,5 +125,5 @@ def test_a_slow_step_is_told_with_what_steps_take(tmp_path: Path) -> None:
         found = eventually(lambda: [line for line in ledger(run.folder) if line["event"] == "slow"])
         [slow] = [line for line in found if line["step"] == 41]
         assert slow["seconds"] >= 5.0
-        assert slow["usual_seconds"] < 0.5
+        assert slow["usual_seconds"] < slow["seconds"]
         assert run.told("stuck") == []
