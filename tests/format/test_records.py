@@ -104,13 +104,13 @@ RECORDS = [
     Start(parent=None, step=0, world=1),
     Start(parent=SnapshotId(A, 2**34 - 1), step=10**12 - 1, world=7),
     Start(parent=SnapshotId(B, 7), step=5, world=7, before=(SnapshotId(A, 3),)),
-    Start(parent=SnapshotId(A, 7), step=5, world=1, again=3),
     Alive(count=5),
     Alive(count=5, ended="dead"),
     Tombstone(id=SnapshotId(B, 1)),
     Quarantine(name=CommitName(1, B, 9), host="h", reason="chunk 3"),
     COMMIT,
     part(),
+    Start(parent=SnapshotId(A, 7), step=5, world=1, again=3),
 ]
 
 

@@ -117,11 +117,11 @@ def bereaved(run: str, go: Path) -> None:
     keeper = batches.checkpointer._session.keeper
     tell = keeper.closing
 
-    def telling() -> None:
+    def telling(**named: bool) -> None:
         for worker in multiprocessing.active_children():
             os.kill(worker.pid or 0, signal.SIGUSR1)
             os.waitid(os.P_PID, worker.pid or 0, os.WEXITED | os.WNOWAIT)
-        tell()
+        tell(**named)
 
     keeper.closing = telling  # type: ignore[method-assign]
     for x in batches:
