@@ -25,6 +25,7 @@ def run(folder: Path, runtime: Path, epochs: int) -> str:
     return re.sub(r"best \S*/", "best ", done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_run_in_two_parts_ends_like_one(tmp_path: Path, runtime: Path) -> None:
     run(tmp_path / "parts", runtime, 2)

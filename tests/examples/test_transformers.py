@@ -25,6 +25,7 @@ def start(out: Path) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_killed_training_resumes(tmp_path: Path, runtime: Path) -> None:
     whole, _ = start(tmp_path / "whole").communicate(timeout=250)

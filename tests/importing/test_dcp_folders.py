@@ -157,6 +157,7 @@ def doubled(value: Any) -> Any:
     return value
 
 
+@pytest.mark.long
 def test_tuples_that_hold_each_other_many_times_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "dcp", {"w": torch.arange(6.0)})
     path = folder / ".metadata"

@@ -21,6 +21,7 @@ def framework() -> Iterator[Zygote]:
     yield from harness.framework("tests.integrations.plain.cases")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_loop(framework: Zygote, tmp_path: Path, runtime: Path, workers: int) -> None:
     _, killed = harness.check(CASE, framework, tmp_path, runtime, workers=workers)
@@ -40,6 +41,7 @@ def test_a_broken_resume_is_found(framework: Zygote, tmp_path: Path, runtime: Pa
         harness.check(CASE, framework, tmp_path, runtime, plain=False, again=False, forget=forget)
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.parametrize("victims", [[1], [0, 1]])
 def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path, victims: list[int]) -> None:

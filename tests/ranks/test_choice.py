@@ -226,6 +226,7 @@ def test_no_start_leaves_behind_what_is_whole(seed: int) -> None:
     assert run.home
 
 
+@pytest.mark.long
 def test_a_thousand_ranks() -> None:
     run = PlayedRun(7)
     nodes = nodes_of_a_thousand = [f"node{index}" for index in range(125)]

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
     ("mess", "least_calls", "steps"),
     [
         ("everything", 60, [1, 2, 3, 4]),
-        ("overtaken_branch", 30, [1, 3]),
+        pytest.param("overtaken_branch", 30, [1, 3], marks=pytest.mark.long),
         pytest.param("asked_for", 30, [5, 6], marks=pytest.mark.long),
     ],
 )
