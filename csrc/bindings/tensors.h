@@ -18,7 +18,7 @@ class Look {
     static Look at(nb::handle tensor);
 
     // Whether pointer, shape, strides and dtype are unchanged and the storage is no smaller. Sets `address`
-    // to the current pointer, 0 if there is none.
+    // to the current pointer, or 0.
     bool holds(nb::handle tensor, std::uint64_t& address) const;
     std::uint64_t address() const { return address_; }
 

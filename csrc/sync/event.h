@@ -24,7 +24,7 @@ class Waitable {
 
 // Handles are numbers of a registry, not addresses, so that invalid handles are detected.
 std::uint64_t enroll(std::shared_ptr<Waitable> waitable);
-std::shared_ptr<Waitable> find_waitable(std::uint64_t handle); // null if there is none
+std::shared_ptr<Waitable> find_waitable(std::uint64_t handle); // null for an unknown handle
 void retire(std::uint64_t handle);                             // waits that have begun continue
 
 // An event that a thread of this process sets. A wait ends if the event is set at its start, or by the next
