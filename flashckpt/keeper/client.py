@@ -684,7 +684,7 @@ def _one(grants: list[SlotGrant]) -> SlotGrant:
 def connect_or_start(
     run_path: str, runtime: RuntimeFolder, life: LifeLock, *, timeout_s: float = _TIMEOUT_S
 ) -> KeeperClient:
-    """A client of the run's keeper on this node; starts one if there is none.
+    """A client of the run's keeper on this node; starts one if necessary.
 
     life: this process's life lock in `runtime`. A keeper that is silent for `timeout_s` is replaced. Raises
     KeeperError.

@@ -116,8 +116,10 @@ class Keeper:
                 if self._election.stands(self.folder):
                     self._server.restore_name()
                     self._sweep()
-                    if self._is_idle(now) and self.exit.is_due(now) and not self._stays_for_remote(now):
-                        self._leave()
+                    in_vain = self.exit.is_in_vain(now)  # once: bytes that are written meanwhile change it
+                    is_idle = self._is_idle(in_vain) and (in_vain or self.exit.is_due(now))
+                    if is_idle and not self._stays_for_remote(now):
+                        self._leave(in_vain)
                         return
                 elif not self._is_last:
                     # The life lock's file stays: the other keeper learns by it whose unfinished files may go.
@@ -135,12 +137,12 @@ class Keeper:
                 bound_log(self.folder, _LOG_DESCRIPTOR)
                 self._round()
 
-    def _is_idle(self, now: float) -> bool:
-        """Whether no trainer lives, no operation is running, and the ends of attempts are written; if the
-        snapshots in memory are given up, or the storage fails in vain, without waiting for it."""
+    def _is_idle(self, in_vain: bool) -> bool:
+        """Whether no trainer lives, no operation is running, and the ends of attempts are written. Does not
+        wait for storage if it fails in vain, or if the snapshots in memory are given up."""
         if len(self.registry) or self._allocation.busy or self.cache.is_busy:
             return False
-        if self.exit.is_in_vain(now):
+        if in_vain:
             return True
         if self.queue.worker.busy or self.deletions.is_pending:
             return False
@@ -289,11 +291,11 @@ class Keeper:
         elsewhere = frozenset(self._elsewhere)
         self._round_worker.submit(lambda: self._run_folder.round(living, saved, elsewhere), done)
 
-    def _leave(self) -> None:
+    def _leave(self, in_vain: bool = False) -> None:
         """Remove all regions that are not kept, then the names, the lock last: a keeper that starts meanwhile
         finds it held, or finds everything gone. Reading storage may hang, and another keeper be elected
         meanwhile: then everything is that keeper's."""
-        if self.exit.is_in_vain(time.monotonic()):
+        if in_vain:
             # Without reading storage, which fails.
             kept = {each.slot.name for each in self.regions.sealed() if not each.is_persisted}
             self._note_unsaved(kept)

@@ -372,7 +372,7 @@ class ExitRule:
     def is_in_vain(self, now: float) -> bool:
         """Whether the run has ended, storage has taken nothing for the grace, also in a try in progress, and
         every snapshot that is not committed is in files, which the next start or `recover` finds."""
-        if not self.has_ended or self.run_is_gone:
+        if not self.has_ended or self.run_is_gone or self.discards:
             return False
         if (progress := self._queue.progress_bytes) != self._progressed[1]:
             self._progressed = now, progress
@@ -387,7 +387,7 @@ class ExitRule:
 
     def is_due(self, now: float) -> bool:
         """Whether to leave now, given that no trainer lives and no operation is running."""
-        if self.gives_up or self.is_in_vain(now):
+        if self.gives_up:
             return True
         if self._queue.is_pending():
             # A disk that is away looks like a deleted run: unsaved snapshots wait for it.

@@ -139,7 +139,7 @@ def keepers() -> list[KeeperRow]:
 
 
 def find(target: str) -> KeeperRow:
-    """The row of a process id, a run or a runtime folder. Raises KeeperError if there is none."""
+    """The row of a process id, a run or a runtime folder. Raises KeeperError if no keeper matches."""
     rows = keepers()
     if target.isdigit():
         found = [row for row in rows if row.pid == int(target)]

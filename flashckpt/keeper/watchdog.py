@@ -229,7 +229,7 @@ def _differ(one: Heartbeat, other: Heartbeat) -> bool:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The stacks of a process, in lines; if there are none, the `reason`."""
+    """The stacks of a process, in lines, or the `reason` why they are missing."""
 
     stacks: tuple[str, ...]
     reason: str = ""
