@@ -105,7 +105,7 @@ class Constants:
         held = self.region.by_name() if self.region is not None else {}
         if all(self._is_held(each, held) and held[each.name][1] == now[each.name] for each in constants):
             self._ordinary.update(held.keys() - {each.name for each in constants})
-            return  # the region has all constants, or there are none
+            return  # the region has every constant
         self._region_before, self.region = self.region, None
         layout = Layout.of(_leaf(each) for each in constants)
         self._planned = ConstantsRegion("", 0, layout, tuple(now[leaf.name] for leaf in layout.leaves))

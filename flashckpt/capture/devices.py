@@ -325,10 +325,8 @@ class CudaDevice:
 
 
 def _memory_fraction(device: torch.device) -> float:
-    """Return the share of the device's memory that torch may allocate; 1.0 for a version of torch that cannot
-    report its limit (set_per_process_memory_fraction)."""
-    ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
-    return 1.0 if ask is None else float(ask(device))
+    """Return the share of the device's memory that torch may allocate (set_per_process_memory_fraction)."""
+    return float(torch.cuda.get_per_process_memory_fraction(device))
 
 
 def _event(mark: StreamMark) -> Any:

@@ -201,7 +201,7 @@ class Capture:
 
     def keep_region(self) -> bool:
         """Continue with the region of the resumed snapshot, because there is no memory for `region_wanted`.
-        Return False if there is none."""
+        Return False without one."""
         return self._region_copy is None and self._constants.keep_region()
 
     def fill_region(self, region: Slot, owner: int) -> None:
@@ -313,7 +313,7 @@ class Capture:
 
     @property
     def captured_step(self) -> int:
-        """The step that was captured last; 0 if there is none, or its snapshot is lost."""
+        """The step of the newest capture; 0 before the first one, and if its snapshot is lost."""
         return 0 if self.lost_step is not None else max(0, self._captured_step)
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 from flashckpt.capture.plan import Plan
@@ -46,7 +47,8 @@ class FiniteCheck:
             self._checked, self._left = sealed, len(leaves)
         count = len(leaves) if all_leaves else min(self._left, _LEAVES)
         first, self._next, self._left = self._next, self._next + count, self._left - count
-        image = torch.frombuffer(slot.image_view, dtype=torch.uint8)
+        # Not torch.frombuffer: it copies the image to a default device that the user has set.
+        image = torch.from_numpy(np.frombuffer(slot.image_view, dtype=np.uint8))
         for turn in range(first, first + count):
             index = leaves[turn % len(leaves)]
             if not _is_finite(image, plan, index, turn // len(leaves)):

@@ -13,6 +13,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from flashckpt.checkpointer.run_state import LoopIterator
 from flashckpt.errors import OptionError
 from flashckpt.options import Environment, Keep, Options, TiersCall, check_call, is_switched_off
 
@@ -116,9 +117,9 @@ def loop(
             ...
 
     epochs: the number of passes over the loader; 1 unless `steps` is given. steps: the step that ends the
-    run, until which the loader is repeated; with both, whichever is first. All else is as in `attach`, with
-    its errors. The iterator has `.completed` (the step: the counter to use for `% k`, since counters of one's
-    own restart at zero), `.stop()` and `.checkpointer`.
+    run, until which the loader is repeated; with both, the earlier end counts. All else is as in `attach`,
+    with its errors. The iterator has `.completed` (the step: the counter to use for `% k`, since counters of
+    one's own restart at zero), `.stop()` and `.checkpointer`.
 
     The normal end captures the last boundary and waits until it is committed (PersistError if it could
     not be). `break` and exceptions capture nothing; what was sealed before is persisted.
@@ -274,25 +275,18 @@ class DisabledCheckpointer:
         self._in_iteration = self._marked = False
 
 
-class DisabledBatches(Iterator[Any]):
+class DisabledBatches(LoopIterator):
     """Batches of a loader, or of a whole run (`epochs`, `steps`), as in a bare loop. Other attributes are the
     loader's."""
 
     def __init__(
         self, checkpointer: DisabledCheckpointer, loader: Any, epochs: int | None, steps: int | None
     ) -> None:
-        self.checkpointer, self._loader = checkpointer, loader
-        self._epochs, self._steps = epochs, steps
+        self.checkpointer: DisabledCheckpointer = checkpointer
+        self._loader, self._epochs, self._steps = loader, epochs, steps
         self._taken = self._passes = 0  # batches of this pass, passes before it
         self._iterator: Iterator[Any] | None = None
         self._ended = False
-
-    @property
-    def completed(self) -> int:
-        return self.checkpointer.completed
-
-    def stop(self) -> None:
-        self.checkpointer.stop()
 
     def __len__(self) -> int:
         """Batches still to come. TypeError where the loader does not know its length."""

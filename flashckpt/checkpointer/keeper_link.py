@@ -282,7 +282,7 @@ class KeeperLink:
 
     def _newest_of_all(self) -> Sealed | None:
         """Return the newest snapshot of this attempt; among ranks, the newest that all ranks have, so that
-        all wait for the same one. None if there is none, or if it is committed and no longer in memory.
+        all wait for the same one. None without a request, or if it is committed and no longer in memory.
         Raises PersistError if this rank has lost it before it was committed."""
         index, coordination = self._capture.boundary_index, self._coordination
         if not coordination.is_settled(index):

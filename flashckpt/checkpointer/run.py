@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashckpt.checkpointer.capture_loop import CaptureLoop, SaveOrder
-from flashckpt.checkpointer.run_state import RUN_TRANSITIONS, Resumed, RunState
+from flashckpt.checkpointer.run_state import RUN_TRANSITIONS, LoopIterator, Resumed, RunState
 from flashckpt.errors import BoundaryError, FlashckptError, PersistError
 from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
@@ -587,7 +587,7 @@ class Checkpointer:
             )
 
 
-class Batches(Iterator[Any]):
+class Batches(LoopIterator):
     """Batches of one phase, or of a whole run (`epochs`, `steps`), with a boundary after each; with their
     positions in the epoch where `.enumerate` made it.
 
@@ -600,8 +600,8 @@ class Batches(Iterator[Any]):
     def __init__(
         self, checkpointer: Checkpointer, loader: object, epochs: int | None = None, steps: int | None = None
     ) -> None:
-        self.checkpointer, self._loader = checkpointer, loader
-        self._epochs, self._steps = epochs, steps
+        self.checkpointer: Checkpointer = checkpointer
+        self._loader, self._epochs, self._steps = loader, epochs, steps
         self._whole_run = epochs is not None or steps is not None
         self._thread = threading.get_ident()
         self._source: Any = None
@@ -609,14 +609,6 @@ class Batches(Iterator[Any]):
         self._entered = self._begun = self._gave = self._in_body = self._ended = False
         if self._whole_run:
             checkpointer._progress.manages_epochs = True
-
-    @property
-    def completed(self) -> int:
-        return self.checkpointer.completed
-
-    def stop(self) -> None:
-        """End the loop at the next boundary, which is captured and committed."""
-        self.checkpointer.stop()
 
     def __len__(self) -> int:
         """Batches still to come. TypeError where the loader does not know its length."""

@@ -1,9 +1,12 @@
-"""The states of a run and their order, as docs/architecture.md draws them; what a run resumed from."""
+"""The states of a run and their order, as docs/architecture.md draws them; what a run resumed from; the calls
+of each loop iterator. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +39,17 @@ RUN_TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     RunState.MARKED: frozenset({RunState.ITERATION, RunState.STEPPING, RunState.CLOSED}),
     RunState.CLOSED: frozenset(),
 }
+
+
+class LoopIterator(Iterator[Any]):
+    """The calls of an iterator over batches that are its run's own."""
+
+    checkpointer: Any
+
+    @property
+    def completed(self) -> int:
+        return int(self.checkpointer.completed)
+
+    def stop(self) -> None:
+        """End the loop at the next boundary, which is captured and committed."""
+        self.checkpointer.stop()

@@ -294,7 +294,7 @@ class StepRecord:
         return part
 
     def rank(self, rank: int) -> RankRecord:
-        """The record of a rank. NoSuchStepError if there is none."""
+        """Return the record of a rank. Raises NoSuchStepError for an unknown rank."""
         return next(each for each in self.part_of(rank).ranks if each.rank == rank)
 
     def shard_path(self, rank: int) -> str:
@@ -341,7 +341,7 @@ class StepRecord:
 
 
 def read_record(store: Store, name: CommitName) -> CommitRecord | None:
-    """The record of a commit, None if there is none. DamagedError."""
+    """Return the record of a commit, or None. Raises DamagedError."""
     try:
         record = CommitRecord.from_bytes(store.read(name.path, CommitRecord.MAX_BYTES), name.path)
     except FileNotFoundError:

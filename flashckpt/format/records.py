@@ -380,7 +380,7 @@ class RankRecord:
     """One rank's share of a step: its shard, the constants that several steps share, and the values.
 
     `values`: JSON of the state that is not in tensors, opaque here. `digests`: in the order of `leaves`.
-    `replicas`: tables of the leaves that this rank and others declare identical, whichever rank wrote them.
+    `replicas`: tables of the leaves that this rank and others declare identical; any of the ranks wrote them.
     """
 
     rank: int

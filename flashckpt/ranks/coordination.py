@@ -130,7 +130,7 @@ class Coordination(Protocol):
 
     @property
     def group_failure(self) -> Callable[[], str] | None:
-        """Returns why collectives may have been aborted, or ""; None if there are none."""
+        """Returns why collectives may have been aborted, or ""; None without collectives."""
 
     def stop_policy(self, signals: Asked) -> StopPolicy:
         """Return the policy that ends the loop. Called once."""

@@ -285,7 +285,7 @@ def _bytes(text: bytes) -> bytes:
 
 
 def _read(text: bytes) -> NodeMessage | None:
-    """Decode a node's message; None if there is none yet, or an invalid one."""
+    """Decode a node's message; None for a missing or invalid message."""
     if not text:
         return None
     try:

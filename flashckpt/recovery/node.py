@@ -33,7 +33,7 @@ _TRIES = 20
 
 @contextlib.contextmanager
 def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
-    """The run's runtime folder on this node, None if there is none. RunHeldError if another user has one:
+    """The run's runtime folder on this node, or None. RunHeldError if another user has one:
     only that user can read what is in it."""
     base, identity = base_folder(Environment.read().runtime_folder), _identity(store, run)
     own = os.path.join(base, f"flashckpt-{os.geteuid()}", identity)

@@ -491,7 +491,7 @@ class StepCopier:
         return contents.shard.num_bytes if written.stored_bytes is None else written.stored_bytes
 
     def _unlike(self, name: str, contents: Contents, written: Written) -> str:
-        """The difference between the written bytes and the record, in words; empty if there is none."""
+        """The difference between the written bytes and the record, in words; empty if they are equal."""
         if contents.shard.chunk_bytes != CHUNK_BYTES:
             return self._verify(self._target, name, contents)[1]
         bad = [] if written.checksums == contents.shard.checksums else [0]

@@ -92,7 +92,7 @@ class Snapshot:
         return frozenset(name for leaf in self.layout.leaves for name in (leaf.name, *leaf.aliases))
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return one section of the values. Raises DamagedError if there is none."""
+        """Return one section of the values. Raises DamagedError if it is missing."""
         section = self.values.get(name)
         if not isinstance(section, dict):
             raise DamagedError(

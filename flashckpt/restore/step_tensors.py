@@ -186,7 +186,7 @@ class StepTensor:
                 yield writer
 
     def missing(self, wanted: TensorSlice) -> Index | None:
-        """Return the first index of a slice that is in no known piece; None if there is none."""
+        """Return the first index of a slice that no known piece has, or None."""
         left = [wanted]
         for region in self._near(wanted):
             left = [rest for each in left for rest in without(each, region)]
@@ -553,7 +553,7 @@ class StepRanks:
         return tensor
 
     def _read_more(self, guesses: Iterable[Iterable[int]]) -> None:
-        """Read the first unknown rank of each of the guesses; if there is none, a few of all ranks."""
+        """Read the first unknown rank of each of the guesses; if all are known, a few of all ranks."""
         new: set[int] = set()
         for each in guesses:
             rank = next((rank for rank in each if rank not in self.renamed), None)
@@ -607,7 +607,7 @@ def _guesses_from(places: dict[Index, int], place: Index, goal: Index, world: in
 
 def _step(places: dict[Index, int], place: Index, dimension: int) -> float | None:
     """Return the mean difference of ranks from one slice to the next in a dimension, up to the farthest known
-    slice that differs in this dimension only; None if there is none."""
+    slice that differs in this dimension only; or None."""
     others = [
         (each[dimension] - place[dimension], rank - places[place])
         for each, rank in places.items()

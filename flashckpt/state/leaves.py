@@ -471,7 +471,7 @@ class Filling:
             torch.autograd.graph.increment_version(live)
 
     def leaf(self, name: str) -> Leaf:
-        """Return the leaf with a name or alias. Raises DamagedError if there is none."""
+        """Return the leaf with a name or alias. Raises DamagedError for an unknown name."""
         try:
             return self.saved.leaves[self.saved.names[name]]
         except KeyError:

@@ -312,7 +312,7 @@ class _Split(NamedTuple):
     """A split of one tensor dimension by one mesh dimension.
 
     parts: the number of parts; here: the index of this rank's part.
-    after: the number of parts that earlier splits made (`_StridedShard.split_factor`); 1 if there are none.
+    after: the number of parts that earlier splits made (`_StridedShard.split_factor`), at least 1.
     """
 
     parts: int

@@ -35,7 +35,7 @@ def errors(run: Path) -> list[str]:
     return [each["message"] for each in ledger(run) if each["event"] == "error" and each["what"] == "cache"]
 
 
-def passed_by(run: Path, cache: Path, why: str, **options: object) -> None:
+def check_passed_by(run: Path, cache: Path, why: str, **options: object) -> None:
     """Train with this cache: all is committed, the trainer warns once and the ledger has the reason."""
     trained = Training(run, cache, **options)
     trained.train(2)
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_a_cache(
     what: str, tmp_path: Path, cache: Path, runtime: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, why = BAD[what]
-    passed_by(tmp_path / "run", made(tmp_path / "run", cache), why)
+    check_passed_by(tmp_path / "run", made(tmp_path / "run", cache), why)
     said = [each.message for each in caplog.records if "bypass the cache" in each.message]
     assert len(said) == 1
     if cache.is_file():
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_a_cache(
 def test_a_disk_that_is_full(tmp_path: Path, small_disk: Path, runtime: Path) -> None:
     # 8 MiB in all: one snapshot of 8 MiB does not fit.
     (small_disk / "cache").mkdir()
-    passed_by(tmp_path / "run", small_disk / "cache", "does not fit", numbers=2 << 20)
+    check_passed_by(tmp_path / "run", small_disk / "cache", "does not fit", numbers=2 << 20)
     assert files_in(small_disk) == []
 
 
@@ -121,7 +121,7 @@ def test_a_disk_that_cannot_be_written(tmp_path: Path, small_disk: Path, runtime
     (small_disk / "cache").mkdir()
     remount = ["mount", "-o", "remount,ro", str(small_disk)]
     subprocess.run(remount, check=True)
-    passed_by(tmp_path / "run", small_disk / "cache", "Read-only file system")
+    check_passed_by(tmp_path / "run", small_disk / "cache", "Read-only file system")
 
 
 @pytest.mark.parametrize("limit", [100_000, "1MiB"])
@@ -129,7 +129,7 @@ def test_a_limit_that_is_less_than_a_snapshot(
     tmp_path: Path, cache: Path, runtime: Path, limit: int | str
 ) -> None:
     options = flashckpt.Options(cache_limit=limit)
-    passed_by(tmp_path / "run", cache, "cache_limit", options=options)
+    check_passed_by(tmp_path / "run", cache, "cache_limit", options=options)
     assert files_in(cache) == []
 
 
@@ -150,7 +150,7 @@ def test_another_keeper_that_holds_the_folder(tmp_path: Path, cache: Path, runti
     folder.mkdir(mode=0o700)
     with open(folder / LOCK_NAME, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        passed_by(tmp_path / "run", cache, "Another keeper of this run uses")
+        check_passed_by(tmp_path / "run", cache, "Another keeper of this run uses")
 
 
 def test_a_cache_that_is_removed_in_a_run(tmp_path: Path, cache: Path, runtime: Path) -> None:

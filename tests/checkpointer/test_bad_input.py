@@ -141,7 +141,10 @@ def test_a_process_that_trains_alone_is_not_taken_for_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: str
 ) -> None:
     set_variables(monkeypatch, variables)
-    flashckpt.attach(tmp_path / "run", **Job().named).close()
+    with flashckpt.attach(tmp_path / "run", **Job().named) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+    assert flashckpt.steps(tmp_path / "run") == [1]
 
 
 def test_another_format_is_refused(tmp_path: Path, kill_keepers: object) -> None:

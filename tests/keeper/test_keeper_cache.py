@@ -692,6 +692,7 @@ def test_a_flipped_word_keeps_nothing_from_the_home(
     trainer.start(AttemptName.parse(job.attempt), 2, "cache")
     eventually(lambda: committed(run) == [1, 2])
     trainer.end()
+    assert committed(run) == [1, 2]
 
 
 def test_the_cache_may_go_while_it_is_used(
@@ -952,6 +953,7 @@ def test_constants_whose_file_was_removed_are_cached_again(
 
     eventually(is_there_again)
     trainer.end()
+    assert committed(run)[-1] == step
 
 
 def test_constants_whose_record_is_damaged_end_no_keeper(

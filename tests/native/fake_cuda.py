@@ -29,3 +29,9 @@ def run(driver: Path, program: str, devices: int, refuses: str = "") -> list[str
     )
     assert done.returncode == 0, done.stderr
     return log.read_text().splitlines()
+
+
+def check_program(driver: Path, program: str, devices: int) -> None:
+    """Run a program that asserts by itself, and check that it has reached its end."""
+    end = '\nimport os\nprint("reached its end", file=open(os.environ["FAKE_CUDA_LOG"], "a"))\n'
+    assert "reached its end" in run(driver, program + end, devices)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fake_cuda import build_driver, run
+from fake_cuda import build_driver, check_program, run
 
 from flashckpt import _native
 
@@ -331,7 +331,7 @@ for _ in range(2):
 [text] = [each for each in said if "pageable" in each]
 assert "page-lock 13 of 13 bytes of host memory: ALREADY (registered already)" in text, text
 """
-    run(driver, program, 1)
+    check_program(driver, program, 1)
 
 
 def test_the_pci_address_of_a_device(driver: Path) -> None:
@@ -344,7 +344,7 @@ devices.node_of_pci = lambda *address: asked.append(address) or 1
 assert devices.CudaDevice(1).numa_node == 1
 assert asked == [(0, 0x1B, 3)]
 """
-    run(driver, program, 2)
+    check_program(driver, program, 2)
 
 
 @pytest.mark.parametrize(("refuses", "seconds"), [("", "0.25"), ("elapsed", "None")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_cuda import HERE, build_driver, run
+from fake_cuda import HERE, build_driver, check_program, run
 
 pytestmark = pytest.mark.process
 
@@ -85,7 +85,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_old_leaf_is_not_taken_for_a_new_one(driver: Path) -> None:
-    run(driver, f"TESTS = {str(HERE.parent)!r}\n" + PROGRAM, 1)
+    check_program(driver, f"TESTS = {str(HERE.parent)!r}\n" + PROGRAM, 1)
 
 
 def test_failures_are_not_kept_for_ever(driver: Path) -> None:

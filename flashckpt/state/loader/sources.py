@@ -154,7 +154,7 @@ class Sources:
         self._all = list(dict.fromkeys(by_phase.values()))
 
     def saved_position(self, phase: int) -> dict[str, Any]:
-        """Return the position from which a phase has not resumed yet; {} if there is none."""
+        """Return the position from which a phase has not resumed yet; or {}."""
         tracked = self._by_phase.get(phase)
         return tracked.position or {} if tracked is not None and tracked.source is None else {}
 

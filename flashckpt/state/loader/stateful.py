@@ -235,7 +235,7 @@ class StatefulSource(Source):
                 self.generators.restore_all(states)
 
     def _before_any(self) -> list[Encoded]:
-        """Return [the state before the first `iter()`], or [] if there is none yet."""
+        """Return [the state before the first `iter()`], or [] before that call."""
         try:
             state = self._loader.state_dict()
         except Exception:
