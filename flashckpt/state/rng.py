@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import logging
 import random
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ import numpy as np
 import torch
 
 from flashckpt.errors import DamagedError, StateError
+
+log = logging.getLogger(__name__)
 
 State = dict[str, Any]
 
@@ -275,10 +279,11 @@ def _array_back(value: Any) -> Any:
 # Generators that an object holds
 
 
-_DEPTH = 4
-_MOST_OBJECTS = 256
+_DEPTH = 10
+_MOST_OBJECTS = 4096
 _MOST_ITEMS = 32
-_OPAQUE = (type, ModuleType, FunctionType, torch.Tensor, torch.nn.Module, np.ndarray, str, bytes)
+_PLAIN = (type(None), bool, int, float, str, bytes)
+_OPAQUE = (*_PLAIN, type, ModuleType, FunctionType, torch.Tensor, np.ndarray, logging.Logger)
 
 
 class Recorded:
@@ -302,7 +307,13 @@ class Generators:
     """The generators reachable from named roots, each once, under its first path."""
 
     def __init__(self, roots: Mapping[str, object]) -> None:
-        self._found = {p: each for p, each in reached(roots) if is_generator(each) and not is_global(each)}
+        self._roots, reach = roots, Reach(opens_modules=True)
+        self._found = {p: each for p, each in reach.of(roots) if is_generator(each) and not is_global(each)}
+        reach.report(self._found)
+
+    def made_since(self) -> list[str]:
+        """Return the paths of generators that did not exist when this object was made."""
+        return sorted(Generators(self._roots)._found.keys() - self._found.keys())
 
     def capture(self) -> dict[str, Any]:
         return {path: capture_one(generator) for path, generator in self._found.items()}
@@ -335,31 +346,70 @@ class Generators:
         return sorted(self._found.keys() ^ states.keys())
 
 
+class Reach:
+    """The objects that roots hold: attributes, and items of lists, tuples, dictionaries and partial
+    functions. Bounded, so that a data set of a million objects costs nothing.
+
+    opens_modules: search the attributes of modules, too.
+    """
+
+    def __init__(self, *, opens_modules: bool = False) -> None:
+        self._opaque = _OPAQUE if opens_modules else (*_OPAQUE, torch.nn.Module)
+        self._is_cut = False
+        # By path, the lengths of containers whose first items alone were searched.
+        self._long: dict[str, int] = {}
+
+    def of(self, roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+        """Yield (path, object) of the roots and of what they hold, each object once. Breadth first, for the
+        shortest path."""
+        seen: dict[int, object] = {}  # holds the objects: a property may make a new one at an address
+        level = list(roots.items())
+        for _ in range(_DEPTH):
+            below: list[tuple[str, object]] = []
+            for path, value in level:
+                if id(value) in seen:
+                    continue
+                if len(seen) >= _MOST_OBJECTS:
+                    self._is_cut = True
+                    return
+                seen[id(value)] = value
+                yield path, value
+                if not is_generator(value):
+                    below.extend(self._held_by(path, value))
+            level = below
+        self._is_cut = bool(level)
+
+    def report(self, generators: Collection[str]) -> None:
+        """Warn of containers whose first items have generators, so that others may have some, too."""
+        if self._is_cut:
+            log.info(
+                "the search for random generators in a loader was cut: generators further down than %d "
+                "levels or %d objects are not saved", _DEPTH, _MOST_OBJECTS,
+            )  # fmt: skip
+        for path, length in self._long.items():
+            if any(each.startswith(f"{path}.") for each in generators):
+                log.warning(
+                    "Not exact: the first %d of the %d items of %s were searched for random generators, and "
+                    "those of the others are not saved.", _MOST_ITEMS, length, path,
+                )  # fmt: skip
+
+    def _held_by(self, path: str, value: object) -> Iterator[tuple[str, object]]:
+        items: Iterable[tuple[object, object]] = ()
+        kind: Any = next((each for each in (list, tuple, dict) if isinstance(value, each)), None)
+        if kind is not None:  # not by the methods of a subclass, which are the user's
+            items = dict.items(value) if isinstance(value, dict) else enumerate(kind.__iter__(value))
+            length = kind.__len__(value)
+            if length > _MOST_ITEMS:
+                self._long[path] = length
+                items = itertools.islice(items, _MOST_ITEMS)
+        elif isinstance(value, partial):
+            items = {"func": value.func, "args": value.args, "keywords": value.keywords}.items()
+        elif not isinstance(value, self._opaque):
+            attributes = getattr(value, "__dict__", None)
+            items = attributes.items() if isinstance(attributes, dict) else ()
+        yield from ((f"{path}.{name}", item) for name, item in items if not isinstance(item, _PLAIN))
+
+
 def reached(roots: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Yield (path, object) of the roots and of the objects that their attributes hold, each once. Breadth
-    first, for the shortest path; bounded, so that a data set of a million objects costs nothing."""
-    seen: set[int] = set()
-    level = list(roots.items())
-    for _ in range(_DEPTH):
-        below: list[tuple[str, object]] = []
-        for path, value in level:
-            if id(value) in seen or len(seen) > _MOST_OBJECTS:
-                continue
-            seen.add(id(value))
-            yield path, value
-            if not is_generator(value):
-                below.extend(_held_by(path, value))
-        level = below
-
-
-def _held_by(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield (path, object) of the objects to search in a value."""
-    if isinstance(value, list | tuple) and len(value) <= _MOST_ITEMS:
-        yield from ((f"{path}.{index}", item) for index, item in enumerate(value))
-    elif not isinstance(value, _OPAQUE):
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
-            plain = (type(None), bool, int, float, str, bytes)
-            yield from (
-                (f"{path}.{n}", item) for n, item in attributes.items() if not isinstance(item, plain)
-            )
+    """Yield (path, object) of the roots and of the objects that they hold, modules unopened."""
+    return Reach().of(roots)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -194,3 +196,48 @@ def test_cuda_generators_are_restored() -> None:
     torch.cuda.manual_seed_all(3)
     rng.restore(state)
     assert torch.rand(5, device="cuda").tolist() == expected
+
+
+class Holder:
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+def found_in(root: object) -> int:
+    return len(rng.Generators({"root": root}).capture())
+
+
+def test_generators_are_found_in_what_a_data_set_holds() -> None:
+    module = torch.nn.ModuleList([torch.nn.Identity()])
+    module[0].numbers = random.Random(1)
+    deep: object = random.Random(2)
+    for _ in range(9):
+        deep = Holder(deep)
+    assert found_in([{"a": (random.Random(3),)}, partial(print, random.Random(4), end=random.Random(5))]) == 3
+    assert found_in(module) == 1
+    assert found_in(deep) == 1
+
+
+def test_a_search_that_is_cut_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    deep: object = random.Random(2)
+    for _ in range(10):
+        deep = Holder(deep)
+    assert found_in(deep) == 0
+    assert "the search for random generators in a loader was cut" in caplog.text
+    caplog.clear()
+    assert found_in({"rows": [Holder("a") for _ in range(100_000)], "numbers": random.Random(1)}) == 1
+    assert not caplog.records, "items of data"
+    assert found_in(Holder([Holder(random.Random(each)) for each in range(40)])) == 32
+    assert "the first 32 of the 40 items of root.held" in caplog.text
+
+
+def test_a_search_calls_no_method_of_the_program() -> None:
+    class Rows(list[object]):
+        def __iter__(self) -> NoReturn:
+            raise AssertionError
+
+        def __len__(self) -> NoReturn:
+            raise AssertionError
+
+    assert found_in(Rows([random.Random(1)])) == 1

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import itertools
 import logging
+import math
 import time
 import weakref
 from collections import deque
@@ -109,7 +110,7 @@ class Source:
         fetch. A position of an earlier epoch is carried over to the start of `epoch`: restore the loader's
         own generators and workers, and leave the global generators unchanged.
 
-        carry: carry over also a position of this epoch, from an earlier phase.
+        carry: carry over also a position of this epoch.
         leave: paths of own generators that are not carried over.
         sets_epoch: call `set_epoch` of the samplers.
         in_lockstep: another source has drawn since the resume, in step with this one: keep the global
@@ -163,6 +164,7 @@ class Source:
                 # Here rather than at the boundary, so that no batch was trained on yet.
                 check_roundtrip(self.position(), "loader")
                 self._can_be_saved = True
+                self._check_generators()
             return batch if self.convert is None else self.convert(batch)
         except StopIteration:
             self._over = True
@@ -421,6 +423,9 @@ class Source:
         """Return the batch of an item of the iterator."""
         raise NotImplementedError
 
+    def _check_generators(self) -> None:
+        """Warn, after the first batch, of generators that did not exist before it."""
+
     def _leave(self, *, ended: bool = False) -> None:
         """End the epoch. `ended`: the iterator has just raised StopIteration."""
         self._iterator = None
@@ -474,7 +479,7 @@ def reference_to(value: object, on_death: Callable[[], object] | None = None) ->
 # Iterables without state
 
 
-_SECONDS_BETWEEN_LINES = 5.0
+_LOG_EVERY_S = 5.0
 # A replay of these is free and exact, so it is not logged. Exact types only, since a subclass may differ.
 _FREE_TO_REPLAY = (range, list, tuple, deque, itertools.count, itertools.repeat)
 # Iterators that are their own `iter()` and were already drawn from: they cannot start again.
@@ -545,26 +550,37 @@ class ReplayedSource(Source):
                 "without replay.",
                 type(self._loader).__name__, total, position.epoch,
             )  # fmt: skip
-        due = self._clock() + _SECONDS_BETWEEN_LINES
-        for done in range(total):
-            if not is_free and self._clock() >= due:
-                due += _SECONDS_BETWEEN_LINES
-                log.info("%d of %d batches drawn again.", done, total)
-            try:
-                next(iterator)
-            except StopIteration:
-                raise MismatchError(
-                    f"{type(iterator).__name__} ended after {done} batches, and the checkpoint was taken "
-                    f"after {total}. The model and the rest of the state were restored; the loop was not "
-                    "started. Pass the data with which the run began.",
-                    differences=(("batches of the loader", str(total), str(done)),),
-                ) from None
+        draw_again(iterator, total, self._clock, log_every_s=math.inf if is_free else _LOG_EVERY_S)
 
     def _load(self, position: Position, *, carried: bool) -> None:
         self._has_workers = position.parts["keeps_workers"] is True
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         return self._over, {"keeps_workers": self._has_workers}
+
+
+def draw_again(
+    iterator: Iterator[Any],
+    batches: int,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    log_every_s: float = _LOG_EVERY_S,
+) -> None:
+    """Draw and drop the first batches of an epoch. Raises MismatchError if there are fewer."""
+    due_s = clock() + log_every_s
+    for done in range(batches):
+        if clock() >= due_s:
+            due_s += log_every_s
+            log.info("%d of %d batches drawn again.", done, batches)
+        try:
+            next(iterator)
+        except StopIteration:
+            raise MismatchError(
+                f"{type(iterator).__name__} ended after {done} batches, and the checkpoint was taken "
+                f"after {batches}. The model and the rest of the state were restored; the loop was not "
+                "started. Pass the data with which the run began.",
+                differences=(("batches of the loader", str(batches), str(done)),),
+            ) from None
 
 
 def keeps_workers(loader: Any) -> bool:

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, get_worker_info
 
 from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.format.typed import Encoded
@@ -95,6 +95,10 @@ class DataLoaderSource(Source):
     def _unpack(self, item: Any) -> Any:
         return self._rounds.take(self._in_iterator(self.batches_taken), item)
 
+    def _check_generators(self) -> None:
+        if not self._workers:
+            warn_of_late(self.generators)
+
     def _in_iterator(self, batches: int) -> int:
         """Return the number counted from the first batch of the epoch's iterator, which starts after the
         batches before the current division and after skipped ones."""
@@ -119,9 +123,10 @@ class DataLoaderSource(Source):
         self._indices = Indices(self._sampler(), skip=skip, skips_first_iter=self._seeder is not None)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
-            own["collate_fn"] = Reporting(self._loader.collate_fn)
-            if any(state is not None for state in self._rounds.whole):
-                own["worker_init_fn"] = partial(init_worker, self._loader.worker_init_fn, self._rounds.whole)
+            is_first = not self._can_be_saved
+            own["collate_fn"] = reporting = Reporting(self._loader.collate_fn, warns=is_first)
+            init, states = self._loader.worker_init_fn, self._rounds.whole
+            own["worker_init_fn"] = partial(init_worker, init, reporting, states)
         if self._persistent and self._seeder is None:
             self._indices.after_first_iter = self._note_seeder
         elif self._persistent:
@@ -323,27 +328,60 @@ class Reported(NamedTuple):
     moved: rng.State
 
 
-class Reporting:
-    """The user's collate function, followed by a report of the generators. One copy in each worker."""
+_OWN = "own "  # before the path of a generator that a worker's data set or collate function holds
 
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
+
+class Reporting:
+    """The user's collate function, followed by a report of the generators. One copy in each worker.
+
+    warns: of generators that are made with the first batch.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], *, warns: bool = False) -> None:
+        self._collate, self._warns = collate, warns
         self._last: rng.State = {}
+        self._own = rng.Generators({})
+
+    def begin(self, state: rng.State | None) -> None:
+        """Find the generators of this worker's own copies of data set and collate function. Restore a state
+        that was reported."""
+        data_set = getattr(get_worker_info(), "dataset", None)
+        self._own = rng.Generators({"dataset": data_set, "collate": self._collate})
+        if state is not None:
+            rng.restore(state)
+            own = {n.removeprefix(_OWN): each for n, each in state.items() if n.startswith(_OWN)}
+            self._own.restore(own)
 
     def __call__(self, samples: Any) -> Reported:
         batch = self._collate(samples)
-        state, last = rng.capture_cpu(), self._last
+        if self._warns and getattr(get_worker_info(), "id", 0) == 0:
+            self._warns = False
+            warn_of_late(self._own)
+        own = {_OWN + path: state for path, state in self._own.capture().items()}
+        state, last = {**rng.capture_cpu(), **own}, self._last
         self._last = state
         return Reported(batch, {name: value for name, value in state.items() if last.get(name) != value})
 
 
-def init_worker(init: Callable[[int], None] | None, states: list[rng.State | None], worker: int) -> None:
+def warn_of_late(generators: rng.Generators) -> None:
+    late = generators.made_since()
+    if late:
+        log.warning(
+            "Not exact: the random generators %s of the loader were made with its first batch, so a resume "
+            "in mid-epoch cannot restore them. Make them before the loop begins.", ", ".join(late),
+        )  # fmt: skip
+
+
+def init_worker(
+    init: Callable[[int], None] | None,
+    reporting: Reporting,
+    states: list[rng.State | None],
+    worker: int,
+) -> None:
     """Run the user's worker_init_fn, then restore the generators of this worker."""
     if init is not None:
         init(worker)
-    state = states[worker]
-    if state is not None:
-        rng.restore(state)
+    reporting.begin(states[worker])
 
 
 class Rounds:

@@ -12,22 +12,28 @@ batch.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from flashckpt.errors import BoundaryError, FlashckptError, StateError
 from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
-from flashckpt.state.loader.base import Source, digest_of
+from flashckpt.state.loader.base import Source, digest_of, draw_again
+from flashckpt.state.loader.complete import keeps_its_place
 from flashckpt.state.loader.position import Position
+from flashckpt.state.loader.torchdata import (
+    draw_skipped,
+    drop_created_iterator,
+    iterate,
+    keeps_stream,
+    not_restarting,
+    stream_state,
+)
 from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
 log = logging.getLogger(__name__)
@@ -40,7 +46,7 @@ class StatefulSource(Source):
     `state_dict` creates its iterator, as torchdata's does, and so draws random numbers."""
 
     kind = "stateful"
-    parts = frozenset({"state", "left", "first", "opened", "made_before"})
+    parts = frozenset({"state", "drawn", "left", "first", "opened", "made_before"})
 
     def __init__(self, loader: Any, *, creates_iterator: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))
@@ -60,6 +66,10 @@ class StatefulSource(Source):
         self._change_since_load: Digest = None
         self._batches_since = 0
         self._set_by_load: Changed = {}
+        # The state from which this epoch was resumed, and the batches drawn since then. Until each worker of
+        # torchdata has given a batch, its own state is that of a new one.
+        self._resumed_from: Encoded | None = None
+        self._drawn_since = 0
 
     def _open(self) -> Iterator[Any]:
         drop_created_iterator(self._loader)
@@ -156,6 +166,7 @@ class StatefulSource(Source):
     def _fetch(self) -> Any:
         batch = super()._fetch()
         self._batches_since += 1
+        self._drawn_since += 1
         if self._batches_since == 1:
             self._change_since_load = self._change()
             if self._first_change is None:
@@ -177,6 +188,14 @@ class StatefulSource(Source):
 
     def _reopen(self, position: Position) -> None:
         assert position.start is not None
+        stream = self._stream()
+        if stream is None or keeps_its_place(stream):
+            self._load_place(position)
+        else:
+            self._draw_again(position, type(stream).__name__)
+
+    def _load_place(self, position: Position) -> None:
+        assert position.start is not None
         self.generators.restore_all(position.start)
         self._load_state(as_encoded(position.parts["state"]), drops_iterator=False)
         with not_restarting(self._loader):
@@ -190,7 +209,31 @@ class StatefulSource(Source):
             # torchdata counts the batches of a data set without state twice when it skips them: the next
             # resume would skip too many.
             self._iterator._num_yielded = position.batches_taken  # type: ignore[attr-defined]
+        self._resumed_from, self._drawn_since = as_encoded(position.parts["state"]), position.parts["drawn"]
+        draw_again(self._iterator, self._drawn_since)
         self._loaded = "middle"
+
+    def _stream(self) -> Any:
+        """Return what has the state, the data set of a DataLoader or the loader itself, or None."""
+        has_data_set = self._creates_iterator or isinstance(self._loader, DatasetState)
+        stream = self._loader.dataset if has_data_set else self._loader
+        return stream if hasattr(stream, "load_state_dict") else None
+
+    def _draw_again(self, position: Position, name: str) -> None:
+        """Draw the epoch's batches again: the state leaves out what was read and not given."""
+        log.warning(
+            "The state of %s leaves out items that it has read and not given, such as those of a shuffle "
+            "buffer, so %d batches of epoch %d are drawn again and dropped.",
+            name, position.batches_taken, position.epoch,
+        )  # fmt: skip
+        assert position.start is not None
+        self.generators.restore_all(position.start)
+        self._iterator = iterate(self._loader)
+        self._made_before = position.parts["made_before"]
+        if self._made_before:
+            self.generators.restore_all(position.start)
+        self._before_first(position)
+        draw_again(self._iterator, position.batches_taken)
 
     def _load(self, position: Position, *, carried: bool) -> None:
         parts, state = position.parts, as_encoded(position.parts["state"])
@@ -257,7 +300,7 @@ class StatefulSource(Source):
         # Without an iterator, the state is unchanged.
         if self._iterator is not None:
             self._between, self._left = self._state(), not ended
-        self._iterator = None
+        self._iterator = self._resumed_from = None
 
     def _is_last(self) -> bool:
         # A loader's state may be the same after the last batch as before the first one.
@@ -269,8 +312,12 @@ class StatefulSource(Source):
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         here = self._iterator is not None
+        workers = self._loader.num_workers if self._creates_iterator else 0
+        waits = here and self._resumed_from is not None and self._drawn_since < workers
+        state = self._resumed_from if waits else self._state() if here else self._between
         return self._over or self._is_last(), {
-            "state": self._state() if here else self._between,
+            "state": state,
+            "drawn": self._drawn_since if waits else 0,
             "left": False if here else self._left,
             "first": self._initial,
             "opened": self._first_change,
@@ -342,65 +389,6 @@ def _with_tensors(value: Any) -> Any:
     if not isinstance(value, (dict, *SEQUENCES)) or all(type(item) in SIMPLE for _, item in children(value)):
         return value
     return rebuild(value, [(key, _with_tensors(item)) for key, item in children(value)])
-
-
-# Internals of torchdata (as of 0.11)
-
-
-def draw_skipped(iterator: Any) -> None:
-    """Skip the batches before the position now. torchdata would skip them at the next fetch, after the
-    generators were restored, and so draw another shuffle."""
-    skipping = getattr(iterator, "_sampler_iter", None)
-    if isinstance(skipping, itertools.islice):
-        draws = iter(iterator._index_sampler)
-        for _ in range(iterator._sampler_iter_yielded):
-            next(draws, None)
-        iterator._sampler_iter = draws
-
-
-@contextlib.contextmanager
-def not_restarting(loader: Any) -> Iterator[None]:
-    """A context in which an `iter()` of torchdata's nodes does not begin the next epoch if the loaded epoch
-    has no batches left: these batches would be taken for the rest of the loaded epoch."""
-    restarts = getattr(loader, "restart_on_stop_iteration", False)
-    if restarts:
-        loader.restart_on_stop_iteration = False
-    try:
-        yield
-    finally:
-        if restarts:
-            loader.restart_on_stop_iteration = restarts
-
-
-def drop_created_iterator(loader: Any) -> None:
-    """Drop the iterator that an earlier `state_dict()` of torchdata's nodes created. Their `iter()` would
-    return it and ignore a state loaded since, and the current generator states."""
-    if getattr(loader, "_iter_for_state_dict", False):
-        loader._iter_for_state_dict = False
-
-
-def iterate(loader: Any) -> Iterator[Any]:
-    """Return `iter(loader)`, without the cached state of one of torchdata's nodes: after a batch that it
-    prefetched in vain, that node would return the cached state for ever."""
-    iterator: Any = iter(loader)
-    if getattr(iterator, "_cached_state_dict", None) is not None and iterator._cached_item is None:
-        iterator._cached_state_dict = None
-    given: Iterator[Any] = iterator
-    return given
-
-
-def keeps_stream(loader: Any) -> bool:
-    """Whether the loader's data set keeps its position in this process. In workers, each epoch has a new copy
-    into which no state was loaded."""
-    return not loader.num_workers and isinstance(loader.dataset, IterableDataset)
-
-
-def stream_state(state: Any) -> Any:
-    """Return the data set's part of a StatefulDataLoader's state, without counters of batches; None if the
-    data set has none."""
-    of_iterator = (state.get("fetcher_state") or {}).get("dataset_iter_state")
-    of_data_set = state.get("dataset_state")
-    return None if of_iterator is None and of_data_set is None else [of_data_set, of_iterator]
 
 
 # Attributes that a load has set

@@ -9,10 +9,12 @@ import random
 import warnings
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -48,7 +50,7 @@ class Items(Dataset[Any]):
 
 
 class Owning(Items):
-    """With its own generators, which draw in the main process if there are no workers."""
+    """With its own generators."""
 
     def __init__(self, loads: str) -> None:
         super().__init__(loads)
@@ -58,6 +60,33 @@ class Owning(Items):
         python, numpy, own = self.own
         drawn = torch.rand(1, generator=own).item()
         return super().__getitem__(index) + (python.random(), float(numpy.random()), drawn)
+
+
+class Noise(nn.Module):
+    """A transform, as in torchvision: a module with a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(11)
+
+    def forward(self, item: Any) -> Any:
+        return *item, float(self.numbers.random())
+
+
+class Transformed(Items):
+    """With generators in a dictionary of modules, and in a partial function, in a list of transforms."""
+
+    def __init__(self, loads: str) -> None:
+        super().__init__(loads)
+        self.transforms = [{"noise": nn.Sequential(Noise())}, partial(with_number, numbers=random.Random(12))]
+
+    def __getitem__(self, index: int) -> Any:
+        noise, number = self.transforms
+        return number(noise["noise"](super().__getitem__(index)))  # type: ignore[index, operator]
+
+
+def with_number(item: Any, numbers: random.Random) -> Any:
+    return *item, numbers.random()
 
 
 class Eager(Sampler[int]):
@@ -119,6 +148,16 @@ def collate(samples: list[Any]) -> Pair:
     return Pair(index, torch.tensor([sample[1:] for sample in samples]) + noise)
 
 
+class Collate:
+    """With a generator of its own."""
+
+    def __init__(self) -> None:
+        self.numbers = random.Random(13)
+
+    def __call__(self, samples: list[Any]) -> torch.Tensor:
+        return torch.tensor([[*sample, self.numbers.random()] for sample in samples], dtype=torch.float64)
+
+
 def reseed(worker: int) -> None:
     np.random.seed((torch.initial_seed() + worker) % 2**32)
 
@@ -164,6 +203,7 @@ LOADERS: dict[str, Make] = {
     "main, lazy": lambda loads: loader(Items(loads), 0, sampler=LazyOwn()),
     "main, single items": lambda loads: loader(Items(loads, 6), 0, batch_size=None, shuffle=True),
     "main, data with generators": lambda loads: loader(Owning(loads), 0, shuffle=True),
+    "main, transformed": lambda loads: loader(Transformed(loads), 0, shuffle=True, collate_fn=Collate()),
     "main, collate": lambda loads: loader(Items(loads), 0, shuffle=True, collate_fn=collate),
     "1 worker": lambda loads: loader(Items(loads), 1, shuffle=True),
     "2 workers": lambda loads: loader(Items(loads), 2),
@@ -184,8 +224,14 @@ LOADERS: dict[str, Make] = {
     "2 workers, collate, init": lambda loads: loader(
         Items(loads), 2, shuffle=True, collate_fn=collate, worker_init_fn=reseed
     ),
+    "2 workers, transformed": lambda loads: loader(
+        Transformed(loads), 2, shuffle=True, collate_fn=Collate(), worker_init_fn=reseed
+    ),
     "3 workers, shuffled": lambda loads: loader(Items(loads), 3, shuffle=True),
     "2 persistent": lambda loads: loader(Items(loads, 18), 2, shuffle=True, persistent_workers=True),
+    "2 persistent, transformed": lambda loads: loader(
+        Transformed(loads), 2, shuffle=True, collate_fn=Collate(), persistent_workers=True
+    ),
     "2 persistent by its own": lambda loads: _shuffled_own(loads, 2, persistent_workers=True),
     "2 persistent, distributed": lambda loads: loader(
         Items(loads, 23), 2, batch_size=3, persistent_workers=True, generator=owned(9), drop_last=True,

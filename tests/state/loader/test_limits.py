@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -224,12 +225,16 @@ def test_wrappers_are_pickled_and_report_only_changed_states() -> None:
     torch.rand(1)
     third = reporting([torch.tensor(1)])
     assert third.moved == {"torch": rng.capture_cpu()["torch"]}
-    restoring = pickle.loads(
-        pickle.dumps(functools.partial(init_worker, runs.reseed, [None, rng.capture_cpu()]))
-    )
-    expected = torch.rand(1)
-    restoring(1)
-    assert torch.equal(torch.rand(1), expected)
+
+    own = Reporting(runs.Collate())
+    own.begin(None)
+    moved = own([(1, 0.5)]).moved
+    assert [name for name in moved if name not in rng.capture_cpu()] == ["own collate.numbers"]
+    restoring = functools.partial(init_worker, runs.reseed, own, [None, moved])
+    with_own, collate = pickle.loads(pickle.dumps((restoring, own)))
+    expected = own([(1, torch.rand(1).item())]).batch
+    with_own(1)
+    assert torch.equal(collate([(1, torch.rand(1).item())]).batch, expected), "one object, as in a worker"
 
 
 class Pinnable(list[int]):
@@ -277,3 +282,28 @@ def test_generators_are_found_once_without_the_global_ones() -> None:
     found = Generators({"sampler": holder})
     assert list(found.capture()) == ["sampler.first"]
     assert found.unmatched({"other": b""}) == ["other", "sampler.first"]
+
+
+class Late:
+    """As collators with a seed do: the generator is made with the first batch."""
+
+    numbers: random.Random | None = None
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        self.numbers = self.numbers or random.Random(1)
+        return [*samples, self.numbers.random()]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.process
+def test_a_generator_that_is_made_late_is_named(workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Workers say it themselves."""
+    handler = logging.StreamHandler()
+    logging.getLogger("flashckpt").addHandler(handler)
+    try:
+        source = source_of(runs.loader(runs.Items("/dev/null"), workers, collate_fn=Late()))
+        runs.run(source, range(2))
+    finally:
+        logging.getLogger("flashckpt").removeHandler(handler)
+    said = capfd.readouterr().err
+    assert said.count("Not exact: the random generators collate.numbers of the loader were made with") == 1
