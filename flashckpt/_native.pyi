@@ -275,6 +275,10 @@ class Sealer:
         Raises ValueError for an unknown handle and after `close`.
         """
 
+    def confirm(self, *, word: int, writing: int, unconfirmed: int, sealed: int) -> bool:
+        """Change the u64 at `word` from `unconfirmed` to `sealed`. If it is `writing`, the seal that was
+        submitted with `unconfirmed` as its desired word changes it when it is done. False otherwise."""
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until all submitted seals are decided; return False after the timeout."""
 

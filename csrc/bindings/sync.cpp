@@ -133,6 +133,8 @@ void bind_sync(nb::module_& module) {
                 return interruptible(timeout_s, [&](double slice_s) { return self.drain(slice_s); });
             },
             nb::arg("timeout_s"))
+        .def("confirm", &Sealer::confirm, nb::kw_only(), nb::arg("word"), nb::arg("writing"),
+             nb::arg("unconfirmed"), nb::arg("sealed"))
         .def("close", close)
         .def("failures", take_failures);
 }

@@ -23,10 +23,13 @@ constexpr std::uint64_t free_word(std::uint64_t word) {
     return word & ~0xFFFFull;
 }
 
-bool exchange(const Seal& seal, std::uint64_t desired) {
-    std::uint64_t expected = seal.expected;
-    return __atomic_compare_exchange_n(u64_at(seal.word), &expected, desired, false, __ATOMIC_ACQ_REL,
+bool exchange_word(std::uint64_t word, std::uint64_t expected, std::uint64_t desired) {
+    return __atomic_compare_exchange_n(u64_at(word), &expected, desired, false, __ATOMIC_ACQ_REL,
                                        __ATOMIC_ACQUIRE);
+}
+
+bool exchange(const Seal& seal, std::uint64_t desired) {
+    return exchange_word(seal.word, seal.expected, desired);
 }
 
 // Whether a slot is sealed, and if not, why.
@@ -112,6 +115,11 @@ struct Sealer::State {
     std::list<std::unique_ptr<Pending>> incoming;
     std::list<std::unique_ptr<Pending>> pending;
     std::vector<SealFailure> failures;
+    // Seals that were confirmed while their copies ran.
+    struct Confirmed {
+        std::uint64_t word, unconfirmed, sealed;
+    };
+    std::vector<Confirmed> confirmed;
     std::uint64_t submitted = 0;
     std::uint64_t decided = 0;
     std::uint64_t forks = 0;
@@ -127,6 +135,13 @@ struct Sealer::State {
             outcome = judged(outcome.copied, false, [&] {
                 return Outcome{outcome.why + "; and the slot's word was changed by another", outcome.copied};
             });
+        for (auto each = confirmed.begin(); each != confirmed.end(); ++each) {
+            if (each->word != seal.word || each->unconfirmed != seal.desired) continue;
+            // Fails for a seal that was refused: its slot is free.
+            exchange_word(each->word, each->unconfirmed, each->sealed);
+            confirmed.erase(each);
+            break;
+        }
         if (!outcome.why.empty()) // `submit` has reserved the memory
             failures.push_back({seal.word, std::move(outcome.why), outcome.copied});
         ++decided;
@@ -240,6 +255,20 @@ void Sealer::serve(State& state) {
     lock.lock();
     state.serving = false;
     bell.ring();
+}
+
+bool Sealer::confirm(std::uint64_t word, std::uint64_t writing, std::uint64_t unconfirmed,
+                     std::uint64_t sealed) {
+    std::lock_guard lock(Bell::get().mutex);
+    State& state = here();
+    // Reserved first: after the word was seen, nothing may fail.
+    state.confirmed.reserve(state.confirmed.size() + 1);
+    if (exchange_word(word, unconfirmed, sealed)) return true;
+    if (__atomic_load_n(u64_at(word), __ATOMIC_ACQUIRE) != writing)
+        return exchange_word(word, unconfirmed, sealed); // its copies have ended in between
+    // `decide` takes the lock after the word became `unconfirmed`, so it finds this entry.
+    state.confirmed.push_back({word, unconfirmed, sealed});
+    return true;
 }
 
 bool Sealer::drain(double timeout_s) {

@@ -59,6 +59,9 @@ class Sealer {
     // earlier undecided seals, it seals at once in this call: on a busy machine the thread may get no time,
     // and complete snapshots would stay unsealed.
     Error submit(Seal seal);
+    // Seals a slot that was submitted with `unconfirmed` as its desired word: now, or when its copies are
+    // over. False if the slot holds another snapshot, or none.
+    bool confirm(std::uint64_t word, std::uint64_t writing, std::uint64_t unconfirmed, std::uint64_t sealed);
     // Waits until all submitted seals are decided; false on timeout.
     bool drain(double timeout_s);
     // Ends the thread. Seals that still wait fail; their slots are not changed, since their copies may still

@@ -118,6 +118,8 @@ class Capture:
             self._planner, self._policy, self._constants, sealer, self._lost, group_failure
         )
         self._ordered = False
+        # Whether a batch follows the present boundary is unknown: its snapshot waits for `confirm`.
+        self._is_provisional = False
         self._requested: PendingSnapshot | None = None
         self._captured_step = -1
         self.lost_step: int | None = None  # `_captured_step`, once its snapshot is lost
@@ -276,6 +278,31 @@ class Capture:
         self._ordered, self._captured_step, self.lost_step, self._skipped_step = False, step, None, -1
         return BoundaryResult(Verdict.CAPTURED, step)
 
+    def begin_provisional(self) -> None:
+        """Let the snapshots of the present boundary wait for `confirm` or `withdraw`."""
+        self._is_provisional = True
+
+    def confirm(self) -> None:
+        """Seal the snapshot of a provisional boundary, now or when its copies have ended."""
+        if self._is_provisional:
+            self._is_provisional = False
+            self._in_flight.keep()
+
+    def withdraw(self) -> bool:
+        """Drop the snapshot of a provisional boundary; an order that it has fulfilled is open again. Return
+        whether there was one."""
+        self._is_provisional = False
+        withdrawn = self._in_flight.withdraw()
+        for snapshot in withdrawn:
+            self._reopen(snapshot)
+            self._captured_step = -1
+        return bool(withdrawn)
+
+    @property
+    def has_provisional(self) -> bool:
+        """Whether there is a whole snapshot of the present boundary, which waits for `confirm`."""
+        return self._is_provisional and self._in_flight.has_provisional(self.boundary_index)
+
     def pass_by(self, step: int) -> None:
         """Count a boundary without a capture. A later call with its step may capture it. A capture that
         becomes due at it stays due."""
@@ -404,12 +431,16 @@ class Capture:
     def _write(self, target: SlotWriter, copies: PreparedCopies, data: bytes, step: int) -> None:
         persist = self.schedule.persist_due(step, ordered=self._ordered)
         home = self._ordered or self.schedule.persists_home
+        needs_group = self._in_flight.needs_group(copies)
         copies.write(
             target, data, self._sealer, step, self._attempt,
             boundary=self.boundary_index, gated=self._hooks.gated, persist=persist, home=home,
-            confirms=self._in_flight.confirms(copies),
+            confirms=self._is_provisional or needs_group,
         )  # fmt: skip
-        pending = PendingSnapshot(step, self.boundary_index, target, copies, ordered=self._ordered)
+        pending = PendingSnapshot(
+            step, self.boundary_index, target, copies,
+            ordered=self._ordered, is_provisional=self._is_provisional, needs_group=needs_group,
+        )  # fmt: skip
         self._in_flight.add(pending)
         if persist:
             self.schedule.persist_asked(home=home)
@@ -418,9 +449,12 @@ class Capture:
     # ---- ends of snapshots
 
     def _lost(self, pending: PendingSnapshot) -> None:
-        self.schedule.lost()
         if pending.step == self._captured_step:
             self.lost_step = pending.step
+        self._reopen(pending)
+
+    def _reopen(self, pending: PendingSnapshot) -> None:
+        self.schedule.lost()
         self._ordered = self._ordered or pending.ordered  # the order is open again
         if pending is self._requested:
             self._persist_ended(fulfilled=False)
@@ -458,12 +492,23 @@ class PendingSnapshot:
     copies: hold its tensors; None after they have ended.
     names, ways: those of its leaves, for the leaves that the keeper finds torn later.
     ordered: the snapshot fulfils an order for the next boundary.
+    is_provisional: it is unknown whether a batch follows its boundary. is_withdrawn: none does.
+    needs_group: it is sealed only after a check of the process groups. is_confirmed: the sealer may seal it.
     """
 
     def __init__(
-        self, step: int, boundary: int, target: SlotWriter, copies: PreparedCopies, *, ordered: bool
+        self,
+        step: int,
+        boundary: int,
+        target: SlotWriter,
+        copies: PreparedCopies,
+        *,
+        ordered: bool,
+        is_provisional: bool,
+        needs_group: bool,
     ) -> None:
-        self.boundary = boundary
+        self.boundary, self.is_provisional, self.needs_group = boundary, is_provisional, needs_group
+        self.is_withdrawn = self.is_confirmed = False
         self.step, self.target, self.generation, self.ordered = step, target, target.generation, ordered
         self.copies: PreparedCopies | None = copies
         self.names, self.ways = copies.names, copies.ways
@@ -501,8 +546,8 @@ class InFlight:
     def add(self, snapshot: PendingSnapshot) -> None:
         self._pending.append(snapshot)
 
-    def confirms(self, copies: PreparedCopies) -> bool:
-        """Whether a snapshot by these copies needs a confirmation."""
+    def needs_group(self, copies: PreparedCopies) -> bool:
+        """Whether a snapshot by these copies needs a confirmation that no process group has failed."""
         return self._group_failure is not None and copies.uses_devices
 
     def running(self) -> bool:
@@ -514,13 +559,15 @@ class InFlight:
         """Process, without waiting, sealed and refused snapshots, and leaves that the keeper found torn."""
         for snapshot in list(self._pending):
             state = snapshot.target.state(snapshot.generation)
-            if state is SlotState.WRITING:
-                continue
+            if state is SlotState.WRITING or (state is SlotState.UNCONFIRMED and snapshot.is_confirmed):
+                continue  # the sealer has not ended
             self._pending.remove(snapshot)
             copies, snapshot.copies = snapshot.copies, None
             assert copies is not None
             copies.ended()
-            if state is SlotState.UNCONFIRMED:
+            if snapshot.is_withdrawn:
+                self._abandon(snapshot)
+            elif state is SlotState.UNCONFIRMED:
                 self._unconfirmed.append(snapshot)
             elif state is SlotState.SEALED:
                 self._on_sealed(snapshot)
@@ -530,16 +577,18 @@ class InFlight:
             self._check_for_tears(snapshot)
 
     def confirm(self) -> None:
-        """Seal the snapshots that `poll` found complete, or discard them if a process group has failed.
+        """Seal the snapshots that `poll` found complete, but for a provisional one, or discard them if a
+        process group has failed.
 
         To be called when the training thread enters a boundary or waits in order; never at an end by an
         exception."""
         # Checked after the copies have ended: a later abort cannot change the copied bytes.
         failure = self._group_failure() if self._unconfirmed and self._group_failure is not None else ""
-        unconfirmed, self._unconfirmed = self._unconfirmed, []
+        unconfirmed = [each for each in self._unconfirmed if not each.is_provisional]
+        self._unconfirmed = [each for each in self._unconfirmed if each.is_provisional]
         for snapshot in unconfirmed:
             target, generation = snapshot.target, snapshot.generation
-            if not failure and target.slot.confirm(target.owner, generation):
+            if not failure and target.slot.confirm(self._sealer, target.owner, generation):
                 self._on_sealed(snapshot)
                 continue
             target.slot.abandon(target.owner, generation)
@@ -547,6 +596,39 @@ class InFlight:
             if reason != self.lost_reason:
                 log.error("The snapshot of step %d was discarded: %s.", snapshot.step, reason)
             self._lose(snapshot, reason)
+
+    def has_provisional(self, boundary: int) -> bool:
+        """Whether `poll` found that the copies of a provisional snapshot of this boundary have ended."""
+        return any(each.is_provisional and each.boundary == boundary for each in self._unconfirmed)
+
+    def keep(self) -> None:
+        """A batch follows: seal the provisional snapshots as soon as nothing else has to be confirmed."""
+        for snapshot in [*self._pending, *self._unconfirmed]:
+            if not snapshot.is_provisional:
+                continue
+            snapshot.is_provisional = False
+            if not snapshot.needs_group:
+                target = snapshot.target
+                snapshot.is_confirmed = target.slot.confirm(self._sealer, target.owner, snapshot.generation)
+                if snapshot.is_confirmed and snapshot in self._unconfirmed:
+                    self._unconfirmed.remove(snapshot)
+                    self._on_sealed(snapshot)
+
+    def withdraw(self) -> list[PendingSnapshot]:
+        """No batch follows: drop the provisional snapshots, and return them. Slots to which copies still run
+        are freed when `poll` finds that those have ended."""
+        withdrawn = [each for each in [*self._pending, *self._unconfirmed] if each.is_provisional]
+        for snapshot in withdrawn:
+            snapshot.is_provisional, snapshot.is_withdrawn = False, True
+            if snapshot in self._unconfirmed:
+                self._unconfirmed.remove(snapshot)
+                self._abandon(snapshot)
+        self.poll()
+        return withdrawn
+
+    def _abandon(self, snapshot: PendingSnapshot) -> None:
+        snapshot.target.slot.abandon(snapshot.target.owner, snapshot.generation)
+        snapshot.target.forget()
 
     def wait(self) -> None:
         """Wait on the host until no snapshot is in flight, and confirm them. Also processes leaves that the

@@ -78,6 +78,7 @@ class CaptureLoop:
         self.waited = 0
         self.unsaved: FlashckptError | None = None
         self.order, self.ordered_at = SaveOrder.NONE, 0
+        self._fulfilled = SaveOrder.NONE  # by the snapshot of the present boundary
         self._too_large: StateError | None = None
         self._left_iterations = 0  # 1 once an iteration was left by `break` in which something was trained
         self._left_at = -1  # the boundary index at which the newest iteration was left
@@ -117,6 +118,7 @@ class CaptureLoop:
 
     def settle(self) -> None:
         """The program continues: all that is captured from now on is of a later boundary."""
+        self._capture.confirm()
         self._coordination.settle(self._capture.boundary_index)
 
     def order_next(self, *, put_off: bool = False) -> None:
@@ -127,11 +129,16 @@ class CaptureLoop:
 
     # ---- the boundaries of a loop
 
-    def pass_boundary(self, *, held: bool) -> None:
+    def pass_boundary(self, *, held: bool = False, provisional: bool = False) -> None:
         """Count the step, and capture the boundary if it is due. A failure does not stop training: `wait()`
-        raises it. held: the boundary of an epoch's last batch, in whose place the epoch's end is captured."""
+        raises it. held: the boundary of an epoch's last batch, in whose place the epoch's end is captured.
+        provisional: whether a batch follows is unknown. Its snapshot is sealed by `settle`, or dropped by
+        `withdraw`."""
         self._count()
         self._capture.boundary_index += 1
+        if provisional:
+            self._fulfilled = SaveOrder.NONE
+            self._capture.begin_provisional()
         if held:
             self._slots.adopt()
             self._capture.pass_by(self._progress.step)
@@ -139,6 +146,12 @@ class CaptureLoop:
             self._use.at_boundary()
         else:
             self._capture_if_due()
+
+    def withdraw(self) -> None:
+        """Drop the snapshot of a provisional boundary: no batch follows it. A resume there would begin in the
+        code after the loop, whose variables the last batch has made."""
+        if self._capture.withdraw() and self.order is SaveOrder.NONE:
+            self.order = self._fulfilled
 
     def end_epoch(self, *, last: bool) -> None:
         """Pass the boundary of an epoch's end, with the step number of the epoch's last batch. last: no
@@ -254,6 +267,7 @@ class CaptureLoop:
         Among ranks, all must call this. Raises BoundaryError if they do not, and as `capture_now`."""
         progress, coordination = self._progress, self._coordination
         with self._capture.heartbeat.resting():
+            self._capture.confirm()  # the caller asks to save the present place
             self._capture.wait()
             index = self._capture.boundary_index
             coordination.save_outside(index + 1, self._keeper_link.deadline_s)
@@ -299,13 +313,17 @@ class CaptureLoop:
         self._note_saved()
         self._use.at_boundary()
         if persist:
+            if self._capture.has_provisional:
+                self._capture.confirm()
+                self._capture.wait()
             slots.request_persist()
 
     @property
     def is_captured(self) -> bool:
-        """Whether the newest sealed snapshot of this attempt is one of the present boundary."""
+        """Whether the newest snapshot of this attempt, sealed or provisional, is of the present boundary."""
         newest = self._slots.newest_own()
-        return newest is not None and newest.boundary == self._capture.boundary_index
+        is_sealed = newest is not None and newest.boundary == self._capture.boundary_index
+        return is_sealed or self._capture.has_provisional
 
     def _is_to_capture(self, *, persist: bool) -> bool:
         """Among ranks, return whether the present boundary is still to be captured. If it is settled and not
@@ -401,6 +419,7 @@ class CaptureLoop:
             self.unsaved.__cause__ = error
 
     def _note_saved(self) -> None:
+        self._fulfilled = self._fulfilled if self.order is SaveOrder.NONE else self.order
         self.unsaved, self.order, self._left_at = None, SaveOrder.NONE, -1
         self._slots.fits()
 

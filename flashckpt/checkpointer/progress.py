@@ -1,8 +1,8 @@
-"""The progress of a run (step, epoch, phase, position in the loader), and the check that it is true.
+"""The progress of a run (step, epoch, positions in its loaders), and the check that it is true.
 
-An epoch has one phase for each call of `.batches()`. Progress is saved at a boundary and restored before
-anything is drawn: a phase that had ended gives no batch, the open one continues at its batch, and later ones
-start afresh.
+A program has one loop over batches in an epoch; a trainer may have several loaders open, each with a name.
+Progress is saved at a boundary and restored before anything is drawn: loops that had ended give no batch,
+open ones continue at their batch.
 
 A program that draws a batch before it has trained on the last one makes every boundary false: the state would
 get the number of a later step. Hooks on the attached modules and optimizers notice use at no cost; if none
@@ -30,6 +30,9 @@ from flashckpt.state.tree import Tree
 # A leaf's dtype, shape, and the digest of its bytes, which covers neither.
 Content = tuple[str, tuple[int, ...], int]
 
+BATCHES = ""
+"""The name of the loader of `.batches()`. Those of a trainer have the names of their taps."""
+
 ANY_LOOP = "any"
 """The integration that an import records: the first loop that attaches resumes the run."""
 
@@ -47,15 +50,14 @@ class Passes(NamedTuple):
 class Progress:
     """The counts of a run.
 
-    step: iterations since the run began. epoch, phase: count from zero; phase: those that have ended in this
-    epoch. manages_epochs: epochs are counted here (`.epochs()`, a whole run); otherwise `epoch` stays 0, and
-    samplers are not given one. iterated: an iteration was counted in this epoch. is_cut: a stop kept a phase
-    of this epoch from beginning, so that the epoch is not over.
+    step: iterations since the run began. epoch: counts from zero. has_ended: `.batches()` has given the last
+    batch of this epoch. manages_epochs: epochs are counted here (`.epochs()`, a whole run); otherwise `epoch`
+    stays 0, and samplers are not given one. iterated: an iteration was counted in this epoch. is_cut: a stop
+    kept the batches of this epoch from beginning, so that the epoch is not over.
 
-    For a trainer that draws by taps, the phase of a tap is its number, and several may be open. taps: by
-    name, in the order in which they were made. to_skip: batches that the first pass of the first tap drops,
-    because a run that began elsewhere has trained on them. integration: the trainer's name, "" for a loop of
-    the program. A run belongs to one.
+    taps: by name, in the order in which they were made. to_skip: batches that the first pass of the first tap
+    drops, because a run that began elsewhere has trained on them. integration: the trainer's name, "" for a
+    loop of the program. A run belongs to one.
     """
 
     def __init__(self, integration: str = "") -> None:
@@ -64,20 +66,19 @@ class Progress:
         self.taps: dict[str, Passes] = {}
         self.step = 0
         self.epoch = 0
-        self.phase = 0
-        self.manages_epochs = self.iterated = self.is_cut = False
-        self._calls = 0  # of batches() in this epoch, in this process
-        self._open: dict[int, Source] = {}  # by phase
-        self._resumes_in: set[int] = set()  # phases that were open when the run was saved, not begun here
+        self.has_ended = self.manages_epochs = self.iterated = self.is_cut = False
+        self._was_asked = False  # for batches of this epoch, in this process
+        self._open: dict[str, Source] = {}  # by name
+        self._resumes_in: set[str] = set()  # names that were open when the run was saved, not begun here
         self._sources = Sources()
 
     def value(self) -> dict[str, Any]:
-        """Return what is saved at a boundary, as plain values. Phases that have ended keep their positions,
+        """Return what is saved at a boundary, as plain values. Loops that have ended keep their positions,
         because the workers of a persistent loader carry their random numbers into the next epoch."""
         return {
             "step": self.step,
             "epoch": self.epoch,
-            "phase": self.phase,
+            "has_ended": self.has_ended,
             "open": sorted({*self._open, *self._resumes_in}),
             "iterated": self.iterated,
             "integration": self.integration,
@@ -88,14 +89,16 @@ class Progress:
 
     def restore(self, value: dict[str, Any]) -> None:
         """Restore saved progress. Raises DamagedError if it is invalid, and changes nothing then."""
-        counts: list[Any] = [value.get(name) for name in ("step", "epoch", "phase", "to_skip")]
+        counts: list[Any] = [value.get(name) for name in ("step", "epoch", "to_skip")]
+        facts: list[Any] = [value.get(name) for name in ("iterated", "has_ended")]
+        opened = value.get("open")
         try:
             if not all(map(_is_count, counts)):
-                raise ValueError("step, epoch, phase and to_skip are no counts")
-            if not isinstance(value.get("open"), list) or not all(map(_is_count, value["open"])):
-                raise ValueError("the open phases are no counts")
-            if type(value.get("iterated")) is not bool:
-                raise ValueError("it does not say whether the epoch was begun")
+                raise ValueError("step, epoch and to_skip are no counts")
+            if not isinstance(opened, list) or not all(isinstance(name, str) for name in opened):
+                raise ValueError("the open loaders are no names")
+            if not all(type(fact) is bool for fact in facts):
+                raise ValueError("it does not say whether the epoch was begun, or has ended")
             taps = _read_taps(value.get("taps"))
             self._check_integration(value.get("integration"))
             self._sources.restore(value.get("sources"))
@@ -104,8 +107,9 @@ class Progress:
                 f"The saved progress cannot be read ({error}). No loader was touched. Resume from an older "
                 "step."
             ) from error
-        self.step, self.epoch, self.phase, self.to_skip = counts
-        self._resumes_in, self.iterated, self.taps = set(value["open"]), value["iterated"], taps
+        self.step, self.epoch, self.to_skip = counts
+        self.iterated, self.has_ended = facts
+        self._resumes_in, self.taps = set(opened), taps
 
     def _check_integration(self, saved: Any) -> None:
         if not isinstance(saved, str):
@@ -128,73 +132,79 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether this epoch has no batches left: no phase was stopped, or kept from beginning."""
+        """Whether this epoch has no batches left: no loop was stopped, or kept from beginning."""
         return not self._open and not self.is_cut
 
     @property
     def is_after_batches(self) -> bool:
-        """Whether the epoch's own code runs: batches of this epoch were taken, and no phase is open."""
+        """Whether the epoch's own code runs: batches of this epoch were taken, and no loop is open."""
         return self.manages_epochs and self.iterated and not self._open
 
     @property
     def batches_taken(self) -> int:
-        """The batches taken in the open phase, or in that of a restored position."""
-        return self.taken_in(self._calls - 1 if self._open else self.phase)
+        """The batches taken of this epoch by `.batches()`, or in a restored position."""
+        return self.taken_of(BATCHES)
 
-    def taken_in(self, phase: int) -> int:
-        """Return the batches taken in a phase; if it is not open here, those that were trained on."""
-        if phase in self._open:
-            return self._open[phase].batches_taken
-        saved = self._sources.saved_position(phase)
-        return int(saved["batches_taken"]) if self.stands_in(phase) else 0
+    def taken_of(self, name: str) -> int:
+        """Return the batches taken of a loader; if it is not open here, those that were trained on."""
+        if name in self._open:
+            return self._open[name].batches_taken
+        saved = self._sources.saved_position(name)
+        return int(saved["batches_taken"]) if self.stands_in(name) else 0
 
-    def is_at_end_of(self, phase: int) -> bool:
-        """Whether a restored position is behind the last batch of its phase, as far as is known."""
-        saved = self._sources.saved_position(phase)
+    def is_at_end_of(self, name: str) -> bool:
+        """Whether a restored position is behind the last batch of its loader, as far as is known."""
+        saved = self._sources.saved_position(name)
         has_all = saved.get("length") is not None and saved.get("batches_taken") == saved["length"]
-        return self.stands_in(phase) and (has_all or saved.get("over") is True)
+        return self.stands_in(name) and (has_all or saved.get("over") is True)
 
     def epoch_length(self, loader: Any) -> int:
         """Return the number of batches of this epoch. Raises TypeError if the loader does not know it."""
         if self._open:
-            return len(self._open[self._calls - 1])
-        saved = self._sources.saved_position(self.phase) if self.stands_in(self.phase) else {}
+            return len(self._open[BATCHES])
+        saved = self._sources.saved_position(BATCHES) if self.stands_in(BATCHES) else {}
         return epoch_length(loader, saved)
 
-    def open_phase(self, loader: object) -> Source | None:
-        """Return the source of the next call of `.batches()` in this epoch; None if that phase had ended."""
+    def open_batches(self, loader: object) -> Source | None:
+        """Return the source of this epoch's `.batches()`; None if it had ended before the resume."""
         if self._open:
             raise BoundaryError(
                 "A second .batches() was begun while the first still gives batches. Nothing was captured. "
                 "The boundaries of two nested loops cannot be distinguished: put the inner loader into "
                 "the outer one, or leave the inner loop to run without .batches()."
             )
-        phase, self._calls = self._calls, self._calls + 1
-        if phase < self.phase:
-            self._sources.skip(loader, phase)
+        self.check_is_only()
+        self._was_asked = True
+        if self.has_ended:
+            self._sources.skip(loader, BATCHES)
             return None
-        source = self._begin(loader, phase, sets_epoch=self.manages_epochs)
-        if not self.manages_epochs:
-            self._sources.retire(self.epoch, phase)
-        return source
+        return self._begin(loader, BATCHES, sets_epoch=self.manages_epochs)
+
+    def check_is_only(self) -> None:
+        """Raise BoundaryError if batches of this epoch, or of a run without epochs, were asked for before."""
+        if self._was_asked:
+            raise BoundaryError(
+                f"A second .batches() was begun in {'an epoch' if self.manages_epochs else 'the run'}. "
+                "Nothing was captured since the last boundary. A resume in it would run the code between the "
+                "two again. Write `for epoch in checkpointer.epochs(n):` around one `.batches(loader)`, with "
+                "the loader chosen by the epoch's number, or pass one iterable that gives both's batches.",
+                step=self.step,
+            )
 
     def open_tap(self, name: str, loader: object, *, in_lockstep: bool) -> Source:
         """Return the source of the tap's next pass over its loader. in_lockstep: as in `Source.begin`."""
-        phase = self.phase_of(name)
-        if phase in self._open:
+        if name in self._open:
             passes, drawn = self.taps[name]
-            self.taps[name] = Passes(passes, drawn + self._open[phase].batches_taken)
+            self.taps[name] = Passes(passes, drawn + self._open[name].batches_taken)
             self.close_tap(name)
-        return self._begin(loader, phase, sets_epoch=False, counts_trained=True, in_lockstep=in_lockstep)
+        return self._begin(loader, name, sets_epoch=False, counts_trained=True, in_lockstep=in_lockstep)
 
-    def phase_of(self, name: str) -> int:
-        """Return the phase of a tap, a new one if there is no tap of this name."""
+    def add_tap(self, name: str) -> None:
         self.taps.setdefault(name, Passes())
-        return list(self.taps).index(name)
 
     def end_pass(self, name: str) -> None:
         """Note that the tap's loader has given its last batch."""
-        source = self._open.get(self.phase_of(name))
+        source = self._open.get(name)
         # A resumed position behind the last batch was counted already, and an epoch may have ended before its
         # iterator was asked for more than it has.
         if source is not None and not source.was_over:
@@ -204,14 +214,13 @@ class Progress:
     def drawn(self, name: str) -> int:
         """Return the batches that a tap has given in this epoch; if it has not drawn since a resume, those
         that were trained on."""
-        phase = self.phase_of(name)
-        skipped = self.to_skip if phase == 0 else 0
-        return self.taps[name].drawn_before + self.taken_in(phase) + skipped
+        skipped = self.to_skip if name == next(iter(self.taps)) else 0
+        return self.taps[name].drawn_before + self.taken_of(name) + skipped
 
     def count_trained(self, trained: int | Mapping[str, int] | None) -> None:
         """Note how many batches of this epoch were trained on; None for all that were drawn."""
         for name, (_, before) in self.taps.items():
-            source = self._open.get(self.phase_of(name))
+            source = self._open.get(name)
             if source is not None:
                 count = trained.get(name) if isinstance(trained, Mapping) else trained
                 if count is not None and count < before:
@@ -224,7 +233,7 @@ class Progress:
 
     def is_open(self, name: str) -> bool:
         """Whether a pass of the tap has begun in this epoch."""
-        return self.phase_of(name) in self._open
+        return name in self._open
 
     @property
     def has_open_sources(self) -> bool:
@@ -232,28 +241,27 @@ class Progress:
 
     def close_tap(self, name: str) -> None:
         """End the tap's pass, which is over or was left."""
-        phase = self.phase_of(name)
-        if self._open.pop(phase, None) is not None:
-            self._sources.ended(phase)
+        if self._open.pop(name, None) is not None:
+            self._sources.ended(name)
 
-    def _begin(self, loader: object, phase: int, **how: bool) -> Source:
-        source = self._sources.open(loader, self.epoch, phase, in_place=self.stands_in(phase), **how)
-        self._open[phase] = source
-        self._resumes_in.discard(phase)
+    def _begin(self, loader: object, name: str, **how: bool) -> Source:
+        source = self._sources.open(loader, self.epoch, name, in_place=self.stands_in(name), **how)
+        self._open[name] = source
+        self._resumes_in.discard(name)
         return source
 
-    def close_phase(self) -> None:
-        """End the open phase, also one that was left in the middle, as in a plain loop."""
+    def close_batches(self) -> None:
+        """End this epoch's `.batches()`, also one that was left in the middle, as in a plain loop."""
         if self._open:
-            self._sources.ended(self._calls - 1)
+            self._sources.ended(BATCHES)
         self._open.clear()
-        self.phase = self._calls
+        self.has_ended = True
 
     def next_epoch(self) -> None:
-        """End the epoch; its phases begin anew."""
+        """End the epoch; its loops begin anew."""
         self.epoch += 1
-        self.phase = self._calls = self.to_skip = 0
-        self.iterated = self.is_cut = False
+        self.to_skip = 0
+        self.iterated = self.is_cut = self.has_ended = self._was_asked = False
         self._resumes_in.clear()
         self.taps = dict.fromkeys(self.taps, Passes())
         self._sources.retire(self.epoch)
@@ -263,11 +271,11 @@ class Progress:
         self._open.clear()
         self._sources.close()
 
-    def stands_in(self, phase: int) -> bool:
-        """Whether this phase was open when the run was saved, and has not begun here."""
-        if phase not in self._resumes_in:
+    def stands_in(self, name: str) -> bool:
+        """Whether this loader was open when the run was saved, and has not begun here."""
+        if name not in self._resumes_in:
             return False
-        saved = self._sources.saved_position(phase)
+        saved = self._sources.saved_position(name)
         return type(saved.get("batches_taken")) is int and saved.get("epoch") == self.epoch
 
 

@@ -33,7 +33,6 @@ from flashckpt.checkpointer.run_state import RUN_TRANSITIONS, LoopIterator, Resu
 from flashckpt.errors import BoundaryError, FlashckptError, PersistError
 from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
-from flashckpt.state.loader.base import reference_to
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,8 +50,6 @@ log = logging.getLogger(__name__)
 
 # How long the interpreter's end may wait for a silent keeper, in seconds.
 _EXIT_TIMEOUT_S = 5.0
-# Loaders that are remembered as looped over: one without weak references (a list of batches) is held by this.
-_MOST_LOOPED = 8
 # In the place of a batch: the loader's workers are gone while the loop is to end anyway.
 _WORKERS_LOST = object()
 _attached: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
@@ -97,8 +94,8 @@ class Checkpointer:
     _calls = 0  # in progress, one inside another
     _saves_after_call = False  # a signal handler has called save() in one of them
     _epochs: Callable[[], Epochs | None] = staticmethod(lambda: None)  # those that were begun last
-    _looped: tuple[Callable[[], object], ...] = ()
     _warns_of_loader = _reports_stop = True
+    _is_provisional = False  # a boundary of the present iteration counts only if a batch follows it
 
     def __init__(
         self,
@@ -157,20 +154,11 @@ class Checkpointer:
     def batches(self, loader: Iterable[Any]) -> Batches:
         """An iterator over the loader's batches, from where the run was saved, with a boundary after each.
 
-        Going over one loader again and again is what `.epochs` is for: outside of it a second call with
-        the same loader raises BoundaryError.
+        One in each epoch of `.epochs`, or one in the run. A second one raises BoundaryError: a resume in it
+        would run the code between the two again.
         """
         self._check_open()
-        if not self._progress.manages_epochs:
-            if any(each() is loader for each in self._looped):
-                raise BoundaryError(
-                    "This loader was looped over before, and not inside Checkpointer.epochs: a resumed run "
-                    "could not know which of the code between the loops has run. Nothing was captured since "
-                    "the last boundary. Write `for epoch in checkpointer.epochs(n):` around "
-                    "`for batch in checkpointer.batches(loader):`.",
-                    step=self.completed,
-                )
-            self._looped = (*self._looped[1 - _MOST_LOOPED :], reference_to(loader))
+        self._progress.check_is_only()
         self._warns_of_loader = False
         return Batches(self, loader)
 
@@ -194,6 +182,7 @@ class Checkpointer:
             if self._state is RunState.MARKED:
                 return
             in_iteration = self._in_iteration
+            self._is_provisional = self._is_provisional and in_iteration
             self._move(RunState.MARKED if in_iteration else RunState.STEPPING)
             self._loop.begin()
             if self.resumed is not None and not in_iteration and self._warns_of_loader:
@@ -305,6 +294,7 @@ class Checkpointer:
 
     def _wait_committed(self, *, or_cached: bool) -> None:
         with self._capture.heartbeat.resting():
+            self._capture.confirm()
             self._capture.wait()
             self._keeper_link.wait_committed(or_cached=or_cached)
 
@@ -334,13 +324,19 @@ class Checkpointer:
 
     @property
     def stopping(self) -> bool:
-        """Whether the loop ends at its next boundary, for code between epochs. On several ranks it becomes
-        true on all at the same boundary."""
+        """Whether the loop ends at its next boundary. On several ranks it becomes true on all at the same
+        boundary.
+
+        In an epoch's own code: whether the loop over its batches was stopped before the last one, so that the
+        code after them is the next start's. Otherwise the code runs, and the loop ends at the epoch's end."""
+        if self._epoch_is_open and not self._in_iteration:
+            return self._progress.is_cut
         return self._stop.is_near
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the loop ends at its next boundary, or has: a signal's name, "notice file", "stop"; or None."""
+        """Why the loop ends at its next boundary or after the epoch's code, or has ended: a signal's name,
+        "notice file", "stop"; or None."""
         return self._stop.reason
 
     def _stops_here(self) -> bool:
@@ -375,19 +371,19 @@ class Checkpointer:
         if due is not None:
             rng.restore(due)
 
-    def _begin_iteration(self) -> None:
+    def _begin_iteration(self, *, provisional: bool = False) -> None:
         if self._is_closed:
             self._check_open()  # raises
+        self._is_provisional = provisional
         self._move(RunState.ITERATION)
         self._loop.begin()
         self._use.batch_given()
         self._capture.heartbeat.expect()
 
-    def _end_of_iteration(self, *, ends_epoch: bool) -> None:
-        """Pass the boundary of an iteration. ends_epoch: no batch follows in this epoch, as far as is known,
-        and the epoch's own code may."""
+    def _end_of_iteration(self) -> None:
+        """Pass the boundary of an iteration, if `step()` has not."""
         if not self._leave_iteration():
-            self._boundary(held=ends_epoch)
+            self._boundary()
 
     def _end_of_epoch(self, *, last: bool) -> None:
         """Capture what the code after an epoch's batches has made; commit it if no epoch follows."""
@@ -402,6 +398,8 @@ class Checkpointer:
             self._loop.note_left()
         if self._state is RunState.ITERATION and self._progress.manages_epochs:
             self._loop.leave_iteration()
+        if self._state is RunState.MARKED:
+            self._loop.withdraw()
         self._leave_iteration()
         self._capture.heartbeat.rest()
 
@@ -412,9 +410,9 @@ class Checkpointer:
             self._move(RunState.STEPPING if is_marked else RunState.READY)
         return is_marked
 
-    def _boundary(self, *, held: bool = False) -> None:
-        stops = self._enter_boundary(self._progress.step + 1)
-        self._loop.pass_boundary(held=held and not stops)
+    def _boundary(self) -> None:
+        self._enter_boundary(self._progress.step + 1)
+        self._loop.pass_boundary(provisional=self._is_provisional)
 
     def _enter_boundary(self, step: int) -> bool:
         """Enter the boundary of this step; return whether the loop ends at it, in which case it is
@@ -588,7 +586,7 @@ class Checkpointer:
 
 
 class Batches(LoopIterator):
-    """Batches of one phase, or of a whole run (`epochs`, `steps`), with a boundary after each; with their
+    """Batches of one epoch, or of a whole run (`epochs`, `steps`), with a boundary after each; with their
     positions in the epoch where `.enumerate` made it.
 
     `.completed` is the step, over all restarts: the counter to use for `% k`. Other attributes are the
@@ -605,7 +603,7 @@ class Batches(LoopIterator):
         self._whole_run = epochs is not None or steps is not None
         self._thread = threading.get_ident()
         self._source: Any = None
-        # The signals are watched; the phase is open; a batch was given, and is being trained on; the end.
+        # The signals are watched; the epoch is open; a batch was given, and is being trained on; the end.
         self._entered = self._begun = self._gave = self._in_body = self._ended = False
         if self._whole_run:
             checkpointer._progress.manages_epochs = True
@@ -673,25 +671,36 @@ class Batches(LoopIterator):
         checkpointer._restore_rng()
         if holds_one:
             self._in_body = False
-            checkpointer._end_of_iteration(ends_epoch=self._ends_epoch())
+            checkpointer._end_of_iteration()
         if checkpointer._stops_here() or (self._steps is not None and self.completed >= self._steps):
-            self._end(exhausted=False)
+            self._end(exhausted=holds_one and self._is_within_epoch and not self._batch_follows())
         batch = self._draw()
         if batch is _WORKERS_LOST:
             self._end(exhausted=False)
         self._in_body = self._gave = True
-        checkpointer._begin_iteration()
+        checkpointer._begin_iteration(provisional=self._is_within_epoch)
         return batch
 
-    def _ends_epoch(self) -> bool:
-        """Whether the loader has given its last batch, as far as it reports, and code of the epoch
-        follows."""
-        if self._whole_run or not self.checkpointer._progress.manages_epochs or self._source is None:
-            return False
+    @property
+    def _is_within_epoch(self) -> bool:
+        """Whether code of the epoch follows the last batch."""
+        return not self._whole_run and self.checkpointer._progress.manages_epochs
+
+    def _batch_follows(self) -> bool:
+        """Whether a batch follows the boundary at which the loop is to end. It is drawn and dropped, so the
+        boundary is captured before."""
+        loop, capture = self.checkpointer._loop, self.checkpointer._capture
         try:
-            return bool(self._source.batches_taken == len(self._source))
-        except TypeError:
+            loop.capture_now(persist=False)
+            self._source.count_trained(self._source.batches_taken)  # for a later capture of this boundary
+            self._next_of(self._source)
+        except StopIteration:
             return False
+        except Exception as error:
+            # The capture fails again at the loop's end, and is reported there.
+            log.debug("whether a batch follows step %d is unknown: %r", self.completed, error)
+        capture.confirm()
+        return True
 
     def _draw(self) -> Any:
         """Return the next batch, of the next epoch if this iterator is a whole run's."""
@@ -702,7 +711,7 @@ class Batches(LoopIterator):
                 self._end(exhausted=True)
             if not self._begun:
                 self._begun = True
-                self._source = progress.open_phase(self._loader)
+                self._source = progress.open_batches(self._loader)
                 if self._source is None:
                     log.warning(
                         "this .batches() had given its last batch before the restart and gives none; the "
@@ -712,7 +721,7 @@ class Batches(LoopIterator):
                 # Only the drawing: the end of the run below raises a StopIteration of its own.
                 with contextlib.suppress(StopIteration):
                     return self._next_of(self._source)
-            self._next_phase()
+            self._next_epoch()
 
     def _next_of(self, source: Any) -> Any:
         try:
@@ -724,8 +733,8 @@ class Batches(LoopIterator):
                 return _WORKERS_LOST
             raise
 
-    def _next_phase(self) -> None:
-        """The loader is exhausted: end this phase, and go to the next epoch if the run has one."""
+    def _next_epoch(self) -> None:
+        """The loader is exhausted: go to the next epoch if the run has one."""
         progress = self.checkpointer._progress
         empty = self._source is not None and self._source.batches_taken == 0
         if not self._whole_run:
@@ -740,7 +749,7 @@ class Batches(LoopIterator):
         if empty or self._epochs_left() <= 1:  # an empty loader repeated until `steps` would never end
             self._end(exhausted=True)
         if self._source is not None:
-            progress.close_phase()
+            progress.close_batches()
         progress.next_epoch()
         self._begun = False
 
@@ -751,6 +760,8 @@ class Batches(LoopIterator):
         """End the loop. The last boundary of a whole run is captured and committed first."""
         self._ended = True
         checkpointer = self.checkpointer
+        if exhausted:
+            checkpointer._loop.withdraw()
         repeated = None if checkpointer._stops_here() or not self._whole_run else self._end_of_run()
         # The code after an epoch's last batch is still to come.
         at_boundary = self._whole_run or not exhausted or checkpointer._signals.loops <= 1
@@ -793,7 +804,7 @@ class Batches(LoopIterator):
                     loop.capture_now(persist=False)
                 except FlashckptError as error:
                     loop.not_saved(error)
-            progress.close_phase()
+            progress.close_batches()
         elif not exhausted:  # at a stop: nothing else ends the loop early
             progress.is_cut = True
             loop.capture_now(persist=True)
@@ -816,7 +827,7 @@ class Batches(LoopIterator):
             if self._whole_run:
                 self.checkpointer._release(raised=raised)
             elif self._source is not None:
-                self.checkpointer._progress.close_phase()
+                self.checkpointer._progress.close_batches()
 
 
 class Epochs(Iterator[int]):

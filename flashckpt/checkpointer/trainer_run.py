@@ -13,6 +13,7 @@ iteration; `close` or `abandon`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -37,7 +38,7 @@ from flashckpt.checkpointer.attach import attach_for
 from flashckpt.checkpointer.run import Checkpointer, RunCall
 from flashckpt.checkpointer.run_state import Resumed
 from flashckpt.commit.assets import has_assets, write_assets
-from flashckpt.errors import BoundaryError, OptionError, StateError
+from flashckpt.errors import BoundaryError, FlashckptError, OptionError, StateError
 from flashckpt.options import Options
 from flashckpt.state import rng
 from flashckpt.state.objects import Deferred as Deferred
@@ -126,7 +127,8 @@ class TrainerRun:
     def at_end(self) -> bool:
         """Whether the run was saved behind the last batch of an epoch whose end it has not passed. To be read
         before the first draw."""
-        return self._progress.is_at_end_of(0)
+        first = next(iter(self._progress.taps), None)
+        return first is not None and self._progress.is_at_end_of(first)
 
     def tap(
         self,
@@ -141,7 +143,7 @@ class TrainerRun:
         loader, as the trainer would."""
         if is_tap(loader):
             loader = inside(loader)[1]
-        self._progress.phase_of(name)
+        self._progress.add_tap(name)
         return Tap(self._draws, loader, name, on_first, opens)
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
@@ -188,17 +190,40 @@ class TrainerRun:
             self._due_gradients = []
             self.checkpointer._begin_iteration()
 
-    def end_iteration(self, *, trained: int | Mapping[str, int], last: bool = False) -> None:
+    def end_iteration(
+        self, *, trained: int | Mapping[str, int], last: bool = False, provisional: bool = False
+    ) -> None:
         """Pass the boundary: all of the iteration is done. trained: the batches of this epoch that were
-        trained on, of each tap, or by the taps' names. last: no iteration follows; the step is committed."""
+        trained on, of each tap, or by the taps' names. last: no iteration follows; the step is committed.
+        provisional: it is unknown whether a batch follows; the caller draws, and calls `has_drawn`."""
         if self._stopped:
             return
-        with RunCall(self.checkpointer):
+        checkpointer = self.checkpointer
+        with RunCall(checkpointer):
             self._progress.count_trained(trained)
-            self.checkpointer._end_of_iteration(ends_epoch=False)
+            checkpointer._is_provisional = provisional
+            checkpointer._end_of_iteration()
             if last:
                 self._loop.capture_now(persist=True)
-        self._stop_here()
+            elif provisional and checkpointer._stops_here():
+                self._capture_before_draw()
+        if not provisional:
+            self._stop_here()
+
+    def _capture_before_draw(self) -> None:
+        """The loop ends here if a batch follows. An error is raised when it ends."""
+        with contextlib.suppress(FlashckptError):
+            self._loop.capture_now(persist=False)
+
+    def has_drawn(self, *, follows: bool) -> None:
+        """After a provisional boundary: a batch follows, or the epoch's end is the next boundary."""
+        if self._stopped:
+            return
+        if follows:
+            self._stop_here()
+        else:
+            self._loop.withdraw()
+            self._loop.settle()
 
     def end_epoch(self, *, trained: int | Mapping[str, int] | None = None, last: bool = False) -> None:
         """Pass the boundary of an epoch's end, after its own code; it also ends the iteration that has begun.
@@ -255,6 +280,7 @@ class TrainerRun:
         the newest snapshot. Does nothing after `close`."""
         checkpointer = self.checkpointer
         with RunCall(checkpointer), checkpointer._signals.ending() as signals:
+            checkpointer._capture.confirm()  # the loader has failed, and not ended
             if self.begun and not self._stopped:
                 signals.leave()
             checkpointer._abandon_iteration()
@@ -300,7 +326,7 @@ class _TapDraws:
         return batch
 
     def resumes(self, name: str) -> bool:
-        return self._progress.stands_in(self._progress.phase_of(name))
+        return self._progress.stands_in(name)
 
     def make_iterator(self, name: str) -> None:
         self._sources[name].make_iterator()
@@ -354,8 +380,13 @@ class DisabledRun(TrainerRun):
     def begin(self) -> None:
         self.begun = True
 
-    def end_iteration(self, *, trained: int | Mapping[str, int], last: bool = False) -> None:
+    def end_iteration(
+        self, *, trained: int | Mapping[str, int], last: bool = False, provisional: bool = False
+    ) -> None:
         """There is no boundary."""
+
+    def has_drawn(self, *, follows: bool) -> None:
+        """Do nothing."""
 
     def end_epoch(self, *, trained: int | Mapping[str, int] | None = None, last: bool = False) -> None:
         """There is no boundary."""

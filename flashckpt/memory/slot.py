@@ -281,10 +281,15 @@ class Slot(forks.OwnDescriptor):
         begun = (SlotState.WRITING, SlotState.UNCONFIRMED)
         return any(self.change(Word(state, owner, generation), free) for state in begun)
 
-    def confirm(self, owner: int, generation: int) -> bool:
-        """UNCONFIRMED -> SEALED. False if the slot no longer holds this snapshot."""
-        unconfirmed = Word(SlotState.UNCONFIRMED, owner, generation)
-        return self.change(unconfirmed, Word(SlotState.SEALED, 0, generation))
+    def confirm(self, sealer: _native.Sealer, owner: int, generation: int) -> bool:
+        """UNCONFIRMED -> SEALED, now or when the copies of the snapshot have ended. False if the slot no
+        longer holds it."""
+        return sealer.confirm(
+            word=self.word_address,
+            writing=Word(SlotState.WRITING, owner, generation).packed(),
+            unconfirmed=Word(SlotState.UNCONFIRMED, owner, generation).packed(),
+            sealed=Word(SlotState.SEALED, 0, generation).packed(),
+        )
 
     def pin(self, owner: int, sealed: Word) -> Word | None:
         """SEALED -> PINNED, so that no trainer overwrites it. Returns the new word, None if it is not

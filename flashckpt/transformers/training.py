@@ -223,14 +223,17 @@ class _Training:
         self._end_epoch(arguments["steps_in_epoch"], epoch + 1 >= trainer.state.num_train_epochs)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        if self._is_open and not self._is_exhausted():
+        is_boundary = self._is_open and not self._is_exhausted()
+        if is_boundary:
             self._is_open = False
             self._unsaved.observe()
             self._part.batches = self._given
-            self.run.end_iteration(trained=self._given + self._offset)
+            self.run.end_iteration(trained=self._given + self._offset, provisional=True)
+        samples = self._originals["get_batch_samples"](epoch_iterator, num_batches, device)
+        if is_boundary:
+            self.run.has_drawn(follows=bool(samples[0]))
             if self._is_stopping:
                 raise _Stopped
-        samples = self._originals["get_batch_samples"](epoch_iterator, num_batches, device)
         # The trainer keeps drawing from a loader without a length: an empty result is not an iteration.
         if samples[0]:
             self._given += len(samples[0])

@@ -62,7 +62,7 @@ class Ranks:
         self.seen: list[int] = []
         self.by_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
         self.lengths = [length_of(p, each) for p, each in zip(self.progresses, self.loaders, strict=True)]
-        self.sources = [p.open_phase(each) for p, each in zip(self.progresses, self.loaders, strict=True)]
+        self.sources = [p.open_batches(each) for p, each in zip(self.progresses, self.loaders, strict=True)]
 
     def take(self, batches: int) -> int:
         """So many batches on each rank, or as many as there are: as many on all of them."""

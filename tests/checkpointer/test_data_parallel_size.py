@@ -98,10 +98,10 @@ def test_positions_and_the_epoch_after() -> None:
     assert source.batches_taken == len(source) == 8
     for progress in ranks.progresses:
         assert progress.step == 8
-        progress.close_phase()
+        progress.close_batches()
         progress.next_epoch()
     ranks.seen.clear()
-    ranks.sources = [p.open_phase(each) for p, each in zip(ranks.progresses, ranks.loaders, strict=True)]
+    ranks.sources = [p.open_batches(each) for p, each in zip(ranks.progresses, ranks.loaders, strict=True)]
     assert ranks.take(99) == 10
     assert ranks.seen == [
         *torch.tensor(order_of(60, 1)).reshape(10, 3, 2).transpose(1, 2).reshape(-1).tolist()
@@ -122,7 +122,7 @@ def test_a_restart_on_as_many_ranks_goes_on_in_the_divided_epoch() -> None:
         progress = Progress()
         progress.manages_epochs = True
         progress.restore(saved[rank])
-        source = progress.open_phase(ReplicaAssignment(4, 3).loader(83, rank))
+        source = progress.open_batches(ReplicaAssignment(4, 3).loader(83, rank))
         assert source is not None
         got = list(map(torch.Tensor.tolist, iter_of(source)))
         assert cut.by_rank[rank] + got == whole.by_rank[rank]
@@ -272,7 +272,7 @@ def test_what_is_divided_by_code_that_is_not_known_is_refused(name: str) -> None
     for rank in range(3):
         progress = taken_up(values, rank, 3)
         with pytest.raises(MismatchError, match=r"cannot be divided again.*DistributedSampler") as caught:
-            progress.open_phase(MAKE[name](rank, 3))
+            progress.open_batches(MAKE[name](rank, 3))
         assert caught.value.differences[0][0] == "loader"
 
 
@@ -282,7 +282,7 @@ def test_the_same_between_two_epochs_begins_with_the_next(name: str) -> None:
     ranks = Ranks(MAKE[name], 2)
     ranks.take(99)
     for progress in ranks.progresses:
-        progress.close_phase()
+        progress.close_batches()
         progress.next_epoch()
     values = ranks.saved()
     now = Ranks(MAKE[name], 3, epoch=1, values=values)
@@ -311,7 +311,7 @@ def test_a_loader_may_say_that_its_position_means_the_same_on_every_rank() -> No
     # Said, and not so: the states differ.
     values[1]["sources"][0]["position"]["parts"]["state"] = {"taken": 4}
     with pytest.raises(MismatchError):
-        taken_up(values, 0, 3).open_phase(Global(12, 0, 1))
+        taken_up(values, 0, 3).open_batches(Global(12, 0, 1))
 
 
 def test_a_data_set_of_another_length_is_refused() -> None:
@@ -320,7 +320,7 @@ def test_a_data_set_of_another_length_is_refused() -> None:
     with pytest.raises(
         MismatchError, match=r"2 data-parallel ranks \(30 samples\).*3 data-parallel ranks \(31"
     ):
-        taken_up(ranks.saved(), 0, 3).open_phase(ReplicaAssignment(3, 2).loader(31, 0))
+        taken_up(ranks.saved(), 0, 3).open_batches(ReplicaAssignment(3, 2).loader(31, 0))
 
 
 def test_each_in_an_order_of_its_own_is_not_divided(caplog: pytest.LogCaptureFixture) -> None:
@@ -334,7 +334,7 @@ def test_each_in_an_order_of_its_own_is_not_divided(caplog: pytest.LogCaptureFix
     ranks.take(4)
     values = ranks.saved()
     with pytest.raises(MismatchError):
-        taken_up(values, 0, 3).open_phase(ReplicaAssignment(3, 2).loader(20, 0))
+        taken_up(values, 0, 3).open_batches(ReplicaAssignment(3, 2).loader(20, 0))
     now = Ranks(make, 1, values=values)
     now.take(99)
     assert sorted(ranks.by_rank[0] + now.by_rank[0]) == sorted(now.by_rank[0] + ranks.by_rank[0])
@@ -440,7 +440,7 @@ def test_a_share_that_cannot_be_is_refused(path: tuple[Any, ...], value: object)
     progress = Progress()
     progress.restore(saved)
     with pytest.raises(DamagedError):
-        progress.open_phase(ReplicaAssignment(3, 2).loader(30, 0))
+        progress.open_batches(ReplicaAssignment(3, 2).loader(30, 0))
 
 
 def put(value: Any, path: tuple[Any, ...], new: object) -> None:

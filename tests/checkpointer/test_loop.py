@@ -108,9 +108,28 @@ def test_an_iteration_of_batches_left_by_break(
         if then == "save":
             checkpointer.save()
         if then == "boundary":
-            for x in checkpointer.batches(loader(2)):
-                job.train(x)
+            job.train(x)
+            checkpointer.step()
     assert len(lines(caplog, LEFT)) == (then == "close")
+
+
+@pytest.mark.parametrize("in_epochs", [True, False])
+def test_a_second_loop_over_batches_is_refused(in_epochs: bool, tmp_path: Path) -> None:
+    """A resume in it would run the code between the two again: a scheduler would step twice."""
+    run, job = tmp_path / "run", Job()
+    checkpointer = flashckpt.attach(run, every=1, **job.named)
+    for _ in checkpointer.epochs(2) if in_epochs else [0]:
+        for x in checkpointer.batches(loader(3)):
+            job.train(x)
+        with pytest.raises(BoundaryError, match="code between the two again") as raised:
+            checkpointer.batches(loader(2))
+        assert raised.value.step == 3
+        break
+    checkpointer.close()
+    again = Job()
+    with flashckpt.attach(run, every=1, **again.named) as checkpointer:
+        assert checkpointer.resumed is not None
+        assert checkpointer.resumed.step == (2 if in_epochs else 3)
 
 
 def test_a_finished_run_gives_no_more_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,21 +31,20 @@ class Run:
     """`.epochs()` as a program has it: `loaders(epoch)` gives the loaders of its phases. Keeps what was saved
     at every boundary: (epoch, phase, batches) within a phase, (epoch, phase, None) after it."""
 
-    def __init__(self, loaders: Callable[[int], Iterable[Any]], *, managed: bool = True) -> None:
+    def __init__(self, loaders: Callable[[int], Iterable[Any]]) -> None:
         self.loaders = loaders
-        self.managed = managed
         self.seen: Seen = {}
         self.saved: dict[tuple[int, int, int | None], Any] = {}
 
     def go(self, epochs: int, saved: Any = None) -> Seen:
         progress = self.progress = Progress()
-        progress.manages_epochs = self.managed
+        progress.manages_epochs = True
         if saved is not None:
             progress.restore(copy.deepcopy(saved))
         while progress.epoch < epochs:
             epoch = progress.epoch
             for phase, loader in enumerate(self.loaders(epoch)):
-                source = progress.open_phase(loader)
+                source = progress.open_batches(loader)
                 if source is None:
                     continue
                 while True:
@@ -55,7 +54,7 @@ class Run:
                         break
                     self.seen.setdefault((epoch, phase), []).append(int(batch))
                     self.saved[epoch, phase, source.batches_taken] = copy.deepcopy(progress.value())
-                progress.close_phase()
+                progress.close_batches()
                 self.saved[epoch, phase, None] = copy.deepcopy(progress.value())
             progress.next_epoch()
         return self.seen
@@ -78,9 +77,9 @@ def check_every_boundary(program: Callable[[], Callable[[int], Iterable[Any]]], 
         assert got.keys() == expected, boundary
 
 
-def one_loader(phases: int) -> Callable[[int], Iterable[Any]]:
+def one_loader() -> Callable[[int], Iterable[Any]]:
     loader = shuffled(seeded(3))
-    return lambda epoch: [loader] * phases
+    return lambda epoch: [loader]
 
 
 def reseeded_by_epoch() -> Callable[[int], Iterable[Any]]:
@@ -97,7 +96,7 @@ def reseeded_by_epoch() -> Callable[[int], Iterable[Any]]:
 def shared_by_two() -> Callable[[int], Iterable[Any]]:
     generator = seeded(4)
     loaders = [shuffled(generator), shuffled(generator)]
-    return lambda epoch: loaders
+    return lambda epoch: [loaders[epoch % 2]]
 
 
 def shared_by_new_ones() -> Callable[[int], Iterable[Any]]:
@@ -108,14 +107,13 @@ def shared_by_new_ones() -> Callable[[int], Iterable[Any]]:
 @pytest.mark.parametrize(
     "program",
     [
-        lambda: one_loader(1),
-        lambda: one_loader(2),
+        one_loader,
         reseeded_by_epoch,
         lambda: lambda epoch: [shuffled(seeded(100 + epoch))],
         shared_by_two,
         shared_by_new_ones,
     ],
-    ids=["one", "one in two phases", "reseeded", "new and seeded", "two share one", "new ones share one"],
+    ids=["one", "reseeded", "new and seeded", "two share one", "new ones share one"],
 )
 def test_generators_of_loaders_are_as_if_never_stopped(program: Any) -> None:
     """The program's seeding for an epoch is not undone, and a generator that goes on does."""
@@ -138,20 +136,18 @@ def distributed() -> tuple[DistributedSampler[Any], DataLoader[Any]]:
     return sampler, DataLoader(range(ITEMS), batch_size=1, sampler=sampler)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("managed", [False, True])
-def test_a_samplers_epoch_that_the_program_sets_is_left_alone(managed: bool) -> None:
+def test_a_samplers_epoch_that_the_program_sets_is_left_alone() -> None:
     sampler, loader = distributed()
     progress = Progress()
-    progress.manages_epochs = managed
+    progress.manages_epochs = True
     for epoch in range(3):
         sampler.set_epoch(7 * epoch)
         expected = list(sampler)
-        source = progress.open_phase(loader)
+        source = progress.open_batches(loader)
         assert source is not None
         assert [int(source.next()) for _ in range(ITEMS)] == expected
-        progress.close_phase()
-        if managed:
-            progress.next_epoch()
+        progress.close_batches()
+        progress.next_epoch()
 
 
 def test_a_sampler_is_told_its_epoch_also_by_loaders_made_anew() -> None:
@@ -160,9 +156,9 @@ def test_a_sampler_is_told_its_epoch_also_by_loaders_made_anew() -> None:
     progress = Progress()
     progress.manages_epochs = True
     for _ in range(4):
-        assert progress.open_phase(DataLoader(range(ITEMS), sampler=sampler)) is not None  # type: ignore[arg-type]
+        assert progress.open_batches(DataLoader(range(ITEMS), sampler=sampler)) is not None  # type: ignore[arg-type]
         told.append(sampler.epoch)
-        progress.close_phase()
+        progress.close_batches()
         progress.next_epoch()
     assert told == [0, 1, 2, 3]
 
@@ -171,24 +167,22 @@ def workers_of(progress: Progress) -> int:
     return sum(kept.source is not None for kept in progress._sources._all)
 
 
-@pytest.mark.parametrize("managed", [False, True])
 @pytest.mark.process
-def test_a_loader_for_each_epoch_keeps_no_workers_of_the_old_ones(managed: bool) -> None:
+def test_a_loader_for_each_epoch_keeps_no_workers_of_the_old_ones() -> None:
     progress = Progress()
-    progress.manages_epochs = managed
+    progress.manages_epochs = True
     pids: list[list[int]] = []
     for _ in range(12):
-        source: Any = progress.open_phase(shuffled(num_workers=1, persistent_workers=True))
+        source: Any = progress.open_batches(shuffled(num_workers=1, persistent_workers=True))
         source.next()
         pids.append([worker.pid for worker in source._iterator._workers])
-        progress.close_phase()
-        if managed:
-            progress.next_epoch()
+        progress.close_batches()
+        progress.next_epoch()
     alive = {child.pid for child in torch.multiprocessing.active_children()}
     still = [pid for epoch in pids for pid in epoch if pid in alive]
-    assert len(still) <= (2 if managed else 9)
+    assert len(still) <= 2
     assert not alive.intersection(pids[0])
-    assert len(progress.value()["sources"]) <= (1 if managed else 12)
+    assert len(progress.value()["sources"]) <= 1
     progress.close()
 
 
@@ -216,8 +210,8 @@ def test_a_loader_whose_workers_were_ended_goes_on_with_their_numbers() -> None:
     got = []
     for epoch in range(5):
         if epoch % 4 == 0:
-            got.append(torch.cat(batches(loader, progress.open_phase(loader))).tolist())
-            progress.close_phase()
+            got.append(torch.cat(batches(loader, progress.open_batches(loader))).tolist())
+            progress.close_batches()
         progress.next_epoch()
         assert workers_of(progress) == (epoch in (0, 4))
     progress.close()
@@ -240,9 +234,9 @@ def test_an_ended_iterator_is_said_where_more_epochs_were_asked_for(caplog: pyte
 
 @pytest.mark.parametrize("name", ["step", "open", "sources"])
 def test_what_is_no_progress_is_refused_and_changes_nothing(name: str) -> None:
-    good = Run(one_loader(1))
+    good = Run(one_loader())
     good.go(1)
-    saved = {**good.saved[0, 0, 2], name: [{"phases": "x"}]}
+    saved = {**good.saved[0, 0, 2], name: [{"name": 1}]}
     progress = Progress()
     with pytest.raises(DamagedError, match="No loader was touched"):
         progress.restore(saved)

@@ -426,7 +426,7 @@ class Driven:
     def _do_confirm(self) -> bool:
         assert self._pending is not None
         slot, generation = self._pending
-        return slot.confirm(slot.state().owner, generation)
+        return slot.confirm(self._made.sealer, slot.state().owner, generation)
 
     def _do_seal(self) -> None:
         assert self._pending is not None

@@ -121,6 +121,7 @@ def test_the_word_moves_only_along_its_arrows(slot: Slot) -> None:
 
 
 def test_an_unconfirmed_snapshot_is_its_owners_alone(slot: Slot) -> None:
+    sealer = _native.Sealer()
     for is_confirmed in (True, False):
         generation = fill(slot, 4, confirms=True)
         unconfirmed = slot.state()
@@ -129,14 +130,14 @@ def test_an_unconfirmed_snapshot_is_its_owners_alone(slot: Slot) -> None:
         assert slot.begin(1) is None
         assert slot.pin(2, unconfirmed) is None
         assert SlotRing([slot]).take() is None
-        assert not slot.confirm(2, generation)
-        assert not slot.confirm(1, generation + 1)
+        assert not slot.confirm(sealer, 2, generation)
+        assert not slot.confirm(sealer, 1, generation + 1)
         if is_confirmed:
-            assert slot.confirm(1, generation)
+            assert slot.confirm(sealer, 1, generation)
             assert slot.state() == (SlotState.SEALED, 0, generation)
         else:
             assert slot.abandon(1, generation)
-            assert not slot.confirm(1, generation)
+            assert not slot.confirm(sealer, 1, generation)
             assert slot.state() == (SlotState.FREE, 0, generation)
 
 

@@ -17,7 +17,7 @@ from tests.descriptors import closed_after
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
-WRITING, SEALED, OWNER, GENERATION = 1, 2, 5, 77
+WRITING, SEALED, UNCONFIRMED, OWNER, GENERATION = 1, 2, 4, 5, 77
 WORD, RECORD, TABLE, METADATA, DONE = 0, 256, 1024, 960, 8
 COUNT = 50
 
@@ -37,19 +37,27 @@ class Slot:
         for entry in range(COUNT):
             _native.store(self.address + TABLE + 8 * entry, digest + entry)
 
-    def submit(self, sealer: _native.Sealer, *waits: int) -> None:
+    def submit(self, sealer: _native.Sealer, *waits: int, desired: int = SEALED) -> None:
         at = self.address
         sealer.submit(
             waits=list(waits),
             word=at + WORD,
             expected=word(WRITING),
-            desired=word(SEALED),
+            desired=word(desired),
             record=at + RECORD,
             metadata=at + METADATA,
             metadata_bytes=600,
             table=at + TABLE,
             table_count=COUNT,
             on_done_word=at + DONE,
+        )
+
+    def confirm(self, sealer: _native.Sealer) -> bool:
+        return sealer.confirm(
+            word=self.address + WORD,
+            writing=word(WRITING),
+            unconfirmed=word(UNCONFIRMED),
+            sealed=word(SEALED, 0),
         )
 
     @property
@@ -184,6 +192,54 @@ def test_one_seal_does_not_wait_for_another() -> None:
     assert (soon.word, late.word) == (word(SEALED), word(WRITING))
     event.set()
     assert sealer.drain(240)
+    sealer.close()
+
+
+def test_a_confirmed_slot_is_sealed_before_or_after_its_copies_end() -> None:
+    sealer = _native.Sealer()
+    for is_early in (True, False):
+        event, slot = _native.HostEvent(), Slot()
+        slot.submit(sealer, event.handle, desired=UNCONFIRMED)
+        if is_early:
+            assert slot.confirm(sealer)
+            assert slot.word == word(WRITING)
+        event.set()
+        assert sealer.drain(60)
+        assert slot.word == (word(SEALED, 0) if is_early else word(UNCONFIRMED))
+        assert slot.confirm(sealer) is not is_early
+        assert slot.word == word(SEALED, 0)
+        # What was confirmed is forgotten: another snapshot in the slot needs a confirmation of its own.
+        _native.store(slot.address + WORD, word(WRITING))
+        slot.submit(sealer, desired=UNCONFIRMED)
+        assert slot.word == word(UNCONFIRMED)
+    sealer.close()
+
+
+def test_a_refused_slot_stays_free_though_it_was_confirmed() -> None:
+    sealer, event, slot = _native.Sealer(), _native.HostEvent(), Slot(digest=3)
+    _native.store(slot.address + TABLE, _native.EMPTY_DIGEST)
+    slot.submit(sealer, event.handle, desired=UNCONFIRMED)
+    assert slot.confirm(sealer)
+    event.set()
+    assert sealer.drain(60)
+    assert slot.word == word(0, 0)
+    assert not slot.confirm(sealer)
+    assert slot.word == word(0, 0)
+    sealer.close()
+
+
+def test_many_slots_are_confirmed_while_they_are_sealed() -> None:
+    """Whichever is first, none stays unconfirmed."""
+    sealer = _native.Sealer()
+    for _ in range(300):
+        event, slot = _native.HostEvent(), Slot()
+        slot.submit(sealer, event.handle, desired=UNCONFIRMED)
+        setter = threading.Thread(target=event.set)
+        setter.start()
+        assert slot.confirm(sealer)
+        setter.join()
+        assert sealer.drain(60)
+        assert slot.word == word(SEALED, 0)
     sealer.close()
 
 

@@ -110,6 +110,31 @@ def test_save_in_the_code_of_an_epoch_means_its_end(launcher: Launcher, tmp_path
     assert not [line for each in ended for line in each.out if line.startswith("waited")]
 
 
+@pytest.mark.parametrize("trouble", [{"stop_at": [0, 20]}, {"die_after": [1, 20]}], ids=["stop", "kill"])
+def test_an_epochs_code_runs_with_its_last_batch(
+    trouble: dict[str, object], launcher: Launcher, tmp_path: Path
+) -> None:
+    """Each epoch has one batch, so each boundary within one is its last."""
+    run, orders = tmp_path / "run", {"steps": 1, "epochs": 60}
+    first = start(launcher, run, **orders, **trouble)
+    if "die_after" in trouble:
+        until(lambda: first.forked[1].poll() is not None, "the death of rank 1", 120)
+        first.kill()
+    else:
+        first.finished()
+    before = [first.said(rank) for rank in range(2)]
+    again = start(launcher, run, **orders).finished()
+    whole = start(launcher, tmp_path / "whole", **orders).finished()
+    for rank in range(2):
+        kinds = ("step ", "epoch ")
+        lines = [line for line in [*before[rank], *again[rank].out] if line.startswith(kinds)]
+        expected = [line for line in whole[rank].out if line.startswith(kinds)]
+        assert len(expected) == 120
+        assert {*lines} == {*expected}
+        if "stop_at" in trouble:
+            assert lines == expected, "nothing is done twice"
+
+
 def test_save_outside_of_a_loop_on_one_rank_alone_is_an_error(launcher: Launcher, tmp_path: Path) -> None:
     run, orders = tmp_path / "run", {"steps": 3, "options": {"every": None}}
     alone, other = start(launcher, run, save_outside=[0], call_timeout_s=3.0, **orders).finished()

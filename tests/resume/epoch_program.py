@@ -23,25 +23,28 @@ from torch.utils.data import DataLoader
 import flashckpt
 
 EPOCHS = 3
-# Before the batches; in the last iteration, and in the one before; in the code after the batches.
-PLACES = ("top", "before_last", "last", "between", "code", "after_step", "end")
+# Before the batches; in the last iteration, and in the one before; in the draw that finds no batch; in the
+# code after the batches.
+PLACES = ("top", "before_last", "last", "exhausted", "code", "after_step", "end")
 
 
 class Stream:
     """Batches that know no length, from a file or a socket: gone through from their beginning each time."""
 
+    on_end: Callable[[], object] = staticmethod(lambda: None)
+
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.data.split(3))
+        yield from self.data.split(3)
+        self.on_end()
 
 
 def loaders(kind: str) -> list[Any]:
     data = torch.randn(12, 5, generator=torch.Generator().manual_seed(7))
     shuffled = DataLoader(data, batch_size=3, shuffle=True)  # type: ignore[arg-type]
-    second = DataLoader(data, batch_size=6, shuffle=True)  # type: ignore[arg-type]
-    return {"length": [shuffled], "stream": [Stream(data)], "two": [shuffled, second], "none": []}[kind]
+    return {"length": [shuffled], "stream": [Stream(data)], "none": []}[kind]
 
 
 def bits(net: nn.Module) -> str:
@@ -71,6 +74,7 @@ class Program:
     ) -> None:
         self.run, self.log, self.kind, self.at, self.operation = run, log, kind, at, operation
         self.options = options
+        self.batch: torch.Tensor | None = None
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 5))
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.02)
@@ -100,6 +104,7 @@ class Program:
         operations[operation]()
 
     def train(self, batch: torch.Tensor) -> None:
+        self.batch = batch
         self.optimizer.zero_grad()
         loss = self.net(batch).square().mean()
         loss.backward()
@@ -108,23 +113,28 @@ class Program:
 
     def phase(self, epoch: int, loader: Any) -> None:
         batches = len(list(loader.data.split(3))) if isinstance(loader, Stream) else len(loader)
+        if isinstance(loader, Stream):
+            loader.on_end = lambda: self.place(epoch, "exhausted")  # type: ignore[method-assign]
         for batch in self.checkpointer.batches(loader):
             self.train(batch)
-            if self.checkpointer.completed % batches == batches - 1 or self.kind == "two":
+            if self.checkpointer.completed % batches == batches - 1:
                 self.place(epoch, "last")
             else:
                 self.place(epoch, "before_last")
 
     def epoch(self, epoch: int) -> None:
         self.place(epoch, "top")
-        for number, loader in enumerate(loaders_ := self.loaders):
+        self.batch = None
+        for loader in self.loaders:
             self.phase(epoch, loader)
-            if number + 1 < len(loaders_):
-                self.place(epoch, "between")
-        if not loaders_:
+        if not self.loaders:
             self.train(torch.randn(4, 5))
-        if self.checkpointer.stopping and not self.checkpointer._progress.is_over:
+        if self.checkpointer.stopping:
             return  # the rest of this epoch is for the next start, and so is the code after it
+        if self.operation != "save and wait":
+            # As most programs do. A start without a batch of this epoch would end here, and so would the next
+            assert self.batch is not None
+            self.write("batch", float(self.batch.sum()).hex())
         self.place(epoch, "code")
         self.scheduler.step()
         self.place(epoch, "after_step")

@@ -4,9 +4,9 @@ too: what comes after equals, bit for bit, a run that was never stopped, and ste
 | what happens | where | what the next start goes on from |
 | --- | --- | --- |
 | SIGKILL | in an iteration | the boundary before it: the iteration is repeated |
-| SIGKILL | in the code after the batches | the boundary before the last batch, which is repeated, and the code; of a loader that does not know its length, the boundary after it: only the code is repeated |
+| SIGKILL | in the code after the batches, or in the draw that finds no batch | the boundary before the last batch, which is repeated, and the code |
 | SIGKILL | before the batches of an epoch | the end of the epoch before: nothing is repeated |
-| stop(), SIGTERM | in an iteration | the boundary after it; after an epoch's last batch, its code comes first |
+| stop(), SIGTERM | in an iteration | the boundary after it; after an epoch's last batch, its code comes first, and the epoch's end is saved |
 | stop(), SIGTERM | in the code after the batches | the end of this epoch, under the step of its last batch |
 | stop(), SIGTERM | before the batches of an epoch | there: the whole epoch is still to come |
 | save() | in the code after the batches | the end of this epoch |
@@ -35,7 +35,7 @@ from tests.waiting import until
 
 Lines = list[list[object]]
 # Iterations of an epoch: an epoch without batches is one itself.
-ITERATIONS = {"length": 4, "stream": 4, "two": 6, "none": 1}
+ITERATIONS = {"length": 4, "stream": 4, "none": 1}
 
 
 class Runs:
@@ -106,20 +106,41 @@ STOPS, LAST = ("kill", "term", "stop"), EPOCHS - 1
 BOTH = ("length", "stream")
 CASES = [
     *itertools.product(BOTH, ("top", "before_last", "last", "code"), STOPS, [1]),
+    *itertools.product(["stream"], ["exhausted"], STOPS, [1]),
     *itertools.product(BOTH, ("last", "after_step"), STOPS, [LAST]),
     *itertools.product(["length"], ["end"], STOPS, [LAST]),
     *itertools.product(BOTH, ("last", "code", "end"), ["save"], [LAST]),
     *itertools.product(BOTH, ["end"], ["save and kill"], (1, LAST)),
-    *itertools.product(["two"], ("last", "between", "code"), ("kill", "term"), [1]),
     *itertools.product(["none"], ("top", "code", "end"), ("kill", "stop", "save"), [1]),
 ]
+
+
+# If a boundary counted without a batch after it, the next start would have no batch in the epoch's code.
+LAST_BATCH = [
+    ("length", "last", "term"),
+    ("length", "code", "kill"),
+    ("stream", "last", "stop"),
+    ("stream", "exhausted", "kill"),
+]
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize(("kind", "place", "operation"), LAST_BATCH)
+def test_the_code_after_the_batches_has_the_last_one(
+    kind: str, place: str, operation: str, tmp_path: Path, runtime: Path, straight: Straight
+) -> None:
+    check(Runs(tmp_path, runtime, kind, (1, place, operation)), straight)
 
 
 @pytest.mark.parametrize(("kind", "place", "operation", "epoch"), CASES)
 def test_what_comes_after_is_as_if_nothing_had_happened(
     kind: str, place: str, operation: str, epoch: int, tmp_path: Path, runtime: Path, straight: Straight
 ) -> None:
-    runs = Runs(tmp_path, runtime, kind, (epoch, place, operation))
+    check(Runs(tmp_path, runtime, kind, (epoch, place, operation)), straight)
+
+
+def check(runs: Runs, straight: Straight) -> None:
+    kind, operation = runs.kind, runs.operation[2]
     first = runs.start(every=1)
     assert runs.done
     assert first == {"kill": -9, "save and kill": -9, "term": -15}.get(operation, 0), runs.err.read_text()

@@ -565,7 +565,7 @@ def _shown(share: Share | None, world: int | None) -> str:
 # The loader's sampler divides the rest of the epoch when the loop begins.
 
 
-_SAME = ("step", "epoch", "phase", "open", "iterated", "taps", "to_skip")
+_SAME = ("step", "epoch", "has_ended", "open", "iterated", "taps", "to_skip")
 
 
 def merged_progress(
@@ -626,14 +626,13 @@ def _merged_progress(
         _check_same(source, merged, other, value, _SAME)
     for entry in merged["sources"]:
         position = entry["position"]
-        # The entries of the same loader on other ranks have the same phases.
         found = {
             other: each["position"]
             for other, value in values.items()
             for each in value["sources"]
-            if each["phases"] == entry["phases"]
+            if each["name"] == entry["name"]
         }
-        if set(merged["open"]) & set(entry["phases"]):
+        if entry["name"] in merged["open"]:
             _check_open(source, position, found)
         if rank not in values:
             for number, states in enumerate((position["now"], *position["ahead"])):

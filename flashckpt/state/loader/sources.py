@@ -1,7 +1,6 @@
-"""The sources of a run across its phases: one for each loader, since a source holds persistent workers.
+"""The sources of a run across its epochs: one for each loader, since a source holds persistent workers.
 
-Owns the assignment of saved positions to loaders, and the closing of unused sources. A position belongs to a
-source: two phases over one loader have one position. Never draws.
+Owns the assignment of saved positions to loaders, by name, and the closing of unused sources. Never draws.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from flashckpt.state.loader.stateful import DatasetState, StatefulSource
 
 log = logging.getLogger(__name__)
 
-_IDLE_PHASES = 8
-_KEYS = {"phases", "position", "seeding", "renewed"}
+_KEYS = {"name", "position", "seeding", "renewed"}
 
 
 Digests = dict[str, str]
@@ -38,20 +36,20 @@ def digests_of(source: Source) -> Digests:
 
 @dataclass
 class Seeding:
-    """Whether a loader's own generators continue from one phase to the next, or the program seeds them again.
+    """Whether a loader's own generators continue from one epoch to the next, or the program seeds them again.
     A resume between two epochs restores a generator that continues, and must not change one that the program
     has just seeded for the epoch.
 
-    first: the digests of the generators at the run's first phase.
-    goes_on: path -> whether the generator, at the newest start of a phase, had the state at the end of the
-        phase before; without the path as long as only one start was observed.
+    first: the digests of the generators at the loader's first epoch.
+    goes_on: path -> whether the generator, at the newest start of an epoch, had the state at the end of the
+        epoch before; without the path as long as only one start was observed.
     """
 
     first: Digests = field(default_factory=dict)
     goes_on: dict[str, bool] = field(default_factory=dict)
 
     def observe(self, left: Digests | None, now: Digests) -> None:
-        """Record the start of a phase. left: the digests at the end of the phase before; None if unknown.
+        """Record the start of an epoch. left: the digests at the end of the epoch before; None if unknown.
         now: the current ones."""
         if not self.first:
             self.first = dict(now)
@@ -98,8 +96,8 @@ class _Tracked:
     source: None if the loader was not used since the resume, or is retired; it continues from `position`.
     placed: a source that has not begun, and whose generators were already restored.
     retired: the source was closed because it was unused.
-    renewed: the phase had another loader in the epoch before, so workers do not persist.
-    left: the digests of the generators at the end of its newest phase in this process.
+    renewed: the epoch before had another loader of this name, so workers do not persist.
+    left: the digests of the generators at the end of its newest epoch in this process.
     """
 
     loader: Callable[[], Any] = _no_loader
@@ -111,57 +109,49 @@ class _Tracked:
     seeding: Seeding = field(default_factory=Seeding)
     left: Digests | None = None
     epoch: int = 0
-    phase: int = 0
 
 
 class Sources:
-    """All sources of a run. `_by_phase`: the loader that each phase used last."""
+    """All sources of a run. `_by_name`: the loader that each name had last."""
 
     def __init__(self) -> None:
         self._all: list[_Tracked] = []
-        self._by_phase: dict[int, _Tracked] = {}
+        self._by_name: dict[str, _Tracked] = {}
 
     def value(self) -> list[dict[str, Any]]:
-        """Return plain values: the position of each source of a phase, and the phases that use it."""
-        phases: dict[_Tracked, list[int]] = {}
-        for phase, tracked in sorted(self._by_phase.items(), key=lambda item: item[0]):
-            phases.setdefault(tracked, []).append(phase)
+        """Return plain values: the position of the source of each name."""
         return [
             {
-                "phases": numbers,
+                "name": name,
                 "position": tracked.position if tracked.source is None else tracked.source.position(),
                 "seeding": vars(tracked.seeding.copy()),
                 "renewed": tracked.renewed,
             }
-            for tracked, numbers in phases.items()
+            for name, tracked in sorted(self._by_name.items())
         ]
 
     def restore(self, saved: Any) -> None:
         """Restore the result of `value`. Raises ValueError for anything else."""
-        by_phase: dict[int, _Tracked] = {}
+        by_name: dict[str, _Tracked] = {}
         entries: list[Any] = saved if isinstance(saved, list) else [None]
         for entry in entries:
             good = isinstance(entry, dict) and entry.keys() == _KEYS
-            if not good or type(entry["position"]) is not dict or type(entry["phases"]) is not list:
+            if not good or type(entry["position"]) is not dict or type(entry["name"]) is not str:
                 raise ValueError("a loader's entry cannot be read")
-            if not all(type(number) is int and number >= 0 for number in entry["phases"]):
-                raise ValueError("a loader's phases are not numbers")
             seeding, renewed = Seeding.read(entry["seeding"]), entry["renewed"] is True
-            tracked = _Tracked(position=entry["position"], seeding=seeding, renewed=renewed)
-            by_phase.update(dict.fromkeys(entry["phases"], tracked))
+            by_name[entry["name"]] = _Tracked(position=entry["position"], seeding=seeding, renewed=renewed)
         self.close()
-        self._by_phase = by_phase
-        self._all = list(dict.fromkeys(by_phase.values()))
+        self._by_name, self._all = by_name, [*by_name.values()]
 
-    def saved_position(self, phase: int) -> dict[str, Any]:
-        """Return the position from which a phase has not resumed yet; or {}."""
-        tracked = self._by_phase.get(phase)
+    def saved_position(self, name: str) -> dict[str, Any]:
+        """Return the position from which a loader has not resumed yet; or {}."""
+        tracked = self._by_name.get(name)
         return tracked.position or {} if tracked is not None and tracked.source is None else {}
 
-    def skip(self, loader: object, phase: int) -> None:
-        """Skip a phase that had ended before the run was saved: assign its position to the loader, and
-        restore the loader's generators, because later code and other loaders draw from them."""
-        tracked = self._by_phase.get(phase)
+    def skip(self, loader: object, name: str) -> None:
+        """Skip the batches of an epoch that had all been given: assign the position to the loader, and
+        restore the loader's generators, because later code draws from them."""
+        tracked = self._by_name.get(name)
         known = self._find(loader) is not None
         if known or tracked is None or tracked.position is None or tracked.loader is not _no_loader:
             return
@@ -173,20 +163,20 @@ class Sources:
         self,
         loader: object,
         epoch: int,
-        phase: int,
+        name: str,
         *,
         in_place: bool,
         sets_epoch: bool,
         counts_trained: bool = False,
         in_lockstep: bool = False,
     ) -> Source:
-        """Begin a phase. in_place: the phase was open when the run was saved. counts_trained: batches may be
-        drawn ahead. in_lockstep: as in `Source.begin`."""
+        """Begin an epoch of a loader. in_place: it was open when the run was saved. counts_trained: batches
+        may be drawn ahead. in_lockstep: as in `Source.begin`."""
         # Several taps may be open over one loader, each with a position of its own.
-        known = self._by_phase.get(phase) if counts_trained else self._find(loader)
+        known = self._by_name.get(name) if counts_trained else self._find(loader)
         if known is not None and known.loader() is not loader:
             known = None
-        tracked = self._choose(known, phase, in_place=in_place)
+        tracked = self._choose(known, name, in_place=in_place)
         # Compare with None: the truth value of a source without a length raises.
         source = tracked.placed if tracked.source is None else tracked.source
         source = source_of(loader) if source is None else source
@@ -199,24 +189,22 @@ class Sources:
                 source.close()
             raise
         tracked.source, tracked.position, tracked.placed, tracked.retired = source, None, None, False
-        tracked.loader, tracked.epoch, tracked.phase = lambda: loader, epoch, phase
-        self._assign(phase, tracked, merges=not counts_trained)
+        tracked.loader, tracked.epoch = lambda: loader, epoch
+        self._assign(name, tracked)
         return source
 
-    def ended(self, phase: int) -> None:
-        """Record that a phase is over or was left."""
-        tracked = self._by_phase.get(phase)
+    def ended(self, name: str) -> None:
+        """Record that the epoch of a loader is over or was left."""
+        tracked = self._by_name.get(name)
         if tracked is not None and tracked.source is not None:
             tracked.source.leave_ahead()
             tracked.left = digests_of(tracked.source)
 
-    def retire(self, epoch: int, phase: int | None = None) -> None:
-        """Close the sources that neither this epoch nor the one before has used. phase: epochs are unknown;
-        close the sources that the newest phases have not used. A loader that is used again continues from
-        its position. Forget a loader that was deleted and that no phase will use again."""
+    def retire(self, epoch: int) -> None:
+        """Close the sources that neither this epoch nor the one before has used. A loader that is used again
+        continues from its position. Forget a loader that was deleted and whose name another has."""
         for tracked in list(self._all):
-            idle = tracked.epoch < epoch - 1 if phase is None else phase - tracked.phase > _IDLE_PHASES
-            if tracked.source is not None and idle:
+            if tracked.source is not None and tracked.epoch < epoch - 1:
                 tracked.position, tracked.retired = tracked.source.position(), True
                 tracked.source.close()
                 tracked.source = None
@@ -224,7 +212,7 @@ class Sources:
             gone = tracked.retired and (
                 not isinstance(tracked.loader, weakref.ref) or tracked.loader() is None
             )
-            if gone and (phase is not None or tracked not in self._by_phase.values()):
+            if gone and tracked not in self._by_name.values():
                 self._forget(tracked)
 
     def close(self) -> None:
@@ -233,10 +221,10 @@ class Sources:
             if tracked.source is not None:
                 tracked.source.close()
         self._all.clear()
-        self._by_phase.clear()
+        self._by_name.clear()
 
-    def _choose(self, known: _Tracked | None, phase: int, *, in_place: bool) -> _Tracked:
-        before = self._by_phase.get(phase)
+    def _choose(self, known: _Tracked | None, name: str, *, in_place: bool) -> _Tracked:
+        before = self._by_name.get(name)
         if in_place and before is not None:
             return before
         if known is not None:
@@ -245,31 +233,25 @@ class Sources:
             return _Tracked()
         if before.source is None and not before.retired and before.loader() is None:
             return before
-        # The phase had another loader in the epoch before, which may draw from the same generators.
+        # The epoch before had another loader, which may draw from the same generators.
         return _Tracked(seeding=before.seeding.copy(), left=before.left, renewed=True)
 
     def _find(self, loader: object) -> _Tracked | None:
         return next((tracked for tracked in self._all if tracked.loader() is loader), None)
 
-    def _assign(self, phase: int, tracked: _Tracked, *, merges: bool) -> None:
-        for other in list(self._all) if merges else ():
-            if other is not tracked and other.loader() is tracked.loader():
-                # The position from which this loader resumed is newer.
-                for number in [n for n, used in self._by_phase.items() if used is other]:
-                    self._by_phase[number] = tracked
-                self._forget(other)
+    def _assign(self, name: str, tracked: _Tracked) -> None:
         if tracked not in self._all:
             self._all.append(tracked)
-        replaced = self._by_phase.get(phase)
-        self._by_phase[phase] = tracked
-        is_used = replaced not in self._all or replaced in self._by_phase.values()
+        replaced = self._by_name.get(name)
+        self._by_name[name] = tracked
+        is_used = replaced not in self._all or replaced is tracked
         if replaced is not None and not is_used and replaced.source is None and not replaced.retired:
             self._forget(replaced)
 
     def _forget(self, tracked: _Tracked) -> None:
         self._all.remove(tracked)
-        for number in [n for n, used in self._by_phase.items() if used is tracked]:
-            del self._by_phase[number]
+        for name in [n for n, used in self._by_name.items() if used is tracked]:
+            del self._by_name[name]
 
 
 def _begin(

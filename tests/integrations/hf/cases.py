@@ -19,7 +19,7 @@ import pytest
 import torch
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     EarlyStoppingCallback,
     GPT2Config,
@@ -207,6 +207,37 @@ def stream(folder: Path) -> Trainer:
 def stream_of_steps(folder: Path) -> Trainer:
     args = arguments(folder, max_steps=14, eval_strategy="steps", eval_steps=3)
     return Trainer(model(), args, train_dataset=Stream(24), eval_dataset=Sentences(6, False))
+
+
+class OwnLoader(Trainer):
+    """Its loader does not say which batch is the last one, and the code at an epoch's end uses that batch."""
+
+    newest: torch.Tensor
+
+    def get_train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+        loader: DataLoader[dict[str, torch.Tensor]] = DataLoader(
+            self.train_dataset, batch_size=4, collate_fn=self.data_collator
+        )
+        return loader
+
+    def training_step(self, model: Any, inputs: Any, *others: Any) -> torch.Tensor:
+        self.newest = inputs["input_ids"]
+        return super().training_step(model, inputs, *others)
+
+
+class LogsLastBatch(TrainerCallback):
+    trainer: OwnLoader
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.trainer.log({"sum of the last batch": float(self.trainer.newest.sum())})
+        del self.trainer.newest
+
+
+def own_loader(folder: Path) -> Trainer:
+    callback = LogsLastBatch()
+    args = arguments(folder, max_steps=11)
+    callback.trainer = OwnLoader(model(), args, train_dataset=Stream(20), callbacks=[callback])
+    return callback.trainer
 
 
 def steps_in_bf16(folder: Path) -> Trainer:
@@ -631,7 +662,7 @@ def case_ended_by_a_callback(job: Job) -> dict[str, Any]:
 
 MAKES: tuple[Make, ...] = (
     evaluates_and_saves, stops_early, accumulates_in_workers, persistent_workers, stream, stream_of_steps,
-    steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,
+    own_loader, steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,
     saves_with_workers, saves_in_a_stream,
 )  # fmt: skip
 # The harness finds a case by its name in this module.

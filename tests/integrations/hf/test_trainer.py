@@ -35,6 +35,7 @@ LONG = [pytest.mark.long, pytest.mark.timeout(1200)]
         "accumulates_in_workers",
         "persistent_workers",
         "stream",
+        "own_loader",
         "steps_in_bf16",
         "adapter",
         "sft",
@@ -63,7 +64,14 @@ def test_snapshots_now_and_then(framework: Zygote, tmp_path: Path, runtime: Path
     harness.check(case, framework, tmp_path, runtime, plain=False, again=False, every=3)
 
 
-@pytest.mark.parametrize("case", ["accumulates_in_workers", pytest.param("evaluates_and_saves", marks=LONG)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "accumulates_in_workers",
+        pytest.param("own_loader", marks=LONG),
+        pytest.param("evaluates_and_saves", marks=LONG),
+    ],
+)
 def test_terminated(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> None:
     _, stopped = harness.check_terminated(f"{CASES}:case_{case}", framework, tmp_path, runtime)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
