@@ -71,6 +71,7 @@ class Progress:
         self._open: dict[str, Source] = {}  # by name
         self._resumes_in: set[str] = set()  # names that were open when the run was saved, not begun here
         self._sources = Sources()
+        self._held: list[dict[str, Any]] | None = None
 
     def value(self) -> dict[str, Any]:
         """Return what is saved at a boundary, as plain values. Loops that have ended keep their positions,
@@ -84,7 +85,7 @@ class Progress:
             "integration": self.integration,
             "taps": [[name, *passes] for name, passes in self.taps.items()],
             "to_skip": self.to_skip,
-            "sources": self._sources.value(),
+            "sources": self._sources.value() if self._held is None else self._held,
         }
 
     def restore(self, value: dict[str, Any]) -> None:
@@ -180,6 +181,10 @@ class Progress:
             return None
         return self._begin(loader, BATCHES, sets_epoch=self.manages_epochs)
 
+    def hold_place(self) -> None:
+        """Let the position stay as it is while a batch is drawn that is not trained on."""
+        self._held = self._sources.value()
+
     def check_is_only(self) -> None:
         """Raise BoundaryError if batches of this epoch, or of a run without epochs, were asked for before."""
         if self._was_asked:
@@ -255,7 +260,7 @@ class Progress:
         if self._open:
             self._sources.ended(BATCHES)
         self._open.clear()
-        self.has_ended = True
+        self.has_ended, self._held = True, None
 
     def next_epoch(self) -> None:
         """End the epoch; its loops begin anew."""

@@ -692,7 +692,7 @@ class Batches(LoopIterator):
         loop, capture = self.checkpointer._loop, self.checkpointer._capture
         try:
             loop.capture_now(persist=False)
-            self._source.count_trained(self._source.batches_taken)  # for a later capture of this boundary
+            self.checkpointer._progress.hold_place()  # for a later capture of this boundary
             self._next_of(self._source)
         except StopIteration:
             return False

@@ -226,6 +226,27 @@ class Noise(torch.utils.data.Dataset[Any]):
         return torch.rand(1)
 
 
+def test_a_held_place_stays_while_a_batch_is_drawn_and_dropped() -> None:
+    progress = Progress()
+    progress.manages_epochs = True
+    source = progress.open_batches(shuffled(seeded(3)))
+    assert source is not None
+    order = [int(source.next()) for _ in range(2)]
+    progress.hold_place()
+    before = copy.deepcopy(progress.value())
+    order.append(int(source.next()))
+    assert progress.value() == before
+    resumed = Progress()
+    resumed.restore(before)
+    resumed.manages_epochs = True
+    again = resumed.open_batches(shuffled(seeded(3)))
+    assert again is not None
+    assert int(again.next()) == order[-1], "it was not trained on"
+    progress.close_batches()
+    progress.next_epoch()
+    assert progress.value()["sources"] != before["sources"]
+
+
 def test_an_ended_iterator_is_said_where_more_epochs_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     batches = (torch.tensor(number) for number in range(3))
     assert Run(lambda epoch: [batches]).go(2) == {(0, 0): [0, 1, 2]}
