@@ -627,6 +627,7 @@ class InFlight:
         return withdrawn
 
     def _abandon(self, snapshot: PendingSnapshot) -> None:
+        self.failure_of(snapshot.target)  # of this snapshot, not of the next one in the slot
         snapshot.target.slot.abandon(snapshot.target.owner, snapshot.generation)
         snapshot.target.forget()
 

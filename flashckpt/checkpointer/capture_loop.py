@@ -156,6 +156,7 @@ class CaptureLoop:
     def end_epoch(self, *, last: bool) -> None:
         """Pass the boundary of an epoch's end, with the step number of the epoch's last batch. last: no
         boundary follows, so this one is committed."""
+        self.withdraw()  # what step() has marked, if the iterator was left and is still referenced
         if self._left_iterations or not self._progress.iterated:
             self._count(0)  # an epoch without batches counts as an iteration
         self._progress.next_epoch()

@@ -181,6 +181,10 @@ class Progress:
             return None
         return self._begin(loader, BATCHES, sets_epoch=self.manages_epochs)
 
+    def gives_from(self, source: Source) -> bool:
+        """Whether this is the source of this epoch's `.batches()`."""
+        return self._open.get(BATCHES) is source
+
     def hold_place(self) -> None:
         """Let the position stay as it is while a batch is drawn that is not trained on."""
         self._held = self._sources.value()
@@ -192,7 +196,8 @@ class Progress:
                 f"A second .batches() was begun in {'an epoch' if self.manages_epochs else 'the run'}. "
                 "Nothing was captured since the last boundary. A resume in it would run the code between the "
                 "two again. Write `for epoch in checkpointer.epochs(n):` around one `.batches(loader)`, with "
-                "the loader chosen by the epoch's number, or pass one iterable that gives both's batches.",
+                "the loader chosen by the epoch's number, or pass one iterable that gives both's batches. "
+                "After an interrupt, attach again.",
                 step=self.step,
             )
 
@@ -263,7 +268,11 @@ class Progress:
         self.has_ended, self._held = True, None
 
     def next_epoch(self) -> None:
-        """End the epoch; its loops begin anew."""
+        """End the epoch, also of an iterator that was left and is still referenced; its loops begin anew."""
+        for name in self._open:
+            self._sources.ended(name)
+        self._open.clear()
+        self._held = None
         self.epoch += 1
         self.to_skip = 0
         self.iterated = self.is_cut = self.has_ended = self._was_asked = False

@@ -241,7 +241,8 @@ class Checkpointer:
             is_marked = self._state in (RunState.MARKED, RunState.STEPPING)
             has_trained = self._use.trained_since_boundary
             in_epoch = self._epoch_is_open and (progress.is_after_batches or has_trained)
-            if in_epoch or (is_marked and has_trained):
+            may_be_last = self._state is RunState.MARKED and self._is_provisional
+            if in_epoch or (is_marked and has_trained) or may_be_last:
                 self._loop.order_next(put_off=True)
             else:
                 self._unnamed.boundary(self.completed)
@@ -370,6 +371,10 @@ class Checkpointer:
         due, self._due_rng = self._due_rng, None
         if due is not None:
             rng.restore(due)
+
+    def _settle(self) -> None:
+        if not self._is_forked:  # the snapshot is the parent's
+            self._loop.settle()
 
     def _begin_iteration(self, *, provisional: bool = False) -> None:
         if self._is_closed:
@@ -658,7 +663,7 @@ class Batches(LoopIterator):
                 self._leave(raised=True)
                 raise
             finally:
-                self.checkpointer._loop.settle()
+                self.checkpointer._settle()
         return (self.checkpointer._progress.batches_taken - 1, batch) if self._with_positions else batch
 
     def _next(self) -> Any:
@@ -673,23 +678,30 @@ class Batches(LoopIterator):
             self._in_body = False
             checkpointer._end_of_iteration()
         if checkpointer._stops_here() or (self._steps is not None and self.completed >= self._steps):
-            self._end(exhausted=holds_one and self._is_within_epoch and not self._batch_follows())
+            self._end(exhausted=holds_one and self._may_be_last and not self._batch_follows())
         batch = self._draw()
         if batch is _WORKERS_LOST:
             self._end(exhausted=False)
         self._in_body = self._gave = True
-        checkpointer._begin_iteration(provisional=self._is_within_epoch)
+        checkpointer._begin_iteration(provisional=self._may_be_last)
         return batch
 
     @property
-    def _is_within_epoch(self) -> bool:
-        """Whether code of the epoch follows the last batch."""
-        return not self._whole_run and self.checkpointer._progress.manages_epochs
+    def _may_be_last(self) -> bool:
+        """Whether code of the epoch, and no batch, may follow the newest batch, as far as the loader says."""
+        if self._whole_run or not self.checkpointer._progress.manages_epochs:
+            return False
+        try:
+            return bool(self._source.batches_taken >= len(self._source))
+        except TypeError:
+            return True
 
     def _batch_follows(self) -> bool:
         """Whether a batch follows the boundary at which the loop is to end. It is drawn and dropped, so the
         boundary is captured before."""
         loop, capture = self.checkpointer._loop, self.checkpointer._capture
+        if self.checkpointer._stop.is_unconfirmed:
+            return True  # another rank may be dead, and the draw may wait for it
         try:
             loop.capture_now(persist=False)
             self.checkpointer._progress.hold_place()  # for a later capture of this boundary
@@ -823,11 +835,15 @@ class Batches(LoopIterator):
         with RunCall(self.checkpointer), self.checkpointer._signals.ending() as signals:
             if self._entered:
                 signals.leave()
-            self.checkpointer._abandon_iteration(raised=raised)
+            progress = self.checkpointer._progress
+            # One that outlives its epoch must not end the loop of another.
+            is_open = self._source is not None and progress.gives_from(self._source)
+            if is_open or self._whole_run:
+                self.checkpointer._abandon_iteration(raised=raised)
             if self._whole_run:
                 self.checkpointer._release(raised=raised)
-            elif self._source is not None:
-                self.checkpointer._progress.close_batches()
+            elif is_open:
+                progress.close_batches()
 
 
 class Epochs(Iterator[int]):
@@ -853,7 +869,7 @@ class Epochs(Iterator[int]):
             try:
                 return self._next()
             finally:
-                self._checkpointer._loop.settle()
+                self._checkpointer._settle()
 
     def _next(self) -> int:
         checkpointer, progress = self._checkpointer, self._checkpointer._progress

@@ -69,6 +69,8 @@ class StopPolicy:
         """Request the end for the program."""
         self._is_called, self._is_told = True, False
 
+    is_unconfirmed = False  # it ended without a confirmation: another rank may be dead
+
     def enter(self, boundary_index: int, step: int) -> None:
         """Enter a boundary; called once for each, in order."""
 

@@ -420,7 +420,6 @@ class JointStop(StopPolicy):
         self._node_state, self._row, self._grace_s = node_state, row, grace_s
         self._clock, self._sleep = clock, sleep
         self._ends_at: int | None = None
-        self.is_unconfirmed = False  # it ended without a confirmation: a rank may be dead
 
     @property
     def reason(self) -> str | None:

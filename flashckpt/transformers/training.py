@@ -228,9 +228,11 @@ class _Training:
             self._is_open = False
             self._unsaved.observe()
             self._part.batches = self._given
-            self.run.end_iteration(trained=self._given + self._offset, provisional=True)
+            self.run.end_iteration(trained=self._given + self._offset, provisional=not self._knows_end())
+            if self._is_stopping:
+                raise _Stopped
         samples = self._originals["get_batch_samples"](epoch_iterator, num_batches, device)
-        if is_boundary:
+        if is_boundary and not self._knows_end():
             self.run.has_drawn(follows=bool(samples[0]))
             if self._is_stopping:
                 raise _Stopped
@@ -343,6 +345,10 @@ class _Training:
         self._trainer.control.should_training_stop = True
 
     # ---- batches
+
+    def _knows_end(self) -> bool:
+        """Whether the loader says with a batch that it is the last one, as those of Accelerate do."""
+        return hasattr(self._prepared[1], "end_of_dataloader")
 
     def _is_exhausted(self) -> bool:
         """Whether Accelerate's loader has given its last batch. False for other loaders, which do not

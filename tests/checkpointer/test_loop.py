@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,16 @@ class Job:
     @property
     def named(self) -> dict[str, object]:
         return {"model": self.model, "optimizer": self.optimizer}
+
+
+class Stream:
+    """Batches that know no length."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.ones(2, 4) * number for number in range(self.batches)])
 
 
 def loader(batches: int = 6) -> DataLoader[torch.Tensor]:
@@ -130,6 +140,46 @@ def test_a_second_loop_over_batches_is_refused(in_epochs: bool, tmp_path: Path) 
     with flashckpt.attach(run, every=1, **again.named) as checkpointer:
         assert checkpointer.resumed is not None
         assert checkpointer.resumed.step == (2 if in_epochs else 3)
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_an_iterator_that_outlives_its_epoch_ends_no_other(marks: bool, tmp_path: Path) -> None:
+    """As a bar of tqdm in a variable does. What step() has marked in it has no batch behind it."""
+    run, job, seen = tmp_path / "run", Job(), []
+    with flashckpt.attach(run, every=1, options=flashckpt.Options(grace="5s"), **job.named) as checkpointer:
+        for epoch in checkpointer.epochs(3):
+            kept = checkpointer.batches(Stream(4))
+            for number, x in enumerate(kept):
+                until_slots(checkpointer)
+                job.train(x)
+                seen.append((epoch, number))
+                if marks:
+                    checkpointer.step()
+                if number == 2:
+                    break
+    assert seen == [(epoch, number) for epoch in range(3) for number in range(3)]
+    assert flashckpt.steps(run)[-1] == checkpointer.completed
+    again = Job()
+    with flashckpt.attach(run, every=1, **again.named) as checkpointer:
+        assert torch.equal(again.model.weight, job.model.weight)
+        assert list(checkpointer.epochs(3)) == []
+
+
+def test_a_save_after_step_in_the_last_iteration_is_of_the_epochs_end(tmp_path: Path) -> None:
+    run, job = tmp_path / "run", Job()
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        for _ in checkpointer.epochs(2):
+            for x in checkpointer.batches(Stream(2)):
+                job.train(x)
+                checkpointer.step()
+                if checkpointer.completed == 2:
+                    checkpointer.save()
+            with torch.no_grad():
+                job.model.weight.mul_(0.5)
+            if checkpointer.completed == 2:
+                expected = job.model.weight.detach().clone()
+    assert flashckpt.steps(run) == [2, 4]
+    assert torch.equal(flashckpt.load(run, 2)["model.weight"], expected)
 
 
 def test_a_finished_run_gives_no_more_batches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 # Items that are drawn before the state is taken, and those that are compared after it: another buffer of two
 # items gives the same item as the first one half of the time.
 _BEFORE, _COMPARED = 3, 12
+_MOST_BYTES = 256 << 20
 _END = object()
 
 
@@ -33,7 +34,7 @@ def keeps_its_place(stream: Any) -> bool:
 
     stream: an iterable with `state_dict` and `load_state_dict`, at the beginning of an epoch. It is not
     touched: two copies draw a few items. True if it cannot be copied, or if a copy fails: then the state is
-    trusted.
+    trusted. So it is if it holds more than 256 MiB of arrays and tensors that may be written.
     """
     states = rng.capture()
     try:
@@ -98,15 +99,22 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 class _Sharing(pickle.Pickler):
-    """Copies objects in memory. Data and code are shared with the copy: data may be larger than memory."""
+    """Copies objects in memory. What cannot be changed is shared with the copy: code, tables, and arrays that
+    are read only. Raises OverflowError for more than `_MOST_BYTES` of other arrays and tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.shared: list[object] = []
+        self._num_bytes = 0
 
     def persistent_id(self, value: Any) -> int | None:
-        is_data = isinstance(value, torch.Tensor | np.ndarray) or type(value).__module__.startswith("pyarrow")
-        if not is_data and not isinstance(value, FunctionType | ModuleType | type):
+        if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.flags.writeable):
+            self._num_bytes += value.nbytes
+            if self._num_bytes > _MOST_BYTES:
+                raise OverflowError("its arrays and tensors are too large to be copied")
+            return None
+        is_fixed = isinstance(value, np.ndarray | FunctionType | ModuleType | type)
+        if not is_fixed and not type(value).__module__.startswith("pyarrow"):
             return None
         self.shared.append(value)
         return len(self.shared) - 1

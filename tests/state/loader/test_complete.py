@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from flashckpt.state import rng
+from flashckpt.state.loader import complete
 from flashckpt.state.loader.complete import is_same, keeps_its_place
 
 
@@ -55,17 +56,31 @@ def test_the_stream_and_the_random_numbers_are_not_touched() -> None:
     assert rng.capture() == states
 
 
-def test_data_is_shared_with_the_copies() -> None:
-    stream, seen = Stream(kept=False), set[int]()
+class Reordering(Stream):
+    """Shuffles its rows in place when an epoch begins."""
 
-    class Watching(Stream):
-        def __iter__(self) -> Iterator[Any]:
-            seen.add(self.rows.ctypes.data)
-            return super().__iter__()
+    seen: ClassVar[set[int]] = set()
 
-    stream.__class__ = Watching
+    def __iter__(self) -> Iterator[Any]:
+        self.seen.add(self.rows.ctypes.data)
+        if self.rows.flags.writeable:
+            np.random.default_rng(1).shuffle(self.rows)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_data_that_may_be_written_is_copied(is_fixed: bool) -> None:
+    stream = Reordering(kept=False)
+    stream.rows.flags.writeable = not is_fixed
+    Reordering.seen.clear()
     assert not keeps_its_place(stream)
-    assert seen == {stream.rows.ctypes.data}
+    assert stream.rows.tolist() == list(range(60))
+    assert (Reordering.seen == {stream.rows.ctypes.data}) == is_fixed
+
+
+def test_a_stream_with_much_data_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(complete, "_MOST_BYTES", 100)
+    assert keeps_its_place(Stream(kept=False))
 
 
 def test_a_stream_that_cannot_be_copied_is_trusted() -> None:
