@@ -364,7 +364,8 @@ class Reporting:
 
 
 def warn_of_late(generators: rng.Generators) -> None:
-    late = generators.made_since()
+    # Those of samplers are made again: a resume begins the epoch's order anew.
+    late = [path for path in generators.made_since() if path.startswith(("dataset", "collate"))]
     if late:
         log.warning(
             "Not exact: the random generators %s of the loader were made with its first batch, so a resume "
