@@ -306,14 +306,17 @@ class Recorded:
 class Generators:
     """The generators reachable from named roots, each once, under its first path."""
 
-    def __init__(self, roots: Mapping[str, object]) -> None:
+    def __init__(self, roots: Mapping[str, object], *, reports: bool = True) -> None:
+        """reports: log where the search was cut."""
         self._roots, reach = roots, Reach(opens_modules=True)
         self._found = {p: each for p, each in reach.of(roots) if is_generator(each) and not is_global(each)}
-        reach.report(self._found)
+        if reports:
+            reach.report(self._found)
 
     def made_since(self) -> list[str]:
         """Return the paths of generators that did not exist when this object was made."""
-        return sorted(Generators(self._roots)._found.keys() - self._found.keys())
+        now = Generators(self._roots, reports=False)
+        return sorted(now._found.keys() - self._found.keys())
 
     def capture(self) -> dict[str, Any]:
         return {path: capture_one(generator) for path, generator in self._found.items()}

@@ -180,3 +180,6 @@ class Accelerated:
         self.finish()
         self.capture.close()
         self.device.shutdown()
+
+
+Maker = Callable[..., Accelerated]

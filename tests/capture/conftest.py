@@ -11,6 +11,8 @@ from flashckpt import _native
 from flashckpt.memory.region import SlotHeader
 from flashckpt.memory.slot import Slot, SlotRing
 
+from .accelerated import Accelerated, Maker
+
 IDENTITY = bytes(16)
 
 
@@ -42,3 +44,16 @@ def sealer() -> Iterator[_native.Sealer]:
     sealer = _native.Sealer()
     yield sealer
     sealer.close()
+
+
+@pytest.fixture
+def make(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Maker]:
+    made: list[Accelerated] = []
+
+    def maker(**options: object) -> Accelerated:
+        made.append(Accelerated(ring, sealer, **options))
+        return made[-1]
+
+    yield maker
+    for each in made:
+        each.close()

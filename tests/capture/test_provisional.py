@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 
 from flashckpt import _native
 from flashckpt.memory.slot import SlotRing, SlotState
 
-from .accelerated import Accelerated
+from .accelerated import Accelerated, Maker
 from .test_confirmed import sealed_step, states
 from .test_host import Run, check
-
-Maker = Callable[..., Accelerated]
-
-
-@pytest.fixture
-def make(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Maker]:
-    made: list[Accelerated] = []
-
-    def maker(**options: object) -> Accelerated:
-        made.append(Accelerated(ring, sealer, **options))
-        return made[-1]
-
-    yield maker
-    for each in made:
-        each.close()
 
 
 def provisional(loop: Accelerated, **how: object) -> None:

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from flashckpt import _native
 from flashckpt.capture.copies import DeviceCopies
 from flashckpt.capture.devices import DigestTable
-from flashckpt.memory.slot import SlotRing
 from tests.capture.simulated import SimulatedMark, SimulatedStream
 
-from .accelerated import LARGE, Accelerated
+from .accelerated import LARGE, Accelerated, Maker
 
 NO_ROOM = 0
-Maker = Callable[..., Accelerated]
-
-
-@pytest.fixture
-def make(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Maker]:
-    made: list[Accelerated] = []
-
-    def maker(**options: object) -> Accelerated:
-        made.append(Accelerated(ring, sealer, **options))
-        return made[-1]
-
-    yield maker
-    for each in made:
-        each.close()
 
 
 def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
@@ -21,24 +21,10 @@ from flashckpt.memory.slot import SlotRing, SlotState
 from flashckpt.state.tree import Tree
 from tests.capture.simulated import SimulatedCopying, SimulatedDevice, SimulatedStream
 
-from .accelerated import LARGE, Accelerated
+from .accelerated import LARGE, Accelerated, Maker
 from .content import Live, Walk, bytes_of, newest
 
 NO_ROOM = 0
-Maker = Callable[..., Accelerated]
-
-
-@pytest.fixture
-def make(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Maker]:
-    made: list[Accelerated] = []
-
-    def maker(**options: object) -> Accelerated:
-        made.append(Accelerated(ring, sealer, **options))
-        return made[-1]
-
-    yield maker
-    for each in made:
-        each.close()
 
 
 def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:

@@ -229,7 +229,7 @@ def test_a_refused_slot_stays_free_though_it_was_confirmed() -> None:
 
 
 def test_many_slots_are_confirmed_while_they_are_sealed() -> None:
-    """Whichever is first, none stays unconfirmed."""
+    """The confirmation or the end of the copies may come first: each slot is sealed."""
     sealer = _native.Sealer()
     for _ in range(300):
         event, slot = _native.HostEvent(), Slot()

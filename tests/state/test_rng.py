@@ -230,6 +230,10 @@ def test_a_search_that_is_cut_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records, "items of data"
     assert found_in(Holder([Holder(random.Random(each)) for each in range(40)])) == 32
     assert "the first 32 of the 40 items of root.held" in caplog.text
+    caplog.clear()
+    many = {"root": Holder([Holder(random.Random(each)) for each in range(40)])}
+    assert rng.Generators(many, reports=False).made_since() == []
+    assert not caplog.records
 
 
 def test_a_search_calls_no_method_of_the_program() -> None:

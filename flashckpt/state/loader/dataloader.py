@@ -334,7 +334,7 @@ _OWN = "own "  # before the path of a generator that a worker's data set or coll
 class Reporting:
     """The user's collate function, followed by a report of the generators. One copy in each worker.
 
-    warns: of generators that are made with the first batch.
+    warns: of generators that are made with the first batch, and of a search that was cut.
     """
 
     def __init__(self, collate: Callable[[Any], Any], *, warns: bool = False) -> None:
@@ -345,8 +345,10 @@ class Reporting:
     def begin(self, state: rng.State | None) -> None:
         """Find the generators of this worker's own copies of data set and collate function. Restore a state
         that was reported."""
-        data_set = getattr(get_worker_info(), "dataset", None)
-        self._own = rng.Generators({"dataset": data_set, "collate": self._collate})
+        worker = get_worker_info()
+        self._warns = self._warns and getattr(worker, "id", 0) == 0  # one worker speaks for all
+        roots = {"dataset": getattr(worker, "dataset", None), "collate": self._collate}
+        self._own = rng.Generators(roots, reports=self._warns)
         if state is not None:
             rng.restore(state)
             own = {n.removeprefix(_OWN): each for n, each in state.items() if n.startswith(_OWN)}
@@ -354,7 +356,7 @@ class Reporting:
 
     def __call__(self, samples: Any) -> Reported:
         batch = self._collate(samples)
-        if self._warns and getattr(get_worker_info(), "id", 0) == 0:
+        if self._warns:
             self._warns = False
             warn_of_late(self._own)
         own = {_OWN + path: state for path, state in self._own.capture().items()}
