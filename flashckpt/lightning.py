@@ -340,8 +340,7 @@ class _Fit:
         self._loaders = list(combined.flattened)
         names = ["train", *(f"train.{number}" for number in range(1, len(self._loaders)))]
         self._taps = {
-            name: self.run.tap(loader, name, opens=True)
-            for name, loader in zip(names, self._loaders, strict=True)
+            name: self.run.tap(loader, name) for name, loader in zip(names, self._loaders, strict=True)
         }
         # For loaders of unknown length, the iterator that setup_data makes draws a batch. That is too early,
         # except in the first epoch, where Lightning makes no other iterator.

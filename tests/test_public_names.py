@@ -48,7 +48,7 @@ def test_what_is_switched_off_offers_the_same() -> None:
         return {name for each in kind.__mro__ for name in vars(each) if not name.startswith("_")}
 
     from flashckpt.checkpointer.attach import DisabledBatches, DisabledCheckpointer
-    from flashckpt.checkpointer.run import Batches
+    from flashckpt.checkpointer.loops import Batches
 
     assert public(flashckpt.Checkpointer) <= public(DisabledCheckpointer)
     assert public(Batches) <= public(DisabledBatches) | {"checkpointer"}

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from flashckpt.checkpointer.run_state import LoopIterator
 from flashckpt.errors import OptionError
 from flashckpt.options import Environment, Keep, Options, TiersCall, check_call, is_switched_off
+from flashckpt.state.loader.samplers import set_epoch
 
 if TYPE_CHECKING:
-    from flashckpt.checkpointer.run import Batches, Checkpointer
+    from flashckpt.checkpointer.loops import Batches
+    from flashckpt.checkpointer.run import Checkpointer
 
 log = logging.getLogger(__name__)
 
@@ -199,7 +201,7 @@ def _check_loop(loader: object, epochs: int | None, steps: int | None, is_off: b
             raise OptionError(f"{name}={value!r}: a number of {name}, 0 or more. Nothing was started.")
     if is_off:
         return {}
-    from flashckpt.state.loader.base import length_of
+    from flashckpt.state.loader.source import length_of
     from flashckpt.state.loader.sources import check_loader
 
     check_loader(loader)
@@ -310,7 +312,8 @@ class DisabledBatches(LoopIterator):
         self._ended = self._ended or self.checkpointer.stopping or is_done
         while not self._ended and (self._epochs is None or self._passes < self._epochs):
             if self._iterator is None:
-                self._set_epoch()
+                if self._passes:
+                    set_epoch(self._loader, self._passes)
                 self._iterator = iter(self._loader)
             for batch in self._iterator:
                 self._taken += 1
@@ -321,16 +324,6 @@ class DisabledBatches(LoopIterator):
             self._iterator, self._taken, self._passes = None, 0, self._passes + 1
         self._ended, self._iterator = True, None
         raise StopIteration
-
-    def _set_epoch(self) -> None:
-        """Set the epoch of samplers that shuffle by it, as when attached."""
-        epoch = self.checkpointer._epoch + self._passes
-        sampler = getattr(self._loader, "batch_sampler", None) or getattr(self._loader, "sampler", None)
-        inner = getattr(sampler, "sampler", None)
-        if epoch and any(hasattr(each, "set_epoch") for each in (sampler, inner)):
-            from flashckpt.state.loader.base import set_epoch
-
-            set_epoch(self._loader, epoch)
 
     def __del__(self) -> None:
         # Left by `break` or an exception: whether the body was done is unknown.

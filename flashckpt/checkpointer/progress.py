@@ -23,7 +23,7 @@ from torch import nn
 
 from flashckpt.capture.hooks import StepHooks
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
-from flashckpt.state.loader.base import Source
+from flashckpt.state.loader.source import Source
 from flashckpt.state.loader.sources import Sources, epoch_length
 from flashckpt.state.tree import Tree
 
@@ -166,8 +166,9 @@ class Progress:
         saved = self._sources.saved_position(BATCHES) if self.stands_in(BATCHES) else {}
         return epoch_length(loader, saved)
 
-    def open_batches(self, loader: object) -> Source | None:
-        """Return the source of this epoch's `.batches()`; None if it had ended before the resume."""
+    def open_batches(self, loader: object, *, sets_epoch: bool = False) -> Source | None:
+        """Return the source of this epoch's `.batches()`; None if it had ended before the resume. sets_epoch:
+        call `set_epoch` of the loader's samplers and data set."""
         if self._open:
             raise BoundaryError(
                 "A second .batches() was begun while the first still gives batches. Nothing was captured. "
@@ -177,9 +178,9 @@ class Progress:
         self.check_is_only()
         self._was_asked = True
         if self.has_ended:
-            self._sources.skip(loader, BATCHES)
+            self._sources.skip(loader, self.epoch, BATCHES)
             return None
-        return self._begin(loader, BATCHES, sets_epoch=self.manages_epochs)
+        return self._begin(loader, BATCHES, sets_epoch=sets_epoch)
 
     def gives_from(self, source: Source) -> bool:
         """Whether this is the source of this epoch's `.batches()`."""
@@ -207,7 +208,7 @@ class Progress:
             passes, drawn = self.taps[name]
             self.taps[name] = Passes(passes, drawn + self._open[name].batches_taken)
             self.close_tap(name)
-        return self._begin(loader, name, sets_epoch=False, counts_trained=True, in_lockstep=in_lockstep)
+        return self._begin(loader, name, counts_trained=True, in_lockstep=in_lockstep)
 
     def add_tap(self, name: str) -> None:
         self.taps.setdefault(name, Passes())

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from flashckpt.checkpointer.attach import attach_for
-from flashckpt.checkpointer.run import Checkpointer, RunCall
+from flashckpt.checkpointer.loops import RunCall
+from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.checkpointer.run_state import Resumed
 from flashckpt.commit.assets import has_assets, write_assets
 from flashckpt.errors import BoundaryError, FlashckptError, OptionError, StateError
@@ -45,7 +46,7 @@ from flashckpt.state.objects import Deferred as Deferred
 
 if TYPE_CHECKING:
     from flashckpt.checkpointer.session import Session
-    from flashckpt.state.loader.base import Source
+    from flashckpt.state.loader.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -130,21 +131,13 @@ class TrainerRun:
         first = next(iter(self._progress.taps), None)
         return first is not None and self._progress.is_at_end_of(first)
 
-    def tap(
-        self,
-        loader: Any,
-        name: str = "train",
-        on_first: Callable[[], object] | None = None,
-        *,
-        opens: bool = False,
-    ) -> Tap:
+    def tap(self, loader: Any, name: str = "train", on_first: Callable[[], object] | None = None) -> Tap:
         """Return a tap in the place of `loader`. name: one for each loader that is open at the same time.
-        on_first: called right before the first draw of each pass. opens: `iter(tap)` makes an iterator of the
-        loader, as the trainer would."""
+        on_first: called right before the first draw of each pass."""
         if is_tap(loader):
             loader = inside(loader)[1]
         self._progress.add_tap(name)
-        return Tap(self._draws, loader, name, on_first, opens)
+        return Tap(self._draws, loader, name, on_first)
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
         """Begin a run that has no step after `step` steps, with `batches` batches of `epoch` trained on. The
@@ -325,12 +318,6 @@ class _TapDraws:
         self.drew_new = self.drew_new or not is_redraw
         return batch
 
-    def resumes(self, name: str) -> bool:
-        return self._progress.stands_in(name)
-
-    def make_iterator(self, name: str) -> None:
-        self._sources[name].make_iterator()
-
     def drawn(self, name: str) -> int:
         return self._progress.drawn(name)
 
@@ -358,14 +345,7 @@ class DisabledRun(TrainerRun):
     resumed = None
     epoch, trained, at_end = 0, 0, False
 
-    def tap(
-        self,
-        loader: Any,
-        name: str = "train",
-        on_first: Callable[[], object] | None = None,
-        *,
-        opens: bool = False,
-    ) -> Any:
+    def tap(self, loader: Any, name: str = "train", on_first: Callable[[], object] | None = None) -> Any:
         return loader
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
@@ -404,18 +384,16 @@ class Tap:
     loader's.
 
     name: under which a resume finds its position. on_first: called right before the first draw of each pass.
-    opens: the loader's iterator is made with the tap's, unless a resume continues it: each of several loaders
-    draws its seed before the first gives a batch.
 
     drawn: batches given in this epoch; if the tap has not drawn since a resume, those that were trained on.
     passes: the passes over the loader that have ended in this epoch.
     """
 
     def __init__(
-        self, draws: _TapDraws, loader: Any, name: str, on_first: Callable[[], object] | None, opens: bool
+        self, draws: _TapDraws, loader: Any, name: str, on_first: Callable[[], object] | None
     ) -> None:
         own = {"_draws": draws, "_loader": loader, "_name": name, "_on_first": on_first, "_newest": None}
-        self.__dict__.update(own, _opens=opens)
+        self.__dict__.update(own)
 
     @property
     def drawn(self) -> int:
@@ -443,11 +421,7 @@ class Tap:
         return len(self.__dict__["_loader"])
 
     def __iter__(self) -> Iterator[Any]:
-        inside = self.__dict__
-        newest = inside["_newest"] = _Pass(self)
-        if inside["_opens"] and not inside["_draws"].resumes(inside["_name"]):
-            newest.begin()
-            inside["_draws"].make_iterator(inside["_name"])
+        newest = self.__dict__["_newest"] = _Pass(self)
         return newest
 
 
@@ -468,21 +442,17 @@ class _Pass(Iterator[Any]):
                 "one was made. Nothing was captured, and the newer one is as it was. Draw from one "
                 "iterator of a loader at a time."
             )
-        if not self._begun:
-            self.begin()
         draws: _TapDraws = inside["_draws"]
+        if not self._begun:
+            self._begun = True
+            if inside["_on_first"] is not None:
+                inside["_on_first"]()
+            draws.open(self._tap)
         try:
             return draws.next(self._tap)
         except StopIteration:
             self._ended = True
             raise
-
-    def begin(self) -> None:
-        inside = self._tap.__dict__
-        self._begun = True
-        if inside["_on_first"] is not None:
-            inside["_on_first"]()
-        inside["_draws"].open(self._tap)
 
 
 def inside(tap: Tap) -> tuple[str, Iterable[Any]]:

@@ -37,7 +37,7 @@ from flashckpt.restore.step_tensors import (
 )
 from flashckpt.restore.whole_tensors import plan_of
 from flashckpt.state.leaves import LiveLeaf, Saved, leaf_names
-from flashckpt.state.loader.position import goes_by_others, merged_progress, merged_rng
+from flashckpt.state.loader.other_ranks import goes_by_others, merged_progress, merged_rng
 from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import StateEntry
 from flashckpt.state.optimizers import OptimizerEntry

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from flashckpt.checkpointer.progress import Progress
 from flashckpt.format.typed import decode_json, encode_json
-from flashckpt.state.loader.position import merged_progress
+from flashckpt.state.loader.other_ranks import merged_progress
 
 Make = Callable[[int, int], Any]
 Values = dict[int, dict[str, Any]]
@@ -62,7 +62,10 @@ class Ranks:
         self.seen: list[int] = []
         self.by_rank: list[list[list[int]]] = [[] for _ in range(ranks)]
         self.lengths = [length_of(p, each) for p, each in zip(self.progresses, self.loaders, strict=True)]
-        self.sources = [p.open_batches(each) for p, each in zip(self.progresses, self.loaders, strict=True)]
+        self.sources = [
+            progress.open_batches(loader, sets_epoch=True)
+            for progress, loader in zip(self.progresses, self.loaders, strict=True)
+        ]
 
     def take(self, batches: int) -> int:
         """So many batches on each rank, or as many as there are: as many on all of them."""

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from flashckpt.checkpointer.progress import Progress
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.state import rng
-from flashckpt.state.loader.position import merged_progress, merged_rng
+from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
 from tests.checkpointer.data_parallel import (
     Ranks,
     ReplicaAssignment,
@@ -101,7 +101,10 @@ def test_positions_and_the_epoch_after() -> None:
         progress.close_batches()
         progress.next_epoch()
     ranks.seen.clear()
-    ranks.sources = [p.open_batches(each) for p, each in zip(ranks.progresses, ranks.loaders, strict=True)]
+    ranks.sources = [
+        progress.open_batches(loader, sets_epoch=True)
+        for progress, loader in zip(ranks.progresses, ranks.loaders, strict=True)
+    ]
     assert ranks.take(99) == 10
     assert ranks.seen == [
         *torch.tensor(order_of(60, 1)).reshape(10, 3, 2).transpose(1, 2).reshape(-1).tolist()
@@ -473,6 +476,19 @@ def test_random_numbers_of_a_rank_that_is_new() -> None:
     [device] = merged_rng(devices, 2, 2)["cuda"]
     assert device not in (bytes(16), bytes([1]) * 16)
     assert device[8:] == bytes(8)
+
+
+def test_an_epoch_that_was_divided_and_of_which_nothing_was_drawn_is_divided_again() -> None:
+    first = Ranks(lambda rank, _: ReplicaAssignment(2, 2).loader(40, rank), 2)
+    first.take(3)
+    second = Ranks(lambda rank, _: ReplicaAssignment(3, 2).loader(40, rank), 3, values=first.saved())
+    values = second.saved()
+    for ranks in (3, 4):
+        last = Ranks(
+            lambda rank, n: ReplicaAssignment(n, 1).loader(40, rank), ranks, values=copy.deepcopy(values)
+        )
+        last.take(99)
+        assert sorted(first.seen + last.seen[:28]) == list(range(40))
 
 
 def test_a_position_that_was_moved_and_not_taken_up_is_moved_again() -> None:

@@ -1,11 +1,11 @@
-"""Progress over epochs and phases: what goes on where a run is taken up, and what the program's own seeding,
-epochs and loaders are left to be. Each "process" here is a new Progress over new loaders."""
+"""Progress over epochs: what continues where a run is resumed, and what stays the program's: its seeding and
+its loaders. Each "process" here is a new Progress over new loaders."""
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from flashckpt.checkpointer.progress import Progress
 from flashckpt.errors import DamagedError
+from flashckpt.state.loader.source import Source
 
 ITEMS = 8
-Seen = dict[tuple[int, int], list[int]]
+Seen = dict[int, list[int]]
 
 
 def shuffled(generator: torch.Generator | None = None, **options: Any) -> DataLoader[Any]:
@@ -28,13 +29,13 @@ def seeded(number: int) -> torch.Generator:
 
 
 class Run:
-    """`.epochs()` as a program has it: `loaders(epoch)` gives the loaders of its phases. Keeps what was saved
-    at every boundary: (epoch, phase, batches) within a phase, (epoch, phase, None) after it."""
+    """`.epochs()` as a program has it: `loader(epoch)` gives the loader of an epoch. Keeps what was saved at
+    every boundary: (epoch, batches) within an epoch, (epoch, None) after it."""
 
-    def __init__(self, loaders: Callable[[int], Iterable[Any]]) -> None:
-        self.loaders = loaders
+    def __init__(self, loader: Callable[[int], Any]) -> None:
+        self.loader = loader
         self.seen: Seen = {}
-        self.saved: dict[tuple[int, int, int | None], Any] = {}
+        self.saved: dict[tuple[int, int | None], Any] = {}
 
     def go(self, epochs: int, saved: Any = None) -> Seen:
         progress = self.progress = Progress()
@@ -43,24 +44,25 @@ class Run:
             progress.restore(copy.deepcopy(saved))
         while progress.epoch < epochs:
             epoch = progress.epoch
-            for phase, loader in enumerate(self.loaders(epoch)):
-                source = progress.open_batches(loader)
-                if source is None:
-                    continue
-                while True:
-                    try:
-                        batch = source.next()
-                    except StopIteration:
-                        break
-                    self.seen.setdefault((epoch, phase), []).append(int(batch))
-                    self.saved[epoch, phase, source.batches_taken] = copy.deepcopy(progress.value())
-                progress.close_batches()
-                self.saved[epoch, phase, None] = copy.deepcopy(progress.value())
+            source = progress.open_batches(self.loader(epoch))
+            if source is not None:
+                self._go_through(source, epoch)
             progress.next_epoch()
         return self.seen
 
+    def _go_through(self, source: Source, epoch: int) -> None:
+        while True:
+            try:
+                batch = source.next()
+            except StopIteration:
+                break
+            self.seen.setdefault(epoch, []).append(int(batch))
+            self.saved[epoch, source.batches_taken] = copy.deepcopy(self.progress.value())
+        self.progress.close_batches()
+        self.saved[epoch, None] = copy.deepcopy(self.progress.value())
 
-def check_every_boundary(program: Callable[[], Callable[[int], Iterable[Any]]], epochs: int = 3) -> None:
+
+def check_every_boundary(program: Callable[[], Callable[[int], Any]], epochs: int = 3) -> None:
     straight = Run(program())
     straight.go(epochs)
     straight.progress.close()
@@ -70,38 +72,38 @@ def check_every_boundary(program: Callable[[], Callable[[int], Iterable[Any]]], 
         run.progress.close()
         for key, values in got.items():
             assert values == straight.seen[key][-len(values) :], (boundary, key)
-        epoch, phase, taken = boundary
-        expected = {key for key in straight.seen if key > (epoch, phase)}
+        epoch, taken = boundary
+        expected = {key for key in straight.seen if key > epoch}
         if taken is not None and taken < ITEMS:
-            expected.add((epoch, phase))
+            expected.add(epoch)
         assert got.keys() == expected, boundary
 
 
-def one_loader() -> Callable[[int], Iterable[Any]]:
+def one_loader() -> Callable[[int], Any]:
     loader = shuffled(seeded(3))
-    return lambda epoch: [loader]
+    return lambda epoch: loader
 
 
-def reseeded_by_epoch() -> Callable[[int], Iterable[Any]]:
+def reseeded_by_epoch() -> Callable[[int], Any]:
     generator = torch.Generator()
     loader = shuffled(generator)
 
-    def loaders(epoch: int) -> Iterable[Any]:
+    def loader_of(epoch: int) -> Any:
         generator.manual_seed(100 + epoch)
-        return [loader]
+        return loader
 
-    return loaders
+    return loader_of
 
 
-def shared_by_two() -> Callable[[int], Iterable[Any]]:
+def shared_by_two() -> Callable[[int], Any]:
     generator = seeded(4)
     loaders = [shuffled(generator), shuffled(generator)]
-    return lambda epoch: [loaders[epoch % 2]]
+    return lambda epoch: loaders[epoch % 2]
 
 
-def shared_by_new_ones() -> Callable[[int], Iterable[Any]]:
+def shared_by_new_ones() -> Callable[[int], Any]:
     generator = seeded(4)
-    return lambda epoch: [shuffled(generator)]
+    return lambda epoch: shuffled(generator)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def shared_by_new_ones() -> Callable[[int], Iterable[Any]]:
     [
         one_loader,
         reseeded_by_epoch,
-        lambda: lambda epoch: [shuffled(seeded(100 + epoch))],
+        lambda: lambda epoch: shuffled(seeded(100 + epoch)),
         shared_by_two,
         shared_by_new_ones,
     ],
@@ -118,17 +120,6 @@ def shared_by_new_ones() -> Callable[[int], Iterable[Any]]:
 def test_generators_of_loaders_are_as_if_never_stopped(program: Any) -> None:
     """The program's seeding for an epoch is not undone, and a generator that goes on does."""
     check_every_boundary(program, epochs=4)
-
-
-def test_seeding_with_the_same_number_is_learnt_from_the_second_epoch() -> None:
-    def program() -> Callable[[int], Iterable[Any]]:
-        return lambda epoch: [shuffled(seeded(5))]
-
-    straight = Run(program())
-    straight.go(4)
-    for epoch in (1, 2):
-        got = Run(program()).go(4, straight.saved[epoch, 0, None])
-        assert got == {key: value for key, value in straight.seen.items() if key[0] > epoch}
 
 
 def distributed() -> tuple[DistributedSampler[Any], DataLoader[Any]]:
@@ -150,21 +141,27 @@ def test_a_samplers_epoch_that_the_program_sets_is_left_alone() -> None:
         progress.next_epoch()
 
 
-def test_a_sampler_is_told_its_epoch_also_by_loaders_made_anew() -> None:
+def test_a_whole_run_sets_the_epoch_of_samplers_and_data_set() -> None:
+    class Data(list[int]):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(epoch)
+
     sampler, _ = distributed()
-    told = []
+    told: list[int] = []
     progress = Progress()
     progress.manages_epochs = True
-    for _ in range(4):
-        assert progress.open_batches(DataLoader(range(ITEMS), sampler=sampler)) is not None  # type: ignore[arg-type]
-        told.append(sampler.epoch)
+    for epoch in range(3):
+        loader = DataLoader(Data(range(ITEMS)), sampler=sampler)  # type: ignore[arg-type]
+        assert progress.open_batches(loader, sets_epoch=True) is not None
+        assert sampler.epoch == epoch
         progress.close_batches()
         progress.next_epoch()
-    assert told == [0, 1, 2, 3]
+    assert told == [0, 1, 2]
 
 
 def workers_of(progress: Progress) -> int:
-    return sum(kept.source is not None for kept in progress._sources._all)
+    sources: list[Any] = [named.source for named in progress._sources._by_name.values()]
+    return sum(source._private is not None for source in sources)
 
 
 @pytest.mark.process
@@ -249,7 +246,7 @@ def test_a_held_place_stays_while_a_batch_is_drawn_and_dropped() -> None:
 
 def test_an_ended_iterator_is_said_where_more_epochs_were_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     batches = (torch.tensor(number) for number in range(3))
-    assert Run(lambda epoch: [batches]).go(2) == {(0, 0): [0, 1, 2]}
+    assert Run(lambda epoch: batches).go(2) == {0: [0, 1, 2]}
     assert "can be iterated over only once" in caplog.text
 
 
@@ -257,7 +254,7 @@ def test_an_ended_iterator_is_said_where_more_epochs_were_asked_for(caplog: pyte
 def test_what_is_no_progress_is_refused_and_changes_nothing(name: str) -> None:
     good = Run(one_loader())
     good.go(1)
-    saved = {**good.saved[0, 0, 2], name: [{"name": 1}]}
+    saved = {**good.saved[0, 2], name: [{"name": 1}]}
     progress = Progress()
     with pytest.raises(DamagedError, match="No loader was touched"):
         progress.restore(saved)

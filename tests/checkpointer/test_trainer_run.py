@@ -256,40 +256,6 @@ def test_batches_are_drawn_again_one_at_a_time(tmp_path: Path) -> None:
         assert trainer.seen == {key: plain.seen[key] for key in trainer.seen}
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "over one loader", "workers", "stateful stream"])
-@pytest.mark.process
-def test_iterators_that_are_made_before_the_first_batch(kind: str, tmp_path: Path) -> None:
-    """A shuffle is drawn with the first batch, after the iterators of others were made."""
-
-    def made(path: Path, **options: Any) -> Trainer:
-        trainer = Trainer(path, "shuffled" if kind == "over one loader" else kind, 0, 2, **options)
-        if kind == "over one loader":
-            trainer.loaders[1] = trainer.loaders[0]
-        return trainer
-
-    def lockstep(trainer: Trainer, first: int, stop: int) -> list[Any]:
-        named = enumerate(trainer.loaders)
-        taps = [trainer.run.tap(loader, f"loader{number}", opens=True) for number, loader in named]
-        trainer.counters.apply()
-        trainer.run.restore_again()
-        draws = zip(*taps, strict=True)
-        trainer.noise()
-        for number in range(first, stop):
-            batches = next(draws)
-            trainer.run.begin()
-            trainer.train(batches, (0, number))
-            trainer.end_iteration(number + 1)
-        trainer.run.abandon()
-        return [trainer.seen[0, number] for number in range(first, stop)]
-
-    whole = lockstep(made(tmp_path / "plain", enabled=False), 0, BATCHES)
-    for cut in (1, 3):
-        trainer = made(tmp_path / f"cut{cut}")
-        until_slots(trainer.run.checkpointer)
-        assert lockstep(trainer, 0, cut) == whole[:cut]
-        assert lockstep(made(tmp_path / f"cut{cut}"), cut, BATCHES) == whole[cut:]
-
-
 def test_an_iterator_of_an_epoch_that_has_ended_gives_no_batch(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "run", "shuffled", 0)
     for epoch, batches in enumerate((BATCHES, 2)):

@@ -268,8 +268,10 @@ def plan(
         if each.in_worker:
             planned.append(each)
             continue
-        # From outside, the signal hits wherever the process is by then.
-        planned.append(replace(each, until=until, outside=until is not None and drawn.random() < 0.25))
+        # From outside, the signal hits wherever the process is by then: one of each name comes from inside.
+        is_covered = any(one.name == each.name and not one.outside for one in planned)
+        outside = is_covered and until is not None and drawn.random() < 0.25
+        planned.append(replace(each, until=until, outside=outside))
     ends = [Kill(START, outside=True), *planned, Kill(AFTER)]
     return [replace(each, number=number) for each in ends]
 

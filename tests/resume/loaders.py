@@ -52,13 +52,13 @@ class Sticky(IterableDataset[Any]):
     """Every `iter()` begins at the state that was loaded last, as in Hugging Face's data sets."""
 
     def __init__(self) -> None:
-        self.starting: dict[str, Any] | None = None
+        self._starting_state_dict: dict[str, Any] | None = None
         self.state = {"shard": 0, "row": 0}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
         shards = range(4)[info.id :: info.num_workers] if info else range(4)
-        self.state = dict(self.starting or {"shard": 0, "row": 0})
+        self.state = dict(self._starting_state_dict or {"shard": 0, "row": 0})
         while self.state["shard"] < len(shards):
             while self.state["row"] < ITEMS // 4:
                 self.state["row"] += 1
@@ -70,7 +70,7 @@ class Sticky(IterableDataset[Any]):
         return copy.deepcopy(self.state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.starting = state
+        self._starting_state_dict = state
 
 
 class Shards:

@@ -1,88 +1,82 @@
 """The exact resume of torch's DataLoader over a data set with a length: it loads again only the batches of
 the open round of workers, and restores all generators, including those inside the workers.
 
+A position is the number of batches taken (k); the generator states when the sampler's last `iter()` was
+called and when its first index was drawn; with workers, the state of the generator before it drew their base
+seed, and the states inside the workers after the last whole round.
+
 Works on a private shallow copy of the loader, never on the user's. Relies on torch's DataLoader (as of 2.13):
 - The creation of an iterator calls `iter()` on the index sampler, draws the workers' base seed from
   `loader.generator` (or the global generator), starts the workers, calls `iter()` on the index sampler once
   more, and draws `prefetch_factor * num_workers` indices; then one index for each batch.
 - Worker `i % num_workers` loads batch i, in order; collate_fn runs last.
 - Persistent workers are reset for an epoch: one `iter()`, no base seed, and their generators continue.
-
-Also the loaders that Accelerate (versions 1.14 and 1.15) prepares. They draw the next batch of the inner
-loader before they return a batch, to recognise the last one. The position is that of the inner loader, and a
-resume draws again what was drawn ahead. Never imports Accelerate before a prepared loader is used.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, get_worker_info
 
-from flashckpt.errors import BoundaryError, MismatchError
-from flashckpt.format.typed import Encoded
 from flashckpt.state import rng
-from flashckpt.state.loader.base import Source, iterator_of, keeps_workers, samplers_of
-from flashckpt.state.loader.position import LayoutChange, Position, RemainingSampler, is_at_end
-from flashckpt.state.values import StoredTensor
+from flashckpt.state.loader.order import RemainingSampler
+from flashckpt.state.loader.position import Position
+from flashckpt.state.loader.samplers import samplers_of
+from flashckpt.state.loader.source import Source
 
 log = logging.getLogger(__name__)
+
+States = dict[str, Any]
 
 
 class DataLoaderSource(Source):
     """A map-style DataLoader. The kind of its positions is "dataloader"."""
 
     kind, divides = "dataloader", True
-    parts = frozenset({"workers", "states", "seeder", "seeded_before", "skipped"})
+    parts = frozenset({"workers", "states", "seeder"})
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators(_roots(loader)))
         self._workers = int(loader.num_workers)
-        self._num_prefetched = self._workers * int(loader.prefetch_factor or 0)
         self._persistent = bool(loader.persistent_workers) and self._workers > 0
         self._rounds = Rounds(self._workers)
-        self._unpacks = self._workers > 0
         self._private: Any = None
-        self._indices = Indices(())
-        # The generator's state before it drew the base seed of persistent workers, and whether that was in
-        # an earlier epoch.
+        self._indices = Indices((), self.generators)
+        # The generator's state before it drew the base seed of the workers that run.
         self._seeder: bytes | None = None
-        self._seeded_before = False
-        self._skipped = 0  # batches before the first one of the epoch's iterator (`skip`)
-        self._after_prefetch: dict[str, Any] | None = None
 
     def close(self) -> None:
+        self.rest()
+        self._seeder = None
+        self._rounds.reset()
+
+    def rest(self) -> None:
         for iterator in (self._iterator, getattr(self._private, "_iterator", None)):
             shutdown = getattr(iterator, "_shutdown_workers", None)
             if shutdown is not None:
                 shutdown()
-        self._iterator = self._private = self._seeder = None
-        self._rounds.reset()
+        self._iterator = self._private = None
 
     def _enter(self, epoch: int) -> None:
         super()._enter(epoch)
-        self._skipped = 0
-        if not self._persistent:
-            self._rounds.reset()
         self._rounds.begin_epoch()
 
     def skip(self, batches: int) -> None:
-        """Skip the first batches by drawing only their indices: no item is loaded, and the first worker loads
-        the first batch that is returned."""
+        """As `Source.skip`, but only the indices are drawn: at most one batch a worker is loaded."""
         if self._length is not None and self._length < batches:
             raise self._too_few(self._length, batches)
-        self._skipped = self.batches_taken = batches
-        self._prepare(skip=batches)
+        self._continue_at(batches, None)
 
     def _open(self) -> Iterator[Any]:
-        self._seeded_before = self._seeder is not None
         if self._private is None:
-            self._prepare(skip=0)
+            # Workers of an earlier epoch were ended: their first `iter()` is not one of this epoch.
+            self._prepare(drops_iter=self._seeder is not None)
         self._indices.sampler = self._sampler()
         return self._made()
 
@@ -92,17 +86,45 @@ class DataLoaderSource(Source):
             self._private = None
         return iterator
 
+    def _prepare(
+        self, *, skip: int = 0, replay: tuple[States, States] | None = None, drops_iter: bool = False
+    ) -> None:
+        """Create the private copy. The options are those of `Indices`."""
+        private = copy.copy(self._loader)
+        # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
+        own = vars(private)
+        name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
+        self._indices = Indices(
+            self._sampler(), self.generators, skip=skip, replay=replay, drops_iter=drops_iter
+        )
+        self._indices.on_iter, self._indices.on_draw = self._note_seeder, self._note_order
+        own[name], own["_iterator"] = self._indices, None
+        if self._workers:
+            reporting = Reporting(self._loader.collate_fn, warns=not self._can_be_saved)
+            own["collate_fn"] = reporting
+            own["worker_init_fn"] = partial(
+                init_worker, self._loader.worker_init_fn, reporting, self._rounds.whole
+            )
+            if self._seeder is not None:
+                own["generator"] = torch.Generator()
+                rng.restore_one(own["generator"], self._seeder)
+        self._private = private
+
+    def _note_seeder(self) -> None:
+        if self._workers and self._seeder is None:
+            seeder = self._loader.generator
+            self._seeder = rng.capture_one(torch.default_generator if seeder is None else seeder)
+
+    def _note_order(self, at_iter: States, at_draw: States) -> None:
+        self._at_iter, self._at_draw = at_iter, at_draw
+
     def _unpack(self, item: Any) -> Any:
-        return self._rounds.take(self._in_iterator(self.batches_taken), item)
+        return self._rounds.take(self.batches_taken - self._first, item) if self._workers else item
 
-    def _check_generators(self) -> None:
-        if not self._workers:
-            warn_of_late(self.generators)
-
-    def _in_iterator(self, batches: int) -> int:
-        """Return the number counted from the first batch of the epoch's iterator, which starts after the
-        batches before the current division and after skipped ones."""
-        return batches - self._skipped - (self._share.batches if self._share is not None else 0)
+    @property
+    def _first(self) -> int:
+        """The batch of the epoch with which its sampler begins: after those before the current division."""
+        return 0 if self._share is None else self._share.batches
 
     def _sampler(self) -> Any:
         """Return the sampler of the epoch: the user's, or that of the rest if it was divided again."""
@@ -114,62 +136,33 @@ class DataLoaderSource(Source):
         assert share.batch_size is not None
         return BatchSampler(RemainingSampler(share), share.batch_size, share.whole)
 
-    def _prepare(self, *, skip: int) -> None:
-        """Create the private copy, whose iterator starts after `skip` batches of the epoch."""
-        private = copy.copy(self._loader)
-        # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
-        own = vars(private)
-        name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        self._indices = Indices(self._sampler(), skip=skip, skips_first_iter=self._seeder is not None)
-        own[name], own["_iterator"] = self._indices, None
-        if self._workers:
-            is_first = not self._can_be_saved
-            own["collate_fn"] = reporting = Reporting(self._loader.collate_fn, warns=is_first)
-            init, states = self._loader.worker_init_fn, self._rounds.whole
-            own["worker_init_fn"] = partial(init_worker, init, reporting, states)
-        if self._persistent and self._seeder is None:
-            self._indices.after_first_iter = self._note_seeder
-        elif self._persistent:
-            # The workers were seeded in an earlier epoch: draw the same base seed from a separate generator.
-            own["generator"] = torch.Generator()
-            rng.restore_one(own["generator"], self._seeder)
-        self._private = private
-
-    def _note_seeder(self) -> None:
-        seeder = self._loader.generator
-        self._seeder = rng.capture_one(torch.default_generator if seeder is None else seeder)
-
     def _reopen(self, position: Position) -> None:
-        assert position.start is not None
-        total = position.batches_taken
-        in_iterator = self._in_iterator(total)
-        open_round = in_iterator % self._workers if self._has_states(position) else 0
-        self.generators.restore_all(position.start)
-        self._prepare(skip=self._skipped + in_iterator - open_round)
-        self._after_prefetch = None
-        self._indices.after_draw = self._note_prefetched
+        assert position.at_iter is not None
+        assert position.at_draw is not None
+        self._load_workers(position)
+        self._continue_at(position.batches_taken, (position.at_iter, position.at_draw))
+        if self._indices.drawn_once is not None:
+            self._report_drift(self._indices.drawn_once, position.now)
+
+    def _continue_at(self, batches: int, replay: tuple[States, States] | None) -> None:
+        """Begin the epoch's iterator with the open round of workers, and load that round's batches again up
+        to `batches`."""
+        taken = batches - self._first
+        open_round = taken % self._workers if self._workers else 0
+        self._prepare(skip=taken - open_round, replay=replay)
         self._iterator = self._made()
         if not self._workers:
-            self._before_first(position)
             self._indices.prime()
         try:
-            for self.batches_taken in range(total - open_round, total):
+            for self.batches_taken in range(batches - open_round, batches):
                 self._unpack(next(self._iterator))
         except StopIteration:
             self._over = True
-        self.batches_taken = total
-        self._indices.after_draw = None
-        self._report_drift(position.now)
+        self.batches_taken = batches
 
-    def _note_prefetched(self, drawn: int) -> None:
-        # An uninterrupted run draws this many indices at once, before the loop draws anything.
-        if drawn == max(1, self._num_prefetched):
-            self._after_prefetch = self.generators.capture_all()
-
-    def _report_drift(self, now: dict[str, Any]) -> None:
-        if self._after_prefetch is None:
-            return
-        found = (self.generators.capture_all(), self._after_prefetch, now)
+    def _report_drift(self, drawn_once: States, now: States) -> None:
+        """Warn if the sampler draws with each index from a generator that other code has used since."""
+        found = (self.generators.capture_all(), drawn_once, now)
         drawn, settled, then = ({**each["global"], **each["own"]} for each in found)
         moved = [name for name in drawn if drawn[name] not in (settled.get(name), then.get(name))]
         if moved:
@@ -180,63 +173,37 @@ class DataLoaderSource(Source):
                 ", ".join(moved),
             )
 
+    def _check_generators(self) -> None:
+        if not self._workers:
+            warn_of_late(self.generators)
+
     def _leave(self, *, ended: bool = False) -> None:
-        if not self._persistent or self._broken:
+        if self._iterator is not None and not (ended and self._persistent):
             self.close()
-        elif self._iterator is not None and not ended:
-            self._drain(self._iterator)
         self._iterator = None
 
-    def _drain(self, iterator: Iterator[Any]) -> None:
-        """Receive the batches prefetched in an epoch that is left early. torch lets the workers load them and
-        drops them at the next reset; received here, they report the states of the workers' generators."""
-        self._indices.closed = True
-        for _ in range(self._num_prefetched):
-            try:
-                self._unpack(next(iterator))
-            except StopIteration:
-                break
-            except Exception as error:
-                log.debug("A prefetched batch of an epoch that was left failed: %r", error)
-            self.batches_taken += 1
-        self._indices.closed = False
-
-    def _keeps_workers(self) -> bool:
-        return self._persistent
-
     def _parts(self) -> tuple[bool, dict[str, Any]]:
-        # Without workers, only a draw from the sampler would show the end.
-        received = getattr(self._iterator, "_rcvd_idx", None)
-        sent = getattr(self._iterator, "_send_idx", None)
-        over = self._over or (received is not None and sent is not None and received >= sent)
-        between = over or self._start is None
+        between = self._over or self._at_iter is None
         states = self._rounds.newest if between else self._rounds.whole
-        return over, {
-            "workers": self._workers,
-            "states": [] if between and not self._persistent else list(states),
-            "seeder": self._seeder,
-            "seeded_before": between or self._seeded_before,
-            "skipped": self._skipped,
-        }
+        return self._over, {"workers": self._workers, "states": list(states), "seeder": self._seeder}
 
-    def _load(self, position: Position, *, carried: bool) -> None:
+    def _load(self, position: Position) -> None:
+        # The workers of an epoch that was left were ended.
+        if self._persistent and not position.is_open:
+            self._load_workers(position)
+
+    def _load_workers(self, position: Position) -> None:
         parts = position.parts
-        self._skipped = parts["skipped"]
-        if parts["workers"] != self._workers:
-            log.warning(
-                "Not exact: the loader has %d workers and had %d when the checkpoint was taken. The order of "
-                "batches is the same; random numbers drawn inside the workers differ.",
-                self._workers,
-                parts["workers"],
-            )
-        if self._has_states(position):
-            if parts["states"]:
-                self._rounds.set(parts["states"])
-            self._seeded_before = self._persistent and parts["seeded_before"]
-            self._seeder = parts["seeder"] if self._seeded_before else None
-
-    def _has_states(self, position: Position) -> bool:
-        return self._workers > 0 and position.parts["workers"] == self._workers
+        if parts["workers"] == self._workers:
+            self._rounds.set(parts["states"])
+            self._seeder = parts["seeder"]
+            return
+        log.warning(
+            "Not exact: the loader has %d workers and had %d when the checkpoint was taken. The order of "
+            "batches is the same; random numbers drawn inside the workers differ.",
+            self._workers,
+            parts["workers"],
+        )
 
 
 def _roots(loader: Any) -> dict[str, object]:
@@ -255,66 +222,78 @@ class Indices:
     """The sampler of the private DataLoader.
 
     `DataLoader` calls `iter()` on its sampler once without workers and twice with workers, and some samplers
-    draw random numbers in that call. So each call is forwarded at once, but the first `skip` batches are
-    drawn and dropped only at the first `next()`, after the workers' base seed was drawn.
+    draw random numbers in that call. So each call is forwarded at once, and only the last one counts.
 
     sampler: the user's sampler, or its replacement.
-    skip: the batches still to be dropped.
-    closed: return no more indices.
-    skips_first_iter: do not forward the first `iter()`, which an uninterrupted run would not make.
+    skip: the batches that are drawn and dropped before the first one.
+    replay: the generator states at the sampler's last `iter()` and at its first draw, of the epoch that is
+        continued: no call is forwarded before the first index is needed.
+    drops_iter: do not forward the first `iter()`, which an uninterrupted run would not make.
+
+    on_iter: called after each `iter()` that was forwarded at once. on_draw: called with both states before
+    the first index is drawn.
+    drawn_once: the generator states after the first index that was dropped.
     """
 
-    def __init__(self, sampler: Iterable[Any], *, skip: int = 0, skips_first_iter: bool = False) -> None:
-        self.sampler = sampler
-        self.skip = skip
-        self.closed = False
-        self.drawn = 0
-        self.after_first_iter: Callable[[], None] | None = None
-        self.after_draw: Callable[[int], None] | None = None
-        self._skips_first_iter = skips_first_iter
-        self._calls = 0
-        self._inner: Iterator[Any] | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        self._calls += 1
-        if self._skips_first_iter and self._calls == 1:
-            return iter(())
-        self._inner, self.drawn = iter(self.sampler), 0
-        if self._calls == 1 and self.after_first_iter is not None:
-            self.after_first_iter()
-        return self._draws(self._inner)
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        generators: rng.Generators,
+        *,
+        skip: int = 0,
+        replay: tuple[States, States] | None = None,
+        drops_iter: bool = False,
+    ) -> None:
+        self.sampler, self._generators = sampler, generators
+        self._skip, self._replay, self._drops_iter = skip, replay, drops_iter
+        self._inner: Iterator[Any] = iter(())
+        self._at_iter: States = {}
+        self._is_primed = False
+        self.on_iter: Callable[[], object] = lambda: None
+        self.on_draw: Callable[[States, States], object] = lambda at_iter, at_draw: None
+        self.drawn_once: States | None = None
 
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]
 
+    def __iter__(self) -> Iterator[Any]:
+        if self._drops_iter:
+            self._drops_iter = False
+            return iter(())
+        if self._replay is None:
+            self._at_iter = self._generators.capture_all()
+            self._inner = iter(self.sampler)
+            self.on_iter()
+        self._is_primed = False
+        return self._draws()
+
+    def _draws(self) -> Iterator[Any]:
+        self.prime()
+        yield from self._inner
+
     def prime(self) -> None:
-        """Draw and drop the skipped batches now: without workers, nothing else draws ahead."""
-        if self._inner is not None:
-            self._drop(self._inner)
+        """Drop the skipped batches, after a replay. Without workers nothing else draws an index before the
+        generator states of the boundary are restored."""
+        if self._is_primed:
+            return
+        self._is_primed = True
+        if self._replay is None:
+            at_iter, at_draw = self._at_iter, self._generators.capture_all()
+        else:
+            (at_iter, at_draw), self._replay = self._replay, None
+            self._generators.restore_all(at_iter)
+            self._inner = iter(self.sampler)
+            self._generators.restore_all(at_draw)
+        self.on_draw(at_iter, at_draw)
+        for _ in range(self._skip):
+            if next(self._inner, _END) is _END:
+                break
+            if self.drawn_once is None:
+                self.drawn_once = self._generators.capture_all()
+        self._skip = 0
 
-    def _draws(self, inner: Iterator[Any]) -> Iterator[Any]:
-        while not self.closed:
-            self._drop(inner)
-            try:
-                drawn = self._draw(inner)
-            except StopIteration:
-                return
-            yield drawn
 
-    def _drop(self, inner: Iterator[Any]) -> None:
-        while self.skip:
-            self.skip -= 1
-            try:
-                self._draw(inner)
-            except StopIteration:
-                self.skip = 0
-
-    def _draw(self, inner: Iterator[Any]) -> Any:
-        drawn = next(inner)
-        self.drawn += 1
-        if self.after_draw is not None:
-            self.after_draw(self.drawn)
-        return drawn
+_END = object()
 
 
 # Reports of the workers' generators
@@ -414,267 +393,3 @@ class Rounds:
         if worker == self._workers - 1:
             self.whole = list(self.newest)
         return reported.batch
-
-
-# The loaders that Accelerate prepares
-
-
-# Attributes of DataLoaderShard and DataLoaderDispatcher that this module reads or replaces.
-_ATTRIBUTES = ("base_dataloader", "iteration", "end_of_dataloader", "skip_batches", "_drop_last")
-
-
-def is_prepared(loader: Any) -> bool:
-    """Whether Accelerate has prepared this loader."""
-    # type(), not __class__: its loaders report the class of the DataLoader that they wrap.
-    return any(kind.__module__ == "accelerate.data_loader" for kind in type(loader).__mro__)
-
-
-def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> PreparedSource:
-    """Return the source of a prepared loader. `source_of` returns the source of the inner loader.
-
-    Raises BoundaryError for Accelerate's other loaders, whose draws cannot be counted."""
-    names = {kind.__name__ for kind in type(loader).__mro__}
-    read = (*_ATTRIBUTES, "slice_fn") if "DataLoaderDispatcher" in names else _ATTRIBUTES
-    missing = [name for name in read if not hasattr(loader, name)]
-    name = type(loader).__name__
-    if not names & {"DataLoaderShard", "DataLoaderDispatcher"} or "base_dataloader" not in vars(loader):
-        raise BoundaryError(
-            f"{name} of Accelerate draws batches in an unknown way, so its position could not be saved. "
-            "Nothing was started. Pass the loader that accelerator.prepare() returns for a DataLoader, or "
-            "keep the DataLoader out of prepare()."
-        )
-    if missing:
-        raise BoundaryError(
-            f"{name} of this release of Accelerate has no {', '.join(missing)}, so its position could not be "
-            "saved. Nothing was started. Install accelerate 1.14 or 1.15."
-        )
-    skipped = loader.skip_batches or _skipped_by_sampler(loader)
-    if skipped:
-        raise BoundaryError(
-            f"This loader skips its first {skipped} batches (skip_first_batches). A resume goes to the saved "
-            "batch by itself, so these batches would be skipped twice. Nothing was started. Pass the "
-            "prepared loader."
-        )
-    if "DataLoaderDispatcher" not in names:
-        return PreparedSource(loader, source_of(loader.base_dataloader), per_batch=1)
-    processes = loader.state.num_processes
-    per_batch = 1 if loader.split_batches or loader.submesh_tp else processes
-    is_first = loader.state.process_index == 0
-    inside = source_of(loader.base_dataloader) if is_first else ReceivedSource(loader)
-    fills_up = processes > 1 and not loader._drop_last
-    return PreparedSource(loader, inside, per_batch=per_batch, dispatches=True, fills_up=fills_up)
-
-
-def _skipped_by_sampler(loader: Any) -> int:
-    """Return the batches that `skip_first_batches` drops by a batch sampler, in a loader with samplers."""
-    for sampler in (loader.sampler, loader.batch_sampler):
-        if type(sampler).__name__ == "SkipBatchSampler":
-            return int(sampler.skip_batches)
-    return 0
-
-
-class PreparedSource(Source):
-    """The source of a prepared loader, which draws its batches from the source `inside`.
-
-    batches_taken: the batches of the prepared loader.
-    per_batch: the inner batches for each batch of the prepared loader.
-    dispatches: one rank draws for all.
-    fills_up: rows of the epoch's first batch complete a last batch that the ranks cannot divide.
-    """
-
-    def __init__(
-        self, loader: Any, inside: Source, *, per_batch: int, dispatches: bool = False, fills_up: bool = False
-    ) -> None:
-        super().__init__(loader, inside.generators)
-        self._inside, self._per_batch = inside, per_batch
-        self._dispatches, self._fills_up = dispatches, fills_up
-        self._first_rows: Encoded | None = None  # on rank 0: the rows of the epoch's first batch
-
-    def __len__(self) -> int:
-        return len(self._inside) if self._per_batch == 1 else len(self._loader)
-
-    def has_lost_workers(self) -> bool:
-        return self._inside.has_lost_workers()
-
-    def check(self) -> None:
-        self._inside.check()
-
-    def begin(
-        self,
-        epoch: int,
-        resume: Mapping[str, Any] | None = None,
-        *,
-        carry: bool = False,
-        leave: frozenset[str] = frozenset(),
-        sets_epoch: bool = True,
-        in_lockstep: bool = False,
-    ) -> None:
-        """As `Source.begin`, but the samplers' epoch is the loader's own count of passes."""
-        inside, loader = self._inside, self._loader
-        self._iterator, self.batches_taken, self.was_over, self._first_rows = None, 0, False, None
-        inside.count_trained()
-        if resume is None:
-            return inside.begin(epoch, sets_epoch=False)
-        if isinstance(inside, ReceivedSource):
-            resume = inside.converted(resume)
-        saved = Position.read(resume, inside.kind, inside.parts)
-        if saved.epoch == epoch and not carry and not is_at_end(saved):
-            self._check_ranks(saved)
-        set_by_program = loader.iteration
-        iteration = _count(saved.made_of.get("iteration"), saved.epoch)
-        drawn = _count(saved.made_of.get("drawn"), saved.batches_taken)
-        # Before `begin`, which computes the samplers' order.
-        loader.set_epoch(iteration)
-        resume = {**resume, "batches_taken": drawn}
-        inside.begin(epoch, resume, carry=carry, leave=leave, sets_epoch=False, in_lockstep=in_lockstep)
-        if carry or saved.epoch != epoch:
-            # A program that sets the epoch itself sets it before its loop.
-            loader.iteration = set_by_program or iteration
-            return None
-        self.was_over, self.batches_taken = inside.was_over, saved.batches_taken
-        if "first_rows" in saved.made_of:
-            self._first_rows = Encoded(saved.made_of["first_rows"])
-        # The loader counts a pass at the draw after its last batch, and a resume does not repeat this draw.
-        loader.iteration = iteration + self.was_over
-        return None
-
-    def _check_ranks(self, saved: Position) -> None:
-        moved = LayoutChange.read(saved.made_of.get("moved"))
-        if self._dispatches and moved is not None and moved.is_resized:
-            raise MismatchError(
-                f"The checkpoint was taken after {saved.batches_taken} batches of an epoch, drawn by one "
-                f"rank for all {moved.ranks}, and now there are {moved.world} ranks. The model and all other "
-                "state were restored; no batch was drawn. Train on the former number of ranks until the "
-                "epoch has ended.",
-                differences=(("ranks", str(moved.ranks), str(moved.world)),),
-            )
-
-    def next(self) -> Any:
-        if self.was_over:
-            raise StopIteration
-        if self._iterator is None:
-            self._iterator = iter(self._loader)
-            batch = self._first(self._iterator)
-        else:
-            batch = next(self._iterator)
-        self.batches_taken += 1
-        self._inside.count_trained(self.batches_taken * self._per_batch)
-        return batch
-
-    def _first(self, iterator: Iterator[Any]) -> Any:
-        """Return the first batch. For this call, replace `base_dataloader`, from which the loader creates its
-        inner iterator, and `slice_fn`, whose first call returns the rows that complete its last batch."""
-        own, inside = vars(self._loader), self._inside
-        originals: dict[str, Any] = {n: own[n] for n in ("base_dataloader", "slice_fn") if n in own}
-        own["base_dataloader"] = _InnerLoader(own["base_dataloader"], inside)
-
-        def first_rows(*arguments: Any, **named: Any) -> Any:
-            own["slice_fn"] = originals["slice_fn"]
-            return self._keep_rows(originals["slice_fn"](*arguments, **named))
-
-        if self._fills_up:
-            own["slice_fn"] = first_rows
-        try:
-            return next(iterator)
-        finally:
-            own.update(originals)
-
-    def _keep_rows(self, rows: Any) -> Any:
-        """Keep and return the rows of the epoch's first batch. After a resume, `rows` are those of a later
-        batch: return the saved ones of rank 0 instead."""
-        from accelerate.utils import broadcast_object_list, recursively_apply
-
-        tensors: list[torch.Tensor] = []
-        recursively_apply(tensors.append, rows)
-        if self.batches_taken:
-            saved: list[Any] = [None if self._first_rows is None else self._first_rows.value]
-            broadcast_object_list(saved)
-            if saved[0] is not None:
-                kept = iter(saved[0])
-                return recursively_apply(lambda tensor: next(kept).tensor().to(tensor.device), rows)
-        elif self._loader.state.process_index == 0:
-            self._first_rows = Encoded([StoredTensor.of(each.clone(), "loader") for each in tensors])
-        return rows
-
-    def leave_ahead(self) -> None:
-        self._inside.leave_ahead()
-
-    def position(self) -> dict[str, Any]:
-        inside = self._inside.position()
-        own = {"iteration": self._loader.iteration, "drawn": inside["batches_taken"]}
-        if self._first_rows is not None:
-            own["first_rows"] = self._first_rows
-        return {**inside, "batches_taken": self.batches_taken, "made_of": {**inside["made_of"], **own}}
-
-    def close(self) -> None:
-        self._iterator = None
-        self._inside.close()
-
-
-def _count(saved: Any, otherwise: int | None) -> int:
-    """Return a count that only positions of prepared loaders have, or the default."""
-    return saved if type(saved) is int else otherwise or 0
-
-
-class _InnerLoader:
-    """The replacement of `base_dataloader` while the prepared loader creates its iterator: iterates over the
-    source and has the attributes of the loader."""
-
-    def __init__(self, loader: Any, source: Source) -> None:
-        self._loader, self._source = loader, source
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        if isinstance(self._source, ReceivedSource):
-            return self._source.unused_iterator(self._loader)
-        return _Batches(self._source)
-
-
-class _Batches(Iterator[Any]):
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __next__(self) -> Any:
-        return self._source.next()
-
-
-class ReceivedSource(Source):
-    """The source of a rank that receives its batches from DataLoaderDispatcher on the first rank: it draws no
-    batches and only saves generators."""
-
-    kind = "received"
-    parts = frozenset({"keeps_workers"})
-
-    def __init__(self, loader: Any) -> None:
-        super().__init__(loader, rng.Generators({"loader": loader.base_dataloader}))
-        self._has_workers = False
-
-    def converted(self, resume: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a position from another number of ranks to this kind: it may be that of the drawing rank,
-        whose parts are dropped."""
-        made_of = resume.get("made_of")
-        if resume.get("kind") == self.kind or not isinstance(made_of, dict) or "moved" not in made_of:
-            return resume
-        return {**resume, "kind": self.kind, "length": None, "parts": {"keeps_workers": False}}
-
-    def unused_iterator(self, loader: Any) -> Iterator[Any]:
-        """Return the iterator that the dispatcher creates and never uses. Undo its draw of the workers' seed
-        in a resumed epoch, which had drawn it already."""
-        iterator = iterator_of(loader, self.generators, had_workers=self._has_workers)
-        self._has_workers = keeps_workers(loader)
-        due, self._restore_at_fetch = self._restore_at_fetch, None
-        if due is not None:
-            self.generators.restore_all(due)
-        return iterator
-
-    def count_trained(self, batches: int = 0) -> None:
-        self.batches_taken = batches
-
-    def _load(self, position: Position, *, carried: bool) -> None:
-        self._has_workers = position.parts["keeps_workers"] is True
-
-    def _parts(self) -> tuple[bool, dict[str, Any]]:
-        over = self._over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
-        return over, {"keeps_workers": self._has_workers}

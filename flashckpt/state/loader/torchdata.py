@@ -7,8 +7,6 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 
 def draw_skipped(iterator: Any) -> None:
     """Skip the batches before the position now. torchdata would skip them at the next fetch, after the
@@ -50,17 +48,3 @@ def iterate(loader: Any) -> Iterator[Any]:
         iterator._cached_state_dict = None
     given: Iterator[Any] = iterator
     return given
-
-
-def keeps_stream(loader: Any) -> bool:
-    """Whether the loader's data set keeps its position in this process. In workers, each epoch has a new copy
-    into which no state was loaded."""
-    return not loader.num_workers and isinstance(loader.dataset, IterableDataset)
-
-
-def stream_state(state: Any) -> Any:
-    """Return the data set's part of a StatefulDataLoader's state, without counters of batches; None if the
-    data set has none."""
-    of_iterator = (state.get("fetcher_state") or {}).get("dataset_iter_state")
-    of_data_set = state.get("dataset_state")
-    return None if of_iterator is None and of_data_set is None else [of_data_set, of_iterator]

@@ -290,11 +290,16 @@ class Record:
 
 
 def run(
-    source: Any, epochs: range, resume: dict[str, Any] | None = None, *, leave_after: int = 1 << 30
+    source: Any,
+    epochs: range,
+    resume: dict[str, Any] | None = None,
+    *,
+    leave_after: int = 1 << 30,
+    sets_epoch: bool = True,
 ) -> Record:
     """Iterate over epochs. A boundary's key is (epoch, batches taken); (epoch, "end") after the last batch;
     (epoch, "after") after the code between two epochs."""
-    record = Record()
+    record, source.sets_epoch = Record(), sets_epoch
     for epoch in epochs:
         source.begin(epoch, resume if epoch == epochs.start else None)
         while source.batches_taken < leave_after:

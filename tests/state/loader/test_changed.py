@@ -11,7 +11,7 @@ import runs
 import torch
 
 from flashckpt.errors import BoundaryError, MismatchError
-from flashckpt.state.loader.base import ReplayedSource
+from flashckpt.state.loader.source import ReplayedSource
 from flashckpt.state.loader.sources import source_of
 
 

@@ -82,10 +82,9 @@ def loads_wanted(record: runs.Record, cut: runs.Key, workers: int, until: int) -
     """Return the items of all batches from the beginning of the cut's round on."""
     epoch, taken = cut
     sizes = {key: size for key, size in record.sizes.items() if epoch <= key[0] <= until}
-    if taken in ("end", "after") or (epoch, taken) not in sizes:
-        first = (epoch + 1, 0)
-    else:
-        first = epoch, int(taken) - int(taken) % max(1, workers)
+    first = (epoch + 1, 0)
+    if isinstance(taken, int):
+        first = epoch, taken - taken % max(1, workers)
     return sum(size for key, size in sizes.items() if key >= first)
 
 

@@ -198,7 +198,7 @@ def test_an_unknown_length() -> None:
         {"now": {}},
         {"kind": "unheard of"},
         {"parts": {}},
-        {"start": {"global": {}, "own": {}}},
+        {"at_iter": {"global": {}, "own": {}}},
         {"extra": 1},
     ],
 )

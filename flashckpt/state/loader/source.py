@@ -2,13 +2,12 @@
 simplest source, which replays the epoch.
 
 Owns the point where generator states are restored: just before the fetch of the first batch after a resume.
-Never changes the program's loader, except for `set_epoch` of its samplers.
+Never changes the program's loader, except for `set_epoch`.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import logging
 import math
@@ -22,16 +21,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from flashckpt.errors import BoundaryError, MismatchError
-from flashckpt.format.typed import check_roundtrip, encode_json
+from flashckpt.format.typed import check_roundtrip
 from flashckpt.state import rng
-from flashckpt.state.loader.position import (
-    LiveLoader,
-    Position,
-    Share,
-    is_at_end,
-    says_global,
-    share_of,
-)
+from flashckpt.state.loader.order import Share, share_of
+from flashckpt.state.loader.position import LiveLoader, Position, is_at_end, says_global
+from flashckpt.state.loader.samplers import set_epoch
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +39,7 @@ class Source:
     was_over: whether the position that was resumed is after the epoch's last batch.
     generators: the generators that the loader's parts own.
     convert: the function that a wrapper of the loader applies to each batch.
+    sets_epoch: call `set_epoch` of samplers and data set at the begin of each epoch.
     """
 
     kind = ""
@@ -59,18 +54,14 @@ class Source:
         self._over = False
         self._broken = False
         self._iterator: Iterator[Any] | None = None
-        self._unpacks = False  # by `_unpack`
-        self._start: dict[str, Any] | None = None
-        # The iterator was created before the first fetch (`make_iterator`), and other code may draw from the
-        # same generators in between. `_first_states`: the generator states just before that fetch.
-        self._is_made_early = False
-        self._first_states: dict[str, Any] | None = None
+        # The generator states before the epoch's iterator was made, and before its first index was drawn.
+        self._at_iter: dict[str, Any] | None = None
+        self._at_draw: dict[str, Any] | None = None
         self._restore_at_fetch: dict[str, Any] | None = None
         self._length = length_of(loader)
         self._made_of = made_of(loader)
         self._share = share_of(loader, generators)
-        self._sets_epoch = True
-        self.was_over = self._can_be_saved = False
+        self.sets_epoch = self.was_over = self._can_be_saved = False
         self.convert: Callable[[Any], Any] | None = None
         # If batches are drawn ahead of training (`count_trained`): the number of batches trained on, the
         # positions before the newest draws, and the generator states of the batches to draw again.
@@ -101,7 +92,6 @@ class Source:
         *,
         carry: bool = False,
         leave: frozenset[str] = frozenset(),
-        sets_epoch: bool = True,
         in_lockstep: bool = False,
     ) -> None:
         """Begin an epoch at its start, or at the position `resume`.
@@ -112,11 +102,10 @@ class Source:
 
         carry: carry over also a position of this epoch.
         leave: paths of own generators that are not carried over.
-        sets_epoch: call `set_epoch` of the samplers.
         in_lockstep: another source has drawn since the resume, in step with this one: keep the global
             generators as they are.
         """
-        self._sets_epoch, self.was_over = sets_epoch, False
+        self.was_over = False
         if resume is None:
             self._leave()
             return self._enter(epoch)
@@ -125,7 +114,7 @@ class Source:
         if carry or position.epoch != epoch:
             return self._carry(position, epoch, leave)
         global_states = rng.capture() if in_lockstep else position.boundary["global"]
-        self._resume(position, carried=False)
+        self._resume(position)
         self.was_over = self._over
         if self._trained is not None:
             self._trained = self.batches_taken
@@ -179,8 +168,8 @@ class Source:
             raise
 
     def skip(self, batches: int) -> None:
-        """Skip the first batches of an epoch that has just begun: draw and drop them, unless the subclass
-        needs no draws. Raises MismatchError if the loader has fewer."""
+        """Draw and drop the first batches of an epoch that has just begun. Raises MismatchError if the loader
+        has fewer."""
         for number in range(batches):
             try:
                 self.next()
@@ -265,8 +254,8 @@ class Source:
             over=over,
             length=self._length,
             made_of=made_of,
-            start=None if over else self._start,
-            first=None if over else self._first_states,
+            at_iter=None if over else self._at_iter,
+            at_draw=None if over else self._at_draw,
             parts=parts,
             now=now,
             ahead=ahead,
@@ -274,52 +263,40 @@ class Source:
         )
 
     def close(self) -> None:
-        """End the worker processes; the user's loader stays unchanged."""
+        """End the worker processes and forget their random numbers; the user's loader stays unchanged."""
         self._iterator = None
 
-    def make_iterator(self) -> None:
-        """Create the iterator of a new epoch now, as `iter(loader)` does; this may draw random numbers.
-        Otherwise the first fetch creates it."""
-        self._make_iterator()
-        self._is_made_early = self.batches_taken == 0
-
-    def _make_iterator(self) -> Iterator[Any]:
-        if self._iterator is None:
-            self._start = self.generators.capture_all()
-            self._iterator = self._open()
-        return self._iterator
+    def rest(self) -> None:
+        """End the worker processes until the loader is used again."""
 
     def _fetch(self) -> Any:
-        if self._is_made_early:
-            self._is_made_early, self._first_states = False, self.generators.capture_all()
-        iterator = self._make_iterator()
-        batch = next(iterator)
-        if self._unpacks:
-            batch = self._unpack(batch)
+        if self._iterator is None:
+            self._iterator = self._open()
+        batch = self._unpack(next(self._iterator))
         self.batches_taken += 1
         return batch
 
     def _enter(self, epoch: int) -> None:
         self._epoch, self.batches_taken, self._over, self._broken = epoch, 0, False, False
-        self._start = self._first_states = self._restore_at_fetch = None
-        self._is_made_early = False
+        self._at_iter = self._at_draw = self._restore_at_fetch = None
         self._before_draws.clear()
         self._redraws.clear()
         self._ends_after_redraws = False
         if self._trained is not None:
             self._trained = 0
         self._length, self._made_of = length_of(self._loader), made_of(self._loader)
-        if self._sets_epoch:
+        if self.sets_epoch:
             set_epoch(self._loader, epoch)
         self._share = share_of(self._loader, self.generators)
 
     def _carry(self, position: Position, epoch: int, leave: frozenset[str]) -> None:
         # Other loops may have run since the position was taken: keep the global generators.
         global_states, own = rng.capture(), self.generators.capture()
+        self._enter(epoch)
         try:
             if self._live_loader(position).keeps(position):
-                self._resume(position, carried=True)
-                self._leave()
+                self._check(position)
+                self._load(position)
             else:
                 self._ignore_state(position)
         finally:
@@ -327,16 +304,14 @@ class Source:
         then = position.boundary["own"]
         carried = {path: own[path] if path in leave else state for path, state in then.items()}
         self.generators.restore({**own, **carried})
-        self._enter(epoch)
 
-    def _resume(self, position: Position, *, carried: bool) -> None:
-        """Set this source to `position`. `carried`: only to continue in a later epoch."""
-        if position.epoch is not None:
-            self._enter(position.epoch)
+    def _resume(self, position: Position) -> None:
+        """Set this source to `position`, of this epoch."""
+        assert position.epoch is not None
+        self._enter(position.epoch)
         self.batches_taken, self._over = position.batches_taken, position.over
-        is_open = position.start is not None and not position.over
         then, here = Share.read(position.made_of.get("share")), self._live_loader(position)
-        if is_open and not carried:
+        if position.is_open:
             self._share, is_divided_again = here.continue_from(position)
             if is_divided_again:
                 return self._divide_again(position)
@@ -347,35 +322,28 @@ class Source:
         elif position.over and self._length is not None and not here.keeps(position):
             self._length = position.batches_taken  # the epoch ended on another layout of ranks
         self._check(position)
-        if not (is_open or carried or here.keeps(position)):
-            return self._ignore_state(position)
-        self._load(position, carried=carried)
-        if is_open and (self._keeps_workers() or not carried):
-            self._start, self._first_states = position.start, position.first
+        if position.is_open and position.at_iter is not None:
             self._reopen(position)
-            self._is_made_early = position.batches_taken == 0
+        elif here.keeps(position):
+            self._load(position)
+        else:
+            self._ignore_state(position)
         return None
 
     def _divide_again(self, position: Position) -> None:
-        """Continue with this rank's share of the remaining samples: the loader begins with the generator
-        states of the boundary."""
+        """Continue with this rank's share of the remaining samples, as in an epoch that begins here."""
         share, taken = self._share, position.batches_taken
         assert share is not None
         assert share.order is not None
-        assert position.start is not None
-        early, seeded = position.first is not None, position.parts["seeded_before"]
-        order = share.order.settled(position.first or position.start, base_seed=not (early or seeded))
+        order = share.order if position.at_draw is None else share.order.settled(position.at_draw)
         share = self._share = replace(share, order=order)
         self._length = taken if is_at_end(position) else share.all_batches
+        self._over = self._length <= taken
         log.info(
             "epoch %s continues after %d of its %d samples; the rest is divided among %d data-parallel "
             "ranks, %d batches each.",
             position.epoch, share.samples, order.length, share.ranks, self._length - taken,
         )  # fmt: skip
-        self._over = self._length <= taken
-        if not self._over:
-            self._start = position.now
-            self._reopen(position._replace(start=position.now, first=None))
 
     def _live_loader(self, position: Position) -> LiveLoader:
         name, share = type(self._loader).__name__, self._share
@@ -407,21 +375,16 @@ class Source:
             )
 
     def _open(self) -> Iterator[Any]:
-        """Return the iterator of a new epoch."""
+        """Return the iterator of a new epoch. Sets `_at_iter`."""
         raise NotImplementedError
 
     def _reopen(self, position: Position) -> None:
-        """Set the iterator so that its next batch is the one after `position`."""
+        """Set the iterator so that its next batch is the one after `position`, and `_at_iter`."""
         raise NotImplementedError
-
-    def _before_first(self, position: Position) -> None:
-        """In `_reopen`, between the creation of the iterator and the first redraw: restore `first`."""
-        if position.first is not None:
-            self.generators.restore_all(position.first)
 
     def _unpack(self, item: Any) -> Any:
         """Return the batch of an item of the iterator."""
-        raise NotImplementedError
+        return item
 
     def _check_generators(self) -> None:
         """Warn, after the first batch, of generators that did not exist before it."""
@@ -430,12 +393,8 @@ class Source:
         """End the epoch. `ended`: the iterator has just raised StopIteration."""
         self._iterator = None
 
-    def _keeps_workers(self) -> bool:
-        """Whether worker processes of an epoch continue in the next one."""
-        return False
-
-    def _load(self, position: Position, *, carried: bool) -> None:
-        """Load the result of `_parts`. `carried`: to continue in a later epoch."""
+    def _load(self, position: Position) -> None:
+        """Load what a position between two epochs, or of an epoch that was left, has for the next one."""
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         """Return whether certainly no batch follows, and the `Position.parts` of this kind of source."""
@@ -446,44 +405,14 @@ def _batches_before(share: Share | None) -> int:
     return 0 if share is None else share.batches
 
 
-def digest_of(value: object) -> str:
-    """Return a digest of a value."""
-    return hashlib.blake2b(encode_json(value), digest_size=8).hexdigest()
-
-
-class IdentityMap:
-    """A map from the user's objects, by identity, to values. Holds weak references where the object supports
-    them. Never changes, compares or hashes the objects."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, tuple[Callable[[], Any], Any]] = {}
-
-    def get(self, about: object, default: Any = None) -> Any:
-        reference, value = self._values.get(id(about), (None, default))
-        return value if reference is not None and reference() is about else default
-
-    def set(self, about: object, value: Any) -> None:
-        key = id(about)
-        self._values[key] = reference_to(about, lambda: self._values.pop(key, None)), value
-
-
-def reference_to(value: object, on_death: Callable[[], object] | None = None) -> Callable[[], Any]:
-    """Return a function that returns the object, or None after its death: a weak reference, or a strong one
-    if the object does not support weak references."""
-    try:
-        return weakref.ref(value, None if on_death is None else lambda _: on_death())
-    except TypeError:
-        return lambda: value
-
-
 # Iterables without state
 
 
 _LOG_EVERY_S = 5.0
 # A replay of these is free and exact, so it is not logged. Exact types only, since a subclass may differ.
 _FREE_TO_REPLAY = (range, list, tuple, deque, itertools.count, itertools.repeat)
-# Iterators that are their own `iter()` and were already drawn from: they cannot start again.
-_used_iterators = IdentityMap()
+# References to iterators that are their own `iter()` and were already drawn from: they cannot start again.
+_used_iterators: deque[Callable[[], Any]] = deque(maxlen=64)
 
 
 class ReplayedSource(Source):
@@ -510,12 +439,17 @@ class ReplayedSource(Source):
 
     def _iterate(self) -> tuple[Iterator[Any], bool]:
         """Return an iterator, and whether batches were drawn from it before."""
+        self._at_iter = self.generators.capture_all()
         iterator = iterator_of(self._loader, self.generators, had_workers=self._has_workers)
         self._has_workers = keeps_workers(self._loader)
         if iterator is not self._loader:
             return iterator, False
-        used = bool(_used_iterators.get(iterator))
-        _used_iterators.set(iterator, True)
+        used = any(reference() is iterator for reference in _used_iterators)
+        if not used:
+            try:
+                _used_iterators.append(weakref.ref(iterator))
+            except TypeError:
+                _used_iterators.append(lambda: iterator)
         return iterator, used
 
     def _open(self) -> Iterator[Any]:
@@ -530,9 +464,10 @@ class ReplayedSource(Source):
         return iterator
 
     def _reopen(self, position: Position) -> None:
-        assert position.start is not None
+        assert position.at_iter is not None
+        self._load(position)
         total, is_free = position.batches_taken, type(self._loader) in _FREE_TO_REPLAY
-        self.generators.restore_all(position.start)
+        self.generators.restore_all(position.at_iter)
         iterator, used = self._iterate()
         if used:
             raise BoundaryError(
@@ -542,7 +477,6 @@ class ReplayedSource(Source):
                 "an iterable that starts again at each iter()."
             )
         self._iterator = iterator
-        self._before_first(position)
         if not is_free:
             log.warning(
                 "%s has no state, so %d batches of epoch %d are drawn again and dropped. Not exact if it "
@@ -552,7 +486,7 @@ class ReplayedSource(Source):
             )  # fmt: skip
         draw_again(iterator, total, self._clock, log_every_s=math.inf if is_free else _LOG_EVERY_S)
 
-    def _load(self, position: Position, *, carried: bool) -> None:
+    def _load(self, position: Position) -> None:
         self._has_workers = position.parts["keeps_workers"] is True
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
@@ -598,42 +532,7 @@ def iterator_of(loader: Any, generators: rng.Generators, *, had_workers: bool) -
     return iter(loader)
 
 
-# Samplers
-
-
-# The epoch set last, by sampler, because loaders that are created for each epoch may share a sampler.
-_epochs_set = IdentityMap()
-_SET_BY_PROGRAM = object()
-
-
-def samplers_of(loader: Any) -> dict[str, object]:
-    """Return path -> sampler of a loader's distinct samplers; empty for other objects than DataLoaders."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    found = {
-        "sampler": getattr(loader, "sampler", None),
-        "batch_sampler": batch_sampler,
-        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-    }
-    first = {id(sampler): path for path, sampler in reversed(found.items())}
-    return {path: found[path] for path in first.values() if found[path] is not None}
-
-
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Call `set_epoch` of the samplers that shuffle by epoch (DistributedSampler and similar ones).
-
-    Leaves a sampler alone whose `epoch` is neither the initial 0 nor the one set here: the program sets it.
-    """
-    for sampler in samplers_of(loader).values():
-        method = getattr(sampler, "set_epoch", None)
-        last = _epochs_set.get(sampler, 0)
-        if not callable(method) or last is _SET_BY_PROGRAM:
-            continue
-        if getattr(sampler, "epoch", None) not in (None, last):
-            log.info("The program calls %s.set_epoch itself; flashckpt does not.", type(sampler).__name__)
-            _epochs_set.set(sampler, _SET_BY_PROGRAM)
-            continue
-        method(epoch)
-        _epochs_set.set(sampler, getattr(sampler, "epoch", None))
+# Facts of loaders
 
 
 def made_of(loader: Any) -> dict[str, Any]:

@@ -1,0 +1,282 @@
+"""The loaders that Accelerate (versions 1.14 and 1.15) prepares.
+
+They draw the next batch of the inner loader before they return a batch, to recognise the last one. The
+position is that of the inner loader, and a resume draws again what was drawn ahead. Never imports Accelerate
+before a prepared loader is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from flashckpt.errors import BoundaryError, MismatchError
+from flashckpt.format.typed import Encoded
+from flashckpt.state import rng
+from flashckpt.state.loader.position import LayoutChange, Position, is_at_end
+from flashckpt.state.loader.source import Source, iterator_of, keeps_workers
+from flashckpt.state.values import StoredTensor
+
+# Attributes of DataLoaderShard and DataLoaderDispatcher that this module reads or replaces.
+_ATTRIBUTES = ("base_dataloader", "iteration", "end_of_dataloader", "skip_batches", "_drop_last")
+
+
+def is_prepared(loader: Any) -> bool:
+    """Whether Accelerate has prepared this loader."""
+    # type(), not __class__: its loaders report the class of the DataLoader that they wrap.
+    return any(kind.__module__ == "accelerate.data_loader" for kind in type(loader).__mro__)
+
+
+def prepared_source(loader: Any, source_of: Callable[[Any], Source]) -> PreparedSource:
+    """Return the source of a prepared loader. `source_of` returns the source of the inner loader.
+
+    Raises BoundaryError for Accelerate's other loaders, whose draws cannot be counted."""
+    names = {kind.__name__ for kind in type(loader).__mro__}
+    read = (*_ATTRIBUTES, "slice_fn") if "DataLoaderDispatcher" in names else _ATTRIBUTES
+    missing = [name for name in read if not hasattr(loader, name)]
+    name = type(loader).__name__
+    if not names & {"DataLoaderShard", "DataLoaderDispatcher"} or "base_dataloader" not in vars(loader):
+        raise BoundaryError(
+            f"{name} of Accelerate draws batches in an unknown way, so its position could not be saved. "
+            "Nothing was started. Pass the loader that accelerator.prepare() returns for a DataLoader, or "
+            "keep the DataLoader out of prepare()."
+        )
+    if missing:
+        raise BoundaryError(
+            f"{name} of this release of Accelerate has no {', '.join(missing)}, so its position could not be "
+            "saved. Nothing was started. Install accelerate 1.14 or 1.15."
+        )
+    skipped = loader.skip_batches or _skipped_by_sampler(loader)
+    if skipped:
+        raise BoundaryError(
+            f"This loader skips its first {skipped} batches (skip_first_batches). A resume goes to the saved "
+            "batch by itself, so these batches would be skipped twice. Nothing was started. Pass the "
+            "prepared loader."
+        )
+    if "DataLoaderDispatcher" not in names:
+        return PreparedSource(loader, source_of(loader.base_dataloader), per_batch=1)
+    processes = loader.state.num_processes
+    per_batch = 1 if loader.split_batches or loader.submesh_tp else processes
+    is_first = loader.state.process_index == 0
+    inside = source_of(loader.base_dataloader) if is_first else ReceivedSource(loader)
+    fills_up = processes > 1 and not loader._drop_last
+    return PreparedSource(loader, inside, per_batch=per_batch, dispatches=True, fills_up=fills_up)
+
+
+def _skipped_by_sampler(loader: Any) -> int:
+    """Return the batches that `skip_first_batches` drops by a batch sampler, in a loader with samplers."""
+    for sampler in (loader.sampler, loader.batch_sampler):
+        if type(sampler).__name__ == "SkipBatchSampler":
+            return int(sampler.skip_batches)
+    return 0
+
+
+class PreparedSource(Source):
+    """The source of a prepared loader, which draws its batches from the source `inside`.
+
+    batches_taken: the batches of the prepared loader.
+    per_batch: the inner batches for each batch of the prepared loader.
+    dispatches: one rank draws for all.
+    fills_up: rows of the epoch's first batch complete a last batch that the ranks cannot divide.
+    """
+
+    def __init__(
+        self, loader: Any, inside: Source, *, per_batch: int, dispatches: bool = False, fills_up: bool = False
+    ) -> None:
+        super().__init__(loader, inside.generators)
+        self._inside, self._per_batch = inside, per_batch
+        self._dispatches, self._fills_up = dispatches, fills_up
+        self._first_rows: Encoded | None = None  # on rank 0: the rows of the epoch's first batch
+
+    def __len__(self) -> int:
+        return len(self._inside) if self._per_batch == 1 else len(self._loader)
+
+    def has_lost_workers(self) -> bool:
+        return self._inside.has_lost_workers()
+
+    def check(self) -> None:
+        self._inside.check()
+
+    def begin(
+        self,
+        epoch: int,
+        resume: Mapping[str, Any] | None = None,
+        *,
+        carry: bool = False,
+        leave: frozenset[str] = frozenset(),
+        in_lockstep: bool = False,
+    ) -> None:
+        """As `Source.begin`, but the samplers' epoch is the loader's own count of passes."""
+        inside, loader = self._inside, self._loader
+        self._iterator, self.batches_taken, self.was_over, self._first_rows = None, 0, False, None
+        inside.count_trained()
+        if resume is None:
+            return inside.begin(epoch)
+        if isinstance(inside, ReceivedSource):
+            resume = inside.converted(resume)
+        saved = Position.read(resume, inside.kind, inside.parts)
+        if saved.epoch == epoch and not carry and not is_at_end(saved):
+            self._check_ranks(saved)
+        set_by_program = loader.iteration
+        iteration = _count(saved.made_of.get("iteration"), saved.epoch)
+        drawn = _count(saved.made_of.get("drawn"), saved.batches_taken)
+        # Before `begin`, which computes the samplers' order.
+        loader.set_epoch(iteration)
+        resume = {**resume, "batches_taken": drawn}
+        inside.begin(epoch, resume, carry=carry, leave=leave, in_lockstep=in_lockstep)
+        if carry or saved.epoch != epoch:
+            # A program that sets the epoch itself sets it before its loop.
+            loader.iteration = set_by_program or iteration
+            return None
+        self.was_over, self.batches_taken = inside.was_over, saved.batches_taken
+        if "first_rows" in saved.made_of:
+            self._first_rows = Encoded(saved.made_of["first_rows"])
+        # The loader counts a pass at the draw after its last batch, and a resume does not repeat this draw.
+        loader.iteration = iteration + self.was_over
+        return None
+
+    def _check_ranks(self, saved: Position) -> None:
+        moved = LayoutChange.read(saved.made_of.get("moved"))
+        if self._dispatches and moved is not None and moved.is_resized:
+            raise MismatchError(
+                f"The checkpoint was taken after {saved.batches_taken} batches of an epoch, drawn by one "
+                f"rank for all {moved.ranks}, and now there are {moved.world} ranks. The model and all other "
+                "state were restored; no batch was drawn. Train on the former number of ranks until the "
+                "epoch has ended.",
+                differences=(("ranks", str(moved.ranks), str(moved.world)),),
+            )
+
+    def next(self) -> Any:
+        if self.was_over:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = iter(self._loader)
+            batch = self._first(self._iterator)
+        else:
+            batch = next(self._iterator)
+        self.batches_taken += 1
+        self._inside.count_trained(self.batches_taken * self._per_batch)
+        return batch
+
+    def _first(self, iterator: Iterator[Any]) -> Any:
+        """Return the first batch. For this call, replace `base_dataloader`, from which the loader creates its
+        inner iterator, and `slice_fn`, whose first call returns the rows that complete its last batch."""
+        own, inside = vars(self._loader), self._inside
+        originals: dict[str, Any] = {n: own[n] for n in ("base_dataloader", "slice_fn") if n in own}
+        own["base_dataloader"] = _InnerLoader(own["base_dataloader"], inside)
+
+        def first_rows(*arguments: Any, **named: Any) -> Any:
+            own["slice_fn"] = originals["slice_fn"]
+            return self._keep_rows(originals["slice_fn"](*arguments, **named))
+
+        if self._fills_up:
+            own["slice_fn"] = first_rows
+        try:
+            return next(iterator)
+        finally:
+            own.update(originals)
+
+    def _keep_rows(self, rows: Any) -> Any:
+        """Keep and return the rows of the epoch's first batch. After a resume, `rows` are those of a later
+        batch: return the saved ones of rank 0 instead."""
+        from accelerate.utils import broadcast_object_list, recursively_apply
+
+        tensors: list[torch.Tensor] = []
+        recursively_apply(tensors.append, rows)
+        if self.batches_taken:
+            saved: list[Any] = [None if self._first_rows is None else self._first_rows.value]
+            broadcast_object_list(saved)
+            if saved[0] is not None:
+                kept = iter(saved[0])
+                return recursively_apply(lambda tensor: next(kept).tensor().to(tensor.device), rows)
+        elif self._loader.state.process_index == 0:
+            self._first_rows = Encoded([StoredTensor.of(each.clone(), "loader") for each in tensors])
+        return rows
+
+    def leave_ahead(self) -> None:
+        self._inside.leave_ahead()
+
+    def position(self) -> dict[str, Any]:
+        inside = self._inside.position()
+        own = {"iteration": self._loader.iteration, "drawn": inside["batches_taken"]}
+        if self._first_rows is not None:
+            own["first_rows"] = self._first_rows
+        return {**inside, "batches_taken": self.batches_taken, "made_of": {**inside["made_of"], **own}}
+
+    def close(self) -> None:
+        self._iterator = None
+        self._inside.close()
+
+    def rest(self) -> None:
+        self._inside.rest()
+
+
+def _count(saved: Any, otherwise: int | None) -> int:
+    """Return a count that only positions of prepared loaders have, or the default."""
+    return saved if type(saved) is int else otherwise or 0
+
+
+class _InnerLoader:
+    """The replacement of `base_dataloader` while the prepared loader creates its iterator: iterates over the
+    source and has the attributes of the loader."""
+
+    def __init__(self, loader: Any, source: Source) -> None:
+        self._loader, self._source = loader, source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._source, ReceivedSource):
+            return self._source.unused_iterator(self._loader)
+        return _Batches(self._source)
+
+
+class _Batches(Iterator[Any]):
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def __next__(self) -> Any:
+        return self._source.next()
+
+
+class ReceivedSource(Source):
+    """The source of a rank that receives its batches from DataLoaderDispatcher on the first rank: it draws no
+    batches and only saves generators."""
+
+    kind = "received"
+    parts = frozenset({"keeps_workers"})
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader, rng.Generators({"loader": loader.base_dataloader}))
+        self._has_workers = False
+
+    def converted(self, resume: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Convert a position from another number of ranks to this kind: it may be that of the drawing rank,
+        whose parts are dropped."""
+        made_of = resume.get("made_of")
+        if resume.get("kind") == self.kind or not isinstance(made_of, dict) or "moved" not in made_of:
+            return resume
+        return {**resume, "kind": self.kind, "length": None, "parts": {"keeps_workers": False}}
+
+    def unused_iterator(self, loader: Any) -> Iterator[Any]:
+        """Return the iterator that the dispatcher creates and never uses. Undo its draw of the workers' seed
+        in a resumed epoch, which had drawn it already."""
+        iterator = iterator_of(loader, self.generators, had_workers=self._has_workers)
+        self._has_workers = keeps_workers(loader)
+        due, self._restore_at_fetch = self._restore_at_fetch, None
+        if due is not None:
+            self.generators.restore_all(due)
+        return iterator
+
+    def count_trained(self, batches: int = 0) -> None:
+        self.batches_taken = batches
+
+    def _load(self, position: Position) -> None:
+        self._has_workers = position.parts["keeps_workers"] is True
+
+    def _parts(self) -> tuple[bool, dict[str, Any]]:
+        over = self._over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
+        return over, {"keeps_workers": self._has_workers}
