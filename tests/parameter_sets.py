@@ -1,4 +1,4 @@
-"""Leaves three parameter sets of each test that starts processes in `make test`; the others are `long`.
+"""Leaves two parameter sets of each test that starts processes in `make test`; the others are `long`.
 
 A plugin of pytest. `make test-all` runs every set. A test whose sets each guard a promise of their own has
 the mark `every_set`, and keeps all. A set that is named on the command line is run.
@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import pytest
 
-MOST = 3
+MOST = 2
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -30,5 +30,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def kept_sets(count: int) -> set[int]:
-    """Return the indices of at most three of `count` sets: the first, the middle and the last."""
-    return set(range(count)) if count <= MOST else {0, count // 2, count - 1}
+    """Return the indices of at most two of `count` sets: the first and the last."""
+    return set(range(count)) if count <= MOST else {0, count - 1}

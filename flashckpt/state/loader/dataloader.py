@@ -39,7 +39,7 @@ class DataLoaderSource(Source):
     """A map-style DataLoader. The kind of its positions is "dataloader"."""
 
     kind, divides = "dataloader", True
-    parts = frozenset({"workers", "states", "seeder"})
+    parts = frozenset({"workers", "states", "seeder", "skipped"})
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators(_roots(loader)))
@@ -50,6 +50,7 @@ class DataLoaderSource(Source):
         self._indices = Indices((), self.generators)
         # The generator's state before it drew the base seed of the workers that run.
         self._seeder: bytes | None = None
+        self._skipped = 0  # batches of this epoch that `skip` has left out
 
     def close(self) -> None:
         self.rest()
@@ -65,12 +66,15 @@ class DataLoaderSource(Source):
 
     def _enter(self, epoch: int) -> None:
         super()._enter(epoch)
+        self._skipped = 0
         self._rounds.begin_epoch()
 
     def skip(self, batches: int) -> None:
-        """As `Source.skip`, but only the indices are drawn: at most one batch a worker is loaded."""
+        """As `Source.skip`, but no item is loaded, and the first worker loads the first batch that is
+        returned."""
         if self._length is not None and self._length < batches:
             raise self._too_few(self._length, batches)
+        self._skipped = batches
         self._continue_at(batches, None)
 
     def _open(self) -> Iterator[Any]:
@@ -122,9 +126,14 @@ class DataLoaderSource(Source):
         return self._rounds.take(self.batches_taken - self._first, item) if self._workers else item
 
     @property
-    def _first(self) -> int:
-        """The batch of the epoch with which its sampler begins: after those before the current division."""
+    def _before(self) -> int:
+        """The batches of the epoch that were given before its current division among ranks."""
         return 0 if self._share is None else self._share.batches
+
+    @property
+    def _first(self) -> int:
+        """The batch of the epoch with which the rounds of workers begin."""
+        return self._before + self._skipped
 
     def _sampler(self) -> Any:
         """Return the sampler of the epoch: the user's, or that of the rest if it was divided again."""
@@ -140,6 +149,7 @@ class DataLoaderSource(Source):
         assert position.at_iter is not None
         assert position.at_draw is not None
         self._load_workers(position)
+        self._skipped = position.parts["skipped"]
         self._continue_at(position.batches_taken, (position.at_iter, position.at_draw))
         if self._indices.drawn_once is not None:
             self._report_drift(self._indices.drawn_once, position.now)
@@ -147,9 +157,8 @@ class DataLoaderSource(Source):
     def _continue_at(self, batches: int, replay: tuple[States, States] | None) -> None:
         """Begin the epoch's iterator with the open round of workers, and load that round's batches again up
         to `batches`."""
-        taken = batches - self._first
-        open_round = taken % self._workers if self._workers else 0
-        self._prepare(skip=taken - open_round, replay=replay)
+        open_round = (batches - self._first) % self._workers if self._workers else 0
+        self._prepare(skip=batches - self._before - open_round, replay=replay)
         self._iterator = self._made()
         if not self._workers:
             self._indices.prime()
@@ -185,7 +194,12 @@ class DataLoaderSource(Source):
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         between = self._over or self._at_iter is None
         states = self._rounds.newest if between else self._rounds.whole
-        return self._over, {"workers": self._workers, "states": list(states), "seeder": self._seeder}
+        return self._over, {
+            "workers": self._workers,
+            "states": list(states),
+            "seeder": self._seeder,
+            "skipped": self._skipped,
+        }
 
     def _load(self, position: Position) -> None:
         # The workers of an epoch that was left were ended.
