@@ -220,7 +220,7 @@ class Batches(LoopIterator):
             self._end(exhausted=True)
         if empty and self.checkpointer.resumed is not None and not (self._gave or self._source.was_over):
             raise BoundaryError(
-                f"The loader gave no batch right after the run was taken up at step {self.completed}, and "
+                f"The loader gave no batch right after the run was resumed at step {self.completed}, and "
                 "the run had not ended there: taken as its end, each start would end so. Nothing was "
                 "captured, and what is saved is whole. Pass the data that the run was begun with.",
                 step=self.completed,
