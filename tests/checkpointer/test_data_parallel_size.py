@@ -26,6 +26,7 @@ from flashckpt.checkpointer.progress import Progress
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.state import rng
 from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
+from flashckpt.state.loader.sources import source_of
 from tests.checkpointer.data_parallel import (
     Ranks,
     ReplicaAssignment,
@@ -300,6 +301,17 @@ def taken_up(values: Values, rank: int, ranks: int) -> Progress:
     return progress
 
 
+class Stateful(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """There is nothing to load."""
+
+
 def test_a_loader_may_say_that_its_position_means_the_same_on_every_rank() -> None:
     class Global(Keeping):
         position_is_global = True
@@ -310,6 +322,11 @@ def test_a_loader_may_say_that_its_position_means_the_same_on_every_rank() -> No
     now = Ranks(lambda rank, _: Global(12, 0, 1), 3, values=values)
     now.take(99)
     assert now.by_rank == [[[5], [6], [7], [8], [9], [10], [11]]] * 3
+
+    loader: Any = DataLoader(Stateful(), 1)
+    loader.position_is_global = True
+    source = source_of(loader)
+    assert source._is_global(None)  # type: ignore[arg-type]
 
     # Said, and not so: the states differ.
     values[1]["sources"][0]["position"]["parts"]["state"] = {"taken": 4}

@@ -28,7 +28,7 @@ from flashckpt.state import rng
 from flashckpt.state.loader.order import RemainingSampler
 from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.samplers import samplers_of
-from flashckpt.state.loader.source import Source
+from flashckpt.state.loader.source import Source, end_workers
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +53,18 @@ class DataLoaderSource(Source):
         self._skipped = 0  # batches of this epoch that `skip` has left out
 
     def close(self) -> None:
-        self.rest()
+        self._end_workers()
         self._seeder = None
         self._rounds.reset()
 
     def rest(self) -> None:
+        if self._iterator is not None:
+            self.close()  # the epoch was left
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         for iterator in (self._iterator, getattr(self._private, "_iterator", None)):
-            shutdown = getattr(iterator, "_shutdown_workers", None)
-            if shutdown is not None:
-                shutdown()
+            end_workers(iterator)
         self._iterator = self._private = None
 
     def _enter(self, epoch: int) -> None:
@@ -76,13 +79,19 @@ class DataLoaderSource(Source):
             raise self._too_few(self._length, batches)
         self._skipped = batches
         self._continue_at(batches, None)
+        if self._indices.num_dropped < batches:
+            raise self._too_few(self._indices.num_dropped, batches)
 
     def _open(self) -> Iterator[Any]:
-        if self._private is None:
-            # Workers of an earlier epoch were ended: their first `iter()` is not one of this epoch.
-            self._prepare(drops_iter=self._seeder is not None)
-        self._indices.sampler = self._sampler()
-        return self._made()
+        try:
+            if self._private is None:
+                # If workers of an earlier epoch were ended, their first `iter()` is not one of this epoch.
+                self._prepare(drops_iter=self._seeder is not None)
+            self._indices.sampler = self._sampler()
+            return self._made()
+        except BaseException:
+            self.close()  # the workers' seed may be drawn
+            raise
 
     def _made(self) -> Iterator[Any]:
         iterator: Iterator[Any] = iter(self._private)
@@ -148,7 +157,7 @@ class DataLoaderSource(Source):
     def _reopen(self, position: Position) -> None:
         assert position.at_iter is not None
         assert position.at_draw is not None
-        self._load_workers(position)
+        self._load_workers(position, persist=True)
         self._skipped = position.parts["skipped"]
         self._continue_at(position.batches_taken, (position.at_iter, position.at_draw))
         if self._indices.drawn_once is not None:
@@ -202,22 +211,20 @@ class DataLoaderSource(Source):
         }
 
     def _load(self, position: Position) -> None:
-        # The workers of an epoch that was left were ended.
-        if self._persistent and not position.is_open:
-            self._load_workers(position)
+        # Workers of an epoch that was left were ended, as those that do not persist.
+        self._load_workers(position, persist=self._persistent and not position.is_open)
 
-    def _load_workers(self, position: Position) -> None:
+    def _load_workers(self, position: Position, *, persist: bool) -> None:
         parts = position.parts
-        if parts["workers"] == self._workers:
+        if parts["workers"] != self._workers:
+            log.warning(
+                "Not exact: the loader has %d workers and had %d when the checkpoint was taken. The order of "
+                "batches is the same; random numbers drawn inside the workers differ.",
+                self._workers, parts["workers"],
+            )  # fmt: skip
+        elif persist:
             self._rounds.set(parts["states"])
             self._seeder = parts["seeder"]
-            return
-        log.warning(
-            "Not exact: the loader has %d workers and had %d when the checkpoint was taken. The order of "
-            "batches is the same; random numbers drawn inside the workers differ.",
-            self._workers,
-            parts["workers"],
-        )
 
 
 def _roots(loader: Any) -> dict[str, object]:
@@ -242,11 +249,11 @@ class Indices:
     skip: the batches that are drawn and dropped before the first one.
     replay: the generator states at the sampler's last `iter()` and at its first draw, of the epoch that is
         continued: no call is forwarded before the first index is needed.
-    drops_iter: do not forward the first `iter()`, which an uninterrupted run would not make.
+    drops_iter: do not forward the first `iter()`, which is made only because workers are started again.
 
-    on_iter: called after each `iter()` that was forwarded at once. on_draw: called with both states before
+    on_iter: called after each `iter()` of the DataLoader. on_draw: called with both states before
     the first index is drawn.
-    drawn_once: the generator states after the first index that was dropped.
+    num_dropped: the batches that were dropped. drawn_once: the generator states after the first of them.
     """
 
     def __init__(
@@ -263,6 +270,7 @@ class Indices:
         self._inner: Iterator[Any] = iter(())
         self._at_iter: States = {}
         self._is_primed = False
+        self.num_dropped = 0
         self.on_iter: Callable[[], object] = lambda: None
         self.on_draw: Callable[[States, States], object] = lambda at_iter, at_draw: None
         self.drawn_once: States | None = None
@@ -277,7 +285,7 @@ class Indices:
         if self._replay is None:
             self._at_iter = self._generators.capture_all()
             self._inner = iter(self.sampler)
-            self.on_iter()
+        self.on_iter()
         self._is_primed = False
         return self._draws()
 
@@ -302,6 +310,7 @@ class Indices:
         for _ in range(self._skip):
             if next(self._inner, _END) is _END:
                 break
+            self.num_dropped += 1
             if self.drawn_once is None:
                 self.drawn_once = self._generators.capture_all()
         self._skip = 0

@@ -169,6 +169,12 @@ class LiveLoader:
             if then.ranks == now.ranks == 1 and not then.batches:
                 return self._as_before(now, resized), False
             if self.divides and _is_one_order(then, now):
+                if then.divides_as(now):
+                    log.warning(
+                        "Not exact: the sampler of %s has another order than when the checkpoint was taken: "
+                        "another seed, or another epoch (call set_epoch before the loop over its batches). "
+                        "The rest of the saved order is given, with other random numbers.", self.name,
+                    )  # fmt: skip
                 return now.remaining_after(then, position.batches_taken), True
             if (then.ranks, then.rank) == (now.ranks, now.rank) and not then.batches and not resized:
                 return now, False  # Source._check warns of differences

@@ -48,6 +48,7 @@ class Source:
 
     def __init__(self, loader: Any, generators: rng.Generators) -> None:
         self._loader = loader
+        self._name = type(inner(loader)).__name__
         self.generators = generators
         self._epoch: int | None = None
         self.batches_taken = 0
@@ -73,7 +74,7 @@ class Source:
     def __len__(self) -> int:
         """Return the batches of a whole epoch. Raises TypeError if the loader has no length."""
         if self._length is None:
-            raise TypeError(f"{type(self._loader).__name__} has no known number of batches")
+            raise TypeError(f"{self._name} has no known number of batches")
         return self._length
 
     def check(self) -> None:
@@ -218,7 +219,7 @@ class Source:
             self._leave(ended=True)
             return
         raise MismatchError(
-            f"{type(self._loader).__name__} has more batches than the {self.batches_taken - 1} after which "
+            f"{self._name} has more batches than the {self.batches_taken - 1} after which "
             "it ended when the checkpoint was taken. The state was loaded; no batch was trained on. Pass the "
             "data with which the run began."
         )
@@ -263,11 +264,14 @@ class Source:
         )
 
     def close(self) -> None:
-        """End the worker processes and forget their random numbers; the user's loader stays unchanged."""
+        """Drop the iterator, with its worker processes and their random numbers. The user's loader stays
+        unchanged."""
         self._iterator = None
 
     def rest(self) -> None:
-        """End the worker processes until the loader is used again."""
+        """Drop the iterator of an epoch that has ended, and end persistent workers until the loader is used
+        again."""
+        self._iterator = None
 
     def _fetch(self) -> Any:
         if self._iterator is None:
@@ -346,8 +350,7 @@ class Source:
         )  # fmt: skip
 
     def _live_loader(self, position: Position) -> LiveLoader:
-        name, share = type(self._loader).__name__, self._share
-        return LiveLoader(name, share, self.divides, self._is_global(position))
+        return LiveLoader(self._name, self._share, self.divides, self._is_global(position))
 
     def _is_global(self, position: Position) -> bool:
         return says_global(self._loader)
@@ -431,7 +434,21 @@ class ReplayedSource(Source):
             vars(own)["_iterator"] = None
         super().__init__(own, rng.Generators({"loader": loader}))
         self._clock = clock
-        self._has_workers = False
+        # Persistent workers were seeded: in this epoch or an earlier one; in an earlier one.
+        self._has_workers = self._had_workers = False
+
+    def close(self) -> None:
+        self.rest()
+
+    def rest(self) -> None:
+        super().rest()
+        if keeps_workers(self._loader):
+            end_workers(self._loader._iterator)
+            self._loader._iterator = None
+
+    def _enter(self, epoch: int) -> None:
+        super()._enter(epoch)
+        self._had_workers = self._has_workers
 
     def _is_global(self, position: Position) -> bool:
         is_same = type(self._loader) in _FREE_TO_REPLAY and position.length == self._length
@@ -440,7 +457,7 @@ class ReplayedSource(Source):
     def _iterate(self) -> tuple[Iterator[Any], bool]:
         """Return an iterator, and whether batches were drawn from it before."""
         self._at_iter = self.generators.capture_all()
-        iterator = iterator_of(self._loader, self.generators, had_workers=self._has_workers)
+        iterator = iterator_of(self._loader, self.generators, had_workers=self._had_workers)
         self._has_workers = keeps_workers(self._loader)
         if iterator is not self._loader:
             return iterator, False
@@ -465,7 +482,7 @@ class ReplayedSource(Source):
 
     def _reopen(self, position: Position) -> None:
         assert position.at_iter is not None
-        self._load(position)
+        self._had_workers = position.parts["keeps_workers"] is True
         total, is_free = position.batches_taken, type(self._loader) in _FREE_TO_REPLAY
         self.generators.restore_all(position.at_iter)
         iterator, used = self._iterate()
@@ -487,10 +504,12 @@ class ReplayedSource(Source):
         draw_again(iterator, total, self._clock, log_every_s=math.inf if is_free else _LOG_EVERY_S)
 
     def _load(self, position: Position) -> None:
-        self._has_workers = position.parts["keeps_workers"] is True
+        has_begun = position.is_open and keeps_workers(self._loader)
+        self._has_workers = self._had_workers = has_begun or position.parts["keeps_workers"] is True
 
     def _parts(self) -> tuple[bool, dict[str, Any]]:
-        return self._over, {"keeps_workers": self._has_workers}
+        between = self._over or self._at_iter is None
+        return self._over, {"keeps_workers": self._has_workers if between else self._had_workers}
 
 
 def draw_again(
@@ -517,6 +536,13 @@ def draw_again(
             ) from None
 
 
+def end_workers(iterator: object) -> None:
+    """End the worker processes of an iterator of torch's DataLoader."""
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
+
+
 def keeps_workers(loader: Any) -> bool:
     """Whether a loader's workers persist across epochs."""
     return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
@@ -527,7 +553,7 @@ def iterator_of(loader: Any, generators: rng.Generators, *, had_workers: bool) -
     process has none yet, start them first and undo the draw of their seed."""
     if had_workers and keeps_workers(loader) and loader._iterator is None:
         before = generators.capture_all()
-        iter(loader)
+        DataLoader.__iter__(loader)  # that of a subclass may be a generator function
         generators.restore_all(before)
     return iter(loader)
 
@@ -535,9 +561,21 @@ def iterator_of(loader: Any, generators: rng.Generators, *, had_workers: bool) -
 # Facts of loaders
 
 
+class Adapter:
+    """An adapter of the user's loader `adapted`."""
+
+    adapted: Any
+
+
+def inner(loader: Any) -> Any:
+    """Return the user's loader behind an adapter; any other loader as it is."""
+    return loader.adapted if issubclass(type(loader), Adapter) else loader
+
+
 def made_of(loader: Any) -> dict[str, Any]:
     """Return the settings that determine, with the random numbers, the batches of a DataLoader; {} for other
     loaders."""
+    loader = inner(loader)
     if not isinstance(loader, DataLoader):
         return {}
     size: Any = loader.batch_size

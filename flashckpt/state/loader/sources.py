@@ -141,7 +141,8 @@ class Sources:
                 source.begin(epoch, position, in_lockstep=in_lockstep)
             elif named.renewed:
                 source.begin(epoch)
-                own, seeded = position.get("now", {}).get("own", {}), named.seeded_by_program(now)
+                boundary = [position.get("now") or {}, *(position.get("ahead") or [])][-1]
+                own, seeded = boundary.get("own", {}), named.seeded_by_program(now)
                 source.generators.restore({path: s for path, s in own.items() if path not in seeded})
             else:
                 source.begin(epoch, position, carry=True, leave=named.seeded_by_program(now))

@@ -22,7 +22,7 @@ from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
 from flashckpt.state.loader.complete import keeps_its_place
 from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.source import Source, draw_again
+from flashckpt.state.loader.source import Adapter, Source, draw_again
 from flashckpt.state.loader.torchdata import draw_skipped, drop_created_iterator, iterate, not_restarting
 from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
@@ -139,7 +139,7 @@ class StatefulSource(Source):
             log.warning(
                 "Not exact: the state of %s in the checkpoint belongs to another rank and is ignored. The "
                 "next epoch begins as that of a new loader.",
-                type(self._loader).__name__,
+                self._name,
             )
 
     def _load_state(self, position: Position, *, drops_iterator: bool) -> None:
@@ -189,21 +189,22 @@ class StatefulSource(Source):
     def _compare_lengths(self, ended: bool) -> None:
         """Raise or warn if the epoch after a resume is shorter than the one that was resumed: the loader may
         begin each epoch at the state that was loaded."""
-        expected, taken, name = self._expected, self.batches_taken, type(self._loader).__name__
+        expected, taken = self._expected, self.batches_taken
         self._expected = taken if self._was_resumed and ended else None
         self._was_resumed = False
         if not ended or expected is None or taken >= expected:
             return
         if not taken:
+            self._iterator, self._broken = None, True
             raise BoundaryError(
-                f"{name} does not begin another epoch after its state was loaded: it returns no batch. No "
-                "batch was lost, and the checkpoints are intact. Let load_state_dict affect only the next "
+                f"{self._name} does not begin another epoch after its state was loaded: it returns no batch. "
+                "No batch was lost, and the checkpoints are intact. Let load_state_dict affect only the next "
                 "iter()."
             )
         log.warning(
             "%s gave %d batches in epoch %d, and %d in the one before, which was resumed. If each epoch has "
             "the same length, its load_state_dict affects more than the next iter(): epochs after a resume "
-            "lack their beginning.", name, taken, self._epoch, expected,
+            "lack their beginning.", self._name, taken, self._epoch, expected,
         )  # fmt: skip
 
     def _is_last(self) -> bool:
@@ -235,12 +236,13 @@ def forget_loaded_state(stream: object) -> None:
             held._starting_state_dict = None  # type: ignore[attr-defined]
 
 
-class DatasetState:
+class DatasetState(Adapter):
     """Adapter of a DataLoader without workers: state_dict and load_state_dict of its iterable data set."""
 
     def __init__(self, loader: Any) -> None:
+        self.adapted, self.dataset = loader, loader.dataset
+        self.position_is_global = getattr(loader, "position_is_global", False)
         self._loader = copy.copy(loader)
-        self.dataset = loader.dataset
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import runs
 import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.state.loader.source import ReplayedSource
@@ -52,6 +53,40 @@ def test_another_loader_with_as_many_batches_is_logged(
     assert "Not exact" in caplog.text
     assert message in caplog.text
     assert again.batches_taken == 2
+
+
+def test_another_order_on_the_same_ranks_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def make(seed: int) -> Any:
+        shares = DistributedSampler(range(24), 2, 0, seed=seed)  # type: ignore[arg-type]
+        return runs.loader(runs.Items("/dev/null", 24), 0, batch_size=2, sampler=shares)
+
+    source = source_of(make(9))
+    source.begin(0, position_of(make(0), 2))
+    assert "Not exact: the sampler of DataLoader has another order" in caplog.text
+    assert len(source) == 6
+
+
+class Numbers(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 12:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_another_batch_size_of_a_stream_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    position = position_of(DataLoader(Numbers(), 2), 2)
+    source_of(DataLoader(Numbers(), 3)).begin(0, position)
+    assert "batch_size is 3 and was 2" in caplog.text
 
 
 def numbers(count: int) -> Iterator[int]:

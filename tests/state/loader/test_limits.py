@@ -7,6 +7,7 @@ import functools
 import logging
 import pickle
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +106,72 @@ def test_another_number_of_workers(caplog: pytest.LogCaptureFixture) -> None:
     source.close()
     for workers in (0, 3):
         again = source_of(runs.loader(runs.Items("/dev/null"), workers, shuffle=True))
+        again.begin(1, position)
+        assert f"has {workers} workers and had 2" in caplog.text
+        caplog.clear()
         again.begin(0, position)
         assert f"has {workers} workers and had 2" in caplog.text
         assert again.next()[0].tolist() == expected
         again.close()
+
+
+@pytest.mark.process
+def test_a_second_resume_after_another_number_of_workers_is_exact() -> None:
+    make = functools.partial(runs.loader, runs.Items("/dev/null"), shuffle=True)
+    runs.seed(3)
+    first = runs.run(source_of(make(workers=0)), range(1))
+    second = runs.resume(functools.partial(make, workers=2), first.positions[0, 2], range(1))
+    for cut in (3, 4, 5):
+        runs.seed(77)  # the workers' seed is none of this process
+        got = runs.run(source_of(make(workers=2)), range(1), runs.from_wire(second.positions[0, cut]))
+        assert got.seen == {key: second.seen[key] for key in got.seen}, cut
+
+
+class FailsOnce(runs.Eager):
+    calls = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.calls += 1
+        if self.calls == 2:  # by then the workers are seeded
+            raise OSError("not now")
+        return super().__iter__()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's half-made iterator
+@pytest.mark.process
+def test_workers_are_seeded_anew_after_an_iterator_that_could_not_be_made() -> None:
+    def make() -> Any:
+        sampler = FailsOnce()
+        return runs.loader(runs.Items("/dev/null"), 2, batch_size=None, sampler=sampler), sampler
+
+    runs.seed(3)
+    source = source_of(make()[0])
+    source.begin(0)
+    with pytest.raises(OSError, match="not now"):
+        source.next()
+    runs.loop_draws()
+    source.begin(1)
+    source.next()
+    position = source.position()
+    expected = runs.plain(source.next()), runs.plain(source.next())
+    source.close()
+    loader, sampler = make()
+    sampler.calls = 2
+    again = source_of(loader)
+    again.begin(1, position)
+    assert (runs.plain(again.next()), runs.plain(again.next())) == expected
+    again.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.process
+def test_a_skip_beyond_the_end_is_refused(workers: int) -> None:
+    """Also where the length is unknown."""
+    source = source_of(runs.loader(runs.Items("/dev/null"), workers, batch_sampler=runs.EagerBatches()))
+    source.begin(0)
+    with pytest.raises(MismatchError, match="ended after 6 batches"):
+        source.skip(8)
+    source.close()
 
 
 @pytest.mark.process

@@ -453,6 +453,33 @@ class Moving(DataLoader[Any]):
             yield {"moved": batch}
 
 
+@pytest.mark.parametrize("leave_after", [2, 1 << 30])
+@pytest.mark.process
+def test_persistent_workers_of_a_replayed_loader(leave_after: int) -> None:
+    """Its batches are exact, also in the epoch that starts its workers; their random numbers are not."""
+
+    def make() -> Any:
+        options: dict[str, Any] = {"shuffle": True, "num_workers": 2, "persistent_workers": True}
+        return Moving(range(12), 2, **options)  # type: ignore[arg-type]
+
+    def order(record: runs.Record) -> Any:
+        return {key: value[0] for key, value in record.seen.items() if isinstance(value, tuple)}
+
+    runs.seed(3)
+    whole = runs.run(source_of(make()), range(3), leave_after=leave_after)
+    for cut in [(0, 1), (0, "after"), (1, 1), (1, "after")]:
+        first = cut[0] + (cut[1] == "after")
+        got = order(runs.resume(make, whole.positions[cut], range(first, 3), leave_after=leave_after))
+        assert got.items() <= order(whole).items(), cut
+        assert (2, 1) in got
+    source = source_of(make())
+    source.begin(0)
+    source.next()
+    [*workers] = torch.multiprocessing.active_children()
+    source.close()
+    assert not {each.pid for each in workers} & {p.pid for p in torch.multiprocessing.active_children()}
+
+
 @pytest.mark.process
 def test_a_dataloader_with_its_own_iterator_is_replayed() -> None:
     source = source_of(Moving(runs.Items("/dev/null"), batch_size=4, num_workers=1))
