@@ -26,7 +26,6 @@ from flashckpt.checkpointer.progress import Progress
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.state import rng
 from flashckpt.state.loader.other_ranks import merged_progress, merged_rng
-from flashckpt.state.loader.sources import source_of
 from tests.checkpointer.data_parallel import (
     Ranks,
     ReplicaAssignment,
@@ -301,17 +300,6 @@ def taken_up(values: Values, rank: int, ranks: int) -> Progress:
     return progress
 
 
-class Stateful(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-    def state_dict(self) -> dict[str, int]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """There is nothing to load."""
-
-
 def test_a_loader_may_say_that_its_position_means_the_same_on_every_rank() -> None:
     class Global(Keeping):
         position_is_global = True
@@ -323,15 +311,27 @@ def test_a_loader_may_say_that_its_position_means_the_same_on_every_rank() -> No
     now.take(99)
     assert now.by_rank == [[[5], [6], [7], [8], [9], [10], [11]]] * 3
 
-    loader: Any = DataLoader(Stateful(), 1)
-    loader.position_is_global = True
-    source = source_of(loader)
-    assert source._is_global(None)  # type: ignore[arg-type]
-
     # Said, and not so: the states differ.
     values[1]["sources"][0]["position"]["parts"]["state"] = {"taken": 4}
     with pytest.raises(MismatchError):
         taken_up(values, 0, 3).open_batches(Global(12, 0, 1))
+
+
+class Kept(Keeping, IterableDataset[int]):
+    """A data set with a state of its own."""
+
+
+def test_a_dataloader_may_say_so_of_its_stream() -> None:
+    def make(rank: int, ranks: int) -> Any:
+        loader: Any = DataLoader(Kept(12, 0, 1), 2)
+        loader.position_is_global = True
+        return loader
+
+    ranks = Ranks(make, 2)
+    ranks.take(2)
+    now = Ranks(make, 3, values=ranks.saved())
+    now.take(99)
+    assert now.by_rank == [[[4, 5], [6, 7], [8, 9], [10, 11]]] * 3
 
 
 def test_a_data_set_of_another_length_is_refused() -> None:

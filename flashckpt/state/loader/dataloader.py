@@ -211,7 +211,7 @@ class DataLoaderSource(Source):
         }
 
     def _load(self, position: Position) -> None:
-        # Workers of an epoch that was left were ended, as those that do not persist.
+        # The next epoch starts new workers if they do not persist, or if this epoch was left.
         self._load_workers(position, persist=self._persistent and not position.is_open)
 
     def _load_workers(self, position: Position, *, persist: bool) -> None:

@@ -39,7 +39,7 @@ class Source:
     was_over: whether the position that was resumed is after the epoch's last batch.
     generators: the generators that the loader's parts own.
     convert: the function that a wrapper of the loader applies to each batch.
-    sets_epoch: call `set_epoch` of samplers and data set at the begin of each epoch.
+    sets_epoch: call `set_epoch` of samplers and data set at the beginning of each epoch.
     """
 
     kind = ""
@@ -434,7 +434,7 @@ class ReplayedSource(Source):
             vars(own)["_iterator"] = None
         super().__init__(own, rng.Generators({"loader": loader}))
         self._clock = clock
-        # Persistent workers were seeded: in this epoch or an earlier one; in an earlier one.
+        # Whether the run has seeded persistent workers so far, and before the present epoch.
         self._has_workers = self._had_workers = False
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ def test_a_second_resume_after_another_number_of_workers_is_exact() -> None:
     first = runs.run(source_of(make(workers=0)), range(1))
     second = runs.resume(functools.partial(make, workers=2), first.positions[0, 2], range(1))
     for cut in (3, 4, 5):
-        runs.seed(77)  # the workers' seed is none of this process
+        runs.seed(77)  # only the saved position can give the workers their seed
         got = runs.run(source_of(make(workers=2)), range(1), runs.from_wire(second.positions[0, cut]))
         assert got.seen == {key: second.seen[key] for key in got.seen}, cut
 

@@ -161,6 +161,22 @@ def hugging_face() -> Any:
     return data.Dataset.from_dict(rows).to_iterable_dataset(num_shards=3)
 
 
+class Wrapped(IterableDataset[Any]):
+    """A program's own class around a data set of Hugging Face."""
+
+    def __init__(self) -> None:
+        self.parts = [hugging_face()]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.parts[0]
+
+    def state_dict(self) -> Any:
+        return self.parts[0].state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.parts[0].load_state_dict(state)
+
+
 def batches_of_hugging_face() -> Any:
     """The state of `.batch()` in datasets 4.7 forgets the items that the open batch had taken from a
     shard."""
@@ -268,6 +284,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "data set, loaded once": lambda: DataLoader(Once(), batch_size=4),
     "torchdata, data set, loaded once": functools.partial(torchdata_stream, Once, 0),
     "hugging face": lambda: DataLoader(hugging_face(), batch_size=4),
+    "hugging face, wrapped": lambda: DataLoader(Wrapped(), batch_size=4),
     "buffered": lambda: DataLoader(Buffered(), batch_size=4),
     "buffered, itself": Buffered,
     "torchdata, buffered": functools.partial(torchdata_stream, Buffered, 0),
