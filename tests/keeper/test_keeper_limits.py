@@ -37,7 +37,9 @@ for value in map(int, sys.argv[3:]):
             for batch in checkpointer.batches([torch.ones(2, 64)] * 3):
                 model(batch)
             checkpointer.close()
-        except (FlashckptError, OSError, MemoryError) as error:
+        except FlashckptError as error:
+            said = f"flashckpt: {error}"
+        except (OSError, MemoryError) as error:
             said = f"{type(error).__name__}: {error}"
         os.write(1, (said.replace(chr(10), " ") + chr(10)).encode())
         os._exit(0)
@@ -61,5 +63,5 @@ def test_no_keeper_stays_where_attach_failed_under_a_limit(
     ends = done.stdout.splitlines()
     assert len(ends) == len(values), done.stdout
     for end in ends:
-        assert end.startswith(("attached", "KeeperError: ", "RunError: ", "OutOfSpaceError: ", "MemoryError"))
+        assert end.startswith(("attached", "flashckpt: ", "MemoryError")), end
     eventually(lambda: keepers_of(runtime) == [])

@@ -164,8 +164,8 @@ def test_a_sign_of_life_is_not_retried_past_the_next_one(
     proxy: Proxy, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may refuse a key that is written often for a while; the next sign of life succeeds."""
-    monkeypatch.setattr(obstore_client, "_DEADLINE_S", 60.0)
-    monkeypatch.setattr(obstore_client, "_BRIEF_DEADLINE_S", 2.0, raising=False)
+    monkeypatch.setattr(obstore_client, "_DEADLINE_S", 3600.0)  # a test that waits for it fails of its time
+    monkeypatch.setattr(obstore_client, "_BRIEF_DEADLINE_S", 2.0)
     store = opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint)
     folder = RunFolder(store, identity_of(open_run(store, create=True).run_id, store.place()))
     attempt = begun(store, 1)
@@ -173,7 +173,7 @@ def test_a_sign_of_life_is_not_retried_past_the_next_one(
     proxy.fault = lambda request: "refuse" if request.method == "PUT" else ""
     proxy.requests.clear()
     assert "503" in folder.round([attempt], []).problem
-    assert 0 < len(puts(proxy)) <= 12, "tried for a moment only; for a minute it is twenty times and more"
+    assert puts(proxy)
     proxy.fault = lambda request: ""
     assert not folder.round([attempt], []).problem
     found = alive(store, attempt)
