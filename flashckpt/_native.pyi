@@ -94,8 +94,8 @@ def populate(address: int, num_bytes: int, threads: int) -> None:
 class Mapping:
     """A buffer over the first `num_bytes` of a region: shared, writable, not inherited by forks, and in no
     core dump. Uses huge pages if the region has them. The file must be at least this long. Without a
-    descriptor, the memory is private and zero, in huge pages if the kernel gives them. In a forked child,
-    views raise ValueError, and dropping the object unmaps nothing."""
+    descriptor, the memory is private and zero. In a forked child, views raise ValueError, and dropping the
+    object unmaps nothing."""
 
     @overload
     def __init__(self, fd: int, num_bytes: int) -> None: ...
@@ -105,21 +105,13 @@ class Mapping:
 
     @overload
     def __init__(self, num_bytes: int) -> None: ...
-    @overload
-    def __init__(self, *, parts: Buffer) -> None:
-        """Adjacent parts of regions, in whole pages. Takes three i64 for each: the descriptor, or -1 for a
-        hole that must not be accessed; the first byte; the number of bytes."""
-
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def register(self, device: int) -> None:
         """Page-lock the memory for every CUDA device until it is unmapped, in runs that end at multiples of
         1 GiB. Raises RuntimeError with the driver's reason if it refuses some runs, which stay pageable."""
 
     def discard(self) -> None:
-        """Release private memory at once, or unmap parts of regions. Remaining views then show zeros."""
-
-    def prefer_small_pages(self) -> None:
-        """Use small pages for private memory that is not allocated yet."""
+        """Release private memory at once. Remaining views then show zeros."""
 
     def close(self) -> None:
         """Unmap the memory. Raises BufferError if there are views; the last view then unmaps it."""
@@ -161,15 +153,14 @@ class LeafDigests:
 
 class FilePlan:
     """The needed chunks of one file and the destinations of their bytes. Compares each chunk with its
-    checksum, digests it, and copies it to its destinations, which must stay mapped. Destinations are valid
-    once no chunk is left and none is bad: a bad chunk is not copied, but a chunk with a single aligned
-    destination is read directly into it.
+    checksum, digests it, and copies it to its destinations, which must stay mapped. A bad chunk is not
+    copied.
 
     checksums: 16 bytes for each chunk. The other arrays are u64. copies: for each copy the first byte in the
     file, the address in memory, the bytes of a run, the number of dimensions, and for each dimension,
     outermost first, the count and the strides in the file and in memory. parts: for each part the first byte
     in the file, the end, the index of its leaf in `digests`, and its first byte in the leaf. ranges: further
-    bytes to read, first and end."""
+    bytes to read, first and end. direct: read past the page cache, if the file system allows it."""
 
     def __init__(
         self,
@@ -181,6 +172,7 @@ class FilePlan:
         parts: Buffer,
         ranges: Buffer,
         digests: LeafDigests,
+        direct: bool = True,
     ) -> None: ...
     @property
     def num_bytes(self) -> int: ...
@@ -197,7 +189,6 @@ class FilePlan:
         path: str | os.PathLike[str],
         *,
         threads: int = 2,
-        direct: bool = True,
         progress: int = 0,
         cancel: int = 0,
     ) -> None:

@@ -20,17 +20,18 @@ Path = str | os.PathLike[str]
 def load(
     path: Path, step: int | None = None, *, only: str | None = None, strip: bool = False
 ) -> dict[str, Any]:
-    """Return the verified leaves of a committed step by name, on the CPU: mapped copy-on-write, or, for a
-    step of several ranks, assembled in memory. Where ranks differ (buffers, counters), rank 0's are taken.
+    """Return the verified leaves of a committed step by name, as new tensors on the CPU, assembled from all
+    ranks. Where ranks differ (buffers, counters), rank 0's are taken.
 
     step: None takes the newest. only: leaves of one part of the state ("model"), or of a part of it
     ("model.encoder"). strip: with `only`, the argument of that module's strict `load_state_dict`: names
     inside the module, its extra state, and no buffers that are not persistent.
 
     Tied names give the same tensor. Raises OptionError for `strip` with a part that is not a module: only
-    `attach` restores an optimizer. Raises NoSuchStepError, RunError, and DamagedError before it returns.
+    `attach` restores an optimizer. Raises NoSuchStepError, RunError, OutOfSpaceError, and DamagedError before
+    it returns.
     """
-    from flashckpt.restore.loading import mapped_leaves, module_state, under
+    from flashckpt.restore.loading import load_leaves, module_state
 
     _check_step(step)
     if strip:
@@ -39,8 +40,7 @@ def load(
                 'strip=True needs only=. Nothing was read. Name a part of the state, as in only="model".'
             )
         return module_state(open_store(path), step, rank=0, only=only)
-    leaves = mapped_leaves(open_store(path), step, rank=0)
-    return leaves if only is None else under(leaves, only, step)
+    return load_leaves(open_store(path), step, rank=0, only=only)
 
 
 def steps(path: Path) -> list[int]:

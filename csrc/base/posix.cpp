@@ -108,17 +108,6 @@ void Mapping::empty() {
     (void)::madvise(data_, size_, MADV_DONTNEED);
 }
 
-Error Mapping::let_go() {
-    ForkGuard guard;
-    // Over what is there, and not after an munmap: another thread could map something in between.
-    void* data = ::mmap(data_, size_, PROT_READ | PROT_WRITE, kNothing | MAP_FIXED, -1, 0);
-    return data == MAP_FAILED ? last_os_error("unmap parts of regions") : keep_private(data, size_);
-}
-
-void Mapping::prefer_small_pages() {
-    (void)::madvise(data_, size_, MADV_NOHUGEPAGE);
-}
-
 Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping& out) {
     const int code = errno;
     if (data == MAP_FAILED) return os_error(code, "map " + std::to_string(num_bytes) + " bytes of " + what);
@@ -145,37 +134,10 @@ Error Mapping::region(int fd, std::uint64_t offset, std::size_t num_bytes, Mappi
     return keep_private(data, num_bytes);
 }
 
-Error Mapping::joined(const std::vector<Part>& parts, Mapping& out) {
-    std::uint64_t num_bytes = 0;
-    for (const Part& part : parts)
-        num_bytes += part.num_bytes;
-    ForkGuard guard;
-    void* data = map_aligned(-1, 0, num_bytes, PROT_NONE, kNothing);
-    Mapping made;
-    if (Error error = take(data, num_bytes, "address space", made)) return error;
-    auto* place = static_cast<std::uint8_t*>(data);
-    for (const Part& part : parts) {
-        void* found = place;
-        if (part.fd >= 0 && part.num_bytes > 0)
-            found = ::mmap(place, part.num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, part.fd,
-                           static_cast<off_t>(part.offset));
-        if (found == MAP_FAILED) return last_os_error("map a part of a region");
-        place += part.num_bytes;
-    }
-    out = std::move(made);
-    return keep_private(data, num_bytes);
-}
-
 Error Mapping::anonymous(std::size_t num_bytes, Mapping& out) {
-    void* data = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return take(data, num_bytes, "memory", out);
-}
-
-Error Mapping::large(std::size_t num_bytes, Mapping& out) {
     ForkGuard guard;
-    void* data = map_aligned(-1, 0, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
+    void* data = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (Error error = take(data, num_bytes, "memory", out)) return error;
-    (void)::madvise(data, num_bytes, MADV_HUGEPAGE); // a kernel without huge pages returns EINVAL
     return keep_private(data, num_bytes);
 }
 

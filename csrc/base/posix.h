@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace flashckpt {
 
@@ -61,10 +60,6 @@ class Mapping {
     void forget();
     // Returns the pages of anonymous memory to the system; they read as zeros afterwards.
     void empty();
-    // Replaces a mapping of files by private zeros.
-    Error let_go();
-    // Lets anonymous memory that is not faulted in yet use small pages.
-    void prefer_small_pages();
 
     // Aligns a file's mapping to huge pages like the file's own offsets, so that huge pages of the file are
     // mapped as huge pages. `offset` must be a multiple of the machine's page. Faults in all pages.
@@ -72,17 +67,9 @@ class Mapping {
     // Like `map_region`, writable and without faulting in. Loader workers forked later must not copy its page
     // tables, and a core dump must not contain a model.
     static Error region(int fd, std::uint64_t offset, std::size_t num_bytes, Mapping& out);
-    // Parts of files side by side, to be written, each from a multiple of the page on; a part without a file
-    // (-1) has no access. Nothing is faulted in, and no child has it.
-    struct Part {
-        int fd = -1;
-        std::uint64_t offset = 0;
-        std::uint64_t num_bytes = 0;
-    };
-    static Error joined(const std::vector<Part>& parts, Mapping& out);
+    // Private zeros, which forked children and core dumps do not have. A direct read into memory that a fork
+    // copies may land in the child.
     static Error anonymous(std::size_t num_bytes, Mapping& out);
-    // Like it, for large memory that forked children and core dumps must not have; in huge pages if possible.
-    static Error large(std::size_t num_bytes, Mapping& out);
 
   private:
     static Error take(void* data, std::size_t num_bytes, const char* what, Mapping& out);

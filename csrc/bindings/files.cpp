@@ -121,9 +121,9 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> ranges_of(nb::handle object
 class Plan {
   public:
     Plan(std::uint64_t num_bytes, std::uint64_t chunk_bytes, nb::handle checksums, nb::handle copies,
-         nb::handle parts, nb::handle ranges, const LeafDigests& digests)
+         nb::handle parts, nb::handle ranges, const LeafDigests& digests, bool direct)
         : plan_(Geometry{num_bytes, chunk_bytes, {}, {}}, checksums_of(checksums), copies_of(copies),
-                parts_of(parts), ranges_of(ranges), digests.shared()) {
+                parts_of(parts), ranges_of(ranges), digests.shared(), direct) {
         raise_if(plan_.error());
     }
 
@@ -144,10 +144,17 @@ class Plan {
         return chunks;
     }
 
-    void read(nb::handle path, int threads, bool direct, std::uint64_t progress, std::uint64_t cancel) {
+    void read(nb::handle path, int threads, std::uint64_t progress, std::uint64_t cancel) {
+        if (progress != 0) u64_pointer(progress);
+        if (cancel != 0) u64_pointer(cancel);
         const std::string local = path_of(path);
-        run(options(threads, direct, progress, cancel),
-            [&](const ReadOptions& how) { return plan_.read(local, how); });
+        const ReadOptions options{checked_threads(threads), progress, cancel};
+        Error error;
+        {
+            Released released;
+            error = plan_.read(local, options);
+        }
+        raise_if(error);
     }
 
     void add(std::uint64_t offset, nb::handle data) {
@@ -160,22 +167,6 @@ class Plan {
     }
 
   private:
-    static ReadOptions options(int threads, bool direct, std::uint64_t progress, std::uint64_t cancel) {
-        if (progress != 0) u64_pointer(progress);
-        if (cancel != 0) u64_pointer(cancel);
-        return {checked_threads(threads), direct, progress, cancel};
-    }
-
-    template <class Read>
-    void run(const ReadOptions& how, Read read) {
-        Error error;
-        {
-            Released released;
-            error = read(how);
-        }
-        raise_if(error);
-    }
-
     FilePlan plan_;
 };
 
@@ -228,15 +219,16 @@ void bind_files(nb::module_& module) {
         .def("digests", &LeafDigests::digests);
     nb::class_<Plan>(module, "FilePlan")
         .def(nb::init<std::uint64_t, std::uint64_t, nb::handle, nb::handle, nb::handle, nb::handle,
-                      const LeafDigests&>(),
+                      const LeafDigests&, bool>(),
              nb::kw_only(), nb::arg("num_bytes"), nb::arg("chunk_bytes"), nb::arg("checksums"),
-             nb::arg("copies"), nb::arg("parts"), nb::arg("ranges"), nb::arg("digests"))
+             nb::arg("copies"), nb::arg("parts"), nb::arg("ranges"), nb::arg("digests"),
+             nb::arg("direct") = true)
         .def_prop_ro("num_bytes", &Plan::num_bytes)
         .def_prop_ro("chunk_bytes", &Plan::chunk_bytes)
         .def("left", &Plan::left)
         .def("bad_chunks", &Plan::bad_chunks)
         .def("read", &Plan::read, nb::arg("path"), nb::kw_only(), nb::arg("threads") = 2,
-             nb::arg("direct") = true, nb::arg("progress") = 0, nb::arg("cancel") = 0)
+             nb::arg("progress") = 0, nb::arg("cancel") = 0)
         .def("add", &Plan::add, nb::arg("offset"), nb::arg("data"));
 }
 

@@ -62,17 +62,8 @@ class Region {
         }
         raise_if(error);
     }
-    // As i64: of each part the descriptor, or -1, the byte at which it begins there, and its bytes.
-    explicit Region(nb::handle parts) : is_joined_(true) {
-        U64View view(parts);
-        if (view.size() % 3 != 0) raise_value("parts end in the middle of one");
-        std::vector<Mapping::Part> rows;
-        for (const std::uint64_t* row = view.data(); row != view.data() + view.size(); row += 3)
-            rows.push_back({static_cast<int>(row[0]), row[1], row[2]});
-        raise_if(Mapping::joined(rows, mapping_));
-    }
     explicit Region(std::uint64_t num_bytes) : is_own_(true) {
-        raise_if(Mapping::large(num_bytes, mapping_));
+        raise_if(Mapping::anonymous(num_bytes, mapping_));
     }
     ~Region() { drop(); }
     Region(const Region&) = delete;
@@ -113,25 +104,14 @@ class Region {
     }
 
     void discard() {
-        if (!is_own_ && !is_joined_) raise_value("others have this memory, too");
+        if (!is_own_) raise_value("others have this memory, too");
         if (mapping_.data() == nullptr || is_forked()) return;
-        Error error;
         ++views_; // it must not be closed meanwhile
         {
             Released released;
-            if (is_joined_)
-                error = mapping_.let_go();
-            else
-                mapping_.empty();
+            mapping_.empty();
         }
         --views_;
-        raise_if(error);
-    }
-
-    void prefer_small_pages() {
-        if (!is_own_) raise_value("others have this memory, too");
-        if (mapping_.data() == nullptr || is_forked()) return;
-        mapping_.prefer_small_pages();
     }
 
     static int refuse(Py_buffer* out, const char* reason) {
@@ -158,7 +138,6 @@ class Region {
 
     const pid_t maker_ = ::getpid();
     const bool is_own_ = false;
-    const bool is_joined_ = false;
     const bool is_readonly_ = false;
     Mapping mapping_;
     std::size_t views_ = 0;
@@ -193,10 +172,8 @@ void bind_memory(nb::module_& module) {
         .def(nb::init<int, std::uint64_t, std::uint64_t>(), nb::arg("fd"), nb::arg("offset"),
              nb::arg("num_bytes"))
         .def(nb::init<std::uint64_t>(), nb::arg("num_bytes"))
-        .def(nb::init<nb::handle>(), nb::kw_only(), nb::arg("parts"))
         .def("register", &Region::register_with, nb::arg("device"))
         .def("discard", &Region::discard)
-        .def("prefer_small_pages", &Region::prefer_small_pages)
         .def("close", &Region::close);
 }
 

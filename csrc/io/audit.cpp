@@ -31,7 +31,7 @@ std::uint64_t Geometry::bytes_of(std::uint64_t chunk) const {
 
 Error Geometry::check() const {
     if (chunk_bytes == 0 || chunk_bytes % kPage != 0 || chunk_bytes > kMostChunkBytes) {
-        return value_error("chunk_bytes must be a multiple of 4096, at most 1 GiB, not " +
+        return value_error("chunk_bytes must be a multiple of 4096, at most 16 MiB, not " +
                            std::to_string(chunk_bytes));
     }
     if (num_bytes > (1ull << 62)) return value_error("num_bytes is no size: " + std::to_string(num_bytes));

@@ -13,7 +13,7 @@
 
 namespace flashckpt {
 
-constexpr std::uint64_t kMostChunkBytes = 1ull << 30;
+constexpr std::uint64_t kMostChunkBytes = 16 << 20; // a reader holds some chunks
 
 // A file (or region) of `num_bytes` in chunks; leaves are ranges of it that do not overlap.
 struct Geometry {

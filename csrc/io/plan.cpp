@@ -16,6 +16,7 @@ using Range = std::pair<std::uint64_t, std::uint64_t>;
 enum State : std::uint8_t { left = 0, begun = 1, done = 2, bad = 3 };
 
 constexpr std::uint64_t kMostBytes = 1ull << 62;
+constexpr int kMostBuffers = 24; // of a chunk each
 
 // Computes the extents. False if the repetitions of a step overlap in the file or exceed it.
 bool measure(Copy& copy, std::uint64_t num_bytes) {
@@ -140,9 +141,9 @@ Error check_cancel(std::uint64_t cancel, const std::string& path) {
 
 FilePlan::FilePlan(Geometry geometry, std::vector<Checksum> checksums, std::vector<Copy> copies,
                    std::vector<LeafPart> parts, const std::vector<Range>& ranges,
-                   std::shared_ptr<PieceDigests> digests)
+                   std::shared_ptr<PieceDigests> digests, bool direct)
     : geometry_(std::move(geometry)), checksums_(std::move(checksums)), copies_(std::move(copies)),
-      audit_(geometry_, sorted(parts), digests) {
+      audit_(geometry_, sorted(parts), digests), direct_(direct) {
     std::vector<Range> needed = ranges;
     for (const LeafPart& part : parts)
         needed.emplace_back(part.begin, part.end);
@@ -226,22 +227,9 @@ FilePlan::Need* FilePlan::need_of(std::uint64_t chunk) {
     return found != end && found->chunk == chunk ? found : nullptr;
 }
 
-// The destination of a whole chunk if a direct request may fill it in place; null otherwise.
-std::uint8_t* FilePlan::own_place(const Need& need) const {
-    if (need.copies.size() != 1) return nullptr;
-    const Copy& copy = copies_[need.copies.front()];
-    const std::uint64_t begin = need.chunk * geometry_.chunk_bytes;
-    const std::uint64_t num_bytes = geometry_.bytes_of(need.chunk);
-    if (!copy.steps.empty() || copy.source > begin || copy.source + copy.run < begin + num_bytes)
-        return nullptr;
-    std::uint8_t* place = copy.target + (begin - copy.source);
-    bool is_whole = reinterpret_cast<std::uintptr_t>(place) % kPage == 0 && num_bytes % kPage == 0;
-    return is_whole ? place : nullptr;
-}
-
 void FilePlan::take(Need& need, const std::uint8_t* data) {
     bool is_right = audit_.add(need.chunk, data) == checksums_[need.chunk];
-    if (is_right && data != own_place(need)) {
+    if (is_right) {
         const std::uint64_t begin = need.chunk * geometry_.chunk_bytes;
         const Window window{data, begin, begin + geometry_.bytes_of(need.chunk)};
         for (std::uint32_t index : need.copies)
@@ -266,37 +254,28 @@ Error FilePlan::read(const std::string& path, const ReadOptions& options) {
                            std::to_string(geometry_.num_bytes) + " were written");
     }
     BlockFile file(std::move(fd), path);
-    file.ask_direct(options.direct);
+    file.ask_direct(direct_);
     std::vector<Need*> needs;
-    std::size_t num_buffered = 0;
     for (std::size_t i = 0; i < num_needs_; ++i) {
-        if (needs_[i].state.load() != State::left) continue;
-        needs.push_back(&needs_[i]);
-        num_buffered += own_place(needs_[i]) == nullptr ? 1 : 0;
+        if (needs_[i].state.load() == State::left) needs.push_back(&needs_[i]);
     }
     auto make = [&]() -> ChunkWork {
-        return [&, buffer = std::make_shared<Mapping>()](std::uint64_t index) -> Error {
+        auto buffer = std::make_shared<Mapping>();
+        const Error failed = Mapping::anonymous(geometry_.chunk_bytes, *buffer);
+        return [&, buffer, failed](std::uint64_t index) -> Error {
             Need& need = *needs[index];
+            if (failed) return failed;
             if (Error error = check_cancel(options.cancel, path)) return error;
             const std::uint64_t num_bytes = geometry_.bytes_of(need.chunk);
-            std::uint8_t* data = own_place(need);
-            if (data == nullptr) {
-                if (buffer->size() < geometry_.chunk_bytes) {
-                    if (Error error = Mapping::anonymous(geometry_.chunk_bytes, *buffer)) return error;
-                }
-                data = buffer->data();
-            }
             const std::uint64_t offset = need.chunk * geometry_.chunk_bytes;
+            std::uint8_t* const data = buffer->data();
             if (Error error = file.read(data, num_bytes, round_up(num_bytes, kPage), offset)) return error;
             take(need, data);
             report_progress(options.progress, num_bytes);
             return {};
         };
     };
-    // Buffers of our own are memory that counts.
-    bool is_buffered = 2 * num_buffered > needs.size();
-    int workers = is_buffered ? options.threads * 2 : requests_in_flight(options.threads);
-    return each_chunk(needs.size(), workers, make);
+    return each_chunk(needs.size(), std::min(requests_in_flight(options.threads), kMostBuffers), make);
 }
 
 } // namespace flashckpt

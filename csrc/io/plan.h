@@ -33,20 +33,19 @@ struct Copy {
 
 struct ReadOptions {
     int threads = 2;
-    bool direct = true;
     std::uint64_t progress = 0; // 0, or an address whose u64 grows by the bytes done
     std::uint64_t cancel = 0;   // 0, or the address of a u64: once not 0, start no further chunk (ECANCELED)
 };
 
 // All destinations must stay mapped while chunks are added. A chunk is read into a buffer, and copied to its
-// destinations after its checksum is verified. Only a chunk with a single destination in whole pages is read
-// in place. So the destinations are valid only when no chunk is left and none is bad.
+// destinations after its checksum is verified: no byte of a bad chunk reaches a destination.
 class FilePlan {
   public:
-    // `parts`: digested parts of the file. `ranges`: further needed bytes, as start and stop.
+    // `parts`: digested parts of the file. `ranges`: further needed bytes, as start and stop. `direct`: read
+    // past the page cache if the file system allows it.
     FilePlan(Geometry geometry, std::vector<Checksum> checksums, std::vector<Copy> copies,
              std::vector<LeafPart> parts, const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges,
-             std::shared_ptr<PieceDigests> digests);
+             std::shared_ptr<PieceDigests> digests, bool direct = true);
     FilePlan(const FilePlan&) = delete;
     FilePlan& operator=(const FilePlan&) = delete;
 
@@ -73,13 +72,13 @@ class FilePlan {
     Error check(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges);
     void find(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& ranges);
     Need* need_of(std::uint64_t chunk);
-    std::uint8_t* own_place(const Need& need) const;
     void take(Need& need, const std::uint8_t* data);
 
     Geometry geometry_;
     std::vector<Checksum> checksums_;
     std::vector<Copy> copies_;
     Audit audit_;
+    bool direct_;
     Error error_;
     std::unique_ptr<Need[]> needs_; // by chunk
     std::size_t num_needs_ = 0;

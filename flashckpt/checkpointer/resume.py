@@ -1,9 +1,9 @@
 """`attach`: from a folder and live state to a Checkpointer. Owns the order of what happens once.
 
 State that cannot be saved is refused before the run's folder is touched. Then come the claim, the keeper and
-the choice of a step. The live state changes only once a snapshot is verified and fits. start.json comes last,
-so that an attempt that could not load leaves no trace. Ranks do each of these together: if one fails, all
-raise.
+the choice of a step. The live state changes only once a snapshot fits on all ranks, and only by verified
+bytes. start.json comes last, so that an attempt that could not load leaves no trace. Ranks do each of these
+together: if one fails, all raise.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashckpt import _native, crashpoints
 from flashckpt.capture import Capture
@@ -49,6 +50,7 @@ from flashckpt.persist.ledger import Event
 from flashckpt.ranks.coordination import Coordination, SnapshotPolicy, join
 from flashckpt.restore.filling import LiveLayout, check_fits, fill
 from flashckpt.restore.memory_tier import Held
+from flashckpt.restore.poison import Writing
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_choice import Loaded, StepChoice
 from flashckpt.state import rng
@@ -135,21 +137,23 @@ def attach_to(
     restores: False adds steps after the newest one, and reads none. The Checkpointer closes the session; this
     closes it if it raises.
     """
-    progress, group = Progress(integration), session.group
+    progress, group, writing = Progress(integration), session.group, Writing(tree)
     made: list[Checkpointer] = []
     try:
         if restores:
-            found = _resume(session, tree, progress, options, began)
+            found = _resume(session, tree, progress, options, began, writing)
         else:
             found = _continue_after(session, tree, progress)
 
         def make() -> None:
             unnamed = Unnamed(tree, variables, integration=integration, reports=session.environment.rank == 0)
             made.append(_checkpointer(session, tree, progress, options, every, persist_every, found, unnamed))
+            writing.succeeded()
 
         group.together("what runs beside the loop", make)
         group.attached()
-    except BaseException:
+    except BaseException as error:
+        writing.failed(error)
         if made:
             made[0]._release()
         session.close()
@@ -253,6 +257,7 @@ def _resume(
     progress: Progress,
     options: Options,
     began: float,
+    writing: Writing,
 ) -> _Found:
     """Restore the newest usable step and write start.json."""
     threads, rank, group = options.threads or torch.get_num_threads(), session.environment.rank, session.group
@@ -260,6 +265,11 @@ def _resume(
     regions: list[Slot] = []
     refused: list[str] = []
     loaded: Loaded | None = None
+
+    def targets(snapshot: Snapshot) -> Mapping[str, Tensor]:
+        found = tree.targets(snapshot.saved)
+        writing.begun = writing.begun or bool(found)
+        return found
 
     def chosen() -> None:
         nonlocal survived, regions, refused, loaded
@@ -269,7 +279,7 @@ def _resume(
         save = partial(_saved_by_keeper, session)
         choice = StepChoice(
             session.store, survived, rank, fits, threads, group.agreement(), layout, save,
-            partial(_unsaved, session), session.remote_run,
+            partial(_unsaved, session), session.remote_run, targets,
         )  # fmt: skip
         refused = choice.refused
         loaded = choice.choose()
@@ -280,6 +290,7 @@ def _resume(
             _start(session)
             return _Found()
         snapshot = loaded.snapshot
+        writing.begun = True
         _fill(session, tree, progress, snapshot, threads)
         _start(session, SnapshotId(snapshot.attempt, snapshot.boundary), snapshot.step, tier=snapshot.tier)
         seconds = time.perf_counter() - began
@@ -288,7 +299,7 @@ def _resume(
         )
         _report(session, tree, loaded, resumed, refused)
         return _Found(
-            resumed, snapshot.digests_by_name, snapshot.constants, _kept(session, loaded), _habits(snapshot)
+            resumed, snapshot.digests, snapshot.constants, _kept(session, loaded), _habits(snapshot)
         )
     except BaseException:
         if loaded is not None:
@@ -513,7 +524,7 @@ def _nearest(slot: Slot, copies: Sequence[Slot]) -> list[Slot]:
 def _kept(session: Session, loaded: Loaded) -> ConstantsRegion | None:
     """Return the region of constants that was loaded from memory, after the keeper has assigned it to this
     attempt. If None, a region is filled before the first snapshot."""
-    region, constants = loaded.held.region if loaded.held else None, loaded.snapshot.layout.constants
+    region, constants = loaded.held.region if loaded.held else None, loaded.snapshot.region
     if region is None or region.is_cached or constants is None:
         return None
     try:
@@ -521,8 +532,7 @@ def _kept(session: Session, loaded: Loaded) -> ConstantsRegion | None:
     except (FlashckptError, OSError) as error:
         log.info("the former region of constants is not used further: %s", error)
         return None
-    digests = loaded.snapshot.digests[-len(constants.leaves) :]
-    return ConstantsRegion(region.name, region.header.nonce, constants, tuple(digests))
+    return ConstantsRegion(region.name, region.header.nonce, *constants)
 
 
 # ---- what a snapshot holds

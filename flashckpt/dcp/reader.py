@@ -6,7 +6,7 @@ Owns how these are distinguished. Verifies all that a rank reads before it chang
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -33,7 +33,7 @@ from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Hole, LeafRef, children, decode_json
 from flashckpt.restore.merged_state import SavedRank, SavedState
 from flashckpt.restore.snapshot import leaf_view
-from flashckpt.restore.step_tensors import TensorSlice, full_names, short_names
+from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.state.leaves import is_stored, leaf_names, value_of
 from flashckpt.state.tensors import TORCH_DTYPES, fill
@@ -242,7 +242,7 @@ class _Step:
         try:
             for number in sorted(each.rank for part in record.parts for each in part.ranks):
                 each = record.rank(number)
-                self._add_rank(SavedRank(number, each.values, full_names(each)), modules)
+                self._add_rank(SavedRank(number, each.values), modules)
             for name, module in modules.items():
                 self._add_module(name, module)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
@@ -278,29 +278,28 @@ class _Step:
                 self._add_tensor((name, leaf[len(name) + 1 :]), leaf)
 
     def _add_optimizer(self, name: str, entry: Mapping[str, Any], rank: SavedRank) -> None:
-        short = short_names(name, entry["params"], rank.entries)
+        short = _torch_names(name, entry["params"], rank.entries)
         for (optimizer, full), state in rank.states.items():
             if optimizer == name:
-                self._add((name, "state", short[full]), state.prefix, _filled(state), rank.renamed)
+                self._add((name, "state", short[full]), state.prefix, _filled(state))
         for number, (options, names) in enumerate(zip(entry["groups"], entry["params"], strict=True)):
             path: Path = (name, "param_groups", number)
             for key, option in options.items():
                 self._add((*path, key), f"{name}.groups.{number}.{key}", option)
             self._add((*path, "params"), "", [short[full] for full in names])
 
-    def _add(self, path: Path, name: str, value: Any, renamed: Mapping[str, str] | None = None) -> None:
+    def _add(self, path: Path, name: str, value: Any) -> None:
         """Add a value as torch flattens it: dicts by key, and lists if an item is a tensor or has items
         itself."""
         if type(value) is LeafRef and not is_stored(value):
-            leaf_name = name if name in self._leaves else (renamed or {}).get(name, name)
-            if leaf_name in self._leaves:  # torch has no item for a tensor subclass of several leaves
-                self._add_tensor(path, leaf_name)
+            if name in self._leaves:  # torch has no item for a tensor subclass of several leaves
+                self._add_tensor(path, name)
         elif isinstance(value, Mapping):
             for key, item in value.items():
-                self._add((*path, str(key)), join(name, key), item, renamed)
+                self._add((*path, str(key)), join(name, key), item)
         elif _is_open(value):
             for index, item in enumerate(value):
-                self._add((*path, index), join(name, index), item, renamed)
+                self._add((*path, index), join(name, index), item)
         else:
             self.values.setdefault(self._named(path), _Value(value, name))
 
@@ -356,6 +355,27 @@ class _Step:
         return (
             value if all(a is b for (_, a), (_, b) in zip(items, made, strict=True)) else rebuild(value, made)
         )
+
+
+def _torch_names(optimizer: str, groups: Sequence[Sequence[str]], parts: Iterable[str]) -> dict[str, str]:
+    """Return full names of an optimizer's parameters (`groups`) -> their names in torch's
+    `get_optimizer_state_dict`: those in the module, if one module owns all of them. parts: the names of the
+    parts of the state."""
+    parts = list(parts)
+    owner = {
+        full: next((part for part in parts if full.startswith(f"{part}.")), "")
+        for group in groups
+        for full in group
+    }
+    owners = {each for each in owner.values() if each not in ("", optimizer)}
+    names: dict[str, str] = {}
+    for number, group in enumerate(groups):
+        for index, full in enumerate(group):
+            if owner[full] in ("", optimizer):
+                names[full] = f"group{number}[{index}]"
+            else:
+                names[full] = full if len(owners) > 1 else full[len(owner[full]) + 1 :]
+    return names
 
 
 def _is_open(value: Any) -> bool:

@@ -9,30 +9,26 @@ these formats contain one; flashckpt never unpickles it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
 import tempfile
-import threading
 import warnings
-from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import NoSuchStepError, OptionError
 from flashckpt.format.layout import DTYPES, Leaf, header_bytes
+from flashckpt.memory import memory_budget
 from flashckpt.restore.step_tensors import Parts, Piece, StepFile, TensorSlice, entry_of, transient_names
 from flashckpt.restore.whole_tensors import WholeTensors, pieces
 from flashckpt.store.base import Store
-from flashckpt.store.read_plan import damaged
 
 if TYPE_CHECKING:
     import torch
@@ -272,8 +268,8 @@ def write_torch(path: str, selected: Selected) -> None:
     import torch
 
     # Pass a file object: with a path, a full disk raises RuntimeError without errno.
-    with mapped_tensors(selected) as tensors, open(path, "xb") as file:
-        torch.save(tensors, file)
+    with open(path, "xb") as file:
+        torch.save(tensors_of(selected), file)
 
 
 def write_dcp(folder: str, selected: Selected) -> None:
@@ -282,7 +278,8 @@ def write_dcp(folder: str, selected: Selected) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     try:
-        with mapped_tensors(selected) as tensors, warnings.catch_warnings():
+        tensors = tensors_of(selected)
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is")
             save(tensors, checkpoint_id=folder, no_dist=True)
     except CheckpointException as error:
@@ -351,107 +348,28 @@ def read_ahead(pieces: Iterator[memoryview]) -> Generator[memoryview]:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-# Mapped tensors, for writers that take torch tensors. Keeps anonymous memory bounded.
-
-# Native code reads a batch without the GIL, which safetensors holds while it writes a file.
-_BATCH_BYTES = 1 << 30
+# Tensors, for writers that take them
 
 
-@contextlib.contextmanager
-def mapped_tensors(selected: Selected) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors by name; tied names share one tensor. If the run's files hold the exported bytes, map
-    these files and verify them in a thread, in the order of `selected`, while the block writes. Otherwise
-    verify the tensors, write them to an unnamed file beside the destination, and map that file.
-
-    Leaving the block raises DamagedError if a byte differs from the capture; the output of the block must not
-    be used then. Raises OSError for a full disk."""
-    stored = _in_files(selected)
-    if stored is None:
-        yield _by_name(_in_scratch_file(selected))
-    else:
-        with _verified(selected, stored):
-            yield _by_name([(each.leaf, tensor) for each, tensor in stored])
-
-
-def _by_name(pairs: Sequence[tuple[Leaf, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: tensor for leaf, tensor in pairs for name in (leaf.name, *leaf.aliases)}
-
-
-def _in_files(selected: Selected) -> list[tuple[SelectedLeaf, torch.Tensor]] | None:
-    """Map the tensors from the run's files; return None if the files do not hold the exported bytes."""
-    own = {path for path, _ in selected.record.files(selected.rank)}
-    for each in selected.leaves:
-        is_one = len(each.parts) == 1 and each.parts[0][1] == TensorSlice.of(each.stored)
-        if not is_one or each.leaf.dtype != each.stored.dtype or each.parts[0][0].file.path not in own:
-            return None
-    from flashckpt.restore.loading import views_of_files
-
-    views = views_of_files(selected.record, selected.rank)
-    return None if views is None else [(each, views[each.parts[0][0].leaf.name]) for each in selected.leaves]
-
-
-@contextlib.contextmanager
-def _verified(selected: Selected, stored: Sequence[tuple[SelectedLeaf, torch.Tensor]]) -> Iterator[None]:
-    """Verify the mapped tensors in a thread, in this order, and wait for it at the end of the block. If the
-    block writes in the same order, the thread reads each tensor from the disk first."""
-    is_cancelled = threading.Event()
-
-    def verify() -> None:
-        done = 0
-        for batch in _batches(stored):
-            if is_cancelled.is_set():
-                return
-            for (leaf, _), digest in zip(batch, _digests([tensor for _, tensor in batch]), strict=True):
-                piece = leaf.parts[0][0]
-                if digest != piece.digest:
-                    why = f"{piece.leaf.name} differs from its capture"
-                    raise damaged(selected.record.store.url, piece.file.path, why)
-                done += leaf.leaf.num_bytes
-            selected.progress(done, selected.num_bytes)
-
-    with ThreadPoolExecutor(1, "flashckpt-verify") as pool:
-        verified = pool.submit(verify)
-        try:
-            yield
-            verified.result()
-        except BaseException:
-            is_cancelled.set()
-            raise
-
-
-def _batches(
-    stored: Sequence[tuple[SelectedLeaf, torch.Tensor]],
-) -> Iterator[list[tuple[SelectedLeaf, torch.Tensor]]]:
-    batch: list[tuple[SelectedLeaf, torch.Tensor]] = []
-    num_bytes = 0
-    for each in stored:
-        batch.append(each)
-        num_bytes += each[0].leaf.num_bytes
-        if num_bytes >= _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
-def _digests(tensors: Sequence[torch.Tensor]) -> array[int]:
-    addresses = array("Q", [tensor.data_ptr() for tensor in tensors])
-    sizes = array("Q", [tensor.nbytes for tensor in tensors])
-    found = array("Q", bytes(8 * len(tensors)))
-    _native.digest_many(addresses, sizes, _native.address_of(found), _THREADS)
-    return found
-
-
-def _in_scratch_file(selected: Selected) -> Sequence[tuple[Leaf, torch.Tensor]]:
+def tensors_of(selected: Selected) -> dict[str, torch.Tensor]:
+    """Return the tensors by name, verified, in memory, or, if it is too small, in an unnamed file beside the
+    destination. Tied names share one tensor. Raises DamagedError; OSError for a full disk."""
     from flashckpt.restore.snapshot import leaf_view
 
     # The file has no name, so its blocks are freed however this process ends.
-    with tempfile.TemporaryFile(dir=selected.folder, buffering=0) as file:
+    with _scratch(selected) as file:
         offset = write_image(file.fileno(), selected)
         size = os.fstat(file.fileno()).st_size
         image = memoryview(mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE))
-    found = []
+    found: dict[str, torch.Tensor] = {}
     for each in in_file_order(selected.leaves):
-        found.append((each.leaf, leaf_view(image, each.leaf, offset)))
+        tensor = leaf_view(image, each.leaf, offset)
+        found.update(dict.fromkeys((each.leaf.name, *each.leaf.aliases), tensor))
         offset += each.leaf.num_bytes
     return found
+
+
+def _scratch(selected: Selected) -> IO[bytes]:
+    if selected.num_bytes > memory_budget.available_bytes():
+        return tempfile.TemporaryFile(dir=selected.folder, buffering=0)
+    return open(os.memfd_create("export"), "w+b", buffering=0)

@@ -685,7 +685,7 @@ def _misplaced(rank: RankRecord) -> str:
 def _contents_of(fields: Fields, name: re.Pattern[str]) -> Contents:
     num_bytes = fields.integer("num_bytes", PAGE, MAX_SHARD_BYTES)
     data_start = fields.integer("data_start", PAGE, num_bytes)
-    chunk_bytes = fields.integer("chunk_bytes", PAGE, 1 << 30)
+    chunk_bytes = fields.integer("chunk_bytes", PAGE, 16 << 20)
     if data_start % PAGE or chunk_bytes % PAGE:
         fields.refuse("its data or its chunks do not start on pages")
     leaves = leaves_from_columns(fields.within("leaves"))

@@ -34,7 +34,6 @@ _MAX_HUGE_S_PER_BYTE = 0.8 / (1 << 30)
 _HUGE_CALL_S = 0.002  # of a request of any size
 _HUGE_PAUSE_S = 60.0
 # Memory that was freed just before comes first, and is cheap: try several pieces.
-_TRIAL_BYTES, _MOST_TRIED_BYTES = 8 << 20, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -178,24 +177,6 @@ class HugePages:
         if self._was_slow(began_own_s, num_bytes):
             return math.inf
         return took_s if taken and took_s < _SLOWEST_HUGE_STEP_S else math.inf
-
-    def tried(self, memory: _native.Mapping, num_bytes: int) -> _native.Mapping:
-        """Touch up to a quarter of this new private memory, and use small pages for the rest if huge ones are
-        slow."""
-        if num_bytes < STEP_BYTES:
-            return memory
-        address, most = _native.address_of(memory), min(num_bytes // 4, _MOST_TRIED_BYTES)
-        if any(self._is_slow(address + start) for start in range(0, most, _TRIAL_BYTES)):
-            memory.prefer_small_pages()
-        return memory
-
-    def _is_slow(self, address: int) -> bool:
-        """Whether the pages from here on are slow, or others were in the last minute."""
-        if time.monotonic() < self._not_before_s:
-            return True
-        began_own_s = self._thread_time()
-        _native.populate(address, _TRIAL_BYTES, 1)
-        return self._was_slow(began_own_s, _TRIAL_BYTES)
 
     def _was_slow(self, began_own_s: float, num_bytes: int) -> bool:
         is_slow = self._thread_time() - began_own_s > _HUGE_CALL_S + num_bytes * _MAX_HUGE_S_PER_BYTE

@@ -5,7 +5,6 @@ place and compared with the digest of its boundary."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -13,17 +12,17 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from flashckpt import _native
 from flashckpt.capture.devices import PIECE_BYTES, Device, digest_tensors
 from flashckpt.capture.plan import local
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError, MismatchError, StateError
 from flashckpt.format.layout import Leaf
-from flashckpt.restore.snapshot import Snapshot, StepReading
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_reading import StepReading
 from flashckpt.state import tensors
 from flashckpt.state.leaves import LiveLeaf
 from flashckpt.state.modules import ModuleEntry
-from flashckpt.state.tree import Saved, Tree
+from flashckpt.state.tree import Tree
 
 MARK = "imported"
 """The section of a rank's values of an imported step, and the kind of an entry that a `state_dict` gave."""
@@ -65,11 +64,11 @@ class LiveLayout:
         mine = record.rank(self.rank)
         return self.is_of(record.world, [leaf for _, leaf, _ in (*mine.counted(), *mine.elsewhere())])
 
-    def begin(self, record: StepRecord, threads: int) -> StepReading:
+    def begin(self, record: StepRecord) -> StepReading:
         """See `begin_for_layout`."""
         from flashckpt.restore.merged_state import begin_for_layout
 
-        return begin_for_layout(self.tree, record, self.rank, self.world, threads)
+        return begin_for_layout(self.tree, record, self.rank, self.world)
 
 
 def is_imported(record: StepRecord) -> bool:
@@ -86,21 +85,16 @@ def _is_elsewhere(live: LiveLeaf, saved: Leaf | None) -> bool:
 
 def check_fits(tree: Tree, snapshot: Snapshot) -> None:
     """Raise MismatchError if the snapshot does not fit the live state, DamagedError for malformed values.
-    Changes nothing."""
-    check_values(tree, snapshot.saved, snapshot.step)
-
-
-def check_values(tree: Tree, saved: Saved, step: int) -> None:
-    """Do the same before the bytes of the snapshot are read."""
-    differences = tree.differences(saved)
+    Changes nothing, and needs no tensor of the snapshot."""
+    differences = tree.differences(snapshot.saved)
     if differences:
         raise MismatchError(
-            f"The checkpoint of step {step} is of another model: {len(differences)} things differ. "
+            f"The checkpoint of step {snapshot.step} is of another model: {len(differences)} things differ. "
             "Nothing was loaded, the live model is as it was, and no older step is tried.\n"
             f"{table_of(differences)}\n"
             "Make the program build what was saved, or give this model a run folder of its own.",
             differences=tuple(differences),
-            step=step,
+            step=snapshot.step,
         )
 
 
@@ -112,7 +106,7 @@ def fill(tree: Tree, snapshot: Snapshot, threads: int, devices: Sequence[Device]
     """
     with torch.no_grad():
         filled = tree.restore(snapshot.saved, StagedUploads(devices))
-    expected = snapshot.digests_by_name
+    expected = snapshot.digests
     found = digest_tensors([tensor for _, tensor in filled], threads)
     wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
     if wrong:
@@ -226,17 +220,3 @@ def _refuse_arrived(step: int, wrong: list[str], own_code: list[str]) -> NoRetur
     if theirs:
         raise StateError(message, location=theirs[0], step=step)
     raise DamagedError(message, step=step)
-
-
-def audit(snapshot: Snapshot, threads: int) -> list[str]:
-    """Return the names of the leaves whose bytes in the image do not match their digests."""
-    places = snapshot.places()
-    found = array("Q", bytes(8 * len(places)))
-    _native.digest_many(
-        array("Q", [_native.address_of(image) + start for image, _, start in places]),
-        array("Q", [leaf.num_bytes for _, leaf, _ in places]),
-        _native.address_of(found),
-        threads,
-    )
-    pairs = zip(places, found, snapshot.digests, strict=True)
-    return [leaf.name for (_, leaf, _), digest, expected in pairs if digest != expected]

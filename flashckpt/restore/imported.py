@@ -19,11 +19,10 @@ from flashckpt.format.layout import Leaf
 from flashckpt.format.records import RankRecord
 from flashckpt.format.typed import Hole, LeafRef, children, decode, encode_json
 from flashckpt.restore.filling import MARK
-from flashckpt.restore.step_tensors import short_names, state_name
 from flashckpt.state import rng
 from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import ContainerEntry, ObjectEntry, ScalerEntry, StateEntry
-from flashckpt.state.optimizers import OptimizerEntry
+from flashckpt.state.optimizers import OptimizerEntry, state_name
 from flashckpt.state.tree import PARTIAL, Tree
 from flashckpt.state.values import CONTAINERS, join, rebuild, references
 
@@ -177,7 +176,6 @@ class _Binding:
             state = _nested(state, live, self._parameter_names(live))
         groups, states = state["param_groups"], dict(state["state"])
         params = self._parameters(groups, live)
-        short = short_names(entry.name, params, self._entries)
         schemas: dict[bytes, tuple[int, Any]] = {}
         columns: list[list[int]] = [[], []]
         scalars: list[Any] = []
@@ -187,7 +185,7 @@ class _Binding:
             if key not in states:
                 continue
             saved = states.pop(key)
-            self._rename(saved, join(f"{entry.name}.state", key), state_name(entry.name, short[full]))
+            self._rename(saved, join(f"{entry.name}.state", key), state_name(entry.name, full))
             schema = _schema(saved, scalars)
             place, _ = schemas.setdefault(encode_json(schema), (len(schemas), schema))
             columns[0].append(index)

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flashckpt.errors import DamagedError
+from flashckpt import _native
+from flashckpt.errors import DamagedError, OutOfSpaceError
+from flashckpt.format.layout import Leaf
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.typed import decode_json
+from flashckpt.memory import memory_budget
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
-from flashckpt.restore.filling import audit
-from flashckpt.restore.snapshot import Snapshot
-from flashckpt.restore.step_image import StepMemory
+from flashckpt.restore.snapshot import Snapshot, leaf_view
 from flashckpt.threads import start_thread
 
 _CHUNK_BYTES = 8 << 20
@@ -128,34 +130,55 @@ def _audited(held: Held, threads: int) -> Snapshot:
             )
         ranges.append(SlotRange(held.region, 0, metadata.image.constants_bytes))
     own = len(ranges)
-    places, memory = fetch(ranges + _left_to_others(held, metadata), held.step, threads)
-    [image, *constants] = [
-        view[start : start + each.num_bytes] if each.slot.is_cached else view
-        for each, (view, start) in zip(ranges, places, strict=False)
-    ]
-    snapshot = Snapshot(
-        step=held.step,
-        attempt=held.attempt,
-        boundary=held.sealed.boundary,
-        tier=held.tier,
-        layout=metadata.image,
-        digests=metadata.digests,
-        values=decode_json(metadata.values),
-        image=image,
-        constants_image=constants[0] if constants else None,
-        left=places[own:],
-        memory=memory,
-    )
-    changed = audit(snapshot, threads)
+    fetched, memory = fetch(ranges + _left_to_others(held, metadata), held.step, threads)
+    layout, images, left = metadata.image, fetched[:own], fetched[own:]
+    places = list[tuple[Leaf, memoryview, int]]()
+    for index, (leaf, start) in enumerate(zip(layout.leaves, layout.starts(), strict=True)):
+        if layout.first_left <= index < layout.first_constant:
+            places.append((leaf, *left[index - layout.first_left]))
+        else:
+            view, first = images[index >= layout.first_constant]
+            places.append((leaf, view, first + start))
+    changed = _wrong(places, metadata.digests, threads)
     if changed or not held._is_still:
-        snapshot.discard()
+        if memory is not None:
+            memory.discard()
         where = "the cache" if held.slot.is_cached else "memory"
         raise DamagedError(
             f"{len(changed)} leaves of the snapshot of step {held.step} in {where} are not what was captured "
             f"({', '.join(changed[:5])}). It is passed over and never persisted.",
             step=held.step,
         )
-    return snapshot
+    outdated, constants = layout.outdated, layout.constants
+    found = [(index, *place) for index, place in enumerate(places) if index not in outdated]
+    return Snapshot(
+        step=held.step,
+        attempt=held.attempt,
+        boundary=held.sealed.boundary,
+        tier=held.tier,
+        leaves={leaf.name: leaf for _, leaf, _, _ in found},
+        digests={leaf.name: metadata.digests[index] for index, leaf, _, _ in found},
+        values=decode_json(metadata.values),
+        tensors={leaf.name: leaf_view(view, leaf, start) for _, leaf, view, start in found},
+        constants=frozenset(leaf.name for index, leaf, _, _ in found if index >= layout.first_constant),
+        region=(constants, tuple(metadata.digests[layout.first_constant :]))
+        if constants is not None
+        else None,
+        memory=memory,
+    )
+
+
+def _wrong(places: Sequence[tuple[Leaf, memoryview, int]], digests: Sequence[int], threads: int) -> list[str]:
+    """Return the names of the leaves whose bytes do not have their digests."""
+    found = array("Q", bytes(8 * len(places)))
+    _native.digest_many(
+        array("Q", [_native.address_of(view) + start for _, view, start in places]),
+        array("Q", [leaf.num_bytes for leaf, _, _ in places]),
+        _native.address_of(found),
+        threads,
+    )
+    rows = zip(places, found, digests, strict=True)
+    return [leaf.name for (leaf, _, _), digest, expected in rows if digest != expected]
 
 
 def _left_to_others(held: Held, metadata: Metadata) -> list[SlotRange]:
@@ -221,7 +244,7 @@ class SlotRange:
 
 def fetch(
     ranges: Sequence[SlotRange], step: int, threads: int
-) -> tuple[Sequence[tuple[memoryview, int]], StepMemory | None]:
+) -> tuple[Sequence[tuple[memoryview, int]], _native.Mapping | None]:
     """Return the buffer and the first byte of each range, and the memory into which those of cached slots
     were read; None if no slot is cached. Raises OutOfSpaceError; DamagedError if a file is truncated or its
     disk fails. Keeps nothing then."""
@@ -232,8 +255,8 @@ def fetch(
         end = start + each.num_bytes if each.slot.is_cached else end
     if not end:
         return [(each.slot.image_view, each.start) for each in ranges], None
-    memory = StepMemory(step)
-    [view] = memory.take([end])
+    memory = _taken(end, step)
+    view = memoryview(memory)
     rows = list(zip(ranges, starts, strict=True))
     try:
         _read(
@@ -251,6 +274,21 @@ def fetch(
     return [
         (view, start) if each.slot.is_cached else (each.slot.image_view, each.start) for each, start in rows
     ], memory
+
+
+def _taken(num_bytes: int, step: int) -> _native.Mapping:
+    """Return private memory for a cached snapshot. Raises OutOfSpaceError."""
+    available = memory_budget.available_bytes()
+    if num_bytes > available:
+        raise OutOfSpaceError(
+            f"The cached copy of step {step} needs {num_bytes:,} bytes of host memory, and {available:,} may "
+            "be taken here (the least of what the machine and every cgroup above this process leave, less a "
+            "margin). Nothing was loaded or changed. Give the job more memory, use fewer loader workers, or "
+            "spread the state over more ranks.",
+            needed=num_bytes,
+            available=available,
+        )
+    return _native.Mapping(num_bytes=num_bytes)
 
 
 def _read(wanted: Sequence[tuple[SlotRange, memoryview]], threads: int) -> None:

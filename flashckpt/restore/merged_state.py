@@ -3,13 +3,11 @@
 Owns the slices of tensors that a rank takes, and the values. Parameters and their optimizer state go by
 name, on whatever ranks they are. Everything else (schedulers, counters, buffers that differ) belongs to a
 rank: rank r takes that of rank r modulo the old world size. FSDP1 (deprecated by torch) is refused. Reads no
-bytes of tensors before the merged state is known to fit, and changes nothing live. Imported only for such a
-step."""
+bytes of tensors, and changes nothing live. Imported only for such a step."""
 
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,30 +15,26 @@ from typing import Any
 
 from torch import Tensor
 
-from flashckpt import _native
 from flashckpt.capture.plan import local
-from flashckpt.commit.steps import FileLeaf, StepRecord
+from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import DamagedError, MismatchError, StateError
-from flashckpt.format.layout import Box, Layout, Leaf, SlotImage
+from flashckpt.format.layout import Box, Leaf
 from flashckpt.format.typed import Hole, LeafRef, children, decode, encode_json
-from flashckpt.restore.filling import MARK, check_values, is_imported
+from flashckpt.restore.filling import MARK, is_imported
 from flashckpt.restore.imported import bound
-from flashckpt.restore.snapshot import Snapshot, StepReading
-from flashckpt.restore.step_image import StepImage, StepMemory
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_reading import StepReading
 from flashckpt.restore.step_tensors import (
     Parts,
     StepRanks,
     StepTensor,
     TensorSlice,
-    short_names,
-    state_name,
 )
-from flashckpt.restore.whole_tensors import plan_of
-from flashckpt.state.leaves import LiveLeaf, Saved, leaf_names
+from flashckpt.state.leaves import LiveLeaf, leaf_names
 from flashckpt.state.loader.other_ranks import goes_by_others, merged_progress, merged_rng
 from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import StateEntry
-from flashckpt.state.optimizers import OptimizerEntry
+from flashckpt.state.optimizers import OptimizerEntry, state_name
 from flashckpt.state.tensors import is_sharded, kind_of
 from flashckpt.state.tree import NAMESPACE, PARTIAL, Tree, Walk
 from flashckpt.state.values import CONTAINERS, join, rebuild, references
@@ -51,55 +45,38 @@ _DTENSOR = ["_local_tensor"]
 _SPARSE = ("S", "C")
 
 
-def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int, threads: int) -> StepReading:
-    """Merge a step for the live state of `rank` of `world`, and compare them; leave all bytes to read.
-    Changes nothing.
+def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> StepReading:
+    """Merge a step for the live state of `rank` of `world`. Changes nothing, and reads no bytes of tensors.
 
-    Raises MismatchError if the step is of another model, cannot be merged, or is of FSDP1; OutOfSpaceError;
-    DamagedError or OSError if its records cannot be read.
+    Raises MismatchError if the step cannot be merged, or is of FSDP1; DamagedError or OSError if its records
+    cannot be read.
     """
     if is_imported(record):
         record = bound(tree, record)
     ranks = StepRanks(record, rank, world)
     merged = MergedState(tree, tree.found(), ranks, rank, world)
     merged.merge()
-    whole = {
-        taken.leaf.name: file_leaf for taken in merged.leaves if (file_leaf := _file_leaf(taken)) is not None
-    }
-    parted = Layout.of(taken.leaf for taken in merged.leaves if taken.leaf.name not in whole)
-    left = Layout.of(taken.leaf for taken in merged.leaves if taken.leaf.name in whole) if whole else None
-    layout = SlotImage(parted, left=left)
-    values = _values(merged, ranks, rank, world)
-    saved = Saved({leaf.name: leaf for leaf in layout.leaves}, merged.value, _no_tensor)
-    check_values(tree, saved, record.step)
+    leaves = {taken.leaf.name: taken.leaf for taken in merged.leaves}
+    log.info(
+        "step %d of %d ranks is put together for rank %d of %d: %d leaves, %d bytes",
+        record.step, record.world, rank, world, len(leaves), sum(leaf.num_bytes for leaf in leaves.values()),
+    )  # fmt: skip
+    snapshot = Snapshot(
+        step=record.step,
+        attempt=record.attempt,
+        boundary=record.boundary,
+        tier="local",
+        leaves=leaves,
+        digests={
+            taken.leaf.name: digest for taken in merged.leaves if (digest := _digest_of(taken)) is not None
+        },
+        values=_values(merged, ranks, rank, world),
+        untaken=merged.untaken(),
+        elsewhere=merged.untaken(("module",)),
+    )
     parts = {taken.leaf.name: taken.parts for taken in merged.leaves}
-    image = StepImage(record, ranks.source, StepMemory(record.step), held=[])
-    [into] = image.memory.take([parted.num_bytes])
-    plan = plan_of(parted, [parts[leaf.name] for leaf in parted.leaves], into)
-    names = [leaf.name for leaf in layout.leaves[layout.first_left :]]
-
-    def made() -> Snapshot:
-        log.info(
-            "step %d of %d ranks was put together for rank %d of %d: %d leaves, %d bytes",
-            record.step, record.world, rank, world, len(layout.leaves),
-            sum(leaf.num_bytes for leaf in layout.leaves),
-        )  # fmt: skip
-        return Snapshot(
-            step=record.step,
-            attempt=record.attempt,
-            boundary=record.boundary,
-            tier="local",
-            layout=layout,
-            digests=[*_digests(parted, into, threads), *(whole[name].digest for name in names)],
-            values=values,
-            image=into,
-            left=image.places_of(left),
-            at_rest=image,
-            untaken=merged.untaken(),
-            elsewhere=merged.untaken(("module",)),
-        )
-
-    return StepReading(image, made, whole, plan)
+    files = {piece.file.path for each in parts.values() for piece, _ in each}
+    return StepReading(record, snapshot, parts, files if world > 1 else ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +87,12 @@ class TakenLeaf:
     parts: Parts
 
 
-def _file_leaf(taken: TakenLeaf) -> FileLeaf | None:
-    """Return the leaf of a file that equals this one; None if it consists of parts."""
+def _digest_of(taken: TakenLeaf) -> int | None:
+    """Return the recorded digest of a leaf that is complete in a file; None if it consists of parts."""
     if len(taken.parts) != 1:
         return None
     [(piece, common)] = taken.parts
-    if common != piece.region or piece.leaf.num_bytes != taken.leaf.num_bytes:
-        return None
-    return FileLeaf(piece.file.path, piece.file.contents, piece.leaf, piece.digest)
+    return piece.digest if common == piece.region and common == TensorSlice.of(taken.leaf) else None
 
 
 def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dict[str, Any]:
@@ -141,22 +116,6 @@ def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dic
     }
 
 
-def _no_tensor(name: str) -> Any:
-    raise AssertionError(f"{name} is read before it is known to fit")
-
-
-def _digests(layout: Layout, image: memoryview, threads: int) -> array[int]:
-    digests = array("Q", bytes(8 * len(layout.leaves)))
-    address = _native.address_of(image) + layout.data_start
-    _native.digest_many(
-        array("Q", [address + leaf.offset for leaf in layout.leaves]),
-        array("Q", [leaf.num_bytes for leaf in layout.leaves]),
-        _native.address_of(digests) if layout.leaves else 0,
-        max(1, threads),
-    )
-    return digests
-
-
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """An optimizer's state of one parameter: a schema with references, and the scalars of its holes. Names of
@@ -168,10 +127,10 @@ class SavedState:
 
 
 class SavedRank:
-    """The values of one rank of a step, decoded. renamed: names of leaves -> full names."""
+    """The values of one rank of a step, decoded."""
 
-    def __init__(self, rank: int, values: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
-        self.rank, self.renamed = rank, renamed
+    def __init__(self, rank: int, values: Mapping[str, Any]) -> None:
+        self.rank = rank
         self.values: dict[str, Any] = decode(dict(values))
         self.entries: dict[str, Any] = self.values["state"]["entries"]
 
@@ -193,12 +152,11 @@ class SavedRank:
         }
 
     def _states_of(self, name: str, value: Mapping[str, Any]) -> Iterator[tuple[str, SavedState]]:
-        short = short_names(name, value["params"], self.entries)
         order, scalars = [full for group in value["params"] for full in group], iter(value["scalars"])
         for index, number in zip(*value["state"], strict=True):
             schema, full = value["schemas"][number], order[index]
             own = [next(scalars) for _ in range(_holes(schema))]
-            yield full, SavedState(state_name(name, short[full]), schema, own)
+            yield full, SavedState(state_name(name, full), schema, own)
 
 
 def _holes(schema: Any) -> int:
@@ -263,7 +221,7 @@ class MergedState:
         """Return the values of a rank of the step."""
         if rank not in self._saved:
             record = self._ranks[rank]
-            self._saved[rank] = SavedRank(rank, record.values, self._ranks.renamed[rank])
+            self._saved[rank] = SavedRank(rank, record.values)
         return self._saved[rank]
 
     @cached_property
@@ -342,7 +300,7 @@ class MergedState:
         here = here or name
         if here in self._names:
             return
-        tensor = self._ranks.leaves.get(self.saved(rank).renamed.get(name, name))
+        tensor = self._ranks.leaves.get(name)
         if tensor is None:
             return  # the comparison reports it as missing
         self._used.add(tensor.name)
@@ -527,7 +485,7 @@ class MergedState:
 
         def made(place: str, ref: LeafRef) -> LeafRef:
             leaves = leaf_names(place, ref)
-            tensors = [self._ranks.leaves.get(saved.renamed.get(leaf, leaf)) for leaf in leaves]
+            tensors = [self._ranks.leaves.get(leaf) for leaf in leaves]
             here = [prefix + leaf[len(state.prefix) :] for leaf in leaves]
             if len(leaves) == 1 and tensors[0] is not None:
                 return self._take_like(ref, tensors[0], here[0], parameter)

@@ -2,12 +2,14 @@
 ranks (commit/choice.py), read from the nearest tier first: memory of this node, its cache, the run's store,
 its remote.
 
-Owns how candidates are tried, and the reports about those that cannot be used. All ranks (`Agreement`) must
-be able to load a candidate before it is taken; nothing live changes here. An older candidate is taken only if
-a newer one is damaged or missing, or if its disk fails in each retry while the run's records are readable:
-one bad sector must not stop a job for a night. A state that does not fit, any other failure of storage, a
-newer format or a fault of this node's memory ends the resume: the step may be intact, and a resume from an
-older one would abandon it. A run whose steps cannot be used is never taken for a fresh run."""
+Owns how candidates are tried, and the reports about those that cannot be used. A candidate is tried in two
+turns, and all ranks (`Agreement`) vote after each: first its records are read and compared with the live
+state; then its bytes are read, into live tensors, too. So nothing live changes before it fits on all ranks.
+An older candidate is taken only if a newer one is damaged or missing, or if its disk fails in each retry
+while the run's records are readable: one bad sector must not stop a job for a night. A state that does not
+fit, any other failure of storage, a newer format or a fault of this node's memory ends the resume: the step
+may be intact, and a resume from an older one would abandon it. A run whose steps cannot be used is never
+taken for a fresh run."""
 
 from __future__ import annotations
 
@@ -18,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import Tensor
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts, lineage
@@ -30,9 +34,9 @@ from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.restore import memory_tier
 from flashckpt.restore.memory_tier import Held
-from flashckpt.restore.node_chunks import NodeChunks
-from flashckpt.restore.snapshot import Snapshot, StepReading
-from flashckpt.restore.step_image import read_image
+from flashckpt.restore.node_copies import fetched
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.base import Store
 from flashckpt.store.read_plan import MissingShardError, Source, UnreadableShardError
 
@@ -48,23 +52,25 @@ TRIES = 1 + len(_PAUSES_S)
 
 Fits = Callable[[Snapshot], None]
 """Raises DamagedError for a malformed snapshot, MismatchError for one of another model; changes nothing."""
+Targets = Callable[[Snapshot], Mapping[str, Tensor]]
+"""Returns the live tensors that bytes of a snapshot that fits are read into, by the names of its leaves."""
 
 _Found = TypeVar("_Found")
 
 
-def with_retries(read: Callable[[], _Found], what: str, url: str, run: str, *, over_network: bool) -> _Found:
+def with_retries(read: Callable[[], _Found], what: str, url: str, run: str, *, is_step: bool) -> _Found:
     """Call `read`, which reads from a store, and retry it if storage fails. Raises RunError if it still
-    fails; UnreadableShardError, if one shard alone does. Damaged bytes are read once more if they came
-    `over_network`, which may have damaged them. run: the URL of the run's own store, for the error."""
+    fails; UnreadableShardError, if one shard alone does. Damaged bytes of a step are read once more: memory
+    or a line may have damaged them. run: the URL of the run's own store, for the error."""
     for pause_s in _PAUSES_S:
         try:
             return read()
         except FileNotFoundError:
             raise
         except DamagedError as error:
-            if not over_network:
+            if not is_step:
                 raise
-            over_network = False
+            is_step = False
             log.warning("%s: %s is not as it was written (%s); reading it once more", url, what, error)
         except OSError as error:
             log.warning("%s: %s cannot be read (%s); trying again", url, what, error)
@@ -109,10 +115,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified snapshot, and the slot that holds it, pinned; None if it was read from storage."""
+    """A snapshot, and the slot that holds it, verified and pinned; or what reads its bytes from storage."""
 
     snapshot: Snapshot
-    held: Held | None
+    held: Held | None = None
+    reading: StepReading | None = None
 
     def drop(self) -> None:
         """Release it: it is not taken."""
@@ -127,11 +134,12 @@ class Proposal:
 
     ends: this rank raises, and no other rank need wait for its next message; `candidate` may be None then.
     untaken: leaves that have no place on this rank; elsewhere: those that another rank must have; names:
-        those that this rank has.
+        those that this rank has. is_read: the second vote, once its bytes are read.
     """
 
     candidate: Candidate | None
     could: bool = False
+    is_read: bool = False
     reason: str = ""
     ends: bool = False
     untaken: tuple[str, ...] = ()
@@ -183,7 +191,7 @@ class Layouts(Protocol):
 
     def is_of(self, world: int, leaves: Sequence[Leaf]) -> bool: ...
     def has(self, record: StepRecord) -> bool: ...
-    def begin(self, record: StepRecord, threads: int) -> StepReading: ...
+    def begin(self, record: StepRecord) -> StepReading: ...
 
 
 class AsItWas:
@@ -195,7 +203,7 @@ class AsItWas:
     def has(self, record: StepRecord) -> bool:
         return True
 
-    def begin(self, record: StepRecord, threads: int) -> StepReading:
+    def begin(self, record: StepRecord) -> StepReading:
         raise AssertionError("it has that of every step")
 
 
@@ -203,7 +211,8 @@ class StepChoice:
     """The candidates of one run.
 
     survived: the slots in which this node's keeper found sealed snapshots.
-    fits: called with each intact snapshot. agreement: called with every candidate that was tried.
+    fits: called with each snapshot before its bytes are read. targets: called with those that fit on all
+        ranks. agreement: called with every candidate that was tried.
     layout: that of the live state.
     save: has the keeper save the snapshots of dead trainers, as far as it can; unsaved: their names, of all
         ranks of this node.
@@ -223,12 +232,15 @@ class StepChoice:
         save: Callable[[], None] = lambda: None,
         unsaved: Callable[[], Sequence[CommitName]] = tuple,
         remote: RemoteRun | None = None,
+        targets: Targets = lambda snapshot: {},
     ) -> None:
         self._store, self._survived, self._rank, self._remote = store, survived, rank, remote
+        self._targets = targets
         self._layout, self._save, self._unsaved = layout or AsItWas(), save, unsaved
         self._fits, self._threads = fits, threads
         self._agreement = agreement or AloneAgreement()
-        self._is_sharing = len(self._agreement.node) > 1
+        stores = [store] if remote is None else [store, remote.store]
+        self._downloads = any(each.capabilities.part_bytes > 0 for each in stores)
         self._tried: Candidate | None = None
         self._mine = RankOffers(rank, "")
         self._checked: tuple[CommitName | None, frozenset[Place]] = None, frozenset()
@@ -340,43 +352,57 @@ class StepChoice:
             self._tried = candidate
             if (begun := self._usable_or_none(candidate, partial(self._begin, candidate))) is not None:
                 break
-        with contextlib.ExitStack() as ends, contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo:
             if begun is not None:
                 undo.callback(begun.drop)
-            reading = begun if isinstance(begun, StepReading) else None
-            # Until the vote other ranks of the node may use what was read here.
-            source = ends.enter_context(self._source(reading))
-            loaded = begun if isinstance(begun, Loaded) else None
-            if reading is not None:
-                finish = partial(self._finish, candidate, reading, source)
-                loaded = self._usable_or_none(candidate, finish)
-            if self._agreement.vote(self._proposal(candidate, loaded)) and loaded is not None:
-                undo.pop_all()
-                return loaded
-        if loaded is not None:
+            if self._agreement.vote(self._proposal(candidate, begun)) and begun is not None:
+                loaded = self._finished(candidate, begun)
+                reason = self.refused[-1] if loaded is None else ""
+                proposal = Proposal(
+                    candidate=candidate, could=loaded is not None, reason=reason, is_read=True
+                )
+                if self._agreement.vote(proposal) and loaded is not None:
+                    undo.pop_all()
+                    return loaded
+                begun = loaded
+        if begun is not None:
             self._pass_over(f"{candidate}: it is whole here, and another rank could not load it")
         return None
 
-    @contextlib.contextmanager
-    def _source(self, reading: StepReading | None) -> Iterator[Source]:
-        """Give the source of the rest of a step."""
-        store = self._store if reading is None else reading.record.store
-        if not self._agreement.node:
-            yield store
-            return
-        chunks = NodeChunks(store, self._rank)
-        try:
-            chunks.exchange(reading if self._is_sharing else None, self._agreement.exchange, self._threads)
-            if reading is not None:
-                self._with_advice(partial(reading.locate, chunks.place, self._threads))
-            yield chunks
-        finally:
-            chunks.close()
+    def _finished(self, candidate: Candidate, begun: Loaded) -> Loaded | None:
+        """Read the bytes of a candidate in storage; None if it cannot be used."""
+        reading, store = begun.reading, self._store_of(candidate)
+        with contextlib.ExitStack() as closing:
+            source: Source = store
+            if self._agreement.node and self._downloads:
+                files = {} if reading is None else reading.files
+                source = closing.enter_context(
+                    fetched(store, self._rank, files, self._agreement.exchange, self._threads)
+                )
+            if reading is None:
+                return begun
+            targets = self._targets(begun.snapshot)
 
-    def _proposal(self, candidate: Candidate, loaded: Loaded | None) -> Proposal:
-        if loaded is None:
+            def read() -> Loaded:
+                try:
+                    reading.read(source, self._threads, targets)
+                except (DamagedError, OSError) as error:
+                    if source is store:
+                        raise
+                    log.warning("%s is read from storage by this rank alone: %s", candidate, error)
+                    reading.read(store, self._threads, targets)
+                return begun
+
+            advised = partial(self._with_advice, read)
+            retried = partial(self._retried, str(candidate), advised, store)
+            loaded = self._usable_or_none(candidate, retried)
+        crashpoints.point("resume.read")
+        return loaded
+
+    def _proposal(self, candidate: Candidate, begun: Loaded | None) -> Proposal:
+        if begun is None:
             return Proposal(candidate=candidate, reason=self.refused[-1])
-        snapshot = loaded.snapshot
+        snapshot = begun.snapshot
         return Proposal(
             candidate=candidate,
             could=True,
@@ -385,31 +411,18 @@ class StepChoice:
             names=snapshot.names,
         )
 
-    def _begin(self, candidate: Candidate) -> Loaded | StepReading:
-        """Load a candidate in memory or cache and check that it fits; of one in storage read what needs no
-        other rank."""
+    def _begin(self, candidate: Candidate) -> Loaded:
+        """Load a candidate in memory or cache, or read the records of one in storage; check that it fits."""
         store = None if candidate.held is not None else self._store_of(candidate)
         begun = self._retried(str(candidate), partial(self._read, candidate), store)
-        if isinstance(begun, Loaded):
-            self._check(begun)
+        try:
+            self._fits(begun.snapshot)
+        except BaseException:
+            begun.drop()
+            raise
         return begun
 
-    def _finish(self, candidate: Candidate, reading: StepReading, source: Source) -> Loaded:
-        """Read the rest of a candidate in storage, and check that it fits."""
-        finish = partial(reading.finish, source, self._threads)
-        snapshot = self._retried(str(candidate), finish, self._store_of(candidate))
-        loaded = Loaded(replace(snapshot, tier=candidate.tier), None)
-        self._check(loaded)
-        return loaded
-
-    def _check(self, loaded: Loaded) -> None:
-        try:
-            self._fits(loaded.snapshot)
-        except BaseException:
-            loaded.drop()
-            raise
-
-    def _read(self, candidate: Candidate) -> Loaded | StepReading:
+    def _read(self, candidate: Candidate) -> Loaded:
         if candidate.held is not None:
             held = candidate.held
             loaded = Loaded(self._with_advice(lambda: memory_tier.load(held, self._threads)), held)
@@ -420,21 +433,17 @@ class StepChoice:
                 raise
             return loaded
         record = self._record(candidate)
-        if not self._layout.has(record):
-            return self._with_advice(lambda: self._layout.begin(record, self._threads))
-        read = partial(read_image, record, self._rank, self._threads, shared=self._is_sharing)
-        image = self._with_advice(read)
-        crashpoints.point("resume.read")
-        try:
-            return StepReading.of_own(image)
-        except BaseException:
-            image.discard()
-            raise
+        if self._layout.has(record):
+            is_alone = len(self._agreement.node) < 2
+            reading = StepReading.of_own(record, self._rank, is_alone=is_alone)
+        else:
+            reading = self._layout.begin(record)
+        return Loaded(replace(reading.snapshot, tier=candidate.tier), reading=reading)
 
     def _check_layout(self, snapshot: Snapshot) -> None:
         """Raise DamagedError for a snapshot in memory of another layout: a rank has only its own part in
         memory, and storage has all. It is passed over; it is neither quarantined nor lost."""
-        if not self._layout.is_of(snapshot.world, snapshot.layout.leaves):
+        if not self._layout.is_of(snapshot.world, list(snapshot.leaves.values())):
             raise DamagedError(
                 f"it was made by {snapshot.world} ranks, or with another mesh, and of such a step a rank "
                 "reads what it needs from storage, not from memory. Keepers save what is in memory once its "
@@ -485,10 +494,8 @@ class StepChoice:
 
     def _retried(self, what: str, read: Callable[[], _Found], store: Store | None = None) -> _Found:
         """Call `with_retries`. store: the one that bytes of a step are read from; None for other reads."""
-        over_network = store is not None and store.capabilities.part_bytes > 0
-        return with_retries(
-            read, what, (store or self._store).url, self._store.url, over_network=over_network
-        )
+        is_step = store is not None
+        return with_retries(read, what, (store or self._store).url, self._store.url, is_step=is_step)
 
     def _with_advice(self, read: Callable[[], _Found]) -> _Found:
         """Return the result of `read`; an OutOfSpaceError also says how to free memory of this run."""

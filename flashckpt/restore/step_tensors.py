@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.commit.steps import StepRecord, read_step
-from flashckpt.errors import DamagedError, MismatchError
+from flashckpt.errors import MismatchError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.records import Contents, RankRecord
 from flashckpt.format.typed import decode
@@ -323,104 +323,35 @@ class StepLeaves:
     def __init__(self) -> None:
         self._tensors: dict[str, StepTensor] = {}
 
-    def add(self, record: RankRecord, files: Sequence[StepFile], renamed: Mapping[str, str]) -> None:
-        """Add the leaves of one rank, which are in these files. renamed: names in its record -> names
-        here."""
+    def add(self, record: RankRecord, files: Sequence[StepFile]) -> None:
+        """Add the leaves of one rank, which are in these files."""
         by_name = {file.contents.shard.file: file for file in files}
         regions: dict[TensorSlice, TensorSlice] = {}  # many leaves of a rank share one object
         for file, leaf, digest in record.counted():
             region = TensorSlice.of(leaf)
             region = regions.setdefault(region, region)
             piece = Piece(region, record.rank, by_name[file], leaf, digest)
-            for tensor in self._of(leaf, renamed):
+            for tensor in self._of(leaf):
                 tensor.add(piece)
         for writer, leaf, _ in record.elsewhere():
-            for tensor in self._of(leaf, renamed):
+            for tensor in self._of(leaf):
                 tensor.add_replica(record.rank, leaf, writer)
         for table in record.replicas:
             for leaf in table.leaves:
-                for tensor in self._of(leaf, renamed):
+                for tensor in self._of(leaf):
                     tensor.declare()
 
-    def _of(self, leaf: Leaf, renamed: Mapping[str, str]) -> Iterator[StepTensor]:
+    def _of(self, leaf: Leaf) -> Iterator[StepTensor]:
         for name in (leaf.name, *leaf.aliases):
-            known = renamed.get(name, name)
-            if known not in self._tensors:
-                self._tensors[known] = StepTensor(known)
-            yield self._tensors[known]
+            if name not in self._tensors:
+                self._tensors[name] = StepTensor(name)
+            yield self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def get(self, name: str) -> StepTensor | None:
         return self._tensors.get(name)
-
-
-# ---- names of an optimizer's state
-#
-# A rank leaves the module out of these names if one module owns all parameters of its optimizer; another
-# rank, or the same state on another layout, may not. So a leaf of such state goes by the full name of its
-# parameter wherever ranks are merged.
-
-
-def full_names(record: RankRecord) -> dict[str, str]:
-    """Return names of leaves in a rank's record -> full names, for those that differ. Raises DamagedError for
-    malformed values."""
-    try:
-        entries = _entries(record.values)
-        renamed: dict[str, str] = {}
-        for optimizer, value in entries.items():
-            if value.get("kind") == "optimizer":
-                short = short_names(optimizer, decode(value["params"]), entries)
-                by_short = {name: full for full, name in short.items() if name != full}
-                if by_short:
-                    renamed |= _renamed_state(optimizer, by_short, record)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(
-            f"The values of rank {record.rank} are malformed ({error!r}). The step cannot be used; nothing "
-            "was loaded.",
-            rank=record.rank,
-        ) from error
-    return renamed
-
-
-def short_names(optimizer: str, groups: Sequence[Sequence[str]], parts: Iterable[str]) -> dict[str, str]:
-    """Return full names of an optimizer's parameters (`groups`) -> their names in the leaves of its state.
-    parts: the names of the parts of the state."""
-    parts = list(parts)
-    owner = {
-        full: next((part for part in parts if full.startswith(f"{part}.")), "")
-        for group in groups
-        for full in group
-    }
-    owners = {each for each in owner.values() if each not in ("", optimizer)}
-    short: dict[str, str] = {}
-    for number, group in enumerate(groups):
-        for index, full in enumerate(group):
-            if owner[full] in ("", optimizer):
-                short[full] = f"group{number}[{index}]"
-            else:
-                short[full] = full if len(owners) > 1 else full[len(owner[full]) + 1 :]
-    return short
-
-
-def state_name(optimizer: str, parameter: str) -> str:
-    """Return the prefix of the names of a parameter's state. parameter: its full or short name."""
-    return f"{optimizer}.{_STATE}.{parameter}"
-
-
-def _renamed_state(optimizer: str, by_short: Mapping[str, str], record: RankRecord) -> dict[str, str]:
-    prefix, renamed = state_name(optimizer, ""), {}
-    leaves = [leaf for _, leaf, _ in (*record.counted(), *record.elsewhere())]
-    for name in (name for leaf in leaves for name in (leaf.name, *leaf.aliases)):
-        if name.startswith(prefix):
-            # The parameter's name is followed by the key of its state; both may have dots.
-            short = name[len(prefix) :]
-            while short and short not in by_short:
-                short = short.rpartition(".")[0]
-            if short:
-                renamed[name] = state_name(optimizer, by_short[short]) + name[len(prefix) + len(short) :]
-    return renamed
 
 
 def _entries(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -472,7 +403,7 @@ class StepRanks:
         self.record, self._rank, self._world = record, rank, world
         self.source = rank % record.world
         self.leaves = StepLeaves()
-        self.renamed: dict[int, dict[str, str]] = {}
+        self._known_ranks: set[int] = set()
         self._records: dict[int, StepRecord] = {}
         self._keep(record)
         small = sum(part.num_bytes for part in record.record.parts) <= small_bytes
@@ -486,11 +417,11 @@ class StepRanks:
     @property
     def known(self) -> list[int]:
         """The ranks that were read."""
-        return sorted(self.renamed)
+        return sorted(self._known_ranks)
 
     @property
     def is_complete(self) -> bool:
-        return len(self.renamed) == self.record.world
+        return len(self._known_ranks) == self.record.world
 
     def read_apart(self) -> None:
         """Read ranks that differ in each dimension of any mesh: a value that depends on the place in the mesh
@@ -499,7 +430,7 @@ class StepRanks:
 
     def read(self, ranks: Iterable[int]) -> None:
         """Read these ranks, unless they are known."""
-        new = set(ranks) - self.renamed.keys()
+        new = set(ranks) - self._known_ranks
         if missing := new - self._records.keys():
             record = self.record
             self._keep(read_step(record.store, record.name, missing))
@@ -507,8 +438,8 @@ class StepRanks:
             record = self._records[rank]
             each = record.rank(rank)
             files = [StepFile(path, contents) for path, contents in record.files(rank)]
-            self.renamed[rank] = full_names(each)
-            self.leaves.add(each, files, self.renamed[rank])
+            self._known_ranks.add(rank)
+            self.leaves.add(each, files)
 
     def _keep(self, record: StepRecord) -> None:
         self._records.update((rank.rank, record) for head in record.parts.heads for rank in head.ranks)
@@ -556,11 +487,11 @@ class StepRanks:
         """Read the first unknown rank of each of the guesses; if all are known, a few of all ranks."""
         new: set[int] = set()
         for each in guesses:
-            rank = next((rank for rank in each if rank not in self.renamed), None)
+            rank = next((rank for rank in each if rank not in self._known_ranks), None)
             if rank is not None:
                 new.add(rank)
         if not new:
-            order = (rank for rank in _spread(self.record.world) if rank not in self.renamed)
+            order = (rank for rank in _spread(self.record.world) if rank not in self._known_ranks)
             new.update(rank for rank, _ in zip(order, range(_AT_ONCE), strict=False))
         self.read(new)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -131,9 +130,8 @@ def _by_rows(leaf: Leaf, most_bytes: int) -> Iterator[Leaf]:
 
 
 class WholeTensors:
-    """The tensors of a step, whole. leaves: without slices and offsets, in the order of an image. If a name
-    in an optimizer's state means different parameters on different ranks, full names are used. A tensor that
-    differs from rank to rank (a buffer, a counter) is that of one rank."""
+    """The tensors of a step, whole. leaves: without slices and offsets, in the order of an image. A tensor
+    that differs from rank to rank (a buffer, a counter) is that of one rank."""
 
     def __init__(self, record: StepRecord, rank: int = 0) -> None:
         """record: with all parts. rank: whose tensors are taken if ranks differ. Raises MismatchError if the
@@ -199,22 +197,13 @@ class WholeTensors:
     def _stored(self) -> list[tuple[list[str], StepTensor]]:
         """Return each tensor once, with its names."""
         found: dict[tuple[int, str], tuple[list[str], StepTensor]] = {}
-        short = self._short_names()
         for name in self._ranks.leaves:
             tensor = self._ranks.leaves.get(name)
             assert tensor is not None
             rank = self._nearest(tensor)
             key = rank, tensor.leaf_of(rank).name
-            found.setdefault(key, ([], tensor))[0].append(short.get(name, name))
+            found.setdefault(key, ([], tensor))[0].append(name)
         return list(found.values())
-
-    def _short_names(self) -> dict[str, str]:
-        """Return full names of an optimizer's state -> the short ones, if these mean the same on each
-        rank."""
-        short = {full: name for renamed in self._ranks.renamed.values() for name, full in renamed.items()}
-        meant = Counter(short.values())
-        other = {name for name in self._ranks.leaves if name not in short}
-        return {full: name for full, name in short.items() if meant[name] == 1 and name not in other}
 
     def _whole(self, names: list[str], tensor: StepTensor) -> tuple[Leaf, Parts]:
         rank = self._nearest(tensor)

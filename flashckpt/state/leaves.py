@@ -5,8 +5,8 @@ state names a parameter by the key in the module that owns the parameter. Owns t
 collects the whole state, `Refresh` only the values between two walks.
 
 At a restore, `Filling` owns the map from leaves to live tensors, so that tied tensors stay tied and separate
-tensors stay separate, and the list of pending copies. A snapshot's tensors are views of memory that is
-released later: they are copied, never kept.
+tensors stay separate, and the list of pending copies. The tensors of a snapshot in memory are views of memory
+that is released later: they are copied, never kept.
 """
 
 from __future__ import annotations
@@ -402,11 +402,12 @@ def unowned(group: int, index: int) -> str:
 @dataclass(frozen=True)
 class Saved:
     """A snapshot that is being read: its leaves, its decoded values, and `tensor`, which returns a leaf as a
-    row-major CPU tensor with the leaf's dtype and shape. The next call may invalidate that tensor."""
+    row-major CPU tensor with the leaf's dtype and shape. A restore copies it, and may keep those of `own`."""
 
     leaves: Mapping[str, Leaf]
     value: dict[str, Any]
     tensor: Callable[[str], Tensor]
+    own: Set[str] = frozenset()
 
     @functools.cached_property
     def names(self) -> dict[str, str]:
@@ -415,7 +416,8 @@ class Saved:
         return {name: name for name in self.leaves} | aliases
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether bytes may be copied into, or out of, the memory of the tensor as they are in a file."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
@@ -494,11 +496,13 @@ class Filling:
 
     def _copy(self, leaf: Leaf, live: Tensor) -> None:
         source = self.saved.tensor(leaf.name)
+        if same_memory(live, source):  # it was read into the live tensor
+            return
         if self.at_once or not live.numel():
             fill(live, source)
         elif self._uploads is not None and self._uploads.takes(live):
             self._uploaded.append((live, source))
-        elif _is_plain(live) and _is_plain(source) and live.dtype == source.dtype:
+        elif is_plain(live) and is_plain(source) and live.dtype == source.dtype:
             self._copies.append((live, source))
         else:
             fill(live, source)
@@ -534,8 +538,11 @@ class Filling:
         if isinstance(live, Tensor) and self._usable(live, box, leaf, device, str(about.get("class", ""))):
             self.fill(name, live)
             return live
-        plain = make(leaf, device)
-        self._copy(leaf, plain)
+        if leaf.name in self.saved.own and leaf.stride is None and device.type == "cpu":
+            plain = self.saved.tensor(leaf.name)
+        else:
+            plain = make(leaf, device)
+            self._copy(leaf, plain)
         made = dress(plain, about, like)
         self._becomes(leaf, made)
         return made

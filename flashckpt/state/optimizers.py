@@ -51,6 +51,11 @@ _NOT_OPTIONS = ("params", "param_names")
 _SEARCH_LEVELS = 4
 
 
+def state_name(optimizer: str, parameter: str) -> str:
+    """Return the prefix of the names of a parameter's state. parameter: its full name."""
+    return f"{optimizer}.state.{parameter.removeprefix(f'{optimizer}.params.')}"
+
+
 class OptimizerEntry(StateEntry):
     """One named torch optimizer with torch's own saving.
 
@@ -65,7 +70,6 @@ class OptimizerEntry(StateEntry):
         self._holes: list[tuple[Any, Any]] = []
         self._shared_keys: list[Any] = []
         self._full_names: list[list[str]] = []
-        self._short_names: list[list[str]] = []
         self._given = Encoded([_plain_options(group) for group in target.param_groups])
         self.replaced: list[tuple[str, object, object]] = []
 
@@ -81,12 +85,6 @@ class OptimizerEntry(StateEntry):
             for index, parameter in enumerate(group["params"]):
                 walk.anchor(group["params"], index, parameter)
         owners = [[walk.owners.get(parameter) for parameter in group["params"]] for group in groups]
-        # Names of the state omit the module if one module owns all parameters that have an owner.
-        first = 0 if len({owner[0] for group in owners for owner in group if owner}) > 1 else 1
-        self._short_names = [
-            [".".join(owner[first:]) if owner else unowned(g, i) for i, owner in enumerate(group)]
-            for g, group in enumerate(owners)
-        ]
         self._full_names = [
             [".".join(owner or (self.name, "params", unowned(g, i))) for i, owner in enumerate(group)]
             for g, group in enumerate(owners)
@@ -161,18 +159,16 @@ class OptimizerEntry(StateEntry):
         of its state, parameter)."""
         return [
             [
-                (full, f"{self.name}.state.{short}", parameter)
-                for full, short, parameter in zip(names, shorts, group["params"], strict=True)
+                (full, state_name(self.name, full), parameter)
+                for full, parameter in zip(names, group["params"], strict=True)
             ]
-            for names, shorts, group in zip(
-                self._full_names, self._short_names, self.target.param_groups, strict=True
-            )
+            for names, group in zip(self._full_names, self.target.param_groups, strict=True)
         ]
 
     def _state_places(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
-        for names, group in zip(self._short_names, self.target.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                yield f"{self.name}.state.{name}", parameter, group
+        for places, group in zip(self.places(), self.target.param_groups, strict=True):
+            for _, name, parameter in places:
+                yield name, parameter, group
 
     def _schema(self, state: Any, name: str, parameter: Tensor, walk: Walk) -> tuple[object, object]:
         home = parameter.device

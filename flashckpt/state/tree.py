@@ -31,6 +31,7 @@ from flashckpt.state.leaves import (
     Uploads,
     Walk,
     check_stored,
+    is_plain,
     is_stored,
     leaf_names,
 )
@@ -55,7 +56,7 @@ from flashckpt.state.optimizers import (
     unwrapped,
     warn_of_attributes,
 )
-from flashckpt.state.tensors import DTYPE_NAMES, described, make, strides
+from flashckpt.state.tensors import DTYPE_NAMES, PLAIN, described, fits, make, span, strides
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ UsedUp = Callable[[Any, Tensor], bool]
 # coalesced
 NONE, ZEROS, LEAF, SPARSE, COALESCED = "-", "d", "L", "S", "C"
 _LEAVES = frozenset((LEAF, SPARSE, COALESCED))
+_FILLED = ("parameter", "buffer", "optimizer")
 
 
 class Tree:
@@ -246,6 +248,23 @@ class Tree:
     def _saved_entries(self, recorded: Mapping[str, Any]) -> list[StateEntry]:
         return [entry for entry in self._in_order() if entry.name in recorded]
 
+    def targets(self, saved: Saved) -> dict[str, Tensor]:
+        """Return the live tensors that a restore of `saved`, which the last call of `differences` found to
+        fit, fills byte for byte, by the names of the leaves: parameters, buffers and optimizer state in host
+        memory, contiguous, and of no memory in common."""
+        if self._fitting is None or self._fitting[0] is not saved or not self._fitting[1].is_valid():
+            return {}
+        found: dict[str, Tensor] = {}
+        named = self._fitting[1].named
+        for name, leaf in saved.leaves.items():
+            live = named.get(name)
+            if live is None or live.name != name or live.container is None or live.kind not in _FILLED:
+                continue
+            tensor = live.tensor
+            if type(tensor) in PLAIN and is_plain(tensor) and tensor.numel() and fits(leaf, tensor, live.box):
+                found[name] = tensor
+        return _apart(found)
+
     def restore(self, saved: Saved, uploads: Uploads | None = None) -> list[tuple[str, Tensor]]:
         """Restore the saved state into the live one; return (leaf name, live tensor) of everything filled.
         `uploads` copies the tensors of devices.
@@ -322,6 +341,17 @@ class Tree:
             for entry in self._entries.values()
             if isinstance(entry, ObjectEntry) or (isinstance(entry, ModuleEntry) and entry.extras)
         ]
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out tensors that share memory with another."""
+    shared, end, holder = set[str](), -1, ""
+    for start, stop, name in sorted((*span(each), name) for name, each in tensors.items()):
+        if start < end:
+            shared |= {holder, name}
+        if stop > end:
+            end, holder = stop, name
+    return {name: each for name, each in tensors.items() if name not in shared}
 
 
 def _other_boxes(saved: Saved, live: Walk) -> list[Row]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -158,23 +159,23 @@ class _File:
     parts: array[int] = field(default_factory=lambda: array("Q"))
     ranges: array[int] = field(default_factory=lambda: array("Q"))
 
-    def native(self, digests: _native.LeafDigests) -> _native.FilePlan:
+    def native(self, digests: _native.LeafDigests, *, direct: bool) -> _native.FilePlan:
         shard = self.contents.shard
         return _native.FilePlan(
             num_bytes=shard.num_bytes, chunk_bytes=shard.chunk_bytes, checksums=shard.checksums,
-            copies=self.copies, parts=self.parts, ranges=self.ranges, digests=digests,
+            copies=self.copies, parts=self.parts, ranges=self.ranges, digests=digests, direct=direct,
         )  # fmt: skip
 
 
 class ReadPlan:
-    """Chunks of files, and copies of their bytes into memory. It may be run again: where it fails, what is in
-    the destinations does not count.
+    """Chunks of files, and copies of their bytes into memory. A chunk is verified before a byte of it is
+    copied. It may be run again.
 
     `digests`: where leaves come in slices, that of all plans that read them; the caller checks them after the
-    last."""
+    last. `buffered`: files that are read through the page cache, since other processes read them, too."""
 
-    def __init__(self, digests: Digests | None = None) -> None:
-        self._are_shared = digests is not None
+    def __init__(self, digests: Digests | None = None, buffered: Set[str] = frozenset()) -> None:
+        self._are_shared, self._buffered = digests is not None, buffered
         self._digests = digests if digests is not None else Digests()
         self._files: dict[str, _File] = {}
         self._headers: list[tuple[str, Contents, memoryview]] = []
@@ -228,40 +229,40 @@ class ReadPlan:
         if not self._are_shared:
             self._digests.restart()
         found = self._digests.native()
-        return [(path, file.native(found)) for path, file in sorted(self._files.items())]
+        return [
+            (path, file.native(found, direct=path not in self._buffered))
+            for path, file in sorted(self._files.items())
+        ]
 
-    def needs(self) -> Iterator[tuple[str, Contents, int, int]]:
-        """The chunks to read, in runs, in order: path, contents, first chunk, and the chunk after the last.
-        More may be added afterwards."""
-        for path, native in self.native():
-            for first, last in native.left():
-                yield path, self._files[path].contents, first, last
-        if not self._are_shared:
-            self._digests.restart()
-
-    def run(self, source: Source, threads: int, *, cancel: int = 0) -> int:
-        """Read it, and return the bytes read.
+    def run(self, source: Source, threads: int) -> int:
+        """Read it, and return the bytes read. After an error or a signal, no further chunk is begun.
 
         Raises DamagedError if a chunk or a leaf is not the committed one, MissingShardError, and
         UnreadableShardError if the disk fails; OSError.
         """
-        plans = self.native()
+        plans, cancel, reads = self.native(), array("Q", [0]), _Reads()
         at_once = max(1, min(threads, len(plans), _MOST_FILES))
 
         def read(path: str, plan: _native.FilePlan) -> int:
             num_bytes = sum((last - first) * plan.chunk_bytes for first, last in plan.left())
-            with _naming(source, path):
-                source.read_chunks(path, plan, threads=max(1, threads // at_once), cancel=cancel)
+            with reads.one(), _naming(source, path):
+                source.read_chunks(
+                    path, plan, threads=max(1, threads // at_once), cancel=_native.address_of(cancel)
+                )
             if bad := plan.bad_chunks():
                 words = ", ".join(map(str, bad[:_SHOWN]))
                 raise damaged(source.url, path, f"chunk {words} does not have its checksum")
             return min(num_bytes, plan.num_bytes)
 
-        # Also after an error, no thread writes to the memory once this returns.
+        # Also after an error or a signal, no thread writes to the memory once this returns.
         pool = ThreadPoolExecutor(at_once, "flashckpt-files")
         try:
             found = sum(pool.map(lambda each: read(*each), plans))
+        except BaseException:
+            cancel[0] = 1
+            raise
         finally:
+            reads.close()
             pool.shutdown(wait=True, cancel_futures=True)
         if not self._are_shared:
             self._digests.check(source.url)
@@ -281,6 +282,39 @@ class ReadPlan:
             self._memory.append(into)
             self._addresses[id(into)] = _native.address_of(into)
         return self._addresses[id(into)]
+
+
+class _Reads:
+    """Reads that are in progress on threads. A pool does not know a thread during whose start a signal
+    came."""
+
+    def __init__(self) -> None:
+        self._changed, self._count, self._is_closed = threading.Condition(), 0, False
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """A read. Raises OSError (ECANCELED) once `close` was called."""
+        with self._changed:
+            if self._is_closed:
+                raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let no further read begin, and wait for those in progress, also if more signals come."""
+        while True:
+            try:
+                with self._changed:
+                    self._is_closed = True
+                    self._changed.wait_for(lambda: self._count == 0)
+                return
+            except (KeyboardInterrupt, SystemExit):
+                pass
 
 
 def read_shard(

@@ -18,7 +18,7 @@ from flashckpt.checkpointer.trainer_run import require
 from flashckpt.commit.assets import has_assets, read_assets, write_assets
 from flashckpt.commit.attempts import open_run
 from flashckpt.errors import MismatchError, OptionError
-from flashckpt.export.formats import Progress, Selected, dtype_name, mapped_tensors
+from flashckpt.export.formats import Progress, Selected, dtype_name, tensors_of
 from flashckpt.export.step import Exported, Request, export_with
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.options import user_path
@@ -191,14 +191,13 @@ def _write(
         )
     model, configs = _build(source, model_class, adapters)
     names = _adapter_names(model, adapters) if adapters else None
-    with mapped_tensors(_in_order(selected, model, names)) as mapped:
-        tensors = _load(model, selected, mapped, names)
-        if adapters:
-            model.peft_config.update(configs)
-        else:
-            _check_filled(model, selected, tensors)
-        os.mkdir(path)
-        model.save_pretrained(path, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
+    tensors = _load(model, selected, tensors_of(_needed(selected, names)), names)
+    if adapters:
+        model.peft_config.update(configs)
+    else:
+        _check_filled(model, selected, tensors)
+    os.mkdir(path)
+    model.save_pretrained(path, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     for file in source.rglob("*"):
         name = file.relative_to(source).as_posix()
         if file.is_file() and name not in adapters.values() and _is_of_tokenizer(name):
@@ -289,27 +288,26 @@ def _adapter_names(model: Any, adapters: Iterable[str]) -> set[str]:
     return found | {n for n, p in model.named_parameters(remove_duplicate=False) if id(p) in embeddings}
 
 
-def _in_order(selected: Selected, model: Any, names: Set[str] | None) -> Selected:
-    """Order the leaves as `save_pretrained` writes them. Keep only leaves with one of `names` in the model;
-    None keeps all."""
+def _needed(selected: Selected, names: Set[str] | None) -> Selected:
+    """Keep only leaves with one of `names` in the model; None keeps all."""
+    if names is None:
+        return selected
     inside = _inside(selected)
-    order = {name: number for number, name in enumerate(model.state_dict())}
-    found = []
-    for each in selected.leaves:
-        its_names = {inside(name) for name in (each.leaf.name, *each.leaf.aliases)}
-        if names is None or its_names & names:
-            found.append((min(order.get(name, len(order)) for name in its_names), each))
-    found.sort(key=lambda pair: pair[0])
-    return replace(selected, leaves=[each for _, each in found])
+    leaves = [
+        each
+        for each in selected.leaves
+        if any(inside(name) in names for name in (each.leaf.name, *each.leaf.aliases))
+    ]
+    return replace(selected, leaves=leaves)
 
 
 def _load(
-    model: Any, selected: Selected, mapped: Mapping[str, Any], names: Set[str] | None
+    model: Any, selected: Selected, loaded: Mapping[str, Any], names: Set[str] | None
 ) -> dict[str, Any]:
-    """Fill the model with the mapped tensors, or only with those in `names`. Return them by their names in
+    """Fill the model with the loaded tensors, or only with those in `names`. Return them by their names in
     the model."""
     inside = _inside(selected)
-    tensors = {inside(name): each for name, each in mapped.items()}
+    tensors = {inside(name): each for name, each in loaded.items()}
     if names is not None:
         tensors = {name: each for name, each in tensors.items() if name in names}
     try:

@@ -36,7 +36,7 @@ def leaf(model: nn.Sequential, optimizer: torch.optim.Optimizer, kind: str) -> t
         "model.0.weight": weight,
         "model.table": model.table,
         "model.view": model.view,
-        "optimizer.state.0.weight.exp_avg": optimizer.state[weight]["exp_avg"],
+        "optimizer.state.model.0.weight.exp_avg": optimizer.state[weight]["exp_avg"],
     }[kind]
 
 

@@ -13,6 +13,7 @@ import flashckpt
 from flashckpt.commit import collect
 from flashckpt.commit.catalogue import Catalogue
 from flashckpt.restore import step_choice
+from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.test_bad_input import flip, record, shard
 from tests.checkpointer.test_loop import Job
@@ -74,8 +75,8 @@ def test_a_step_that_another_job_deletes_while_it_is_read_gives_way_to_no_older_
 ) -> None:
     store = LocalStore(str(remote))
     newest = Catalogue.of(store).visible()[-1]
-    name = "read_step" if when == "before its records" else "read_image"
-    read = getattr(step_choice, name)
+    where, name = (step_choice, "read_step") if when == "before its records" else (StepReading, "read")
+    read = getattr(where, name)
 
     def deleted(*args: Any, **named: Any) -> Any:
         catalogue = Catalogue.of(store)
@@ -84,6 +85,6 @@ def test_a_step_that_another_job_deletes_while_it_is_read_gives_way_to_no_older_
         collect.execute(store, plan, catalogue, catalogue.newest_claimed)
         return read(*args, **named)
 
-    monkeypatch.setattr(step_choice, name, deleted)
+    monkeypatch.setattr(where, name, deleted)
     with pytest.raises(flashckpt.RunError, match="step 4 .* was deleted there while it was read"):
         attached(tmp_path / "new", remote, Job())

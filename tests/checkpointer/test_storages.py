@@ -16,7 +16,7 @@ from tests.zygote import Zygote
 
 @pytest.mark.parametrize("how", ["gone", "cut", "grown again", "swapped"])
 @pytest.mark.parametrize(
-    "kind", ["model.0.weight", "model.table", "model.view", "optimizer.state.0.weight.exp_avg"]
+    "kind", ["model.0.weight", "model.table", "model.view", "optimizer.state.model.0.weight.exp_avg"]
 )
 def test_a_leaf_without_its_memory_is_not_captured(
     tmp_path: Path, runtime: Path, zygote: Zygote, kind: str, how: str

@@ -19,7 +19,7 @@ from flashckpt.errors import NoSuchStepError
 from flashckpt.export.step import export
 from flashckpt.options import Keep
 from flashckpt.replication.run_copy import copy_run
-from flashckpt.restore.loading import mapped_leaves
+from flashckpt.restore.loading import load_leaves
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import attempt_at, commit, leaves_of, new_run
@@ -69,7 +69,7 @@ class Living(LocalStore):
 
 
 def load(store: Living, step: int | None) -> None:
-    found = mapped_leaves(store, step, rank=0)
+    found = load_leaves(store, step, rank=0, only=None)
     number = int(found["optimizer.step"])
     assert number in ((NEWEST, 500) if step is None else (step,))
     assert {name: leaf.numpy().tobytes() for name, leaf in found.items()} == {

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,8 +20,7 @@ import flashckpt
 from flashckpt.commit.commit_step import commit
 from flashckpt.commit.lineage import resolve
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
-from flashckpt.export import formats
-from flashckpt.export.formats import INDEX, Selected, mapped_tensors, select
+from flashckpt.export.formats import INDEX
 from flashckpt.export.step import LIST, export
 from flashckpt.format.names import SnapshotId
 from flashckpt.restore.step_tensors import transient_names
@@ -249,8 +246,8 @@ def test_a_step_that_is_named(run: Path, tmp_path: Path) -> None:
     export(open_store(run), str(tmp_path / "first"), step=first)
     export(open_store(run), str(tmp_path / "newest"))
     one, two = load_file(tmp_path / "first"), load_file(tmp_path / "newest")
-    assert is_same(one["optimizer.state.embed.weight.step"], torch.tensor(float(first)))
-    assert is_same(two["optimizer.state.embed.weight.step"], torch.tensor(float(newest)))
+    assert is_same(one["optimizer.state.model.embed.weight.step"], torch.tensor(float(first)))
+    assert is_same(two["optimizer.state.model.embed.weight.step"], torch.tensor(float(newest)))
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
@@ -277,44 +274,13 @@ def test_a_flipped_bit_of_any_tensor_leaves_no_file(run: Path, tmp_path: Path, f
                 place = layout.data_start + leaf.offset + leaf.num_bytes - 1
                 byte = os.pread(file.fileno(), 1, place)[0]
                 os.pwrite(file.fileno(), bytes([byte ^ 1]), place)
-                with pytest.raises(DamagedError, match=leaf.name):
+                with pytest.raises(DamagedError, match="checksum"):
                     export(store, str(tmp_path / "out"), format=format)
                 os.pwrite(file.fileno(), bytes([byte]), place)
             assert sorted(tmp_path.rglob("*")) == before
             flipped += 1
     assert flipped >= 10
     export(store, str(tmp_path / "out"), format=format)
-
-
-def test_an_interrupt_ends_the_verification(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interrupt during the wait for the verification ends it without reading the rest."""
-    monkeypatch.setattr(formats, "_BATCH_BYTES", 1)
-    store, batches = open_store(run), []
-    record, is_written = resolve(store, None), threading.Event()
-    leaves = [each for each in select(record, (), None) if each.leaf.num_bytes]
-
-    is_handled = threading.Event()
-
-    def handle(number: int, frame: object) -> None:
-        is_handled.set()
-        raise KeyboardInterrupt
-
-    def interrupted(done: int, total: int) -> None:
-        assert is_written.wait(60)
-        if not batches:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            assert is_handled.wait(60)
-        batches.append(done)
-        time.sleep(0.5)  # much longer than the main thread takes from there to the end of the verification
-
-    selected = Selected(record, leaves, 0, str(run), interrupted)
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        with pytest.raises(KeyboardInterrupt), mapped_tensors(selected):
-            is_written.set()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert len(batches) < len(leaves)
 
 
 def test_existing_files_are_not_replaced(run: Path, tmp_path: Path) -> None:

@@ -287,36 +287,11 @@ class TestMapping:
 
     def test_memory_of_ones_own_is_zeros_that_no_child_and_no_core_dump_has(self) -> None:
         mapping = _native.Mapping(num_bytes=5 << 20)
-        address = _native.address_of(mapping)
-        assert address % (HUGE or mmap.PAGESIZE) == 0
-        flags = smaps(address)["VmFlags"].split()
+        flags = smaps(_native.address_of(mapping))["VmFlags"].split()
         assert {"dc", "dd"} <= set(flags)
         assert "sh" not in flags
         assert bytes(mapping) == bytes(5 << 20)
         mapping.close()
-
-    @pytest.mark.parametrize(("seconds", "wish"), [(0.1, "hg"), (3.0, "nh")])
-    def test_memory_of_ones_own_is_in_huge_pages_unless_its_first_ones_are_dear(
-        self, monkeypatch: pytest.MonkeyPatch, seconds: float, wish: str
-    ) -> None:
-        spent_s, asked = itertools.count(step=seconds * (8 << 20) / (1 << 30) + 1e-6), list[tuple[int, int]]()
-        populate = _native.populate
-
-        def tries(address: int, num_bytes: int, threads: int) -> None:
-            asked.append((address, num_bytes))
-            populate(address, num_bytes, threads)
-
-        monkeypatch.setattr(_native, "populate", tries)
-        judge = memory_budget.HugePages(lambda: float(next(spent_s)))
-        made = [judge.tried(_native.Mapping(num_bytes=64 << 20), 64 << 20) for _ in range(2)]
-        small = judge.tried(_native.Mapping(num_bytes=1 << 20), 1 << 20)
-        addresses = [_native.address_of(each) for each in made]
-        assert [wish in smaps(each)["VmFlags"].split() for each in addresses] == [True, True]
-        # Once dear, they are not tried again; what is small is worth no trial.
-        tried = [(each, 8 << 20) for address in addresses for each in (address, address + (8 << 20))]
-        assert asked == tried[: 1 if wish == "nh" else 4]
-        for each in (*made, small):
-            each.close()
 
     def test_memory_of_ones_own_is_given_back_under_a_view(self) -> None:
         mapping = _native.Mapping(num_bytes=5 << 20)

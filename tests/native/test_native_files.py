@@ -71,7 +71,7 @@ def write(path: Path, region: Region, **options: object) -> tuple[bytes, bytes, 
 
 def read_file(
     path: Path, into: object, *, leaf_offsets: array[int], leaf_sizes: array[int], num_bytes: int,
-    chunk_bytes: int = 4 << 20, checksums: bytes, **how: Any,
+    chunk_bytes: int = 4 << 20, checksums: bytes, direct: bool = True, **how: Any,
 ) -> tuple[bytes, list[int]]:  # fmt: skip
     """All of a file, into memory if there is some: the digests of its leaves, and the bad chunks."""
     digests = _native.LeafDigests(leaf_sizes)
@@ -81,7 +81,7 @@ def read_file(
     plan = _native.FilePlan(
         num_bytes=num_bytes, chunk_bytes=chunk_bytes, checksums=checksums,
         copies=array("Q", [] if address is None or not num_bytes else [0, address, num_bytes, 0]),
-        parts=array("Q", parts), ranges=array("Q", [0, num_bytes]), digests=digests,
+        parts=array("Q", parts), ranges=array("Q", [0, num_bytes]), digests=digests, direct=direct,
     )  # fmt: skip
     plan.read(path, **how)
     return digests.digests(), plan.bad_chunks()

@@ -39,11 +39,12 @@ class File:
         parts: Sequence[int] = (),
         ranges: Sequence[int] = (),
         digests: _native.LeafDigests | None = None,
+        direct: bool = True,
     ) -> _native.FilePlan:
         return _native.FilePlan(
             num_bytes=len(self.data), chunk_bytes=CHUNK, checksums=self.checksums,
             copies=array("Q", copies), parts=array("Q", parts), ranges=array("Q", ranges),
-            digests=digests or _native.LeafDigests(array("Q")),
+            digests=digests or _native.LeafDigests(array("Q")), direct=direct,
         )  # fmt: skip
 
 
@@ -105,12 +106,15 @@ def of_box(whole: np.ndarray, region: TensorSlice) -> np.ndarray:
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-def test_a_flipped_byte_is_found_before_its_chunk_is_copied(tmp_path: Path, is_read: bool) -> None:
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_a_flipped_byte_is_found_before_its_chunk_is_copied(
+    tmp_path: Path, is_read: bool, is_aligned: bool
+) -> None:
     file = File.of(5 * CHUNK + 77)
     for at in (0, CHUNK - 1, 2 * CHUNK + 5, 5 * CHUNK + 76):
-        into, harmed = bytearray(len(file.data) + 8), bytearray(file.data)
+        into, harmed = bytearray(len(file.data) + CHUNK), bytearray(file.data)
         harmed[at] ^= 8
-        start = 3  # beside the page: no chunk is read where it is to lie
+        start = -_native.address_of(into) % CHUNK if is_aligned else 3
         plan = file.plan(copies=[0, _native.address_of(into) + start, len(file.data), 0])
         if is_read:
             (tmp_path / "file").write_bytes(harmed)
@@ -180,8 +184,8 @@ def test_thousands_of_small_leaves_are_copied(tmp_path: Path) -> None:
 def test_one_byte_is_copied_to_several_places(tmp_path: Path, direct: bool) -> None:
     file, into = File.of(3 * CHUNK), [bytearray(3 * CHUNK) for _ in range(2)]
     (tmp_path / "file").write_bytes(file.data)
-    plan = file.plan(copies=[n for each in into for n in (0, _native.address_of(each), 3 * CHUNK, 0)])
-    plan.read(tmp_path / "file", direct=direct)
+    copies = [n for each in into for n in (0, _native.address_of(each), 3 * CHUNK, 0)]
+    file.plan(copies=copies, direct=direct).read(tmp_path / "file")
     assert [bytes(each) for each in into] == [file.data] * 2
 
 

@@ -21,16 +21,13 @@ from flashckpt.export.step import export
 from flashckpt.memory.runtime import identity_of
 from flashckpt.persist.audit import differing
 from flashckpt.persist.job import JobState, SealedSnapshot
-from flashckpt.restore.filling import audit
 from flashckpt.restore.memory_tier import load
-from flashckpt.restore.snapshot import Snapshot, StepReading
-from flashckpt.restore.step_image import read_image
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
 from tests.persist.node import Node, begun, is_committed, name_of
 from tests.persist.sharing import SharingRank, bytes_of
 from tests.recovery.scene import recovered
-from tests.restore import node as reading
+from tests.restore.snapshots import content, read
 
 WORLD = 4
 STEP = 5
@@ -83,28 +80,15 @@ def record_of(nodes: list[Node], step: int = STEP) -> StepRecord:
     return read_step(nodes[0].store, name_of(step, nodes[0].attempt))
 
 
-def content(snapshot: Snapshot) -> dict[str, bytes]:
-    assert audit(snapshot, 1) == []
-    return {name: bytes_of(snapshot.tensor(name)) for name in snapshot.digests_by_name}
-
-
-def at_rest(record: StepRecord, rank: int) -> dict[str, bytes]:
-    image = read_image(record, rank, 1)
-    try:
-        return content(Snapshot.of(image))
-    finally:
-        image.discard()
-
-
 @pytest.mark.parametrize("of", [NODES, ((0, 1, 2, 3),), ((0,), (1,), (2,)), ((0, 2), (1, 3))])
 def test_each_rank_gets_all_of_its_state_back(make_nodes: Make, of: tuple[tuple[int, ...], ...]) -> None:
     nodes = make_nodes(of)
     persist(nodes)
     record, ranks = record_of(nodes), ranks_of(nodes)
     for rank in ranks:
-        assert at_rest(record, rank.rank) == rank.live()
+        assert read(record, rank.rank) == rank.live()
         parts = read_step(record.store, record.name, {rank.rank}, with_writers=True)
-        assert at_rest(parts, rank.rank) == rank.live()
+        assert read(parts, rank.rank) == rank.live()
     assert verify(nodes[0].store).ok
     # Memory: the slots of a node have all of each of its ranks, however little that rank wrote.
     for node in nodes:
@@ -112,26 +96,6 @@ def test_each_rank_gets_all_of_its_state_back(make_nodes: Make, of: tuple[tuple[
             held = rank.held(each for each in ranks_of([node]) if each is not rank)
             assert content(load(held, 1)) == rank.live()
             held.unpin()
-
-
-@pytest.mark.parametrize("of", [NODES, ((0, 1, 2, 3),)])
-def test_ranks_of_a_node_read_what_they_hold_alike_once(
-    make_nodes: Make, of: tuple[tuple[int, ...], ...]
-) -> None:
-    """Own files as ever, each by its rank; what the other node wrote is divided."""
-    nodes = make_nodes(of)
-    persist(nodes)
-    record, ranks = record_of(nodes), ranks_of(nodes)
-    files = sum(contents.shard.num_bytes for rank in ranks for _, contents in record.files(rank.rank))
-    for local in of:
-        images = [read_image(record, rank, 1, shared=True) for rank in local]
-        assert not any(image.places for image in images)
-        chunks = reading.Node(len(local))
-        found = chunks.read(record.store, [StepReading.of_own(image) for image in images])
-        assert [content(each) for each in found] == [ranks[rank].live() for rank in local]
-        assert sum(each.stored_bytes for each in chunks.chunks.values()) <= files
-        for image in images:
-            image.discard()
 
 
 def test_what_is_alike_is_written_once(make_nodes: Make) -> None:
@@ -155,7 +119,7 @@ def test_undivided_each_writes_its_own_and_they_are_compared_all_the_same(make_n
     record = record_of(nodes)
     for rank in ranks_of(nodes):
         assert record.rank(rank.rank).elsewhere() == []
-        assert at_rest(record, rank.rank) == rank.live()
+        assert read(record, rank.rank) == rank.live()
     with torch.no_grad():
         ranks_of(nodes)[2].net.first.bias[0] += 1
     persist(nodes, STEP + 1)
@@ -188,9 +152,9 @@ def test_a_replica_that_diverged_is_named_and_kept_by_rank_from_then_on(make_nod
     persist(nodes, STEP + 3)
     record = record_of(nodes, STEP + 3)
     for rank in ranks_of(nodes):
-        assert at_rest(record, rank.rank) == rank.live()
-    assert at_rest(record, 3)["model.first.bias"] != at_rest(record, 0)["model.first.bias"]
-    assert at_rest(record_of(nodes), 0).keys() == at_rest(record, 0).keys()
+        assert read(record, rank.rank) == rank.live()
+    assert read(record, 3)["model.first.bias"] != read(record, 0)["model.first.bias"]
+    assert read(record_of(nodes), 0).keys() == read(record, 0).keys()
 
 
 def test_what_is_learned_while_a_plan_is_made_is_not_missed(
@@ -243,7 +207,7 @@ def test_damage_in_the_shard_of_another_rank_is_damage_of_the_step(
     data[record.rank(writer).shard.data_start] ^= 1
     path.write_bytes(data)
     with pytest.raises(DamagedError, match=path.name):
-        read_image(record, 0, 1)
+        read(record, 0)
 
 
 def test_an_export_has_every_leaf_once(make_nodes: Make, tmp_path: Path) -> None:
@@ -267,7 +231,7 @@ def test_what_a_dead_job_left_in_memory_is_recovered(
     report = recovered(tmp_path / "run")
     assert {each.outcome.value for each in report.findings} == {"committed"}
     record = read_step(store, name_of(STEP, attempt))
-    assert {rank: at_rest(record, rank) for rank in live} == live
+    assert {rank: read(record, rank) for rank in live} == live
     assert any(record.rank(rank).elsewhere() for rank in live)
 
 
@@ -281,4 +245,4 @@ def test_a_rank_that_dies_before_its_part_leaves_no_step(make_nodes: Make) -> No
     nodes[1].run()
     nodes[0].run()
     assert is_committed(nodes[0].store, STEP, nodes[0].attempt)
-    assert at_rest(record_of(nodes), 0) == ranks_of(nodes)[0].live()
+    assert read(record_of(nodes), 0) == ranks_of(nodes)[0].live()

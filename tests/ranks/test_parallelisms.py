@@ -82,18 +82,18 @@ def test_on_two_ranks_each_goes_back_to_the_bit(launcher: Launcher) -> None:
     def of(case: str, name: str, rank: int = 0) -> tuple[int, ...]:
         return replicas[case][rank][name]
 
-    assert of("ddp", "model.0.up.weight") == of("ddp", "optimizer.state.0.up.weight.exp_avg") == every
+    assert of("ddp", "model.0.up.weight") == of("ddp", "optimizer.state.model.0.up.weight.exp_avg") == every
     assert of("ddp", "model.0.down.bias") == every
     assert of("ddp", "model.1.running_mean") == of("ddp", "model.1.num_batches_tracked") == ()
     assert of("ddp_with_experts", "model.1.weight") == ()
-    assert of("ddp_with_experts", "optimizer.state.1.weight.exp_avg") == ()
+    assert of("ddp_with_experts", "optimizer.state.model.1.weight.exp_avg") == ()
     assert of("ddp_with_experts", "model.1.bias") == every
-    assert of("fsdp2", "model.up.weight") == of("fsdp2", "optimizer.state.up.weight.exp_avg") == ()
-    assert of("fsdp2", "optimizer.state.up.weight.step") == every
-    assert of("tp", "model.norm.weight") == of("tp", "optimizer.state.norm.weight.exp_avg") == every
+    assert of("fsdp2", "model.up.weight") == of("fsdp2", "optimizer.state.model.up.weight.exp_avg") == ()
+    assert of("fsdp2", "optimizer.state.model.up.weight.step") == every
+    assert of("tp", "model.norm.weight") == of("tp", "optimizer.state.model.norm.weight.exp_avg") == every
     assert of("tp", "model.up.weight") == ()
-    assert of("unlike_its_parameter", "optimizer.state.up.weight.rows") == every
-    assert of("unlike_its_parameter", "optimizer.state.up.weight.local") == ()
+    assert of("unlike_its_parameter", "optimizer.state.model.up.weight.rows") == every
+    assert of("unlike_its_parameter", "optimizer.state.model.up.weight.local") == ()
     assert {of("pipeline", n) for n in replicas["pipeline"][0]} == {()}
     layers = [n for r in every for n in leaves["pipeline"][r] if n.startswith("model.")]
     assert len(layers) == len(set(layers)) == 4 * 2

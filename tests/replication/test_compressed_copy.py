@@ -25,8 +25,7 @@ from flashckpt.options import Compress
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Fate
 from flashckpt.replication.run_copy import Outcome, StepCopier, copy_run
-from flashckpt.restore.loading import mapped_leaves
-from flashckpt.restore.step_image import read_image
+from flashckpt.restore.loading import load_leaves
 from flashckpt.store.base import Store
 from flashckpt.store.compressed_store import CompressedStore, compressing
 from flashckpt.store.local import LocalStore
@@ -34,6 +33,7 @@ from flashckpt.store.read_plan import ReadPlan
 from tests.commit.runs import attempt_at, commit, image_of, name_of, write_shard
 from tests.contracts.flat_store import FlatStore
 from tests.replication.copied import add, delete, files, has_name, made, of_step, visible
+from tests.restore.snapshots import read
 
 
 @pytest.fixture
@@ -203,10 +203,10 @@ def test_all_that_is_done_with_a_step(source: Store, target: Store, tmp_path: Pa
 
     for rank in (0, 1):
         mine, other = (
-            read_image(read_step(store, name_of(20, attempt), {rank}, with_writers=True), rank, 2)
+            read(read_step(store, name_of(20, attempt), {rank}, with_writers=True), rank)
             for store in (source, target)
         )
-        assert [bytes(view) for view, _ in mine.held] == [bytes(view) for view, _ in other.held]
+        assert mine == other
 
     delete(target, name_of(10, attempt))
     assert not [name for name in compressed(tmp_path / "target") if f"/{10:010d}/" in name]
@@ -251,7 +251,7 @@ def test_damage_is_found_by_name(source: Store, target: Store, tmp_path: Path) -
     assert [(row.step, row.status) for row in report.damaged] == [(20, "damaged")]
     assert report.damaged[0].file.endswith(".safetensors")
     with pytest.raises(DamagedError):
-        read_image(read_step(target, name_of(20, attempt)), 1, 2)
+        read(read_step(target, name_of(20, attempt)), 1)
     back = CompressedStore(LocalStore(str(tmp_path / "back")))
     done = copy_run(target, back, all_steps=True)
     assert [(each.name.step, bool(each.problem)) for each in done.steps] == [(20, True), (10, False)]
@@ -279,7 +279,7 @@ def test_what_is_loaded_is_what_was_compared(
     assert commit(source, 10, attempt, constants=True)
     copied(source, target)
     monkeypatch.setattr(type(target), "view", lambda *how: pytest.fail("it is read once more, unchecked"))
-    expected, found = mapped_leaves(LocalStore(source.url), 10, 0), mapped_leaves(target, 10, 0)
+    expected, found = load_leaves(LocalStore(source.url), 10, 0, None), load_leaves(target, 10, 0, None)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
 

@@ -4,7 +4,6 @@ once. Counted on a simulated device, whose streams the tests hold."""
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,15 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashckpt import _native
 from flashckpt.capture.devices import devices_of
-from flashckpt.format.layout import SlotImage
-from flashckpt.format.names import AttemptName
 from flashckpt.restore import filling
 from flashckpt.restore.filling import fill
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state.tree import Tree
 from tests.capture.simulated import SimulatedDevice
+from tests.restore import snapshots
 from tests.state.image import Image, none_used_up, raw_bytes
 from tests.waiting import until
 
@@ -70,18 +67,8 @@ def held(sizes: list[int]) -> dict[str, Tensor]:
 def snapshot_of(tree: Tree) -> tuple[Snapshot, dict[str, bytes]]:
     """The state as it is now, and the bytes of each leaf."""
     walk = tree.walk(none_used_up)
-    image, leaves = Image.of(walk), {leaf.name: raw_bytes(leaf.tensor) for leaf in walk.leaves}
-    data = bytearray(image.layout.data_start) + bytearray(image.data)
-    digests = array("Q")
-    for leaf in image.layout.leaves:
-        start = image.layout.data_start + leaf.offset
-        digests.append(_native.digest(_native.address_of(data) + start, leaf.num_bytes))
-    snapshot = Snapshot(
-        step=4, attempt=AttemptName(1, "00000000"), boundary=4, tier="memory",
-        layout=SlotImage(image.layout), digests=digests, values={"state": image.saved().value},
-        image=memoryview(data),
-    )  # fmt: skip
-    return snapshot, leaves
+    leaves = {leaf.name: raw_bytes(leaf.tensor) for leaf in walk.leaves}
+    return snapshots.snapshot_of(Image.of(walk)), leaves
 
 
 def now(tree: Tree) -> dict[str, bytes]:

@@ -28,6 +28,7 @@ from flashckpt.store.base import Store
 from tests.commit.runs import new_run
 from tests.restore import layouts
 from tests.restore.sharded import Held, committed
+from tests.restore.snapshots import taken
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FEW = [("whole", 1), ("whole", 3), ("fsdp", 3), ("tp", 2), ("hsdp", 4), ("fsdp+tp", 4)]
@@ -55,8 +56,8 @@ def taken_up(
     for rank in range(world):
         with layouts.one_of(world, rank):
             live = layouts.built(kind, world, is_tied=is_tied)
-            snapshot = LiveLayout(live.tree, rank, world).begin(record, 2).finish(record.store, 2)
-            check_fits(live.tree, snapshot)
+            # Half of the ranks read into their live tensors.
+            snapshot = taken(live.tree, record, rank, world, is_direct=(rank + world) % 2 == 0)
             assert ("pp" in kind) == bool(snapshot.untaken), snapshot.untaken
             left.append(set(snapshot.elsewhere))
             had |= snapshot.names
@@ -81,7 +82,7 @@ def test_fsdp1_resumes_with_the_same_ranks_only(store: Store, kind: str) -> None
     for rank in range(2):
         with layouts.one_of(2, rank):
             assert LiveLayout(layouts.built(kind, 2).tree, rank, 2).has(record)
-    for layout, world, taken in (
+    for layout, world, step in (
         (kind, 3, record),
         (kind, 1, record),
         ("whole", 1, record),
@@ -90,8 +91,8 @@ def test_fsdp1_resumes_with_the_same_ranks_only(store: Store, kind: str) -> None
         with layouts.one_of(world, 0):
             live = layouts.built(layout, world)
             with pytest.raises(MismatchError, match="FSDP1") as raised:
-                LiveLayout(live.tree, 0, world).begin(taken, 2)
-            assert f"{taken.world} ranks made it, and there are {world}" in str(raised.value)
+                LiveLayout(live.tree, 0, world).begin(step)
+            assert f"{step.world} ranks made it, and there are {world}" in str(raised.value)
             [(name, *_)] = raised.value.differences
             assert name.startswith("model.")
 
@@ -104,8 +105,7 @@ def test_gradients_between_two_steps_go_on(store: Store, kind: str, world: int, 
         for rank in range(ranks):
             with layouts.one_of(ranks, rank):
                 live = layouts.built(other, ranks)
-                snapshot = LiveLayout(live.tree, rank, ranks).begin(record, 2).finish(record.store, 2)
-                check_fits(live.tree, snapshot)
+                snapshot = taken(live.tree, record, rank, ranks)
                 fill(live.tree, snapshot, 2)
                 for name, parameter in live.model.named_parameters():
                     if local(parameter).numel():
@@ -148,7 +148,7 @@ def refused(record: StepRecord, live: layouts.Live, world: int) -> set[str]:
     """The names for which the live state cannot take the step up, and is as it was."""
     before = layouts.held_by(live)
     with pytest.raises(MismatchError) as raised:
-        LiveLayout(live.tree, 0, world).begin(record, 2).finish(record.store, 2)
+        taken(live.tree, record, 0, world)
     assert layouts.held_by(live) == before
     names = [name for name, _, _ in raised.value.differences]
     assert len(set(names)) == len(names)
@@ -187,7 +187,7 @@ def test_leaves_that_have_no_place_are_named_for_all_to_compare(store: Store) ->
         other.second = nn.Identity()
         fully_shard(other, mesh=init_device_mesh("cpu", (3,)))
         live = layouts.live_of(other)
-        snapshot = LiveLayout(live.tree, 0, 3).begin(record, 2).finish(record.store, 2)
+        snapshot = taken(live.tree, record, 0, 3)
         names = [f"{of}.second.{name}" for of in ("model",) for name in ("bias", "weight")]
         names += [f"optimizer.state.model.second.{name}.{key}" for name in ("bias", "weight")
                   for key in ("exp_avg", "exp_avg_sq", "step")]  # fmt: skip
@@ -204,7 +204,7 @@ def test_parameters_that_differ_by_rank_go_on_on_as_many_ranks_alone(store: Stor
     model.w = nn.Parameter(torch.zeros(3))
     tree = Tree({"model": model})
     with pytest.raises(MismatchError, match=r"model\.w is whole on ranks 0, 1"):
-        LiveLayout(tree, 0, 1).begin(record, 2).finish(record.store, 2)
+        taken(tree, record, 0, 1)
     assert LiveLayout(tree, 1, 2).has(record)
 
 
@@ -221,7 +221,7 @@ def test_large_values_of_a_rank_go_on_on_another_number_of_ranks(store: Store) -
     found: list[dict[str, np.ndarray]] = [{}, {}, {}]
     for rank, own in enumerate(found):
         tree = Tree({"own": own})
-        snapshot = LiveLayout(tree, rank, 3).begin(record, 2).finish(record.store, 2)
+        snapshot = taken(tree, record, rank, 3)
         check_fits(tree, snapshot)
         fill(tree, snapshot, 2)
         snapshot.discard()
@@ -279,7 +279,7 @@ def test_new_ranks_have_random_numbers_of_their_own_and_the_same_ones_each_time(
         with layouts.one_of(4, rank):
             tree = layouts.built("whole", 4).tree
             layout = LiveLayout(tree, rank, 4)
-            states = [layout.begin(record, 1).finish(record.store, 1).values["rng"] for _ in range(2)]
+            states = [layout.begin(record).snapshot.values["rng"] for _ in range(2)]
             assert states[0] == states[1]
             rng.restore(states[0])
             found[rank] = torch.rand(3).tolist()
@@ -298,5 +298,5 @@ def test_a_new_rank_sees_of_a_large_step_too_that_ranks_differ(
     for rank in (7, 15):
         with layouts.one_of(16, rank):
             layout = LiveLayout(layouts.built("fsdp", 16).tree, rank, 16)
-            found.append(layout.begin(record, 1).finish(record.store, 1).values["rng"])
+            found.append(layout.begin(record).snapshot.values["rng"])
     assert found[0]["torch"] != found[1]["torch"]

@@ -119,7 +119,7 @@ def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
     assert sum(each != folder for each in listed) <= MOST_NAMES
 
     loaded = chosen(store, RANKS // 2)
-    assert loaded.snapshot.tensor("w").tolist() == [RANKS // 2]
+    assert loaded.snapshot.tensors["w"].tolist() == [RANKS // 2]
     listed = bucket.taken()
     assert 0 < len(listed) <= MOST_NAMES
     assert not any(each.startswith("data/") for each in listed)

@@ -326,15 +326,6 @@ def test_a_tensor_of_which_the_own_number_has_nothing_is_found(store: LocalStore
 # Whole tensors, for a machine that has no ranks
 
 
-def optimizer_values(full: list[str]) -> dict[str, object]:
-    entries = {
-        "one": {"kind": "module"},
-        "two": {"kind": "module"},
-        "optimizer": {"kind": "optimizer", "params": [full]},
-    }
-    return {"state": {"entries": entries}}
-
-
 def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) -> None:
     own = [np.full(3, rank, "int64") for rank in range(3)]
     record = committed(
@@ -357,28 +348,6 @@ def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) 
     flip(store, record.shard_path(2), record.rank(2).shard.num_bytes - 1)
     with pytest.raises(DamagedError):
         load(store.url)
-
-
-def test_names_that_mean_other_parameters_on_other_ranks_are_written_in_full(store: LocalStore) -> None:
-    """Two stages of a pipeline: each rank's only module owns all parameters of its optimizer."""
-    state, whole = "optimizer.state.w.exp_avg", TensorSlice((0,), (3,))
-    ranks = [[Held(state, np.full(3, rank), whole)] for rank in range(2)]
-    values = [optimizer_values([f"{name}.w"]) for name in ("one", "two")]
-    record = committed(store, ranks, values=values)
-    tensors = WholeTensors(record)
-    names = [leaf.name for leaf in tensors.leaves]
-    assert names == ["optimizer.state.one.w.exp_avg", "optimizer.state.two.w.exp_avg"]
-    assert [bytes_of(record, tensors, leaf) for leaf in tensors.leaves] == [
-        np.full(3, rank).tobytes() for rank in range(2)
-    ]
-
-
-def test_names_that_mean_the_same_on_all_ranks_stay_short(store: LocalStore) -> None:
-    ranks = [[Held("optimizer.state.w.exp_avg", WHOLE, rows(3 * r, 3 * r + 3))] for r in range(2)]
-    record = committed(store, ranks, values=[optimizer_values(["one.w"])] * 2)
-    [leaf] = WholeTensors(record).leaves
-    assert leaf.name == "optimizer.state.w.exp_avg"
-    assert bytes_of(record, WholeTensors(record), leaf) == WHOLE.tobytes()
 
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (2, 3), (3, 2), (3, 5, 2), (2, 2, 4), (7, 3)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.store.base import Store
@@ -18,6 +21,7 @@ from flashckpt.store.local import LocalStore
 from flashckpt.store.read_plan import MissingShardError, ReadPlan, read_shard
 from tests.commit.runs import contents_of, write_shard
 from tests.contracts.flat_store import FlatStore
+from tests.waiting import until
 
 KINDS: dict[str, Callable[[Path], Store]] = {
     "local": lambda folder: LocalStore(str(folder)),
@@ -70,6 +74,26 @@ def expected(files: Files) -> Iterator[bytes]:
             begin = contents.shard.data_start + leaf.offset
             yield image[begin : begin + leaf.num_bytes]
     yield files[NAMES[1]][0]
+
+
+def test_a_signal_ends_a_read_before_its_end(store: Store, files: Files) -> None:
+    class Endless:
+        """Storage that answers once nobody waits for it."""
+
+        url, is_cancelled = "endless", False
+
+        def read_chunks(self, path: str, plan: _native.FilePlan, *, cancel: int = 0, **how: int) -> None:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            until(lambda: _native.load(cancel) != 0, "cancelled")
+            self.is_cancelled = True
+
+    endless, before = Endless(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            plan_of(files)[0].run(endless, 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert endless.is_cancelled
 
 
 @pytest.mark.parametrize("threads", [1, 5])

@@ -1,6 +1,6 @@
-"""A step is read from disk into memory of the trainer's own: what is loaded is the step, or nothing is; and
-that memory is gone before slots are asked for, however `attach` ends.
-"""
+"""A step is read from disk straight into live tensors, or into new ones: each byte that arrives is the
+step's. A start that fails once it has begun to write poisons the state. New memory is released however
+`attach` ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import gc
 import os
 import re
 import signal
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,12 +31,12 @@ from flashckpt.keeper import node_keepers as keepers
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.memory import memory_budget
 from flashckpt.options import Environment
-from flashckpt.restore import step_choice, step_image
-from flashckpt.restore.step_image import StepImage, read_image
+from flashckpt.restore import step_choice, step_reading
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.voting import Voting
+from tests.restore.snapshots import read
 
 BYTES = 4 * 1024 * 1024  # of the frozen part, which is stored as constants
 
@@ -48,6 +50,9 @@ class Model(nn.Module):
         self.trained = nn.Linear(1024, 3 * 1024)
         self.frozen = nn.Linear(1024, 2 * 1024, bias=False)
         self.frozen.weight.requires_grad_(False)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return batch
 
     def equals(self, other: nn.Module) -> bool:
         return all(torch.equal(a, b) for a, b in zip(self.parameters(), other.parameters(), strict=True))
@@ -80,13 +85,44 @@ def newest(run: Path) -> StepRecord:
     return read_step(store, Catalogue.of(store).newest_first()[0])
 
 
-def images() -> int:
-    """How many mappings of this process are memory that was taken to read a step into."""
+def buffers() -> int:
+    """How many mappings of this process are buffers that a file is read into."""
     text = Path("/proc/self/smaps").read_text()
     found = re.findall(r"^[0-9a-f]+-\S+ rw-p .*? 0 *\n((?:\w+:.*\n)+)", text, re.MULTILINE)
     flags = [set(part.rpartition("VmFlags:")[2].split()) for part in found]
     sizes = [int(re.search(r"Rss: +(\d+)", part)[1]) for part in found]  # type: ignore[index]
     return sum({"dc", "dd"} <= flag and size > 0 for flag, size in zip(flags, sizes, strict=True))
+
+
+class Made:
+    """The new tensors that were read into."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all: list[weakref.ref[torch.Tensor]] = []
+        made = step_reading.new_tensors
+
+        def seen(*arguments: Any) -> dict[str, torch.Tensor]:
+            found = made(*arguments)
+            self.all += map(weakref.ref, found.values())
+            return found
+
+        monkeypatch.setattr(step_reading, "new_tensors", seen)
+
+    @property
+    def left(self) -> int:
+        return sum(each() is not None for each in self.all)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    """No live tensor is read into directly."""
+    monkeypatch.setattr(Tree, "targets", lambda tree, saved: {})
+    return Made(monkeypatch)
+
+
+def assert_poisoned(live: Model) -> None:
+    with pytest.raises(flashckpt.StateError, match="partly a checkpoint's"):
+        live(torch.ones(1))
 
 
 @pytest.fixture
@@ -114,34 +150,64 @@ def test_each_file_is_read_once(run: Path, reads: list[str]) -> None:
     assert len(reads) == len(set(reads)) == 2, "the shard and its constants"
 
 
-def test_what_it_took_is_gone_before_slots_are_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_took_is_gone_before_slots_are_asked_for(
+    run: Path, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the garbage collector: training loops turn it off."""
-    slots, seen = KeeperClient._requested, list[tuple[str, int]]()
+    slots, seen = KeeperClient._requested, list[tuple[str, int, int]]()
 
     def requested(client: KeeperClient, purpose: str, *arguments: Any) -> Any:
-        seen.append((purpose, images()))
+        seen.append((purpose, made.left, buffers()))
         return slots(client, purpose, *arguments)
 
     monkeypatch.setattr(KeeperClient, "_requested", requested)
-    read, taken = step_choice.read_image, list[int]()
-
-    def counted(*arguments: Any, **named: Any) -> StepImage:
-        found = read(*arguments, **named)
-        taken.append(images())
-        return found
-
-    monkeypatch.setattr(step_choice, "read_image", counted)
     gc.collect()
     gc.disable()
     try:
         with flashckpt.attach(run, every=None, model=Model(2)) as checkpointer:
-            assert images() == 0
+            assert made.left == 0
             checkpointer.step()
             checkpointer.save()
     finally:
         gc.enable()
-    assert taken == [2], "this test sees such memory"
-    assert seen == [("constants", 0), ("slots", 0)]
+    assert len(made.all) == 3
+    assert seen == [("constants", 0, 0), ("slots", 0, 0)]
+
+
+def test_parameters_take_no_memory_beside_their_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, live = Made(monkeypatch), Model(2)
+    memory, version = live.trained.weight.data_ptr(), live.trained.weight._version
+    assert resumed(run, live) == "local"
+    assert live.equals(Model(1))
+    assert made.all == []
+    assert live.trained.weight.data_ptr() == memory
+    assert live.trained.weight._version > version, "autograd notices the change"
+
+
+def test_state_that_the_program_has_not_made_yet_is_kept_as_it_was_read(
+    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(seed: int) -> tuple[Model, torch.optim.Optimizer]:
+        live = Model(seed)
+        return live, torch.optim.AdamW(live.trained.parameters())
+
+    live, optimizer = job(1)
+    live.trained(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    with flashckpt.attach(tmp_path / "run", every=None, model=live, optimizer=optimizer) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait()
+    kill_keepers(remove_regions=True)
+    made, (again, other) = Made(monkeypatch), job(2)
+    with flashckpt.attach(tmp_path / "run", every=None, model=again, optimizer=other):
+        assert again.equals(live)
+        state, there = optimizer.state[live.trained.weight], other.state[again.trained.weight]
+        assert torch.equal(there["exp_avg"], state["exp_avg"])
+        kept = {id(each()) for each in made.all if each() is not None}
+        assert id(there["exp_avg"]) in kept
+        # The step counter, and two moments, of two parameters; gradients have their own place.
+        assert made.left == 8
 
 
 def places(run: Path) -> list[tuple[Path, int]]:
@@ -160,15 +226,95 @@ def test_a_wrong_byte_anywhere_is_found(run: Path) -> None:
         whole = file.read_bytes()
         file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
         with pytest.raises(DamagedError):
-            read_image(record, 0, 2)
-        assert images() == 0
+            read(record, 0)
         file.write_bytes(whole)
-    file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]))
-    live = Model(2)
-    with pytest.raises(flashckpt.UnusableRunError, match="does not have its checksum"):
+    assert buffers() == 0
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_of_a_wrong_chunk_no_byte_reaches_the_live_state(
+    run: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
+) -> None:
+    """Another chunk may: then the state is poisoned until a start succeeds."""
+    if not is_direct:
+        monkeypatch.setattr(Tree, "targets", lambda tree, saved: {})
+    file = run / newest(run).shard_path(0)
+    whole, at = file.read_bytes(), CHUNK_BYTES + 5
+    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    live, before, saved = Model(2), Model(2), Model(1)
+    with pytest.raises(flashckpt.UnusableRunError, match="chunk 1 does not have its checksum"):
         resumed(run, live)
-    assert live.equals(Model(2))
-    assert images() == 0
+    for now, here, there in zip(live.parameters(), before.parameters(), saved.parameters(), strict=True):
+        assert bool(((now == here) | (now == there)).all())
+    assert live.equals(before) is not is_direct
+    if is_direct:
+        assert_poisoned(live)
+    else:
+        live(torch.ones(1))
+    file.write_bytes(whole)
+    flashckpt.branch(run, 1)
+    assert resumed(run, live) == "local"
+    assert live.equals(saved)
+    live(torch.ones(1))
+
+
+def test_a_poisoned_state_neither_trains_nor_begins_a_new_run(run: Path, tmp_path: Path) -> None:
+    record = newest(run)
+    file = run / record.shard_path(0)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    live = Model(2)
+    optimizer = torch.optim.SGD(live.trained.parameters())
+    with pytest.raises(flashckpt.MismatchError):  # nothing has been read
+        flashckpt.attach(run, every=None, model=live, optimizer=optimizer)
+    live(torch.ones(1))
+    optimizer.step()
+    with pytest.raises(flashckpt.UnusableRunError):
+        resumed(run, live)
+    assert_poisoned(live)
+    with pytest.raises(flashckpt.StateError, match="no checkpoint to load over it"):
+        resumed(tmp_path / "other", live)
+    assert_poisoned(live)
+    file.write_bytes(whole)
+    flashckpt.branch(run, 1)
+    assert resumed(run, live) == "local"
+    live(torch.ones(1))
+
+
+def test_steps_of_a_poisoned_optimizer_raise(
+    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kill_keepers: Callable[..., None]
+) -> None:
+    def job(seed: int) -> tuple[Model, torch.optim.Optimizer]:
+        live = Model(seed)
+        return live, torch.optim.SGD(live.trained.parameters(), lr=0.1)
+
+    live, optimizer = job(1)
+    with flashckpt.attach(tmp_path / "more", every=None, model=live, optimizer=optimizer) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait()
+    kill_keepers(remove_regions=True)
+    monkeypatch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
+    live, optimizer = job(2)
+    with pytest.raises(ZeroDivisionError):
+        flashckpt.attach(tmp_path / "more", every=None, model=live, optimizer=optimizer)
+    assert_poisoned(live)
+    with pytest.raises(flashckpt.StateError, match="ZeroDivisionError"):
+        optimizer.step()
+
+
+def test_an_older_step_is_read_over_a_newer_one(run: Path, kill_keepers: Callable[..., None]) -> None:
+    assert save(run) == 2
+    kill_keepers(remove_regions=True)
+    file = run / newest(run).shard_path(0)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # all other chunks are right, and are in the live state by then
+    file.write_bytes(data)
+    live = Model(7)
+    with flashckpt.attach(run, every=None, model=live) as checkpointer:
+        assert checkpointer.completed == 1
+    assert live.equals(Model(1))
+    live(torch.ones(1))
 
 
 @pytest.mark.parametrize("harm", ["cut", "longer", "gone", "link"])
@@ -186,7 +332,7 @@ def test_a_file_that_is_not_there_as_it_was_is_not_read(run: Path, harm: str) ->
             file.rename(run / "moved")
             file.symlink_to(run / "moved")
     with pytest.raises((flashckpt.FlashckptError, OSError)):
-        read_image(record, 0, 2)
+        read(record, 0)
     live = Model(2)
     with pytest.raises(flashckpt.UnusableRunError):
         resumed(run, live)
@@ -234,7 +380,7 @@ def gone_after_one(read: Callable[..., Any]) -> Callable[..., Any]:
     "kind", ["interrupt", "unsavable", "mismatch", "held", "no room", "away", "taken up"]
 )
 def test_nothing_of_it_is_left_however_attach_ends(
-    run: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    run: Path, kind: str, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the error, with all frames that it came through, is kept, as a notebook does."""
     named: dict[str, Any] = {"model": Model(2)}
@@ -260,7 +406,7 @@ def test_nothing_of_it_is_left_however_attach_ends(
     try:
         with pytest.raises(error) as kept:
             flashckpt.attach(run, every=None, **named)
-        assert images() == 0
+        assert (made.left, buffers()) == (0, 0)
         assert kept.value.__traceback__ is not None
     finally:
         gc.enable()
@@ -269,10 +415,13 @@ def test_nothing_of_it_is_left_however_attach_ends(
     assert named["model"].equals(Model(2))
 
 
-def test_where_the_vote_fails_nothing_of_it_is_left(run: Path) -> None:
+@pytest.mark.parametrize("is_read", [False, True])
+def test_where_the_vote_fails_nothing_of_it_is_left(run: Path, made: Made, is_read: bool) -> None:
     def vote(proposal: step_choice.Proposal) -> bool:
-        assert images() == (0 if proposal.ends else 2)
-        raise ZeroDivisionError
+        assert made.left == (3 if proposal.is_read else 0)
+        if proposal.is_read is is_read:
+            raise ZeroDivisionError
+        return True
 
     live, options = Model(2), flashckpt.Options()
     session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
@@ -280,7 +429,7 @@ def test_where_the_vote_fails_nothing_of_it_is_left(run: Path) -> None:
     try:
         with pytest.raises(ZeroDivisionError) as kept:
             attach_to(session, Tree({"model": live}), options, None, None, began=0.0)
-        assert images() == 0
+        assert made.left == 0
         assert kept.value.__traceback__ is not None
     finally:
         gc.enable()
@@ -288,10 +437,10 @@ def test_where_the_vote_fails_nothing_of_it_is_left(run: Path) -> None:
 
 
 def test_without_room_it_is_said_how_much_there_would_have_to_be(
-    run: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts = set(run.glob("attempts/*/start.json"))
-    size = sum(-(-file.stat().st_size // 4096) * 4096 for file in run.rglob("*.safetensors"))
+    size = sum(each.nelement() * each.element_size() for each in Model(1).parameters())
     monkeypatch.setattr(memory_budget, "available_bytes", lambda: size - 1)
     live = Model(2)
     with pytest.raises(OutOfSpaceError, match="Step 1 needs") as refused:
@@ -301,8 +450,7 @@ def test_without_room_it_is_said_how_much_there_would_have_to_be(
     assert not list(run.glob("commits/*.quarantine-*"))
     assert set(run.glob("attempts/*/start.json")) == starts
     monkeypatch.setattr(memory_budget, "available_bytes", lambda: size)
-    image = step_image.read_image(newest(run), 0, 2)
-    image.discard()
+    assert len(read(newest(run), 0)) == 3
 
 
 def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
@@ -317,6 +465,7 @@ def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
     flashckpt.branch(run, 1)
     with monkeypatch.context() as patched:
         patched.setattr(memory_budget, "available_bytes", lambda: BYTES)
+        patched.setattr(Tree, "targets", lambda tree, saved: {})
         with pytest.raises(OutOfSpaceError, match=re.escape(f"flashckpt keepers --end {run}")):
             flashckpt.attach(run, every=None, model=Model(2))
     [keeper] = keepers.keepers()
@@ -327,17 +476,28 @@ def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
 
 
 @pytest.mark.process
-def test_a_child_that_is_forked_meanwhile_has_nothing_of_it(run: Path) -> None:
-    image = read_image(newest(run), 0, 2)
-    child = os.fork()
-    if child == 0:
+def test_a_process_that_forks_during_a_read_loads_the_right_bytes(run: Path) -> None:
+    """A direct read into memory that a child copies could arrive in the child."""
+    record, done, forks = newest(run), threading.Event(), list[int]()
+
+    def reading() -> None:
         try:
-            os._exit(0 if images() == 0 else 2)
+            for _ in range(20):
+                found = read(record, 0)
+                assert found["model.trained.weight"] == expected
         finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    fits = step_choice.Snapshot.of(image)
-    assert torch.equal(fits.tensor("model.trained.weight"), Model(1).trained.weight)
+            done.set()
+
+    expected = Model(1).trained.weight.detach().numpy().tobytes()
+    reader = threading.Thread(target=reading)
+    reader.start()
+    while not done.is_set():
+        if not (child := os.fork()):
+            os._exit(0)
+        os.waitpid(child, 0)
+        forks.append(child)
+    reader.join()
+    assert forks
 
 
 def test_a_run_that_is_not_there_is_not_made(tmp_path: Path, runtime: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-from array import array
 from collections import Counter
 from typing import Any
 
@@ -14,14 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flashckpt import _native
 from flashckpt.errors import DamagedError, StateError
-from flashckpt.format.layout import SlotImage
-from flashckpt.format.names import AttemptName
 from flashckpt.restore.filling import fill
-from flashckpt.restore.snapshot import Snapshot
 from flashckpt.state.tree import Tree
-from tests.state.image import Image, assert_same, capture, restore
+from tests.restore.snapshots import snapshot_of
+from tests.state.image import assert_same, capture, restore
 
 
 class Meter:
@@ -50,25 +46,6 @@ def moved() -> Meter:
     meter.total += 1.25
     meter.count = 3
     return meter
-
-
-def snapshot_of(image: Image) -> Snapshot:
-    data = bytearray(image.layout.data_start) + bytearray(image.data) + bytearray(64)
-    saved = image.saved()
-    digests = []
-    for leaf in image.layout.leaves:
-        start = image.layout.data_start + leaf.offset
-        digests.append(_native.digest(_native.address_of(data) + start, leaf.num_bytes))
-    return Snapshot(
-        step=4,
-        attempt=AttemptName(1, "00000000"),
-        boundary=4,
-        tier="memory",
-        layout=SlotImage(image.layout),
-        digests=array("Q", digests),
-        values={"state": saved.value},
-        image=memoryview(data),
-    )
 
 
 @pytest.mark.parametrize(

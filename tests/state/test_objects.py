@@ -297,7 +297,7 @@ def test_two_optimizers_on_two_modules() -> None:
     train(*parts)
     image = capture(tree)
     names = {leaf.name for leaf in image.layout.leaves}
-    assert {"both.state.g.weight.exp_avg", "both.state.d.weight.exp_avg", "one.state.weight.sum"} <= names
+    assert {"both.state.g.weight.exp_avg", "both.state.d.weight.exp_avg", "one.state.d.weight.sum"} <= names
     train(*parts)
     *parts2, again = build(1)
     restore(again, image)

@@ -187,7 +187,7 @@ def test_names_follow_the_module_that_owns_the_parameter() -> None:
     tree, net, optimizer = build(CASES["Adam"])
     train(net, optimizer, range(1))
     names = {leaf.name for leaf in tree.walk(all_used_up).leaves}
-    assert "optimizer.state.first.weight.exp_avg" in names
+    assert "optimizer.state.model.first.weight.exp_avg" in names
     assert "model.second.bias" in names
 
 

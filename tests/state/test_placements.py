@@ -208,7 +208,7 @@ def test_the_slice_of_another_rank_does_not_fit() -> None:
 @pytest.mark.parametrize("is_there", [True, False])
 def test_state_with_another_slice_than_its_parameter_does_not_fit(is_there: bool) -> None:
     """The parameter fits, and its momentum has other rows. Nothing is changed."""
-    name = "optimizer.state.weight.exp_avg"
+    name = "optimizer.state.net.weight.exp_avg"
     with rank_of(0, 2):
         saved = capture(stepped(0, 2)).saved()
         leaf = saved.leaves[name]
@@ -226,7 +226,7 @@ def test_state_with_another_slice_than_its_parameter_does_not_fit(is_there: bool
 
 
 def test_invalid_placements_of_a_snapshot_are_refused() -> None:
-    name = "optimizer.state.weight.exp_avg"
+    name = "optimizer.state.net.weight.exp_avg"
     for codes in (["S7"], ["S0", "R"], ["X"], [3], "S0", ["S0/0/1"]):
         with rank_of(0, 2):
             tree = stepped(0, 2)

@@ -49,7 +49,7 @@ def test_sharded_parameters_and_their_state(mesh: Any) -> None:
     train(model, optimizer, range(3))
     image = capture(tree)
     names = {leaf.name for leaf in image.layout.leaves}
-    assert {"model.0.weight", "optimizer.state.0.weight.exp_avg"} <= names
+    assert {"model.0.weight", "optimizer.state.model.0.weight.exp_avg"} <= names
     train(model, optimizer, range(3, 5))
     model2, optimizer2, again = build(mesh, 1)
     restore(again, image)

@@ -141,7 +141,7 @@ def test_a_value_that_becomes_a_tensor_is_detected() -> None:
     optimizer.state[model.weight]["al"][1] = torch.ones(2)
     tree.values()
     assert tree.current is not walk
-    assert "optimizer.state.weight.al.1" in {leaf.name for leaf in tree.walk(all_used_up).leaves}
+    assert "optimizer.state.model.weight.al.1" in {leaf.name for leaf in tree.walk(all_used_up).leaves}
 
 
 def test_kinds_and_owners() -> None:
@@ -150,6 +150,6 @@ def test_kinds_and_owners() -> None:
     assert leaves["model.body.0.weight"].kind == "parameter"
     assert leaves["model.body.1.running_mean"].kind == "buffer"
     assert leaves["gradients.model.embed.weight"].kind == "gradient"
-    moment = leaves["optimizer.state.embed.weight.exp_avg"]
+    moment = leaves["optimizer.state.model.embed.weight.exp_avg"]
     assert (moment.kind, moment.owner, moment.key) == ("optimizer", optimizer, "exp_avg")
     assert moment.container is optimizer.state[model.embed.weight]

@@ -1,0 +1,153 @@
+"""A committed step for one rank: what it consists of, and the read of its bytes, straight into live tensors
+or into new ones. Owns the memory that a read takes, and which files are read past the page cache."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Mapping, Set
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from flashckpt import _native
+from flashckpt.commit.steps import StepRecord
+from flashckpt.errors import OutOfSpaceError
+from flashckpt.format.layout import Leaf
+from flashckpt.format.typed import decode
+from flashckpt.memory import memory_budget
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_tensors import Parts, Piece, StepFile, TensorSlice
+from flashckpt.restore.whole_tensors import take
+from flashckpt.state.tensors import TORCH_DTYPES
+from flashckpt.store.read_plan import ReadPlan, Source
+
+
+class StepReading:
+    """The bytes of a step that a rank takes.
+
+    snapshot: without tensors until `read` has returned. parts: by the leaf's name, the pieces in files that
+        make it up. buffered: files that other ranks of the node read, too, and that are therefore read
+        through the page cache.
+    """
+
+    def __init__(
+        self, record: StepRecord, snapshot: Snapshot, parts: Mapping[str, Parts], buffered: Iterable[str] = ()
+    ) -> None:
+        self.record, self.snapshot = record, snapshot
+        self._parts, self._buffered = parts, frozenset(buffered)
+
+    @classmethod
+    def of_own(cls, record: StepRecord, rank: int, *, is_alone: bool) -> StepReading:
+        """Return the step for `rank`, which made it with the layout of now. is_alone: no other rank is on
+        this node. Raises DamagedError for malformed records."""
+        mine, own = record.rank(rank), [path for path, _ in record.files(rank)]
+        leaves = [leaf for _, leaf, _ in (*mine.counted(), *mine.elsewhere())]
+        parts, digests, files = dict[str, Parts](), dict[str, int](), dict[str, StepFile]()
+        for leaf, (path, contents, stored, digest) in zip(leaves, record.leaves(rank), strict=True):
+            region = TensorSlice.of(stored)
+            file = files.setdefault(path, StepFile(path, contents))
+            parts[leaf.name] = [(Piece(region, rank, file, stored, digest), region)]
+            digests[leaf.name] = digest
+        snapshot = Snapshot(
+            step=record.step,
+            attempt=record.attempt,
+            boundary=record.boundary,
+            tier="local",
+            leaves={leaf.name: leaf for leaf in leaves},
+            digests=digests,
+            values=decode(dict(mine.values)),
+            constants=frozenset(name for name, [(piece, _)] in parts.items() if piece.file.path in own[1:]),
+        )
+        # Ranks that hold the same leaves read each other's files.
+        is_shared = bool(mine.replicas) and not is_alone
+        return cls(record, snapshot, parts, files if is_shared else set(files) - set(own))
+
+    @property
+    def files(self) -> Mapping[str, StepFile]:
+        """The files that it reads, by path."""
+        return {piece.file.path: piece.file for parts in self._parts.values() for piece, _ in parts}
+
+    def read(
+        self, source: Source, threads: int, targets: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Snapshot:
+        """Read the bytes of each leaf into the live tensor that `targets` has for it, else into a new one,
+        and return the snapshot with these tensors. Each chunk is verified before a byte of it is copied.
+
+        Raises what `ReadPlan.run` does, and OutOfSpaceError before anything is read; a second call reads all
+        again."""
+        snapshot = self.snapshot
+        new = [leaf for name, leaf in snapshot.leaves.items() if name not in targets]
+        tensors = dict(targets) | new_tensors(new, self.record.step)
+        try:
+            rows = [(leaf, self._parts[name], tensors[name]) for name, leaf in snapshot.leaves.items()]
+            try:
+                read_into(rows, source, threads, self._buffered)
+            finally:
+                for target in targets.values():
+                    torch.autograd.graph.increment_version(target)
+            assembled = [name for name in snapshot.leaves if name not in snapshot.digests]
+            snapshot.digests.update(_digests({name: tensors[name] for name in assembled}, threads))
+        except BaseException:
+            rows = []  # the error's traceback may be kept, and these tensors with it
+            tensors.clear()
+            raise
+        snapshot.tensors.update(tensors)
+        snapshot.own.update(leaf.name for leaf in new)
+        return snapshot
+
+
+def new_tensors(leaves: Iterable[Leaf], step: int) -> dict[str, Tensor]:
+    """Return a new row-major host tensor for each leaf, by name. step: for the error. Raises
+    OutOfSpaceError."""
+    leaves = list(leaves)
+    needed, available = sum(leaf.num_bytes for leaf in leaves), memory_budget.available_bytes()
+    error: RuntimeError | None = None
+    if needed <= available:
+        try:
+            return {
+                leaf.name: torch.empty(leaf.shape, dtype=TORCH_DTYPES[leaf.dtype], device="cpu")
+                for leaf in leaves
+            }
+        except RuntimeError as refused:  # torch gives no errno
+            error, available = refused, 0
+    raise OutOfSpaceError(
+        f"Step {step} needs {needed:,} bytes of host memory to be loaded, and {available:,} may be taken "
+        "here (the least of what the machine and every cgroup above this process leave, less a margin). "
+        "Nothing was loaded or changed. Give the job more memory, use fewer loader workers, or spread the "
+        "state over more ranks.",
+        needed=needed,
+        available=available,
+    ) from error
+
+
+def read_into(
+    rows: Iterable[tuple[Leaf, Parts, Tensor]], source: Source, threads: int, buffered: Set[str] = frozenset()
+) -> None:
+    """Read leaves, each from the pieces that make it up, into contiguous host tensors. buffered: files that
+    are read through the page cache. Raises what `ReadPlan.run` does."""
+    plan = ReadPlan(buffered=buffered)
+    for leaf, parts, tensor in rows:
+        take(plan, leaf, host_bytes(tensor), 0, parts)
+    plan.run(source, threads)
+
+
+def host_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous host tensor; it does not keep the tensor."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _digests(tensors: Mapping[str, Tensor], threads: int) -> dict[str, int]:
+    found = array("Q", bytes(8 * len(tensors)))
+    if tensors:
+        _native.digest_many(
+            array("Q", [each.data_ptr() for each in tensors.values()]),
+            array("Q", [each.numel() * each.element_size() for each in tensors.values()]),
+            _native.address_of(found),
+            max(1, threads),
+        )
+    return dict(zip(tensors, found, strict=True))

@@ -1,0 +1,64 @@
+"""Snapshots of a live state, without a run, and the bytes of a rank in a step of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashckpt import _native
+from flashckpt.commit.steps import StepRecord
+from flashckpt.format.names import AttemptName
+from flashckpt.restore.filling import LiveLayout, check_fits
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.restore.step_reading import StepReading, host_bytes
+from flashckpt.state.tree import Tree
+from tests.state.image import Image, raw_bytes
+
+
+def snapshot_of(image: Image, tree: Tree | None = None, **how: Any) -> Snapshot:
+    """The snapshot of an image, in memory. tree: whose live tensors it is read into, as far as it can be; the
+    restore may then keep the others."""
+    saved = image.saved()
+    tensors = {name: saved.tensor(name) for name in saved.leaves}
+    digests = {name: digest_of(each) for name, each in tensors.items()}
+    found = Snapshot(
+        step=4, attempt=AttemptName(1, "00000000"), boundary=4, tier="memory", leaves=saved.leaves,
+        digests=digests, values={"state": saved.value}, tensors=tensors, **how,
+    )  # fmt: skip
+    if tree is not None:
+        assert tree.differences(found.saved) == []
+        targets = tree.targets(found.saved)
+        for name, tensor in list(tensors.items()):
+            place = targets.get(name)
+            into = torch.empty_like(tensor) if place is None else place
+            host_bytes(into)[:] = host_bytes(tensor)
+            tensors[name] = into
+        found.own.update(tensors.keys() - targets.keys())
+    return found
+
+
+def taken(tree: Tree, record: StepRecord, rank: int, world: int, *, is_direct: bool = True) -> Snapshot:
+    """A step of another layout, read for the live state of `rank` of `world`, as far as possible into its
+    tensors if `is_direct`."""
+    reading = LiveLayout(tree, rank, world).begin(record)
+    check_fits(tree, reading.snapshot)
+    return reading.read(record.store, 2, tree.targets(reading.snapshot.saved) if is_direct else {})
+
+
+def digest_of(tensor: Tensor) -> int:
+    data = raw_bytes(tensor)
+    return _native.digest(_native.address_of(data) if data else 0, len(data))
+
+
+def read(record: StepRecord, rank: int) -> dict[str, bytes]:
+    """Each leaf of a rank, read from storage."""
+    reading = StepReading.of_own(record, rank, is_alone=True)
+    return content(reading.read(record.store, 1))
+
+
+def content(snapshot: Snapshot) -> dict[str, bytes]:
+    """Each leaf of a snapshot, which has its digest."""
+    assert {name: digest_of(each) for name, each in snapshot.tensors.items()} == snapshot.digests
+    return {name: raw_bytes(each) for name, each in snapshot.tensors.items()}
