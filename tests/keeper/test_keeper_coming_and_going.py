@@ -108,8 +108,9 @@ def test_twenty_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
         trainer.wait_committed(cycle + 1)
         trainer.end()
         trainer.folder.close()
+        # The keeper closes its side of connections by itself.
         before = before or counts()
-        assert counts() == before
+        eventually(lambda: all(now <= then for now, then in zip(counts(), before, strict=True)))  # noqa: B023
     eventually(lambda: keepers_of(runtime) == [])
     user = runtime / f"flashckpt-{os.geteuid()}"
     assert [entry.name for entry in user.iterdir()] == ["memory_budget.lock"]

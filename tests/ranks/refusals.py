@@ -24,6 +24,7 @@ import flashckpt
 from flashckpt.checkpointer import resume
 from flashckpt.memory import memory_budget
 from flashckpt.ranks import job
+from flashckpt.state.tree import Tree
 from tests.folders import data_of
 
 Case = Callable[[Path, int], Any]
@@ -147,9 +148,14 @@ def other_model(run: Path, rank: int) -> None:
 
 
 def no_memory(run: Path, rank: int) -> None:
+    """As for a state on devices, which is read into new host memory."""
     trained(run, 1)
     available = 1 if rank == 1 else 1 << 40
-    with mock.patch.object(memory_budget, "available_bytes", return_value=available), without_memory(run):
+    with (
+        mock.patch.object(memory_budget, "available_bytes", return_value=available),
+        mock.patch.object(Tree, "targets", return_value={}),
+        without_memory(run),
+    ):
         attached(run)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from flashckpt.commit import lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.store import open_store
-from tests.folders import data_of
 from tests.ranks.launch import Ended, Launch, Launcher
 from tests.waiting import until
 
@@ -46,17 +44,6 @@ def assert_went_on(whole: Ended, before: Sequence[str], after: Sequence[str], st
     assert after[-1] == whole.out[-1], "the state at the end"
 
 
-def assert_read_once(ended: Sequence[Ended], run: Path) -> None:
-    """Together these ranks, of one node, read the step that they went on from once."""
-    said = re.compile(r"(\d+) bytes of the step were read from storage, and (\d+) used in memory")
-    found = [said.search(each.err) for each in ended]
-    stored, taken = zip(*(map(int, each.groups()) for each in found if each), strict=True)
-    shards = data_of(run, SAVED).glob("shard-*")
-    assert sum(stored) == sum(file.stat().st_size for file in shards)
-    assert len(stored) == len(ended)
-    assert sum(taken) > 0
-
-
 SAVED, HELD = 8, 10
 
 
@@ -78,8 +65,6 @@ def test_killed_ranks_go_on_bit_for_bit(
         launcher.kill_keepers(remove_regions=True)
     ended = start(launcher, run, ranks, workers=workers, log=tier == "local").finished()
     step = held if tier == "memory" else SAVED
-    if tier == "local":
-        assert_read_once(ended, run)
     for rank in range(ranks):
         assert ended[rank].out[0] == f"resumed {step} {tier}"
         assert_went_on(whole[rank], before[rank], ended[rank].out, step)
