@@ -29,6 +29,7 @@ from flashckpt.restore.step_tensors import (
     StepRanks,
     StepTensor,
     TensorSlice,
+    complete_piece,
 )
 from flashckpt.state.leaves import LiveLeaf, leaf_names
 from flashckpt.state.loader.other_ranks import goes_by_others, merged_progress, merged_rng
@@ -57,6 +58,7 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> S
     merged = MergedState(tree, tree.found(), ranks, rank, world)
     merged.merge()
     leaves = {taken.leaf.name: taken.leaf for taken in merged.leaves}
+    complete = [(taken.leaf.name, complete_piece(taken.leaf, taken.parts)) for taken in merged.leaves]
     log.info(
         "step %d of %d ranks is put together for rank %d of %d: %d leaves, %d bytes",
         record.step, record.world, rank, world, len(leaves), sum(leaf.num_bytes for leaf in leaves.values()),
@@ -67,9 +69,7 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> S
         boundary=record.boundary,
         tier="local",
         leaves=leaves,
-        digests={
-            taken.leaf.name: digest for taken in merged.leaves if (digest := _digest_of(taken)) is not None
-        },
+        digests={name: piece.digest for name, piece in complete if piece is not None},
         values=_values(merged, ranks, rank, world),
         untaken=merged.untaken(),
         elsewhere=merged.untaken(("module",)),
@@ -85,14 +85,6 @@ class TakenLeaf:
 
     leaf: Leaf
     parts: Parts
-
-
-def _digest_of(taken: TakenLeaf) -> int | None:
-    """Return the recorded digest of a leaf that is complete in a file; None if it consists of parts."""
-    if len(taken.parts) != 1:
-        return None
-    [(piece, common)] = taken.parts
-    return piece.digest if common == piece.region and common == TensorSlice.of(taken.leaf) else None
 
 
 def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dict[str, Any]:

@@ -45,13 +45,13 @@ class Writing:
                 _hooks[target] = hook(refuse)
 
     def succeeded(self) -> None:
-        """Lift the poison of an earlier start, if this one has restored a whole state. Raises StateError if it
-        found nothing to restore."""
+        """Lift the poison of an earlier start, if this one has restored a whole state. Raises StateError if
+        it found nothing to restore."""
         poisoned = [target for target in self._targets() if target in _hooks]
         if poisoned and not self.begun:
             raise StateError(
-                "This state is partly a checkpoint's, of a start that failed, and here is no checkpoint to load "
-                "over it. Nothing was trained. Start the program again, so that it builds the state anew."
+                "This state is partly a checkpoint's, of a start that failed, and here is no checkpoint to "
+                "load over it. Nothing was trained. Start the program again: it then builds the state anew."
             )
         for target in poisoned:
             _hooks.pop(target).remove()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 import torch
@@ -18,10 +18,10 @@ from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import decode
 from flashckpt.memory import memory_budget
 from flashckpt.restore.snapshot import Snapshot
-from flashckpt.restore.step_tensors import Parts, Piece, StepFile, TensorSlice
+from flashckpt.restore.step_tensors import Parts, Piece, StepFile, TensorSlice, complete_piece
 from flashckpt.restore.whole_tensors import take
 from flashckpt.state.tensors import TORCH_DTYPES
-from flashckpt.store.read_plan import ReadPlan, Source
+from flashckpt.store.read_plan import ReadPlan, Source, damaged
 
 
 class StepReading:
@@ -83,12 +83,11 @@ class StepReading:
         try:
             rows = [(leaf, self._parts[name], tensors[name]) for name, leaf in snapshot.leaves.items()]
             try:
-                read_into(rows, source, threads, self._buffered)
+                found = read_into(rows, source, threads, self._buffered)
             finally:
                 for target in targets.values():
                     torch.autograd.graph.increment_version(target)
-            assembled = [name for name in snapshot.leaves if name not in snapshot.digests]
-            snapshot.digests.update(_digests({name: tensors[name] for name in assembled}, threads))
+            snapshot.digests.update(found)
         except BaseException:
             rows = []  # the error's traceback may be kept, and these tensors with it
             tensors.clear()
@@ -123,14 +122,22 @@ def new_tensors(leaves: Iterable[Leaf], step: int) -> dict[str, Tensor]:
 
 
 def read_into(
-    rows: Iterable[tuple[Leaf, Parts, Tensor]], source: Source, threads: int, buffered: Set[str] = frozenset()
-) -> None:
-    """Read leaves, each from the pieces that make it up, into contiguous host tensors. buffered: files that
-    are read through the page cache. Raises what `ReadPlan.run` does."""
+    rows: Sequence[tuple[Leaf, Parts, Tensor]], source: Source, threads: int, buffered: Set[str] = frozenset()
+) -> dict[str, int]:
+    """Read leaves, each from the pieces that make it up, into contiguous host tensors, and return their
+    digests. buffered: files that are read through the page cache. Raises what `ReadPlan.run` does; a leaf
+    that consists of parts has no digest to be compared with."""
     plan = ReadPlan(buffered=buffered)
     for leaf, parts, tensor in rows:
-        take(plan, leaf, host_bytes(tensor), 0, parts)
+        take(plan, leaf, host_bytes(tensor), 0, parts, digests=False)
     plan.run(source, threads)
+    # In place: one more pass costs less than a digest of each chunk in its buffer.
+    found = _digests({leaf.name: tensor for leaf, _, tensor in rows}, threads)
+    for leaf, parts, _ in rows:
+        piece = complete_piece(leaf, parts)
+        if piece is not None and piece.digest != found[leaf.name]:
+            raise damaged(source.url, piece.file.path, f"{leaf.name} is not what was captured")
+    return found
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

@@ -90,6 +90,14 @@ Parts = Sequence[tuple[Piece, TensorSlice]]
 """The pieces that make up a slice, each with its share."""
 
 
+def complete_piece(leaf: Leaf, parts: Parts) -> Piece | None:
+    """Return the piece that is all of a leaf; None if the leaf consists of parts."""
+    if len(parts) != 1:
+        return None
+    [(piece, common)] = parts
+    return piece if common == piece.region == TensorSlice.of(leaf) else None
+
+
 def shape_of(leaf: Leaf) -> Index:
     """Return the shape of the whole tensor of a leaf."""
     return leaf.shape if leaf.box is None else leaf.box.shape

@@ -35,18 +35,25 @@ def plan_of(layout: Layout, parts: Sequence[Parts], into: memoryview) -> ReadPla
 
 
 def take(
-    plan: ReadPlan, leaf: Leaf, into: memoryview, target: int, parts: Parts, *, is_slice: bool = False
+    plan: ReadPlan,
+    leaf: Leaf,
+    into: memoryview,
+    target: int,
+    parts: Parts,
+    *,
+    is_slice: bool = False,
+    digests: bool = True,
 ) -> None:
-    """Add a leaf that consists of `parts` to a plan; it begins at byte `target` of `into`. A piece that is
-    used completely is compared with its digest. is_slice: the leaf has some rows of each piece, and other
-    calls take the rest."""
+    """Add a leaf that consists of `parts` to a plan; it begins at byte `target` of `into`. With `digests`, a
+    piece that is used completely is compared with its digest. is_slice: the leaf has some rows of each piece,
+    and other calls take the rest."""
     wanted = TensorSlice.of(leaf)
     for piece, common in parts:
         path, contents = piece.file.path, piece.file.contents
         begin = contents.shard.data_start + piece.leaf.offset
         source, goal, run, steps = copy_of(piece.leaf, begin, piece.region, wanted, target, common)
         plan.copy(path, contents, source, run, steps, into, goal)
-        if is_slice or common == piece.region:
+        if digests and (is_slice or common == piece.region):
             plan.digest(path, contents, piece.leaf, piece.digest, *piece.rows(common))
 
 
