@@ -153,10 +153,12 @@ def attach_to(
         group.together("what runs beside the loop", make)
         group.attached()
     except BaseException as error:
-        writing.failed(error)
-        if made:
-            made[0]._release()
-        session.close()
+        try:
+            writing.failed(error)
+        finally:
+            if made:
+                made[0]._release()
+            session.close()
         raise
     return made[0]
 
@@ -268,7 +270,7 @@ def _resume(
 
     def targets(snapshot: Snapshot) -> Mapping[str, Tensor]:
         found = tree.targets(snapshot.saved)
-        writing.begun = writing.begun or bool(found)
+        writing.into(found)
         return found
 
     def chosen() -> None:
@@ -291,7 +293,7 @@ def _resume(
             return _Found()
         snapshot = loaded.snapshot
         writing.begun = True
-        _fill(session, tree, progress, snapshot, threads)
+        _fill(session, tree, progress, snapshot, threads, writing)
         _start(session, SnapshotId(snapshot.attempt, snapshot.boundary), snapshot.step, tier=snapshot.tier)
         seconds = time.perf_counter() - began
         resumed = Resumed(
@@ -312,7 +314,9 @@ def _resume(
             region.close()
 
 
-def _fill(session: Session, tree: Tree, progress: Progress, snapshot: Snapshot, threads: int) -> None:
+def _fill(
+    session: Session, tree: Tree, progress: Progress, snapshot: Snapshot, threads: int, writing: Writing
+) -> None:
     """Put the snapshot into the live state of all ranks."""
     crashpoints.point("resume.verified")
 
@@ -321,7 +325,7 @@ def _fill(session: Session, tree: Tree, progress: Progress, snapshot: Snapshot, 
             devices = devices_of(leaf.tensor for leaf in tree.found().leaves)
             for device in devices:
                 closing.callback(device.close)
-            fill(tree, snapshot, threads, devices)
+            writing.check(fill(tree, snapshot, threads, devices))
         snapshot.discard()  # before all ranks have filled theirs: the last one frees what they share
         progress.restore(snapshot.section("progress"))
         rng.restore(snapshot.section("rng"))

@@ -13,7 +13,7 @@ import re
 import weakref
 from typing import Protocol
 
-_MEMFD = re.compile(r"/memfd:(?:cached-)?(?:slot|constants|chunks)-[0-9a-f-]+ \(deleted\)")
+_MEMFD = re.compile(r"/memfd:(?:cached-)?(?:slot|constants|shard)-[0-9a-f-]+ \(deleted\)")
 
 
 class DescriptorHolder(Protocol):

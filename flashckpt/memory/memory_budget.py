@@ -33,7 +33,6 @@ _SLOWEST_HUGE_STEP_S, _MOST_HUGE_S = 0.5, 20.0
 _MAX_HUGE_S_PER_BYTE = 0.8 / (1 << 30)
 _HUGE_CALL_S = 0.002  # of a request of any size
 _HUGE_PAUSE_S = 60.0
-# Memory that was freed just before comes first, and is cheap: try several pieces.
 
 
 @dataclass(frozen=True)

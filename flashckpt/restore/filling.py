@@ -90,7 +90,7 @@ def check_fits(tree: Tree, snapshot: Snapshot) -> None:
     if differences:
         raise MismatchError(
             f"The checkpoint of step {snapshot.step} is of another model: {len(differences)} things differ. "
-            "Nothing was loaded, the live model is as it was, and no older step is tried.\n"
+            "Nothing of it was loaded, and no older step is tried.\n"
             f"{table_of(differences)}\n"
             "Make the program build what was saved, or give this model a run folder of its own.",
             differences=tuple(differences),
@@ -98,8 +98,9 @@ def check_fits(tree: Tree, snapshot: Snapshot) -> None:
         )
 
 
-def fill(tree: Tree, snapshot: Snapshot, threads: int, devices: Sequence[Device] = ()) -> None:
-    """Make the live state equal to a snapshot that fits. devices: hold some of it.
+def fill(tree: Tree, snapshot: Snapshot, threads: int, devices: Sequence[Device] = ()) -> list[Tensor]:
+    """Make the live state equal to a snapshot that fits, and return the live tensors that it filled. devices:
+    hold some of it.
 
     Raises DamagedError if a restored tensor is not bit for bit the saved one, StateError if the program's own
     code restored its part as something else. The live state is invalid then.
@@ -111,6 +112,7 @@ def fill(tree: Tree, snapshot: Snapshot, threads: int, devices: Sequence[Device]
     wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
     if wrong:
         _refuse_arrived(snapshot.step, wrong, tree.own_code)
+    return [tensor for _, tensor in filled]
 
 
 class StagedUploads:

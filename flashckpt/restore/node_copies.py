@@ -61,10 +61,12 @@ def fetched(
     store: Store, rank: int, files: Mapping[str, StepFile], exchange: Exchange, threads: int
 ) -> Iterator[Source]:
     """Fetch this rank's share of the files that several ranks of the node need, and give the source of all
-    files. Every rank of the job calls it once, in two rounds among all ranks, with the files that it needs.
-    Never raises OSError: each rank reads from storage what was not fetched."""
+    files; the store itself if there are no copies. Every rank of the job calls it once, in two rounds among
+    all ranks, with the files that it needs. Never raises OSError: each rank reads from storage what was not
+    fetched."""
     with ExitStack() as closing:
-        needs = exchange(_NEEDS, sorted(files))
+        # A rank that has left has nothing.
+        needs = {each: paths or [] for each, paths in exchange(_NEEDS, sorted(files)).items()}
         offers: dict[str, list[int]] = {}
         for path in _divided(needs).get(rank, ()):
             copy = _fetched(store, files[path], len(needs), threads)
@@ -72,11 +74,11 @@ def fetched(
                 closing.callback(copy.close)
                 offers[path] = [os.getpid(), copy.descriptor, os.fstat(copy.descriptor).st_ino]
         copies, offered = dict[str, OwnDescriptor](), exchange(_COPIES, offers).values()
-        for path, place in (row for each in offered for row in each.items()):
+        for path, place in (row for each in offered for row in (each or {}).items()):
             if path in files and (found := _opened(place, files[path].contents.shard.num_bytes)) is not None:
                 closing.callback(found.close)
                 copies[path] = found
-        yield NodeCopies(store, copies)
+        yield NodeCopies(store, copies) if copies else store
 
 
 def _divided(needs: Mapping[int, Any]) -> dict[int, list[str]]:
@@ -97,7 +99,7 @@ def _fetched(store: Store, file: StepFile, ranks: int, threads: int) -> OwnDescr
     shard = file.contents.shard
     with ExitStack() as undo:
         try:
-            copy = OwnDescriptor(os.memfd_create("shard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            copy = OwnDescriptor(os.memfd_create("shard-0", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             undo.callback(copy.close)
             # The other ranks of the node take memory at the same time.
             memory_budget.take(

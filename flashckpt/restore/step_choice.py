@@ -81,8 +81,8 @@ def with_retries(read: Callable[[], _Found], what: str, url: str, run: str, *, i
         raise
     except OSError as error:
         raise RunError(
-            f"{url}: {what} cannot be read ({error}), in {TRIES} tries. Nothing was loaded, changed or "
-            "quarantined: the files may be intact. Start again when the storage answers; to resume from an "
+            f"{url}: {what} cannot be read ({error}), in {TRIES} tries. The files may be "
+            "intact, and nothing was quarantined. Start again when the storage answers; to resume from an "
             f"older step instead, run `flashckpt branch {run} STEP`.",
             path=run,
         ) from error
@@ -277,9 +277,9 @@ class StepChoice:
         if choice.candidates:
             reasons = "\n".join(f"  {reason}" for reason in self.refused)
             raise UnusableRunError(
-                f"{self._store.url} has steps and none of them can be used:\n{reasons}\nNothing was loaded "
-                "and nothing was changed: it is not taken for a fresh run. See the output of `flashckpt "
-                "verify`, restore what is missing, or start in another folder.",
+                f"{self._store.url} has steps and none of them can be used:\n{reasons}\nIt is not taken "
+                "for a fresh run. See the output of `flashckpt verify`, restore what is missing, or start in "
+                "another folder.",
                 path=self._store.url,
             )
         return None
@@ -352,50 +352,54 @@ class StepChoice:
             self._tried = candidate
             if (begun := self._usable_or_none(candidate, partial(self._begin, candidate))) is not None:
                 break
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as undo:
             if begun is not None:
-                undo.callback(begun.drop)
+                kept.callback(begun.drop)
             if self._agreement.vote(self._proposal(candidate, begun)) and begun is not None:
-                loaded = self._finished(candidate, begun)
+                # Until the vote, other ranks of the node may use what was fetched here.
+                loaded = self._finished(candidate, begun, undo)
                 reason = self.refused[-1] if loaded is None else ""
                 proposal = Proposal(
                     candidate=candidate, could=loaded is not None, reason=reason, is_read=True
                 )
                 if self._agreement.vote(proposal) and loaded is not None:
-                    undo.pop_all()
+                    kept.pop_all()
                     return loaded
                 begun = loaded
         if begun is not None:
             self._pass_over(f"{candidate}: it is whole here, and another rank could not load it")
         return None
 
-    def _finished(self, candidate: Candidate, begun: Loaded) -> Loaded | None:
-        """Read the bytes of a candidate in storage; None if it cannot be used."""
+    def _finished(self, candidate: Candidate, begun: Loaded, closing: contextlib.ExitStack) -> Loaded | None:
+        """Read the bytes of a candidate in storage; None if it cannot be used. closing: releases what was
+        fetched for other ranks of the node."""
         reading, store = begun.reading, self._store_of(candidate)
-        with contextlib.ExitStack() as closing:
-            source: Source = store
-            if self._agreement.node and self._downloads:
-                files = {} if reading is None else reading.files
-                source = closing.enter_context(
-                    fetched(store, self._rank, files, self._agreement.exchange, self._threads)
-                )
-            if reading is None:
-                return begun
-            targets = self._targets(begun.snapshot)
+        source: Source = store
+        if self._agreement.node and self._downloads:
+            is_remote = reading is not None and store.capabilities.part_bytes > 0
+            files = reading.files if reading is not None and is_remote else {}
+            source = closing.enter_context(
+                fetched(store, self._rank, files, self._agreement.exchange, self._threads)
+            )
+        if reading is None:
+            return begun
+        targets = self._targets(begun.snapshot)
 
-            def read() -> Loaded:
-                try:
-                    reading.read(source, self._threads, targets)
-                except (DamagedError, OSError) as error:
-                    if source is store:
-                        raise
-                    log.warning("%s is read from storage by this rank alone: %s", candidate, error)
-                    reading.read(store, self._threads, targets)
-                return begun
+        def read() -> Loaded:
+            nonlocal source
+            try:
+                reading.read(source, self._threads, targets)
+            except (DamagedError, OSError, OutOfSpaceError) as error:
+                if source is store:
+                    raise
+                log.warning("%s is read from storage by this rank alone: %s", candidate, error)
+                source = store
+                closing.close()  # also the memory of the copies
+                reading.read(store, self._threads, targets)
+            return begun
 
-            advised = partial(self._with_advice, read)
-            retried = partial(self._retried, str(candidate), advised, store)
-            loaded = self._usable_or_none(candidate, retried)
+        advised = partial(self._with_advice, read)
+        loaded = self._usable_or_none(candidate, partial(self._retried, str(candidate), advised, store))
         crashpoints.point("resume.read")
         return loaded
 

@@ -80,8 +80,9 @@ class StepReading:
         snapshot = self.snapshot
         new = [leaf for name, leaf in snapshot.leaves.items() if name not in targets]
         tensors = dict(targets) | new_tensors(new, self.record.step)
+        rows = list[tuple[Leaf, Parts, Tensor]]()
         try:
-            rows = [(leaf, self._parts[name], tensors[name]) for name, leaf in snapshot.leaves.items()]
+            rows += [(leaf, self._parts[name], tensors[name]) for name, leaf in snapshot.leaves.items()]
             try:
                 found = read_into(rows, source, threads, self._buffered)
             finally:
@@ -89,7 +90,7 @@ class StepReading:
                     torch.autograd.graph.increment_version(target)
             snapshot.digests.update(found)
         except BaseException:
-            rows = []  # the error's traceback may be kept, and these tensors with it
+            rows.clear()  # the error's traceback may be kept, and these tensors with it
             tensors.clear()
             raise
         snapshot.tensors.update(tensors)
@@ -114,7 +115,7 @@ def new_tensors(leaves: Iterable[Leaf], step: int) -> dict[str, Tensor]:
     raise OutOfSpaceError(
         f"Step {step} needs {needed:,} bytes of host memory to be loaded, and {available:,} may be taken "
         "here (the least of what the machine and every cgroup above this process leave, less a margin). "
-        "Nothing was loaded or changed. Give the job more memory, use fewer loader workers, or spread the "
+        "Nothing of it was loaded. Give the job more memory, use fewer loader workers, or spread the "
         "state over more ranks.",
         needed=needed,
         available=available,
@@ -125,19 +126,24 @@ def read_into(
     rows: Sequence[tuple[Leaf, Parts, Tensor]], source: Source, threads: int, buffered: Set[str] = frozenset()
 ) -> dict[str, int]:
     """Read leaves, each from the pieces that make it up, into contiguous host tensors, and return their
-    digests. buffered: files that are read through the page cache. Raises what `ReadPlan.run` does; a leaf
-    that consists of parts has no digest to be compared with."""
-    plan = ReadPlan(buffered=buffered)
-    for leaf, parts, tensor in rows:
-        take(plan, leaf, host_bytes(tensor), 0, parts, digests=False)
-    plan.run(source, threads)
+    digests. buffered: files that are read through the page cache. Raises what `ReadPlan.run` does."""
+    _plan_of(rows, buffered).run(source, threads)
     # In place: one more pass costs less than a digest of each chunk in its buffer.
     found = _digests({leaf.name: tensor for leaf, _, tensor in rows}, threads)
-    for leaf, parts, _ in rows:
+    for leaf, parts in [(leaf, parts) for leaf, parts, _ in rows]:
         piece = complete_piece(leaf, parts)
         if piece is not None and piece.digest != found[leaf.name]:
             raise damaged(source.url, piece.file.path, f"{leaf.name} is not what was captured")
     return found
+
+
+def _plan_of(rows: Sequence[tuple[Leaf, Parts, Tensor]], buffered: Set[str]) -> ReadPlan:
+    plan = ReadPlan(buffered=buffered)
+    for leaf, parts, tensor in rows:
+        # Of a leaf that is assembled, each piece has a digest.
+        is_assembled = complete_piece(leaf, parts) is None
+        take(plan, leaf, host_bytes(tensor), 0, parts, digests=is_assembled)
+    return plan
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

@@ -260,6 +260,8 @@ class Tree:
             live = named.get(name)
             if live is None or live.name != name or live.container is None or live.kind not in _FILLED:
                 continue
+            if live.aliases and live.kind == "optimizer":  # it may be restored as two tensors, in any order
+                continue
             tensor = live.tensor
             if type(tensor) in PLAIN and is_plain(tensor) and tensor.numel() and fits(leaf, tensor, live.box):
                 found[name] = tensor

@@ -258,12 +258,12 @@ class ReadPlan:
         pool = ThreadPoolExecutor(at_once, "flashckpt-files")
         try:
             found = sum(pool.map(lambda each: read(*each), plans))
-        except BaseException:
-            cancel[0] = 1
-            raise
         finally:
-            reads.close()
-            pool.shutdown(wait=True, cancel_futures=True)
+            cancel[0] = 1
+            try:
+                reads.close()
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
         if not self._are_shared:
             self._digests.check(source.url)
         for path, contents, into in self._headers:
@@ -306,15 +306,19 @@ class _Reads:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let no further read begin, and wait for those in progress, also if more signals come."""
+        """Let no further read begin, and wait for those in progress. Raises what a signal's handler has
+        raised meanwhile, once they have ended."""
+        raised: BaseException | None = None
         while True:
             try:
                 with self._changed:
                     self._is_closed = True
                     self._changed.wait_for(lambda: self._count == 0)
-                return
-            except (KeyboardInterrupt, SystemExit):
-                pass
+                break
+            except BaseException as error:
+                raised = raised or error
+        if raised is not None:
+            raise raised
 
 
 def read_shard(
@@ -369,7 +373,7 @@ def add_pieces(
 
 def damaged(url: str, path: str, why: str, kind: type[DamagedError] = DamagedError) -> DamagedError:
     where = f"{url}/{path}"
-    return kind(f"{where} is damaged: {why}. Nothing of it was loaded or written.", path=where)
+    return kind(f"{where} is damaged: {why}. No damaged byte was loaded or written.", path=where)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -94,6 +95,34 @@ def test_a_signal_ends_a_read_before_its_end(store: Store, files: Files) -> None
     finally:
         signal.signal(signal.SIGINT, before)
     assert endless.is_cancelled
+
+
+def test_a_signal_after_an_error_is_raised_once_no_thread_writes(store: Store, files: Files) -> None:
+    class Halting:
+        """One file fails; another is still read, while a signal's handler raises."""
+
+        url, ended = "halting", False
+
+        def read_chunks(self, path: str, plan: _native.FilePlan, *, cancel: int = 0, **how: int) -> None:
+            if path == NAMES[0]:
+                raise OSError(errno.ETIMEDOUT, "away")
+            if path == NAMES[1]:
+                until(lambda: _native.load(cancel) != 0, "cancelled")
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+                handled.wait(60)
+                self.ended = True
+
+    def handler(*_: object) -> None:
+        handled.set()
+        raise TimeoutError("of the program")
+
+    handled, halting, before = threading.Event(), Halting(), signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(TimeoutError, match="of the program"):
+            plan_of(files)[0].run(halting, 3)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert halting.ended
 
 
 @pytest.mark.parametrize("threads", [1, 5])

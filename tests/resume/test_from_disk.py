@@ -121,7 +121,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
 
 
 def assert_poisoned(live: Model) -> None:
-    with pytest.raises(flashckpt.StateError, match="partly a checkpoint's"):
+    with pytest.raises(flashckpt.StateError, match="partly the checkpoint's"):
         live(torch.ones(1))
 
 
@@ -272,13 +272,80 @@ def test_a_poisoned_state_neither_trains_nor_begins_a_new_run(run: Path, tmp_pat
     with pytest.raises(flashckpt.UnusableRunError):
         resumed(run, live)
     assert_poisoned(live)
-    with pytest.raises(flashckpt.StateError, match="no checkpoint to load over it"):
+    with pytest.raises(flashckpt.StateError, match="has loaded none over it"):
         resumed(tmp_path / "other", live)
     assert_poisoned(live)
     file.write_bytes(whole)
     flashckpt.branch(run, 1)
     assert resumed(run, live) == "local"
     live(torch.ones(1))
+
+
+def test_no_tensor_keeps_bytes_of_a_step_that_was_passed_over(
+    run: Path, kill_keepers: Callable[..., None]
+) -> None:
+    """The older step has no value for it: the program's own is lost."""
+
+    class More(Model):
+        def __init__(self, seed: int, value: float) -> None:
+            super().__init__(seed)
+            self.register_buffer("cache", torch.full((1024, 1024), value), persistent=False)
+
+    live = More(1, 20.0)
+    with flashckpt.attach(run, every=None, model=live) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait()
+    kill_keepers(remove_regions=True)
+    record = newest(run)
+    [leaf] = [leaf for _, leaf, _ in record.rank(0).counted() if leaf.name == "model.trained.weight"]
+    file, at = run / record.shard_path(0), record.rank(0).shard.data_start + leaf.offset
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    live = More(7, 7.0)
+    with pytest.raises(flashckpt.StateError, match=r"into model\.cache before it proved damaged"):
+        resumed(run, live)
+    assert_poisoned(live)
+    again = More(7, 7.0)  # the damaged step was quarantined, and is not tried first again
+    assert resumed(run, again) == "local"
+    assert again.equals(Model(1))
+    assert bool((again.cache == 7.0).all())
+
+
+def test_modules_inside_and_what_is_compiled_are_poisoned_too(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = Model(2)
+    compiled = torch.compile(live, backend="eager")
+    compiled(torch.ones(1))
+    monkeypatch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        resumed(run, live)
+    assert_poisoned(live)
+    with pytest.raises(flashckpt.StateError):
+        live.trained(torch.ones(1, 1024))
+    with pytest.raises(flashckpt.StateError):
+        compiled(torch.ones(1))
+    monkeypatch.undo()
+    assert resumed(run, live) == "local"
+    live.trained(torch.ones(1, 1024))
+    compiled(torch.ones(1))
+
+
+def test_a_module_that_takes_no_hook_hides_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all that was opened is closed."""
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("register_forward_pre_hook is not supported on ScriptModules")
+
+    live = Model(2)
+    monkeypatch.setattr(live, "register_forward_pre_hook", refused)
+    with monkeypatch.context() as patch:
+        patch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            resumed(run, live)
+    assert resumed(run, live) == "local"
 
 
 def test_steps_of_a_poisoned_optimizer_raise(
