@@ -47,17 +47,19 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
 
     Raises OptionError if `only` is neither a module nor a part of one.
     """
-    record, (leaves, recorded) = read_whole(
-        store, step, read=lambda record: (record, _leaves_of(record, rank, only))
-    )
-    value, entry = entry_of(record, rank, only)
-    if entry.get("kind") != "module":
-        modules = [n for n, each in value["entries"].items() if each["kind"] == "module"]
-        raise OptionError(
-            f"strip=True with only={only!r}: that is neither a module nor a part of one, and only a module's "
-            f"load_state_dict takes leaves as they are. Nothing was changed. Modules of step {record.step}: "
-            f"{', '.join(modules) or 'none'}. An optimizer is restored by flashckpt.attach."
-        )
+
+    def read(record: StepRecord) -> tuple[dict[str, Any], dict[str, Any], _Leaves]:
+        value, entry = entry_of(record, rank, only)
+        if entry.get("kind") != "module":
+            modules = [n for n, each in value["entries"].items() if each["kind"] == "module"]
+            raise OptionError(
+                f"strip=True with only={only!r}: that is neither a module nor a part of one, and only a "
+                "module's load_state_dict takes leaves as they are. Nothing was changed. Modules of step "
+                f"{record.step}: {', '.join(modules) or 'none'}. flashckpt.attach restores an optimizer."
+            )
+        return value, entry, _leaves_of(record, rank, only)
+
+    value, entry, (leaves, recorded) = read_whole(store, step, read=read)
     state: dict[str, Any] = _under(leaves, only)
     filling = Filling(Saved(leaves=recorded, value=value, tensor=leaves.__getitem__))
     for path, saved in entry.get("extra", {}).items():

@@ -255,7 +255,7 @@ def test_a_damaged_step_leaves_no_file(run: Path, tmp_path: Path, format: str) -
     step = flashckpt.steps(run)[-1]
     flip_image(next(data_of(run, step).glob("shard-*")))
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(DamagedError, match=r"Nothing of it was .*written"):
+    with pytest.raises(DamagedError, match=r"No damaged byte was .*written"):
         export(open_store(run), str(tmp_path / "out"), format=format)
     assert sorted(tmp_path.rglob("*")) == before
 

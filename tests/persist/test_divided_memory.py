@@ -17,12 +17,12 @@ from flashckpt.persist.job import SealedSnapshot
 from flashckpt.ranks.joint_coordination import NodeTable
 from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.node_state import NodeState, Table
-from flashckpt.restore.filling import audit as unlike
 from flashckpt.restore.memory_tier import Held, load
 from flashckpt.restore.step_choice import StepChoice
 from tests.commit.runs import new_run
 from tests.persist.node import Node, begun
-from tests.persist.sharing import SharingRank, bytes_of
+from tests.persist.sharing import SharingRank
+from tests.restore.snapshots import content
 
 NODE = (0, 1, 2)
 STEP = 3
@@ -51,9 +51,7 @@ def others(ranks: list[SharingRank], rank: int) -> list[SharingRank]:
 
 def loaded(held: Held) -> dict[str, bytes]:
     try:
-        snapshot = load(held, 1)
-        assert unlike(snapshot, 1) == []
-        return {name: bytes_of(snapshot.tensor(name)) for name in snapshot.digests_by_name}
+        return content(load(held, 1))
     finally:
         held.unpin()
 

@@ -152,7 +152,7 @@ def test_a_server_that_refuses_large_reads_for_minutes_costs_no_step(
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.2)
     monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0,))
     proxy.fault = lambda request: "refuse" if "2/" in request.path and "shard-" in request.path else ""
-    with pytest.raises(RunError, match="503.*the files may be intact"):
+    with pytest.raises(RunError, match="503.*The files may be intact"):
         flashckpt.attach(url, every=None, options=options, **weights)
     assert any(request.status == 503 for request in proxy.requests)
     proxy.fault = lambda request: ""
