@@ -326,7 +326,7 @@ def _fill(
             for device in devices:
                 closing.callback(device.close)
             writing.check(fill(tree, snapshot, threads, devices))
-        snapshot.discard()  # before all ranks have filled theirs: the last one frees what they share
+        snapshot.discard()  # before slots are asked for
         progress.restore(snapshot.section("progress"))
         rng.restore(snapshot.section("rng"))
 

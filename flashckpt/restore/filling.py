@@ -98,9 +98,11 @@ def check_fits(tree: Tree, snapshot: Snapshot) -> None:
         )
 
 
-def fill(tree: Tree, snapshot: Snapshot, threads: int, devices: Sequence[Device] = ()) -> list[Tensor]:
-    """Make the live state equal to a snapshot that fits, and return the live tensors that it filled. devices:
-    hold some of it.
+def fill(
+    tree: Tree, snapshot: Snapshot, threads: int, devices: Sequence[Device] = ()
+) -> list[tuple[str, Tensor]]:
+    """Make the live state equal to a snapshot that fits, and return the live tensors that it filled, with the
+    names of their leaves. devices: hold some of it.
 
     Raises DamagedError if a restored tensor is not bit for bit the saved one, StateError if the program's own
     code restored its part as something else. The live state is invalid then.
@@ -112,7 +114,7 @@ def fill(tree: Tree, snapshot: Snapshot, threads: int, devices: Sequence[Device]
     wrong = [name for (name, _), digest in zip(filled, found, strict=True) if expected[name] != digest]
     if wrong:
         _refuse_arrived(snapshot.step, wrong, tree.own_code)
-    return [tensor for _, tensor in filled]
+    return filled
 
 
 class StagedUploads:

@@ -45,29 +45,27 @@ class Writing:
     """What a start has done to a live state. begun: it may have written into it."""
 
     def __init__(self, tree: Tree) -> None:
-        self._tree, self.begun, self._steps = tree, False, 0
+        self._tree, self.begun = tree, False
         self._given: list[tuple[str, Tensor]] = []
         for target in self._targets():
             if (poison := _poisoned.get(id(target))) is not None:
                 self._given += poison.given
-                self._steps = 1
 
     def into(self, targets: Mapping[str, Tensor]) -> None:
         """Note that a step is read into these live tensors."""
         self.begun = self.begun or bool(targets)
         self._given += targets.items()
-        self._steps += 1
 
-    def check(self, filled: Iterable[Tensor]) -> None:
-        """Raise StateError if an earlier step was read into live tensors that the restored one has not
-        filled."""
-        if self._steps < 2:
+    def check(self, filled: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise StateError if a step was read into live tensors that the restored one has not filled. filled:
+        the names of its leaves, and the live tensors."""
+        there = dict(filled)
+        given = [(name, each) for name, each in self._given if name not in there]
+        if not given:
             return
-        there = {each.data_ptr() for each in filled}
-        live = {leaf.tensor.data_ptr() for leaf in self._tree.found().leaves}
-        given = {name: each.data_ptr() for name, each in self._given}
-        left = sorted(name for name, place in given.items() if place in live and place not in there)
-        if left:
+        places = {each.data_ptr() for each in there.values()}
+        live = {leaf.tensor.data_ptr() for leaf in self._tree.found().leaves} - places
+        if left := sorted({name for name, each in given if each.data_ptr() in live}):
             raise StateError(
                 f"A newer step was read into {', '.join(left[:5])} before it proved damaged, and the step "
                 "that was then loaded has no value for it. Nothing was trained. Start the program again: it "

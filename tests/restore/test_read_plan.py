@@ -79,7 +79,7 @@ def expected(files: Files) -> Iterator[bytes]:
 
 def test_a_signal_ends_a_read_before_its_end(store: Store, files: Files) -> None:
     class Endless:
-        """Storage that answers once nobody waits for it."""
+        """Storage that answers after the read was cancelled."""
 
         url, is_cancelled = "endless", False
 
