@@ -42,7 +42,8 @@ def dump(obj: Mapping[str, object], after: Mapping[str, object] | None = None) -
             raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     text = _open_object({"format": FORMAT, **obj})
     if after is not None:
-        text += _HEAD + _checksum(text) + b'",' + _open_object(after)[1:]
+        rest = _open_object(after)[1:]
+        text += _HEAD + _checksum(text) + b'"' + (b"," + rest if rest else b"")
     return text + _BEFORE + _checksum(text) + _AFTER
 
 
@@ -214,6 +215,12 @@ class Fields:
         value = self._obj.get(key)
         if type(value) is not int or not low <= value <= high:
             self.refuse(f"{key!r} is not a whole number from {low} to {high}")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self._obj.get(key)
+        if type(value) is not bool:
+            self.refuse(f"{key!r} is not true or false")
         return value
 
     def text(self, key: str, *, max_chars: int = 4096, pattern: re.Pattern[str] | None = None) -> str:

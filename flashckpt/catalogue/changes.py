@@ -1,0 +1,421 @@
+"""Questions to a catalogue, and the changes of it. Pure: no I/O.
+
+A change takes a catalogue and returns the next version, or the same object if nothing is left to do.
+`Home.update` applies it to the newest version and creates the next one from the result. After a conflict, a
+lost answer or a long sleep it applies the change again. So a change must be idempotent, and must decide from
+the catalogue alone whether it is still allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from flashckpt.errors import NoSuchStepError, SupersededError, UnusableRunError
+from flashckpt.format.catalogue import (
+    Catalogue,
+    Checkpoint,
+    Folder,
+    Lineage,
+)
+from flashckpt.format.names import AttemptName, SnapshotId
+
+LINEAGE_KEPT = 1024
+"""The length up to which the lineage of the current attempt keeps attempts without checkpoints."""
+
+
+class MovedError(Exception):
+    """A change was prepared for an older version. Prepare it again for `catalogue`, which was read."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        super().__init__(f"version {catalogue.version} exists")
+        self.catalogue = catalogue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """What retention keeps: the newest `last` checkpoints of the history that are whole and not damaged,
+    every multiple of `every_steps`, and what is `in_use`.
+
+    whole: the checkpoints that were found whole after the version in hand was read. No others are counted.
+    """
+
+    last: int = 2
+    every_steps: int | None = None
+    whole: frozenset[SnapshotId] = frozenset()
+    in_use: frozenset[SnapshotId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class NewWriter:
+    """A writer that a change makes; `new_writer` chooses it.
+
+    Its `name` is above all writers that have files here. `foreign` are those that version `seen` does not
+    know. The files were listed after `seen` was read, so a change to any other version raises MovedError.
+    """
+
+    name: AttemptName
+    seen: int
+    foreign: frozenset[AttemptName] = frozenset()
+
+
+# ---- questions
+
+
+def lineage_of(catalogue: Catalogue, attempt: AttemptName) -> Lineage:
+    return next((lineage for name, lineage in catalogue.lineages if name == attempt), ())
+
+
+def parent_of(catalogue: Catalogue) -> SnapshotId | None:
+    """The snapshot that the current attempt resumed. None for a fresh run."""
+    return next(iter(lineage_of(catalogue, catalogue.attempt)), None)
+
+
+def ancestry(catalogue: Catalogue, parent: SnapshotId) -> Lineage:
+    """The lineage of an attempt that resumes `parent`."""
+    longest: Lineage = ()
+    for attempt, lineage in catalogue.lineages:
+        ancestors = [attempt, *(each.attempt for each in lineage)]
+        if parent.attempt in ancestors:
+            longest = max(longest, lineage[ancestors.index(parent.attempt) :], key=len)
+    return (parent, *longest)
+
+
+def visible(catalogue: Catalogue) -> list[Checkpoint]:
+    """The checkpoints in the history of the current attempt, oldest first."""
+    last = _last_boundaries(catalogue)
+    found = [each for each in catalogue.checkpoints if each.id.boundary <= last.get(each.id.attempt, -1)]
+    return sorted(found, key=lambda each: each.id)
+
+
+def is_visible(catalogue: Catalogue, id: SnapshotId) -> bool:
+    """Whether a snapshot is in the history of the current attempt."""
+    return id.boundary <= _last_boundaries(catalogue).get(id.attempt, -1)
+
+
+def _last_boundaries(catalogue: Catalogue) -> dict[AttemptName, float]:
+    lineage = lineage_of(catalogue, catalogue.attempt)
+    return {catalogue.attempt: float("inf"), **{each.attempt: each.boundary for each in lineage}}
+
+
+def newest(catalogue: Catalogue) -> Checkpoint | None:
+    """The newest checkpoint in the history of the current attempt."""
+    return next(reversed(visible(catalogue)), None)
+
+
+def relate(one: Catalogue, other: Catalogue) -> Catalogue:
+    """Which of two stores of a run leads: in its history is the newest checkpoint of the other.
+
+    If that holds for both, the one with the greater attempt leads. UnusableRunError if it holds for neither.
+    Attempts that neither of them knows decide nothing.
+    """
+    if one.run_id and other.run_id and one.run_id != other.run_id:
+        raise UnusableRunError(
+            f"The two stores hold different runs ({one.run_id} and {other.run_id}). Nothing was changed. "
+            "Name another folder or another mirror."
+        )
+    leading = []
+    for each, behind in ((one, other), (other, one)):
+        last = newest(behind)
+        leading += [each] if last is None or is_visible(each, last.id) else []
+    if not leading:
+        raise UnusableRunError(
+            f"The home and the mirror have diverged: attempt {one.attempt} was trained in one of them and "
+            f"attempt {other.attempt} in the other, and each has checkpoints that are not in the history of "
+            "the other. Nothing was loaded or changed. To resume from one of them, name another one for the "
+            "other."
+        )
+    return max(leading, key=lambda each: each.attempt)
+
+
+def is_newer(catalogue: Catalogue, id: SnapshotId) -> bool:
+    """Whether a snapshot is newer than all that the current writer has committed."""
+    return catalogue.committed is None or id > catalogue.committed
+
+
+def is_committable(catalogue: Catalogue, checkpoint: Checkpoint) -> bool:
+    """Whether the next version may name this checkpoint.
+
+    Its files must be in a folder of the current writer, it must be newer than all that this writer has
+    committed, and a checkpoint must name its bases now. `spared` relies on all three.
+    """
+    is_own = checkpoint.writer == catalogue.writer
+    is_new = is_newer(catalogue, checkpoint.id) and not catalogue.has(checkpoint.id)
+    return is_own and is_new and checkpoint.bases <= bases(catalogue) | {checkpoint.folder}
+
+
+class Hopeless(Enum):
+    """Why no later version can name a snapshot."""
+
+    OVERTAKEN = "a newer snapshot was committed before it"
+    BASE_GONE = "no checkpoint has its frozen files any more"
+
+
+def hopeless(catalogue: Catalogue, checkpoint: Checkpoint) -> Hopeless | None:
+    """Why no version from this one on can name a snapshot. None while one can, or if this one does.
+
+    `commit` adds nothing then. A base is gone for ever if no checkpoint names it, and its own snapshot can
+    never be committed; the keepers write its frozen files again, with the next snapshot.
+    """
+    if catalogue.has(checkpoint.id):
+        return None
+    if not _is_pending(catalogue, checkpoint.folder):
+        return Hopeless.OVERTAKEN
+    missing = checkpoint.bases - bases(catalogue)
+    return None if all(_is_pending(catalogue, each) for each in missing) else Hopeless.BASE_GONE
+
+
+class Spared(Enum):
+    """What a folder of a snapshot keeps. The rest is garbage."""
+
+    ALL = "all files"
+    FROZEN = "frozen files"
+    NOTHING = "no file"
+
+
+def is_known(catalogue: Catalogue, writer: AttemptName) -> bool:
+    """Whether this version may judge the files of a writer. Newer writers, and those whose files were found
+    when an older catalogue had been restored, are not known."""
+    return writer <= catalogue.writer and writer not in catalogue.foreign
+
+
+def spared(catalogue: Catalogue, folders: Iterable[Folder]) -> dict[Folder, Spared]:
+    """What each of these folders keeps.
+
+    What is garbage in one version is garbage in every later one, because `is_committable` and `rebuild` let a
+    version name only files that are spared here. So any process may delete garbage at any time, however old
+    its catalogue and its listing are: a collector that sleeps, dies or was superseded does no harm.
+    """
+    kept, with_frozen = {each.folder for each in catalogue.checkpoints}, bases(catalogue)
+    found = {}
+    for folder in folders:
+        if not is_known(catalogue, folder.writer) or folder in kept or _is_pending(catalogue, folder):
+            found[folder] = Spared.ALL
+        elif folder in with_frozen or catalogue.foreign:
+            # Checkpoints of writers that are not known may have any base.
+            found[folder] = Spared.FROZEN
+        else:
+            found[folder] = Spared.NOTHING
+    return found
+
+
+def _is_pending(catalogue: Catalogue, folder: Folder) -> bool:
+    """Whether the current writer can still commit the snapshot of a folder."""
+    return folder.writer == catalogue.writer and is_newer(catalogue, folder.id)
+
+
+def bases(catalogue: Catalogue) -> frozenset[Folder]:
+    """The folders with frozen files of checkpoints."""
+    return frozenset(folder for each in catalogue.checkpoints for folder in each.bases)
+
+
+# ---- new writers
+
+
+def new_writer(
+    catalogue: Catalogue, nonce: str, writers: Collection[AttemptName], others: Iterable[AttemptName] = ()
+) -> NewWriter:
+    """Choose the next writer of a store. `writers` have folders in its data/, which was listed after the
+    catalogue was read. `others`: attempts elsewhere, above which its number must be too: offers of memory,
+    the other store."""
+    known = [catalogue.writer, catalogue.attempt, *writers, *others]
+    foreign = frozenset(each for each in writers if each > catalogue.writer)
+    return NewWriter(AttemptName(max(each.number for each in known) + 1, nonce), catalogue.version, foreign)
+
+
+def begin(catalogue: Catalogue, *, new: NewWriter, run_id: str, lineage: Lineage) -> Catalogue:
+    """Start an attempt. No older attempt can change the run from this version on. `lineage` begins with the
+    snapshot that the attempt resumes, which was chosen for version `new.seen`."""
+    if catalogue.writer == new.name:
+        return catalogue
+    _require(catalogue, new)
+    is_again = not catalogue.ended and catalogue.committed is None
+    is_again = is_again and lineage[:1] == lineage_of(catalogue, catalogue.attempt)[:1]
+    failed_starts = catalogue.failed_starts + 1 if is_again else 0
+    begun = replace(catalogue, run_id=catalogue.run_id or run_id, failed_starts=failed_starts)
+    return _take(begun, new, new.name, {new.name: lineage})
+
+
+def branch(catalogue: Catalogue, *, new: NewWriter, parent: SnapshotId) -> Catalogue:
+    """Make a checkpoint of any history the newest one: start an attempt from it, and end it."""
+    if catalogue.writer == new.name:
+        return catalogue
+    _require(catalogue, new)
+    if not catalogue.has(parent):
+        raise NoSuchStepError(f"There is no checkpoint {parent}. Nothing was changed.")
+    branched = replace(catalogue, failed_starts=0)
+    return replace(_take(branched, new, new.name, {new.name: ancestry(catalogue, parent)}), ended=True)
+
+
+def follow(behind: Catalogue, *, new: NewWriter, lead: Catalogue) -> Catalogue:
+    """Take run, attempt and lineages from the other store of the run, which must lead.
+
+    So begins a session that copies checkpoints to a mirror; and so an empty home continues the run of a
+    mirror. SupersededError if this store follows a newer attempt, whatever home that attempt has.
+    """
+    if behind.writer == new.name:
+        return behind
+    _require(behind, new)
+    if behind.attempt > lead.attempt or relate(lead, behind) != lead:
+        raise SupersededError(
+            f"The mirror follows attempt {behind.attempt}, and attempt {lead.attempt} is behind it. Nothing "
+            "was copied. Another job trains this run from the mirror: end this one."
+        )
+    taken = _take(
+        replace(behind, run_id=lead.run_id, failed_starts=lead.failed_starts),
+        new,
+        lead.attempt,
+        dict(lead.lineages),
+    )
+    return replace(taken, ended=lead.ended)
+
+
+def rebuild(
+    catalogue: Catalogue,
+    *,
+    new: NewWriter,
+    run_id: str,
+    found: tuple[Checkpoint, ...],
+    lineages: Mapping[AttemptName, Lineage],
+) -> Catalogue:
+    """Name all checkpoints that were found, and no others, and end.
+
+    The last one becomes the newest of the history, but for those that a branch has left behind in
+    `catalogue`. `flashckpt recover` does it if no version can be read, or if writers that are not known have
+    newer checkpoints. They need not be committable, but `spared` must spare them in `catalogue`. Writers that
+    were not known stay so.
+    """
+    if catalogue.writer == new.name:
+        return catalogue
+    _require(catalogue, new, is_rebuilt=True)
+    base = replace(
+        catalogue, run_id=run_id, checkpoints=found, lineages=(*catalogue.lineages, *lineages.items())
+    )
+    left = {each.id for each in catalogue.checkpoints} - {each.id for each in visible(catalogue)}
+    parent = next((each.id for each in reversed(found) if each.id not in left), found[-1].id)
+    taken = _take(base, new, new.name, {**lineages, new.name: ancestry(base, parent)})
+    return replace(taken, ended=True, failed_starts=0)
+
+
+def _require(catalogue: Catalogue, new: NewWriter, is_rebuilt: bool = False) -> None:
+    """Require the version for which a writer was chosen, and a catalogue beside files."""
+    if catalogue.version != new.seen or new.name <= catalogue.writer:
+        raise MovedError(catalogue)
+    if new.foreign and not (catalogue.version or is_rebuilt):
+        raise UnusableRunError(
+            "There are files of checkpoints here and no catalogue. Nothing was changed, and they are not "
+            "taken for a fresh run. Restore the folder catalogue/; if it is lost, `flashckpt recover` makes "
+            "another from the checkpoints that are whole. To train anew, choose another folder."
+        )
+
+
+def _take(
+    catalogue: Catalogue, new: NewWriter, attempt: AttemptName, lineages: Mapping[AttemptName, Lineage]
+) -> Catalogue:
+    """Make a new writer, which alone may commit from now on."""
+    return _next(
+        replace(
+            catalogue,
+            writer=new.name,
+            attempt=attempt,
+            lineages=tuple({**dict(catalogue.lineages), **lineages}.items()),
+            committed=None,
+            ended=False,
+            foreign=catalogue.foreign | new.foreign,
+        )
+    )
+
+
+# ---- other changes
+
+
+def commit(catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint, keep: Keep) -> Catalogue:
+    """Add a checkpoint, and drop those that retention does not keep. SupersededError if another may commit.
+
+    Adds nothing if the snapshot is older than one that this writer has committed, or if no checkpoint names a
+    base of it. So the caller reports success only if the result `has` the snapshot; else it asks `hopeless`.
+    Drops a checkpoint only if `keep.last` newer ones of this very catalogue are whole and not damaged.
+    """
+    if catalogue.has(checkpoint.id):
+        return catalogue
+    _require_writer(catalogue, writer)
+    if not is_committable(catalogue, checkpoint):
+        return catalogue
+    added = _with(catalogue, checkpoint)
+    return _next(_without(added, expired(added, keep)))
+
+
+def expired(catalogue: Catalogue, keep: Keep) -> set[SnapshotId]:
+    """The checkpoints that retention drops. Those of other branches stay until the user removes them."""
+    seen = visible(catalogue)
+    counted = [each.id for each in seen if each.id in keep.whole - catalogue.damaged_ids][-keep.last :]
+    if len(counted) < keep.last:
+        return set()
+    every = keep.every_steps
+    old = (each for each in seen if each.id < counted[0] and not (every and each.step % every == 0))
+    return {each.id for each in old} - keep.in_use
+
+
+def adopt(catalogue: Catalogue, found: tuple[Checkpoint, ...]) -> Catalogue:
+    """Commit whole snapshots that the current writer did not commit itself. Any process may do it: a start
+    before it chooses, a leader that replaces another, `flashckpt recover`."""
+    adopted = catalogue
+    for checkpoint in sorted(found, key=lambda each: each.id):
+        if is_committable(adopted, checkpoint):
+            adopted = _with(adopted, checkpoint)
+    return catalogue if adopted is catalogue else _next(adopted)
+
+
+def remove(catalogue: Catalogue, ids: Collection[SnapshotId]) -> Catalogue:
+    """Drop checkpoints that the user names, but never the newest of the history, which a start needs, nor the
+    newest one that is not damaged."""
+    seen = visible(catalogue)
+    sound = [each.id for each in seen if each.id not in catalogue.damaged_ids]
+    needed = {*[each.id for each in seen][-1:], *sound[-1:]}
+    dropped = {each.id for each in catalogue.checkpoints if each.id in ids} - needed
+    return _next(_without(catalogue, dropped)) if dropped else catalogue
+
+
+def quarantine(catalogue: Catalogue, *, checkpoint: Checkpoint, why: str) -> Catalogue:
+    """Record that a checkpoint failed two verifications. Any process may do it."""
+    if checkpoint not in catalogue.checkpoints or checkpoint.id in catalogue.damaged_ids:
+        return catalogue  # it was removed meanwhile, and perhaps written again
+    return _next(replace(catalogue, damaged=(*catalogue.damaged, (checkpoint.id, why))))
+
+
+def end(catalogue: Catalogue, *, writer: AttemptName) -> Catalogue:
+    """Record that the job has ended in order. SupersededError if another may commit."""
+    _require_writer(catalogue, writer)
+    return catalogue if catalogue.ended else _next(replace(catalogue, ended=True))
+
+
+def _require_writer(catalogue: Catalogue, writer: AttemptName) -> None:
+    if catalogue.writer != writer:
+        raise SupersededError(
+            f"Attempt {catalogue.writer} has taken over from attempt {writer}, which can change the run no "
+            "more. What was committed before stays. End this process."
+        )
+
+
+def _with(catalogue: Catalogue, checkpoint: Checkpoint) -> Catalogue:
+    return replace(catalogue, committed=checkpoint.id, checkpoints=(*catalogue.checkpoints, checkpoint))
+
+
+def _next(catalogue: Catalogue) -> Catalogue:
+    return replace(_without(catalogue, set()), version=catalogue.version + 1)
+
+
+def _without(catalogue: Catalogue, dropped: Collection[SnapshotId]) -> Catalogue:
+    """Drop checkpoints, and all that only they need."""
+    checkpoints = tuple(each for each in catalogue.checkpoints if each.id not in dropped)
+    ids = {each.id for each in checkpoints}
+    needed = {each.attempt for each in ids}
+    lineages = []
+    for attempt, lineage in catalogue.lineages:
+        # `relate` finds the checkpoints of an old backup in the lineage of the current attempt.
+        whole = LINEAGE_KEPT if attempt == catalogue.attempt else 1
+        kept = tuple(each for at, each in enumerate(lineage) if at < whole or each.attempt in needed)
+        lineages += [(attempt, kept)] if attempt in {*needed, catalogue.attempt} else []
+    damaged = tuple(each for each in catalogue.damaged if each[0] in ids)
+    return replace(catalogue, checkpoints=checkpoints, lineages=tuple(lineages), damaged=damaged)

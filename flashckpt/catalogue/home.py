@@ -1,0 +1,418 @@
+"""A home: what processes do on the store of a run. Snapshots become checkpoints; attempts start; garbage
+goes.
+
+A file lies in the folder of the attempt that wrote it. A version newly names only files of the current
+writer, of a snapshot newer than all that this writer has committed, and bases that a checkpoint names
+already. Every new writer is made in one way: list data/ after the version that it builds on was read, take a
+number above all that is there, and bind the change to that version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flashckpt.catalogue.changes import (
+    Keep,
+    MovedError,
+    Spared,
+    adopt,
+    ancestry,
+    begin,
+    branch,
+    commit,
+    follow,
+    is_committable,
+    is_known,
+    is_newer,
+    is_visible,
+    new_writer,
+    newest,
+    rebuild,
+    relate,
+    spared,
+    visible,
+)
+from flashckpt.catalogue.requests import Delete, Files, Folders, Has, Load, Put, Read, Steps
+from flashckpt.catalogue.versions import Versions
+from flashckpt.errors import DamagedError, RunHeldError, SupersededError, UnusableRunError
+from flashckpt.format.catalogue import (
+    EMPTY,
+    FROZEN_PREFIX,
+    Catalogue,
+    Checkpoint,
+    Folder,
+    folders_of,
+    manifest_name,
+    version_path,
+)
+from flashckpt.format.manifest import PART, File, Manifest, PartHead, are_alike, manifest_of
+from flashckpt.format.names import DATA, AttemptName, SnapshotId
+
+_MOST_LOADS = 3
+"""A start that finds, so often in a row, that another process has committed something newer gives up."""
+
+
+@dataclass(frozen=True)
+class Home(Versions):
+    """The store of a run, a home or a mirror."""
+
+    # ---- snapshots
+
+    def gather(self, folder: Folder, known: Mapping[str, PartHead] | None = None) -> Steps[Manifest | None]:
+        """Return the manifest of a snapshot, None if parts, or files that they name, are not there yet.
+        `known`: heads of parts that need not be read, by name.
+
+        A node has two parts if its keeper was replaced; either is right. DamagedError if the parts are of
+        different steps or worlds.
+        """
+        names: dict[str, int] = yield Files(self.store, folder.path)
+        heads = []
+        for name in sorted(filter(PART.fullmatch, names)):
+            head = known.get(name) if known else None
+            head = head or (yield from self._part(folder, File(name, names[name])))
+            if head is not None:
+                heads.append((File(name, names[name]), head))
+        if len({(head.step, head.world) for _, head in heads}) > 1:
+            raise DamagedError(
+                f"{folder.path}: its parts are of different steps or numbers of ranks. It is not committed; "
+                "older checkpoints are untouched. Let all ranks count steps alike.",
+                path=folder.path,
+            )
+        there = {folder: names}
+        for base in sorted({file.base for _, head in heads for file in head.frozen} - {folder}):
+            there[base] = yield Files(self.store, base.path)
+        chosen = _exact_cover(folder, heads, there)
+        return manifest_of(folder, chosen) if chosen else None
+
+    def _part(self, folder: Folder, file: File) -> Steps[PartHead | None]:
+        """The head of a part, None if it is gone, damaged, or of another snapshot."""
+        try:
+            head = yield Read(self.store, f"{folder.path}/{file.name}", PartHead, file.num_bytes)
+        except DamagedError:
+            return None  # its shards may be whole: another part of the node can come
+        return head if head is not None and head.id == folder.id else None
+
+    def publish(self, catalogue: Catalogue, nonce: str, manifest: Manifest) -> Steps[Checkpoint]:
+        """Write a manifest. Returns the checkpoint, which is not committed yet."""
+        folder = manifest.folder
+        lineage = ancestry(catalogue, folder.id)[1:]
+        full = replace(manifest, run_id=catalogue.run_id, lineage=lineage)
+        yield Put(self.store, f"{folder.path}/{manifest_name(nonce)}", full)
+        return checkpoint_of(full, nonce)
+
+    def commit(
+        self, catalogue: Catalogue, writer: AttemptName, checkpoint: Checkpoint, keep: Keep
+    ) -> Steps[Catalogue]:
+        """Commit a checkpoint whose manifest is published. Returns a version; the checkpoint is committed if
+        that version has it. Looks which checkpoints are whole if retention could drop one."""
+        if len(visible(catalogue)) >= keep.last:
+            keep = replace(keep, whole=(yield from self.whole(catalogue, keep.last - 1)))
+        keep = replace(keep, whole=keep.whole | {checkpoint.id})
+        change = partial(commit, writer=writer, checkpoint=checkpoint, keep=keep)
+        return (yield from self.update(change, catalogue))
+
+    def whole(self, catalogue: Catalogue, most: int) -> Steps[frozenset[SnapshotId]]:
+        """The newest checkpoints of the history that are whole now and not damaged, at most so many."""
+        found: set[SnapshotId] = set()
+        for each in reversed(visible(catalogue)):
+            if len(found) >= most:
+                break
+            if each.id not in catalogue.damaged_ids and (yield from self.is_whole(each)):
+                found.add(each.id)
+        return frozenset(found)
+
+    def is_whole(self, checkpoint: Checkpoint) -> Steps[bool]:
+        """Whether all files of a checkpoint are there. Asks by name for what an old listing may lack."""
+        try:
+            manifest = yield Read(self.store, checkpoint.manifest_path, Manifest)
+        except DamagedError:
+            return False
+        if manifest is None or manifest.folder != checkpoint.folder:
+            return False
+        for folder, files in manifest.files().items():
+            names = yield Files(self.store, folder.path)
+            for name, num_bytes in files.items():
+                if names.get(name) != num_bytes and not (
+                    yield Has(self.store, f"{folder.path}/{name}", num_bytes)
+                ):
+                    return False
+        return True
+
+    # ---- new writers
+
+    def start(
+        self,
+        run_id: str,
+        nonce: str,
+        offers: frozenset[SnapshotId] = frozenset(),
+        mirror: Home | None = None,
+    ) -> Steps[Catalogue]:
+        """Begin an attempt. It resumes the newest whole checkpoint, or a newer snapshot that memory offers.
+
+        Whole snapshots that the attempt before did not commit become checkpoints first. The ranks load, which
+        takes minutes, between the choice and `begin`. SupersededError if another start came first;
+        RunHeldError if another process commits all the time; UnusableRunError.
+        """
+        catalogue = first = yield from self._open(nonce, mirror)
+        loads, loaded, refused = 0, None, frozenset[SnapshotId]()
+        while catalogue.writer == first.writer:
+            catalogue, writers = yield from self._settle(catalogue, nonce)
+            if catalogue.writer != first.writer:
+                break
+            other = (yield from mirror.newest()) if mirror else EMPTY
+            lead, there = relate(catalogue, other), offers
+            if mirror:
+                there |= yield from mirror.whole(other, 1)
+            parent = yield from self._choose(catalogue, lead, there, refused)
+            if parent is not None and parent != loaded:
+                if not (yield Load(self.store, parent)):
+                    refused |= {parent}
+                    continue
+                loads, loaded = loads + 1, parent
+            above = [other.attempt, *(each.attempt for each in offers)]
+            new = new_writer(catalogue, nonce, writers, above)
+            lineage = ancestry(lead, parent) if parent else ()
+            try:
+                return (
+                    yield from self.update(partial(begin, new=new, run_id=run_id, lineage=lineage), catalogue)
+                )
+            except MovedError as moved:
+                catalogue = moved.catalogue
+            if loads >= _MOST_LOADS:
+                raise RunHeldError(
+                    f"Attempt {catalogue.writer} has committed newer checkpoints {loads} times while this "
+                    "start was reading. Nothing was begun. Another job trains this run: end it, or this one."
+                )
+        raise SupersededError(
+            f"Attempt {catalogue.writer} has started meanwhile. This start has begun nothing. End it."
+        )
+
+    def branch(self, nonce: str, parent: SnapshotId) -> Steps[Catalogue]:
+        """Make an older checkpoint the newest one of the history."""
+        catalogue = yield from self.newest()
+        while True:
+            catalogue, writers = yield from self._settle(catalogue, nonce)
+            new = new_writer(catalogue, nonce, writers)
+            try:
+                return (yield from self.update(partial(branch, new=new, parent=parent), catalogue))
+            except MovedError as moved:
+                catalogue = _again(catalogue, moved)
+
+    def follow(self, nonce: str, lead: Catalogue) -> Steps[Catalogue]:
+        """Make this store follow one that leads."""
+        catalogue = yield from self.newest()
+        while True:
+            new = new_writer(catalogue, nonce, (yield from self._writers()), (lead.attempt,))
+            try:
+                return (yield from self.update(partial(follow, new=new, lead=lead), catalogue))
+            except MovedError as moved:
+                catalogue = _again(catalogue, moved)
+
+    def rebuild(self, nonce: str) -> Steps[Catalogue]:
+        """Make a version from whole checkpoints, if none can be read, or if writers that are not known have
+        newer ones. The caller has made sure that no job trains the run. UnusableRunError if none is whole."""
+        catalogue, is_lost = yield from self._salvage()
+        while True:
+            if is_lost:  # what the lost version dropped must not be named again, as `adopt` would do
+                yield from self._whole_snapshots(catalogue, nonce)
+                writers = yield from self._writers()
+            else:
+                catalogue, writers = yield from self._settle(catalogue, nonce)
+            found = yield from self._whole_checkpoints(catalogue, writers)
+            last = newest(catalogue)
+            unknown = (each.id for each in found if not catalogue.has(each.id))
+            if not is_lost and not any(last is None or each > last.id for each in unknown):
+                return catalogue
+            if not found:
+                raise UnusableRunError(
+                    "No checkpoint of this run is whole, and its catalogue cannot be read. Nothing was "
+                    "changed. Restore the files of catalogue/ and data/ from a backup or a mirror."
+                )
+            new = new_writer(catalogue, nonce, writers, [each.id.attempt for each in found])
+            change = partial(
+                rebuild,
+                new=new,
+                run_id=next(iter(found.values())).run_id,
+                found=tuple(found),
+                lineages={each.id.attempt: manifest.lineage for each, manifest in found.items()},
+            )
+            try:
+                return (yield from self.update(change, catalogue))
+            except MovedError as moved:
+                catalogue, is_lost = _again(catalogue, moved), False
+
+    def _open(self, nonce: str, mirror: Home | None) -> Steps[Catalogue]:
+        """Return the newest version. The first one of an empty home continues the run of a full mirror."""
+        catalogue = yield from self.newest()
+        if mirror and not catalogue.version:
+            lead = yield from mirror.newest()
+            if lead.version:
+                try:
+                    return (yield from self.follow(nonce, lead))
+                except SupersededError:  # by another start, which made the first version
+                    return (yield from self.newest())
+        return catalogue
+
+    def _settle(self, catalogue: Catalogue, nonce: str) -> Steps[tuple[Catalogue, frozenset[AttemptName]]]:
+        """Adopt whole snapshots of the current writer. Returns a version, and a listing of the writers that
+        is younger than it."""
+        while True:
+            writers = yield from self._writers()
+            found = yield from self._whole_snapshots(catalogue, nonce)
+            if not found:
+                return catalogue, writers
+            catalogue = yield from self.update(partial(adopt, found=found), catalogue)
+
+    def _whole_snapshots(self, catalogue: Catalogue, nonce: str) -> Steps[tuple[Checkpoint, ...]]:
+        """Write manifests of the whole snapshots that the current writer has not committed. Returns them."""
+        found = []
+        for folder in (yield from self._folders(catalogue.writer)):
+            if not is_newer(catalogue, folder.id) or catalogue.has(folder.id):
+                continue
+            try:
+                manifest = yield from self.gather(folder)
+            except DamagedError:
+                continue  # its parts contradict each other: it is never committed
+            if manifest is not None and is_committable(catalogue, checkpoint_of(manifest, nonce)):
+                found.append((yield from self.publish(catalogue, nonce, manifest)))
+        return tuple(found)
+
+    def _choose(
+        self,
+        catalogue: Catalogue,
+        lead: Catalogue,
+        offers: frozenset[SnapshotId],
+        refused: frozenset[SnapshotId],
+    ) -> Steps[SnapshotId | None]:
+        """The newest snapshot of the history that leads, whole in a checkpoint here or offered elsewhere."""
+        checkpoints = {each.id: each for each in catalogue.checkpoints}
+        for id in sorted((offers | checkpoints.keys()) - refused, reverse=True):
+            if is_visible(lead, id) and (id in offers or (yield from self.is_whole(checkpoints[id]))):
+                return id
+        return None
+
+    def _salvage(self) -> Steps[tuple[Catalogue, bool]]:
+        """Return the newest version that can be read, as if it were the newest, and whether it is not.
+
+        Versions older than `keep_versions` prove nothing: see Versions.
+        """
+        number, run_id = yield from self._listed(EMPTY)
+        for older in range(number, max(number - self.keep_versions, 0), -1):
+            try:
+                found = yield Read(self.store, version_path(older, run_id), Catalogue)
+            except DamagedError:
+                continue
+            if found is not None and found.version == older:
+                return replace(found, version=number), older != number
+        return replace(EMPTY, version=number), True
+
+    def _whole_checkpoints(
+        self, catalogue: Catalogue, writers: Iterable[AttemptName]
+    ) -> Steps[dict[Checkpoint, Manifest]]:
+        """The whole checkpoints whose files `spared` spares, in the order of their writers. Of one snapshot
+        that two writers have, that of the newer one."""
+        named = {each.id: each for each in catalogue.checkpoints}
+        found: dict[SnapshotId, tuple[Checkpoint, Manifest]] = {}
+        for writer in sorted(writers):
+            folders = yield from self._folders(writer)
+            for folder, kept in spared(catalogue, folders).items():
+                if kept is not Spared.ALL:
+                    continue
+                for checkpoint, manifest in (yield from self._manifests(folder)):
+                    is_other = named.get(folder.id, checkpoint) != checkpoint
+                    if not is_other and (yield from self.is_whole(checkpoint)):
+                        found.pop(folder.id, None)
+                        found[folder.id] = checkpoint, manifest
+        return dict(found.values())
+
+    def _manifests(self, folder: Folder) -> Steps[list[tuple[Checkpoint, Manifest]]]:
+        """The manifests of a folder that can be read, each with the checkpoint that it makes."""
+        found = []
+        names = yield Files(self.store, folder.path)
+        for name in sorted(names):
+            nonce = name.removeprefix("manifest-").removesuffix(".json")
+            if name != manifest_name(nonce):
+                continue
+            try:
+                manifest = yield Read(self.store, f"{folder.path}/{name}", Manifest)
+            except DamagedError:
+                continue
+            if manifest is not None and manifest.folder == folder:
+                found.append((checkpoint_of(manifest, nonce), manifest))
+        return found
+
+    # ---- deletion
+
+    def collect(self, catalogue: Catalogue) -> Steps[None]:
+        """Delete garbage. Any process may do it at any time."""
+        for writer in sorted((yield from self._writers())):
+            if not is_known(catalogue, writer):
+                continue
+            folders = yield from self._folders(writer)
+            for folder, kept in spared(catalogue, folders).items():
+                if kept is Spared.ALL:
+                    continue
+                names = yield Files(self.store, folder.path)
+                is_frozen_kept = kept is Spared.FROZEN
+                doomed = (e for e in names if not (is_frozen_kept and e.startswith(FROZEN_PREFIX)))
+                yield Delete(self.store, folder.path, tuple(sorted(doomed)))
+
+    def make_room(self, catalogue: Catalogue) -> Steps[None]:
+        yield from super().make_room(catalogue)
+        yield from self.collect(catalogue)
+
+    def _writers(self) -> Steps[frozenset[AttemptName]]:
+        """The attempts that have a folder in data/."""
+        names = yield Folders(self.store, DATA)
+        return frozenset(each for each in map(AttemptName.parse, names) if each is not None)
+
+    def _folders(self, writer: AttemptName) -> Steps[list[Folder]]:
+        """The folders of a writer's snapshots, oldest first."""
+        return folders_of(writer, (yield Folders(self.store, f"{DATA}/{writer}")))
+
+
+def _exact_cover(
+    folder: Folder, heads: Iterable[tuple[File, PartHead]], there: Mapping[Folder, Mapping[str, int]]
+) -> list[tuple[File, PartHead]] | None:
+    """Parts that hold each rank once, and whose files are there. None if there are none. `there`: the lengths
+    of the files in each folder."""
+    chosen: list[tuple[File, PartHead]] = []
+    free: set[int] = set()
+    for file, head in sorted(heads, key=lambda each: (-len(each[1].ranks), each[0].name)):
+        free = free or set(range(head.world))
+        ranks = {each.rank for each in head.ranks}
+        own = there[folder]
+        is_there = all(own.get(each.name) == each.num_bytes for each in head.files)
+        is_there &= all(there[each.base].get(each.name) == each.num_bytes for each in head.frozen)
+        if is_there and ranks <= free:
+            chosen.append((file, head))
+            free -= ranks
+            if not free:
+                return chosen if are_alike(each for _, each in chosen) else None
+    return None
+
+
+def _again(catalogue: Catalogue, moved: MovedError) -> Catalogue:
+    """The version for which a change is prepared again.
+
+    A new writer gives way to another one that came first: else two could supersede each other for ever.
+    """
+    if moved.catalogue.writer != catalogue.writer:
+        raise SupersededError(
+            f"Attempt {moved.catalogue.writer} has taken over meanwhile. Nothing was changed. Try again."
+        )
+    return moved.catalogue
+
+
+def checkpoint_of(manifest: Manifest, nonce: str) -> Checkpoint:
+    """The checkpoint that a manifest with this nonce in its name makes."""
+    return Checkpoint(
+        id=manifest.folder.id,
+        step=manifest.step,
+        writer=manifest.folder.writer,
+        manifest=nonce,
+        num_bytes=manifest.num_bytes,
+        bases=manifest.bases,
+    )

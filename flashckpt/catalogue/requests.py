@@ -1,0 +1,193 @@
+"""What the protocol asks of a store, and the loop that carries it out on stores that exist.
+
+A function of the protocol is a generator. It yields one request at a time and is sent the answer, so that a
+test can put the requests of several processes in every order, and fail or delay each of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from flashckpt.errors import DamagedError
+from flashckpt.format.checked_json import JsonRecord
+from flashckpt.format.manifest import PartHead
+from flashckpt.format.names import DATA, SnapshotId
+from flashckpt.store.base import LengthError, Store
+
+_T = TypeVar("_T")
+Steps = Generator["Request", Any, _T]
+"""A process: it yields requests, is sent their answers, and returns a value."""
+
+_HEAD_BYTES = 64 << 10
+"""The head of a part of eight ranks has a few KiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`store`: the name of a store, "home" or "mirror". Every request may raise OSError, with its effect
+    unknown: it may also take effect later."""
+
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class Create(Request):
+    """Create a file that is durable before its name is seen. The answer is whether it was done; False if the
+    name is taken, perhaps by this request, if the store sent it twice."""
+
+    path: str
+    record: JsonRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Put(Request):
+    """Write a file whose name no other process uses, durably."""
+
+    path: str
+    record: JsonRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Request):
+    """The answer is the record, or None if there is no file. Of a part only the head is read, and `num_bytes`
+    is its length. DamagedError, FormatError."""
+
+    path: str
+    kind: type[JsonRecord]
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Files(Request):
+    """The answer has the length of each file of a folder by name, and shows every file that was there all the
+    time."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Folders(Request):
+    """The answer is a tuple with the names of the folders in a folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Has(Request):
+    """The answer is whether a file has this length. A listing may be old, and the answer is not."""
+
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delete(Request):
+    """Delete files of a folder, in any order, and the folder if it is empty then. Those that are not there
+    are passed over."""
+
+    folder: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Request):
+    """Copy a file to another store. The answer is whether it was there."""
+
+    path: str
+    target: str
+    target_path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Request):
+    """Let all ranks read a snapshot. The answer is whether every rank has read and verified it."""
+
+    id: SnapshotId
+
+
+class Stores:
+    """Carries requests out. `copy` copies a file between two stores, and returns False if it is gone; `load`
+    lets the ranks read a snapshot."""
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        *,
+        copy: Callable[[Store, Store, Copy], bool] | None = None,
+        load: Callable[[SnapshotId], bool] = lambda _: True,
+    ) -> None:
+        self._stores, self._copy, self._load = stores, copy, load
+
+    def run(self, steps: Steps[_T]) -> _T:
+        """Run a process to its end. Raises what the stores raise, and what the process raises."""
+        try:
+            request = next(steps)
+            while True:
+                try:
+                    answer = self._carry_out(request)
+                except (OSError, DamagedError) as error:
+                    request = steps.throw(error)
+                else:
+                    request = steps.send(answer)
+        except StopIteration as ended:
+            return cast(_T, ended.value)
+
+    def _carry_out(self, request: Request) -> Any:
+        if isinstance(request, Load):
+            return self._load(request.id)
+        store = self._stores[request.store]
+        if isinstance(request, (Create, Put)):
+            return store.create(request.path, request.record.to_bytes())
+        if isinstance(request, Read):
+            return _read(store, request)
+        if isinstance(request, Files):
+            return {each.name: each.num_bytes for each in store.list(request.folder) if not each.is_folder}
+        if isinstance(request, Folders):
+            return tuple(each.name for each in store.list(request.folder) if each.is_folder)
+        if isinstance(request, Has):
+            return _has(store, request.path, request.num_bytes)
+        if isinstance(request, Copy):
+            assert self._copy is not None
+            return self._copy(store, self._stores[request.target], request)
+        assert isinstance(request, Delete), request
+        return _delete(store, request)
+
+
+def _read(store: Store, request: Read) -> JsonRecord | None:
+    with suppress(FileNotFoundError):
+        if issubclass(request.kind, PartHead):
+            return _read_head(store, request)
+        return request.kind.from_bytes(store.read(request.path, request.kind.MAX_BYTES), request.path)
+    return None
+
+
+def _read_head(store: Store, request: Read) -> PartHead:
+    """The head of a part, which may be much longer."""
+    first = store.read_bytes(request.path, 0, min(request.num_bytes, _HEAD_BYTES))
+    head = PartHead.from_prefix(first, request.path)
+    return head or PartHead.from_bytes(store.read(request.path, PartHead.MAX_BYTES), request.path)
+
+
+def _has(store: Store, path: str, num_bytes: int) -> bool:
+    """Open a local file: NFS then asks the server. Listings of object stores are never old."""
+    try:
+        file = store.descriptor(path, num_bytes)
+    except (FileNotFoundError, LengthError):
+        return False
+    if file is not None:
+        os.close(file)
+        return True
+    folder, _, name = path.rpartition("/")
+    return any((each.name, each.num_bytes) == (name, num_bytes) for each in store.list(folder))
+
+
+def _delete(store: Store, request: Delete) -> None:
+    store.remove_files(f"{request.folder}/{name}" for name in request.names)
+    if store.capabilities.rename and request.folder.startswith(f"{DATA}/"):
+        store.remove(request.folder)
+        store.remove(request.folder.rpartition("/")[0])
