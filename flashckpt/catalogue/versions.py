@@ -31,9 +31,9 @@ class Versions:
     keep_versions: int = KEEP_VERSIONS
 
     def newest(self, known: Catalogue = EMPTY, at_least: tuple[int, str] = (0, "")) -> Steps[Catalogue]:
-        """Return the newest version, EMPTY if there is none. `known`: one that the caller has. `at_least`: number
-        and run of one that is known to exist. DamagedError if it cannot be read; RunError if another run, or an older
-        catalogue, is here now."""
+        """Return the newest version, EMPTY if there is none. `known`: one that the caller has. `at_least`:
+        number and run of one that is known to exist. DamagedError if it cannot be read; RunError if another
+        run, or an older catalogue, is here now."""
         number, run_id = at_least if at_least[0] else (yield from self._listed(known))
         if number < known.version:
             if (yield Read(self.store, known.path, Catalogue)) is None:
