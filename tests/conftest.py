@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts
-from tests import parameter_sets, process_guard, rerun
+from tests import parameter_sets, process_guard, rerun, run_view
 from tests.descriptor_guard import nothing_stays_open
 from tests.folders import let_folders_go
 from tests.processes import end, keepers_of
@@ -63,7 +62,7 @@ def zygote() -> Zygote:
 @pytest.fixture(autouse=True)
 def _short_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test waits for a minute to see that an attempt on another node is dead."""
-    monkeypatch.setattr(attempts, "WATCH_S", 5.0)
+    run_view.watch_for(5.0, monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -6,17 +6,19 @@ An id is a SnapshotId; a checkpoint is named by step and id (`CommitName`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import Literal, NamedTuple
 
+from flashckpt.commit import assets as _assets
 from flashckpt.commit import attempts as _attempts
+from flashckpt.commit import collect as _collect
 from flashckpt.commit import commit_step, lineage, starting
 from flashckpt.commit import verification as _verification
 from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.commit.steps import is_whole as _is_whole
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import COMMITS, AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Owner, Part
 from flashckpt.store.base import Store
 
@@ -80,8 +82,75 @@ def parent_of(store: Store, attempt: AttemptName) -> SnapshotId | None:
 
 def has_ended(store: Store, attempt: AttemptName) -> bool:
     """Whether an attempt has ended in order."""
+    return ending(store, attempt) == "closed"
+
+
+class AttemptStart(NamedTuple):
+    """Where an attempt began: the snapshot that it has resumed (None: afresh), its step number, its ranks."""
+
+    parent: SnapshotId | None
+    step: int
+    world: int
+
+
+def start_of(store: Store, attempt: AttemptName) -> AttemptStart:
+    """Where an attempt began. AssertionError if it has not begun."""
+    start = _attempts.read_start(store, attempt)
+    assert start is not None, f"{attempt} has not begun"
+    return AttemptStart(start.parent, start.step, start.world)
+
+
+def ending(store: Store, attempt: AttemptName) -> str:
+    """How an attempt has ended, "closed" or "dead"; empty if no end is recorded."""
     alive = _attempts.alive(store, attempt)
-    return alive is not None and alive.ended == "closed"
+    return "" if alive is None else alive.ended
+
+
+def endings(store: Store) -> dict[AttemptName, str]:
+    """How each attempt has ended, oldest first: "closed", "dead", or empty where nothing is recorded."""
+    return {each: ending(store, each) for each in attempts(store)}
+
+
+def signs_of_life(store: Store, attempt: AttemptName) -> int | None:
+    """How many signs of life an attempt has given, None if that cannot be read."""
+    alive = _attempts.alive(store, attempt)
+    return None if alive is None else alive.count
+
+
+def steps(store: Store) -> list[int]:
+    """The step numbers of the visible checkpoints, oldest first, each once."""
+    return lineage.steps(store)
+
+
+def passed_over(store: Store) -> list[str]:
+    """What a start would say of each newer snapshot that it does not resume."""
+    return [str(each) for each in lineage.next_start(store).passed_over]
+
+
+def this_host() -> str:
+    """The name of this machine in the records of verifications that failed."""
+    return lineage.this_host()
+
+
+def assets(store: Store) -> dict[str, bytes]:
+    """The assets of a run, by name."""
+    return _assets.read_assets(store)
+
+
+def committed_next(store: Store) -> list[CommitName]:
+    """The snapshots with all their files that the next start commits."""
+    catalogue = Catalogue.of(store)
+    found = [each for each in snapshots_with_data(store) if _collect.is_next(catalogue, each)]
+    records = [commit_step.record_at_rest(store, each) for each in found]
+    return [each.name for each in records if each is not None]
+
+
+def files(store: Store) -> list[tuple[str, str, int]]:
+    """The records and data files of the run with their sizes, to see whether anything came or went."""
+    folders = [COMMITS, *(each.data_folder for each in snapshots_with_data(store))]
+    return [
+        (folder, entry.name, entry.num_bytes) for folder in sorted(folders) for entry in store.list(folder)
+    ]
 
 
 # ---- how it comes there
@@ -133,3 +202,21 @@ def commit(store: Store, id: SnapshotId, world: int = 1) -> None:
 def mark_damaged(store: Store, name: CommitName, host: str = "", why: str = "its bytes differ") -> None:
     """Record that a verification of a checkpoint failed on a host, this one unless another is named."""
     lineage.quarantine(store, name, host or lineage.this_host(), why)
+
+
+def delete(store: Store, name: CommitName) -> None:
+    """Delete a checkpoint, as the newest attempt does."""
+    catalogue = Catalogue.of(store)
+    assert catalogue.newest_claimed is not None
+    _collect.execute(store, _collect.Plan(snapshots=(name.id,)), catalogue, catalogue.newest_claimed)
+
+
+def keep_assets(store: Store, files: Mapping[str, bytes]) -> None:
+    """Give a run that has no assets these."""
+    assert _assets.write_assets(store, files)
+
+
+def watch_for(seconds: float, put: Callable[[object, str, object], None] = setattr) -> None:
+    """How long this process watches an attempt on another node before it takes the run over. `put`: sets it,
+    a monkeypatch's `setattr` for one test."""
+    put(_attempts, "WATCH_S", seconds)

@@ -104,22 +104,32 @@ class Home(Versions):
 
     def commit(
         self, catalogue: Catalogue, writer: AttemptName, checkpoint: Checkpoint, keep: Keep
-    ) -> Steps[Catalogue]:
-        """Commit a checkpoint whose manifest is published. Returns a version; the checkpoint is committed if
-        that version has it. Looks which checkpoints are whole if retention could drop one."""
-        if len(visible(catalogue)) >= keep.last:
-            keep = replace(keep, whole=(yield from self.whole(catalogue, keep.last - 1)))
-        keep = replace(keep, whole=keep.whole | {checkpoint.id})
-        change = partial(commit, writer=writer, checkpoint=checkpoint, keep=keep)
-        return (yield from self.update(change, catalogue))
+    ) -> Steps[tuple[Catalogue, frozenset[SnapshotId]]]:
+        """Commit a checkpoint whose manifest is published. Returns a version, and the checkpoints that are
+        known to be whole. The checkpoint is committed if that version has it.
 
-    def whole(self, catalogue: Catalogue, most: int) -> Steps[frozenset[SnapshotId]]:
-        """The newest checkpoints of the history that are whole now and not damaged, at most so many."""
+        `keep.whole`: those that this process has found whole before, so that it does not look again. If
+        retention could drop a checkpoint, it looks at the newest of the others.
+        """
+        whole = keep.whole
+        if len(visible(catalogue)) >= keep.last:
+            whole = yield from self.whole(catalogue, keep.last - 1, whole)
+        whole |= {checkpoint.id}
+        change = partial(commit, writer=writer, checkpoint=checkpoint, keep=replace(keep, whole=whole))
+        made = yield from self.update(change, catalogue)
+        return made, whole & {each.id for each in made.checkpoints}
+
+    def whole(
+        self, catalogue: Catalogue, most: int, known: frozenset[SnapshotId] = frozenset()
+    ) -> Steps[frozenset[SnapshotId]]:
+        """The newest checkpoints of the history that are whole and not damaged, at most so many. `known`:
+        those that were found whole before."""
         found: set[SnapshotId] = set()
         for each in reversed(visible(catalogue)):
             if len(found) >= most:
                 break
-            if each.id not in catalogue.damaged_ids and (yield from self.is_whole(each)):
+            is_sound = each.id not in catalogue.damaged_ids
+            if is_sound and (each.id in known or (yield from self.is_whole(each))):
                 found.add(each.id)
         return frozenset(found)
 

@@ -45,7 +45,7 @@ def copy_checkpoint(
             return None
     made = replace(manifest, folder=folder, frozen=tuple(sorted(frozen)))
     committed = yield from mirror.publish(target, nonce, made)
-    target = yield from mirror.commit(target, target.writer, committed, keep)
+    target, _ = yield from mirror.commit(target, target.writer, committed, keep)
     yield from mirror.collect(target)
     return target
 

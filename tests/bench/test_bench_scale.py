@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import scale
 from flashckpt.commit import steps
-from flashckpt.commit.catalogue import Catalogue
+from tests import run_view
 
 WORLD = 64
 
@@ -25,4 +25,4 @@ def test_every_operation_runs_on_a_simulated_run(tmp_path: Path, monkeypatch: py
     run.fill(scale.STEPS[-1], scale.reshard(run))
     for name in scale._MEASURED:
         assert scale.measure(run.folder, WORLD, name)["cpu_seconds"] >= 0
-    assert [each.step for each in Catalogue.of(run.store).visible()] == list(scale.STEPS[-2:])
+    assert [each.step for each in run_view.visible(run.store)] == list(scale.STEPS[-2:])

@@ -202,7 +202,9 @@ def open_alone(self: Home, *_: Any) -> Steps[Catalogue]:
     return (yield from self.newest())
 
 
-def commit_by_list(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[Catalogue]:
+def commit_by_list(
+    self: Home, catalogue: Catalogue, *rest: Any
+) -> Steps[tuple[Catalogue, frozenset[SnapshotId]]]:
     """The version in hand decides what retention drops."""
     writer, checkpoint, keep = rest
     whole = (yield from self.whole(catalogue, keep.last)) | {checkpoint.id}
@@ -213,10 +215,10 @@ def commit_by_list(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[Catalo
         made = changes.commit(found, writer=writer, checkpoint=checkpoint, keep=replace(keep, last=99))
         return found if made is found else changes._without(made, dropped)
 
-    return (yield from self.update(change, catalogue))
+    return (yield from self.update(change, catalogue)), whole
 
 
-def all_are_whole(self: Home, catalogue: Catalogue, most: int) -> Steps[frozenset[SnapshotId]]:
+def all_are_whole(self: Home, catalogue: Catalogue, *_: Any) -> Steps[frozenset[SnapshotId]]:
     return frozenset(each.id for each in catalogue.checkpoints if each.id not in catalogue.damaged_ids)
     yield
 
@@ -225,8 +227,8 @@ def expired_counting_damaged(catalogue: Catalogue, keep: Keep) -> set[SnapshotId
     return _expired(replace(catalogue, damaged=()), keep)
 
 
-def whole_with_damaged(self: Home, catalogue: Catalogue, most: int) -> Steps[frozenset[SnapshotId]]:
-    return (yield from _whole(self, replace(catalogue, damaged=()), most))
+def whole_with_damaged(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[frozenset[SnapshotId]]:
+    return (yield from _whole(self, replace(catalogue, damaged=()), *rest))
 
 
 def choose_undamaged(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[SnapshotId | None]:
@@ -403,7 +405,7 @@ def lead_by_catalogue(
     """A leader takes its name from the version that it knows."""
     for boundary in boundaries:
         writer = catalogue.writer
-        catalogue = yield from self.save(catalogue, writer, SnapshotId(writer, boundary), "")
+        catalogue, _ = yield from self.save(catalogue, writer, SnapshotId(writer, boundary))
     return catalogue
 
 

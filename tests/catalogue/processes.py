@@ -108,7 +108,7 @@ class Leader:
         yield from self._tidy(catalogue)
         for parent in memory & {*lineage_of(catalogue, writer)[:1]}:
             if boundaries and not catalogue.has(parent):
-                catalogue = yield from self.save(catalogue, writer, parent, "")
+                catalogue, _ = yield from self.save(catalogue, writer, parent)
         return (yield from self.lead(catalogue, writer, boundaries))
 
     def lead(
@@ -119,9 +119,10 @@ class Leader:
         frozen: tuple[str | FrozenFile, ...] = (),
     ) -> Steps[Catalogue]:
         """Save snapshots of this attempt. `catalogue` is the version that the leader knows."""
+        whole = frozenset[SnapshotId]()
         for index, boundary in enumerate(boundaries):
             id, shared = SnapshotId(writer, boundary), frozen[index] if frozen else ""
-            catalogue = yield from self.save(catalogue, writer, id, shared)
+            catalogue, whole = yield from self.save(catalogue, writer, id, shared, whole)
             if shared and not catalogue.has(id):
                 frozen = ("new",) * len(frozen)  # the base is gone
         if self.ends:
@@ -129,8 +130,14 @@ class Leader:
         return catalogue
 
     def save(
-        self, catalogue: Catalogue, writer: AttemptName, id: SnapshotId, frozen: str | FrozenFile
-    ) -> Steps[Catalogue]:
+        self,
+        catalogue: Catalogue,
+        writer: AttemptName,
+        id: SnapshotId,
+        frozen: str | FrozenFile = "",
+        whole: frozenset[SnapshotId] = frozenset(),
+    ) -> Steps[tuple[Catalogue, frozenset[SnapshotId]]]:
+        """Save a snapshot. `whole`: the checkpoints that this leader has found whole."""
         name, folder = f"{self.name}{id.boundary}", Folder(writer, id)
         manifest: Manifest | None = None
         for _ in range(self.polls):
@@ -141,12 +148,12 @@ class Leader:
             head = yield from _until_done(lambda: write(writer, id, name, frozen=frozen))
             manifest = alone(folder, name, head)
         if manifest is None:
-            return catalogue
+            return catalogue, whole
         checkpoint = yield from _until_done(lambda: HOME.publish(catalogue, nonce(name), manifest))
         while True:
-            keep = Keep(last=self.keep)
+            keep = Keep(last=self.keep, whole=whole)
             try:
-                catalogue = yield from HOME.commit(catalogue, writer, checkpoint, keep)
+                catalogue, whole = yield from HOME.commit(catalogue, writer, checkpoint, keep)
             except OSError:
                 continue
             if catalogue.has(id):
@@ -156,7 +163,7 @@ class Leader:
                 yield Report("never", ("home", checkpoint))  # type: ignore[misc]
                 break
         yield from self._tidy(catalogue)
-        return catalogue
+        return catalogue, whole
 
     def _tidy(self, catalogue: Catalogue) -> Steps[None]:
         if self.collects:
@@ -186,7 +193,7 @@ def resume_half_written(name: str, memory: frozenset[SnapshotId], saves: bool) -
     for node in (0, 1):
         if not any(each.startswith(f"node-{node:05d}-") for each in names):
             yield from write(writer, parent, f"{name}n{node}", node, 2)
-    yield from Leader(name, polls=1, collects=False).save(catalogue, writer, parent, "")
+    yield from Leader(name, polls=1, collects=False).save(catalogue, writer, parent)
 
 
 def read_all(home: Home = HOME) -> Steps[None]:
@@ -245,7 +252,7 @@ def verify(checkpoint: Checkpoint, path: str) -> Steps[None]:
 def save_parent(name: str, parent: SnapshotId) -> Steps[None]:
     """A job that resumes a snapshot from memory, saves it, and dies."""
     catalogue = yield from HOME.start(run_id(name), nonce(name), frozenset({parent}))
-    yield from Leader(name).save(catalogue, catalogue.writer, parent, "")
+    yield from Leader(name).save(catalogue, catalogue.writer, parent)
 
 
 def copy_newest(name: str, keep: int = 1) -> Steps[None]:

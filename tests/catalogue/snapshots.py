@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
+from dataclasses import replace
 
 from flashckpt.catalogue.changes import Keep, visible
 from flashckpt.catalogue.home import Home
@@ -28,7 +29,7 @@ class Job:
     def __init__(self, store: Store, home: Home = HOME, offers: Iterable[SnapshotId] = ()) -> None:
         self.store, self.home, self.run = store, home, Stores({home.store: store}).run
         self.catalogue = self.run(home.start(RUN, nonce(), frozenset(offers)))
-        self.name = self.catalogue.writer
+        self.name, self.whole = self.catalogue.writer, frozenset[SnapshotId]()
 
     def write(
         self, id: SnapshotId, ranks: tuple[int, ...] = (0,), world: int = 1, frozen: FrozenFile | None = None
@@ -42,7 +43,8 @@ class Job:
         if manifest is None:
             return None
         made = self.run(self.home.publish(self.catalogue, nonce(), manifest))
-        self.catalogue = self.run(self.home.commit(self.catalogue, self.name, made, keep))
+        keep = replace(keep, whole=self.whole)
+        self.catalogue, self.whole = self.run(self.home.commit(self.catalogue, self.name, made, keep))
         return made if self.catalogue.has(id) else None
 
     def save(self, boundary: int, keep: Keep | None = None, frozen: FrozenFile | None = None) -> Checkpoint:

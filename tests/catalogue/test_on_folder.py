@@ -93,7 +93,7 @@ def test_a_full_disk_gives_up_its_old_versions() -> None:
         made = job.run(HOME.publish(job.catalogue, "5f2c0a1b", manifest))
         fill(disk / "filler")
         before = len(files_of(job.store, "catalogue"))
-        job.catalogue = job.run(HOME.commit(job.catalogue, job.name, made, Keep(last=2)))
+        job.catalogue, _ = job.run(HOME.commit(job.catalogue, job.name, made, Keep(last=2)))
         assert job.catalogue.has(id)
         assert before > 10
         assert len(files_of(job.store, "catalogue")) <= 3

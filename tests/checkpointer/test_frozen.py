@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import flashckpt
 from flashckpt.checkpointer.run import Checkpointer
-from flashckpt.commit.steps import read_step
 from flashckpt.format.records import RankRecord
 from flashckpt.store import open_store
+from tests import run_view
 from tests.commit.runs import newest_of
 from tests.keeper.driver import told
 from tests.waiting import until_slots
@@ -85,7 +85,7 @@ def attach(run: Path, job: Job) -> Checkpointer:
 def record(run: Path, step: int) -> RankRecord:
     store = open_store(run)
     name = newest_of(store, step)
-    return read_step(store, name).rank(0)
+    return run_view.read(store, name).rank(0)
 
 
 def files(run: Path) -> list[Path]:

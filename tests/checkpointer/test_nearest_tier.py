@@ -15,10 +15,10 @@ import torch
 
 import flashckpt
 from flashckpt.checkpointer.run import Checkpointer
-from flashckpt.commit import lineage
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import obstore_client
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.checkpointer.test_bad_input import flip, record, shard, trained
 from tests.checkpointer.test_loop import Job
 from tests.commit.runs import newest_of
@@ -130,7 +130,7 @@ def test_of_a_damaged_step_the_remotes_copy_comes_before_an_older_one(
     elif harm == "record":
         flip(record(run, 4), 20)
     else:
-        lineage.quarantine(LocalStore(str(run)), name, lineage.this_host(), "a bad sector")
+        run_view.mark_damaged(LocalStore(str(run)), name, why="a bad sector")
     assert resumed(run, remote, job) == (4, "remote")
     assert torch.equal(job.model.weight, weights)
     assert resumed(run, remote) == (4, "remote")

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit import attempts
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.node_keepers import keepers
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
 from tests.waiting import abandon, until
@@ -42,9 +42,7 @@ def left_in_memory(run: Path, steps: int) -> None:
 
 
 def newest(run: Path) -> AttemptName:
-    found = attempts.newest_claimed(LocalStore(str(run)))
-    assert found is not None
-    return found
+    return run_view.attempts(LocalStore(str(run)))[-1]
 
 
 def emptied(run: Path) -> bool:

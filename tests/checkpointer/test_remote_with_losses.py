@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 import flashckpt
-from flashckpt.commit import collect
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.restore import step_choice
 from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.checkpointer.test_bad_input import flip, record, shard
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.test_nearest_tier import attached, remote, resumed, run
@@ -80,15 +79,12 @@ def test_a_step_that_another_job_deletes_while_it_is_read_gives_way_to_no_older_
     run: Path, remote: Path, tmp_path: Path, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(str(remote))
-    newest = Catalogue.of(store).visible()[-1]
+    newest = run_view.visible(store)[-1]
     where, name = (step_choice, "read_step") if when == "before its records" else (StepReading, "read")
     read = getattr(where, name)
 
     def deleted(*args: Any, **named: Any) -> Any:
-        catalogue = Catalogue.of(store)
-        assert catalogue.newest_claimed is not None
-        plan = collect.Plan(snapshots=(newest.id,))
-        collect.execute(store, plan, catalogue, catalogue.newest_claimed)
+        run_view.delete(store, newest)
         return read(*args, **named)
 
     monkeypatch.setattr(where, name, deleted)

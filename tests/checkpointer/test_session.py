@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from flashckpt.checkpointer.session import KnownRun, Session, open_session
-from flashckpt.commit import attempts
 from flashckpt.errors import OptionError, RunError, RunHeldError, SupersededError
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Environment, Keep, Options
+from tests import run_view
 from tests.keeper.driver import InProcess
 from tests.waiting import until
 
@@ -85,16 +85,14 @@ def test_one_leads_and_one_joins(node: Node) -> None:
     first = node.lead()
     second = node.join(first.attempt)
     assert (second.attempt, second.identity) == (first.attempt, first.identity)
-    assert [each.name for each in attempts.attempts(first.store)] == [first.attempt], "one claim, not two"
+    assert run_view.attempts(first.store) == [first.attempt], "one claim, not two"
     assert node.known_ranks() == {rank: (str(first.attempt), WORLD) for rank in range(WORLD)}
     first.start()
     second.start()
-    found = attempts.read_start(first.store, first.attempt)
-    assert found is not None
-    assert (found.parent, found.step, found.world) == (None, 0, WORLD)
+    assert run_view.start_of(first.store, first.attempt) == (None, 0, WORLD)
     first.close()
     second.close()
-    until(lambda: (alive := attempts.alive(first.store, first.attempt)) and alive.ended, "the end")
+    until(lambda: run_view.ending(first.store, first.attempt), "the end")
 
 
 def test_who_joins_goes_on_from_where_the_attempt_does(node: Node) -> None:
@@ -128,7 +126,7 @@ def test_an_attempt_that_was_never_claimed_is_not_joined(node: Node) -> None:
         for is_first in (False, True):
             with pytest.raises(OptionError, match=r"\(rank 1\) is not there \(rank 0\)"):
                 node.join(AttemptName(number, "00000000"), known=known, is_first=is_first)
-    assert [each.name for each in attempts.attempts(first.store)] == [first.attempt]
+    assert run_view.attempts(first.store) == [first.attempt]
     assert node.locks() == locks
     assert node.join(first.attempt).attempt == first.attempt, "what was refused holds no place"
 

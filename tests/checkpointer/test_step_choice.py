@@ -20,10 +20,7 @@ import flashckpt
 from flashckpt._native import xxh3_128
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
-from flashckpt.commit import lineage
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.choice import Choice, RankOffers
-from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.format.checked_json import TAIL_BYTES
 from flashckpt.format.records import PartRecord
 from flashckpt.options import Environment
@@ -32,6 +29,7 @@ from flashckpt.restore import step_choice
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.voting import Voting
@@ -49,13 +47,13 @@ def run(tmp_path: Path, kill_keepers: Callable[..., None]) -> Path:
     return folder
 
 
-def records(run: Path) -> list[StepRecord]:
+def records(run: Path) -> list[run_view.Record]:
     """Its committed steps, newest first."""
     store = open_store(run)
-    return [read_step(store, name) for name in Catalogue.of(store).newest_first()]
+    return [run_view.read(store, name) for name in run_view.visible(store)[::-1]]
 
 
-def newest(run: Path) -> StepRecord:
+def newest(run: Path) -> run_view.Record:
     return records(run)[0]
 
 
@@ -143,15 +141,15 @@ def test_shards_without_their_records_are_no_fresh_run_and_recover_gets_back_wha
 
 
 def test_a_quarantine_of_another_host_rolls_nothing_back(run: Path) -> None:
-    lineage.quarantine(open_store(run), newest(run).name, "some-other-host", "its memory was bad")
+    run_view.mark_damaged(open_store(run), newest(run).name, "some-other-host", "its memory was bad")
     assert resumed_at(run) == 4
 
 
 def test_a_step_that_is_passed_over_for_its_quarantine_is_reported(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    name, host = newest(run).name, lineage.this_host()
-    lineage.quarantine(open_store(run), name, host, "chunk 3 is not what was written")
+    name, host = newest(run).name, run_view.this_host()
+    run_view.mark_damaged(open_store(run), name, host, "chunk 3 is not what was written")
     with caplog.at_level(logging.WARNING, "flashckpt"):
         assert resumed_at(run) == 2
     said = [each.getMessage() for each in caplog.records if "passed over" in each.getMessage()]
@@ -189,7 +187,7 @@ class FaultyShards:
     """A disk that answers with this errno, so many times, for the shards of these snapshots."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *records: StepRecord, times: int = 10**6,
+        self, monkeypatch: pytest.MonkeyPatch, *records: run_view.Record, times: int = 10**6,
         number: int = errno.EIO, then: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.left, read = times, LocalStore.read_chunks

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit import attempts
 from flashckpt.format.names import SnapshotId
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.checkpointer.test_loop import Job, loader
 from tests.commit.runs import newest_of
 from tests.waiting import abandon, newest_sealed, until, until_slots
@@ -66,7 +66,7 @@ def test_which_boundary_was_taken_up_stands_in_start_json(tmp_path: Path, killed
             for x in checkpointer.batches(loader(3)):
                 job.train(x)
     store = LocalStore(str(run))
-    first = attempts.newest_started(store)
+    first = run_view.newest_attempt(store)
     assert first is not None
     committed = newest_of(store, 6)
     assert committed.boundary == 8
@@ -82,9 +82,9 @@ def test_which_boundary_was_taken_up_stands_in_start_json(tmp_path: Path, killed
         abandon(checkpointer)
     with flashckpt.attach(run, every=1, persist_every=None, **Job().named) as checkpointer:
         assert checkpointer.completed == (8 if killed else 6)
-        [start] = [each.start for each in attempts.attempts(store)][-1:]
-        assert start is not None
-        parent = SnapshotId(attempts.attempts(store)[-2].name, 2) if killed else committed.id
+        known = run_view.attempts(store)
+        start = run_view.start_of(store, known[-1])
+        parent = SnapshotId(known[-2], 2) if killed else committed.id
         assert (start.parent, start.step) == (parent, 8 if killed else 6)
 
 
@@ -307,7 +307,7 @@ def test_starts_that_get_no_further_are_reported(tmp_path: Path, caplog: pytest.
     store = LocalStore(str(run))
 
     def is_closed() -> bool:
-        return attempts.attempts(store)[-1].closed
+        return run_view.has_ended(store, run_view.attempts(store)[-1])
 
     for _ in range(5):
         flashckpt.attach(run, **Job().named).close()

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit import attempts
-from flashckpt.commit.attempts import local_owner
 from flashckpt.store import open_store
+from tests import run_view
 from tests.checkpointer.test_loop import Job
 from tests.processes import keepers_of
 from tests.waiting import abandon, until
@@ -35,7 +34,7 @@ def test_it_does_not_say_that_a_step_is_safe_which_the_next_attempt_may_not_see(
     checkpointer.step()
     checkpointer.save()
     until(lambda: stopped(runtime), "a keeper before its record")
-    newer = attempts.claim(open_store(run), local_owner())
+    newer = run_view.supersede(open_store(run))
     [keeper] = stopped(runtime)
     os.kill(keeper, signal.SIGCONT)
     with pytest.raises(flashckpt.SupersededError, match=str(newer)):
@@ -57,7 +56,7 @@ def test_what_was_resumed_from_is_not_called_safe_either(tmp_path: Path) -> None
     assert checkpointer.resumed is not None
     assert checkpointer.resumed.tier == "memory"
     checkpointer.wait()
-    newer = attempts.claim(open_store(run), local_owner())
+    newer = run_view.supersede(open_store(run))
     with pytest.raises(flashckpt.SupersededError, match=str(newer)):
         checkpointer.wait()
     abandon(checkpointer)

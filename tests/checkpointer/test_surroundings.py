@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.steps import read_step
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.checkpointer.test_loop import Job, loader
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -38,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def environment_of(run: Path) -> Any:
     store = LocalStore(str(run))
-    return read_step(store, Catalogue.of(store).visible()[-1]).parts[0].environment
+    return run_view.read(store, run_view.visible(store)[-1]).parts[0].environment
 
 
 def train(run: Path, job: Job, epochs: int) -> None:

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import flashckpt
 from flashckpt import BoundaryError, MismatchError, OptionError, StateError
 from flashckpt.checkpointer.trainer_run import Deferred, DisabledRun, TrainerRun, attach_trainer
-from flashckpt.commit.assets import read_assets
 from flashckpt.store import open_store
+from tests import run_view
 from tests.waiting import until_room, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -529,7 +529,7 @@ def test_assets_are_those_of_the_first_attempt(tmp_path: Path, caplog: pytest.Lo
         )
         run.close()
     assert made == ["first"]
-    assert read_assets(open_store(tmp_path / "run")) == {"config.json": b"first"}
+    assert run_view.assets(open_store(tmp_path / "run")) == {"config.json": b"first"}
 
 
 def fail() -> dict[str, bytes]:
@@ -546,4 +546,4 @@ def test_assets_that_cannot_be_kept_do_not_stop_training(
     )
     run.close()
     assert "needs --config" in caplog.text
-    assert read_assets(open_store(tmp_path / "run")) == {}
+    assert run_view.assets(open_store(tmp_path / "run")) == {}

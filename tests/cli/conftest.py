@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from made_runs import Ended, MadeRun
 
-from flashckpt.commit.attempts import open_run
 from flashckpt.store import open_store
+from tests import run_view
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> MadeRun:
     store = open_store(tmp_path / "run")
-    open_run(store, create=True)
+    run_view.make(store)
     return MadeRun(tmp_path / "run", store)
 
 

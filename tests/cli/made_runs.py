@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from flashckpt import _native
-from flashckpt.commit import attempts, commit_step, starting
-from flashckpt.commit.attempts import local_owner
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.format.names import AttemptName, SnapshotId, shard_name
 from flashckpt.format.records import Owner, Part, RankRecord, ShardRecord
 from flashckpt.store.base import Store
+from tests import run_view
 
 LEAVES = (
     Leaf(name="model.weight", dtype="float32", shape=(64, 3), aliases=("model.tied",)),
@@ -42,11 +41,10 @@ class MadeRun:
         ended: bool = True,
         world: int = 1,
     ) -> AttemptName:
-        name, catalogue = starting.claim(self.store, owner or local_owner())
         snapshot = None if parent is None else SnapshotId(parent, step)
-        starting.start(self.store, name, snapshot, step, world, catalogue)
+        name = run_view.begin(self.store, snapshot, step, world=world, owner=owner)
         if ended:
-            attempts.mark_ended(self.store, name, "closed")
+            run_view.end(self.store, name)
         return name
 
     def commit(self, attempt: AttemptName, step: int) -> Path:
@@ -66,8 +64,8 @@ class MadeRun:
             ranks=(self._write(attempt, step, 0, layout, pieces),),
             environment=ENVIRONMENT,
         )
-        assert commit_step.publish_part(self.store, part)
-        assert commit_step.commit(self.store, SnapshotId(attempt, step), 1)
+        run_view.publish(self.store, part)
+        run_view.commit(self.store, SnapshotId(attempt, step))
         return self.folder / SnapshotId(attempt, step).data_folder / part.ranks[0].shard.file
 
     def publish(self, attempt: AttemptName, step: int, ranks: Sequence[int], world: int) -> Part:
@@ -88,7 +86,7 @@ class MadeRun:
             ranks=tuple(records),
             environment=ENVIRONMENT,
         )
-        assert commit_step.publish_part(self.store, part)
+        run_view.publish(self.store, part)
         return part
 
     def commit_nodes(self, attempt: AttemptName, step: int, *nodes: Sequence[int]) -> None:
@@ -96,7 +94,7 @@ class MadeRun:
         world = sum(map(len, nodes))
         for ranks in nodes:
             self.publish(attempt, step, ranks, world)
-        assert commit_step.commit(self.store, SnapshotId(attempt, step), world)
+        run_view.commit(self.store, SnapshotId(attempt, step), world)
 
     def _write(
         self, attempt: AttemptName, step: int, rank: int, layout: Layout, pieces: dict[str, bytes]

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from made_runs import Ended, MadeRun
 
-from flashckpt.commit.attempts import read_start
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.format.names import AttemptName
 from flashckpt.store import open_store
+from tests import run_view
 from tests.commit.runs import commit, name_of
 
 pytestmark = pytest.mark.process
@@ -47,15 +46,13 @@ def test_a_command_takes_the_newest_or_the_named_boundary(
     assert shell("show", run.folder, step, "--json").json["boundary"] == boundary
     copied = shell("copy", run.folder, tmp_path / "copy", "--step", step, "--json").json["steps"]
     assert [row["boundary"] for row in copied] == [boundary]
-    there = Catalogue.of(open_store(tmp_path / "copy")).commits
+    there = run_view.checkpoints(open_store(tmp_path / "copy"))
     assert there == (name_of(20, attempt, boundary),)
     assert shell("branch", run.folder, step, "--json").json["boundary"] == boundary
-    catalogue = Catalogue.of(run.store)
-    assert catalogue.newest_started is not None
-    start = read_start(run.store, catalogue.newest_started)
-    assert start is not None
-    assert start.parent == name_of(20, attempt, boundary).id
-    assert catalogue.visible()[-1] == name_of(20, attempt, boundary)
+    newest = run_view.newest_attempt(run.store)
+    assert newest is not None
+    assert run_view.parent_of(run.store, newest) == name_of(20, attempt, boundary).id
+    assert run_view.visible(run.store)[-1] == name_of(20, attempt, boundary)
 
 
 def test_verify_reads_the_named_boundary(run: MadeRun, shell: Shell, attempt: AttemptName) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from made_runs import Ended, MadeRun
 
-from flashckpt.commit.attempts import attempts, local_owner, open_run
-from flashckpt.commit.lineage import next_start, quarantine, steps, this_host
 from flashckpt.format.names import CommitName
 from flashckpt.memory.runtime import identity_of
+from tests import run_view
 
 pytestmark = pytest.mark.process
 
@@ -37,14 +36,14 @@ def test_branch_at_an_older_step_and_back(run: MadeRun, shell: Shell) -> None:
     ended = shell("branch", run.folder, 20, "--json")
     assert ended.code == 0
     assert (ended.json["step"], ended.json["parent"]) == (20, str(first))
-    assert steps(run.store) == [10, 20]
-    newest = attempts(run.store)[-1]
-    assert (str(newest.name), newest.ended) == (ended.json["attempt"], "closed")
+    assert run_view.steps(run.store) == [10, 20]
+    newest = run_view.attempts(run.store)[-1]
+    assert (str(newest), run_view.ending(run.store, newest)) == (ended.json["attempt"], "closed")
 
     back = shell("branch", run.folder, f"30@{first}")
     assert back.code == 0
     assert "resumes from step 30" in back.out
-    assert steps(run.store) == [10, 20, 30]
+    assert run_view.steps(run.store) == [10, 20, 30]
 
 
 def test_branch_deletes_nothing(run: MadeRun, shell: Shell) -> None:
@@ -59,7 +58,7 @@ def test_branch_deletes_nothing(run: MadeRun, shell: Shell) -> None:
 def test_branch_is_refused_while_a_trainer_lives_on_this_machine(
     run: MadeRun, shell: Shell, tmp_path: Path
 ) -> None:
-    identity = identity_of(_run_id(run), run.store.place())
+    identity = identity_of(run_view.run_id(run.store), run.store.place())
     trainer = subprocess.Popen(
         [sys.executable, "-c", HOLD_LOCK, str(tmp_path), identity],
         stdin=subprocess.PIPE,
@@ -70,16 +69,16 @@ def test_branch_is_refused_while_a_trainer_lives_on_this_machine(
     assert trainer.stdout is not None
     with trainer:
         runtime = trainer.stdout.readline().strip()
-        first = run.attempt(owner=local_owner(runtime, "trainer.lock"), ended=False)
+        first = run.attempt(owner=run_view.local_owner(runtime, "trainer.lock"), ended=False)
         run.commit(first, 10)
         held = shell("branch", run.folder, 10, "--json")
         assert (held.code, held.json["error"]["kind"]) == (3, "RunHeldError")
-        assert str(local_owner().pid) in held.err, "the message names the process of the claim"
-        assert len(attempts(run.store)) == 1
+        assert str(run_view.local_owner().pid) in held.err, "the message names the process of the claim"
+        assert len(run_view.attempts(run.store)) == 1
         trainer.kill()
     # The same claim, and nobody holds its lock any more.
     assert shell("branch", run.folder, 10).code == 0
-    assert len(attempts(run.store)) == 2
+    assert len(run_view.attempts(run.store)) == 2
 
 
 def test_the_runtime_folder_is_not_made_by_asking(run: MadeRun, shell: Shell, tmp_path: Path) -> None:
@@ -89,19 +88,15 @@ def test_the_runtime_folder_is_not_made_by_asking(run: MadeRun, shell: Shell, tm
     assert sorted(tmp_path.iterdir()) == before
 
 
-def _run_id(run: MadeRun) -> str:
-    return open_run(run.store, create=False).run_id
-
-
 def test_branch_at_a_step_that_this_host_passes_over_is_told(run: MadeRun, shell: Shell) -> None:
     first = run.attempt()
     for step in (10, 20):
         run.commit(first, step)
-    quarantine(run.store, CommitName(20, first, 20), this_host(), "a digest differs")
+    run_view.mark_damaged(run.store, CommitName(20, first, 20), why="a digest differs")
     ended = shell("branch", run.folder, 20)
     assert ended.code == 0
     assert "quarantined on this host: a digest differs" in ended.err
-    assert next_start(run.store).candidates[0].step == 10, "as it says"
+    assert run_view.resumed(run.store).step == 10, "as it says"
     assert shell("branch", run.folder, 20, "--json").json["quarantine"] == "a digest differs"
     ended = shell("branch", run.folder, 10, "--json")
     assert (ended.json["quarantine"], ended.err) == (None, "")

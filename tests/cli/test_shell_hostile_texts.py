@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from made_runs import Ended, MadeRun
 
-from flashckpt.commit import commit_step, lineage
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Part
 from flashckpt.persist.ledger import Event, Ledger
+from tests import run_view
 
 Shell = Callable[..., Ended]
 
@@ -41,10 +41,10 @@ def hostile(run: MadeRun) -> MadeRun:
         step=2, attempt=attempt, boundary=2, world=1, keeper=0, ranks=(record,),
         environment={"torch": EVIL, f"{EVIL}-name": "1"},
     )  # fmt: skip
-    assert commit_step.publish_part(run.store, part)
-    assert commit_step.commit(run.store, SnapshotId(attempt, 2), 1)
-    for host in (f"host {EVIL}", lineage.this_host()):
-        lineage.quarantine(run.store, CommitName(2, attempt, 2), host, f"reason {EVIL}")
+    run_view.publish(run.store, part)
+    run_view.commit(run.store, SnapshotId(attempt, 2))
+    for host in (f"host {EVIL}", run_view.this_host()):
+        run_view.mark_damaged(run.store, CommitName(2, attempt, 2), host, f"reason {EVIL}")
     (run.folder / SnapshotId(attempt, 1).data_folder / f".{EVIL.replace('/', '')}.tmp").write_bytes(b"")
     ledger = Ledger(run.store)
     for event in (Event.RESUME, Event.TIMES):
@@ -102,8 +102,8 @@ def test_json_is_escaped_and_exact(hostile: MadeRun, shell: Shell) -> None:
 
 
 def test_errors_of_the_library_show_it_escaped(hostile: MadeRun) -> None:
-    [passed] = lineage.next_start(hostile.store).passed_over
-    assert "failed verification" in str(passed)
-    assert not CONTROL.search(str(passed))
+    [passed] = run_view.passed_over(hostile.store)
+    assert "failed verification" in passed
+    assert not CONTROL.search(passed)
     assert str(DamagedError(EVIL)) == str(DamagedError(str(DamagedError(EVIL))))
     assert not CONTROL.search(str(DamagedError(EVIL)))

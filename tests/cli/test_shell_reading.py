@@ -19,14 +19,11 @@ from rich.console import Console
 import flashckpt
 from flashckpt._native import xxh3_128
 from flashckpt.cli.command import Bar
-from flashckpt.commit.assets import write_assets
-from flashckpt.commit.attempts import attempts, open_run
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.lineage import quarantine
 from flashckpt.errors import UnusableRunError
 from flashckpt.format import checked_json
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.names import CommitName
 from flashckpt.store import open_store
+from tests import run_view
 
 pytestmark = pytest.mark.process
 
@@ -97,8 +94,8 @@ def test_ls_all_shows_the_other_branch_too(branched: MadeRun, shell: Shell) -> N
 
 def test_ls_shows_quarantines_and_stays_well(branched: MadeRun, shell: Shell) -> None:
     first = shell("ls", branched.folder, "--json").json["steps"][0]
-    attempt = next(a for a in _attempts(branched) if str(a) == first["attempt"])
-    quarantine(branched.store, CommitName(10, attempt, 10), "node7", "a digest differs")
+    attempt = next(a for a in run_view.attempts(branched.store) if str(a) == first["attempt"])
+    run_view.mark_damaged(branched.store, CommitName(10, attempt, 10), "node7", "a digest differs")
     ended = shell("ls", branched.folder, "--json")
     assert ended.code == 0
     assert ended.json["steps"][0]["quarantines"] == [{"host": "node7", "reason": "a digest differs"}]
@@ -154,7 +151,7 @@ def test_show_describes_the_newest_step(branched: MadeRun, shell: Shell) -> None
 
 
 def test_show_takes_a_step_of_another_branch(branched: MadeRun, shell: Shell) -> None:
-    first = next(str(a) for a in _attempts(branched) if str(a).startswith("000001"))
+    first = next(str(a) for a in run_view.attempts(branched.store) if str(a).startswith("000001"))
     shown = shell("show", branched.folder, f"30@{first}", "--json").json
     assert (shown["attempt"], shown["visible"]) == (first, False)
 
@@ -305,10 +302,6 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def _attempts(run: MadeRun) -> list[AttemptName]:
-    return [info.name for info in attempts(run.store)]
-
-
 def test_verify_says_where_records_are_lost_and_reads_every_branch(branched: MadeRun, shell: Shell) -> None:
     """Not "whole: 0 files": what is the run's nobody can tell, and a resume is refused."""
     [path] = (branched.folder / "attempts").glob("000002.json")
@@ -347,7 +340,7 @@ def test_what_to_do_about_a_damaged_run_json_works(branched: MadeRun, tmp_path: 
     assert ended.code == 1
     assert "copy that of another run" in ended.err
     assert "flashckpt verify" not in ended.err, "it would say the same"
-    open_run(open_store(tmp_path / "other"), create=True)
+    run_view.make(open_store(tmp_path / "other"))
     shutil.copy(tmp_path / "other" / "run.json", branched.folder)
     assert shell("ls", branched.folder).out == before
     assert shell("verify", branched.folder).code == 0
@@ -415,7 +408,7 @@ def test_exports_that_are_refused_by_name(
 
 
 def test_verify_finds_damaged_assets(branched: MadeRun, shell: Shell) -> None:
-    assert write_assets(open_store(branched.folder), {"config.json": b"{}"})
+    run_view.keep_assets(open_store(branched.folder), {"config.json": b"{}"})
     assert shell("verify", branched.folder).code == 0
     flip(branched.folder / "assets.json", 20)
     ended = shell("verify", branched.folder, "--json")
@@ -427,7 +420,7 @@ def test_what_lacks_only_its_record_is_named_and_goes_when_it_is_asked_for(
     branched: MadeRun, shell: Shell
 ) -> None:
     """The record of a step of another branch is lost."""
-    lost = next(each for each in Catalogue.of(branched.store).commits if each.step == 30)
+    lost = next(each for each in run_view.checkpoints(branched.store) if each.step == 30)
     (branched.folder / lost.path).unlink()
     ended = shell("verify", branched.folder)
     assert ended.code == 0

@@ -13,7 +13,7 @@ from flashckpt.catalogue.changes import Keep, end, newest, parent_of, remove
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.mirror import copy_checkpoint
 from flashckpt.catalogue.requests import Copy, Stores
-from flashckpt.errors import DamagedError, RunError, SupersededError, UnusableRunError
+from flashckpt.errors import DamagedError, RunError, RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder, version_path
 from flashckpt.format.manifest import FrozenFile
 from flashckpt.format.names import SnapshotId
@@ -122,6 +122,42 @@ class CatalogueContract:
         assert last in won
         assert len({each.version for each in won}) == len(won)
         assert boundaries(last) == [1]
+
+    def test_a_snapshot_that_a_rank_cannot_read_is_passed_over(self, store: Store) -> None:
+        job, asked = Job(store), list[int]()
+        for boundary in (1, 2, 3):
+            job.save(boundary, Keep(last=3))
+
+        def load(id: SnapshotId) -> bool:
+            asked.append(id.boundary)
+            return id.boundary < 3
+
+        begun = Stores({"home": store}, load=load).run(HOME.start(RUN, nonce()))
+        assert asked == [3, 2]
+        assert boundaries(begun) == [1, 2]
+        assert begun.has(SnapshotId(job.name, 3))
+
+    def test_a_start_that_is_overtaken_chooses_again(self, store: Store) -> None:
+        """A living job commits while the ranks read: what they have read is not read again, and the third
+        time the start gives up."""
+        job, asked = Job(store), list[int]()
+        job.save(1)
+
+        def load(id: SnapshotId) -> bool:
+            asked.append(id.boundary)
+            if len(asked) < most:
+                job.save(len(asked) + 1)
+            return True
+
+        most = 3
+        begun = Stores({"home": store}, load=load).run(HOME.start(RUN, nonce()))
+        assert asked == [1, 2, 3]
+        assert parent_of(begun) == SnapshotId(job.name, 3)
+        job, most = Job(store), 99
+        asked.clear()
+        with pytest.raises(RunHeldError, match="3 times"):
+            Stores({"home": store}, load=load).run(HOME.start(RUN, nonce()))
+        assert job.run(HOME.newest()).writer == job.name
 
     def test_concurrent_changes_are_all_applied(self, opener: Callable[[], Store]) -> None:
         job = Job(opener())

@@ -18,18 +18,13 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load
 
-from flashckpt.commit import attempts
-from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
-from flashckpt.commit.collect import is_next
-from flashckpt.commit.commit_step import record_at_rest
-from flashckpt.commit.steps import read_step
-from flashckpt.commit.verification import verify
 from flashckpt.errors import FlashckptError
 from flashckpt.format.names import SnapshotId
 from flashckpt.memory.cache_folder import open_cached
 from flashckpt.memory.region import is_region_name
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from tests import run_view
 from tests.commit.runs import half_steps
 from tests.crash import tiny
 from tests.crash.tiny import RESUMED, STEP, Record
@@ -226,9 +221,8 @@ class Job:
         if self._cache is None or not (store := open_store(self.url)).exists("run.json"):
             return
         found = cached_in(self._cache)
-        newest = attempts.newest_started(store)
-        start = None if newest is None else attempts.read_start(store, newest)
-        parent = None if start is None else start.parent
+        newest = run_view.newest_attempt(store)
+        parent = None if newest is None else run_view.parent_of(store, newest)
         sure = [step for id, step in found.items() if id.attempt == newest or id == parent]
         self._floor = max([self._floor, *sure])
         self._ceiling = max([self._ceiling, *found.values()])
@@ -243,15 +237,12 @@ class Job:
 
     def visible(self) -> list[int]:
         store = open_store(self.url)
-        return [each.step for each in Catalogue.of(store).visible()] if store.exists("run.json") else []
+        return [each.step for each in run_view.visible(store)] if store.exists("run.json") else []
 
     def resumable(self) -> list[int]:
         """The visible steps, and that which the next claim commits: a keeper died before its record."""
-        found, store = self.visible(), open_store(self.url)
-        catalogue = Catalogue.of(store)
-        next_ids = [each for each in snapshots_with_data(store) if is_next(catalogue, each)]
-        records = [record_at_rest(store, each) for each in next_ids]
-        return [*found, *(each.name.step for each in records if each is not None)]
+        found = self.visible()
+        return [*found, *(each.step for each in run_view.committed_next(open_store(self.url)))]
 
     def resumed(self) -> Record | None:
         """How the newest life began, None while it has not."""
@@ -284,18 +275,20 @@ class Job:
         """A keeper may commit and prune meanwhile: what is wrong must be so while nothing changes."""
         found: list[str] = []
         for _ in range(50):
-            before = _shape(store)
+            before = run_view.files(store)
             found = self._content_faults(store) + half_steps(store)
-            if not found or _shape(store) == before:
+            if not found or run_view.files(store) == before:
                 return found
         return [f"the run never stands still: {found}"]
 
     def _content_faults(self, store: Store) -> list[str]:
         faults = []
         try:
-            faults += [f"{row.file} of step {row.step}: {row.status}" for row in verify(store).damaged]
-            for each in Catalogue.of(store).visible():
-                found = read_step(store, each)
+            faults += [
+                f"{row.file} of step {row.step}: {row.status}" for row in run_view.verify(store).damaged
+            ]
+            for each in run_view.visible(store):
+                found = run_view.read(store, each)
                 leaves = load(store.read(found.shard_path(0), 1 << 30))
                 if (constants := found.constants_path(0)) is not None:
                     leaves |= load(store.read(constants, 1 << 30))
@@ -414,11 +407,3 @@ def _is_steady(steps: list[Record]) -> bool:
     """Whether the last boundaries of a life each had a snapshot."""
     last = steps[-4:]
     return len(last) == 4 and last[0].sealed >= 0 and last[0].skipped == last[-1].skipped
-
-
-def _shape(store: Store) -> list[tuple[str, str, int]]:
-    """The records and data files of the run, to see whether anything came or went."""
-    folders = ["commits", *(each.data_folder for each in snapshots_with_data(store))]
-    return [
-        (folder, entry.name, entry.num_bytes) for folder in sorted(folders) for entry in store.list(folder)
-    ]

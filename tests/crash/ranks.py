@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt import crashpoints
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.errors import FlashckptError
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
+from tests import run_view
 from tests.commit.runs import half_steps
 from tests.descriptors import readable
 from tests.events import ledger
@@ -237,9 +237,7 @@ class RanksJob:
             failed = [each for each in status["failures"] if each["step"] not in passed]
             if failed:
                 # What is pruned was committed, and a newer one is: another node's keeper may have told of it.
-                newest = max(
-                    (each.step for each in Catalogue.of(open_store(str(self.run))).visible()), default=0
-                )
+                newest = max((each.step for each in run_view.visible(open_store(str(self.run)))), default=0)
                 failed = [each for each in failed if each["step"] >= newest]
             if failed:
                 why = f"what nothing is wrong with could not be saved: {failed}"
@@ -288,7 +286,7 @@ class RanksJob:
         store = open_store(str(self.run))
 
         def newest() -> int:
-            return max((each.step for each in Catalogue.of(store).visible()), default=0)
+            return max((each.step for each in run_view.visible(store)), default=0)
 
         def is_saved() -> bool:
             return newest() >= self.floor or not all(map(self.keepers, range(len(self.bases))))
@@ -324,7 +322,7 @@ class RanksJob:
     def _content_faults(self) -> list[str]:
         store, faults = open_store(str(self.run)), list[str]()
         try:
-            visible = Catalogue.of(store).visible()
+            visible = run_view.visible(store)
             for each in visible:
                 if not is_whole(store, each.step, each.attempt, self.world):
                     faults.append(f"step {each.step} of {each.attempt} holds other bytes")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.attempts import attempts
 from flashckpt.store import open_store
+from tests import run_view
 from tests.crash.job import LIMIT_S, Job, none
 from tests.processes import end, keepers_of
 from tests.waiting import until
@@ -44,14 +44,14 @@ def test_a_keeper_that_goes_on_after_its_step_was_pruned(
     job.expect_exactly(max(job.resumable(), default=0))
     job.runtime = elsewhere
     none(job.finish())
-    before = [(each.name, each.ended) for each in attempts(open_store(str(job.run)))]
+    before = run_view.endings(open_store(str(job.run)))
 
     job.runtime = runtime
     os.kill(late, signal.SIGCONT)
     until(lambda: _ledger_names(job.run, "superseded"), "the late keeper's word", LIMIT_S)
     none(job.faults())
     assert job.visible()[-1] == len(reference) - 1
-    assert [(each.name, each.ended) for each in attempts(open_store(str(job.run)))] == before
+    assert run_view.endings(open_store(str(job.run))) == before
 
 
 def _ledger_names(run: Path, what: str) -> bool:

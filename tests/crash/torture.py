@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 import flashckpt
-from flashckpt.commit import attempts
 from flashckpt.errors import NoSuchStepError
+from tests import run_view
 from tests.crash import ranks_torture
 from tests.crash.job import Job, reference_of
 from tests.crash.tiny import TIERS
@@ -252,7 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="processes on each node of it")
     parser.add_argument("--cache", action="store_true", help="a cache for each run, which outlives a node")
     chosen = parser.parse_args(arguments)
-    attempts.WATCH_S = 5.0  # a tenth of the kills remove the memory, and each recovery then waits
+    run_view.watch_for(5.0)  # a tenth of the kills remove the memory, and each recovery then waits
     if chosen.nodes * chosen.ranks > 1:
         return ranks_torture.main(chosen.nodes, chosen.ranks, chosen.kills, chosen.seed, chosen.json)
     zygote, console = Zygote(), Console()

@@ -17,8 +17,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import flashckpt
-from flashckpt.commit.commit_step import commit
-from flashckpt.commit.lineage import resolve
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError
 from flashckpt.export.formats import INDEX
 from flashckpt.export.step import LIST, export
@@ -26,6 +24,7 @@ from flashckpt.format.names import SnapshotId
 from flashckpt.restore.step_tensors import transient_names
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.commit.runs import attempt_at, leaves_of, new_run, publish
 from tests.folders import data_of
 from tests.keeper.test_keeper_deaths import flip_image
@@ -263,7 +262,7 @@ def test_a_damaged_step_leaves_no_file(run: Path, tmp_path: Path, format: str) -
 @pytest.mark.parametrize("format", ["torch", "dcp"])
 def test_a_flipped_bit_of_any_tensor_leaves_no_file(run: Path, tmp_path: Path, format: str) -> None:
     store, flipped = open_store(run), 0
-    record = resolve(store, None)
+    record = run_view.read(store, run_view.resumed(store))
     before = sorted(tmp_path.rglob("*"))
     for path, contents in record.files(0):
         layout = contents.layout()
@@ -310,7 +309,7 @@ def several_ranks(folder: Path) -> LocalStore:
     name = attempt_at(store, world=2)
     publish(store, 5, name, ranks=(0,), world=2, keeper=0, constants=True)
     publish(store, 5, name, ranks=(1,), world=2, keeper=1, constants=True)
-    assert commit(store, SnapshotId(name, 5), 2)
+    run_view.commit(store, SnapshotId(name, 5), 2)
     return store
 
 
@@ -338,7 +337,7 @@ def test_force_deletes_nothing_but_an_earlier_export(tmp_path: Path, out: str) -
     store = new_run(tmp_path / "here" / "run")
     name = attempt_at(store)
     publish(store, 5, name)
-    assert commit(store, SnapshotId(name, 5), 1)
+    run_view.commit(store, SnapshotId(name, 5))
     models = tmp_path / "here" / "models"
     models.mkdir()
     (models / "rank-00000.safetensors").write_text("an export")

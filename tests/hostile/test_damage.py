@@ -152,7 +152,7 @@ BOMBS = {
 _MOST_BYTES = 1 << 30
 _PROGRAM = """
 import resource, sys, flashckpt
-import flashckpt.commit.verification
+flashckpt.Report  # its module is imported before memory is limited
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
 resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
 report = flashckpt.verify(sys.argv[1])

@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from flashckpt.commit import attempts
+from tests import run_view
 
 _PR_SET_PDEATHSIG = 1
 FOLDER, LAUNCH = "FLASHCKPT_TEST_FOLDER", "FLASHCKPT_TEST_LAUNCH"
@@ -43,7 +43,7 @@ def main() -> None:
         os.dup2(file, number)
         os.close(file)
     sys.argv = sys.argv[1:]
-    attempts.WATCH_S = 5.0  # where a node is lost for good
+    run_view.watch_for(5.0)  # where a node is lost for good
     status = 1
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

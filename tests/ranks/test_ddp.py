@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 
 import flashckpt
-from flashckpt.commit import lineage
-from flashckpt.commit.steps import read_step
-from flashckpt.commit.verification import verify
 from flashckpt.store import open_store
+from tests import run_view
 from tests.ranks.launch import Ended, Launch, Launcher
 from tests.waiting import until
 
@@ -90,7 +88,7 @@ def test_a_rank_dies_while_they_read_together_and_a_bit_on_disk_is_flipped(
     assert "rank 1 of 2: its process has ended during attach" in alone.err
 
     # Both need this file: rank 0 wrote it, with what they hold alike.
-    record = read_step(open_store(run), lineage.next_start(open_store(run)).candidates[0].name)
+    record = run_view.read(open_store(run), run_view.resumed(open_store(run)))
     path = run / record.shard_path(0)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -169,8 +167,8 @@ def test_what_diverges_in_the_last_step_is_saved_at_the_end_by_rank(
     assert all(f"step {last} is not committed: replicas have diverged" in each.err.lower() for each in ended)
     assert flashckpt.steps(run) == [last + 1]
     store = open_store(str(run))
-    record = read_step(store, lineage.next_start(store).candidates[0].name)
+    record = run_view.read(store, run_view.resumed(store))
     names = [{each.leaf.name: each.digest for each in record.leaves(rank)} for rank in range(2)]
     assert names[0]["model.0.bias"] != names[1]["model.0.bias"]
     assert names[0]["model.0.weight"] == names[1]["model.0.weight"]
-    assert verify(store).ok
+    assert run_view.verify(store).ok

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import flashckpt
-from flashckpt.commit import attempts
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.ranks.launch import Launch, Launcher
 from tests.ranks.node_folders import PACKAGES, SCHEME, folder_of, installed
 
@@ -33,7 +33,7 @@ def test_another_folder_on_each_node_is_refused_on_all_ranks(launcher: Launcher,
         assert 'attach("s3://bucket/run", cache="/nvme")' in said
     first, second = (Path(folder_of(url, launcher.runtime(node))) for node in range(2))
     assert [path for path in second.rglob("*")] == [], "nothing is claimed there"
-    assert attempts.newest_started(LocalStore(str(first))) is None
+    assert run_view.newest_attempt(LocalStore(str(first))) is None
     # Each of the folders is a run's for who starts where all ranks see it.
     for folder in (second, first):
         launched(launcher, str(folder), packages, ranks=1, nodes=2).finished()
@@ -47,7 +47,7 @@ def test_other_runs_in_the_nodes_folders_are_refused_and_left_as_they_are(
     url, packages = f"{SCHEME}{tmp_path}/run", installed(tmp_path / "packages")
     folders = [Path(folder_of(url, launcher.runtime(node))) for node in range(2)]
     for folder in folders:
-        attempts.open_run(LocalStore(str(folder)), create=True)
+        run_view.make(LocalStore(str(folder)))
     for rank in launched(launcher, url, packages, ranks=1, nodes=2).ended():
         assert rank.status == 1
         assert "OptionError: The run's path is not one folder on all nodes" in rank.err

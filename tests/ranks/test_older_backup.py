@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import flashckpt
-from flashckpt.commit import attempts
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.ranks.launch import Launcher
 from tests.ranks.test_ddp import PROGRAM, steps_of, undisturbed
 from tests.waiting import until
@@ -48,7 +48,5 @@ def test_the_next_attempt_is_newer_than_those_in_any_nodes_memory(launcher: Laun
         assert ended[rank].out[0] == f"resumed {SAVED} local"
         assert ended[rank].out[-1] == whole[rank].out[-1], "the state at the end"
         assert min(steps_of(ended[rank].out)) == SAVED + 1
-    newest = attempts.newest_claimed(LocalStore(str(run)))
-    assert newest is not None
-    assert newest.number == 4
+    assert run_view.attempts(LocalStore(str(run)))[-1].number == 4
     assert flashckpt.steps(run)[-1] == max(steps_of(whole[0].out))

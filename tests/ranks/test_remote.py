@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import flashckpt
-from flashckpt.commit.steps import read_step
 from flashckpt.store import open_store
+from tests import run_view
 from tests.commit.runs import newest_of
 from tests.ranks.launch import Launch, Launcher
 from tests.ranks.test_ddp import PROGRAM, steps_of
@@ -36,7 +36,7 @@ def test_a_damaged_step_and_a_new_node(launcher: Launcher, tmp_path: Path) -> No
     launcher.kill_keepers(remove_regions=True)
     # Both ranks need this file.
     name = newest_of(open_store(run), SAVED)
-    record = read_step(open_store(run), name)
+    record = run_view.read(open_store(run), name)
     path = run / record.shard_path(0)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flashckpt.capture.plan import local
-from flashckpt.commit.steps import StepRecord
 from flashckpt.format.typed import encode_json
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.state import rng
@@ -31,6 +30,7 @@ from flashckpt.state.leaves import LiveLeaf
 from flashckpt.state.tensors import bits
 from flashckpt.state.tree import Tree
 from flashckpt.store.base import Store
+from tests import run_view
 from tests.restore.sharded import Held, committed
 
 
@@ -206,7 +206,7 @@ def accumulated(live: Live, *, zeros: bool = False) -> None:
             parameter.grad = torch.full_like(parameter, 0.0 if zeros else GRADIENT)
 
 
-def saved_between_steps(store: Store, kind: str, world: int, *, zeros: bool) -> StepRecord:
+def saved_between_steps(store: Store, kind: str, world: int, *, zeros: bool) -> run_view.Record:
     """A committed step of that layout that has gradients."""
     ranks, values = [], []
     for rank in range(world):
@@ -230,7 +230,7 @@ def saved(
     shares: bool = True,
     is_tied: bool = True,
     seed: Callable[[int], int] = int,
-) -> StepRecord:
+) -> run_view.Record:
     """A committed step of that layout. shares: what is declared to be alike is written once. seed: that of
     the random numbers of a rank."""
     ranks, values = [], []

@@ -11,14 +11,12 @@ import numpy as np
 from hypothesis import strategies as st
 
 from flashckpt import _native
-from flashckpt.commit import starting
-from flashckpt.commit.commit_step import commit, publish_part
-from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.format.layout import Box, Layout, Leaf, Replicas, ranks_of
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId, shard_name
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Store
+from tests import run_view
 from tests.commit.runs import HOLDER, write_shard
 
 CHUNK_BYTES = 4096
@@ -80,9 +78,7 @@ def contents_of(file: str, held: Sequence[Held], chunk_bytes: int = CHUNK_BYTES)
 
 
 def begun(store: Store, world: int) -> AttemptName:
-    name, catalogue = starting.claim(store, HOLDER)
-    starting.start(store, name, None, 0, world, catalogue)
-    return name
+    return run_view.begin(store, world=world, owner=HOLDER)
 
 
 def committed(
@@ -93,7 +89,7 @@ def committed(
     ranks_a_part: int = 2,
     step: int = 7,
     attempt: AttemptName | None = None,
-) -> StepRecord:
+) -> run_view.Record:
     """A step of as many ranks as there are lists, each of which has what is in its list. `attempt`: a new one
     if not given."""
     world = len(ranks)
@@ -118,9 +114,9 @@ def committed(
     for keeper in range(0, world, ranks_a_part):
         own = tuple(records[keeper : keeper + ranks_a_part])
         part = Part(step=step, attempt=attempt, boundary=step, world=world, keeper=keeper, ranks=own)
-        assert publish_part(store, part)
-    assert commit(store, snapshot, world)
-    return read_step(store, CommitName(step, attempt, step))
+        run_view.publish(store, part)
+    run_view.commit(store, snapshot, world)
+    return run_view.read(store, CommitName(step, attempt, step))
 
 
 def tables_of(rank: int, ranks: Sequence[Sequence[Held]]) -> tuple[Replicas, ...]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.commit.steps import StepRecord
 from flashckpt.format.names import AttemptName
 from flashckpt.restore.filling import LiveLayout, check_fits
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_reading import StepReading, host_bytes
 from flashckpt.state.tree import Tree
+from tests import run_view
 from tests.state.image import Image, raw_bytes
 
 
@@ -39,7 +39,7 @@ def snapshot_of(image: Image, tree: Tree | None = None, **how: Any) -> Snapshot:
     return found
 
 
-def taken(tree: Tree, record: StepRecord, rank: int, world: int, *, is_direct: bool = True) -> Snapshot:
+def taken(tree: Tree, record: run_view.Record, rank: int, world: int, *, is_direct: bool = True) -> Snapshot:
     """A step of another layout, read for the live state of `rank` of `world`, as far as possible into its
     tensors if `is_direct`."""
     reading = LiveLayout(tree, rank, world).begin(record)
@@ -52,7 +52,7 @@ def digest_of(tensor: Tensor) -> int:
     return _native.digest(_native.address_of(data) if data else 0, len(data))
 
 
-def read(record: StepRecord, rank: int) -> dict[str, bytes]:
+def read(record: run_view.Record, rank: int) -> dict[str, bytes]:
     """Each leaf of a rank, read from storage."""
     reading = StepReading.of_own(record, rank, is_alone=True)
     return content(reading.read(record.store, 1))

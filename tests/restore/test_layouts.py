@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from flashckpt.capture.plan import local
-from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import MismatchError
 from flashckpt.format.typed import LeafRef
 from flashckpt.restore import merged_state
@@ -25,6 +24,7 @@ from flashckpt.restore.step_tensors import StepRanks, TensorSlice
 from flashckpt.state import rng
 from flashckpt.state.tree import Tree
 from flashckpt.store.base import Store
+from tests import run_view
 from tests.commit.runs import new_run
 from tests.restore import layouts
 from tests.restore.sharded import Held, committed
@@ -47,7 +47,7 @@ def store() -> Iterator[Store]:
 
 
 def taken_up(
-    record: StepRecord, kind: str, world: int, *, is_tied: bool = True, buffers: int | None = None
+    record: run_view.Record, kind: str, world: int, *, is_tied: bool = True, buffers: int | None = None
 ) -> list[str]:
     """Every rank of a layout takes the step up. Returns what is then not as it must be."""
     wrong: list[str] = []
@@ -144,7 +144,7 @@ def test_a_pipeline_goes_on_from_a_model_that_was_whole(store: Store) -> None:
     assert not taken_up(whole, "pp", 2, is_tied=False)
 
 
-def refused(record: StepRecord, live: layouts.Live, world: int) -> set[str]:
+def refused(record: run_view.Record, live: layouts.Live, world: int) -> set[str]:
     """The names for which the live state cannot take the step up, and is as it was."""
     before = layouts.held_by(live)
     with pytest.raises(MismatchError) as raised:
@@ -241,7 +241,7 @@ def test_that_ranks_have_other_parameters_is_seen_of_a_large_step_too(store: Sto
 
     def merged(held: list[list[Held]], step: int, world: int) -> MergedState:
         record = committed(store, held, values=values, ranks_a_part=1, step=step)
-        begins = read_step(store, record.name, {1})
+        begins = run_view.read(store, record.name, {1})
         state = MergedState(
             tree,
             tree.walk(lambda parameter, gradient: True),
@@ -262,7 +262,7 @@ def test_a_rank_of_the_same_layout_needs_nothing_of_others(store: Store) -> None
     record = layouts.saved(store, "fsdp", 3)
     other = layouts.saved(store, "hsdp", 4)
     for rank in range(3):
-        mine = read_step(store, record.name, {rank})
+        mine = run_view.read(store, record.name, {rank})
         with layouts.one_of(3, rank):
             assert LiveLayout(layouts.built("fsdp", 3).tree, rank, 3).has(mine)
             assert not LiveLayout(layouts.built("fsdp", 3).tree, rank, 4).has(mine)

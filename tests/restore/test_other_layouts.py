@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.restore.step_tensors import Parts, StepRanks, TensorSlice, overlapping
@@ -20,6 +19,7 @@ from flashckpt.restore.whole_tensors import WholeTensors, pieces, plan_of
 from flashckpt.runs import load
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.commit.runs import new_run
 from tests.restore.sharded import CHUNK_BYTES, Counted, Held, committed, flip, partitions, taken, tensors
 
@@ -47,13 +47,13 @@ def wanted_layout(ranks: StepRanks, wanted: Mapping[str, TensorSlice]) -> tuple[
     return layout, ranks.find([(leaf.name, wanted[leaf.name]) for leaf in layout.leaves])
 
 
-def of_one_rank(record: StepRecord, rank: int) -> StepRecord:
+def of_one_rank(record: run_view.Record, rank: int) -> run_view.Record:
     """As a rank begins: with the part that holds its number."""
-    return read_step(record.store, record.name, {rank % record.world})
+    return run_view.read(record.store, record.name, {rank % record.world})
 
 
 def read(
-    record: StepRecord,
+    record: run_view.Record,
     wanted: dict[str, TensorSlice],
     store: Store | None = None,
     rank: int = 0,
@@ -170,11 +170,11 @@ def test_a_piece_that_is_taken_whole_has_its_digest(data: st.DataObject) -> None
             read(record, {"w": region})
 
 
-def bytes_of(record: StepRecord, tensors: WholeTensors, leaf: Leaf) -> bytes:
+def bytes_of(record: run_view.Record, tensors: WholeTensors, leaf: Leaf) -> bytes:
     return b"".join(piece for _, piece in pieces(record.store, [(leaf, tensors.parts(leaf))], 1))
 
 
-def unsaid(record: StepRecord, region: TensorSlice, *words: str) -> list[str]:
+def unsaid(record: run_view.Record, region: TensorSlice, *words: str) -> list[str]:
     """Those of the words that the refusal to read this region of w does not say."""
     with pytest.raises(MismatchError) as raised:
         read(record, {"w": region})

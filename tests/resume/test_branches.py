@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import flashckpt
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.store import open_store
+from tests import run_view
 from tests.resume.training import Trainer, last_of_each
 from tests.waiting import until
 
 
 def newest_started(run: Path) -> str:
-    return str(Catalogue.of(open_store(run)).newest_started)
+    return str(run_view.newest_attempt(open_store(run)))
 
 
 def test_a_branch_is_what_every_later_start_sees(tmp_path: Path, runtime: Path) -> None:

@@ -23,8 +23,6 @@ from torch import nn
 import flashckpt
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.errors import DamagedError, OutOfSpaceError
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.keeper import node_keepers as keepers
@@ -35,6 +33,7 @@ from flashckpt.restore import step_choice, step_reading
 from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.checkpointer.voting import Voting
 from tests.restore.snapshots import read
 
@@ -80,9 +79,9 @@ def save(run: Path) -> int:
         return checkpointer.completed
 
 
-def newest(run: Path) -> StepRecord:
+def newest(run: Path) -> run_view.Record:
     store = open_store(run)
-    return read_step(store, Catalogue.of(store).newest_first()[0])
+    return run_view.read(store, run_view.visible(store)[-1])
 
 
 def buffers() -> int:

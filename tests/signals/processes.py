@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import flashckpt
-from flashckpt.commit.attempts import attempts
 from flashckpt.store import open_store
-from tests import zygote
+from tests import run_view, zygote
 from tests.events import ledger, whole_lines
 from tests.waiting import until
 
@@ -104,7 +103,7 @@ class Job:
 
     def endings(self) -> list[str]:
         """How each attempt ended, as the run's folder says it."""
-        return [each.ended for each in attempts(open_store(str(self.run)))]
+        return list(run_view.endings(open_store(str(self.run))).values())
 
     def stops(self) -> list[tuple[int, str]]:
         """The ends that were asked for, as the run's ledger says them."""

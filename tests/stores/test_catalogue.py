@@ -57,15 +57,15 @@ def taken(counted: Counted) -> Counter[str]:
 
 def test_the_requests_of_a_commit(counted: Counted) -> None:
     """Beside the shard: the part, and five. The leader has its own part, and what it has found whole."""
-    job, run = Job(counted.store), Stores({"home": counted.store}).run
-    for boundary in (1, 2):
+    job, run, whole = Job(counted.store), Stores({"home": counted.store}).run, frozenset[SnapshotId]()
+    for boundary in (1, 2, 3):
         folder = Folder(job.name, SnapshotId(job.name, boundary))
         name, head = write_part(counted.store, folder, (0,), 1)
         counted.taken()
         manifest = run(HOME.gather(folder, {name: head}))
         assert manifest is not None
         made = run(HOME.publish(job.catalogue, nonce(), manifest))
-        job.catalogue = run(HOME.commit(job.catalogue, job.name, made, Keep(last=3)))
+        job.catalogue, whole = run(HOME.commit(job.catalogue, job.name, made, Keep(last=2, whole=whole)))
         found = taken(counted)
         assert job.catalogue.has(folder.id)
     assert found == {"list data": 1, "put manifest.json": 1, "list catalogue": 2, "put version": 1}

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit.attempts import alive, open_run
 from flashckpt.errors import OptionError, RunError
 from flashckpt.keeper.liveness import RunFolder
 from flashckpt.memory.runtime import identity_of
@@ -24,6 +23,7 @@ from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.store.read_plan import read_shard
+from tests import run_view
 from tests.contracts.store_contract import Shard, shard
 from tests.persist.node import begun
 from tests.stores.proxy import Fault, Proxy, Request
@@ -167,7 +167,8 @@ def test_a_sign_of_life_is_not_retried_past_the_next_one(
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 3600.0)  # a test that waits for it fails of its time
     monkeypatch.setattr(obstore_client, "_BRIEF_DEADLINE_S", 2.0)
     store = opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint)
-    folder = RunFolder(store, identity_of(open_run(store, create=True).run_id, store.place()))
+    run_view.make(store)
+    folder = RunFolder(store, identity_of(run_view.run_id(store), store.place()))
     attempt = begun(store, 1)
     assert not folder.round([attempt], []).problem
     proxy.fault = lambda request: "refuse" if request.method == "PUT" else ""
@@ -176,9 +177,7 @@ def test_a_sign_of_life_is_not_retried_past_the_next_one(
     assert puts(proxy)
     proxy.fault = lambda request: ""
     assert not folder.round([attempt], []).problem
-    found = alive(store, attempt)
-    assert found is not None
-    assert found.count == 3
+    assert run_view.signs_of_life(store, attempt) == 3
 
 
 def test_a_slow_line_does_not_fail_an_upload(
@@ -261,7 +260,7 @@ def test_a_missing_right_to_delete_is_reported_before_a_run_begins(
         Bucket=bucket, Policy=json.dumps({"Version": "2012-10-17", "Statement": [statement]})
     )
     store = opened(f"s3://{bucket}/run", s3_server)
-    open_run(store, create=True)
+    run_view.make(store)
     assert (
         "these credentials may not delete there (these credentials may not do that (AccessDenied))"
         in caplog.text
@@ -275,10 +274,10 @@ def test_a_server_that_overwrites_is_detected_before_a_run_begins(
     store: ObjectStore, proxy: Proxy, s3_server: S3Server, bucket: str
 ) -> None:
     store.check()
-    open_run(store, create=True)
+    run_view.make(store)
     proxy.fault = lambda request: "overwrite"
     with pytest.raises(RunError, match="overwrites"):
-        open_run(store, create=True)
+        run_view.make(store)
     assert [entry.name for entry in store.list("")] == ["run.json"], "it has cleared up"
 
 

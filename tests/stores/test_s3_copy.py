@@ -8,11 +8,10 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.verification import verify
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import obstore_client, open_store
 from flashckpt.store.objects import PART_BYTES
+from tests import run_view
 from tests.commit.runs import attempt_at, commit, new_run
 from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import S3Server
@@ -44,7 +43,7 @@ def test_a_run_resumes_from_its_copy(s3_server: S3Server, bucket: str, tmp_path:
     back = copy_run(remote, local)
     assert [(each.name.step, each.is_visible) for each in back.steps] == [(5, True)]
     assert flashckpt.verify(tmp_path / "run").ok
-    assert Catalogue.of(local).visible()[-1] == Catalogue.of(remote).visible()[-1]
+    assert run_view.visible(local)[-1] == run_view.visible(remote)[-1]
     assert trained(tmp_path / "run", flashckpt.Options(), 1).unique().tolist() == [6]
 
 
@@ -71,10 +70,10 @@ def test_a_copy_through_a_server_that_loses_answers(
         done = copy_run(source, open_store(f"s3://{bucket}/run", options), all_steps=True)
     assert [each.name.step for each in done.steps if each.is_visible] == [20, 10]
     remote = open_store(f"s3://{bucket}/run", s3_server.options())
-    assert verify(remote).ok
+    assert run_view.verify(remote).ok
     back = open_store(tmp_path / "back")
     assert copy_run(remote, back, all_steps=True).ok
-    assert Catalogue.of(back).visible() == Catalogue.of(source).visible()
+    assert run_view.visible(back) == run_view.visible(source)
     for path in (tmp_path / "run").rglob("*.safetensors"):
         name = path.relative_to(tmp_path / "run")
         assert (tmp_path / "back" / name).read_bytes() == path.read_bytes()

@@ -10,10 +10,9 @@ import torch
 
 import flashckpt
 from flashckpt.checkpointer import keeper_link
-from flashckpt.commit import attempts
-from flashckpt.commit.attempts import local_owner
 from flashckpt.store import open_store
 from flashckpt.store.obstore_client import ObstoreClient
+from tests import run_view
 from tests.contracts.run_contract import RunContract, UrlTrainer
 from tests.folders import contents
 from tests.processes import keepers_of
@@ -58,7 +57,7 @@ def test_the_keeper_reports_a_newer_attempt(
         with flashckpt.attach(url, options=options, **weights) as run:
             for _ in run.epochs(1):
                 run.step()
-                attempts.claim(open_store(url), local_owner())
+                run_view.supersede(open_store(url))
                 while True:
                     run.step()
 
