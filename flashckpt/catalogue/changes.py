@@ -19,7 +19,8 @@ from flashckpt.format.catalogue import (
     Folder,
     Lineage,
 )
-from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.names import DATA, MAX_ATTEMPT, AttemptName, SnapshotId
+from flashckpt.printable import escaped
 
 LINEAGE_KEPT = 1024
 """The length up to which the lineage of the current attempt keeps attempts without checkpoints."""
@@ -45,6 +46,9 @@ class Keep:
     every_steps: int | None = None
     whole: frozenset[SnapshotId] = frozenset()
     in_use: frozenset[SnapshotId] = frozenset()
+
+    def __post_init__(self) -> None:
+        assert self.last >= 1, self.last
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +144,7 @@ def is_committable(catalogue: Catalogue, checkpoint: Checkpoint) -> bool:
     Its files must be in a folder of the current writer, it must be newer than all that this writer has
     committed, and a checkpoint must name its bases now. `spared` relies on all three.
     """
-    is_own = checkpoint.writer == catalogue.writer
+    is_own = checkpoint.writer == catalogue.writer and checkpoint.id.attempt <= catalogue.writer
     is_new = is_newer(catalogue, checkpoint.id) and not catalogue.has(checkpoint.id)
     return is_own and is_new and checkpoint.bases <= bases(catalogue) | {checkpoint.folder}
 
@@ -221,7 +225,14 @@ def new_writer(
     the other store."""
     known = [catalogue.writer, catalogue.attempt, *writers, *others]
     foreign = frozenset(each for each in writers if each > catalogue.writer)
-    return NewWriter(AttemptName(max(each.number for each in known) + 1, nonce), catalogue.version, foreign)
+    number = max(each.number for each in known) + 1
+    if number > MAX_ATTEMPT:
+        raise UnusableRunError(
+            f"An attempt of this run, in its storage or in memory, has the number {number - 1}, the highest "
+            f"one. Nothing was changed. If another program has made a folder of that number in {DATA}/, "
+            "remove it."
+        )
+    return NewWriter(AttemptName(number, nonce), catalogue.version, foreign)
 
 
 def begin(catalogue: Catalogue, *, new: NewWriter, run_id: str, lineage: Lineage) -> Catalogue:
@@ -381,7 +392,7 @@ def quarantine(catalogue: Catalogue, *, checkpoint: Checkpoint, why: str) -> Cat
     """Record that a checkpoint failed two verifications. Any process may do it."""
     if checkpoint not in catalogue.checkpoints or checkpoint.id in catalogue.damaged_ids:
         return catalogue  # it was removed meanwhile, and perhaps written again
-    return _next(replace(catalogue, damaged=(*catalogue.damaged, (checkpoint.id, why))))
+    return _next(replace(catalogue, damaged=(*catalogue.damaged, (checkpoint.id, escaped(why)[:1000]))))
 
 
 def end(catalogue: Catalogue, *, writer: AttemptName) -> Catalogue:

@@ -10,10 +10,13 @@ number above all that is there, and bind the change to that version.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from flashckpt._native import xxh3_128
 from flashckpt.catalogue.changes import (
+    Hopeless,
     Keep,
     MovedError,
     Spared,
@@ -29,6 +32,7 @@ from flashckpt.catalogue.changes import (
     is_visible,
     new_writer,
     newest,
+    parent_of,
     rebuild,
     relate,
     spared,
@@ -36,7 +40,7 @@ from flashckpt.catalogue.changes import (
 )
 from flashckpt.catalogue.requests import Delete, Files, Folders, Has, Load, Put, Read, Steps
 from flashckpt.catalogue.versions import Versions
-from flashckpt.errors import DamagedError, RunHeldError, SupersededError, UnusableRunError
+from flashckpt.errors import DamagedError, DivergedError, RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import (
     EMPTY,
     FROZEN_PREFIX,
@@ -60,12 +64,14 @@ class Home(Versions):
 
     # ---- snapshots
 
-    def gather(self, folder: Folder, known: Mapping[str, PartHead] | None = None) -> Steps[Manifest | None]:
-        """Return the manifest of a snapshot, None if parts, or files that they name, are not there yet.
-        `known`: heads of parts that need not be read, by name.
+    def gather(
+        self, folder: Folder, known: Mapping[str, PartHead] | None = None
+    ) -> Steps[Manifest | Hopeless | None]:
+        """Return the manifest of a snapshot; None if parts, or files that they name, are not there yet;
+        `Hopeless` if a base has lost a file. `known`: heads of parts that need not be read, by name.
 
         A node has two parts if its keeper was replaced; either is right. DamagedError if the parts are of
-        different steps or worlds.
+        different steps or worlds, DivergedError if replicas differ.
         """
         names: dict[str, int] = yield Files(self.store, folder.path)
         heads = []
@@ -80,11 +86,22 @@ class Home(Versions):
                 "older checkpoints are untouched. Let all ranks count steps alike.",
                 path=folder.path,
             )
-        there = {folder: names}
-        for base in sorted({file.base for _, head in heads for file in head.frozen} - {folder}):
-            there[base] = yield Files(self.store, base.path)
-        chosen = _exact_cover(folder, heads, there)
-        return manifest_of(folder, chosen) if chosen else None
+        chosen = _exact_cover(heads, names)
+        if chosen is None:
+            return None
+        if not are_alike(head for _, head in chosen):
+            raise DivergedError(
+                f"{folder.path} is not committed: replicas of its ranks differ. Committed checkpoints are "
+                "untouched. Find the rank that computes something else, and resume from an earlier step.",
+                step=chosen[0][1].step,
+            )
+        manifest = manifest_of(folder, chosen)
+        for base, files in manifest.files().items():
+            # Those in its own folder are chosen by their sizes.
+            is_there = base == folder and files.items() <= names.items()
+            if not (is_there or (yield from self._has_files(base, files))):
+                return Hopeless.BASE_GONE if base != folder else None
+        return manifest
 
     def _part(self, folder: Folder, file: File) -> Steps[PartHead | None]:
         """The head of a part, None if it is gone, damaged, or of another snapshot."""
@@ -94,60 +111,54 @@ class Home(Versions):
             return None  # its shards may be whole: another part of the node can come
         return head if head is not None and head.id == folder.id else None
 
-    def publish(self, catalogue: Catalogue, nonce: str, manifest: Manifest) -> Steps[Checkpoint]:
+    def _has_files(self, folder: Folder, files: Mapping[str, int]) -> Steps[bool]:
+        """Whether a folder has files of these lengths. Asks by name for what an old listing may lack."""
+        names: dict[str, int] = yield Files(self.store, folder.path)
+        for name, num_bytes in sorted(files.items() - names.items()):
+            if not (yield Has(self.store, f"{folder.path}/{name}", num_bytes)):
+                return False
+        return True
+
+    def publish(self, catalogue: Catalogue, manifest: Manifest) -> Steps[Checkpoint]:
         """Write a manifest. Returns the checkpoint, which is not committed yet."""
-        folder = manifest.folder
-        lineage = ancestry(catalogue, folder.id)[1:]
+        lineage = ancestry(catalogue, manifest.folder.id)[1:]
         full = replace(manifest, run_id=catalogue.run_id, lineage=lineage)
-        yield Put(self.store, f"{folder.path}/{manifest_name(nonce)}", full)
-        return checkpoint_of(full, nonce)
+        checkpoint = checkpoint_of(full)
+        yield Put(self.store, checkpoint.manifest_path, full)
+        return checkpoint
 
     def commit(
         self, catalogue: Catalogue, writer: AttemptName, checkpoint: Checkpoint, keep: Keep
-    ) -> Steps[tuple[Catalogue, frozenset[SnapshotId]]]:
-        """Commit a checkpoint whose manifest is published. Returns a version, and the checkpoints that are
-        known to be whole. The checkpoint is committed if that version has it.
-
-        `keep.whole`: those that this process has found whole before, so that it does not look again. If
-        retention could drop a checkpoint, it looks at the newest of the others.
-        """
-        whole = keep.whole
+    ) -> Steps[Catalogue]:
+        """Commit a checkpoint whose manifest is published. Returns a version; the checkpoint is committed if
+        that version has it. Looks which checkpoints are whole if retention could drop one."""
+        whole = keep.whole | {checkpoint.id}
         if len(visible(catalogue)) >= keep.last:
-            whole = yield from self.whole(catalogue, keep.last - 1, whole)
-        whole |= {checkpoint.id}
+            whole |= yield from self.whole(catalogue, keep.last - 1)
         change = partial(commit, writer=writer, checkpoint=checkpoint, keep=replace(keep, whole=whole))
-        made = yield from self.update(change, catalogue)
-        return made, whole & {each.id for each in made.checkpoints}
+        return (yield from self.update(change, catalogue))
 
-    def whole(
-        self, catalogue: Catalogue, most: int, known: frozenset[SnapshotId] = frozenset()
-    ) -> Steps[frozenset[SnapshotId]]:
-        """The newest checkpoints of the history that are whole and not damaged, at most so many. `known`:
-        those that were found whole before."""
+    def whole(self, catalogue: Catalogue, most: int) -> Steps[frozenset[SnapshotId]]:
+        """The newest checkpoints of the history that are whole now and not damaged, at most so many."""
         found: set[SnapshotId] = set()
         for each in reversed(visible(catalogue)):
             if len(found) >= most:
                 break
-            is_sound = each.id not in catalogue.damaged_ids
-            if is_sound and (each.id in known or (yield from self.is_whole(each))):
+            if each.id not in catalogue.damaged_ids and (yield from self.is_whole(each)):
                 found.add(each.id)
         return frozenset(found)
 
     def is_whole(self, checkpoint: Checkpoint) -> Steps[bool]:
-        """Whether all files of a checkpoint are there. Asks by name for what an old listing may lack."""
+        """Whether all files of a checkpoint are there."""
         try:
             manifest = yield Read(self.store, checkpoint.manifest_path, Manifest)
-        except DamagedError:
-            return False
-        if manifest is None or manifest.folder != checkpoint.folder:
-            return False
-        for folder, files in manifest.files().items():
-            names = yield Files(self.store, folder.path)
-            for name, num_bytes in files.items():
-                if names.get(name) != num_bytes and not (
-                    yield Has(self.store, f"{folder.path}/{name}", num_bytes)
-                ):
+            if manifest is None or manifest.folder != checkpoint.folder:
+                return False
+            for folder, files in manifest.files().items():
+                if not (yield from self._has_files(folder, files)):
                     return False
+        except DamagedError:
+            return False  # it cannot be read, or a folder is a link
         return True
 
     # ---- new writers
@@ -168,15 +179,25 @@ class Home(Versions):
         catalogue = first = yield from self._open(nonce, mirror)
         loads, loaded, refused = 0, None, frozenset[SnapshotId]()
         while catalogue.writer == first.writer:
-            catalogue, writers = yield from self._settle(catalogue, nonce)
+            catalogue, writers = yield from self._settle(catalogue)
             if catalogue.writer != first.writer:
                 break
-            other = (yield from mirror.newest()) if mirror else EMPTY
-            lead, there = relate(catalogue, other), offers
-            if mirror:
-                there |= yield from mirror.whole(other, 1)
-            parent = yield from self._choose(catalogue, lead, there, refused)
+            other = (yield from _answer_of(mirror, catalogue)) if mirror else EMPTY
+            lead = relate(catalogue, other)
+            parent = yield from self._choose(catalogue, lead, offers, mirror, other, refused)
+            if parent is None and (refused or visible(catalogue) or visible(other)):
+                raise UnusableRunError(
+                    "No checkpoint of this run can be resumed: each lacks files, or a rank could not read "
+                    "it. Nothing was changed, and no fresh run was begun. Restore the files of data/; "
+                    "`flashckpt verify` lists what is missing. To train anew, choose another folder."
+                )
             if parent is not None and parent != loaded:
+                if loads == _MOST_LOADS:
+                    raise RunHeldError(
+                        f"Attempt {catalogue.writer} has committed newer checkpoints {loads} times while "
+                        "this start was reading. Nothing was begun. Another job trains this run: end it, or "
+                        "this one."
+                    )
                 if not (yield Load(self.store, parent)):
                     refused |= {parent}
                     continue
@@ -184,17 +205,11 @@ class Home(Versions):
             above = [other.attempt, *(each.attempt for each in offers)]
             new = new_writer(catalogue, nonce, writers, above)
             lineage = ancestry(lead, parent) if parent else ()
+            change = partial(begin, new=new, run_id=run_id, lineage=lineage)
             try:
-                return (
-                    yield from self.update(partial(begin, new=new, run_id=run_id, lineage=lineage), catalogue)
-                )
+                return (yield from self.update(change, catalogue))
             except MovedError as moved:
                 catalogue = moved.catalogue
-            if loads >= _MOST_LOADS:
-                raise RunHeldError(
-                    f"Attempt {catalogue.writer} has committed newer checkpoints {loads} times while this "
-                    "start was reading. Nothing was begun. Another job trains this run: end it, or this one."
-                )
         raise SupersededError(
             f"Attempt {catalogue.writer} has started meanwhile. This start has begun nothing. End it."
         )
@@ -203,7 +218,7 @@ class Home(Versions):
         """Make an older checkpoint the newest one of the history."""
         catalogue = yield from self.newest()
         while True:
-            catalogue, writers = yield from self._settle(catalogue, nonce)
+            catalogue, writers = yield from self._settle(catalogue)
             new = new_writer(catalogue, nonce, writers)
             try:
                 return (yield from self.update(partial(branch, new=new, parent=parent), catalogue))
@@ -214,7 +229,8 @@ class Home(Versions):
         """Make this store follow one that leads."""
         catalogue = yield from self.newest()
         while True:
-            new = new_writer(catalogue, nonce, (yield from self._writers()), (lead.attempt,))
+            writers = yield from self._writers_with_files(catalogue)
+            new = new_writer(catalogue, nonce, writers, (lead.attempt,))
             try:
                 return (yield from self.update(partial(follow, new=new, lead=lead), catalogue))
             except MovedError as moved:
@@ -226,25 +242,27 @@ class Home(Versions):
         catalogue, is_lost = yield from self._salvage()
         while True:
             if is_lost:  # what the lost version dropped must not be named again, as `adopt` would do
-                yield from self._whole_snapshots(catalogue, nonce)
-                writers = yield from self._writers()
+                yield from self._whole_snapshots(catalogue)
+                writers = yield from self._writers_with_files(catalogue)
             else:
-                catalogue, writers = yield from self._settle(catalogue, nonce)
+                catalogue, writers = yield from self._settle(catalogue)
             found = yield from self._whole_checkpoints(catalogue, writers)
             last = newest(catalogue)
             unknown = (each.id for each in found if not catalogue.has(each.id))
             if not is_lost and not any(last is None or each > last.id for each in unknown):
                 return catalogue
-            if not found:
+            runs = {manifest.run_id for manifest in found.values()}
+            if len(runs) != 1:
+                why = f"it has those of several runs ({', '.join(sorted(runs))})" if runs else "none is whole"
                 raise UnusableRunError(
-                    "No checkpoint of this run is whole, and its catalogue cannot be read. Nothing was "
+                    f"The catalogue cannot be rebuilt from the checkpoints in {DATA}/: {why}. Nothing was "
                     "changed. Restore the files of catalogue/ and data/ from a backup or a mirror."
                 )
             new = new_writer(catalogue, nonce, writers, [each.id.attempt for each in found])
             change = partial(
                 rebuild,
                 new=new,
-                run_id=next(iter(found.values())).run_id,
+                run_id=runs.pop(),
                 found=tuple(found),
                 lineages={each.id.attempt: manifest.lineage for each, manifest in found.items()},
             )
@@ -265,17 +283,17 @@ class Home(Versions):
                     return (yield from self.newest())
         return catalogue
 
-    def _settle(self, catalogue: Catalogue, nonce: str) -> Steps[tuple[Catalogue, frozenset[AttemptName]]]:
+    def _settle(self, catalogue: Catalogue) -> Steps[tuple[Catalogue, frozenset[AttemptName]]]:
         """Adopt whole snapshots of the current writer. Returns a version, and a listing of the writers that
         is younger than it."""
         while True:
-            writers = yield from self._writers()
-            found = yield from self._whole_snapshots(catalogue, nonce)
+            writers = yield from self._writers_with_files(catalogue)
+            found = yield from self._whole_snapshots(catalogue)
             if not found:
                 return catalogue, writers
             catalogue = yield from self.update(partial(adopt, found=found), catalogue)
 
-    def _whole_snapshots(self, catalogue: Catalogue, nonce: str) -> Steps[tuple[Checkpoint, ...]]:
+    def _whole_snapshots(self, catalogue: Catalogue) -> Steps[tuple[Checkpoint, ...]]:
         """Write manifests of the whole snapshots that the current writer has not committed. Returns them."""
         found = []
         for folder in (yield from self._folders(catalogue.writer)):
@@ -283,10 +301,10 @@ class Home(Versions):
                 continue
             try:
                 manifest = yield from self.gather(folder)
-            except DamagedError:
-                continue  # its parts contradict each other: it is never committed
-            if manifest is not None and is_committable(catalogue, checkpoint_of(manifest, nonce)):
-                found.append((yield from self.publish(catalogue, nonce, manifest)))
+            except (DamagedError, DivergedError):
+                continue  # it is never committed
+            if isinstance(manifest, Manifest) and is_committable(catalogue, checkpoint_of(manifest)):
+                found.append((yield from self.publish(catalogue, manifest)))
         return tuple(found)
 
     def _choose(
@@ -294,29 +312,37 @@ class Home(Versions):
         catalogue: Catalogue,
         lead: Catalogue,
         offers: frozenset[SnapshotId],
+        mirror: Home | None,
+        other: Catalogue,
         refused: frozenset[SnapshotId],
     ) -> Steps[SnapshotId | None]:
-        """The newest snapshot of the history that leads, whole in a checkpoint here or offered elsewhere."""
-        checkpoints = {each.id: each for each in catalogue.checkpoints}
-        for id in sorted((offers | checkpoints.keys()) - refused, reverse=True):
-            if is_visible(lead, id) and (id in offers or (yield from self.is_whole(checkpoints[id]))):
+        """The newest snapshot of the history that leads: offered by memory, or whole here or at the
+        mirror."""
+        here, there = ({each.id: each for each in one.checkpoints} for one in (catalogue, other))
+        for id in sorted((offers | here.keys() | there.keys()) - refused, reverse=True):
+            if not is_visible(lead, id):
+                continue
+            if id in offers or (id in here and (yield from self.is_whole(here[id]))):
+                return id
+            if mirror and id in there and (yield from mirror.is_whole(there[id])):
                 return id
         return None
 
     def _salvage(self) -> Steps[tuple[Catalogue, bool]]:
         """Return the newest version that can be read, as if it were the newest, and whether it is not.
 
-        Versions older than `keep_versions` prove nothing: see Versions.
+        Versions beyond the newest `keep_versions` prove nothing: see Versions.
         """
-        number, run_id = yield from self._listed(EMPTY)
-        for older in range(number, max(number - self.keep_versions, 0), -1):
+        numbers = sorted((yield from self._numbers()), reverse=True)
+        newest = numbers[0] if numbers else (0, "")
+        for number, run_id in numbers[: self.keep_versions]:
             try:
-                found = yield Read(self.store, version_path(older, run_id), Catalogue)
+                found = yield Read(self.store, version_path(number, run_id), Catalogue)
             except DamagedError:
                 continue
-            if found is not None and found.version == older:
-                return replace(found, version=number), older != number
-        return replace(EMPTY, version=number), True
+            if found is not None and found.version == number:
+                return replace(found, version=newest[0]), number != newest[0]
+        return replace(EMPTY, version=newest[0], run_id=newest[1]), True
 
     def _whole_checkpoints(
         self, catalogue: Catalogue, writers: Iterable[AttemptName]
@@ -332,6 +358,7 @@ class Home(Versions):
                     continue
                 for checkpoint, manifest in (yield from self._manifests(folder)):
                     is_other = named.get(folder.id, checkpoint) != checkpoint
+                    is_other |= catalogue.run_id not in ("", manifest.run_id)
                     if not is_other and (yield from self.is_whole(checkpoint)):
                         found.pop(folder.id, None)
                         found[folder.id] = checkpoint, manifest
@@ -349,34 +376,68 @@ class Home(Versions):
                 manifest = yield Read(self.store, f"{folder.path}/{name}", Manifest)
             except DamagedError:
                 continue
-            if manifest is not None and manifest.folder == folder:
-                found.append((checkpoint_of(manifest, nonce), manifest))
+            if (
+                manifest is not None
+                and manifest.folder == folder
+                and checkpoint_of(manifest).manifest == nonce
+            ):
+                found.append((checkpoint_of(manifest), manifest))
         return found
 
     # ---- deletion
 
     def collect(self, catalogue: Catalogue) -> Steps[None]:
-        """Delete garbage. Any process may do it at any time."""
+        """Delete garbage. Any process may do it at any time. Raises the first OSError once all else is
+        deleted."""
+        failure: OSError | None = None
         for writer in sorted((yield from self._writers())):
             if not is_known(catalogue, writer):
                 continue
-            folders = yield from self._folders(writer)
+            try:
+                folders = yield from self._folders(writer)
+                if not folders and writer != catalogue.writer:
+                    yield Delete(self.store, f"{DATA}/{writer}", ())
+            except OSError as error:
+                failure = failure or error
+                continue
             for folder, kept in spared(catalogue, folders).items():
-                if kept is Spared.ALL:
-                    continue
-                names = yield Files(self.store, folder.path)
-                is_frozen_kept = kept is Spared.FROZEN
-                doomed = (e for e in names if not (is_frozen_kept and e.startswith(FROZEN_PREFIX)))
-                yield Delete(self.store, folder.path, tuple(sorted(doomed)))
+                try:
+                    yield from self._delete_from(folder, kept)
+                except OSError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _delete_from(self, folder: Folder, kept: Spared) -> Steps[None]:
+        if kept is Spared.ALL:
+            return
+        names = yield Files(self.store, folder.path)
+        is_frozen_kept = kept is Spared.FROZEN
+        doomed = (name for name in names if not (is_frozen_kept and name.startswith(FROZEN_PREFIX)))
+        yield Delete(self.store, folder.path, tuple(sorted(doomed)))
 
     def make_room(self, catalogue: Catalogue) -> Steps[None]:
         yield from super().make_room(catalogue)
-        yield from self.collect(catalogue)
+        with suppress(OSError):
+            yield from self.collect(catalogue)
 
     def _writers(self) -> Steps[frozenset[AttemptName]]:
         """The attempts that have a folder in data/."""
         names = yield Folders(self.store, DATA)
         return frozenset(each for each in map(AttemptName.parse, names) if each is not None)
+
+    def _writers_with_files(self, catalogue: Catalogue) -> Steps[frozenset[AttemptName]]:
+        """The same, but for newer writers than that of a version, of which empty folders are left: they would
+        be foreign for ever."""
+        writers = yield from self._writers()
+        empty = set()
+        for writer in sorted(each for each in writers if each > catalogue.writer):
+            for folder in (yield from self._folders(writer)):
+                if (yield Files(self.store, folder.path)):
+                    break
+            else:
+                empty.add(writer)
+        return writers - empty
 
     def _folders(self, writer: AttemptName) -> Steps[list[Folder]]:
         """The folders of a writer's snapshots, oldest first."""
@@ -384,24 +445,33 @@ class Home(Versions):
 
 
 def _exact_cover(
-    folder: Folder, heads: Iterable[tuple[File, PartHead]], there: Mapping[Folder, Mapping[str, int]]
+    heads: Iterable[tuple[File, PartHead]], names: Mapping[str, int]
 ) -> list[tuple[File, PartHead]] | None:
-    """Parts that hold each rank once, and whose files are there. None if there are none. `there`: the lengths
-    of the files in each folder."""
+    """Parts that hold each rank once, and whose shards are there. None if there are none. `names`: the
+    lengths of the files in their folder. The ranks of a node are the same in each part of an attempt."""
     chosen: list[tuple[File, PartHead]] = []
     free: set[int] = set()
     for file, head in sorted(heads, key=lambda each: (-len(each[1].ranks), each[0].name)):
         free = free or set(range(head.world))
         ranks = {each.rank for each in head.ranks}
-        own = there[folder]
-        is_there = all(own.get(each.name) == each.num_bytes for each in head.files)
-        is_there &= all(there[each.base].get(each.name) == each.num_bytes for each in head.frozen)
-        if is_there and ranks <= free:
+        if ranks <= free and all(names.get(each.name) == each.num_bytes for each in head.files):
             chosen.append((file, head))
             free -= ranks
             if not free:
-                return chosen if are_alike(each for _, each in chosen) else None
+                return chosen
     return None
+
+
+def _answer_of(mirror: Home, catalogue: Catalogue) -> Steps[Catalogue]:
+    """The newest version of a mirror. If it does not answer, EMPTY, unless it may have what the home lacks:
+    the home has no checkpoint, or its attempt has resumed one of the mirror."""
+    try:
+        return (yield from mirror.newest())
+    except (OSError, DamagedError):
+        parent = parent_of(catalogue)
+        if newest(catalogue) is None or (parent is not None and not catalogue.has(parent)):
+            raise
+        return EMPTY
 
 
 def _again(catalogue: Catalogue, moved: MovedError) -> Catalogue:
@@ -416,13 +486,14 @@ def _again(catalogue: Catalogue, moved: MovedError) -> Catalogue:
     return moved.catalogue
 
 
-def checkpoint_of(manifest: Manifest, nonce: str) -> Checkpoint:
-    """The checkpoint that a manifest with this nonce in its name makes."""
+def checkpoint_of(manifest: Manifest) -> Checkpoint:
+    """The checkpoint that a manifest makes. Its nonce is a checksum of its bytes: processes that write the
+    same manifest write one file."""
     return Checkpoint(
         id=manifest.folder.id,
         step=manifest.step,
         writer=manifest.folder.writer,
-        manifest=nonce,
+        manifest=xxh3_128(manifest.to_bytes()).hex()[:16],
         num_bytes=manifest.num_bytes,
         bases=manifest.bases,
     )

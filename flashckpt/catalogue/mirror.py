@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashckpt.catalogue.changes import Keep
+from flashckpt.catalogue.changes import Keep, bases
 from flashckpt.catalogue.home import Home
-from flashckpt.catalogue.requests import Copy, Read, Steps
-from flashckpt.errors import DamagedError
-from flashckpt.format.catalogue import Catalogue, Checkpoint, Folder
+from flashckpt.catalogue.requests import Copy, Files, Read, Steps
+from flashckpt.format.catalogue import FROZEN_PREFIX, Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import FrozenFile, Manifest
 
 
@@ -24,6 +23,9 @@ def copy_checkpoint(
     """Copy a checkpoint in a new session. Returns a version of the mirror, which has it unless it was
     overtaken there; None if retention at the home has removed it meanwhile. SupersededError if another copier
     came, or another job uses the mirror as its home. DamagedError if its manifest is."""
+    there = yield from mirror.newest()
+    if there.has(checkpoint.id):
+        return there
     target = yield from mirror.follow(nonce, source)
     if target.has(checkpoint.id):
         return target
@@ -31,22 +33,23 @@ def copy_checkpoint(
     if manifest is None:
         return None
     folder = Folder(target.writer, checkpoint.id)
-    there = (yield from _frozen_files(mirror, target)) if manifest.frozen else {}
+    known = (yield from _frozen_files(mirror, target)) if manifest.frozen else {}
     frozen = []
     for each in manifest.frozen:
-        if each.name not in there:
+        there_already = known.get(each.name)
+        if there_already is None or there_already.num_bytes != each.num_bytes:
             if not (yield _copy(home, mirror, each.base, folder, each.name, each.num_bytes)):
                 return None
-            there[each.name] = FrozenFile(folder, each.name, each.num_bytes)
-        frozen.append(there[each.name])
-    for name, num_bytes in manifest.files()[manifest.folder].items():
-        is_frozen = any((manifest.folder, name) == (each.base, each.name) for each in manifest.frozen)
-        if not is_frozen and not (yield _copy(home, mirror, manifest.folder, folder, name, num_bytes)):
+            known[each.name] = FrozenFile(folder, each.name, each.num_bytes)
+        frozen.append(known[each.name])
+    for name, num_bytes in [(each.name, each.num_bytes) for each in (*manifest.parts, *manifest.shards)]:
+        if not (yield _copy(home, mirror, manifest.folder, folder, name, num_bytes)):
             return None
     made = replace(manifest, folder=folder, frozen=tuple(sorted(frozen)))
-    committed = yield from mirror.publish(target, nonce, made)
-    target, _ = yield from mirror.commit(target, target.writer, committed, keep)
+    committed = yield from mirror.publish(target, made)
+    target = yield from mirror.commit(target, target.writer, committed, keep)
     yield from mirror.collect(target)
+    yield from mirror.trim(target)
     return target
 
 
@@ -55,13 +58,11 @@ def _copy(home: Home, mirror: Home, source: Folder, target: Folder, name: str, n
 
 
 def _frozen_files(mirror: Home, target: Catalogue) -> Steps[dict[str, FrozenFile]]:
-    """The frozen files that checkpoints of a mirror have, by name. Names are unique in a run."""
-    found = {}
-    for checkpoint in target.checkpoints:
-        if checkpoint.bases:
-            try:
-                manifest = yield Read(mirror.store, checkpoint.manifest_path, Manifest)
-            except DamagedError:
-                continue
-            found.update({each.name: each for each in (manifest.frozen if manifest else ())})
+    """The frozen files that checkpoints of a mirror have, by name, and that are there. Names are unique in a
+    run."""
+    found: dict[str, FrozenFile] = {}
+    for base in sorted(bases(target)):
+        names: dict[str, int] = yield Files(mirror.store, base.path)
+        frozen = ((name, size) for name, size in names.items() if name.startswith(FROZEN_PREFIX))
+        found |= {name: FrozenFile(base, name, size) for name, size in frozen}
     return found

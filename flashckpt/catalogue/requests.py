@@ -6,17 +6,18 @@ test can put the requests of several processes in every order, and fail or delay
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from flashckpt.errors import DamagedError
+from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.checked_json import JsonRecord
 from flashckpt.format.manifest import PartHead
 from flashckpt.format.names import DATA, SnapshotId
-from flashckpt.store.base import LengthError, Store
+from flashckpt.store.base import LOST_BYTES, Store
 
 _T = TypeVar("_T")
 Steps = Generator["Request", Any, _T]
@@ -45,7 +46,8 @@ class Create(Request):
 
 @dataclass(frozen=True, slots=True)
 class Put(Request):
-    """Write a file whose name no other process uses, durably."""
+    """Write a file durably. Other processes use its name for the same bytes alone. FileExistsError if another
+    file has it."""
 
     path: str
     record: JsonRecord
@@ -141,21 +143,50 @@ class Stores:
         if isinstance(request, Load):
             return self._load(request.id)
         store = self._stores[request.store]
-        if isinstance(request, (Create, Put)):
-            return store.create(request.path, request.record.to_bytes())
-        if isinstance(request, Read):
-            return _read(store, request)
-        if isinstance(request, Files):
-            return {each.name: each.num_bytes for each in store.list(request.folder) if not each.is_folder}
-        if isinstance(request, Folders):
-            return tuple(each.name for each in store.list(request.folder) if each.is_folder)
-        if isinstance(request, Has):
-            return _has(store, request.path, request.num_bytes)
+        if isinstance(request, Delete):
+            return _delete(store, request)
         if isinstance(request, Copy):
             assert self._copy is not None
             return self._copy(store, self._stores[request.target], request)
-        assert isinstance(request, Delete), request
-        return _delete(store, request)
+        if isinstance(request, (Create, Put)):
+            return _write(store, request)
+        try:
+            return _look(store, request)
+        except OSError as error:
+            if error.errno in LOST_BYTES:
+                raise DamagedError(f"{_path(request)}: {error}", path=_path(request)) from error
+            raise
+        except RunError as error:
+            # A link in place of a folder, or another format: of a snapshot it concerns that snapshot alone.
+            if _path(request).startswith(f"{DATA}/"):
+                raise DamagedError(str(error), path=_path(request)) from error
+            raise
+
+
+def _look(store: Store, request: Request) -> Any:
+    if isinstance(request, Read):
+        return _read(store, request)
+    if isinstance(request, Files):
+        return {each.name: each.num_bytes for each in store.list(request.folder) if not each.is_folder}
+    if isinstance(request, Folders):
+        return tuple(each.name for each in store.list(request.folder) if each.is_folder)
+    assert isinstance(request, Has), request
+    return _has(store, request.path, request.num_bytes)
+
+
+def _path(request: Request) -> str:
+    return request.path if isinstance(request, (Read, Has)) else getattr(request, "folder", "")
+
+
+def _write(store: Store, request: Create | Put) -> bool:
+    """Create a file, once it is sure that it can be read back."""
+    data, kind = request.record.to_bytes(), type(request.record)
+    if kind.from_bytes(data, request.path) != request.record:
+        raise ValueError(f"{request.path} would not be read back as it is written")
+    created = store.create(request.path, data)
+    if not created and isinstance(request, Put) and store.read(request.path, kind.MAX_BYTES) != data:
+        raise FileExistsError(errno.EEXIST, "another file has the name", request.path)
+    return created
 
 
 def _read(store: Store, request: Read) -> JsonRecord | None:
@@ -177,7 +208,7 @@ def _has(store: Store, path: str, num_bytes: int) -> bool:
     """Open a local file: NFS then asks the server. Listings of object stores are never old."""
     try:
         file = store.descriptor(path, num_bytes)
-    except (FileNotFoundError, LengthError):
+    except (FileNotFoundError, DamagedError):
         return False
     if file is not None:
         os.close(file)
@@ -187,7 +218,7 @@ def _has(store: Store, path: str, num_bytes: int) -> bool:
 
 
 def _delete(store: Store, request: Delete) -> None:
-    store.remove_files(f"{request.folder}/{name}" for name in request.names)
+    if request.names:
+        store.remove_files(f"{request.folder}/{name}" for name in request.names)
     if store.capabilities.rename and request.folder.startswith(f"{DATA}/"):
         store.remove(request.folder)
-        store.remove(request.folder.rpartition("/")[0])

@@ -12,15 +12,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashckpt.catalogue.requests import Create, Delete, Files, Read, Steps
-from flashckpt.errors import DamagedError, RunError
-from flashckpt.format.catalogue import CATALOGUE, EMPTY, Catalogue, parse_version, version_path
+from flashckpt.errors import DamagedError, RunError, UnusableRunError
+from flashckpt.format.catalogue import (
+    CATALOGUE,
+    EMPTY,
+    MAX_VERSION,
+    Catalogue,
+    parse_version,
+    version_path,
+)
 
 KEEP_VERSIONS = 64
 """Versions that stay. A process that sleeps through more of them is noticed."""
 _KEPT_IF_FULL = 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_MOST_VANISHED = 3
+"""A version that is listed and is not there, so often in a row, is not only newer than the listing."""
 
 Change = Callable[[Catalogue], Catalogue]
+Number = tuple[int, str]
+"""The number of a version, and its run. (0, "") if there is none."""
 
 
 @dataclass(frozen=True)
@@ -30,36 +41,38 @@ class Versions:
     store: str = "home"
     keep_versions: int = KEEP_VERSIONS
 
-    def newest(self, known: Catalogue = EMPTY, at_least: tuple[int, str] = (0, "")) -> Steps[Catalogue]:
+    def newest(self, known: Catalogue = EMPTY, at_least: Number = (0, "")) -> Steps[Catalogue]:
         """Return the newest version, EMPTY if there is none. `known`: one that the caller has. `at_least`:
-        number and run of one that is known to exist. DamagedError if it cannot be read; RunError if another
-        run, or an older catalogue, is here now."""
-        number, run_id = at_least if at_least[0] else (yield from self._listed(known))
-        if number < known.version:
+        one that is known to exist. DamagedError if it cannot be read; RunError if another run, or an older
+        catalogue, is here now."""
+        newest = at_least if at_least[0] else (yield from self._newest_number(known))
+        if newest[0] < known.version:
             if (yield Read(self.store, known.path, Catalogue)) is None:
-                raise RunError(
-                    f"The catalogue of run {known.run_id} was replaced by an older one, or was deleted. "
-                    "Nothing was changed, and this process commits nothing more. Start again: what is whole "
-                    "is adopted."
-                )
-            number = known.version  # the listing was old
-        while number != known.version:
+                raise _replaced(known)
+            newest = known.version, known.run_id  # the listing was old
+        vanished = 0
+        while newest[0] != known.version:
             found: Catalogue | None = None
-            problem = None
+            problem = ""
             try:
-                found = yield Read(self.store, version_path(number, run_id), Catalogue)
+                found = yield Read(self.store, version_path(*newest), Catalogue)
             except DamagedError as error:
-                problem = error
-            listed, run_id = yield from self._listed(known)
-            if listed <= number and problem is not None:
-                raise _unreadable(number, str(problem).partition(". ")[0])
-            if listed <= number and found is not None:
-                if found.version != number:
-                    raise _unreadable(number, "it is a copy of another version")
+                problem = str(error).partition(". ")[0]
+            listed = yield from self._newest_number(known)
+            if listed <= newest and problem:
+                raise _unreadable(newest[0], problem)
+            if listed <= newest and found is not None:
+                if found.version != newest[0] or newest[1] not in ("", found.run_id):
+                    raise _unreadable(newest[0], "it is a copy of another version")
                 if known.run_id not in ("", found.run_id):
-                    raise _replaced(known.run_id, found.run_id)
+                    raise _replaced(known)
                 return found
-            number = max(number, listed)
+            vanished = vanished + 1 if found is None and not problem and listed <= newest else 0
+            if vanished > _MOST_VANISHED:
+                if known.version or not listed < newest:
+                    raise _replaced(known)
+                newest, vanished = listed, 0  # the run was deleted while it was read
+            newest = max(newest, listed)
         return known
 
     def update(self, change: Change, known: Catalogue = EMPTY) -> Steps[Catalogue]:
@@ -73,6 +86,11 @@ class Versions:
         """
         catalogue, is_full = (yield from self.newest(known)), False
         while (wanted := change(catalogue)) is not catalogue:
+            if wanted.version > MAX_VERSION:
+                raise UnusableRunError(
+                    f"{CATALOGUE}/ has a version with the highest number, {catalogue.version}. Nothing was "
+                    "changed. If another program has written it, remove it."
+                )
             created, failure = False, None
             try:
                 created = yield Create(self.store, wanted.path, wanted)
@@ -80,7 +98,7 @@ class Versions:
                 failure = error
             # A listing can be old. A number that was created, or is taken, exists.
             exists = wanted.version if failure is None else catalogue.version
-            newest = max((exists, catalogue.run_id), (yield from self._listed(catalogue)))
+            newest = max((exists, catalogue.run_id), (yield from self._newest_number(catalogue)))
             if created and newest[0] == wanted.version:
                 return wanted
             catalogue = yield from self.newest(catalogue, newest)
@@ -93,38 +111,51 @@ class Versions:
 
     def make_room(self, catalogue: Catalogue) -> Steps[None]:
         """Delete what a version does not need, where a version could not be created on a full disk."""
-        yield from self.trim(catalogue, _KEPT_IF_FULL)
+        yield from self._trim(catalogue, _KEPT_IF_FULL)
 
-    def trim(self, catalogue: Catalogue, keep_versions: int = 0) -> Steps[None]:
+    def trim(self, catalogue: Catalogue) -> Steps[None]:
         """Delete old versions, and temporary files of creators that died: a living one tries again."""
-        first = max(1, catalogue.version - (keep_versions or self.keep_versions) + 1)
+        yield from self._trim(catalogue, self.keep_versions)
+
+    def _trim(self, catalogue: Catalogue, keep_versions: int) -> Steps[None]:
+        first = max(1, catalogue.version - keep_versions + 1)
         names = yield Files(self.store, CATALOGUE)
         old = tuple(sorted(name for name in names if name < f"{first:09d}"))
         if old:
             yield Delete(self.store, CATALOGUE, old)
 
-    def _listed(self, known: Catalogue) -> Steps[tuple[int, str]]:
-        """The number of the newest version that is listed, and its run. 0 if there is none. RunError if there
-        are versions of another run than that of `known`."""
+    def _newest_number(self, known: Catalogue = EMPTY) -> Steps[Number]:
+        return max((yield from self._numbers(known)), default=(0, ""))
+
+    def _numbers(self, known: Catalogue = EMPTY) -> Steps[list[Number]]:
+        """The versions that are listed. With a version in hand only those of its run count. UnusableRunError
+        if none is in hand, and there are versions of several runs."""
         names = yield Files(self.store, CATALOGUE)
-        versions = [each for each in map(parse_version, names) if each is not None]
-        number, run_id = max(versions, default=(0, ""))
-        for other in sorted({run for _, run in versions} - {"", known.run_id or run_id}):
-            raise _replaced(known.run_id or run_id, other)
-        return number, run_id
+        found = [each for each in map(parse_version, names) if each is not None]
+        if known.run_id:
+            return [each for each in found if each[1] in ("", known.run_id)]
+        runs = sorted({run_id for _, run_id in found} - {""})
+        if len(runs) > 1:
+            raise UnusableRunError(
+                f"{CATALOGUE}/ has versions of several runs ({', '.join(runs)}). Nothing was read or "
+                "changed. One of them was deleted while a process of it lived. Remove the files in it that "
+                "end with its id."
+            )
+        return found
 
 
-def _replaced(run_id: str, other: str) -> RunError:
+def _replaced(known: Catalogue) -> RunError:
     return RunError(
-        f"Run {run_id} was replaced by run {other}. Nothing was changed, and this process commits nothing "
-        "more. End it, and start again in a folder of its own."
+        f"The catalogue of run {known.run_id} was deleted, or was replaced by another one. Nothing was "
+        "changed, and this process commits nothing more. Start again: what is whole in the same run is "
+        "adopted."
     )
 
 
 def _unreadable(number: int, why: str) -> DamagedError:
     return DamagedError(
         f"Version {number} of the catalogue, the newest one, cannot be read: {why}. Nothing was used or "
-        "changed. `flashckpt recover` makes another version from the one before and from the checkpoints "
-        "that are whole.",
+        "changed. If it is no file, remove it; else `flashckpt recover` makes another version from the one "
+        "before and from the checkpoints that are whole.",
         path=CATALOGUE,
     )

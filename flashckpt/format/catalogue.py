@@ -120,8 +120,8 @@ class Catalogue(JsonRecord):
     the session that copies. attempt: the current attempt. ended: it has ended in order. failed_starts: how
     many attempts in a row before it resumed from the same parent, and died without a checkpoint.
     committed: the newest snapshot that `writer` has committed; it commits in ascending order.
-    checkpoints: in the order in which they were added. lineages: of the current attempt, and of each attempt
-    that has a checkpoint. foreign: writers that this run's catalogue did not know when a new writer found
+    checkpoints: in the order in which they were added. lineages: of the current attempt, and of others that
+    have a checkpoint. foreign: writers that this run's catalogue did not know when a new writer found
     their files, because it was restored from a backup; their files stay. damaged: checkpoints that failed two
     verifications, each with the host and the reason; retention and `ls` read it.
     """
@@ -194,12 +194,8 @@ class Catalogue(JsonRecord):
         for number, rows in _rows(fields, "lineages", 2):
             if type(rows) is not list:
                 fields.refuse("a lineage is not a list")
-            lineage = tuple(_id(fields, row, names) for row in rows)
-            attempt = _item(fields, names, number)
-            if any(newer.attempt <= older.attempt for newer, older in pairwise(lineage)) or (
-                lineage and lineage[0].attempt >= attempt
-            ):
-                fields.refuse("a lineage is out of order")
+            attempt, lineage = _item(fields, names, number), tuple(_id(fields, row, names) for row in rows)
+            check_lineage(fields, attempt, lineage)
             lineages.append((attempt, lineage))
         catalogue = cls(
             run_id=fields.text("run_id", pattern=RUN_ID),
@@ -220,8 +216,8 @@ class Catalogue(JsonRecord):
         if len(ids) != len(checkpoints) or not ids.issuperset(id for id, _ in catalogue.damaged):
             fields.refuse("a checkpoint is listed twice, or a damaged one is not listed")
         known = dict(lineages)
-        if len(known) != len(lineages) or not known.keys() >= {catalogue.attempt, *(i.attempt for i in ids)}:
-            fields.refuse("the lineage of an attempt is missing, or is there twice")
+        if len(known) != len(lineages) or catalogue.attempt not in known:
+            fields.refuse("the lineage of an attempt is there twice, or that of the current one is missing")
         return catalogue
 
 
@@ -247,6 +243,13 @@ def _id_row(id: SnapshotId, names: Mapping[AttemptName, int]) -> list[int]:
 def lineage_rows(lineage: Lineage) -> list[list[Any]]:
     """A lineage as JSON."""
     return [[str(each.attempt), each.boundary] for each in lineage]
+
+
+def check_lineage(fields: Fields, attempt: AttemptName, lineage: Lineage) -> None:
+    """DamagedError unless each ancestor is older than the one before."""
+    attempts = [attempt, *(each.attempt for each in lineage)]
+    if any(newer <= older for newer, older in pairwise(attempts)):
+        fields.refuse("a lineage is out of order")
 
 
 # A catalogue may have ten thousand checkpoints, so that a row costs a few microseconds and no `Fields`.

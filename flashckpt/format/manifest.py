@@ -17,6 +17,7 @@ from flashckpt.format.catalogue import (
     RUN_ID,
     Folder,
     Lineage,
+    check_lineage,
     is_count,
     lineage_rows,
 )
@@ -237,6 +238,7 @@ class Manifest(JsonRecord):
             shards=tuple(File(*_file(fields, row, SHARD)) for row in _rows(fields, "shards", 2)),
             frozen=tuple(_frozen_file(fields, row) for row in fields.items("frozen", MAX_RANK)),
         )
+        check_lineage(fields, manifest.folder.id.attempt, manifest.lineage)
         names = [each.name for each in parts] + [each.name for each in manifest.shards]
         if len(set(names)) != len(names) or len(manifest.shards) != world:
             fields.refuse("it names a file twice, or not one shard for each rank")

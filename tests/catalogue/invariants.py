@@ -158,6 +158,8 @@ class Invariants:
         last, parent = newest_whole(before, files), parent_of(made)
         if made.ended:
             return self._judge_adoption(before, made)
+        if parent is None and (visible(before) or visible(mirror)):
+            return f"I6: {made.attempt} begins a fresh run beside checkpoints"
         if last is not None and (parent is None or parent < last):
             return f"I6: {made.attempt} resumes {parent}, and {last} is committed"
         if parent is not None and not (made.has(parent) or mirror.has(parent) or parent in self.memory):
@@ -171,7 +173,7 @@ class Invariants:
         for folder in {
             folder_of(*path.split("/")[2:4]) for path in self.first if path.startswith("home/data/")
         }:
-            is_whole = run_alone(self.first, HOME.gather(folder))[1] is not None
+            is_whole = isinstance(run_alone(self.first, HOME.gather(folder))[1], Manifest)
             is_pending = folder.writer == before.writer and is_newer(before, folder.id)
             if is_pending and is_whole and not made.has(folder.id):
                 return f"I6: version {made.version} does not adopt {folder.id}, which is whole"
@@ -231,8 +233,11 @@ class Invariants:
                     return f"I5: {store}/{path} is never deleted"
         if mirror and not lasts["mirror"].has(SnapshotId(last.attempt, 91)):
             return "I5: the mirror does not get the last checkpoint"
-        versions = [path for path in files if path.startswith("home/catalogue/")]
-        return f"I5: {versions} are left" if len(versions) > HOME.keep_versions else ""
+        for store in lasts:
+            versions = [path for path in files if path.startswith(f"{store}/catalogue/")]
+            if len(versions) > HOME.keep_versions:
+                return f"I5: {versions} are left"
+        return ""
 
 
 def _number(name: str) -> int:

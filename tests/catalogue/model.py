@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from flashckpt.catalogue.requests import (
@@ -25,7 +26,7 @@ from flashckpt.catalogue.requests import (
     Steps,
 )
 from flashckpt.errors import DamagedError
-from flashckpt.format.catalogue import CATALOGUE
+from flashckpt.format.catalogue import CATALOGUE, Catalogue
 
 World = Mapping[str, Any]
 """The content of each file, by STORE/PATH."""
@@ -57,6 +58,11 @@ class Page(Request):
 
     listing: Files | Folders
     after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrite(Put):
+    """Write a file over another one, as no function of the protocol does."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,9 @@ class Store:
             try:
                 if isinstance(request, Put) and self.has_temporaries and "/rank-" in request.path:
                     yield Put(request.store, request.path, SHORT)  # type: ignore[arg-type]
+                    answer = yield request
+                elif isinstance(request, Copy) and self.has_temporaries and "/rank-" in request.path:
+                    yield Put(request.target, request.target_path, SHORT)  # type: ignore[arg-type]
                     answer = yield request
                 elif isinstance(request, Create) and self.has_temporaries:
                     folder, _, name = request.path.rpartition("/")
@@ -178,10 +187,19 @@ class Store:
             if path not in world:
                 return world, False
             return {**world, f"{request.target}/{request.target_path}": world[path]}, True
-        if isinstance(request, Create) and path in world:
-            return world, False
         assert isinstance(request, (Create, Put)), request
+        if isinstance(request.record, Catalogue):
+            _round_trip(request.record)
+        if path in world and not isinstance(world[path], Short) and not isinstance(request, Overwrite):
+            is_other = isinstance(request, Put) and world[path] != request.record
+            return world, FileExistsError(errno.EEXIST, "another file") if is_other else False
         return {**world, path: request.record}, True
+
+
+@cache
+def _round_trip(catalogue: Catalogue) -> None:
+    """A version that is written can be read."""
+    assert Catalogue.from_bytes(catalogue.to_bytes(), "file") == catalogue
 
 
 def _next(steps: Generator[Any, Any, Any], answer: Any) -> Any:

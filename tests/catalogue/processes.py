@@ -11,6 +11,7 @@ from typing import Any
 
 from flashckpt.catalogue import mirror as mirrors
 from flashckpt.catalogue.changes import (
+    Hopeless,
     Keep,
     end,
     hopeless,
@@ -108,7 +109,7 @@ class Leader:
         yield from self._tidy(catalogue)
         for parent in memory & {*lineage_of(catalogue, writer)[:1]}:
             if boundaries and not catalogue.has(parent):
-                catalogue, _ = yield from self.save(catalogue, writer, parent)
+                catalogue = yield from self.save(catalogue, writer, parent)
         return (yield from self.lead(catalogue, writer, boundaries))
 
     def lead(
@@ -119,10 +120,9 @@ class Leader:
         frozen: tuple[str | FrozenFile, ...] = (),
     ) -> Steps[Catalogue]:
         """Save snapshots of this attempt. `catalogue` is the version that the leader knows."""
-        whole = frozenset[SnapshotId]()
         for index, boundary in enumerate(boundaries):
             id, shared = SnapshotId(writer, boundary), frozen[index] if frozen else ""
-            catalogue, whole = yield from self.save(catalogue, writer, id, shared, whole)
+            catalogue = yield from self.save(catalogue, writer, id, shared)
             if shared and not catalogue.has(id):
                 frozen = ("new",) * len(frozen)  # the base is gone
         if self.ends:
@@ -135,11 +135,9 @@ class Leader:
         writer: AttemptName,
         id: SnapshotId,
         frozen: str | FrozenFile = "",
-        whole: frozenset[SnapshotId] = frozenset(),
-    ) -> Steps[tuple[Catalogue, frozenset[SnapshotId]]]:
-        """Save a snapshot. `whole`: the checkpoints that this leader has found whole."""
+    ) -> Steps[Catalogue]:
         name, folder = f"{self.name}{id.boundary}", Folder(writer, id)
-        manifest: Manifest | None = None
+        manifest: Manifest | Hopeless | None = None
         for _ in range(self.polls):
             manifest = yield from HOME.gather(folder)
             if manifest is not None:
@@ -147,13 +145,13 @@ class Leader:
         if not self.polls:
             head = yield from _until_done(lambda: write(writer, id, name, frozen=frozen))
             manifest = alone(folder, name, head)
-        if manifest is None:
-            return catalogue, whole
-        checkpoint = yield from _until_done(lambda: HOME.publish(catalogue, nonce(name), manifest))
+        if not isinstance(manifest, Manifest):
+            return catalogue
+        checkpoint = yield from _until_done(lambda: HOME.publish(catalogue, manifest))
         while True:
-            keep = Keep(last=self.keep, whole=whole)
+            keep = Keep(last=self.keep)
             try:
-                catalogue, whole = yield from HOME.commit(catalogue, writer, checkpoint, keep)
+                catalogue = yield from HOME.commit(catalogue, writer, checkpoint, keep)
             except OSError:
                 continue
             if catalogue.has(id):
@@ -163,7 +161,7 @@ class Leader:
                 yield Report("never", ("home", checkpoint))  # type: ignore[misc]
                 break
         yield from self._tidy(catalogue)
-        return catalogue, whole
+        return catalogue
 
     def _tidy(self, catalogue: Catalogue) -> Steps[None]:
         if self.collects:

@@ -145,7 +145,7 @@ class Begun:
         head = PartHead(id=dropped.id, step=0, world=1, node=0, ranks=(files,))
         behind = {**backup, f"home/{dropped.path}/{part}": head}
         manifest = Manifest(folder=dropped, step=0, world=1, parts=(PartFile(part, 1, (0,)),), shards=())
-        self.behind = run_alone(behind, HOME.publish(EMPTY, nonce("a0"), manifest))[0]
+        self.behind = run_alone(behind, HOME.publish(replace(EMPTY, run_id=run_id("a")), manifest))[0]
         versions = sorted(path for path in later if "/catalogue/" in path)
         self.unreadable = {**self.lost, **dict.fromkeys(versions[-2:], SHORT)}
         self.newest_unreadable = {**self.lost, versions[-2]: later[versions[-2]], versions[-1]: SHORT}

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
-from dataclasses import replace
 
 from flashckpt.catalogue.changes import Keep, visible
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Stores
 from flashckpt.format.catalogue import DATA, Catalogue, Checkpoint, Folder
-from flashckpt.format.manifest import File, FrozenFile, PartHead, RankFiles, part_name
+from flashckpt.format.manifest import File, FrozenFile, Manifest, PartHead, RankFiles, part_name
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.store.base import Store
 
@@ -29,7 +28,7 @@ class Job:
     def __init__(self, store: Store, home: Home = HOME, offers: Iterable[SnapshotId] = ()) -> None:
         self.store, self.home, self.run = store, home, Stores({home.store: store}).run
         self.catalogue = self.run(home.start(RUN, nonce(), frozenset(offers)))
-        self.name, self.whole = self.catalogue.writer, frozenset[SnapshotId]()
+        self.name = self.catalogue.writer
 
     def write(
         self, id: SnapshotId, ranks: tuple[int, ...] = (0,), world: int = 1, frozen: FrozenFile | None = None
@@ -40,11 +39,10 @@ class Job:
     def commit(self, id: SnapshotId, keep: Keep) -> Checkpoint | None:
         """What a leader does once all parts are there. None if they are not, or if another has taken over."""
         manifest = self.run(self.home.gather(Folder(self.name, id)))
-        if manifest is None:
+        if not isinstance(manifest, Manifest):
             return None
-        made = self.run(self.home.publish(self.catalogue, nonce(), manifest))
-        keep = replace(keep, whole=self.whole)
-        self.catalogue, self.whole = self.run(self.home.commit(self.catalogue, self.name, made, keep))
+        made = self.run(self.home.publish(self.catalogue, manifest))
+        self.catalogue = self.run(self.home.commit(self.catalogue, self.name, made, keep))
         return made if self.catalogue.has(id) else None
 
     def save(self, boundary: int, keep: Keep | None = None, frozen: FrozenFile | None = None) -> Checkpoint:

@@ -15,6 +15,7 @@ import pytest
 from flashckpt.catalogue.changes import Keep
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import Folder, version_path
+from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import SnapshotId
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
@@ -89,11 +90,11 @@ def test_a_full_disk_gives_up_its_old_versions() -> None:
         id = SnapshotId(job.name, 20)
         job.write(id)
         manifest = job.run(HOME.gather(Folder(job.name, id)))
-        assert manifest is not None
-        made = job.run(HOME.publish(job.catalogue, "5f2c0a1b", manifest))
+        assert isinstance(manifest, Manifest)
+        made = job.run(HOME.publish(job.catalogue, manifest))
         fill(disk / "filler")
         before = len(files_of(job.store, "catalogue"))
-        job.catalogue, _ = job.run(HOME.commit(job.catalogue, job.name, made, Keep(last=2)))
+        job.catalogue = job.run(HOME.commit(job.catalogue, job.name, made, Keep(last=2)))
         assert job.catalogue.has(id)
         assert before > 10
         assert len(files_of(job.store, "catalogue")) <= 3

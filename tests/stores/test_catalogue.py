@@ -13,6 +13,7 @@ import pytest
 from flashckpt.catalogue.changes import Keep
 from flashckpt.catalogue.requests import Stores
 from flashckpt.format.catalogue import Folder
+from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import SnapshotId
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
@@ -56,16 +57,16 @@ def taken(counted: Counted) -> Counter[str]:
 
 
 def test_the_requests_of_a_commit(counted: Counted) -> None:
-    """Beside the shard: the part, and five. The leader has its own part, and what it has found whole."""
-    job, run, whole = Job(counted.store), Stores({"home": counted.store}).run, frozenset[SnapshotId]()
+    """Beside shard and part: five. The leader has its own part."""
+    job, run = Job(counted.store), Stores({"home": counted.store}).run
     for boundary in (1, 2, 3):
         folder = Folder(job.name, SnapshotId(job.name, boundary))
         name, head = write_part(counted.store, folder, (0,), 1)
         counted.taken()
         manifest = run(HOME.gather(folder, {name: head}))
-        assert manifest is not None
-        made = run(HOME.publish(job.catalogue, nonce(), manifest))
-        job.catalogue, whole = run(HOME.commit(job.catalogue, job.name, made, Keep(last=2, whole=whole)))
+        assert isinstance(manifest, Manifest)
+        made = run(HOME.publish(job.catalogue, manifest))
+        job.catalogue = run(HOME.commit(job.catalogue, job.name, made, Keep(last=4)))
         found = taken(counted)
         assert job.catalogue.has(folder.id)
     assert found == {"list data": 1, "put manifest.json": 1, "list catalogue": 2, "put version": 1}
