@@ -110,6 +110,7 @@ class Begun:
     """Where scenarios begin. Attempt a has committed its boundary 1, in most of them."""
 
     def __init__(self) -> None:
+        self.fresh = run_alone({}, Leader("a").train())[0]
         self.one, self.at_one = run_alone({}, Leader("a").train((1,)))
         self.three, self.at_three = run_alone({}, Leader("a", keep=3).train((1, 2, 3)))
         self.begun, self.at_begun = run_alone(self.one, Leader("b").train())
@@ -245,6 +246,14 @@ def _of_leaders() -> list[Scenario]:
             kills=2,
         ),
         Scenario(
+            "parent in memory, no checkpoint",
+            b.fresh,
+            (job("b", 1, memory=frozenset({A_60})), job("c", 1, memory=frozenset({A_60}))),
+            memory=frozenset({A_60}),
+            stores=(POSIX, S3),
+            is_coarse=True,
+        ),
+        Scenario(
             "parent half written",
             b.half,
             (
@@ -360,6 +369,13 @@ def _of_mirrors() -> list[Scenario]:
     mirror_reader = Process("reader", partial(read_all, MIRROR))
     return [
         Scenario("mirror", b.one, (A_SAVES, COPY_X, COPY_Y), kills=0, stores=(POSIX,), is_coarse=True),
+        Scenario(
+            "mirror begins late",
+            b.begun,
+            (leader("b", b.at_begun, 1), COPY_X),
+            stores=(POSIX, S3),
+            is_coarse=True,
+        ),
         Scenario("mirror and reader", b.one, (COPY_X, COPY_Y, mirror_reader), stores=(POSIX, NFS)),
         Scenario("mirror that missed a start", b.missed, (job("d", 1, mirror=MIRROR), COPY_X), resumes=A_60),
         Scenario(
