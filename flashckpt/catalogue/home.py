@@ -184,22 +184,24 @@ class Home(Versions):
                 break
             other = (yield from _answer_of(mirror, catalogue)) if mirror else EMPTY
             lead = relate(catalogue, other)
-            parent = yield from self._choose(catalogue, lead, offers, mirror, other, refused)
+            chosen = yield from self._choose(catalogue, lead, offers, mirror, other, refused)
+            parent = chosen.id if chosen else None
             if parent is None and (refused or visible(catalogue) or visible(other)):
                 raise UnusableRunError(
                     "No checkpoint of this run can be resumed: each lacks files, or a rank could not read "
-                    "it. Nothing was changed, and no fresh run was begun. Restore the files of data/; "
-                    "`flashckpt verify` lists what is missing. To train anew, choose another folder."
+                    "it. Nothing was changed, and no fresh run was begun. Restore the files of data/. If the "
+                    "catalogue is older than they are, `flashckpt recover` finds newer checkpoints. To train "
+                    "anew, choose another folder."
                 )
-            if parent is not None and parent != loaded:
+            if chosen is not None and parent != loaded:
                 if loads == _MOST_LOADS:
                     raise RunHeldError(
                         f"Attempt {catalogue.writer} has committed newer checkpoints {loads} times while "
                         "this start was reading. Nothing was begun. Another job trains this run: end it, or "
                         "this one."
                     )
-                if not (yield Load(self.store, parent)):
-                    refused |= {parent}
+                if not (yield chosen):
+                    refused |= {chosen.id}
                     continue
                 loads, loaded = loads + 1, parent
             above = [other.attempt, *(each.attempt for each in offers)]
@@ -315,17 +317,19 @@ class Home(Versions):
         mirror: Home | None,
         other: Catalogue,
         refused: frozenset[SnapshotId],
-    ) -> Steps[SnapshotId | None]:
+    ) -> Steps[Load | None]:
         """The newest snapshot of the history that leads: offered by memory, or whole here or at the
         mirror."""
         here, there = ({each.id: each for each in one.checkpoints} for one in (catalogue, other))
         for id in sorted((offers | here.keys() | there.keys()) - refused, reverse=True):
             if not is_visible(lead, id):
                 continue
-            if id in offers or (id in here and (yield from self.is_whole(here[id]))):
-                return id
+            if id in offers:
+                return Load(self.store, id)
+            if id in here and (yield from self.is_whole(here[id])):
+                return Load(self.store, id, here[id])
             if mirror and id in there and (yield from mirror.is_whole(there[id])):
-                return id
+                return Load(mirror.store, id, there[id])
         return None
 
     def _salvage(self) -> Steps[tuple[Catalogue, bool]]:

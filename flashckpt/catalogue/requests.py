@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from flashckpt.errors import DamagedError, RunError
+from flashckpt.format.catalogue import Checkpoint
 from flashckpt.format.checked_json import JsonRecord
 from flashckpt.format.manifest import PartHead
 from flashckpt.format.names import DATA, SnapshotId
@@ -107,9 +108,11 @@ class Copy(Request):
 
 @dataclass(frozen=True, slots=True)
 class Load(Request):
-    """Let all ranks read a snapshot. The answer is whether every rank has read and verified it."""
+    """Let all ranks read a snapshot. The answer is whether every rank has read and verified it. `checkpoint`:
+    where it is in this store. None: memory offers it."""
 
     id: SnapshotId
+    checkpoint: Checkpoint | None = None
 
 
 class Stores:
@@ -121,7 +124,7 @@ class Stores:
         stores: Mapping[str, Store],
         *,
         copy: Callable[[Store, Store, Copy], bool] | None = None,
-        load: Callable[[SnapshotId], bool] = lambda _: True,
+        load: Callable[[Load], bool] = lambda _: True,
     ) -> None:
         self._stores, self._copy, self._load = stores, copy, load
 
@@ -141,7 +144,7 @@ class Stores:
 
     def _carry_out(self, request: Request) -> Any:
         if isinstance(request, Load):
-            return self._load(request.id)
+            return self._load(request)
         store = self._stores[request.store]
         if isinstance(request, Delete):
             return _delete(store, request)

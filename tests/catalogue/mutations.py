@@ -229,7 +229,7 @@ def whole_with_damaged(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[fr
     return (yield from _whole(self, replace(catalogue, damaged=()), *rest))
 
 
-def choose_undamaged(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[SnapshotId | None]:
+def choose_undamaged(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[Any]:
     good = tuple(each for each in catalogue.checkpoints if each.id not in catalogue.damaged_ids)
     return (yield from _choose(self, replace(catalogue, checkpoints=good), *rest))
 

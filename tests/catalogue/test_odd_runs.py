@@ -155,7 +155,7 @@ def test_no_fresh_run_beside_checkpoints(store: LocalStore, how: str) -> None:
 def test_an_older_checkpoint_of_the_mirror_is_taken(store: LocalStore, tmp_path: Path) -> None:
     """The home has lost its data, and the newest checkpoint of the mirror cannot be read."""
     job, mirror = Job(store), LocalStore(str(tmp_path / "mirror"))
-    stores = Stores({"home": store, "mirror": mirror}, copy=copied, load=lambda id: id.boundary < 2)
+    stores = Stores({"home": store, "mirror": mirror}, copy=copied, load=lambda asked: asked.id.boundary < 2)
     for boundary in (1, 2):
         made = job.save(boundary)
         stores.run(copy_checkpoint(HOME, job.catalogue, made, MIRROR, nonce(), Keep()))

@@ -12,7 +12,7 @@ import pytest
 from flashckpt.catalogue.changes import Keep, end, newest, parent_of, remove
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.mirror import copy_checkpoint
-from flashckpt.catalogue.requests import Copy, Stores
+from flashckpt.catalogue.requests import Copy, Load, Stores
 from flashckpt.errors import DamagedError, RunError, RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder, version_path
 from flashckpt.format.manifest import FrozenFile
@@ -128,9 +128,10 @@ class CatalogueContract:
         for boundary in (1, 2, 3):
             job.save(boundary, Keep(last=3))
 
-        def load(id: SnapshotId) -> bool:
-            asked.append(id.boundary)
-            return id.boundary < 3
+        def load(request: Load) -> bool:
+            asked.append(request.id.boundary)
+            assert request.checkpoint in job.catalogue.checkpoints
+            return request.id.boundary < 3
 
         begun = Stores({"home": store}, load=load).run(HOME.start(RUN, nonce()))
         assert asked == [3, 2]
@@ -143,8 +144,8 @@ class CatalogueContract:
         job, asked = Job(store), list[int]()
         job.save(1)
 
-        def load(id: SnapshotId) -> bool:
-            asked.append(id.boundary)
+        def load(request: Load) -> bool:
+            asked.append(request.id.boundary)
             if len(asked) < most:
                 job.save(len(asked) + 1)
             return True
@@ -220,25 +221,34 @@ class CatalogueContract:
         assert made.foreign == {job.name}
         assert parent_of(Job(store).catalogue) == SnapshotId(job.name, 2)
 
-    def test_a_restored_catalogue_destroys_nothing(self, store: Store) -> None:
+    @pytest.mark.parametrize("is_there", [True, False], ids=["its checkpoint", "nothing"])
+    def test_a_restored_catalogue_destroys_nothing(self, store: Store, is_there: bool) -> None:
+        """What it names is there or not; data/ has newer checkpoints of a writer that it does not know."""
         job = Job(store)
         job.save(1)
         backup = {path: store.read(path, 1 << 20) for path in files_of(store, CATALOGUE)}
         later = Job(store)
-        later.save(2)
-        later.save(3)
+        for boundary in (2, 3):
+            later.save(boundary, Keep(last=3 if is_there else 2))
         store.remove_tree(CATALOGUE)
         for path, data in backup.items():
             store.create(path, data)
         with pytest.raises(RunError, match="was deleted, or was replaced"):
             later.save(4)
-        after = Job(store)
-        assert after.name.number > later.name.number
-        assert after.catalogue.foreign == {later.name}
-        after.save(5)
-        after.save(6)
-        assert files_of(store, f"data/{later.name}")
-        assert boundaries(after.run(HOME.rebuild(nonce())))[-2:] == [5, 6]
+        if is_there:
+            after = Job(store)
+            assert after.name.number > later.name.number
+            assert after.catalogue.foreign == {later.name}
+            after.save(5)
+            after.save(6)
+            assert files_of(store, f"data/{later.name}")
+            assert boundaries(after.run(HOME.rebuild(nonce())))[-2:] == [5, 6]
+        else:
+            with pytest.raises(UnusableRunError, match="flashckpt recover"):
+                Job(store)
+            # The last one is whole, too, although its leader could not commit it.
+            assert boundaries(job.run(HOME.rebuild(nonce()))) == [2, 3, 4]
+            assert parent_of(Job(store).catalogue) == SnapshotId(later.name, 4)
 
     def test_another_run_in_its_place(self, store: Store) -> None:
         job = Job(store)
