@@ -92,6 +92,7 @@ def outcomes(found: dict[str, Any]) -> dict[str, str]:
     return {entry["test"].rpartition("::")[2]: entry["outcome"] for entry in found["tests"]["not_passed"]}
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_so_and_does_nothing(tmp_path: Path) -> None:
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     process = start(tmp_path / "out", "--here", environment=hidden)
@@ -136,6 +137,7 @@ def test_the_whole_course_on_a_cpu(tmp_path: Path) -> None:
     assert left == {"gpu.json", "summary.txt", "log.txt"}, "and no checkpoint of gigabytes"
 
 
+@pytest.mark.long
 def test_a_test_that_ends_the_process_costs_only_itself(tmp_path: Path) -> None:
     tests, out = tmp_path / "tests", tmp_path / "out"
     tests.mkdir()
@@ -206,6 +208,7 @@ def test_a_kill_leaves_what_was_found_so_far(tmp_path: Path, number: signal.Sign
         assert not list((out / "tests").glob("work-*"))
 
 
+@pytest.mark.long
 def test_what_there_is_no_time_for_is_no_failure(tmp_path: Path) -> None:
     """Of both parts, in one run: their time is over before they begin."""
     out = tmp_path / "out"

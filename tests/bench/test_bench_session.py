@@ -76,6 +76,7 @@ def test_a_process_that_does_not_end_is_ended_and_said_so(
     assert session.processes() == []
 
 
+@pytest.mark.long
 def test_a_process_that_hides_its_tag_is_ended_too(session: Session, module: Callable[[str], str]) -> None:
     """As one does that writes its title over its environment."""
     with pytest.raises(ProcessFailed, match="did not end within"):

@@ -24,6 +24,7 @@ _ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 Results = dict[str, Any]
 
 
+@pytest.mark.long
 def test_it_runs(tmp_path: Path) -> None:
     """One run of flashckpt, torch.save and a peer that is not installed here. One test looks at all of it:
     several would be dealt to several processes, and each of these would have a run of its own."""

@@ -45,6 +45,7 @@ def ended(process: zygote.Program) -> int:
     return status
 
 
+@pytest.mark.long
 def test_a_signal_ends_a_run_whose_home_takes_nothing(
     home: Home, tmp_path: Path, runtime: Path, cache: Path, kill_keepers: Callable[..., None],
     references: References,

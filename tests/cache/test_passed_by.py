@@ -144,6 +144,7 @@ def test_a_limit_for_one_snapshot_holds_the_newest(tmp_path: Path, cache: Path, 
     assert errors(tmp_path / "run") == []
 
 
+@pytest.mark.long
 def test_another_keeper_that_holds_the_folder(tmp_path: Path, cache: Path, runtime: Path) -> None:
     folder = folder_of(tmp_path / "run", cache)
     folder.parent.mkdir(mode=0o700)

@@ -68,6 +68,7 @@ def test_nodes_restart_from_their_caches_and_read_nothing_of_the_home(
     assert flashckpt.verify(home.url).ok
 
 
+@pytest.mark.long
 def test_what_the_home_never_got_is_resumed_from_the_caches_and_brought_home(
     launcher: Launcher, home: Home, tmp_path: Path, cache: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_what_the_home_never_got_is_resumed_from_the_caches_and_brought_home(
     assert flashckpt.verify(home.url).ok
 
 
+@pytest.mark.long
 def test_a_node_that_has_lost_its_cache_makes_all_read_the_home(
     launcher: Launcher, home: Home, tmp_path: Path, cache: Path
 ) -> None:

@@ -75,6 +75,7 @@ def test_a_cache_that_is_gone_leaves_the_home(
     assert last_of_each(trainer.records()) == references("workers")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["cache.written", "cache.named"])
 def test_a_keeper_that_dies_in_the_copy(
     home: Home, trainer: UrlTrainer, cache: Path, kill_keepers: Callable[..., None], point: str,

@@ -129,6 +129,7 @@ if sys.argv[2] == "in a batch":
 """
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("how", ["closed", "left", "in a batch"])
 def test_a_program_that_holds_its_checkpointer_ends_without_an_error(

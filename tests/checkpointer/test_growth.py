@@ -166,6 +166,7 @@ def _limited(num_bytes: int) -> Iterator[Path]:
 _TWO_SLOTS, _ONE_BESIDE = 172 * MIB, 104 * MIB
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", [_TWO_SLOTS, _ONE_BESIDE])
 def test_in_little_memory(
     room: int, tmp_path: Path, runtime: Path, references: Callable[[str], list[list[Any]]]
@@ -186,6 +187,7 @@ def test_in_little_memory(
     _is_exact(growing, references("replay"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", [each for each in POINTS if each.startswith("growth.")])
 def test_killed_while_memory_changes_hands(
     point: str, tmp_path: Path, runtime: Path, references: Callable[[str], list[list[Any]]]

@@ -163,6 +163,7 @@ def test_a_run_that_went_on_elsewhere_goes_on_from_there(run: Path, remote: Path
     assert torch.equal(again.model.weight, job.model.weight)
 
 
+@pytest.mark.long
 def test_a_node_that_saved_nothing_meanwhile_comes_back(
     run: Path, remote: Path, tmp_path: Path, kill_keepers: Callable[..., None]
 ) -> None:

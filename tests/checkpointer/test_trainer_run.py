@@ -221,6 +221,7 @@ def test_batches_drawn_ahead_are_drawn_again(kind: str, ahead: int, tmp_path: Pa
         assert min(trainer.seen) == divmod(cut, BATCHES)
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["workers", "persistent workers"])
 def test_batches_of_workers_drawn_ahead_are_drawn_again(kind: str, tmp_path: Path) -> None:
@@ -229,6 +230,7 @@ def test_batches_of_workers_drawn_ahead_are_drawn_again(kind: str, tmp_path: Pat
         assert after_cut(tmp_path / f"cut{cut}", cut, kind, 1).fit() == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_two_loaders_in_lockstep(ahead: int, tmp_path: Path) -> None:
     expected = Trainer(tmp_path / "plain", "shuffled", ahead, 2).fit()
@@ -396,6 +398,7 @@ def test_a_tap_passes_for_its_loader(tmp_path: Path) -> None:
     trainer.run.abandon()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_loader_that_is_repeated_within_an_epoch(ahead: int, tmp_path: Path) -> None:
     def cycled(trainer: Trainer, first: int, stop: int) -> list[Any]:

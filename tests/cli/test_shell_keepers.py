@@ -105,6 +105,7 @@ def test_one_that_lingers_saves_what_it_has_and_ends(tmp_path: Path, runtime: Pa
     assert listed() == []
 
 
+@pytest.mark.long
 def test_one_that_cannot_save_stays_unless_its_memory_is_given_up(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     trainer = trains(run, runtime)
@@ -156,6 +157,7 @@ def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Pa
     assert regions(runtime) == []
 
 
+@pytest.mark.long
 def test_one_that_waits_for_another_node_has_nothing_left_to_do(tmp_path: Path, runtime: Path) -> None:
     """Its own part is on disk, that of the other node never comes. Its memory stays, the keeper need not."""
     run = tmp_path / "run"
@@ -183,6 +185,7 @@ def test_what_no_keeper_looks_after_is_listed(tmp_path: Path, runtime: Path) -> 
     assert (row["state"], row["pid"], row["slots"]) == ("left", None, 3)
 
 
+@pytest.mark.long
 def test_one_that_does_not_answer_is_listed(tmp_path: Path, runtime: Path) -> None:
     trainer = trains(tmp_path / "run", runtime)
     (pid,) = keepers_of(runtime)
@@ -196,6 +199,7 @@ def test_one_that_does_not_answer_is_listed(tmp_path: Path, runtime: Path) -> No
     os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_what_is_left_of_a_run_that_was_deleted_is_freed(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     trainer = trains(run, runtime)
@@ -218,6 +222,7 @@ def test_what_is_left_of_a_run_that_was_deleted_is_freed(tmp_path: Path, runtime
     assert list(runtime.rglob("*-*.lock")) == list(runtime.rglob("slot-*")) == []
 
 
+@pytest.mark.long
 def test_what_is_left_is_not_freed_under_who_trains_again(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     row = left_behind(run, runtime)

@@ -118,6 +118,7 @@ def remote(store: Living, step: int | None) -> None:
 READERS = [*product([load, look, take_out], [None, NEWEST]), *product([listed, numbers, remote], [None])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("read", "step"), READERS)
 def test_a_step_that_goes_at_any_reading_is_whole_or_not_there(
     read: Callable[[Living, int | None], None], step: int | None, tmp_path: Path

@@ -454,6 +454,7 @@ def num_files(store: LocalStore) -> int:
     return sum(len(names) for _, _, names in os.walk(store.url))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("progress", [0, 1])
 def test_a_job_that_dies_before_it_commits_leaves_no_more_and_more_behind(
     store: LocalStore, progress: int

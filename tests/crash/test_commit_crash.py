@@ -21,6 +21,7 @@ from tests.crash.scenario import Expected, live
 REPOSITORY = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_killed_at_every_call(scratch: str) -> None:
     driver = [sys.executable, "-m", "tests.crash.kill_driver", scratch]

@@ -43,6 +43,7 @@ def test_files_do_not_grow_with_lives(
     none(job.finish())
 
 
+@pytest.mark.long
 def test_a_keeper_that_dies_before_each_record_fills_no_storage(
     tmp_path: Path, runtime: Path, zygote: Zygote, reference: list[int]
 ) -> None:

@@ -38,6 +38,7 @@ def test_killed_at_random_moments_with_a_cache(tmp_path: Path, zygote: Zygote, k
         assert tally.resumed["cache"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_its_program_writes_what_happened(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

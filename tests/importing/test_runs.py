@@ -69,6 +69,7 @@ def test_a_run_made_concurrently_by_another_process_stays(source: Path, tmp_path
     assert flashckpt.steps(tmp_path / "run") == [0]
 
 
+@pytest.mark.long
 def test_two_ranks_resume_from_an_import(source: Path, tmp_path: Path, launcher: Launcher) -> None:
     for name in ("run", "run-ddp"):
         import_checkpoint(source, tmp_path / name)

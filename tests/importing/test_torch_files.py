@@ -209,6 +209,7 @@ def test_a_hostile_file_is_refused_by_name(tmp_path: Path) -> None:
     assert is_free(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_lists_that_hold_each_other_many_times_are_refused(tmp_path: Path) -> None:
     """2**60 numbers from one."""
     value: list[Any] = [1]

@@ -29,6 +29,7 @@ def test_a_plain_loop(framework: Zygote, tmp_path: Path, runtime: Path, workers:
     assert sum(killed.iterations(number)[:1] == [1] for number in range(len(killed.ends))) < 4
 
 
+@pytest.mark.long
 def test_a_plain_loop_that_is_terminated(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     _, stopped = harness.check_terminated(CASE, framework, tmp_path, runtime)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}

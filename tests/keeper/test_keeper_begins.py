@@ -72,6 +72,7 @@ def test_one_that_does_not_come_is_replaced_at_once(
     eventually(lambda: keepers_of(runtime) == [])
 
 
+@pytest.mark.long
 def test_those_that_die_at_each_start_are_not_started_without_end(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,7 @@ def test_a_pause_is_told_and_ends(tmp_path: Path, runtime: Path) -> None:
     trainer.end()
 
 
+@pytest.mark.long
 def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, runtime: Path) -> None:
     trainer = attached(tmp_path / "run", runtime, kib=32 << 10, timeout_s=5.0)
     trainer.snapshot(1, persist=True)

@@ -47,6 +47,7 @@ for value in map(int, sys.argv[3:]):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "values"),
     [("NOFILE", (13, 14, 15, 16, 17, 18, 19)), ("FSIZE", (5_000, 70_000, 300_000)), ("AS", (20, 80, 200))],

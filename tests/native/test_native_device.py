@@ -30,6 +30,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_driver(tmp_path_factory.mktemp("driver"))
 
 
+@pytest.mark.long
 def test_room_is_within_the_fraction_that_the_process_may_take(driver: Path) -> None:
     program = """
 assert device.room_bytes() == 60 * GIB - MARGIN

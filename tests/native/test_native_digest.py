@@ -81,6 +81,7 @@ def test_leaves_cut_and_batched_over_threads(threads: int) -> None:
     assert digest_of(big) == reference_digest(big.tobytes())
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_leaf_with_a_missing_byte_has_no_digest(tmp_path: Path) -> None:
     compiler = shutil.which("c++") or shutil.which("g++")

@@ -150,6 +150,7 @@ def test_tables_are_checked(
         table_of(sources, sizes, destinations)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)  # a sanitized build, on a machine that may be busy
 def test_no_byte_beyond_a_leaf_is_touched(tmp_path: Path) -> None:
     program = tmp_path / "leaf_bounds"

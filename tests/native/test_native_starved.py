@@ -18,6 +18,7 @@ _SOURCES = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 def test_threads_without_memory_end_no_process(tmp_path: Path) -> None:
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler here")

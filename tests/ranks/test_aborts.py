@@ -60,6 +60,7 @@ def test_what_was_computed_after_an_abort_is_not_resumed_from(
     assert_resumes(whole, launcher, run, END - 1)
 
 
+@pytest.mark.long
 def test_a_kill_without_an_abort_costs_one_boundary(
     launcher: Launcher, tmp_path: Path, whole: list[Ended]
 ) -> None:
@@ -78,6 +79,7 @@ def test_ends_in_order_and_waits_persist_the_last_snapshot(launcher: Launcher, t
     assert flashckpt.steps(run)[-1] == last
 
 
+@pytest.mark.long
 def test_nothing_is_confirmed_once_a_process_group_reports_an_error(
     launcher: Launcher, tmp_path: Path, whole: list[Ended]
 ) -> None:

@@ -55,6 +55,7 @@ def test_sigterm_on_one_of_four_ranks_ends_all_at_one_boundary(launcher: Launche
             assert word(each, "ended").endswith("SIGTERM (rank 2)")
 
 
+@pytest.mark.long
 def test_ranks_that_are_slow_that_skip_and_that_learn_late_commit_steps_and_go_on_bit_for_bit(
     launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_save_in_the_code_of_an_epoch_means_its_end(launcher: Launcher, tmp_path
     assert not [line for each in ended for line in each.out if line.startswith("waited")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trouble", [{"stop_at": [0, 20]}, {"die_after": [1, 20]}], ids=["stop", "kill"])
 def test_an_epochs_code_runs_with_its_last_batch(
     trouble: dict[str, object], launcher: Launcher, tmp_path: Path
@@ -135,6 +137,7 @@ def test_an_epochs_code_runs_with_its_last_batch(
             assert lines == expected, "nothing is done twice"
 
 
+@pytest.mark.long
 def test_save_outside_of_a_loop_on_one_rank_alone_is_an_error(launcher: Launcher, tmp_path: Path) -> None:
     run, orders = tmp_path / "run", {"steps": 3, "options": {"every": None}}
     alone, other = start(launcher, run, save_outside=[0], call_timeout_s=3.0, **orders).finished()
@@ -145,6 +148,7 @@ def test_save_outside_of_a_loop_on_one_rank_alone_is_an_error(launcher: Launcher
     assert [word(each, "committed") for each in both] == ["[0, 3]", "[0, 3]"]
 
 
+@pytest.mark.long
 def test_a_rank_that_died_costs_a_stop_no_more_than_the_grace_period(
     launcher: Launcher, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_killed_ranks_go_on_bit_for_bit(
     assert flashckpt.steps(run)[-1] == max(steps_of(whole[0].out))
 
 
+@pytest.mark.long
 def test_a_rank_dies_while_they_read_together_and_a_bit_on_disk_is_flipped(
     launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def held_in_memory(launcher: Launcher, run: Path, step: int, **places: Any) -> L
     return killed
 
 
+@pytest.mark.long
 def test_a_smaller_group_goes_on_from_what_only_memory_had(launcher: Launcher, tmp_path: Path) -> None:
     """One of two nodes has no trainers any more. Its keeper saves what they had, as that of the other
     does."""
@@ -144,6 +146,7 @@ def test_a_smaller_group_goes_on_from_what_only_memory_had(launcher: Launcher, t
         assert each.out[0] == f"resumed {held} local"
 
 
+@pytest.mark.long
 def test_ranks_that_were_started_on_other_nodes_go_on_from_the_same_step(
     launcher: Launcher, tmp_path: Path
 ) -> None:

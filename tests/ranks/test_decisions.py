@@ -150,6 +150,7 @@ def test_a_rank_that_died_is_promised_for_by_its_node() -> None:
     assert job.boards[0].confirmed == job.boards[1].confirmed == job.proposed[-1]
 
 
+@pytest.mark.long
 def test_a_thousand_ranks() -> None:
     job = SimulatedJob(7, Conditions(nodes=128, ranks=8, iteration_s=1.0, look_s=0.8, misses=0.0001))
     job.run(26.0)

@@ -56,6 +56,7 @@ def trained_after(step: int, ended: Ended) -> list[list[str]]:
     return [line.split()[2:] for number, line in sorted(steps_of(ended.out).items()) if number > step]
 
 
+@pytest.mark.long
 def test_what_has_diverged_is_divided_no_more_and_each_rank_gets_its_own_back(
     launcher: Launcher, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_what_has_diverged_is_divided_no_more_and_each_rank_gets_its_own_back(
         assert trained_after(step, each) == trained_after(end, expected) != []
 
 
+@pytest.mark.long
 def test_what_diverges_in_the_last_step_is_saved_all_the_same(launcher: Launcher, tmp_path: Path) -> None:
     """The boundary of the end is void, and is captured again, divided no more, by those who know of it."""
     run = tmp_path / "run"

@@ -23,6 +23,7 @@ def losses(launch: Launch, rank: int) -> list[str]:
     return [line for line in launch.said(rank) if line.startswith(f"rank {rank} step ")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
 def test_an_example_goes_on_after_a_kill_bit_for_bit(launcher: Launcher, tmp_path: Path, name: str) -> None:
     script, program = EXAMPLES / f"{name}.py", "tests.ranks.held"

@@ -67,6 +67,7 @@ def check_whole(leaves: Rows, replicas: Replicas) -> None:
                     assert by_rank[other][name] == by_rank[rank][name], (case, name)
 
 
+@pytest.mark.long
 def test_on_four_ranks_each_goes_back_to_the_bit(launcher: Launcher) -> None:
     leaves, replicas = told(launcher, 4, *OF_FOUR, "ddp", "fsdp2", "tp")
     check_whole(leaves, replicas)

@@ -27,6 +27,7 @@ def done(ended: Ended) -> list[str]:
     return [line for line in ended.out if line.startswith("step ")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "orders",
     [

@@ -232,6 +232,7 @@ def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Cra
     assert report.resume.step == 1
 
 
+@pytest.mark.long
 def test_a_keeper_that_does_not_answer_is_named(lingers: Crash, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "_TIMEOUT_S", 0.3)
     monkeypatch.setattr(keepers, "_DEATHS_S", 0.3)

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import flashckpt
 from tests.resume.training import Trainer, last_of_each
 from tests.resume.values import FLOATS, STEPS
 
 
+@pytest.mark.long
 def test_a_replay_buffer_is_committed_and_comes_back(
     tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
 ) -> None:

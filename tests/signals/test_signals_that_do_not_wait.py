@@ -163,6 +163,7 @@ def test_outside_of_a_loop_as_without(script: str, name: str, tmp_path: Path, ru
     assert "the loop ends" not in ended.err
 
 
+@pytest.mark.long
 def test_workers_that_are_signalled_while_a_batch_is_drawn(tmp_path: Path, runtime: Path) -> None:
     """The batch never comes. The loop ends at the boundary before it, and no batch is lost or given twice."""
     job = Job(tmp_path / "job", "", fresh=True)

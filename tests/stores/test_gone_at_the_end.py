@@ -59,6 +59,7 @@ def test_it_leaves_an_uncommitted_snapshot_in_its_file_for_recover(home: Home, r
     assert slots_of(runtime) == []
 
 
+@pytest.mark.long
 def test_it_frees_all_memory_and_leaves_although_the_end_cannot_be_recorded(
     home: Home, runtime: Path
 ) -> None:
@@ -72,6 +73,7 @@ def test_it_frees_all_memory_and_leaves_although_the_end_cannot_be_recorded(
     assert home.steps[-1] == 2
 
 
+@pytest.mark.long
 def test_it_stays_with_a_snapshot_that_would_end_with_it(
     home: Home, runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def test_killed_run_equals_uninterrupted_run(
     assert after_a_kill(UrlTrainer(f"s3://{bucket}/run", tmp_path, runtime, recipe)) == reference
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("point", "victim"), [_marked(case in _FEW, *case) for case in CASES])
 def test_killed_at_a_point_with_a_cache(
     point: str, victim: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, zygote: Zygote,
@@ -58,6 +59,7 @@ def test_killed_at_a_point_with_a_cache(
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [_marked(recipe == "plain", recipe) for recipe in sorted(RECIPES)])
 def test_resume_from_a_cache_equals_uninterrupted_run(
     recipe: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, references: References,

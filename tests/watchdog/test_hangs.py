@@ -47,6 +47,7 @@ def test_a_hang_is_told_once_with_stacks_and_saved_and_the_run_goes_on(
         assert run.told("kill") == []
 
 
+@pytest.mark.long
 def test_a_keeper_that_replaces_another_in_a_hang_reports_it_again(tmp_path: Path, runtime: Path) -> None:
     with running(tmp_path / "run", "lock") as run:
         run.hangs()
@@ -60,6 +61,7 @@ def test_a_keeper_that_replaces_another_in_a_hang_reports_it_again(tmp_path: Pat
         assert len(run.told("goes-on")) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hang", ["gil", "lock"])
 def test_a_stuck_trainer_is_ended_where_that_was_asked_for(
     tmp_path: Path, runtime: Path, hang: str, kill_keepers: Callable[..., None]
@@ -83,6 +85,7 @@ def test_a_stuck_trainer_is_ended_where_that_was_asked_for(
     assert [(line["step"], line["tier"]) for line in resumed] == [(HANG_AT, "memory")]
 
 
+@pytest.mark.long
 def test_a_stopped_trainer_is_told_as_stopped_and_never_ended(tmp_path: Path) -> None:
     with running(tmp_path / "run", "lock", watchdog_action="kill") as run:
         run.hangs()
@@ -97,6 +100,7 @@ def test_a_stopped_trainer_is_told_as_stopped_and_never_ended(tmp_path: Path) ->
         assert run.told("stuck") == run.told("kill") == []
 
 
+@pytest.mark.long
 def test_a_trainer_without_a_signal_is_reported_without_stacks(tmp_path: Path, runtime: Path) -> None:
     with running(tmp_path / "run", "gil", no_signal_is_free=True, fresh=True) as run:
         run.hangs()
@@ -107,6 +111,7 @@ def test_a_trainer_without_a_signal_is_reported_without_stacks(tmp_path: Path, r
         run.finishes()
 
 
+@pytest.mark.long
 def test_loader_workers_and_other_children_are_never_signalled(tmp_path: Path) -> None:
     with running(tmp_path / "run", "worker") as run:
         run.hangs()
@@ -118,6 +123,7 @@ def test_loader_workers_and_other_children_are_never_signalled(tmp_path: Path) -
         run.finishes()
 
 
+@pytest.mark.long
 def test_a_slow_step_is_told_with_what_steps_take(tmp_path: Path) -> None:
     with running(tmp_path / "run", "slow", hang_at=40, watchdog="1h") as run:
         run.hangs()

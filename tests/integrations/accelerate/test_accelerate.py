@@ -65,6 +65,7 @@ def test_several_models_and_loaders(framework: Zygote, tmp_path: Path, runtime: 
     harness.check(f"{MODULE}:several", framework, tmp_path, runtime)
 
 
+@pytest.mark.long
 def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     _, stopped = harness.check_terminated(TRAIN, framework, tmp_path, runtime, accumulated=2, seedable=True)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
@@ -123,6 +124,7 @@ def assert_each_row_once(folder: Path, first: int) -> None:
     assert {epoch: sorted(rows) for epoch, rows in given.items()} == dict.fromkeys(given, list(range(40)))
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_batches_drawn_by_one_rank_continue_on_more_ranks_after_an_epoch(
     framework: Zygote, tmp_path: Path, runtime: Path

@@ -58,6 +58,7 @@ def test_the_release_before(tmp_path: Path, runtime: Path) -> None:
     harness.check_older([release], f"{REFUSED}:names", case, tmp_path, runtime, "transformers.trainer")
 
 
+@pytest.mark.long
 def test_snapshots_now_and_then(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """Steps after the last snapshot are trained again, with the same numbers."""
     case = f"{CASES}:case_accumulates_in_workers"
@@ -77,6 +78,7 @@ def test_terminated(framework: Zygote, tmp_path: Path, runtime: Path, case: str)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     harness.check(f"{CASES}:case_two_ranks", framework, tmp_path, runtime, ranks=2, again=False)
@@ -89,6 +91,7 @@ def test_a_stream_on_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path)
     harness.check(f"{CASES}:case_stream_on_ranks", framework, tmp_path, runtime, ranks=2, again=False)
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_a_stream_that_rank_0_draws_for_all(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """An epoch of 3 steps is resumed after 2: rows of its first batch complete the last one."""
@@ -109,6 +112,7 @@ def test_a_killed_stream_that_rank_0_draws_for_all(framework: Zygote, tmp_path: 
     harness.check(f"{CASES}:case_dispatched", framework, tmp_path, runtime, ranks=2)
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_another_number_of_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """An epoch of 6 steps is begun on two ranks, continued on one, and ended on two: each item once."""
@@ -173,6 +177,7 @@ def test_a_checkpoint_of_the_trainer_is_loaded_once(
     assert theirs.finish().iterations(0)[0] == step + 1
 
 
+@pytest.mark.long
 def test_a_stop_ends_training_like_the_trainer(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """The notice file ends train(), which returns; the epoch's end is left for the next start."""
     case = f"{CASES}:case_noticed"
@@ -187,6 +192,7 @@ def test_a_stop_ends_training_like_the_trainer(framework: Zygote, tmp_path: Path
     assert not harness.differences(unstopped.records, whole.records)
 
 
+@pytest.mark.long
 def test_changes_that_are_not_saved(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """A counter in the trainer and one in a callback are found; with own= they are saved."""
     case = f"{CASES}:case_with_counters"
@@ -202,6 +208,7 @@ def test_changes_that_are_not_saved(framework: Zygote, tmp_path: Path, runtime: 
     assert "are not saved" not in killed.said()
 
 
+@pytest.mark.long
 def test_the_detector_reports_nothing_for_these_trainers(
     framework: Zygote, tmp_path: Path, runtime: Path
 ) -> None:
@@ -211,6 +218,7 @@ def test_the_detector_reports_nothing_for_these_trainers(
         assert "are not saved" not in run.said(), run.said()
 
 
+@pytest.mark.long
 def test_usable_afterwards(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """The trainer evaluates, saves and trains by itself after train(); an error leaves nothing on it."""
     ended = Run(f"{CASES}:case_used_afterwards", framework, tmp_path, runtime, WHOLE).finish()
@@ -223,6 +231,7 @@ def test_refused(framework: Zygote, tmp_path: Path, runtime: Path, what: str) ->
     assert ended.records == [{}], "each assertion of the case held"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", ["without_its_best", "with_means_of_weights", "with_an_invalid_config", "ended_by_a_callback"]
 )

@@ -54,6 +54,7 @@ def test_a_killed_fit_ends_like_a_plain_fit(
     assert CHANGED not in said(tmp_path)
 
 
+@pytest.mark.long
 def test_a_fit_that_searches_its_rate_first(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """The search repeats at each start and changes no number of the run."""
     case = f"{CASES}:rate_searched_in_fit"
@@ -114,11 +115,13 @@ def test_a_signal_in_the_last_iteration_ends_a_fit_that_is_finished(
     harness.assert_same(whole, stopped)
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     harness.check(f"{CASES}:ranks", framework, tmp_path, runtime, ranks=2, victims=[1])
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_ranks_of_lightnings_launcher(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     plain = harness.Run(f"{CASES}:own_launcher", framework, tmp_path, runtime, "plain").finish(ranks=2)
@@ -126,6 +129,7 @@ def test_ranks_of_lightnings_launcher(framework: Zygote, tmp_path: Path, runtime
     harness.assert_same(plain, found)
 
 
+@pytest.mark.long
 def test_fit_can_be_called_again_after_an_exception(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     plain = harness.Run(f"{CASES}:map_style", framework, tmp_path, runtime, "plain").finish()
     found = harness.Run(f"{CASES}:failed", framework, tmp_path, runtime, "whole").finish()
@@ -142,6 +146,7 @@ def test_the_checkpointer_of_a_callback_that_is_switched_off(
     assert "nothing is saved" in run.said()
 
 
+@pytest.mark.long
 def test_fit_continues_a_stopped_and_a_finished_run(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     plain = harness.Run(f"{CASES}:map_style", framework, tmp_path, runtime, "plain").finish()
     run = harness.Run(f"{CASES}:continued", framework, tmp_path, runtime, "whole")
@@ -154,6 +159,7 @@ def test_fit_continues_a_stopped_and_a_finished_run(framework: Zygote, tmp_path:
     harness.assert_same(plain, found)
 
 
+@pytest.mark.long
 def test_callbacks_of_one_class_keep_their_states_in_another_order_or_fewer(
     framework: Zygote, tmp_path: Path, runtime: Path
 ) -> None:

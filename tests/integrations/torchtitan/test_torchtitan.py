@@ -59,6 +59,7 @@ def test_a_run_that_is_stopped_ends_as_at_the_end_of_its_data(
     harness.assert_same(plain, resumed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("documents", [118, 126], ids=["after an iteration", "within an iteration"])
 def test_data_that_end_between_two_snapshots(
     framework: Zygote, tmp_path: Path, runtime: Path, documents: int

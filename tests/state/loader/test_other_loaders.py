@@ -367,6 +367,7 @@ def test_torchdata_streams_in_persistent_workers_are_refused() -> None:
     source_of(torchdata_stream(Stream, 2, persistent_workers=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Sticky, Once, hugging_face, hugging_face_shuffled])
 @pytest.mark.process
 def test_torchdata_streams_with_workers(make: Callable[[], Any]) -> None:
@@ -470,6 +471,7 @@ class Moving(DataLoader[Any]):
             yield {"moved": batch}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("leave_after", [2, 1 << 30])
 @pytest.mark.process
 def test_persistent_workers_of_a_replayed_loader(leave_after: int) -> None:
