@@ -198,8 +198,8 @@ class Launcher:
                 "--rdzv-backend=c10d",
                 f"--rdzv-endpoint={HOST}:{launch.store.port}",
                 f"--rdzv-id={launch.name}",
-                # A launcher that says nothing for ten seconds is gone; one more is waited for three.
-                # With fewer nodes than all torchrun begins after the last call: a busy machine starts them late.
+                # A launcher that says nothing for ten seconds is gone; one more is waited for three. Where
+                # torchrun may begin with fewer nodes it waits longer: a busy machine starts them late.
                 f"--rdzv-conf=is_host=false,join_timeout=200,last_call_timeout={20 if least_nodes else 3},"
                 "keep_alive_interval=1,keep_alive_max_attempt=10",
                 f"--local-addr={HOST}",
