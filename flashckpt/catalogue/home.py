@@ -1,5 +1,4 @@
-"""A home: what processes do on the store of a run. Snapshots become checkpoints; attempts start; garbage
-goes.
+"""A home: what processes do on the store of a run. They commit snapshots, start attempts, delete garbage.
 
 A file lies in the folder of the attempt that wrote it. A version newly names only files of the current
 writer, of a snapshot newer than all that this writer has committed, and bases that a checkpoint names
@@ -318,8 +317,7 @@ class Home(Versions):
         other: Catalogue,
         refused: frozenset[SnapshotId],
     ) -> Steps[Load | None]:
-        """The newest snapshot of the history that leads: offered by memory, or whole here or at the
-        mirror."""
+        """The newest snapshot of the leading history that memory offers, or that is whole here or there."""
         here, there = ({each.id: each for each in one.checkpoints} for one in (catalogue, other))
         for id in sorted((offers | here.keys() | there.keys()) - refused, reverse=True):
             if not is_visible(lead, id):
