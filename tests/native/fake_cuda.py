@@ -27,7 +27,7 @@ def run(driver: Path, program: str, devices: int, refuses: str = "") -> list[str
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, **changed}, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"
     return log.read_text().splitlines()
 
 

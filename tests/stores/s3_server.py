@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 import uuid
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -140,7 +141,8 @@ class CephServer(S3Server):
         self._start("ceph-mon", "-i", "a")
         number = self._first_answer("ceph", "osd", "new", osd).strip()
         self._run("ceph-osd", "-i", number, "--mkfs", "--osd-uuid", osd)
-        self._run("ceph", "osd", "crush", "create-or-move", f"osd.{number}", "1.0", "root=default", "host=h")
+        place = "create-or-move", f"osd.{number}", "1.0", "root=default", "host=h"
+        self._first_answer("ceph", "osd", "crush", *place)
         self._start("ceph-osd", "-i", number)
         self._run(
             "radosgw-admin", "user", "create", "--uid=test", "--display-name=test",
@@ -170,6 +172,7 @@ class CephServer(S3Server):
         for _ in range(_TRIES - 1):
             if (done := self._ended(*command)).returncode == 0:
                 return done.stdout
+            time.sleep(1)
         return self._run(*command)
 
     def _ended(self, *command: str) -> subprocess.CompletedProcess[str]:
