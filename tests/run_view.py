@@ -17,7 +17,6 @@ from flashckpt.commit import verification as _verification
 from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
 from flashckpt.commit.steps import StepRecord, read_step
-from flashckpt.commit.steps import is_whole as _is_whole
 from flashckpt.format.names import COMMITS, AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Owner, Part
 from flashckpt.store.base import Store
@@ -43,19 +42,9 @@ def resumed(store: Store) -> CommitName:
     return lineage.next_start(store).candidates[0].name
 
 
-def uncommitted(store: Store) -> set[SnapshotId]:
-    """The snapshots that have a folder in data/ and are no checkpoints."""
-    return set(snapshots_with_data(store)) - {each.id for each in checkpoints(store)}
-
-
 def read(store: Store, name: CommitName, ranks: Collection[int] | None = None) -> Record:
     """The record of a checkpoint, of all ranks or of some."""
     return read_step(store, name, ranks)
-
-
-def is_whole(store: Store, name: CommitName) -> bool:
-    """Whether all files of a checkpoint are there, as long as they were written."""
-    return _is_whole(store, name)
 
 
 def verify(store: Store) -> Report:

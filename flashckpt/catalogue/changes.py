@@ -346,7 +346,8 @@ def commit(catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint,
 
     Adds nothing if the snapshot is older than one that this writer has committed, or if no checkpoint names a
     base of it. So the caller reports success only if the result `has` the snapshot; else it asks `hopeless`.
-    Drops a checkpoint only if `keep.last` newer ones of this very catalogue are whole and not damaged.
+    Drops a checkpoint only if the catalogue that it changes has `keep.last` newer ones that are whole and not
+    damaged.
     """
     if catalogue.has(checkpoint.id):
         return catalogue

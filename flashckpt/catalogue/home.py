@@ -378,20 +378,17 @@ class Home(Versions):
                 manifest = yield Read(self.store, f"{folder.path}/{name}", Manifest)
             except DamagedError:
                 continue
-            if (
-                manifest is not None
-                and manifest.folder == folder
-                and checkpoint_of(manifest).manifest == nonce
-            ):
-                found.append((checkpoint_of(manifest), manifest))
+            if manifest is not None and manifest.folder == folder:
+                made = checkpoint_of(manifest)
+                found += [(made, manifest)] if made.manifest == nonce else []
         return found
 
     # ---- deletion
 
     def collect(self, catalogue: Catalogue) -> Steps[None]:
-        """Delete garbage. Any process may do it at any time. Raises the first OSError once all else is
-        deleted."""
-        failure: OSError | None = None
+        """Delete garbage. Any process may do it at any time. Raises the first error after it has deleted the
+        rest."""
+        failure: OSError | DamagedError | None = None
         for writer in sorted((yield from self._writers())):
             if not is_known(catalogue, writer):
                 continue
@@ -399,13 +396,13 @@ class Home(Versions):
                 folders = yield from self._folders(writer)
                 if not folders and writer != catalogue.writer:
                     yield Delete(self.store, f"{DATA}/{writer}", ())
-            except OSError as error:
+            except (OSError, DamagedError) as error:
                 failure = failure or error
                 continue
             for folder, kept in spared(catalogue, folders).items():
                 try:
                     yield from self._delete_from(folder, kept)
-                except OSError as error:
+                except (OSError, DamagedError) as error:
                     failure = failure or error
         if failure is not None:
             raise failure
@@ -420,7 +417,7 @@ class Home(Versions):
 
     def make_room(self, catalogue: Catalogue) -> Steps[None]:
         yield from super().make_room(catalogue)
-        with suppress(OSError):
+        with suppress(OSError, DamagedError):
             yield from self.collect(catalogue)
 
     def _writers(self) -> Steps[frozenset[AttemptName]]:
@@ -429,8 +426,8 @@ class Home(Versions):
         return frozenset(each for each in map(AttemptName.parse, names) if each is not None)
 
     def _writers_with_files(self, catalogue: Catalogue) -> Steps[frozenset[AttemptName]]:
-        """The same, but for newer writers than that of a version, of which empty folders are left: they would
-        be foreign for ever."""
+        """The writers, without those that are newer than the version's writer and have only empty folders.
+        They would stay foreign for ever."""
         writers = yield from self._writers()
         empty = set()
         for writer in sorted(each for each in writers if each > catalogue.writer):
@@ -449,8 +446,9 @@ class Home(Versions):
 def _exact_cover(
     heads: Iterable[tuple[File, PartHead]], names: Mapping[str, int]
 ) -> list[tuple[File, PartHead]] | None:
-    """Parts that hold each rank once, and whose shards are there. None if there are none. `names`: the
-    lengths of the files in their folder. The ranks of a node are the same in each part of an attempt."""
+    """Choose parts that together hold each rank once and whose shards are there. Return None if some rank has
+    no such part. `names`: the lengths of the files in their folder. All parts that a node writes in an
+    attempt hold the same ranks."""
     chosen: list[tuple[File, PartHead]] = []
     free: set[int] = set()
     for file, head in sorted(heads, key=lambda each: (-len(each[1].ranks), each[0].name)):
@@ -465,8 +463,9 @@ def _exact_cover(
 
 
 def _answer_of(mirror: Home, catalogue: Catalogue) -> Steps[Catalogue]:
-    """The newest version of a mirror. If it does not answer, EMPTY, unless it may have what the home lacks:
-    the home has no checkpoint, or its attempt has resumed one of the mirror."""
+    """Return the newest version of a mirror. If the mirror does not answer, return EMPTY. Raise its error if
+    it may have what the home lacks: the home has no checkpoint, or lacks the one that its attempt has
+    resumed."""
     try:
         return (yield from mirror.newest())
     except (OSError, DamagedError):

@@ -1,9 +1,9 @@
 """Copying of checkpoints to a mirror: a second store of the run, with a catalogue of its own.
 
 What holds for a home holds for a mirror. A session that copies is its writer: it copies into a folder of its
-own, and commits in ascending order, so deletion is as safe there. Each checkpoint has a session. One that was
-superseded gives its checkpoint up, and the copier goes on with the next one: with the same one, two copiers
-could supersede each other for ever.
+own, and commits in ascending order, so deletion is as safe there. Each checkpoint has a session. A session
+that was superseded gives up its checkpoint, and the copier goes on with the next checkpoint. If it tried the
+same one again, two copiers could supersede each other for ever.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from flashckpt.format.manifest import FrozenFile, Manifest
 def copy_checkpoint(
     home: Home, source: Catalogue, checkpoint: Checkpoint, mirror: Home, nonce: str, keep: Keep
 ) -> Steps[Catalogue | None]:
-    """Copy a checkpoint in a new session. Returns a version of the mirror, which has it unless it was
-    overtaken there; None if retention at the home has removed it meanwhile. SupersededError if another copier
-    came, or another job uses the mirror as its home. DamagedError if its manifest is."""
+    """Copy a checkpoint in a new session. Returns a version of the mirror. It has the checkpoint unless
+    another session has committed a newer one. Returns None if retention has removed the checkpoint from the
+    home. SupersededError if another copier came, or another job uses the mirror as its home. DamagedError if
+    the manifest at the home is damaged."""
     there = yield from mirror.newest()
     if there.has(checkpoint.id):
         return there

@@ -56,8 +56,8 @@ class Put(Request):
 
 @dataclass(frozen=True, slots=True)
 class Read(Request):
-    """The answer is the record, or None if there is no file. Of a part only the head is read, and `num_bytes`
-    is its length. DamagedError, FormatError."""
+    """The answer is the record, or None if the file does not exist. For a part it is the head; `num_bytes` is
+    the length of the part. DamagedError, FormatError."""
 
     path: str
     kind: type[JsonRecord]
@@ -98,7 +98,7 @@ class Delete(Request):
 
 @dataclass(frozen=True, slots=True)
 class Copy(Request):
-    """Copy a file to another store. The answer is whether it was there."""
+    """Copy a file to another store. The answer is False if the source does not exist."""
 
     path: str
     target: str

@@ -27,11 +27,11 @@ KEEP_VERSIONS = 64
 _KEPT_IF_FULL = 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _MOST_VANISHED = 3
-"""A version that is listed and is not there, so often in a row, is not only newer than the listing."""
+"""So often in a row a listing may show a version that is gone. After that the run was deleted."""
 
 Change = Callable[[Catalogue], Catalogue]
 Number = tuple[int, str]
-"""The number of a version, and its run. (0, "") if there is none."""
+"""The number and the run of a version. (0, "") stands for a store without versions."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Versions:
     keep_versions: int = KEEP_VERSIONS
 
     def newest(self, known: Catalogue = EMPTY, at_least: Number = (0, "")) -> Steps[Catalogue]:
-        """Return the newest version, EMPTY if there is none. `known`: one that the caller has. `at_least`:
-        one that is known to exist. DamagedError if it cannot be read; RunError if another run, or an older
-        catalogue, is here now."""
+        """Return the newest version. Return EMPTY if the store has no version. `known`: a version that the
+        caller has. `at_least`: the number of a version that exists. DamagedError if the newest version cannot
+        be read; RunError if another run, or an older catalogue, has replaced the one that is known."""
         newest = at_least if at_least[0] else (yield from self._newest_number(known))
         if newest[0] < known.version:
             if (yield Read(self.store, known.path, Catalogue)) is None:
@@ -81,8 +81,8 @@ class Versions:
         The creation proves nothing: if this process slept while others made more versions than are kept, its
         number was free again. The version counts only if it is the newest afterwards. In every other case
         (its number is taken, the creation failed, there are newer versions) the change is applied again to
-        the newest version. It does nothing there if it is contained. OSError if the creation failed and it is
-        not.
+        the newest version. It does nothing if that version contains it. OSError if the creation failed and
+        the newest version does not contain the change.
         """
         catalogue, is_full = (yield from self.newest(known)), False
         while (wanted := change(catalogue)) is not catalogue:
@@ -138,8 +138,8 @@ class Versions:
         if len(runs) > 1:
             raise UnusableRunError(
                 f"{CATALOGUE}/ has versions of several runs ({', '.join(runs)}). Nothing was read or "
-                "changed. One of them was deleted while a process of it lived. Remove the files in it that "
-                "end with its id."
+                "changed. A run was deleted here while a process of it lived. Remove the files whose names "
+                "end with the id of the deleted run."
             )
         return found
 

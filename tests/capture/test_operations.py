@@ -88,7 +88,6 @@ def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tup
     return found, list(device.handed)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("way", ["small", "clone", "gate", "wait"])
 def test_operations_do_not_grow_with_the_number_of_leaves(
     ring: SlotRing, sealer: _native.Sealer, way: str

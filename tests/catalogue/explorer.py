@@ -278,7 +278,7 @@ class Search:
     def _effect(
         self, world: int, history: int, process: Process, request: Any, late: int = -1
     ) -> tuple[int, int]:
-        """A request takes effect, and no process is told: a late one, or one of a process that died."""
+        """Apply a request whose process gets no answer: the request is late, or its process was killed."""
         files, requests, before = self._worlds[world]
         rest = requests if late < 0 else (*requests[:late], *requests[late + 1 :])
         after, _ = self._store.apply(files, request)

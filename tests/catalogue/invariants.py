@@ -4,8 +4,9 @@ I1  A checkpoint that was reported as committed is in every later version, until
     or the user removes it. The newest version is never deleted; no version is overwritten or left out.
 I2  A reader sees a version that was the newest once, and finds all files of its checkpoints, or they were
     removed meanwhile.
-I3  Only what the current writer wrote is committed. No process writes as another writer. A process is told
-    success only of what a version contains, and "never" only of what no later version can contain.
+I3  A version newly names only files that its writer wrote. No process writes into the folder of another
+    writer. A process reports a commit only if a version contains it, and reports "never" only if no later
+    version can contain it.
 I4  All files of the checkpoints of the newest version are there. No file of a snapshot that the current
     writer can still commit is deleted, and none of a writer that the catalogue does not know.
 I5  After one more job has started, committed and collected, nothing is left but what its catalogue names.

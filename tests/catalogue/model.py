@@ -217,7 +217,7 @@ def _last(found: list[Any]) -> str:
 
 
 def size_of(content: Any) -> int:
-    """The length of a file, -1 if there is none. Every whole file has one byte."""
+    """The length of a file: one byte if it is whole, -1 if it does not exist."""
     return -1 if content is None else content.num_bytes if isinstance(content, Short) else 1
 
 

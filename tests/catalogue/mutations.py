@@ -146,7 +146,7 @@ _update = Home.update
 def commit_for_all(
     catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint, keep: Keep
 ) -> Catalogue:
-    """Whoever asks commits."""
+    """Any process commits."""
     if catalogue.has(checkpoint.id) or not changes.is_newer(catalogue, checkpoint.id):
         return catalogue
     return changes._next(changes._with(catalogue, checkpoint))
@@ -307,7 +307,7 @@ _choose, _whole_checkpoints, _whole = Home._choose, Home._whole_checkpoints, Hom
 
 
 def spared_but(ignores: str) -> Callable[[Catalogue, Iterable[Folder]], dict[Folder, Spared]]:
-    """Without one of the reasons to spare a folder."""
+    """Ignore one of the reasons to spare a folder."""
 
     def spared(catalogue: Catalogue, folders: Iterable[Folder]) -> dict[Folder, Spared]:
         kept, found = {each.folder for each in catalogue.checkpoints}, {}
@@ -486,7 +486,7 @@ MUTATIONS = [
     ),
     # who commits what
     Mutation(
-        "whoever asks commits", "I3", "deposed leader", POSIX,
+        "any process commits", "I3", "deposed leader", POSIX,
         ((home, "commit", commit_for_all),),
     ),
     Mutation(

@@ -166,7 +166,15 @@ class Begun:
 
 @cache
 def scenarios() -> dict[str, Scenario]:
-    found = [*_of_leaders(), *_of_commands(), *_of_frozen_files(), *_after_losses(), *_of_mirrors()]
+    found = [
+        *_of_leaders(),
+        *_of_keepers(),
+        *_of_parents(),
+        *_of_commands(),
+        *_of_frozen_files(),
+        *_after_losses(),
+        *_of_mirrors(),
+    ]
     return {each.name: each for each in found}
 
 
@@ -185,10 +193,6 @@ COPY_2X, COPY_2Y = (Process(f"copy {n}", late("copy_newest", n, 2), nonce=nonce(
 def _of_leaders() -> list[Scenario]:
     b = BEGUN
     remover = Process("remove", lambda: HOME.update(partial(remove, ids=frozenset({A_1}))), may_remove=True)
-    keepers = [Process(f"keeper {n}", late("write", A, A_2, f"n{n}", n, 2)) for n in (0, 1)]
-    again = Process("keeper 0 again", late("write", A, A_2, "m0", 0, 2))
-    half_b = partial(resume_half_written, "b", frozenset({A_3}), False)
-    half_c = partial(resume_half_written, "c", frozenset({A_2}), True)
     return [
         Scenario("first start", {}, (job("a", 1, ends=True), job("b", 1)), kills=2, stores=DEEP),
         Scenario("deposed leader", b.one, (A_SAVES, job("b", 1, 2)), kills=2, stores=DEEP),
@@ -228,8 +232,6 @@ def _of_leaders() -> list[Scenario]:
             kills=0,
             stores=(PLAIN,),
         ),
-        Scenario("keepers", b.one, (*keepers, leader("a", b.at_one, 2, polls=2), job("b")), kills=2),
-        Scenario("keeper replaced", b.whole, (again, POLLING_A, job("b")), kills=2),
         Scenario(
             "two leaders of one attempt",
             b.one,
@@ -238,6 +240,25 @@ def _of_leaders() -> list[Scenario]:
             kills=2,
             is_coarse=True,
         ),
+        Scenario("flaky store", b.one, (A_SAVES, job("b", 1, trims=True)), kills=2, stores=(FLAKY,)),
+    ]
+
+
+def _of_keepers() -> list[Scenario]:
+    b = BEGUN
+    keepers = [Process(f"keeper {n}", late("write", A, A_2, f"n{n}", n, 2)) for n in (0, 1)]
+    again = Process("keeper 0 again", late("write", A, A_2, "m0", 0, 2))
+    return [
+        Scenario("keepers", b.one, (*keepers, leader("a", b.at_one, 2, polls=2), job("b")), kills=2),
+        Scenario("keeper replaced", b.whole, (again, POLLING_A, job("b")), kills=2),
+    ]
+
+
+def _of_parents() -> list[Scenario]:
+    b = BEGUN
+    half_b = partial(resume_half_written, "b", frozenset({A_3}), False)
+    half_c = partial(resume_half_written, "c", frozenset({A_2}), True)
+    return [
         Scenario(
             "parent in memory",
             b.half,
@@ -264,7 +285,6 @@ def _of_leaders() -> list[Scenario]:
             memory=frozenset({A_2, A_3}),
             is_coarse=True,
         ),
-        Scenario("flaky store", b.one, (A_SAVES, job("b", 1, trims=True)), kills=2, stores=(FLAKY,)),
     ]
 
 

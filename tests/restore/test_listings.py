@@ -97,7 +97,6 @@ def chosen(store: Store, rank: int) -> Loaded:
     return loaded
 
 
-@pytest.mark.long
 def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
     bucket = Bucket()
     store: Store = CompressedStore(ObjectStore(bucket))
