@@ -96,7 +96,7 @@ def make_run(folder: Path, gib: float) -> None:
 def measure(way: str, run: Path, out: Path) -> dict[str, Any]:
     """One figure, in this process."""
     if way == "copy":
-        source = max(run.glob("data/*/*/shard-*"), key=lambda path: path.stat().st_size)
+        source = max(run.glob("data/*/*/rank-*"), key=lambda path: path.stat().st_size)
         began = time.perf_counter()
         shutil.copyfile(source, out)
         with open(out, "rb") as file:

@@ -1,4 +1,4 @@
-"""What thousands of ranks cost in records: part, record, commit, a resume's plan, the choice of a step,
+"""What thousands of ranks cost in records: part, manifest, commit, a resume's plan, the choice of a step,
 retention; by the code that does it, each in a process of its own.
 
     python -m benchmarks.scale --ranks 1024 16384 --json docs/benchmarks/….json
@@ -26,19 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt._native import xxh3_128
-from flashckpt.commit import attempts, collect, commit_step, lineage, starting, steps
+from flashckpt.commit import attempts, commit_step, lineage, steps
 from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.commit_step import KEEP_ALL
+from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError
+from flashckpt.format.catalogue import Folder
 from flashckpt.format.checked_json import TAIL_BYTES, checksum_in, dump
 from flashckpt.format.layout import Box, Layout, Leaf
-from flashckpt.format.names import (
-    AttemptName,
-    CommitName,
-    attempt_folder,
-    part_keeper,
-    shard_name,
-)
-from flashckpt.format.records import CHUNK_BYTES, FileRecord, Part, PartHead, RankRecord, ShardRecord
+from flashckpt.format.manifest import PART, File, PartHead, part_name, shard_name
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.records import CHUNK_BYTES, Part, RankRecord, ShardRecord
 from flashckpt.options import Keep
 from flashckpt.restore.step_tensors import StepRanks, TensorSlice
 from flashckpt.store.local import LocalStore
@@ -113,11 +111,10 @@ def rank_record(rank: int, world: int) -> RankRecord:
 def part_of(node: int, world: int, step: int, attempt: AttemptName) -> Part:
     ranks = range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE)
     return Part(
+        id=SnapshotId(attempt, step),
         step=step,
-        attempt=attempt,
         world=world,
-        keeper=ranks[0],
-        boundary=step,
+        node=ranks[0],
         ranks=tuple(rank_record(rank, world) for rank in ranks),
         environment={"torch": "2.13.0", "device": "cuda"},
     )
@@ -135,26 +132,37 @@ class Simulation:
         self.store = LocalStore(str(folder))
 
     def make(self) -> None:
-        attempts.open_run(self.store, create=True)
-        name, catalogue = starting.claim(self.store, local_owner())
-        starting.start(self.store, name, None, 0, self.world, catalogue)
+        view = open_run(self.store, create=True)
+        name = attempts.next_attempt(view)
+        attempts.begin(view, name, None, 0, world=self.world, owner=local_owner())
         for step in STEPS:
             self._make_step(step, name)
 
     @property
     def attempt(self) -> AttemptName:
-        return attempts.attempts(self.store)[-1].name
+        attempt = View.of(self.store).attempt
+        assert attempt is not None
+        return attempt
 
     def name(self, step: int) -> CommitName:
         return name_of(step, self.attempt)
 
     def commit(self, step: int) -> bool:
-        return bool(commit_step.commit(self.store, self.name(step).id, self.world))
+        return bool(commit_step.commit(View.of(self.store), self.folder_of(step), KEEP_ALL))
+
+    def take_back(self, step: int) -> None:
+        """Undo the newest commit."""
+        catalogue = View.of(self.store).catalogue
+        assert catalogue.checkpoints[-1].step == step
+        self.store.remove(catalogue.path)
+        self.store.remove(catalogue.checkpoints[-1].manifest_path)
+
+    def folder_of(self, step: int) -> Folder:
+        return Folder(self.attempt, SnapshotId(self.attempt, step))
 
     def _make_step(self, step: int, attempt: AttemptName) -> None:
-        folder = self.folder / name_of(step, attempt).id.data_folder
+        folder = self.folder / self.folder_of(step).path
         folder.mkdir(parents=True)
-        (self.folder / attempt_folder(attempt)).mkdir(exist_ok=True)
         sample = part_of(0, self.world, step, attempt)
         length = len(sample.to_bytes())
         sizes = _Sizes(self.world)
@@ -166,7 +174,7 @@ class Simulation:
             part = part_of(node, self.world, step, attempt) if node in whole else None
             head = self._head(sample.head(), node, sizes)
             assert part is None or part.head() == head, "a head is made as the code makes it"
-            with (folder / head.file).open("xb") as file:
+            with (folder / part_name(head.node, NONCE)).open("xb") as file:
                 if part is not None:
                     file.write(part.to_bytes())
                 else:
@@ -179,9 +187,11 @@ class Simulation:
                 operation()
             except DamagedError as error:
                 file = str(error.path).rpartition("/")[2]
-                part = part_of(part_keeper(file) // RANKS_PER_NODE, self.world, step, self.attempt)
-                (self.folder / self.name(step).id.data_folder / file).write_bytes(part.to_bytes())
-                (self.folder / self.name(step).path).unlink()
+                found = PART.fullmatch(file)
+                assert found, file
+                part = part_of(int(found[1]) // RANKS_PER_NODE, self.world, step, self.attempt)
+                (self.folder / self.folder_of(step).path / file).write_bytes(part.to_bytes())
+                self.take_back(step)
                 assert self.commit(step)
             else:
                 return
@@ -192,9 +202,8 @@ class Simulation:
         ranks = []
         for files in sample.ranks:
             rank = first + files.rank
-            shard = FileRecord(file=shard_name(rank, NONCE), num_bytes=sizes.of(rank))
-            ranks.append(replace(files, rank=rank, shard=shard))
-        return replace(sample, keeper=first, ranks=tuple(ranks))
+            ranks.append(files._replace(rank=rank, shard=File(shard_name(rank, NONCE), sizes.of(rank))))
+        return replace(sample, node=first, ranks=tuple(ranks))
 
 
 class _Sizes:
@@ -226,22 +235,21 @@ def _write_hollow(file: int, head: PartHead, length: int) -> None:
 def write_part(run: Simulation) -> Callable[[], object]:
     """What a node does for a step: the part of its eight ranks is made, and published."""
     part, store = part_of(0, run.world, STEPS[0], run.attempt), run.store
-    path = f"{run.name(part.step).id.data_folder}/{part.file}"
+    folder = run.folder_of(part.step)
 
     def operation() -> None:
-        store.remove(path)
-        assert commit_step.publish_part(store, part)
+        store.remove(f"{folder.path}/{part_name(part.node, NONCE)}")
+        assert commit_step.publish_part(store, folder, part, NONCE)
 
     return operation
 
 
 def commit(run: Simulation) -> Callable[[], object]:
     """What the one that commits does, once."""
-    name = run.name(STEPS[-1])
 
     def operation() -> None:
-        run.store.remove(name.path)
-        assert run.commit(name.step)
+        run.take_back(STEPS[-1])
+        assert run.commit(STEPS[-1])
 
     return operation
 
@@ -276,10 +284,10 @@ def reshard(run: Simulation) -> Callable[[], object]:
     return operation
 
 
-def read_record(run: Simulation) -> Callable[[], object]:
-    """Of that, the commit record."""
+def read_manifest(run: Simulation) -> Callable[[], object]:
+    """Of that, the manifest."""
     name = run.name(STEPS[-1])
-    return lambda: steps.read_record(run.store, name)
+    return lambda: steps.read_checkpoint(View.of(run.store), name)
 
 
 def candidates(run: Simulation) -> Callable[[], object]:
@@ -293,18 +301,18 @@ def candidates(run: Simulation) -> Callable[[], object]:
 
 def prune(run: Simulation) -> Callable[[], object]:
     """Retention after a commit: two of four steps go, with all their files."""
-    attempt = run.attempt
 
     def operation() -> None:
-        found, done = collect.prune(run.store, attempt, Keep(last=2))
-        assert len(found.expired) == len(done.snapshots) == len(STEPS) - 2
+        view, gone = commit_step.retain(View.of(run.store), Keep(last=2))
+        commit_step.collect(run.store, view.catalogue)
+        assert len(gone) == len(STEPS) - 2
 
     return operation
 
 
 _MEASURED = {
     operation.__name__: operation
-    for operation in (write_part, commit, read_record, plan, reshard, candidates, prune)
+    for operation in (write_part, commit, read_manifest, plan, reshard, candidates, prune)
 }
 _ONCE = {"prune"}
 
@@ -362,10 +370,10 @@ def simulate(world: int, folder: Path, names: Sequence[str]) -> dict[str, Any]:
         assert run.commit(step)
     if reshard.__name__ in names:
         run.fill(STEPS[-1], reshard(run))
-    name, made = run.name(STEPS[0]), run.folder / run.name(STEPS[0]).id.data_folder
+    first, made = View.of(run.store).catalogue.checkpoints[0], run.folder / run.folder_of(STEPS[0]).path
     files = {
-        "part": made / "part-00000.json",
-        "record": run.folder / name.path,
+        "part": made / part_name(0, NONCE),
+        "manifest": run.folder / first.manifest_path,
         "shard": made / shard_name(0, NONCE),
     }
     found: dict[str, Any] = {f"{each}_bytes": file.stat().st_size for each, file in files.items()}
@@ -406,7 +414,7 @@ def main() -> None:
 
 
 def _line(row: dict[str, Any]) -> str:
-    cells = [f"{row['ranks']:6,} ranks", f"record {row['record_bytes'] / 2**20:.2f} MiB"]
+    cells = [f"{row['ranks']:6,} ranks", f"manifest {row['manifest_bytes'] / 2**20:.2f} MiB"]
     for name in (name for name in _MEASURED if name in row):
         each = row[name]
         times = (

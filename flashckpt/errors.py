@@ -8,7 +8,7 @@
     ├── MismatchError                the model differs from the saved one; nothing was changed
     ├── RunError                     the run's folder cannot be used as asked
     │   ├── RunHeldError             another job holds the run
-    │   ├── SupersededError          a newer attempt has claimed the run: this attempt must end
+    │   ├── SupersededError          a newer attempt has begun: this attempt must end
     │   ├── FormatError              a newer version of this library wrote the run
     │   ├── NoSuchStepError          the step does not exist or is not committed
     │   └── UnusableRunError         the run has steps, but none can be used
@@ -93,7 +93,7 @@ class RunHeldError(RunError):
 
 
 class SupersededError(RunError):
-    """A newer attempt has claimed the run; the run ignores what this attempt writes from now on."""
+    """A newer attempt has begun; the run ignores what this attempt writes from now on."""
 
 
 class FormatError(RunError):

@@ -7,8 +7,8 @@ from numbers import Integral
 from typing import Any
 
 from flashckpt.commit import lineage, verification
-from flashckpt.commit.attempts import open_run
 from flashckpt.commit.verification import Report
+from flashckpt.commit.view import open_run
 from flashckpt.errors import NoSuchStepError, OptionError
 from flashckpt.format.names import parse_at
 from flashckpt.recovery.node import lock_probe
@@ -45,7 +45,7 @@ def load(
 
 def steps(path: Path) -> list[int]:
     """Return the committed steps that a resume sees, oldest first. Raises RunError if `path` is not a run,
-    UnusableRunError if records of its attempts are lost, so that a resume would be refused."""
+    UnusableRunError if it has lost its catalogue."""
     return lineage.steps(open_store(path))
 
 
@@ -74,15 +74,11 @@ def branch(path: Path, step: int, attempt: str | None = None) -> str:
 def verify(path: Path, step: int | None = None) -> Report:
     """Read every file of the committed steps (or of one) and compare every checksum and digest.
 
-    Changes nothing. Damage is in the report, not raised. Raises NoSuchStepError, RunError, and
-    UnusableRunError if records of attempts are lost, so that the steps of the run are unknown.
+    Changes nothing. Damage is in the report, not raised. Raises NoSuchStepError, and RunError, or
+    UnusableRunError without a catalogue.
     """
     _check_step(step)
-    store = open_store(path)
-    open_run(store, create=False)
-    if step is None:
-        lineage.check_records(store)
-    return verification.verify(store, step)
+    return verification.verify(open_store(path), step)
 
 
 def _check_step(step: object) -> None:

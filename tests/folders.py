@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt.format.names import CommitName
+from flashckpt.store.local import LocalStore
+from tests import run_view
 
 
 def records(run: Path) -> list[CommitName]:
-    """The names of the commit records in commits/, oldest first, with a tombstone or not."""
-    found = [CommitName.parse(path.name) for path in run.glob("commits/*.json")]
-    return sorted(name for name, is_record in filter(None, found) if is_record)
+    """The names of the checkpoints of a run, of any branch, oldest first."""
+    return list(run_view.checkpoints(LocalStore(str(run))))
 
 
 def data_of(run: Path, step: int) -> Path:
     """The folder with the shards and parts of the newest commit of a step number."""
-    return run / [name for name in records(run) if name.step == step][-1].id.data_folder
+    newest = [name for name in records(run) if name.step == step][-1]
+    return run / run_view.folder_of(LocalStore(str(run)), newest.id)
 
 
 def contents(*folders: Path) -> list[bytes]:

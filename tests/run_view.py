@@ -6,19 +6,28 @@ An id is a SnapshotId; a checkpoint is named by step and id (`CommitName`).
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from flashckpt.catalogue.changes import is_newer
+from flashckpt.catalogue.home import checkpoint_of
+from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import assets as _assets
 from flashckpt.commit import attempts as _attempts
-from flashckpt.commit import collect as _collect
-from flashckpt.commit import commit_step, lineage, starting
+from flashckpt.commit import commit_step, lineage
 from flashckpt.commit import verification as _verification
 from flashckpt.commit.attempts import local_owner
-from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
 from flashckpt.commit.steps import StepRecord, read_step
-from flashckpt.format.names import COMMITS, AttemptName, CommitName, SnapshotId
-from flashckpt.format.records import Owner, Part
+from flashckpt.commit.view import HOME, View, folders_in, open_run, writers_in
+from flashckpt.commit.view import has_run as _has_run
+from flashckpt.format.catalogue import CATALOGUE, Folder
+from flashckpt.format.manifest import Manifest
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.owner import Owner
+from flashckpt.format.records import Part
+from flashckpt.options import Keep
 from flashckpt.store.base import Store
 
 Record = StepRecord
@@ -27,14 +36,25 @@ Report = _verification.Report
 # ---- what is there
 
 
+def has_run(store: Store) -> bool:
+    """Whether there is a run."""
+    return _has_run(store)
+
+
 def visible(store: Store) -> tuple[CommitName, ...]:
     """The checkpoints in the history of the newest attempt, oldest first."""
-    return Catalogue.of(store).visible()
+    return View.of(store).visible()
 
 
 def checkpoints(store: Store) -> tuple[CommitName, ...]:
     """All checkpoints, of any branch, oldest first."""
-    return Catalogue.of(store).commits
+    return View.of(store).checkpoints
+
+
+def damaged(store: Store) -> list[CommitName]:
+    """The checkpoints that failed two verifications, oldest first."""
+    view = View.of(store)
+    return [each for each in view.checkpoints if each.id in view.damaged]
 
 
 def resumed(store: Store) -> CommitName:
@@ -53,20 +73,18 @@ def verify(store: Store) -> Report:
 
 
 def attempts(store: Store) -> list[AttemptName]:
-    """The attempts that are known, oldest first."""
-    return [each.name for each in _attempts.attempts(store)]
+    """The attempts that are known, oldest first: those of the catalogue, and those with files."""
+    return sorted({*View.of(store).attempts(), *writers_in(store)})
 
 
 def newest_attempt(store: Store) -> AttemptName | None:
     """The newest attempt that has begun."""
-    return _attempts.newest_started(store)
+    return View.of(store).attempt
 
 
 def parent_of(store: Store, attempt: AttemptName) -> SnapshotId | None:
     """The snapshot that an attempt has resumed, None for a fresh run. AssertionError if it has not begun."""
-    start = _attempts.read_start(store, attempt)
-    assert start is not None, f"{attempt} has not begun"
-    return start.parent
+    return start_of(store, attempt).parent
 
 
 def has_ended(store: Store, attempt: AttemptName) -> bool:
@@ -83,16 +101,15 @@ class AttemptStart(NamedTuple):
 
 
 def start_of(store: Store, attempt: AttemptName) -> AttemptStart:
-    """Where an attempt began. AssertionError if it has not begun."""
-    start = _attempts.read_start(store, attempt)
-    assert start is not None, f"{attempt} has not begun"
-    return AttemptStart(start.parent, start.step, start.world)
+    """Where the newest attempt began. AssertionError if another one is the newest."""
+    view = View.of(store)
+    assert view.attempt == attempt, f"{attempt} has not begun, or is not the newest"
+    return AttemptStart(view.parent, view.catalogue.parent_step, view.catalogue.world)
 
 
 def ending(store: Store, attempt: AttemptName) -> str:
     """How an attempt has ended, "closed" or "dead"; empty if no end is recorded."""
-    alive = _attempts.alive(store, attempt)
-    return "" if alive is None else alive.ended
+    return _attempts.ending(View.of(store), attempt)
 
 
 def endings(store: Store) -> dict[AttemptName, str]:
@@ -126,17 +143,39 @@ def assets(store: Store) -> dict[str, bytes]:
     return _assets.read_assets(store)
 
 
+def folder_of(store: Store, id: SnapshotId) -> str:
+    """The folder of a checkpoint, or of a snapshot that the newest attempt writes."""
+    view = View.of(store)
+    checkpoint = view.checkpoint(id)
+    return (Folder(view.catalogue.writer, id) if checkpoint is None else checkpoint.folder).path
+
+
+def manifest_of(store: Store, id: SnapshotId) -> str:
+    """The path of the manifest of a checkpoint."""
+    checkpoint = View.of(store).checkpoint(id)
+    assert checkpoint is not None, f"{id} is not committed"
+    return checkpoint.manifest_path
+
+
+def snapshots(store: Store) -> list[SnapshotId]:
+    """The snapshots that have files, committed or not, oldest first."""
+    return sorted(each.id for each in folders_in(store) if store.list(each.path))
+
+
 def committed_next(store: Store) -> list[CommitName]:
     """The snapshots with all their files that the next start commits."""
-    catalogue = Catalogue.of(store)
-    found = [each for each in snapshots_with_data(store) if _collect.is_next(catalogue, each)]
-    records = [commit_step.record_at_rest(store, each) for each in found]
-    return [each.name for each in records if each is not None]
+    view, stores, found = View.of(store), Stores({HOME.store: store}), []
+    for folder in folders_in(store):
+        if folder.writer == view.catalogue.writer and is_newer(view.catalogue, folder.id):
+            manifest = stores.run(HOME.gather(folder))
+            if isinstance(manifest, Manifest):
+                found.append(CommitName(manifest.step, folder.id.attempt, folder.id.boundary))
+    return found
 
 
 def files(store: Store) -> list[tuple[str, str, int]]:
-    """The records and data files of the run with their sizes, to see whether anything came or went."""
-    folders = [COMMITS, *(each.data_folder for each in snapshots_with_data(store))]
+    """The versions and data files of the run with their sizes, to see whether anything came or went."""
+    folders = [CATALOGUE, *(each.path for each in folders_in(store))]
     return [
         (folder, entry.name, entry.num_bytes) for folder in sorted(folders) for entry in store.list(folder)
     ]
@@ -147,11 +186,11 @@ def files(store: Store) -> list[tuple[str, str, int]]:
 
 def make(store: Store) -> None:
     """Make a run without an attempt."""
-    _attempts.open_run(store, create=True)
+    open_run(store, create=True)
 
 
 def run_id(store: Store) -> str:
-    return _attempts.open_run(store, create=False).run_id
+    return open_run(store, create=False).run_id
 
 
 def begin(
@@ -162,9 +201,11 @@ def begin(
     world: int = 1,
     owner: Owner | None = None,
 ) -> AttemptName:
-    """Begin an attempt that resumes `parent`, which has this step number."""
-    name, catalogue = starting.claim(store, owner or local_owner())
-    starting.start(store, name, parent, step, world, catalogue)
+    """Begin an attempt that resumes `parent`, which has this step number. Does not look for a living job."""
+    view = _attempts.settle(View.of(store))
+    name = _attempts.next_attempt(view)
+    _attempts.reserve(store, name)
+    _attempts.begin(view, name, parent, step, world=world, owner=owner or local_owner())
     return name
 
 
@@ -174,18 +215,24 @@ def end(store: Store, attempt: AttemptName, how: Literal["closed", "dead"] = "cl
 
 
 def supersede(store: Store) -> AttemptName:
-    """Take the run over, as a start of another job does, without resuming anything."""
-    return _attempts.claim(store, local_owner())
+    """Take the run over, as a start of another job does, at the newest checkpoint."""
+    newest = View.of(store).newest_first()[:1]
+    return begin(store, newest[0].id if newest else None, newest[0].step if newest else 0)
 
 
 def publish(store: Store, part: Part) -> None:
     """Write a part whose shards are written."""
-    assert commit_step.publish_part(store, part)
+    commit_step.publish_part(store, folder_for(store, part.id), part, secrets.token_hex(6))
 
 
-def commit(store: Store, id: SnapshotId, world: int = 1) -> None:
+def folder_for(store: Store, id: SnapshotId) -> Folder:
+    """The folder that the newest attempt writes a snapshot into."""
+    return Folder(View.of(store).catalogue.writer, id)
+
+
+def commit(store: Store, id: SnapshotId, keep: Keep = commit_step.KEEP_ALL) -> None:
     """Commit a snapshot whose parts are published."""
-    assert commit_step.commit(store, id, world)
+    assert commit_step.commit(View.of(store), folder_for(store, id), keep)
 
 
 def mark_damaged(store: Store, name: CommitName, host: str = "", why: str = "its bytes differ") -> None:
@@ -193,11 +240,29 @@ def mark_damaged(store: Store, name: CommitName, host: str = "", why: str = "its
     lineage.quarantine(store, name, host or lineage.this_host(), why)
 
 
+def relist(store: Store, manifest: Manifest) -> None:
+    """Give a checkpoint another manifest."""
+    catalogue, checkpoint = View.of(store).catalogue, checkpoint_of(manifest)
+    store.replace(checkpoint.manifest_path, manifest.to_bytes())
+    listed = tuple(checkpoint if each.id == checkpoint.id else each for each in catalogue.checkpoints)
+    store.replace(catalogue.path, replace(catalogue, checkpoints=listed).to_bytes())
+
+
 def delete(store: Store, name: CommitName) -> None:
-    """Delete a checkpoint, as the newest attempt does."""
-    catalogue = Catalogue.of(store)
-    assert catalogue.newest_claimed is not None
-    _collect.execute(store, _collect.Plan(snapshots=(name.id,)), catalogue, catalogue.newest_claimed)
+    """Delete a checkpoint: its entry in the catalogue, and its files."""
+    _drop(store, name.id)
+    commit_step.collect(store, View.of(store).catalogue)
+
+
+def _drop(store: Store, id: SnapshotId) -> None:
+    def change(catalogue):  # as retention does; `remove` would spare the newest
+        if not catalogue.has(id):
+            return catalogue
+        rest = tuple(each for each in catalogue.checkpoints if each.id != id)
+        damaged = tuple(each for each in catalogue.damaged if each[0] != id)
+        return replace(catalogue, checkpoints=rest, damaged=damaged, version=catalogue.version + 1)
+
+    Stores({HOME.store: store}).run(HOME.update(change))
 
 
 def keep_assets(store: Store, files: Mapping[str, bytes]) -> None:

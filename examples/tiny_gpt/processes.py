@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit.view import open_run
 from flashckpt.keeper.node_keepers import keeper_of
 from flashckpt.recovery.node import runtime_of
 from flashckpt.store import open_store

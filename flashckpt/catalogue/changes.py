@@ -20,6 +20,7 @@ from flashckpt.format.catalogue import (
     Lineage,
 )
 from flashckpt.format.names import DATA, MAX_ATTEMPT, AttemptName, SnapshotId
+from flashckpt.format.owner import Owner
 from flashckpt.printable import escaped
 
 LINEAGE_KEPT = 1024
@@ -109,7 +110,8 @@ def newest(catalogue: Catalogue) -> Checkpoint | None:
 
 
 def relate(one: Catalogue, other: Catalogue) -> Catalogue:
-    """Which of two stores of a run leads: in its history is the newest checkpoint of the other.
+    """Which of two stores of a run leads: it has the newest checkpoint of the other, or that is in its
+    history. (It has it outside of its history if a branch has left it behind.)
 
     If that holds for both, the one with the greater attempt leads. UnusableRunError if it holds for neither.
     Attempts that neither of them knows decide nothing.
@@ -122,7 +124,8 @@ def relate(one: Catalogue, other: Catalogue) -> Catalogue:
     leading = []
     for each, behind in ((one, other), (other, one)):
         last = newest(behind)
-        leading += [each] if last is None or is_visible(each, last.id) else []
+        is_ahead = last is None or is_visible(each, last.id) or each.has(last.id)
+        leading += [each] if is_ahead else []
     if not leading:
         raise UnusableRunError(
             f"The home and the mirror have diverged: attempt {one.attempt} was trained in one of them and "
@@ -235,7 +238,47 @@ def new_writer(
     return NewWriter(AttemptName(number, nonce), catalogue.version, foreign)
 
 
-def begin(catalogue: Catalogue, *, new: NewWriter, run_id: str, lineage: Lineage) -> Catalogue:
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What a catalogue keeps of the start of an attempt: its ranks, the process that began it, and the step
+    number of its parent."""
+
+    world: int = 1
+    owner: Owner | None = None
+    parent_step: int = 0
+
+
+def make(catalogue: Catalogue, *, run_id: str) -> Catalogue:
+    """Make an empty run, which has no attempt yet."""
+    return catalogue if catalogue.version else _next(replace(catalogue, run_id=run_id))
+
+
+def found(catalogue: Catalogue, *, run_id: str, checkpoint: Checkpoint) -> Catalogue:
+    """Make a run of one checkpoint, which an import has written. UnusableRunError if there is a run."""
+    if catalogue.has(checkpoint.id):
+        return catalogue
+    if catalogue.version:
+        raise UnusableRunError(
+            "Another process has made a run here meanwhile. The checkpoint that was written is not part of "
+            "it. Nothing of the run was changed. Choose another folder."
+        )
+    return _next(
+        replace(
+            catalogue,
+            run_id=run_id,
+            writer=checkpoint.writer,
+            attempt=checkpoint.id.attempt,
+            lineages=((checkpoint.id.attempt, ()),),
+            checkpoints=(checkpoint,),
+            committed=checkpoint.id,
+            ended=True,
+        )
+    )
+
+
+def begin(
+    catalogue: Catalogue, *, new: NewWriter, run_id: str, lineage: Lineage, launch: Launch = Launch()
+) -> Catalogue:
     """Start an attempt. No older attempt can change the run from this version on. `lineage` begins with the
     snapshot that the attempt resumes, which was chosen for version `new.seen`."""
     if catalogue.writer == new.name:
@@ -243,8 +286,14 @@ def begin(catalogue: Catalogue, *, new: NewWriter, run_id: str, lineage: Lineage
     _require(catalogue, new)
     is_again = not catalogue.ended and catalogue.committed is None
     is_again = is_again and lineage[:1] == lineage_of(catalogue, catalogue.attempt)[:1]
-    failed_starts = catalogue.failed_starts + 1 if is_again else 0
-    begun = replace(catalogue, run_id=catalogue.run_id or run_id, failed_starts=failed_starts)
+    begun = replace(
+        catalogue,
+        run_id=catalogue.run_id or run_id,
+        failed_starts=catalogue.failed_starts + 1 if is_again else 0,
+        world=launch.world,
+        owner=launch.owner,
+        parent_step=launch.parent_step,
+    )
     return _take(begun, new, new.name, {new.name: lineage})
 
 
@@ -255,7 +304,8 @@ def branch(catalogue: Catalogue, *, new: NewWriter, parent: SnapshotId) -> Catal
     _require(catalogue, new)
     if not catalogue.has(parent):
         raise NoSuchStepError(f"There is no checkpoint {parent}. Nothing was changed.")
-    branched = replace(catalogue, failed_starts=0)
+    step = next(each.step for each in catalogue.checkpoints if each.id == parent)
+    branched = replace(catalogue, failed_starts=0, owner=None, parent_step=step)
     return replace(_take(branched, new, new.name, {new.name: ancestry(catalogue, parent)}), ended=True)
 
 
@@ -274,7 +324,14 @@ def follow(behind: Catalogue, *, new: NewWriter, lead: Catalogue) -> Catalogue:
             "was copied. Another job trains this run from the mirror: end this one."
         )
     taken = _take(
-        replace(behind, run_id=lead.run_id, failed_starts=lead.failed_starts),
+        replace(
+            behind,
+            run_id=lead.run_id,
+            failed_starts=lead.failed_starts,
+            world=lead.world,
+            owner=None,
+            parent_step=lead.parent_step,
+        ),
         new,
         lead.attempt,
         dict(lead.lineages),
@@ -306,7 +363,7 @@ def rebuild(
     left = {each.id for each in catalogue.checkpoints} - {each.id for each in visible(catalogue)}
     parent = next((each.id for each in reversed(found) if each.id not in left), found[-1].id)
     taken = _take(base, new, new.name, {**lineages, new.name: ancestry(base, parent)})
-    return replace(taken, ended=True, failed_starts=0)
+    return replace(taken, ended=True, failed_starts=0, owner=None)
 
 
 def _require(catalogue: Catalogue, new: NewWriter, is_rebuilt: bool = False) -> None:
@@ -314,11 +371,15 @@ def _require(catalogue: Catalogue, new: NewWriter, is_rebuilt: bool = False) -> 
     if catalogue.version != new.seen or new.name <= catalogue.writer:
         raise MovedError(catalogue)
     if new.foreign and not (catalogue.version or is_rebuilt):
-        raise UnusableRunError(
-            "There are files of checkpoints here and no catalogue. Nothing was changed, and they are not "
-            "taken for a fresh run. Restore the folder catalogue/; if it is lost, `flashckpt recover` makes "
-            "another from the checkpoints that are whole. To train anew, choose another folder."
-        )
+        raise files_without_catalogue()
+
+
+def files_without_catalogue() -> UnusableRunError:
+    return UnusableRunError(
+        "There are files of checkpoints here and no catalogue. Nothing was changed, and they are not "
+        "taken for a fresh run. Restore the folder catalogue/; if it is lost, `flashckpt recover` makes "
+        "another from the checkpoints that are whole. To train anew, choose another folder."
+    )
 
 
 def _take(
@@ -356,6 +417,12 @@ def commit(catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint,
         return catalogue
     added = _with(catalogue, checkpoint)
     return _next(_without(added, expired(added, keep)))
+
+
+def retain(catalogue: Catalogue, *, keep: Keep) -> Catalogue:
+    """Drop the checkpoints that retention does not keep. Any process may do it."""
+    dropped = expired(catalogue, keep)
+    return _next(_without(catalogue, dropped)) if dropped else catalogue
 
 
 def expired(catalogue: Catalogue, keep: Keep) -> set[SnapshotId]:
@@ -396,6 +463,15 @@ def quarantine(catalogue: Catalogue, *, checkpoint: Checkpoint, why: str) -> Cat
     return _next(replace(catalogue, damaged=(*catalogue.damaged, (checkpoint.id, escaped(why)[:1000]))))
 
 
+def clear(catalogue: Catalogue, *, checkpoint: Checkpoint) -> Catalogue:
+    """Record that a damaged checkpoint is whole again: every byte of it was compared. Any process may do
+    it."""
+    if checkpoint not in catalogue.checkpoints or checkpoint.id not in catalogue.damaged_ids:
+        return catalogue
+    damaged = tuple(each for each in catalogue.damaged if each[0] != checkpoint.id)
+    return _next(replace(catalogue, damaged=damaged))
+
+
 def end(catalogue: Catalogue, *, writer: AttemptName) -> Catalogue:
     """Record that the job has ended in order. SupersededError if another may commit."""
     _require_writer(catalogue, writer)
@@ -405,8 +481,8 @@ def end(catalogue: Catalogue, *, writer: AttemptName) -> Catalogue:
 def _require_writer(catalogue: Catalogue, writer: AttemptName) -> None:
     if catalogue.writer != writer:
         raise SupersededError(
-            f"Attempt {catalogue.writer} has taken over from attempt {writer}, which can change the run no "
-            "more. What was committed before stays. End this process."
+            f"{catalogue.writer} commits here now, and {writer} can no more: another job, or another copier, "
+            "has taken over. What was committed before stays. End this process."
         )
 
 

@@ -17,23 +17,29 @@ from flashckpt._native import xxh3_128
 from flashckpt.catalogue.changes import (
     Hopeless,
     Keep,
+    Launch,
     MovedError,
+    NewWriter,
     Spared,
     adopt,
     ancestry,
     begin,
     branch,
     commit,
+    files_without_catalogue,
     follow,
+    found,
     is_committable,
     is_known,
     is_newer,
     is_visible,
+    make,
     new_writer,
     newest,
     parent_of,
     rebuild,
     relate,
+    retain,
     spared,
     visible,
 )
@@ -46,6 +52,7 @@ from flashckpt.format.catalogue import (
     Catalogue,
     Checkpoint,
     Folder,
+    Lineage,
     folders_of,
     manifest_name,
     version_path,
@@ -64,10 +71,11 @@ class Home(Versions):
     # ---- snapshots
 
     def gather(
-        self, folder: Folder, known: Mapping[str, PartHead] | None = None
+        self, folder: Folder, known: dict[str, PartHead] | None = None
     ) -> Steps[Manifest | Hopeless | None]:
         """Return the manifest of a snapshot; None if parts, or files that they name, are not there yet;
-        `Hopeless` if a base has lost a file. `known`: heads of parts that need not be read, by name.
+        `Hopeless` if a base has lost a file. `known`: heads of parts that were read, by name; gets those that
+        are read here.
 
         A node has two parts if its keeper was replaced; either is right. DamagedError if the parts are of
         different steps or worlds, DivergedError if replicas differ.
@@ -79,6 +87,8 @@ class Home(Versions):
             head = head or (yield from self._part(folder, File(name, names[name])))
             if head is not None:
                 heads.append((File(name, names[name]), head))
+                if known is not None:
+                    known[name] = head
         if len({(head.step, head.world) for _, head in heads}) > 1:
             raise DamagedError(
                 f"{folder.path}: its parts are of different steps or numbers of ranks. It is not committed; "
@@ -137,6 +147,13 @@ class Home(Versions):
         change = partial(commit, writer=writer, checkpoint=checkpoint, keep=replace(keep, whole=whole))
         return (yield from self.update(change, catalogue))
 
+    def retain(self, catalogue: Catalogue, keep: Keep) -> Steps[Catalogue]:
+        """Drop the checkpoints that retention does not keep. Returns a version."""
+        if len(visible(catalogue)) <= keep.last:
+            return catalogue
+        whole = keep.whole | (yield from self.whole(catalogue, keep.last))
+        return (yield from self.update(partial(retain, keep=replace(keep, whole=whole)), catalogue))
+
     def whole(self, catalogue: Catalogue, most: int) -> Steps[frozenset[SnapshotId]]:
         """The newest checkpoints of the history that are whole now and not damaged, at most so many."""
         found: set[SnapshotId] = set()
@@ -178,7 +195,7 @@ class Home(Versions):
         catalogue = first = yield from self._open(nonce, mirror)
         loads, loaded, refused = 0, None, frozenset[SnapshotId]()
         while catalogue.writer == first.writer:
-            catalogue, writers = yield from self._settle(catalogue)
+            catalogue, writers = yield from self.settle(catalogue)
             if catalogue.writer != first.writer:
                 break
             other = (yield from _answer_of(mirror, catalogue)) if mirror else EMPTY
@@ -219,7 +236,7 @@ class Home(Versions):
         """Make an older checkpoint the newest one of the history."""
         catalogue = yield from self.newest()
         while True:
-            catalogue, writers = yield from self._settle(catalogue)
+            catalogue, writers = yield from self.settle(catalogue)
             new = new_writer(catalogue, nonce, writers)
             try:
                 return (yield from self.update(partial(branch, new=new, parent=parent), catalogue))
@@ -246,7 +263,7 @@ class Home(Versions):
                 yield from self._whole_snapshots(catalogue)
                 writers = yield from self._writers_with_files(catalogue)
             else:
-                catalogue, writers = yield from self._settle(catalogue)
+                catalogue, writers = yield from self.settle(catalogue)
             found = yield from self._whole_checkpoints(catalogue, writers)
             last = newest(catalogue)
             unknown = (each.id for each in found if not catalogue.has(each.id))
@@ -284,7 +301,65 @@ class Home(Versions):
                     return (yield from self.newest())
         return catalogue
 
-    def _settle(self, catalogue: Catalogue) -> Steps[tuple[Catalogue, frozenset[AttemptName]]]:
+    def begin(
+        self,
+        seen: Catalogue,
+        name: AttemptName,
+        run_id: str,
+        lineage: Lineage,
+        launch: Launch,
+        *,
+        is_here: bool,
+    ) -> Steps[Catalogue]:
+        """Begin an attempt whose ranks have loaded the first snapshot of `lineage`, which was chosen when
+        `seen` was the newest version, or later. `is_here`: they have read it from this store. RunHeldError if
+        another attempt has begun since, if a newer checkpoint has come that the ranks did not know, or if the
+        one that they have loaded was removed."""
+        catalogue, parent = seen, next(iter(lineage), None)
+        while True:
+            catalogue, writers = yield from self.settle(catalogue)
+            above = [each for each in (catalogue.writer, *writers) if each >= name]
+            if catalogue.writer != seen.writer or above:
+                raise RunHeldError(
+                    f"Attempt {max([catalogue.writer, *above])} has started meanwhile. This start has begun "
+                    "nothing. If another job trains this run, end it; then start again."
+                )
+            newer = [each for each in visible(catalogue) if parent is None or each.id > parent]
+            if unknown := [each for each in newer if not seen.has(each.id)]:
+                raise RunHeldError(
+                    f"Step {unknown[-1].step} was committed by attempt {catalogue.writer} while this start "
+                    "was reading an older one. Nothing was begun. If another job trains this run, end it; "
+                    "then start again."
+                )
+            if is_here and parent is not None and not catalogue.has(parent):
+                raise RunHeldError(
+                    f"Snapshot {parent} was removed while this start was reading it. Nothing was begun. "
+                    "Start again."
+                )
+            foreign = frozenset(each for each in writers if each > catalogue.writer)
+            new = NewWriter(name, catalogue.version, foreign)
+            change = partial(begin, new=new, run_id=run_id, lineage=lineage, launch=launch)
+            try:
+                return (yield from self.update(change, catalogue))
+            except MovedError as moved:
+                catalogue = moved.catalogue
+
+    def make(self, run_id: str) -> Steps[Catalogue]:
+        """Return the newest version. Make an empty run if there is none. UnusableRunError if there are files
+        of checkpoints and no catalogue."""
+        catalogue = yield from self.newest()
+        if not catalogue.version and (yield from self._writers_with_files(catalogue)):
+            raise files_without_catalogue()
+        if catalogue.version:
+            return catalogue
+        return (yield from self.update(partial(make, run_id=run_id)))
+
+    def found(self, manifest: Manifest, run_id: str) -> Steps[Catalogue]:
+        """Make a run of one checkpoint, whose files are there. UnusableRunError if there is a run."""
+        checkpoint = yield from self.publish(replace(EMPTY, run_id=run_id), manifest)
+        return (yield from self.update(partial(found, run_id=run_id, checkpoint=checkpoint)))
+
+    def settle(self, catalogue: Catalogue) -> Steps[tuple[Catalogue, frozenset[AttemptName]]]:
         """Adopt whole snapshots of the current writer. Returns a version, and a listing of the writers that
         is younger than it."""
         while True:

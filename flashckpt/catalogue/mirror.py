@@ -8,13 +8,17 @@ same one again, two copiers could supersede each other for ever.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 from flashckpt.catalogue.changes import Keep, bases
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Copy, Files, Read, Steps
+from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import FROZEN_PREFIX, Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import FrozenFile, Manifest
+
+log = logging.getLogger(__name__)
 
 
 def copy_checkpoint(
@@ -49,8 +53,12 @@ def copy_checkpoint(
     made = replace(manifest, folder=folder, frozen=tuple(sorted(frozen)))
     committed = yield from mirror.publish(target, made)
     target = yield from mirror.commit(target, target.writer, committed, keep)
-    yield from mirror.collect(target)
-    yield from mirror.trim(target)
+    try:
+        yield from mirror.collect(target)
+        yield from mirror.trim(target)
+    except (OSError, DamagedError) as error:
+        # The checkpoint is committed, and the next copy deletes the rest.
+        log.warning("files of expired steps in the mirror could not be deleted: %s", error)
     return target
 
 

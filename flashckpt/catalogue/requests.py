@@ -174,7 +174,7 @@ def _look(store: Store, request: Request) -> Any:
     if isinstance(request, Folders):
         return tuple(each.name for each in store.list(request.folder) if each.is_folder)
     assert isinstance(request, Has), request
-    return _has(store, request.path, request.num_bytes)
+    return has_file(store, request.path, request.num_bytes)
 
 
 def _path(request: Request) -> str:
@@ -207,8 +207,9 @@ def _read_head(store: Store, request: Read) -> PartHead:
     return head or PartHead.from_bytes(store.read(request.path, PartHead.MAX_BYTES), request.path)
 
 
-def _has(store: Store, path: str, num_bytes: int) -> bool:
-    """Open a local file: NFS then asks the server. Listings of object stores are never old."""
+def has_file(store: Store, path: str, num_bytes: int) -> bool:
+    """Whether a file has this length, which an old listing may not show. Opens a local file: NFS then asks
+    the server. Listings of object stores are never old."""
     try:
         file = store.descriptor(path, num_bytes)
     except (FileNotFoundError, DamagedError):

@@ -2,7 +2,7 @@
 
     attach.py         what a script calls, and what it gets if the library is switched off
     resume.py         what `attach` does once: restore the newest state, start all that runs beside the loop
-    session.py        the claim on the run, the life lock, the keeper, one run for all ranks
+    session.py        the attempt, its life lock, the keeper, one run for all ranks
     run.py            the Checkpointer and its iterators: the states of a run (run_state.py), its ends
     capture_loop.py   boundaries: counted, captured if due or ordered, their outcome
     progress.py       step, epoch and position; whether they are true

@@ -97,7 +97,7 @@ class CaptureLoop:
         """Enter the next boundary, after so many steps; return whether the loop ends at it. Among ranks, wait
         where they may all have to end.
 
-        Raises what must end this run now: SupersededError if a newer attempt has claimed it, and the error
+        Raises what must end this run now: SupersededError if a newer attempt has begun, and the error
         for its first slots. A run that cannot hold a single snapshot is stopped in its first steps; later
         shortages are skips and warnings.
         """

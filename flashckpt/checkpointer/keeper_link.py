@@ -23,9 +23,10 @@ from flashckpt.checkpointer.run_log import SnapshotLog, TimesLog, Watch, cache_r
 from flashckpt.checkpointer.session import Session
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.slots import Slots
-from flashckpt.commit.attempts import check_newest, newest_claimed
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.attempts import check_newest
+from flashckpt.commit.commit_step import folder_of
 from flashckpt.commit.steps import missing_ranks
+from flashckpt.commit.view import View
 from flashckpt.errors import FlashckptError, KeeperError, PersistError, SupersededError
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.keeper import start
@@ -41,8 +42,8 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _WAITING_TICK_S = 0.005
-# Pauses between two listings of claims: where a listing costs a request, the keeper's answer has it, too.
-_CLAIMS_S, _CLAIMS_BESIDE_KEEPER_S = 2.0, 10.0
+# Pauses between two listings of attempts: where a listing costs a request, the keeper's answer has it, too.
+_LISTED_S, _LISTED_BESIDE_KEEPER_S = 2.0, 10.0
 # Memory is taken and faulted in at about a GiB a second; the keeper reports nothing meanwhile.
 _SLOWEST_BYTES_PER_S = 1 << 28
 _MOST_EVENTS = _MOST_WARNINGS = 1000
@@ -57,7 +58,7 @@ _MOST_RANKS = 20
 class KeeperLink:
     """The background thread of one session.
 
-    status: the keeper's newest answer. superseded_by: the attempt that claimed the run after this one. slots:
+    status: the keeper's newest answer. superseded_by: the attempt that began after this one. slots:
     the memory that the capture writes to. timeout_s: how long a wait lasts while the keeper makes no
     progress.
     """
@@ -83,7 +84,7 @@ class KeeperLink:
         self._rounds = self._waits = 0
         self._woken = threading.Event()
         self._is_expedited = self._is_ended = self._has_answered = False
-        self._claims_listed_s = 0.0
+        self._attempts_listed_s = 0.0
         self._loaded, self._snapshots = loaded, SnapshotLog(capture, age_limits_s)
         self._warned: set[str] = set()
         self._watch = Watch(capture.heartbeat, options, self.event)
@@ -110,13 +111,13 @@ class KeeperLink:
         return None if newest is None else newest.step
 
     def check_not_superseded(self, step: int) -> None:
-        """Raise SupersededError if a newer attempt has claimed the run. step: where this process is."""
+        """Raise SupersededError if a newer attempt has begun. step: where this process is."""
         if self.superseded_by is not None:
             raise SupersededError(
-                f"Attempt {self.superseded_by} has claimed this run while this process was training it. What "
-                "was committed before that stands, and the newer attempt resumes from it; what this process "
-                f"did since, up to step {step}, may be lost. This process must end; start only one job on a "
-                "run.",
+                f"Attempt {self.superseded_by} has taken over this run while this process was training it. "
+                "What was committed before that stands, and the newer attempt resumes from it; what this "
+                f"process did since, up to step {step}, may be lost. This process must end; start only one "
+                "job on a run.",
                 step=step,
             )
 
@@ -313,9 +314,9 @@ class KeeperLink:
         in memory until the keeper has committed it."""
         loaded, store = self._loaded, self._session.store
         if loaded is not None:
-            self._wait_saved(loaded, None, lambda: loaded in Catalogue.of(store).visible())
-            # An attempt that claims the run from here on finds it.
-            check_newest(store.at_once(), self._session.attempt)
+            self._wait_saved(loaded, None, lambda: loaded in View.of(store).visible())
+            # An attempt that begins from here on finds it.
+            check_newest(store, self._session.attempt)
 
     def _wait_saved(
         self, name: CommitName, generation: int | None, is_done: Callable[[], bool], by_s: float = math.inf
@@ -323,11 +324,13 @@ class KeeperLink:
         wait = self._keeper_wait(self.timeout_s, name.step, generation)
 
         def is_over() -> bool:
-            # A keeper reports no more commits once another attempt has claimed the run.
+            # A keeper reports no more commits once another attempt has begun.
             return is_done() or wait.refusal(self.status) is not None or self.superseded_by is not None
 
         if not self._wait(is_over, wait, expedited=True, by_s=by_s) or not is_done():
             self.check_not_superseded(name.step)
+            with contextlib.suppress(OSError):
+                check_newest(self._session.store.brief(), self._session.attempt)
             failure = wait.failure(self.status)
             reason = wait.refusal(self.status) or (failure.message if failure else self._missing(name))
             raise self._not_persisted(reason, name.step)
@@ -337,7 +340,8 @@ class KeeperLink:
         if name.step in self.status.for_others:
             with contextlib.suppress(FlashckptError, OSError):
                 session, lost = self._session, self._coordination.lost
-                ranks = missing_ranks(session.store, name.id, session.environment.world)
+                folder = folder_of(View.of(session.store), name.id)
+                ranks = missing_ranks(session.store, folder, session.environment.world)
                 shown = ", ".join(map(str, ranks[:_MOST_RANKS])) + (", …" if ranks[_MOST_RANKS:] else "")
                 return f"this node's part of it is written, and none of ranks {shown}" + (
                     f"; {lost} is gone" if lost else ""
@@ -396,7 +400,7 @@ class KeeperLink:
     def _run(self) -> None:
         while not self._is_ended:
             self._has_answered = self._tried(self._round, "the keeper cannot be asked")
-            self._tried(self._check_claims, "the run's attempts cannot be listed")
+            self._tried(self._check_superseded, "the run's attempts cannot be listed")
             self._tried(self._check_finite, "the parameters of a snapshot cannot be checked")
             self._poll_ranks()
             with self._round_done:
@@ -453,15 +457,15 @@ class KeeperLink:
             self._warn_once(text, "cache")
         self.slots.tend()
 
-    def _check_claims(self) -> None:
-        """Set `superseded_by` if a newer attempt has claimed the run. Where each listing costs a request, the
+    def _check_superseded(self) -> None:
+        """Set `superseded_by` if a newer attempt has begun. Where each listing costs a request, the
         keeper's answer is used, and the ranks of its node list less often."""
         is_beside = self._has_answered and not self._session.store.capabilities.appends
         newest = AttemptName.parse(self.status.superseded_by or "") if is_beside else None
-        pause_s = _CLAIMS_BESIDE_KEEPER_S if is_beside else _CLAIMS_S
-        if newest is None and not self._is_ended and time.monotonic() - self._claims_listed_s >= pause_s:
-            self._claims_listed_s = time.monotonic()
-            newest = newest_claimed(self._session.store.at_once())
+        pause_s = _LISTED_BESIDE_KEEPER_S if is_beside else _LISTED_S
+        if newest is None and not self._is_ended and time.monotonic() - self._attempts_listed_s >= pause_s:
+            self._attempts_listed_s = time.monotonic()
+            newest = self._session.newest_attempt()
         if newest is not None and newest.number > self._session.attempt.number:
             self.superseded_by = str(newest)
 

@@ -1,9 +1,9 @@
 """`attach`: from a folder and live state to a Checkpointer. Owns the order of what happens once.
 
-State that cannot be saved is refused before the run's folder is touched. Then come the claim, the keeper and
-the choice of a step. The live state changes only once a snapshot fits on all ranks, and only by verified
-bytes. start.json comes last, so that an attempt that could not load leaves no trace. Ranks do each of these
-together: if one fails, all raise.
+State that cannot be saved is refused before the run's folder is touched. Then come the name of
+the attempt, the keeper and the choice of a step. The live state changes only once a snapshot fits on all
+ranks, and only by verified bytes. The attempt begins last, so that an attempt that could not load leaves no
+trace. Ranks do each of these together: if one fails, all raise.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from flashckpt.checkpointer.run_state import Resumed
 from flashckpt.checkpointer.session import Session, log_differences, open_together, remote_of
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.unnamed import Unnamed
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
 from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import MAX_VALUES_BYTES
@@ -261,7 +261,7 @@ def _resume(
     began: float,
     writing: Writing,
 ) -> _Found:
-    """Restore the newest usable step and write start.json."""
+    """Restore the newest usable step and begin the attempt."""
     threads, rank, group = options.threads or torch.get_num_threads(), session.environment.rank, session.group
     survived: list[Held] = []
     regions: list[Slot] = []
@@ -376,7 +376,7 @@ def _log_replaced(tree: Tree) -> None:
 
 
 def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:
-    """Write start.json after the newest committed step, which all ranks must find alike and whose parts must
+    """Begin the attempt after the newest committed step, which all ranks must find alike and whose parts must
     have the names of the state. The live state stays."""
 
     from flashckpt.replication.mirror import next_start
@@ -453,7 +453,7 @@ def _check_none_is_newer(session: Session, steps: Sequence[int]) -> None:
     """Raise RunError if one of these steps, which storage does not take, is newer than all that are there."""
     newest, url = -1, session.store.url
     with contextlib.suppress(OSError):
-        newest = max((each.step for each in Catalogue.of(session.store).visible()), default=-1)
+        newest = max((each.step for each in View.of(session.store).visible()), default=-1)
     if max(steps) > newest:
         raise RunError(
             f"{url}: step {max(steps)} is whole in this node's memory, the ranks that are here now need "

@@ -1,9 +1,9 @@
-"""An attempt of a job on a run: its claim, its life lock, its keeper and, of several ranks, how they open one
+"""An attempt of a job on a run: its name, its life lock, its keeper and, of several ranks, how they open one
 run.
 
-Rank 0 leads: it claims the attempt and writes where it starts. The other ranks join the attempt. Owns the
-order: the life lock is held before the claim is written, so that each claim names a lock that was held; the
-claim is taken before anything is read, so that from then on older attempts delete nothing.
+Rank 0 leads: it names the attempt, and begins it once all ranks have loaded. The other ranks join the
+attempt. Owns the order: the life lock is held before the attempt begins, so that each owner in the catalogue
+names a lock that was held; and a start that fails before it has begun has changed nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import platform
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts, collect, starting
-from flashckpt.commit.attempts import check_not_held, check_trainable, local_owner, move_on, open_run
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import attempts
+from flashckpt.commit.attempts import check_not_held, local_owner, move_on
+from flashckpt.commit.commit_step import ALWAYS_KEPT, retain
+from flashckpt.commit.tidying import tidy
+from flashckpt.commit.view import View, check_trainable, open_run
 from flashckpt.errors import (
-    DamagedError,
     FlashckptError,
     KeeperError,
     NoSuchStepError,
@@ -38,8 +40,9 @@ from flashckpt.errors import (
     RunError,
     RunHeldError,
 )
-from flashckpt.format.names import AttemptName, SnapshotId
-from flashckpt.format.records import Owner
+from flashckpt.format.catalogue import EMPTY
+from flashckpt.format.names import AttemptName, SnapshotId, alive_path
+from flashckpt.format.owner import Owner
 from flashckpt.keeper.client import KeeperClient, connect_or_start, newest_in_memory
 from flashckpt.keeper.start import survival_warnings
 from flashckpt.memory import forks
@@ -77,9 +80,6 @@ _RESTARTS_HANG = (
 Connect = Callable[[str, RuntimeFolder, LifeLock], KeeperClient]
 """Takes the run, its runtime folder and this process's life lock; returns the connection to the keeper."""
 
-# A remote may have steps of many more attempts than the home.
-_NEAR_OF_REMOTE = 4096
-
 # Guards the runs that this process holds, and the signals that it took for stacks and no longer uses.
 _guard = threading.Lock()
 _held: set[tuple[str, int]] = set()
@@ -89,8 +89,8 @@ _idle_signals: list[int] = []
 @dataclass(frozen=True)
 class KnownRun:
     """What ranks know of a run before they open it. run_id: "" if it has none yet. above: the highest number
-    of an attempt in its folder, and in the memory of other nodes than rank 0's. place: where rank 0 has
-    claimed the attempt, for a message."""
+    of an attempt in its folder, and in the memory of other nodes than rank 0's. place: what rank 0 sees, for
+    a message."""
 
     run_id: str = ""
     above: int = 0
@@ -99,13 +99,13 @@ class KnownRun:
 
 @dataclass
 class Session:
-    """One rank of a claimed attempt, connected to its keeper.
+    """One rank of an attempt, connected to its keeper.
 
-    identity: names the run on this node. leads: this rank writes where the attempt starts, for all ranks of
-    `group`. run_id: from run.json. loaded: the snapshot that the attempt resumed from. remote: where the
-    keeper copies steps; remote_run: that store at the start. cache: this node's disk for slots at rest.
-    complete: the newest snapshot that all ranks have at the start, as (number of the attempt, boundary);
-    zeros in a world of one.
+    identity: names the run on this node. leads: this rank begins the attempt, for all ranks of `group`.
+    owner: this process, of the leader. opened: the run when the leader opened it. loaded: the snapshot that
+    the attempt resumed from. remote: where the keeper copies steps; remote_run: that store at the start.
+    cache: this node's disk for slots at rest. complete: the newest snapshot that all ranks have at the start,
+    as (number of the attempt, boundary); zeros in a world of one.
     """
 
     store: Store
@@ -122,6 +122,8 @@ class Session:
     closed: bool = False
     complete: tuple[int, int] = (0, 0)
     run_id: str = ""
+    owner: Owner | None = None
+    opened: View | None = None
     loaded: SnapshotId | None = None
     remote: Remote | None = None
     cache: CachePlace | None = None
@@ -161,16 +163,16 @@ class Session:
         )
 
     def start(self, parent: SnapshotId | None = None, step: int = 0, *, tier: str = "local") -> None:
-        """Write where this attempt starts: the snapshot that this rank has loaded, with its step number. The
-        leader writes it, and the other ranks compare it with theirs. From here on older attempts commit only
-        that snapshot and older ones. tier: where this rank has loaded it. A snapshot from memory or cache may
-        be nowhere else, so the keeper saves it.
+        """Begin the attempt at the snapshot that this rank has loaded, with its step number. The leader
+        begins it, and the other ranks compare with it. From here on older attempts commit nothing. tier:
+        where this rank has loaded it. A snapshot from memory or cache may be nowhere else, so the keeper
+        saves it.
 
-        Raises RunError if it cannot be written, or differs; NoSuchStepError if the step was deleted
-        meanwhile.
+        Raises RunHeldError if another attempt has begun, or has committed a newer step; RunError if the
+        version cannot be written, or differs.
         """
         if self.leads:
-            self._write_start(parent, step, tier)
+            self._begin(parent, step, is_here=tier == "local")
         else:
             self._check_start(parent, step)
         crashpoints.point("start.written")
@@ -181,16 +183,24 @@ class Session:
         if parent is not None and tier in ("memory", "cache"):
             self.keeper.started(parent)
 
-    def _write_start(self, parent: SnapshotId | None, step: int, tier: str) -> None:
+    def newest_attempt(self) -> AttemptName | None:
+        """The newest attempt of the run. One listing, unless there is a new version."""
+        known = EMPTY if self.opened is None else self.opened.catalogue
+        self.opened = View.of(self.store, known)
+        return self.opened.attempt
+
+    def _begin(self, parent: SnapshotId | None, step: int, *, is_here: bool) -> None:
+        assert self.opened is not None
+        mirror, remote = EMPTY, self.remote_run
         try:
-            world, store = self.environment.world, self.store
-            near = attempts.NEAR if self.remote is None else _NEAR_OF_REMOTE
-            catalogue = Catalogue.of(store)
-            record = starting.start(store, self.attempt, parent, step, world, catalogue, near=near)
-            starting.report_repeated(store, record, catalogue)
-            name = None if parent is None or tier != "local" else catalogue.named(parent)
-            if name is not None:
-                starting.check_started(store, self.attempt, name)
+            newest = View.of(self.store, self.opened.catalogue)
+            is_of_home = parent is None or newest.is_in_lineage(parent)
+            if remote is not None and not remote.problem and not is_of_home:
+                mirror = View.of(remote.store.brief()).catalogue
+            view = attempts.begin(
+                self.opened, self.attempt, parent, step,
+                world=self.environment.world, owner=self.owner, mirror=mirror, is_here=is_here,
+            )  # fmt: skip
         except OSError as error:
             live = f"already that of step {step}" if parent is not None else "as it was"
             raise RunError(
@@ -200,15 +210,24 @@ class Session:
                 path=self.store.url,
                 step=step,
             ) from error
+        self.opened = view
+        _report_repeated(view)
 
     def _check_start(self, parent: SnapshotId | None, step: int) -> None:
-        found = attempts.read_start(self.store, self.attempt)
-        if found is None or (found.parent, found.step) != (parent, step):
-            there = "nothing yet" if found is None else _where(found.parent, found.step)
+        view, until = View.of(self.store), time.monotonic() + _OLD_LISTING_S
+        while view.catalogue.attempt < self.attempt and time.monotonic() < until:
+            # A listing of a file server may be old.
+            time.sleep(_OLD_LISTING_S / 10)
+            view = View.of(self.store, view.catalogue)
+        self.opened = view
+        if (view.attempt, view.parent) != (self.attempt, parent):
+            where = _where(view.parent, view.catalogue.parent_step)
+            there = f"attempt {view.attempt} resumes from {where}"
+            if view.attempt != self.attempt:
+                there = f"attempt {self.attempt} has not begun"
             raise RunError(
                 f"{self.store.url}: rank {self.environment.rank} has loaded {_where(parent, step)}, and "
-                f"attempt {self.attempt} resumes from {there}. Nothing that this rank captures is kept. "
-                "Start all ranks again.",
+                f"{there}. Nothing that this rank captures is kept. Start all ranks again.",
                 path=self.store.url,
                 step=step,
             )
@@ -233,6 +252,25 @@ def _where(parent: SnapshotId | None, step: int) -> str:
     return "nothing" if parent is None else f"step {step} of {parent.attempt} (boundary {parent.boundary})"
 
 
+_OLD_LISTING_S = 3.0
+_REPORTED_STARTS = 4
+"""At one step, in a row: a machine may fail a few times; a bad step or batch ends each start."""
+
+
+def _report_repeated(view: View) -> None:
+    """Warn of a start that is one of several at the same step: the state or the data there may end each."""
+    count, step = view.catalogue.failed_starts + 1, view.catalogue.parent_step
+    if count < _REPORTED_STARTS or view.parent is None:
+        return
+    older = max((each.step for each in view.visible() if each.step < step), default=None)
+    log.warning(
+        "%d starts in a row have resumed from step %d, and none of those before this one has saved a newer "
+        "step. If the state of step %d or the data after it ends the job each time, examine both, or resume "
+        "from an older step: `flashckpt branch %s %s` (`flashckpt ls` lists the steps)",
+        count, step, step, view.store.url, "STEP" if older is None else older,
+    )  # fmt: skip
+
+
 def open_session(
     path: str | os.PathLike[str],
     keep: Keep,
@@ -248,7 +286,7 @@ def open_session(
     cache: CachePlace | None = None,
 ) -> Session:
     """Open the run and take part in an attempt: lead a new one, which makes the run if there is none and
-    raises if another job holds it; or `join` the one that the leader has claimed.
+    raises if another job holds it; or `join` the one that the leader has named.
 
     known: what the ranks have agreed on. is_first: of the ranks of its node that join, this one checks
     whether it sees the leader's folder. remote: where the keeper copies steps. cache: this node's disk for
@@ -262,27 +300,31 @@ def open_session(
     if join is not None:
         _check_shared(store, join, known, environment, is_first=is_first)
     # The first rank of a node creates exclusively, too: a file server may still list none.
-    run_id = _run_id(store, path, known, create=join is None or is_first)
+    run = _run(store, path, known, create=join is None or is_first)
+    run_id = run.run_id
     identity = identity_of(run_id, store.place())
     place = (identity, environment.rank)
     _hold(place, store)
     with contextlib.ExitStack() as undo:
         undo.callback(_give_back, place)
         runtime, life, stacks = _enter_node(environment, options, identity, undo)
-        attempt, leads = join, join is None
+        attempt, leads, owner, opened = join, join is None, None, None
         if attempt is None:
             above = max(known.above, highest_on_node(store, runtime, identity, cache))
-            attempt = _claim(store, _owner(environment, runtime, life), runtime, above, keep)
+            owner = _owner(environment, runtime, life)
+            attempt, opened = _reserve(run, owner, runtime, above, keep)
+            undo.callback(_withdraw, store, attempt)
         life_sign = LifeSign(store, attempt) if leads else None
         if life_sign is not None:
             undo.callback(life_sign.close)
-            crashpoints.point("claim.taken")
+            crashpoints.point("attempt.reserved")
         keeper = connect(store.url, runtime, life)
         undo.callback(keeper.close)
         group = group or Alone(environment)
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
-            stacks=stacks, life_sign=life_sign, run_id=run_id, remote=remote, cache=cache,
+            stacks=stacks, life_sign=life_sign, run_id=run_id, remote=remote, cache=cache, owner=owner,
+            opened=opened,
         )  # fmt: skip
         session.hello(keep, options)
         undo.pop_all()
@@ -320,7 +362,7 @@ def highest_on_node(
     known = [each for each in found if each is not None]
     if not known:
         return 0
-    (attempt, step), newest = max(known), attempts.highest_number(store)
+    (attempt, step), newest = max(known), attempts.highest_number(View.of(store))
     if attempt.number > newest:
         log.warning(
             "this node has step %d of attempt %s in memory or cache, and %s knows no attempt after number "
@@ -360,28 +402,51 @@ def _give_back(place: tuple[str, int]) -> None:
         _held.discard(place)
 
 
-def _run_id(store: Store, path: str | os.PathLike[str], known: KnownRun, *, create: bool) -> str:
+def _run(store: Store, path: str | os.PathLike[str], known: KnownRun, *, create: bool) -> View:
     try:
-        found = open_run(store, create=create, run_id=known.run_id).run_id
+        found = open_run(store, create=create, run_id=known.run_id)
     except OSError as error:
         raise RunError(
             f"The run's folder {os.fspath(path)} cannot be used: {error.strerror or error}. Nothing was "
             "written and training has not begun. Choose a folder that this user can write.",
             path=path,
         ) from error
-    if known.run_id not in ("", found):
+    if known.run_id not in ("", found.run_id):
         raise RunHeldError(f"{store.url}: another job has made a run of it meanwhile. Nothing was changed.")
     return found
 
 
-def _claim(store: Store, owner: Owner, runtime: RuntimeFolder, above: int, keep: Keep) -> AttemptName:
-    def is_not_held() -> None:
-        check_not_held(store, owner, lambda _, name: is_alive(runtime, name))
+def _reserve(
+    run: View, owner: Owner, runtime: RuntimeFolder, above: int, keep: Keep
+) -> tuple[AttemptName, View]:
+    """Name the next attempt, once it is sure that no job trains the run, and commit the whole snapshots that
+    the one before has left. RunHeldError.
 
+    For each step that is committed here, an older one that `keep` does not keep is deleted, unless the run
+    has more steps than `keep` keeps. So a job that dies before each commit does not fill the storage, and a
+    wrong `keep` costs no other step."""
+    store = run.store
     with _writable(store):
-        name, catalogue = starting.claim(store, owner, is_not_held, above, keep)
-    collect.tidy(store, name, catalogue)
-    return name
+        check_not_held(store, owner, lambda _, name: is_alive(runtime, name), run=run)
+        before = View.of(store, run.catalogue)
+        view = attempts.settle(before)
+        every = keep.every_steps or 0
+        counted = [each for each in before.visible() if not every or each.step % every]
+        if (
+            len(view.checkpoints) > len(before.checkpoints)
+            and len(counted) <= max(keep.last, ALWAYS_KEPT) + 2
+        ):
+            view, _ = retain(view, keep)
+        name = attempts.next_attempt(view, above)
+        attempts.reserve(store, name)
+    tidy(view, name)
+    return name, view
+
+
+def _withdraw(store: Store, name: AttemptName) -> None:
+    """Leave nothing of an attempt that does not begin."""
+    with contextlib.suppress(OSError, FlashckptError):
+        store.remove(alive_path(name))
 
 
 def _owner(environment: Environment, runtime: RuntimeFolder, life: LifeLock) -> Owner:
@@ -405,17 +470,11 @@ def _writable(store: Store) -> Iterator[None]:
 def _check_shared(
     store: Store, attempt: AttemptName, known: KnownRun, environment: Environment, *, is_first: bool
 ) -> None:
-    """Raise OptionError if rank 0 has not claimed the attempt in this store, which is then another folder.
+    """Raise OptionError if rank 0 has not reserved the attempt in this store, which is then another folder.
     The first rank of a node finds out by an exclusive create: a listing or a read by a file server may be
     outdated."""
-    if is_first:
-        with _writable(store):
-            is_shared = attempts.has_claim(store, attempt, local_owner())
-    else:
-        try:
-            is_shared = bool(attempts.read_claim(store, attempt))
-        except (FileNotFoundError, DamagedError):
-            is_shared = False
+    with _writable(store):
+        is_shared = attempts.is_reserved(store, attempt, exclusively=is_first)
     if not is_shared:
         raise not_shared(place_of(store, environment.rank), known.place)
     attempts.check_newest(store, attempt)
@@ -543,7 +602,7 @@ _CLOSE_S = 2.0
 class LifeSign:
     """Moves the attempt's counter while no keeper does: reads it every STAND_IN_S, and moves it if it has not
     changed. A keeper that is stopped or swapped out must not make its trainer look dead to other nodes. Owns
-    one thread of the leading rank, from its claim until the run is closed. Timing: `commit.attempts`."""
+    one thread of the leading rank, from its start until the run is closed. Timing: `commit.attempts`."""
 
     def __init__(self, store: Store, attempt: AttemptName) -> None:
         self._store, self._attempt = store.brief(), attempt
@@ -565,7 +624,7 @@ class LifeSign:
                 log.debug("the counter of %s could not be moved: %s", self._attempt, error)
 
 
-# How long a remote is asked before the claim.
+# How long a remote is asked before the start.
 _REMOTE_TIMEOUT_S = 30.0
 # Errors that last until a user changes something; others may pass.
 _PERMANENT = frozenset(
@@ -648,7 +707,7 @@ def open_together(
     remote: Remote | None = None,
     cache: CachePlace | None = None,
 ) -> Session:
-    """Take part in one attempt with all ranks: rank 0 asks the remote, then claims the attempt; then one rank
+    """Take part in one attempt with all ranks: rank 0 asks the remote, then names the attempt; then one rank
     of each other node joins, and finds or starts its keeper; then the others join. Raises OptionError if the
     path is not one folder for all ranks."""
     session: Session | None = None
@@ -671,13 +730,13 @@ def open_together(
         known, problem = KnownRun(*found) if found is not None else KnownRun(), ""
         if remote is not None:
             known, problem = _with_remote(path, options, group, known, remote)
-        name, run_id, place = group.led("the claim of the run", partial(opened, known, None, False))
-        claimed, known = AttemptName.parse(name), KnownRun(run_id, place=place)
+        name, run_id, place = group.led("the opening of the run", partial(opened, known, None, False))
+        named, known = AttemptName.parse(name), KnownRun(run_id, place=place)
         for what, is_due in (
             ("a keeper for each node", rank == first),
             ("the keeper of this node", rank != first),
         ):
-            joins = partial(opened, known, claimed, rank == first)
+            joins = partial(opened, known, named, rank == first)
             group.together(what, joins if is_due and not group.leads else _nothing)
         assert session is not None
         if remote is not None:
@@ -686,7 +745,6 @@ def open_together(
             session.remote_run = RemoteRun(
                 store=open_store(remote.url, remote.options),
                 problem=problem,
-                claimed=session.attempt if session.leads else None,
             )
     except BaseException:
         if session is not None:
@@ -704,7 +762,8 @@ def _folder_state(path: str | os.PathLike[str], options: Options) -> list[Any]:
     an attempt."""
     store = open_store(path, options.storage_options)
     try:
-        return [attempts.open_run(store, create=False).run_id, attempts.highest_number(store)]
+        view = open_run(store, create=False)
+        return [view.run_id, attempts.highest_number(view)]
     except NoSuchStepError:
         return ["", 0]
     except OSError as error:

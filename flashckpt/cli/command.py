@@ -94,7 +94,7 @@ class ExitCode(IntEnum):
     """Wrong usage. export: OUT exists and --force was not given."""
     UNUSABLE_RUN = 3
     """The run cannot be used as asked: held by a job or another recovery, not there, no such step.
-    recover: training cannot resume from any step. prune: nothing may be deleted yet."""
+    recover: training cannot resume from any step."""
     FAILED = 4
     """Any other failure. recover: a snapshot could not be saved; it is still where it was."""
     INTERRUPTED = 130

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from flashckpt.commit.attempts import alive, attempts, read_start
-from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
-from flashckpt.commit.lineage import quarantines, until_stable
-from flashckpt.commit.steps import StepRecord, missing_files, read_record, read_step
+from flashckpt.catalogue.changes import ancestry, is_newer
+from flashckpt.commit.attempts import ending
+from flashckpt.commit.lineage import damage, until_stable
+from flashckpt.commit.steps import StepRecord, heads_at_rest, missing_of, read_checkpoint, step_of
+from flashckpt.commit.view import View, folders_in
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.layout import DTYPES, Leaf
-from flashckpt.format.names import COMMITS, AttemptName, CommitName, SnapshotId
-from flashckpt.format.records import CommitRecord, Quarantine, Start
-from flashckpt.persist.job import Completeness, stored_step
-from flashckpt.persist.ledger import Event, lines_of
+from flashckpt.format.manifest import Manifest
+from flashckpt.format.names import MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
+from flashckpt.persist.ledger import Event, attempts_of, lines_of
 from flashckpt.store.base import Store
 
 _MOST_ATTEMPTS = 64
@@ -33,8 +32,8 @@ _MOST = 1e18
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
     """A listed step. `problem`: why it cannot be used, empty if it can. `num_bytes`: of its shards and frozen
-    instances. `committed_at_s`: seconds since 1970. `is_ambiguous`: its attempt has committed another
-    boundary with that step number."""
+    instances. `committed_at_s`: seconds since 1970. `damage`: the host that failed to verify it, and why.
+    `is_ambiguous`: its attempt has committed another boundary with that step number."""
 
     name: CommitName
     visible: bool
@@ -42,7 +41,7 @@ class StepRow:
     num_bytes: int | None
     leaves: int | None
     committed_at_s: float
-    quarantines: tuple[Quarantine, ...]
+    damage: tuple[str, str] | None
     problem: str
     is_ambiguous: bool = False
 
@@ -52,46 +51,42 @@ def step_rows(store: Store, *, all_branches: bool) -> list[StepRow]:
     return until_stable(store, lambda: list(_rows(store, all_branches)))
 
 
-def committed_at_s(store: Store, name: CommitName) -> float:
-    """When the commit record was written, by the storage's clock; 0 if unknown."""
-    return _written_at_s(store).get(name.path, 0.0)
-
-
-def _written_at_s(store: Store) -> dict[str, float]:
+def committed_at_s(view: View, name: CommitName) -> float:
+    """When the manifest was written, by the storage's clock; 0 if unknown."""
+    checkpoint = view.checkpoint(name.id)
+    if checkpoint is None:
+        return 0.0
+    folder, _, file = checkpoint.manifest_path.rpartition("/")
     try:
-        return {f"{COMMITS}/{each.name}": each.modified_s for each in store.list(COMMITS)}
+        return next((each.modified_s for each in view.store.list(folder) if each.name == file), 0.0)
     except OSError:
-        return {}
+        return 0.0
 
 
-def lineage(store: Store, at: AttemptName) -> list[dict[str, Any]]:
+def lineage(view: View, at: AttemptName) -> list[dict[str, Any]]:
     """The ancestors of an attempt and itself, newest first, as JSON: each with the step that it resumed from
     and the attempt of that step (`parent`), None if it began the run."""
-    start = read_start(store, at)
-    ancestors = () if start is None else start.ancestors
+    ancestors = ancestry(view.catalogue, SnapshotId(at, MAX_BOUNDARY))[1:]
     origins = []
     for attempt, parent in zip_longest((at, *(each.attempt for each in ancestors)), ancestors):
-        counter = alive(store, attempt)
-        step = 0 if parent is None else _step_of(store, attempt, parent)
-        ended = (counter.ended or None) if counter is not None else None
+        step = 0 if parent is None else _step_of(view, attempt, parent)
         name = None if parent is None else str(parent.attempt)
+        ended = ending(view, attempt) or None
         origins.append({"attempt": str(attempt), "parent": name, "step": step, "ended": ended})
     return origins
 
 
-def _step_of(store: Store, attempt: AttemptName, parent: SnapshotId) -> int | None:
-    """The step number of the snapshot that an attempt resumed from, None if its records are gone."""
-    start: Start | None = None
-    with suppress(DamagedError):
-        start = read_start(store, attempt)
-    if start is not None and start.parent == parent:
-        return start.step
-    name = Catalogue.of(store).named(parent)
+def _step_of(view: View, attempt: AttemptName, parent: SnapshotId) -> int | None:
+    """The step number of the snapshot that an attempt resumed from, None if it is gone."""
+    if attempt == view.attempt:
+        return view.catalogue.parent_step
+    name = view.named(parent)
     return None if name is None else name.step
 
 
-def num_bytes(record: CommitRecord) -> int:
-    return sum(each.num_bytes for each in (*record.shards, *record.frozen))
+def num_bytes(manifest: Manifest) -> int:
+    """The bytes of its shards and frozen files."""
+    return sum(each.num_bytes for each in manifest.shards) + sum(each.num_bytes for each in manifest.frozen)
 
 
 def num_leaves(record: StepRecord) -> int:
@@ -100,41 +95,39 @@ def num_leaves(record: StepRecord) -> int:
 
 
 def _rows(store: Store, all_branches: bool) -> Iterator[StepRow]:
-    catalogue, written_at_s = Catalogue.of(store), _written_at_s(store)
-    numbers = Counter((each.step, each.attempt) for each in catalogue.commits)
-    visible = set(catalogue.visible())
-    for name in catalogue.commits:
+    view = View.of(store)
+    numbers = Counter((each.step, each.attempt) for each in view.checkpoints)
+    visible = set(view.visible())
+    for name in view.checkpoints:
         if not (all_branches or name in visible):
             continue
-        record, problem = _read(store, name)
+        record, problem = _read(view, name)
         if record is None and not problem:
             continue
         yield StepRow(
             name=name,
             visible=name in visible,
             world=None if record is None else record.world,
-            num_bytes=None if record is None else num_bytes(record.record),
+            num_bytes=None if record is None else num_bytes(record.manifest),
             leaves=None if record is None else num_leaves(record),
-            committed_at_s=written_at_s.get(name.path, 0.0),
-            quarantines=tuple(quarantines(catalogue, name)),
+            committed_at_s=committed_at_s(view, name),
+            damage=damage(view, name),
             problem=problem,
             is_ambiguous=numbers[name.step, name.attempt] > 1,
         )
 
 
-def _read(store: Store, name: CommitName) -> tuple[StepRecord | None, str]:
+def _read(view: View, name: CommitName) -> tuple[StepRecord | None, str]:
     """The step, or why it cannot be read; neither if it is deleted meanwhile."""
     try:
-        record = read_record(store, name)
-        if record is None:
-            return None, ""
-        missing = missing_files(store, record)
+        manifest = read_checkpoint(view, name)
+        missing = missing_of(view.store, manifest)
         if not missing:
-            return read_step(store, name), ""
+            return step_of(view.store, manifest), ""
         problem = f"missing or cut short: {', '.join(missing)}"
     except (DamagedError, NoSuchStepError, FileNotFoundError) as error:
         problem = str(error)
-    return None, problem if name in Catalogue.of(store).commits else ""
+    return None, problem if View.of(view.store).has(name) else ""
 
 
 def persisted(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any]]:
@@ -152,13 +145,13 @@ def persisted(store: Store, step: int, attempt: AttemptName) -> list[dict[str, A
 def resumed(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any]]:
     """The resumes from a step, by the newest attempts, from "memory" or "local"."""
     found = []
-    for info in attempts(store)[-_MOST_ATTEMPTS:]:
-        for line in lines_of(store, str(info.name)):
+    for name in attempts_of(store)[-_MOST_ATTEMPTS:]:
+        for line in lines_of(store, str(name)):
             seconds = number_in(line, "seconds")
             is_resume = line["event"] == Event.RESUME.value and line.get("step") == step
             if is_resume and seconds is not None and line.get("from_attempt") == str(attempt):
                 tier = str(line.get("tier", ""))[:20]
-                found.append({"attempt": str(info.name), "seconds": seconds, "tier": tier})
+                found.append({"attempt": str(name), "seconds": seconds, "tier": tier})
     return found
 
 
@@ -312,7 +305,7 @@ def rank_rows(store: Store, record: StepRecord) -> list[RankTimes]:
             rows.append(
                 RankTimes(
                     rank=rank.rank,
-                    node=part.keeper,
+                    node=part.node,
                     file=rank.shard.file,
                     num_bytes=sum(each.num_bytes for each in files),
                     far=tuple(name for name in TIMES if rank.rank in far[name]),
@@ -368,42 +361,34 @@ def _rows_in(value: object) -> list[tuple[float, float, float]]:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A step of the newest attempt, newer than all committed ones, without the parts of some ranks.
-    `problem`: why a part cannot be read."""
+    """A step of the newest attempt, newer than all committed ones, without the parts of some ranks."""
 
     step: int
     attempt: AttemptName
     world: int
     missing: tuple[int, ...]
-    problem: str = ""
 
 
 def waiting(store: Store) -> list[Waiting]:
     """The newest waiting steps, newest last."""
-    catalogue = Catalogue.of(store)
-    attempt, newest = catalogue.newest_started, next(iter(catalogue.newest_first()), None)
-    if attempt is None:
-        return []
-    first = newest.boundary + 1 if newest is not None and newest.attempt == attempt else 0
-    snapshots = sorted(each for each in snapshots_with_data(store) if each.attempt == attempt)
-    found: list[Waiting] = []
-    for each in [each for each in snapshots if each.boundary >= first][-_MOST_WAITING:]:
-        stored = stored_step(store, each)
-        if stored.completeness is Completeness.PARTIAL and stored.heads:
-            there = {rank.rank for head in stored.heads for rank in head.ranks}
-            world = stored.heads[0].world
-            missing = tuple(rank for rank in range(world) if rank not in there)
-            found.append(Waiting(stored.step, attempt, world, missing, stored.problem))
+    view = View.of(store)
+    catalogue, found = view.catalogue, list[Waiting]()
+    own = [each for each in folders_in(store) if each.writer == catalogue.writer]
+    for folder in [each for each in own if is_newer(catalogue, each.id)][-_MOST_WAITING:]:
+        heads = list(heads_at_rest(store, folder).values())
+        there = {rank.rank for head in heads for rank in head.ranks}
+        if heads and len(there) < heads[0].world:
+            missing = tuple(rank for rank in range(heads[0].world) if rank not in there)
+            found.append(Waiting(heads[0].step, folder.id.attempt, heads[0].world, missing))
     return found
 
 
 def waiting_text(each: Waiting) -> str:
     """A sentence that names the missing ranks."""
     there = each.world - len(each.missing)
-    problem = f" {each.problem}" if each.problem else ""
     return (
         f"flashckpt: step {each.step} of attempt {each.attempt} is not committed: it waits for "
-        f"{named(each.missing)}, the parts of {there:,} of {each.world:,} ranks are there.{problem}"
+        f"{named(each.missing)}, the parts of {there:,} of {each.world:,} ranks are there."
     )
 
 
@@ -414,5 +399,4 @@ def plain_waiting(each: Waiting) -> dict[str, object]:
         "attempt": str(each.attempt),
         "world": each.world,
         "missing": list(each.missing),
-        "problem": each.problem or None,
     }

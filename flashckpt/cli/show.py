@@ -41,9 +41,9 @@ from flashckpt.cli.history import (
     waiting,
     waiting_text,
 )
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import StepRecord
+from flashckpt.commit.view import View
 from flashckpt.replication.mirror import known_remote
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
@@ -66,7 +66,7 @@ def show(run: Run, step: Shown = None, rank: OfRank = None, as_json: AsJson = Fa
     record = resolve(store, *(step_name(step) if step is not None else (None, None)))
     if rank is not None:
         record.part_of(rank)
-    origins = lineage(store, record.attempt)
+    origins = lineage(View.of(store), record.attempt)
     if as_json:
         write_json(_plain_step(store, record, origins, rank))
         return ExitCode.WELL
@@ -86,16 +86,16 @@ def _summary(store: Store, record: StepRecord, origins: list[dict[str, Any]]) ->
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     here = "this one" if _is_visible(store, record) else "another: `flashckpt branch` gets it back"
-    files = command.count(len(record.record.shards) + len(record.record.frozen), "file")
-    nodes = f", on {command.count(len(record.record.parts), 'node')}" if record.world > 1 else ""
+    files = command.count(len(record.manifest.shards) + len(record.manifest.frozen), "file")
+    nodes = f", on {command.count(len(record.manifest.parts), 'node')}" if record.world > 1 else ""
     table.add_row("run", store.url)
     if remote := known_remote(store):
         table.add_row("remote", remote)
     table.add_row("step", f"{record.step}, of attempt {record.attempt}")
     table.add_row("branch", here)
-    table.add_row("committed", command.local_time(committed_at_s(store, record.name)))
+    table.add_row("committed", command.local_time(committed_at_s(View.of(store), record.name)))
     table.add_row("ranks", f"{record.world:,}{nodes}")
-    table.add_row("size", f"{size(num_bytes(record.record))} in {files}")
+    table.add_row("size", f"{size(num_bytes(record.manifest))} in {files}")
     for index, how in enumerate(_writes(persisted(store, record.step, record.attempt))):
         table.add_row("" if index else "persisted", how)
     for index, read in enumerate(_resumes(resumed(store, record.step, record.attempt))):
@@ -141,7 +141,7 @@ def _resumes(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _is_visible(store: Store, record: StepRecord) -> bool:
-    return record.name in Catalogue.of(store).visible()
+    return record.name in View.of(store).visible()
 
 
 # ---- ranks
@@ -240,7 +240,9 @@ def _shape(row: LeafRow) -> str:
 def _plain_step(
     store: Store, record: StepRecord, origins: list[dict[str, Any]], rank: int | None
 ) -> dict[str, object]:
-    files = [*record.record.shards, *record.record.frozen]
+    manifest = record.manifest
+    files = [(each.name, each.num_bytes) for each in manifest.shards]
+    files += [(each.name, each.num_bytes) for each in manifest.frozen]
     return {
         "run": store.url,
         "remote": known_remote(store) or None,
@@ -248,10 +250,10 @@ def _plain_step(
         "attempt": str(record.attempt),
         "boundary": record.boundary,
         "visible": _is_visible(store, record),
-        "committed_at": command.iso_time(committed_at_s(store, record.name)),
+        "committed_at": command.iso_time(committed_at_s(View.of(store), record.name)),
         "world": record.world,
-        "num_bytes": num_bytes(record.record),
-        "files": [{"file": each.file, "num_bytes": each.num_bytes} for each in files],
+        "num_bytes": num_bytes(record.manifest),
+        "files": [{"file": name, "num_bytes": num} for name, num in files],
         "persisted": persisted(store, record.step, record.attempt),
         "resumed": resumed(store, record.step, record.attempt),
         "lineage": origins,

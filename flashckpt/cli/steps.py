@@ -31,14 +31,11 @@ from flashckpt.cli.command import (
 from flashckpt.cli.history import StepRow, plain_waiting, step_rows, waiting, waiting_text
 from flashckpt.commit import lineage
 from flashckpt.commit.assets import read_assets
-from flashckpt.commit.attempts import open_run, read_start
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.collect import without_record
 from flashckpt.commit.verification import Report, Row
 from flashckpt.commit.verification import verify as read_again
+from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, OptionError
-from flashckpt.format.names import AttemptName, CommitName
-from flashckpt.format.records import Start
+from flashckpt.format.names import CommitName
 from flashckpt.options import Keep
 from flashckpt.replication.mirror import known_remote
 from flashckpt.store import open_store
@@ -65,10 +62,6 @@ KeepLast = Annotated[
 ]
 EverySteps = Annotated[
     int | None, typer.Option("--every-steps", metavar="K", min=1, help="Keep every multiple of K, too.")
-]
-WithoutRecord = Annotated[
-    bool,
-    typer.Option("--without-record", help="Also delete snapshots with all their files and no commit record."),
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Change nothing: list the steps that would be deleted.")
@@ -120,8 +113,8 @@ Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it is there
 @ends
 def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> ExitCode:
     """List the committed steps, newest last, and mark the one that a start resumes from if nothing newer is
-    in memory. Ends with 1 if records of a step are damaged, or if a start would be refused: then all branches
-    are listed."""
+    in memory. Ends with 1 if files of a step are damaged or missing, or if a start would be refused: then all
+    branches are listed."""
     store = open_store(run)
     run_id = open_run(store, create=False).run_id
     choice = lineage.next_start(store)
@@ -181,7 +174,11 @@ def _ranks(row: StepRow) -> str:
 
 def _notes(row: StepRow, is_next: bool) -> str:
     notes = ["a start resumes from it"] * is_next
-    notes += [f"quarantined on {each.host}: {each.reason}" for each in row.quarantines]
+    notes += (
+        [f"damaged, found on {host}: {reason}" for host, reason in [row.damage] if reason]
+        if row.damage
+        else []
+    )
     return "; ".join([row.problem, *notes] if row.problem else notes)
 
 
@@ -195,7 +192,7 @@ def _plain_row(row: StepRow) -> dict[str, object]:
         "num_bytes": row.num_bytes,
         "leaves": row.leaves,
         "committed_at": command.iso_time(row.committed_at_s),
-        "quarantines": [{"host": each.host, "reason": each.reason} for each in row.quarantines],
+        "damage": None if row.damage is None else dict(zip(("host", "reason"), row.damage, strict=True)),
         "problem": row.problem or None,
     }
 
@@ -214,13 +211,14 @@ def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
     store = open_store(run)
     target, at = step_name(step)
     name = start_at(run, target, None if at is None else str(at))
-    made = AttemptName.parse(name)
-    start = None if made is None else read_start(store, made)
-    snapshot = None if start is None else start.parent
+    view = View.of(store)
+    snapshot = view.parent
     parent = None if snapshot is None else str(snapshot.attempt)
-    reason = _quarantine(store, start) or None
+    name_of = None if snapshot is None else view.named(snapshot)
+    found = None if name_of is None else lineage.damage(view, name_of)
+    reason = found[1] if found is not None and found[0] == lineage.this_host() else None
     if as_json:
-        plain = {"boundary": None if snapshot is None else snapshot.boundary, "quarantine": reason}
+        plain = {"boundary": None if snapshot is None else snapshot.boundary, "damage": reason}
         write_json({"run": store.url, "attempt": name, "step": target, "parent": parent, **plain})
     else:
         results().print(
@@ -229,21 +227,12 @@ def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
         )
     if reason:
         notices().print(
-            f"flashckpt: step {target} is quarantined on this host: {reason}. A start here resumes from an "
-            "older step, if one is not quarantined. If its files are whole again (`flashckpt verify`), "
-            "delete its quarantine-*.json in commits/.",
+            f"flashckpt: step {target} failed verification on this host: {reason}. A start here resumes "
+            "from an older step that has not. If its files are whole again, `flashckpt recover` says so in "
+            "the catalogue.",
             style="yellow",
         )
     return ExitCode.WELL
-
-
-def _quarantine(store: Store, start: Start | None) -> str:
-    """Why this host passes over the step that an attempt starts from; empty if it does not."""
-    if start is None or start.parent is None:
-        return ""
-    name = CommitName(start.step, start.parent.attempt, start.parent.boundary)
-    found = lineage.quarantined_here(Catalogue.of(store), name)
-    return "" if found is None else found.reason
 
 
 # ---- prune
@@ -254,19 +243,18 @@ def prune(
     run: Run,
     keep_last: KeepLast,
     every_steps: EverySteps = None,
-    without_record: WithoutRecord = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> ExitCode:
     """Delete the older visible steps. Refused while a job holds the run.
 
-    Never deleted: the newest two committed steps, the newest two without a failed verification, and steps of
-    other branches. Ends with 3 if nothing may be deleted yet.
+    Never deleted: the newest two whole steps without a failed verification, all newer ones, and steps of
+    other branches.
     """
     from flashckpt.recovery.storage import prune as delete_older
 
     keep = Keep(last=keep_last, every_steps=every_steps)
-    done = delete_older(open_store(run), keep, dry_run=dry_run, without_record=without_record)
+    done = delete_older(open_store(run), keep, dry_run=dry_run)
     if as_json:
         write_json(
             {
@@ -274,13 +262,11 @@ def prune(
                 "dry_run": done.dry_run,
                 "gone": [_plain_pruned(each) for each in done.gone],
                 "kept": list(done.kept),
-                "without_record": [_plain_pruned(each) for each in done.without_record],
-                "refusal": done.refusal or None,
             }
         )
     else:
         _print_pruned(done)
-    return ExitCode.UNUSABLE_RUN if done.refusal else ExitCode.WELL
+    return ExitCode.WELL
 
 
 def _plain_pruned(each: Pruned) -> dict[str, object]:
@@ -289,9 +275,6 @@ def _plain_pruned(each: Pruned) -> dict[str, object]:
 
 
 def _print_pruned(done: Pruning) -> None:
-    if done.refusal:
-        notices().print(f"flashckpt: nothing was deleted: {done.refusal}", style="red")
-        return
     if done.gone:
         gone = "would go" if done.dry_run else "gone"
         table = command.table(number(gone), word("attempt"), number("size"))
@@ -302,16 +285,6 @@ def _print_pruned(done: Pruning) -> None:
     kept = ", ".join(map(str, done.kept)) or "none"
     deleted = "would delete" if done.dry_run else "deleted"
     results().print(f"{deleted} {command.count(len(done.gone), 'step')}, {total}; kept: {kept}")
-    _print_without_record([each.name for each in done.without_record])
-
-
-def _print_without_record(names: list[CommitName]) -> None:
-    if names:
-        text = (
-            f"flashckpt: {', '.join(map(str, names))}: all files are there, and no commit record. If the "
-            "records were lost, restore them. `flashckpt prune --without-record` deletes the files."
-        )
-        notices().print(text, style="yellow", soft_wrap=True)
 
 
 # ---- verify
@@ -325,9 +298,7 @@ def verify(
     remote: Remote = None,
     as_json: AsJson = False,
 ) -> ExitCode:
-    """Read every byte again and compare. Ends with 1 if a file is damaged or missing; changes nothing.
-
-    If records of attempts are lost, all branches are read: the run's branch is unknown then."""
+    """Read every byte again and compare. Ends with 1 if a file is damaged or missing; changes nothing."""
     store = open_store(run)
     open_run(store, create=False)
     far = remote_of(store, remote)
@@ -350,25 +321,18 @@ def _verified(
     """Verify one store. Returns the result as JSON, the exit code and the report."""
     number, at = step_name(step) if step is not None else (None, None)
     open_run(store, create=False)
-    lost = lineage.history(store).problem if step is None else ""
-    all_branches = all_branches or bool(lost)
     began_s = time.monotonic()
     with Bar(notices(), "verifying") as bar:
         report = read_again(store, number, at=at, all_steps=all_branches, progress=bar.progress)
     if not as_json:
         _print_report(report, time.monotonic() - began_s)
-    if step is None and not lost:
-        lost = _assets_problem(store)
+    lost = _assets_problem(store) if step is None else ""
     if lost:
         notices().print(lost, style="red")
-    no_record = [] if step is not None else [each.name for each in without_record(store)]
-    if not as_json:
-        _print_without_record(no_record)
     files = [_plain_file(row) for row in report.rows]
     is_whole = report.ok and not lost
     plain: dict[str, object] = {"run": store.url, "ok": is_whole, "num_bytes": report.num_bytes}
     plain |= {"files": files, "problem": lost or None, "remote": None}
-    plain["without_record"] = [str(each) for each in no_record]
     return plain, ExitCode.WELL if is_whole else ExitCode.DAMAGED, report
 
 

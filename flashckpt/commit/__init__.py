@@ -1,1 +1,1 @@
-"""Attempts, lineage, the order of writes, retention. Imports neither torch nor the state layer."""
+"""What callers see of a run, and how it is committed. Imports neither torch nor the state layer."""

@@ -1,8 +1,8 @@
-"""What makes a folder a run, and its attempts: claimed, started, alive, ended; whether another job trains it.
+"""The attempts of a run: how one begins, shows that it lives, and ends; whether another job trains the run.
 
-Owns run.json, the files under attempts/ and the timing of the alive counter; judges no step. A claim is taken
-before anything is read. start.json then records the parent that the attempt resumed from, and the lineage
-behind it. An attempt without start.json counts only for its number.
+An attempt has a name from the moment a job opens the run, and begins once its ranks have loaded: then a
+version of the catalogue names it, with its owner. Owns the files in alive/ and the timing of the counter in
+them.
 
 Whether a trainer lives: a free lock on the same boot and runtime folder means that it is dead. Elsewhere, and
 where the lock has no name while its process may live, the alive counter is watched for WATCH_S. The clocks of
@@ -17,298 +17,117 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from flashckpt.errors import (
-    DamagedError,
-    NoSuchStepError,
-    RunError,
-    RunHeldError,
-    SupersededError,
-    UnusableRunError,
-)
-from flashckpt.format.names import (
-    ATTEMPT,
-    ATTEMPTS,
-    CLAIM,
-    COMMITS,
-    DATA,
-    MAX_ATTEMPT,
-    RUN,
-    AttemptName,
-    CommitName,
-    SnapshotId,
-    alive_path,
-    claim_number,
-    claim_path,
-    start_path,
-)
-from flashckpt.format.records import Alive, Claim, Owner, Run, Start
+from flashckpt.catalogue.changes import Launch, ancestry, end
+from flashckpt.catalogue.requests import Stores
+from flashckpt.commit.view import HOME, View, writers_in
+from flashckpt.errors import DamagedError, FormatError, RunHeldError, SupersededError, UnusableRunError
+from flashckpt.format.catalogue import EMPTY, Catalogue
+from flashckpt.format.names import ALIVE, DATA, MAX_ATTEMPT, AttemptName, SnapshotId, alive_path
+from flashckpt.format.owner import Alive, Owner
 from flashckpt.printable import escaped
-from flashckpt.store.base import Entry, Store
+from flashckpt.store.base import Store
+
+# ---- how an attempt begins
 
 
-def open_run(store: Store, create: bool, run_id: str = "") -> Run:
-    """Return the run in a store. `create`: the caller will commit to it; if there is no run, make one, with
-    this id if one is given.
+def next_attempt(view: View, above: int = 0) -> AttemptName:
+    """A name for the next attempt, above all that have files here and above number `above`.
 
-    Raises NoSuchStepError if there is no run and none is made, UnusableRunError if a run's other files exist
-    without run.json, FormatError for another format, DamagedError, RunError if `create` and the storage
-    overwrites.
-    """
-    if create:
-        check_place(store)
-    try:
-        return _read(store)
-    except FileNotFoundError:
-        pass
-    except NotADirectoryError as error:
-        if create:
-            raise
-        raise NoSuchStepError(
-            f"{store.url} is no run: it is a file, or a folder above it is one. Nothing was changed. Name "
-            f"the folder that has {RUN} in it.",
-            path=store.url,
-        ) from error
-    if store.list(COMMITS) or store.list(ATTEMPTS) or attempt_folders(store, DATA):
+    UnusableRunError if no number is left."""
+    number = max(highest_number(view), above) + 1
+    if number > MAX_ATTEMPT:
         raise UnusableRunError(
-            f"{store.url} holds commits, attempts or snapshots and no {RUN}. Nothing was changed, and it is "
-            f"not taken for a fresh run. Put its {RUN} back; a mirror of the run has the same. If it is "
-            f"lost, `flashckpt recover {store.url}` makes another. To train anew, choose another folder.",
-            path=store.url,
+            f"{view.store.url}: an attempt here or in this node's memory has the number {number - 1}, the "
+            "highest one. Nothing was changed, and checkpoints are as they were. If another program has "
+            f"made a folder of that number in {DATA}/, remove it, and start again.",
+            path=DATA,
         )
-    if not create:
-        raise NoSuchStepError(
-            f"{store.url} is no run: it has no {RUN}. Nothing was changed. Check the path.", path=store.url
-        )
-    return make_run(store, run_id)
+    return AttemptName(number, secrets.token_hex(4))
 
 
-def make_run(store: Store, run_id: str = "") -> Run:
-    """Create run.json, with a new id if none is given. Return the run in the store, which another process may
-    have made meanwhile."""
-    run = Run(run_id=run_id or secrets.token_hex(8))
-    return run if store.create(RUN, run.to_bytes()) else _read(store)
+def highest_number(view: View) -> int:
+    """The highest number of any attempt, checkpoint or data folder."""
+    catalogue = view.catalogue
+    found = [catalogue.writer, catalogue.attempt, *writers_in(view.store)]
+    found += [each.id.attempt for each in catalogue.checkpoints]
+    return max(each.number for each in found)
 
 
-def check_trainable(store: Store) -> None:
-    """RunError if the storage is one that a run is not trained on."""
-    if not store.capabilities.trainable:
-        raise RunError(
-            f"{store.url}: runs are not trained on {store.url.partition(':')[0]}://. Nothing was changed. "
-            "Train in a folder, or on s3://, gs:// or az://, and give this URL as remote=: the keeper copies "
-            f"steps there. `flashckpt copy {store.url} RUN` copies the run that is there.",
-            path=store.url,
-        )
-
-
-def check_place(store: Store) -> None:
-    """Raise RunError or OSError if a run cannot be written to this storage."""
-    if not store.capabilities.conditional_create:
-        raise RunError(
-            f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
-            "overwrite another's. Nothing was changed. Use another storage for the run.",
-            path=store.url,
-        )
-    store.check()
-
-
-def _read(store: Store) -> Run:
-    try:
-        run = Run.from_bytes(store.read(RUN, Run.MAX_BYTES), RUN)
-    except DamagedError as error:
-        raise DamagedError(
-            f"{store.url}: {str(error).partition('. ')[0]}. Nothing was used or changed, and the run's "
-            f"steps are as whole as they were. Restore its {RUN}. If it is lost, copy that of another run: "
-            "the file holds only an id, by which nodes find the run's snapshots in memory; those are then "
-            "not found.",
-            path=RUN,
-        ) from error
-    return run
-
-
-NEAR = 16
-"""Memory holds snapshots of so many attempts at most; older attempts have commits, or nothing."""
-# For one number: after a faster claim was listed, the number rises.
-_MOST_TRIES = 2
-_LIST_AGAIN_S = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptInfo:
-    """An attempt as its files show it. `claim` is None if its file is damaged. `problem`: why `start` cannot
-    be read. `ended` is "closed", "dead" or empty."""
-
-    name: AttemptName
-    claim: Claim | None
-    start: Start | None
-    ended: str
-    problem: str = ""
-
-    @property
-    def closed(self) -> bool:
-        return self.ended == "closed"
-
-
-def claim(store: Store, owner: Owner, check: Callable[[], None] | None = None, above: int = 0) -> AttemptName:
-    """Take the next number, exclusively; it is higher than `above`. `check` (the one-job check) runs before
-    each try, so the loser of a race checks the winner; its errors are raised.
-
-    UnusableRunError if a folder or link has the name of the next claim, or no number is left."""
-    tried, tries = 0, 0
-    while True:
-        # Before the check: a claim made after this listing takes the same number and is checked then.
-        number = max(highest_number(store), above) + 1
-        if number > MAX_ATTEMPT:
-            raise UnusableRunError(
-                f"{store.url}: an attempt here or in this node's memory has the number {number - 1}, the "
-                "highest one. Nothing was changed, and commits are as they were. If another program has "
-                f"written a file of that number to {ATTEMPTS}/, remove it, and start again.",
-                path=ATTEMPTS,
-            )
-        tried, tries = number, tries + 1 if number == tried else 0
-        if tries and _is_claimed(store, number):
-            # Another job's claim, which an old listing of a file server does not show yet.
-            time.sleep(_LIST_AGAIN_S)
-        elif tries >= _MOST_TRIES:
-            raise UnusableRunError(
-                f"{store.url}: {claim_path(number)}, the name of the next claim, is a folder, a link or a "
-                "pipe. Nothing was changed, and commits are as they were, but no job can train this run. "
-                "Remove or rename it, and start again.",
-                path=claim_path(number),
-            )
-        if check is not None:
-            check()
-            # An attempt that took it meanwhile may be dead and swept already, and newer ones have claimed.
-            if highest_number(store) >= number:
-                continue
-        name = AttemptName(number, secrets.token_hex(4))
-        if claim_as(store, name, owner):
-            return name
-
-
-def claim_as(store: Store, name: AttemptName, owner: Owner) -> bool:
-    """Claim this name. False if its number is taken, also by another rank of the same job."""
-    if not store.create(claim_path(name.number), Claim(attempt=name, owner=owner).to_bytes()):
-        return False
+def reserve(store: Store, name: AttemptName) -> None:
+    """Create the counter of an attempt that will begin. It shows the other nodes that they see this
+    store."""
     store.create(alive_path(name), Alive(count=0).to_bytes())
+
+
+def is_reserved(store: Store, name: AttemptName, *, exclusively: bool) -> bool:
+    """Whether this store has the counter of an attempt. `exclusively`: find out by an exclusive creation,
+    since a listing or a read by a file server may be old; a counter that this creates in another store is
+    removed."""
+    path = alive_path(name)
+    if not exclusively:
+        return store.exists(path)
+    if store.create(path, Alive(count=0).to_bytes()):
+        store.remove(path)
+        store.remove(ALIVE)
+        return False
     return True
 
 
-def has_claim(store: Store, name: AttemptName, owner: Owner) -> bool:
-    """Whether this store has the claim of an attempt, found by an exclusive create; a claim that this creates
-    in another store is removed."""
-    path = claim_path(name.number)
-    if store.create(path, Claim(attempt=name, owner=owner).to_bytes()):
-        store.remove(path)
-        store.remove(ATTEMPTS)
-        return False
-    with suppress(DamagedError, FileNotFoundError):
-        return read_claim(store, name).attempt == name
-    return False
+def settle(view: View) -> View:
+    """Commit the whole snapshots that the newest attempt left without a commit. Returns the newest view."""
+    return View(Stores({HOME.store: view.store}).run(HOME.settle(view.catalogue))[0], view.store)
 
 
-def attempts(store: Store) -> list[AttemptInfo]:
-    """All attempts, oldest first. A damaged start.json is the `problem` of its attempt: only a lineage that
-    needs it fails."""
-    found: list[AttemptInfo] = []
-    for number, name in sorted(names(store).items()):
-        try:
-            record: Claim | None = _read_claim(store, number)
-        except (DamagedError, FileNotFoundError):
-            record = None
-        counter = alive(store, name)
-        ended = counter.ended if counter is not None else ""
-        begun, problem = None, ""
-        try:
-            begun = read_start(store, name)
-        except DamagedError as error:
-            problem = str(error)
-        found.append(AttemptInfo(name=name, claim=record, start=begun, ended=ended, problem=problem))
-    return found
+def begin(
+    view: View,
+    name: AttemptName,
+    parent: SnapshotId | None,
+    step: int,
+    *,
+    world: int = 1,
+    owner: Owner | None = None,
+    mirror: Catalogue = EMPTY,
+    is_here: bool = False,
+) -> View:
+    """Begin an attempt at a snapshot, on all its ranks, which have loaded it. No older attempt can change the
+    run from here on. `view`: one that is not newer than the choice. `mirror`: the catalogue of the run's
+    mirror, whose history counts for a snapshot that is not in that of the home. `is_here`: the snapshot was
+    read from this store.
+
+    RunHeldError if another attempt has begun since, if a newer checkpoint was committed, or if the parent was
+    removed.
+    """
+    is_of_home = parent is None or view.is_in_lineage(parent) or not mirror.version
+    lineage = () if parent is None else ancestry(view.catalogue if is_of_home else mirror, parent)
+    launch = Launch(world=world, owner=owner, parent_step=step)
+    begun = HOME.begin(view.catalogue, name, view.run_id, lineage, launch, is_here=is_here)
+    return View(Stores({HOME.store: view.store}).run(begun), view.store)
 
 
-def newest_claimed(store: Store) -> AttemptName | None:
-    """The attempt with the highest number, started or not."""
-    numbers = _claimed_numbers(store)
-    while numbers:
-        newest = max(numbers)
-        try:
-            return _read_claim(store, newest).attempt
-        except FileNotFoundError:
-            # A newer attempt has swept it since the listing.
-            numbers.remove(newest)
-        except DamagedError:
-            by_folder = _by_folder(store).get(newest)
-            if by_folder is None:
-                raise
-            return by_folder
-    return None
-
-
-def newest_started(store: Store) -> AttemptName | None:
-    """The newest attempt that has a start.json. It decides which steps are visible."""
-    for _, name in sorted(names(store).items(), reverse=True):
-        if store.exists(start_path(name)):
-            return name
-    return None
-
-
-def has_started(store: Store, name: AttemptName) -> bool:
-    """Whether an attempt has a start.json, which may be damaged."""
-    return store.exists(start_path(name))
+# ---- the newest attempt
 
 
 def check_newest(store: Store, name: AttemptName) -> None:
-    """SupersededError if a newer attempt has claimed the run."""
-    newest = newest_claimed(store)
+    """SupersededError if a newer attempt has begun."""
+    check_is_newest(View.of(store), name)
+
+
+def check_is_newest(view: View, name: AttemptName) -> None:
+    newest = view.attempt
     if newest is not None and newest != name and newest.number >= name.number:
         raise SupersededError(
-            f"attempt {newest} has claimed {store.url}; attempt {name} must end. Committed steps stay; later "
-            "work of this process does not become part of the run.",
-            path=store.url,
+            f"attempt {newest} has taken over {view.store.url}; attempt {name} must end. Committed steps "
+            "stay; later work of this process does not become part of the run.",
+            path=view.store.url,
         )
 
 
-def started_after(store: Store, name: AttemptName) -> AttemptName | None:
-    """A newer attempt that has started, or None. If there is one, `name` must commit nothing."""
-    for _, other in sorted(names(store, least=name.number).items(), reverse=True):
-        if other != name and store.exists(start_path(other)):
-            return other
-    return None
-
-
-def attempt_folders(store: Store, folder: str) -> list[AttemptName]:
-    """The attempts that have a folder in `folder` (attempts/ or data/)."""
-    found = (AttemptName.parse(entry.name) for entry in store.list(folder, ATTEMPT) if entry.is_folder)
-    return [name for name in found if name is not None]
-
-
-def read_claim(store: Store, name: AttemptName) -> Claim:
-    """The claim of an attempt. Raises FileNotFoundError, DamagedError."""
-    record = _read_claim(store, name.number)
-    if record.attempt != name:
-        raise FileNotFoundError(claim_path(name.number))
-    return record
-
-
-def read_start(store: Store, name: AttemptName) -> Start | None:
-    """The start record of an attempt, None if it has not started. DamagedError."""
-    path = start_path(name)
-    try:
-        start = Start.from_bytes(store.read(path, Start.MAX_BYTES), path)
-    except FileNotFoundError:
-        return None
-    if start.parent is not None and start.parent.attempt.number >= name.number:
-        raise DamagedError(
-            f"{path} is damaged: it names an attempt that is not older. Nothing of it was used. "
-            "Use `flashckpt branch` to resume from a step that is whole.",
-            path=path,
-        )
-    return start
+# ---- signs of life
 
 
 def beat(store: Store, name: AttemptName, count: int) -> None:
@@ -327,7 +146,11 @@ def move_on(store: Store, name: AttemptName, last: int | None) -> int | None:
 
 
 def mark_ended(store: Store, name: AttemptName, how: Literal["closed", "dead"]) -> None:
-    """Record that no trainer of this attempt lives, so that the next attempt need not watch it."""
+    """Record that no trainer of this attempt lives, so that the next attempt need not watch it. `how`:
+    "closed" is written to the catalogue, too."""
+    if how == "closed" and View.of(store).attempt == name:
+        with suppress(SupersededError):
+            Stores({HOME.store: store}).run(HOME.update(partial(end, writer=name)))
     before = alive(store, name)
     count = before.count if before is not None else 0
     store.replace(alive_path(name), Alive(count=count, ended=how).to_bytes())
@@ -341,72 +164,22 @@ def alive(store: Store, name: AttemptName) -> Alive | None:
         return None
 
 
-def _read_claim(store: Store, number: int) -> Claim:
-    path = claim_path(number)
-    record = Claim.from_bytes(store.read(path, Claim.MAX_BYTES), path)
-    if record.attempt.number != number:
-        raise DamagedError(
-            f"{path} is damaged: it claims number {record.attempt.number}. Nothing of it was used. "
-            "Put the file back that was there.",
-            path=path,
-        )
-    return record
+def ending(view: View, name: AttemptName) -> str:
+    """How an attempt has ended, "closed" or "dead"; empty if no end is recorded."""
+    if view.attempt == name and view.catalogue.ended:
+        return "closed"
+    found = alive(view.store, name)
+    return "" if found is None else found.ended
 
 
-def _is_claimed(store: Store, number: int) -> bool:
-    with suppress(DamagedError, FileNotFoundError):
-        return store.exists(claim_path(number)) and bool(_read_claim(store, number))
-    return False
-
-
-def _claimed_numbers(store: Store) -> set[int]:
-    numbers = {claim_number(entry.name) for entry in store.list(ATTEMPTS, CLAIM) if not entry.is_folder}
-    return {number for number in numbers if number is not None}
-
-
-def _by_folder(store: Store) -> dict[int, AttemptName]:
-    """Attempts by their folders alone, except for numbers with several folders."""
-    found: dict[int, AttemptName] = {}
-    doubled = set()
-    for name in attempt_folders(store, ATTEMPTS):
-        if found.setdefault(name.number, name) != name:
-            doubled.add(name.number)
-    return {number: name for number, name in found.items() if number not in doubled}
-
-
-def names(store: Store, least: int = 1) -> dict[int, AttemptName]:
-    """Every claimed attempt from number `least` on. A damaged claim is named by its folder."""
-    found = {}
-    by_folder: dict[int, AttemptName] | None = None
-    for number in _claimed_numbers(store):
-        if number < least:
-            continue
-        try:
-            found[number] = _read_claim(store, number).attempt
-        except FileNotFoundError:
-            continue
-        except DamagedError:
-            by_folder = _by_folder(store) if by_folder is None else by_folder
-            if number in by_folder:
-                found[number] = by_folder[number]
-    return found
-
-
-def highest_number(store: Store) -> int:
-    """The highest number of any claim, attempt folder, commit or data folder. A number that was used again
-    would order its attempt before files of the first one."""
-    found = [0, *_claimed_numbers(store)]
-    found += [name.number for folder in (ATTEMPTS, DATA) for name in attempt_folders(store, folder)]
-    found += [name.number for name in map(attempt_in, store.list(COMMITS)) if name is not None]
-    return max(found)
-
-
-def attempt_in(entry: Entry) -> AttemptName | None:
-    """The attempt of a record, quarantine or tombstone in commits/, None for another file."""
-    commit, tombstone = CommitName.parse(entry.name), SnapshotId.of_tombstone(entry.name)
-    if commit is not None:
-        return commit[0].attempt
-    return None if tombstone is None else tombstone.attempt
+def remove_counters(view: View, but: Iterable[AttemptName] = ()) -> None:
+    """Remove the counters of attempts that are older than the newest one."""
+    newest, stays = view.attempt, {*but}
+    if newest is None:
+        return
+    names = (AttemptName.parse(each.name) for each in view.store.list(ALIVE) if not each.is_folder)
+    old = [each for each in names if each is not None and each < newest and each not in stays]
+    view.store.remove_files(map(alive_path, old))
 
 
 # ---- one job at a time: whether the newest attempt still has a trainer
@@ -434,7 +207,7 @@ _REPORT_S = 15.0
 
 
 def local_owner(runtime: str = "", lock: str = "", *, job_id: str = "", restart_count: int = 0) -> Owner:
-    """This process as the owner of a claim. `runtime`: the path of its runtime folder; `lock`: the name of
+    """This process as the owner of an attempt. `runtime`: the path of its runtime folder; `lock`: the name of
     its lock there. Both are empty for an operation without a lock."""
     return Owner(
         boot_id=_boot_id(),
@@ -455,29 +228,48 @@ def check_not_held(
     *,
     watch_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
+    run: View | None = None,
 ) -> None:
     """RunHeldError if a trainer of the newest attempt lives. May watch the counter for `watch_s` seconds, by
     default WATCH_S and the store's delay; the log says so.
 
-    `probe` checks locks in runtime folders of this machine; without it only the counter is used.
+    `probe` checks locks in runtime folders of this machine; without it only the counter is used. `run`: a
+    view that was read just now.
     """
     watch_s = WATCH_S + store.capabilities.delay_s if watch_s is None else watch_s
-    while (newest := newest_claimed(store)) is not None:
-        ended, theirs = _ended(store, newest), _owner(store, newest)
-        if ended:
+    view = _newest_or_none(store) if run is None else run
+    while (newest := view.attempt) is not None:
+        theirs = view.catalogue.owner
+        if theirs is None or ending(view, newest):
             return
-        if theirs is not None and probe is not None and _same_runtime(me, theirs):
+        if probe is not None and _same_runtime(me, theirs):
             if probe(theirs.runtime, theirs.lock):
                 raise _held(store, newest, theirs, f"process {theirs.pid} on this machine ({theirs.host})")
             if not _may_hold_unseen(theirs, probe):
                 return
-        if theirs is not None and _is_restart(me, theirs):
+        if _is_restart(me, theirs):
             return
         if _moves(store, newest, theirs, watch_s, sleep):
-            raise _held(store, newest, theirs, f"a process on {theirs.host}" if theirs else "another process")
-        # Another attempt may have claimed meanwhile, and is checked like the first.
-        if newest_claimed(store) == newest:
+            raise _held(store, newest, theirs, f"a process on {escaped(theirs.host)}")
+        # Another attempt may have begun meanwhile, and is checked like the first.
+        view = _newest_or_none(store)
+        if view.attempt == newest:
             return
+
+
+def check_none_lives(store: Store, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """RunHeldError if a job trains a run whose catalogue cannot be read: the newest counter moves. May watch
+    it for WATCH_S seconds and the store's delay."""
+    names = [AttemptName.parse(each.name) for each in store.list(ALIVE) if not each.is_folder]
+    newest = max((each for each in names if each is not None), default=None)
+    found = None if newest is None else alive(store, newest)
+    if newest is None or found is None or found.ended:
+        return
+    if _moves(store, newest, None, WATCH_S + store.capabilities.delay_s, sleep):
+        raise RunHeldError(
+            f"{store.url} is held: attempt {newest} lives. Nothing was changed. Stop that job first.",
+            path=store.url,
+        )
 
 
 def _moves(
@@ -488,14 +280,14 @@ def _moves(
     sleep: Callable[[float], None],
 ) -> bool:
     """Whether the counter changes within `watch_s`; False as soon as the attempt's end is recorded."""
-    where = f"on {escaped(theirs.host)}" if theirs is not None else "on another node"
+    where = "" if theirs is None else f" on {escaped(theirs.host)}"
     first, reported_s, waited_s = alive(store, attempt), 0.0, 0.0
     while waited_s < watch_s:
         if waited_s >= reported_s:
             reported_s += _REPORT_S
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + watch_s - waited_s))
             log.warning(
-                "%s: attempt %s was trained %s, and its end was not recorded. Waiting until %s (%.0f of "
+                "%s: attempt %s was trained%s, and its end was not recorded. Waiting until %s (%.0f of "
                 "%.0f s are over) for a sign of life: with one this process leaves the run to that job, "
                 "without one it takes the run over",
                 store.url, attempt, where, until, waited_s, watch_s,
@@ -511,16 +303,12 @@ def _moves(
     return False
 
 
-def _ended(store: Store, attempt: AttemptName) -> str:
-    found = alive(store, attempt)
-    return "" if found is None else found.ended
-
-
-def _owner(store: Store, attempt: AttemptName) -> Owner | None:
+def _newest_or_none(store: Store) -> View:
+    """The newest view. An empty one if it cannot be read: then no process can start to train the run."""
     try:
-        return read_claim(store, attempt).owner
-    except (FileNotFoundError, DamagedError):
-        return None
+        return View.of(store)
+    except (DamagedError, FormatError):
+        return View(EMPTY, store)
 
 
 def _same_runtime(me: Owner, theirs: Owner) -> bool:
@@ -557,8 +345,8 @@ def _is_restart(me: Owner, theirs: Owner) -> bool:
     return same_job and me.restart_count > theirs.restart_count
 
 
-def _held(store: Store, attempt: AttemptName, theirs: Owner | None, holder: str) -> RunHeldError:
-    job = f" (job {theirs.job_id})" if theirs is not None and theirs.job_id else ""
+def _held(store: Store, attempt: AttemptName, theirs: Owner, holder: str) -> RunHeldError:
+    job = f" (job {theirs.job_id})" if theirs.job_id else ""
     return RunHeldError(
         f"{store.url} is held: attempt {attempt} is trained by {holder}{job}. Nothing was changed. Stop that "
         "job first, or use another folder.",

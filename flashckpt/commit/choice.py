@@ -88,12 +88,11 @@ class History:
     """What one store, the home or the mirror, has of the run.
 
     `lineage` has each attempt of it with its last boundary, and begins with the newest that started. `known`
-    are all attempts that have a claim and a start record. `commits` gives the step of each commit record
-    without a tombstone, of any branch. `broken` are those that are known not to be whole, each with the
-    reason; `quarantined` the hosts that failed to verify a commit in this store. `read_from`: the URL of the
-    other store from which the newest attempt read the snapshot that it began with; empty if it read none
-    there. `problem`: why nothing here can be relied on, because the store does not answer or has lost
-    records.
+    are the attempts that its catalogue knows. `commits` gives the step of each checkpoint, of any branch.
+    `broken` are those that are known not to be whole, each with the reason; `quarantined` the hosts that
+    failed to verify a commit in this store. `read_from`: the URL of the other store from which the newest
+    attempt read the snapshot that it began with; empty if it read none there. `problem`: why nothing here can
+    be relied on, because the store does not answer or has lost records.
     """
 
     url: str
@@ -412,8 +411,8 @@ class _Table:
         }
         hosts = _shown(sorted(without))
         return (
-            f"it failed verification on {hosts} and is tried last. If its files are whole again "
-            "(`flashckpt verify`), delete the quarantine-*.json files next to its commit record."
+            f"it failed verification on {hosts} and is tried last. If its files are whole again, `flashckpt "
+            "recover` says so in the catalogue."
         )
 
     def _unreadable(self, id: SnapshotId) -> str:

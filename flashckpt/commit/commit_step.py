@@ -1,49 +1,47 @@
-"""Publish a part, commit a step, check the commit. Owns the order of these writes. Never deletes data.
+"""Publish a part, commit a snapshot. Owns the order of these writes; see docs/commit.md.
 
-Any number of keepers may commit one step at once: the record's bytes follow from the parts alone. The order
-and its reasons are numbered in docs/commit.md.
+Any process of the newest attempt may commit: of several that commit one snapshot at once each finds it
+committed. Retention is part of the commit; what it drops is deleted by `collect`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
 from flashckpt import crashpoints
-from flashckpt.commit.attempts import read_start, started_after
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.steps import (
-    KnownHeads,
-    are_few,
-    check_alike,
-    damaged,
-    file_rows,
-    missing_data,
-    missing_files,
-    missing_frozen,
-    part_entries,
-    read_head,
-    read_named_bytes,
-    read_record,
-    unlike,
-)
-from flashckpt.errors import DamagedError, FormatError, SupersededError
-from flashckpt.format.checked_json import checksum_in
-from flashckpt.format.names import PART, AttemptName, CommitName, SnapshotId, shard_writer
-from flashckpt.format.records import CommitRecord, Part, PartHead, PartRecord, Start
-from flashckpt.store.base import Store
+from flashckpt.catalogue.changes import Hopeless, hopeless, is_newer
+from flashckpt.catalogue.changes import Keep as Kept
+from flashckpt.catalogue.requests import Stores
+from flashckpt.commit.steps import check_alike, damaged, read_head
+from flashckpt.commit.view import HOME, View, name_of
+from flashckpt.errors import DamagedError, DivergedError, RunError, SupersededError
+from flashckpt.format.catalogue import Catalogue, Folder
+from flashckpt.format.manifest import PART, File, Manifest, PartHead, part_name
+from flashckpt.format.names import CommitName, SnapshotId
+from flashckpt.format.records import Part
+from flashckpt.options import Keep
+from flashckpt.store.base import Entry, Store
 
-_IS_MISSING = "it is missing, has another length than was written, or is being deleted"
+KEEP_ALL = Keep(last=10**9)
+"""The retention of a process that deletes no checkpoint."""
+ALWAYS_KEPT = 2
+"""How many whole checkpoints are never deleted, so that a damaged newest one has an alternative."""
+
+_AT_ONCE = 32
+"""Concurrent reads, where each may take a round trip."""
 
 
 class Committed(Enum):
-    """True only if the step is committed and every later start finds it."""
+    """True only if the snapshot is committed and every later start finds it."""
 
     YES = "committed"
     WAITING = "not all parts are there"
-    CLAIMED = "committed, but a newer attempt has claimed the run and may resume without it"
-    DELETED = "retention has deleted it, or is deleting it"
+    OVERTAKEN = "a newer snapshot was committed before it"
+    BASE_GONE = "no checkpoint has its frozen files any more"
 
     def __bool__(self) -> bool:
         return self is Committed.YES
@@ -51,214 +49,187 @@ class Committed(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """`catalogue`: the one by which the commit was checked, None if the check was not reached."""
+    """`view`: the newest one. `dropped`: the checkpoints that retention dropped with this commit."""
 
     state: Committed
-    catalogue: Catalogue | None = None
+    view: View
     name: CommitName | None = None
+    dropped: tuple[CommitName, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.state)
 
 
-def publish_part(store: Store, part: Part, *, is_written: bool = False) -> PartRecord | None:
-    """Create a part, whose shards are written. Return None if this keeper's part exists already.
-    `is_written`: this process has just written every shard, so they are listed by `check_committed` alone.
+class KnownHeads:
+    """The heads of the parts in one folder that were read, for a committer that polls until all parts are
+    there. A part never changes and is read once. Heads of another folder replace them."""
 
-    DamagedError if a file that the part names is missing or has another length.
+    def __init__(self) -> None:
+        self._folder: Folder | None = None
+        self._heads: dict[str, PartHead] = {}
+
+    def of(self, folder: Folder) -> dict[str, PartHead]:
+        if folder != self._folder:
+            self._folder, self._heads = folder, {}
+        return self._heads
+
+
+def folder_of(view: View, id: SnapshotId) -> Folder:
+    """The folder that the newest attempt writes a snapshot into. SupersededError if it can never be
+    committed: it is of an older attempt, and not the one that the newest attempt has resumed. RunError if the
+    view does not know its attempt yet."""
+    catalogue = view.catalogue
+    if id.attempt > catalogue.attempt:
+        raise RunError(
+            f"{view.store.url} does not know attempt {id.attempt}: its listing is old, or an older copy of "
+            "the run is in its place. Nothing was committed.",
+            path=view.store.url,
+        )
+    if id not in (view.parent, SnapshotId(catalogue.attempt, id.boundary)):
+        raise SupersededError(
+            f"attempt {catalogue.attempt} has taken over before boundary {id.boundary} of attempt "
+            f"{id.attempt} was committed, and resumed without it: no resume finds it. Committed steps are "
+            "untouched. End this process.",
+            path=view.store.url,
+        )
+    return Folder(catalogue.writer, id)
+
+
+def is_overtaken(view: View, id: SnapshotId) -> bool:
+    """Whether a newer snapshot of the newest attempt is committed, and so this one never will be."""
+    return not view.catalogue.has(id) and not is_newer(view.catalogue, id)
+
+
+def publish_part(store: Store, folder: Folder, part: Part, nonce: str, *, is_written: bool = False) -> File:
+    """Create a part, whose shards are written. `nonce`: of this process and file. `is_written`: this process
+    has just written every shard.
+
+    DamagedError if a shard that the part names is missing or has another length.
     """
-    folder = SnapshotId(part.attempt, part.boundary).data_folder
-    shards, frozen = file_rows([part.head()])
-    there = shards if is_written else {(entry.name, entry.num_bytes) for entry in store.list(folder)}
-    if lost := [each.file for each in shards if (each.file, each.num_bytes) not in there]:
-        raise damaged(f"{folder}/{lost[0]}", _IS_MISSING, part.step)
-    if gone := missing_frozen(store, frozen, is_final=False):
-        raise damaged(gone[0], _IS_MISSING, part.step)
+    shards = part.head().files
+    if not is_written:
+        there = {(entry.name, entry.num_bytes) for entry in store.list(folder.path)}
+        for each in shards:
+            if (each.name, each.num_bytes) not in there:
+                raise damaged(f"{folder.path}/{each.name}", "it is missing or cut short", part.step)
     crashpoints.point("part.checked")
-    data = part.to_bytes()
-    created = store.create(f"{folder}/{part.file}", data)
+    data, name = part.to_bytes(), part_name(part.node, nonce)
+    if not store.create(f"{folder.path}/{name}", data):
+        raise FileExistsError(f"{folder.path}/{name} exists")
     crashpoints.point("part.linked")
-    return PartRecord(part.file, len(data), checksum_in(data, what=part.file)) if created else None
+    return File(name, len(data))
 
 
 def commit(
-    store: Store,
-    snapshot: SnapshotId,
-    world: int,
+    view: View,
+    folder: Folder,
+    keep: Keep,
     *,
     known: KnownHeads | None = None,
-    own: tuple[PartRecord, PartHead] | None = None,
+    in_use: frozenset[SnapshotId] = frozenset(),
+    is_of_many: bool = False,
     guard: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Create the record once the parts cover every rank, then check the commit.
+    """Commit a snapshot once its parts cover every rank. `folder`: of the newest attempt. `keep`: what
+    retention keeps; it drops the rest in the same version. `known`: heads read in an earlier call. `in_use`:
+    checkpoints that retention spares. `is_of_many`: of many nodes; their parts are read at once. `guard`:
+    raises if this process may not commit any more; called before the version is created, and again before the
+    commit is reported.
 
-    `known`: heads read in an earlier call. `own`: the part that this process has just created; if it covers
-    every rank, no other is listed. `guard`: raises if this process may not commit any more; called before
-    the record is created, and again before the commit is reported.
-
-    SupersededError if a newer attempt has started; DivergedError if replicas differ; DamagedError if parts
-    contradict each other or a file is missing.
+    SupersededError if a newer attempt has begun; DivergedError if replicas differ; DamagedError if parts are
+    of different steps or worlds.
     """
-    listed = store.at_once()
-    if own is not None and len(own[1].ranks) == world:
-        rows, heads = [own[0]], [own[1]]
-    else:
-        rows, heads = read_parts(listed, snapshot, world, known)
-    if sum(len(head.ranks) for head in heads) < world:
-        return Outcome(Committed.WAITING)
-    record = record_of(snapshot, world, rows, heads)
-    check_alike(listed, snapshot.data_folder, heads)
-    for row in rows if own is None and not are_few(rows) else ():
-        read_named_bytes(listed, snapshot.data_folder, row, record.name.step)
+    store = view.store
+    stores, heads = Stores({HOME.store: store}), (known or KnownHeads()).of(folder)
+    if is_of_many:
+        _read_heads(store, folder, heads)
+    try:
+        manifest = stores.run(HOME.gather(folder, heads))
+    except DivergedError:
+        check_alike(store, folder.path, heads)
+        raise
+    if manifest is None:
+        return Outcome(Committed.WAITING, view)
+    if isinstance(manifest, Hopeless):
+        return Outcome(Committed.BASE_GONE, view)
     guard()
-    publish_record(store, record)
-    guard()
-    return check_committed(store, record)
+    return publish_manifest(view, manifest, keep, in_use=in_use, guard=guard)
 
 
-def check_due(store: Store, name: CommitName) -> None:
-    """SupersededError if an attempt has started that did not resume from this snapshot or a later one of its
-    attempt."""
-    newer = started_after(store, name.attempt)
-    if newer is not None and not _has_resumed(read_start(store, newer), name.id):
-        raise _superseded(newer, name)
+def _read_heads(store: Store, folder: Folder, heads: dict[str, PartHead]) -> None:
+    """Read the heads of parts that are not known yet. Those that cannot be read are read again by `gather`,
+    which says why."""
+    entries = [each for each in store.list(folder.path) if PART.fullmatch(each.name)]
+
+    def read(entry: Entry) -> None:
+        with suppress(DamagedError, RunError, OSError):
+            head = read_head(store, f"{folder.path}/{entry.name}", entry.num_bytes)
+            if head.id == folder.id:
+                heads[entry.name] = head
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for _ in pool.map(read, [each for each in entries if each.name not in heads]):
+            pass
 
 
-def publish_record(store: Store, record: CommitRecord) -> None:
-    """The last checks before a record, and the record. SupersededError, DamagedError."""
-    name = record.name
-    check_due(store.at_once(), name)
-    # All parts are there: a deletion of an instance whose tombstone is not listed yet finds them.
-    if gone := missing_frozen(store, record.frozen):
-        raise damaged(gone[0], _IS_MISSING, name.step)
-    create_record(store, record)
-
-
-def create_record(store: Store, record: CommitRecord) -> None:
-    """Create a record whose parts and files the caller has checked. An existing record stays."""
+def publish_manifest(
+    view: View,
+    manifest: Manifest,
+    keep: Keep,
+    *,
+    in_use: frozenset[SnapshotId] = frozenset(),
+    guard: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Write a manifest, whose files are all there, and the version that names it; see `commit`."""
+    writer, stores = manifest.folder.writer, Stores({HOME.store: view.store})
     crashpoints.point("manifest.checked")
-    store.create(record.name.path, record.to_bytes())
-    crashpoints.point("manifest.linked")
+    checkpoint = stores.run(HOME.publish(view.catalogue, manifest))
+    crashpoints.point("manifest.written")
+    after = stores.run(HOME.commit(view.catalogue, writer, checkpoint, kept(keep, in_use)))
+    crashpoints.point("version.created")
+    guard()
+    found = View(after, view.store)
+    if not after.has(checkpoint.id):
+        why = hopeless(after, checkpoint)
+        state = Committed.BASE_GONE if why is Hopeless.BASE_GONE else Committed.OVERTAKEN
+        return Outcome(state, found)
+    gone = {name_of(each) for each in view.catalogue.checkpoints} - {
+        name_of(each) for each in after.checkpoints
+    }
+    return Outcome(Committed.YES, found, name_of(checkpoint), tuple(sorted(gone)))
 
 
-def check_committed(store: Store, record: CommitRecord) -> Outcome:
-    """Check a commit after its record was created, before it is reported.
+def found_run(store: Store, folder: Folder, run_id: str) -> View:
+    """Make a run of one snapshot, whose parts are all there. UnusableRunError if there is a run."""
+    stores = Stores({HOME.store: store})
+    manifest = stores.run(HOME.gather(folder))
+    assert isinstance(manifest, Manifest), manifest
+    return View(stores.run(HOME.found(manifest, run_id)), store)
 
-    Lists attempts, commits and the step's files again: an attempt that claims later finds the record, and a
-    deletion that began earlier shows its tombstone or missing files. If all files are missing, the record was
-    created after a deletion had removed everything, and is removed.
 
-    SupersededError if a newer attempt has started without this step. DamagedError if the record differs.
-    """
-    name, catalogue = record.name, Catalogue.of(store)
+def kept(keep: Keep, in_use: frozenset[SnapshotId] = frozenset()) -> Kept:
+    """The retention that a user asks for, with the fewest checkpoints that stay."""
+    return Kept(last=max(keep.last, ALWAYS_KEPT), every_steps=keep.every_steps, in_use=in_use)
+
+
+def retain(
+    view: View, keep: Keep, in_use: frozenset[SnapshotId] = frozenset()
+) -> tuple[View, tuple[CommitName, ...]]:
+    """Drop the checkpoints that retention does not keep. Returns the newest view, and those that are gone."""
+    after = Stores({HOME.store: view.store}).run(HOME.retain(view.catalogue, kept(keep, in_use)))
+    found = View(after, view.store)
+    return found, tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
+
+
+def collect(store: Store, catalogue: Catalogue, *, trims: bool = True) -> None:
+    """Delete what no version of this run can name any more, by one that was the newest just now; and, if
+    `trims`, old versions. Any process may do it at any time. OSError or DamagedError, after the rest was
+    deleted."""
+    stores = Stores({HOME.store: store})
+    crashpoints.point("prune.begun")
     try:
-        found = read_record(catalogue.store, name)
-    except DamagedError:
-        raise damaged(name.path, "it does not list the parts that are there", name.step) from None
-    if found is None:
-        return Outcome(Committed.DELETED, catalogue, name)
-    if found != record:
-        raise damaged(name.path, "it does not list the parts that are there", name.step)
-    # Frozen instances were listed before the record, and the parts that name them are older than that
-    # listing.
-    if lost := missing_data(store.at_once(), record):
-        if set(lost) >= set(record.data_paths()):
-            store.remove(name.path)
-        return Outcome(Committed.DELETED, catalogue, name)
-    if name.id in catalogue.tombstones:
-        return Outcome(Committed.DELETED, catalogue, name)
-    last = name.attempt
-    started, claimed = catalogue.newest_started, catalogue.newest_claimed
-    if started is not None and started.number > last.number:
-        if catalogue.problem is not None:
-            raise catalogue.problem
-        if not _has_resumed(catalogue.start, name.id):
-            raise _superseded(started, name)
-        last = started
-    if claimed is not None and claimed.number > last.number:
-        return Outcome(Committed.CLAIMED, catalogue, name)
-    return Outcome(Committed.YES, catalogue, name)
-
-
-def read_parts(
-    store: Store, snapshot: SnapshotId, world: int, known: KnownHeads | None = None
-) -> tuple[list[PartRecord], list[PartHead]]:
-    """The rows and heads of a snapshot's parts at rest. DamagedError if they contradict each other."""
-    rows, heads, known = [], [], known or KnownHeads()
-    folder = snapshot.data_folder
-    entries = part_entries(store, folder)
-    whole = are_few(entries)
-    for entry in entries:
-        head, checksum = known.of(store, folder, entry, whole=whole)
-        if (head.attempt, head.boundary, head.world, head.file) != (
-            snapshot.attempt,
-            snapshot.boundary,
-            world,
-            entry.name,
-        ):
-            path = f"{folder}/{entry.name}"
-            raise damaged(path, "it is a part of another attempt, boundary, world or keeper", head.step)
-        rows.append(PartRecord(file=entry.name, num_bytes=entry.num_bytes, checksum=checksum))
-        heads.append(head)
-    steps = {head.step: head.file for head in heads}
-    if len(steps) > 1:
-        words = ", ".join(f"{step} in {file}" for step, file in sorted(steps.items()))
-        raise damaged(folder, f"its ranks count this boundary as different steps ({words})", max(steps))
-    ranks = [rank.rank for head in heads for rank in head.ranks]
-    if len(set(ranks)) != len(ranks):
-        raise damaged(folder, "two parts hold the same rank", heads[0].step)
-    return rows, heads
-
-
-def record_at_rest(store: Store, snapshot: SnapshotId) -> CommitRecord | None:
-    """The record that a snapshot would get, if all its parts and every file that they name are there; else
-    None."""
-    listed, folder = store.at_once(), snapshot.data_folder
-    entries = listed.list(folder)
-    part = next((each for each in entries if not each.is_folder and PART.fullmatch(each.name)), None)
-    if part is None:
-        return None
-    try:
-        world = read_head(listed, f"{folder}/{part.name}", part.num_bytes, whole=False)[0].world
-        written = {each.name.split("-")[1] for each in entries if shard_writer(each.name) is not None}
-        if len(written) < world:  # an interrupted write: the other parts need not be read
-            return None
-        rows, heads = read_parts(listed, snapshot, world)
-    except (DamagedError, FormatError, FileNotFoundError):
-        return None
-    if sum(len(head.ranks) for head in heads) < world or unlike(heads):
-        return None
-    record = record_of(snapshot, world, rows, heads)
-    # A snapshot that names an instance with a tombstone is never committed.
-    return None if missing_files(listed, record) or missing_frozen(store, record.frozen) else record
-
-
-def record_of(
-    snapshot: SnapshotId, world: int, rows: Sequence[PartRecord], heads: Sequence[PartHead]
-) -> CommitRecord:
-    """The record of a snapshot with these parts."""
-    shards, frozen = file_rows(heads)
-    return CommitRecord(
-        name=CommitName(heads[0].step, snapshot.attempt, snapshot.boundary),
-        world=world,
-        parts=tuple(sorted(rows, key=lambda row: row.file)),
-        shards=shards,
-        frozen=frozen,
-    )
-
-
-def _has_resumed(start: Start | None, snapshot: SnapshotId) -> bool:
-    """Whether the newest started attempt resumed from this snapshot or a later one of its attempt: it may
-    resume from the memory of nodes before the step is committed. Uncommitted data of older ancestors is
-    cleared by the next claimant."""
-    parent = None if start is None else start.parent
-    return parent is not None and parent.attempt == snapshot.attempt and snapshot.boundary <= parent.boundary
-
-
-def _superseded(newer: AttemptName, name: CommitName) -> SupersededError:
-    return SupersededError(
-        f"attempt {newer} has started before step {name.step} of attempt {name.attempt} was committed, and "
-        "resumed without it: no resume finds it. Other steps are untouched. End this process.",
-        step=name.step,
-        path=name.path,
-    )
+        stores.run(HOME.collect(catalogue))
+        crashpoints.point("prune.done")
+    finally:
+        if trims:
+            stores.run(HOME.trim(catalogue))

@@ -1,44 +1,34 @@
-"""Reading of committed steps: the record of a commit, whether its files are there, its parts and leaves.
+"""Reading of checkpoints: the manifest, whether its files are there, parts and leaves.
 
-A step is listed if its record exists, and whole if every file that the record names is there with its length.
-Never writes; see commit_step.py and collect.py. docs/commit.md numbers the order of writes.
+A checkpoint is listed if the newest version of the catalogue has it, and whole if every file that its
+manifest names is there with its length. Never writes; see commit_step.py. docs/commit.md numbers the order of
+writes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from flashckpt._native import xxh3_128
+from flashckpt.catalogue.requests import has_file
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, DivergedError, NoSuchStepError
-from flashckpt.format.checked_json import TAIL_BYTES, checked, checksum_in
+from flashckpt.format.catalogue import Checkpoint, Folder
+from flashckpt.format.checked_json import checked
 from flashckpt.format.layout import Leaf, Ranks, Replicas, count_of
-from flashckpt.format.names import (
-    FROZEN_FOLDER,
-    PART,
-    AttemptName,
-    CommitName,
-    SnapshotId,
-    frozen_path,
-    part_keeper,
-)
-from flashckpt.format.records import (
-    CommitRecord,
-    Contents,
-    FileRecord,
-    Part,
-    PartHead,
-    PartRecord,
-    RankRecord,
-)
-from flashckpt.store.base import Entry, LengthError, Store
+from flashckpt.format.manifest import PART, Manifest, PartFile, PartHead, are_alike
+from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.records import Contents, Part, RankRecord
+from flashckpt.store.base import LengthError, Store
 
 # ---- the parts of a snapshot: read and checked one by one, with one in memory at a time
 
-# Parts of at most so many bytes in all are read whole before a record names them; of others only the heads.
+# Parts of at most so many bytes in all are kept in memory once they are read.
 _FEW_BYTES = 16 << 20
 # The head of a part of eight ranks is a few KiB.
 _HEAD_BYTES = 64 << 10
@@ -78,100 +68,6 @@ class StepParts:
         return None if place is None else self[place]
 
 
-class KnownHeads:
-    """The heads of one snapshot that were read, for a committer that polls until all parts are there. A part
-    never changes and is read once. Heads of another snapshot replace them."""
-
-    def __init__(self) -> None:
-        self._folder = ""
-        self._read: dict[tuple[str, int, float], tuple[PartHead, str]] = {}
-
-    def of(self, store: Store, folder: str, entry: Entry, *, whole: bool) -> tuple[PartHead, str]:
-        """What `read_head` returns for a part in a data folder."""
-        if folder != self._folder:
-            self._folder, self._read = folder, {}
-        key = entry.name, entry.num_bytes, entry.modified_s
-        if key not in self._read:
-            self._read[key] = read_head(store, f"{folder}/{entry.name}", entry.num_bytes, whole=whole)
-        return self._read[key]
-
-
-def part_paths(store: Store, folder: str) -> list[str]:
-    """Paths of the parts in a data folder."""
-    return [f"{folder}/{entry.name}" for entry in part_entries(store, folder)]
-
-
-def part_entries(store: Store, folder: str) -> list[Entry]:
-    entries = store.list(folder)
-    return [entry for entry in entries if not entry.is_folder and PART.fullmatch(entry.name)]
-
-
-def are_few(parts: Sequence[Entry | PartRecord]) -> bool:
-    return sum(part.num_bytes for part in parts) <= _FEW_BYTES
-
-
-def read_head(store: Store, path: str, num_bytes: int, *, whole: bool) -> tuple[PartHead, str]:
-    """The head of a part, and the checksum that ends it. `whole`: read and check every byte."""
-    if not whole:
-        try:
-            first = store.read_bytes(path, 0, min(num_bytes, _HEAD_BYTES))
-            head = PartHead.from_prefix(first, path)
-            if head is not None and len(first) < num_bytes:
-                first = store.read_bytes(path, num_bytes - TAIL_BYTES, TAIL_BYTES)
-            if head is not None:
-                return head, checksum_in(first, what=path)
-        except LengthError as error:
-            raise DamagedError(str(error), path=path) from error
-    data = store.read(path, Part.MAX_BYTES)
-    return Part.from_bytes(data, path).head(), checksum_in(data, what=path)
-
-
-def head_of(data: bytes, path: str) -> PartHead:
-    """The head of a part, given all its bytes. The rest is parsed only if the head is long."""
-    return PartHead.from_prefix(data[:_HEAD_BYTES], path) or Part.from_bytes(data, path).head()
-
-
-def read_part(store: Store, row: PartRecord, record: CommitRecord) -> Part:
-    """Read a part that a commit record names. DamagedError."""
-    folder = record.name.id.data_folder
-    part = Part.from_bytes(read_named_bytes(store, folder, row, record.name.step), f"{folder}/{row.file}")
-    check_of(part, record, f"{folder}/{row.file}")
-    return part
-
-
-def check_of(part: Part | PartHead, record: CommitRecord, path: str) -> None:
-    """DamagedError if a part does not belong to the commit that names it."""
-    name = record.name
-    if (part.step, part.attempt, part.boundary, part.world) != (
-        name.step,
-        name.attempt,
-        name.boundary,
-        record.world,
-    ):
-        raise damaged(path, "it is a part of another step, attempt, boundary or world", name.step)
-
-
-def read_named_bytes(store: Store, folder: str, row: PartRecord, step: int) -> bytes:
-    """A part's bytes, with the length and the checksum of its row. DamagedError."""
-    path = f"{folder}/{row.file}"
-    try:
-        data = store.read(path, row.num_bytes)
-    except FileNotFoundError:
-        raise damaged(path, "it is missing", step) from None
-    if len(data) != row.num_bytes or checked(data, what=path) != row.checksum:
-        raise damaged(path, "it is not the part that was written", step)
-    return data
-
-
-def damaged(path: str, why: str, step: int) -> DamagedError:
-    return DamagedError(
-        f"{path} is damaged: {why}. Nothing of it was used, older steps are untouched. "
-        "Run `flashckpt verify` on the run to see which steps are whole.",
-        step=step,
-        path=path,
-    )
-
-
 # ---- replicas: the tables of ranks that hold the same leaves have one checksum in the heads of their parts
 
 _SHOWN = 8
@@ -180,14 +76,14 @@ _Held = dict[str, dict[int, str]]
 """For a set of ranks, by checksum of their table: the ranks that have it, each with its part's file."""
 
 
-def unlike(heads: Sequence[PartHead]) -> dict[Ranks, _Held]:
+def _unlike(heads: Mapping[str, PartHead]) -> dict[Ranks, _Held]:
     """The sets of ranks in all parts of a step that do not all have the same table of replicas."""
     found: dict[Ranks, _Held] = defaultdict(lambda: defaultdict(dict))
-    for head in heads:
-        by_index = [found[ranks][checksum] for ranks, checksum in head.replicas]
+    for file, head in heads.items():
+        by_index = [found[ranks][checksum] for ranks, checksum in head.tables]
         for rank in head.ranks:
-            for index in rank.replicas:
-                by_index[index][rank.rank] = head.file
+            for index in rank.tables:
+                by_index[index][rank.rank] = file
     return {
         ranks: held
         for ranks, held in found.items()
@@ -195,14 +91,13 @@ def unlike(heads: Sequence[PartHead]) -> dict[Ranks, _Held]:
     }
 
 
-def check_alike(store: Store, folder: str, heads: Sequence[PartHead]) -> None:
-    """DivergedError unless all ranks of each set have the same table of replicas. `heads`: those of all parts
-    in a step's folder. Only if checksums differ are the tables read, to name the leaves. DamagedError,
-    OSError."""
-    rows = [row for ranks, held in unlike(heads).items() for row in _rows(store, folder, ranks, held)]
+def check_alike(store: Store, folder: str, heads: Mapping[str, PartHead]) -> None:
+    """DivergedError, with ranks and leaves, unless all ranks of each set have the same table of replicas.
+    `heads`: those of all parts in a snapshot's folder, by name. DamagedError, OSError."""
+    rows = [row for ranks, held in _unlike(heads).items() for row in _rows(store, folder, ranks, held)]
     if not rows:
         return
-    step = heads[0].step
+    step = next(iter(heads.values())).step
     shown = "; ".join(f"rank {_words(map(str, of))}: {_words(names)}" for of, names in rows[:_SHOWN])
     raise DivergedError(
         f"Step {step} is not committed: replicas have diverged. All ranks of a set should hold the same "
@@ -249,7 +144,7 @@ def _words(each: Iterable[str]) -> str:
     return ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
 
 
-# ---- committed steps
+# ---- checkpoints
 
 
 class FileLeaf(NamedTuple):
@@ -263,11 +158,11 @@ class FileLeaf(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """A committed step, read and validated: its commit record and its parts, all or those of some ranks.
-    Large parts are read again at each access: DamagedError if one is gone or has changed."""
+    """A checkpoint, read and validated: its manifest and its parts, all or those of some ranks. Large parts
+    are read again at each access: DamagedError if one is gone or has changed."""
 
     name: CommitName
-    record: CommitRecord
+    manifest: Manifest
     parts: StepParts = field(compare=False)
     store: Store = field(repr=False, compare=False)
 
@@ -285,29 +180,38 @@ class StepRecord:
 
     @property
     def world(self) -> int:
-        return self.record.world
+        return self.manifest.world
 
     def part_of(self, rank: int) -> Part:
         """The part that holds a rank. NoSuchStepError if the step has no such rank."""
         if (part := self.parts.of_rank(rank)) is None:
-            raise _no_rank(self.record, rank)
+            raise _no_rank(self.manifest, rank)
         return part
 
     def rank(self, rank: int) -> RankRecord:
         """Return the record of a rank. Raises NoSuchStepError for an unknown rank."""
         return next(each for each in self.part_of(rank).ranks if each.rank == rank)
 
+    @property
+    def folder(self) -> str:
+        """The folder of its parts and shards."""
+        return self.manifest.folder.path
+
     def shard_path(self, rank: int) -> str:
         """The path of a rank's shard in the store."""
-        return f"{self.name.id.data_folder}/{self.rank(rank).shard.file}"
+        return f"{self.folder}/{self.rank(rank).shard.file}"
 
     def constants_path(self, rank: int) -> str | None:
-        """The path of a rank's frozen instance in the store, None if it has none."""
-        frozen = self.rank(rank).constants
-        return None if frozen is None else frozen_path(frozen.shard.file)
+        """The path of a rank's frozen file in the store, None if it has none. The manifest says where it is:
+        in a mirror it is elsewhere than the part says."""
+        constants = self.rank(rank).constants
+        if constants is None:
+            return None
+        file = next(each for each in self.manifest.frozen if each.name == constants.shard.file)
+        return f"{file.base.path}/{file.name}"
 
     def files(self, rank: int) -> list[tuple[str, Contents]]:
-        """A rank's shard, and its frozen instance if it has one, each with its path in the store."""
+        """A rank's shard, and its frozen file if it has one, each with its path in the store."""
         mine = self.rank(rank)
         files = [(self.shard_path(rank), mine.contents)]
         constants = self.constants_path(rank)
@@ -315,10 +219,13 @@ class StepRecord:
             files.append((constants, mine.constants))
         return files
 
+    def part_path(self, place: int) -> str:
+        """The path of a part, by its index in the manifest."""
+        return f"{self.folder}/{self.manifest.parts[place].name}"
+
     def part_bytes(self, place: int) -> bytes:
-        """The bytes of a part's file, by its index in the record. DamagedError if they have changed."""
-        row = self.record.parts[place]
-        return read_named_bytes(self.store, self.name.id.data_folder, row, self.step)
+        """The bytes of a part's file, by its index in the manifest. DamagedError if they have changed."""
+        return read_named_bytes(self.store, self.manifest, self.manifest.parts[place])
 
     def leaves(self, rank: int) -> list[FileLeaf]:
         """All leaves of a rank's state: those in its own files, then those that other ranks wrote for it.
@@ -331,7 +238,7 @@ class StepRecord:
             there = theirs[writer].get(leaf.name)
             if there is None or (there.leaf.content, there.digest) != (leaf.content, digest):
                 why = f"rank {writer} has not written {leaf.name} as {rank} holds it"
-                raise damaged(self.name.id.data_folder, why, self.step)
+                raise damaged(self.folder, why, self.step)
             found.append(there)
         return found
 
@@ -340,151 +247,168 @@ class StepRecord:
         return [FileLeaf(*files[file], leaf, digest) for file, leaf, digest in self.rank(rank).counted()]
 
 
-def read_record(store: Store, name: CommitName) -> CommitRecord | None:
-    """Return the record of a commit, or None. Raises DamagedError."""
+def read_manifest(store: Store, checkpoint: Checkpoint) -> Manifest | None:
+    """The manifest of a checkpoint, None if the file is gone. DamagedError."""
+    path = checkpoint.manifest_path
     try:
-        record = CommitRecord.from_bytes(store.read(name.path, CommitRecord.MAX_BYTES), name.path)
+        data = store.read(path, Manifest.MAX_BYTES)
     except FileNotFoundError:
         return None
-    if record.name != name:
-        raise DamagedError(
-            f"{name.path} is damaged: it is the record of {record.name}. Nothing of it was used. Run "
-            "`flashckpt verify` on the run to list the steps that are whole.",
-            step=name.step,
-            path=name.path,
-        )
-    return record
+    manifest = Manifest.from_bytes(data, path)
+    if manifest.folder != checkpoint.folder or xxh3_128(data).hex()[:16] != checkpoint.manifest:
+        raise damaged(path, "it is the manifest of another checkpoint", checkpoint.step)
+    return manifest
 
 
-def missing_files(store: Store, record: CommitRecord) -> list[str]:
-    """The files of a commit that are missing or have another length than the record says."""
-    return missing_data(store, record) + missing_in(store, FROZEN_FOLDER, record.frozen)
+def missing_files(store: Store, checkpoint: Checkpoint) -> list[str]:
+    """The files of a checkpoint that are missing or have another length than its manifest says, the manifest
+    included. DamagedError if that cannot be read."""
+    manifest = read_manifest(store, checkpoint)
+    if manifest is None:
+        return [checkpoint.manifest_path]
+    return missing_of(store, manifest)
 
 
-def missing_data(store: Store, record: CommitRecord) -> list[str]:
-    """The missing files of its data folder."""
-    parts = [FileRecord(part.file, part.num_bytes) for part in record.parts]
-    return missing_in(store, record.name.id.data_folder, [*parts, *record.shards])
+def missing_of(store: Store, manifest: Manifest) -> list[str]:
+    """The files of a manifest that are not in their folders with their lengths. A listing a folder; what it
+    lacks is asked for by name, since it may be old."""
+    missing = []
+    for folder, files in manifest.files().items():
+        # A store with compressed files may list a name twice, with two lengths.
+        there = {(each.name, each.num_bytes) for each in store.list(folder.path) if not each.is_folder}
+        absent = [
+            (f"{folder.path}/{name}", size) for name, size in files.items() if (name, size) not in there
+        ]
+        missing += [path for path, size in absent if not has_file(store, path, size)]
+    return missing
 
 
-def missing_in(store: Store, folder: str, files: Collection[FileRecord]) -> list[str]:
-    """The files that are not in a folder with their lengths. One listing; none if `files` is empty."""
-    if not files:
-        return []
-    there = {(entry.name, entry.num_bytes) for entry in store.list(folder) if not entry.is_folder}
-    return [f"{folder}/{each.file}" for each in files if (each.file, each.num_bytes) not in there]
-
-
-def missing_frozen(store: Store, files: Collection[FileRecord], *, is_final: bool = True) -> list[str]:
-    """Frozen instances that are missing or have a tombstone. `is_final`: for the deciding check, list
-    tombstones, then instances: a deletion removes the instance before its tombstone."""
-    if not files:
-        return []
-    listed = store.at_once()
-    names = [entry.name for entry in listed.list(FROZEN_FOLDER)]
-    dying = [each.file for each in files if any(name.startswith(f"{each.file}.tombstone-") for name in names)]
-    listed = store.at_once() if is_final else listed
-    return [frozen_path(file) for file in dying] or missing_in(listed, FROZEN_FOLDER, files)
-
-
-def is_whole(store: Store, name: CommitName) -> bool:
-    """Whether the record of a listed step is readable and every file is there with its length."""
+def is_whole(view: View, name: CommitName) -> bool:
+    """Whether a view has this checkpoint, its manifest is readable, and every file is there."""
+    checkpoint = view.checkpoint(name.id)
+    if checkpoint is None:
+        return False
     with suppress(DamagedError):
-        record = read_record(store, name)
-        return record is not None and not missing_files(store, record)
+        return not missing_files(view.store, checkpoint)
     return False
 
 
-def missing_ranks(store: Store, snapshot: SnapshotId, world: int) -> list[int]:
-    """The ranks without a part at rest. DamagedError."""
-    there = {rank.rank for head in heads_at_rest(store, snapshot) for rank in head.ranks}
-    return [rank for rank in range(world) if rank not in there]
-
-
-def heads_at_rest(store: Store, snapshot: SnapshotId) -> list[PartHead]:
-    """The heads of a snapshot's parts at rest, committed or not. DamagedError."""
-    folder = snapshot.data_folder
-    found = []
-    for entry in part_entries(store, folder):
-        head, _ = read_head(store, f"{folder}/{entry.name}", entry.num_bytes, whole=False)
-        if (head.attempt, head.boundary) != (snapshot.attempt, snapshot.boundary):
-            path = f"{folder}/{entry.name}"
-            raise damaged(path, "it is a part of another attempt or boundary", head.step)
-        found.append(head)
+def heads_at_rest(store: Store, folder: Folder) -> dict[str, PartHead]:
+    """The heads of the parts in a folder, committed or not, by name; without those that cannot be read or
+    are of another snapshot."""
+    found = {}
+    for entry in store.list(folder.path):
+        if entry.is_folder or not PART.fullmatch(entry.name):
+            continue
+        with suppress(DamagedError, FileNotFoundError):
+            head = read_head(store, f"{folder.path}/{entry.name}", entry.num_bytes)
+            if head.id == folder.id:
+                found[entry.name] = head
     return found
 
 
+def read_head(store: Store, path: str, num_bytes: int) -> PartHead:
+    """The head of a part. DamagedError, FileNotFoundError."""
+    try:
+        first = store.read_bytes(path, 0, min(num_bytes, _HEAD_BYTES))
+    except LengthError as error:
+        raise DamagedError(str(error), path=path) from error
+    return PartHead.from_prefix(first, path) or PartHead.from_bytes(store.read(path, Part.MAX_BYTES), path)
+
+
+def missing_ranks(store: Store, folder: Folder, world: int) -> list[int]:
+    """The ranks without a part at rest."""
+    there = {rank.rank for head in heads_at_rest(store, folder).values() for rank in head.ranks}
+    return [rank for rank in range(world) if rank not in there]
+
+
 def read_step(
-    store: Store,
+    where: Store | View,
     name: CommitName,
     ranks: Collection[int] | None = None,
     *,
     with_writers: bool = False,
 ) -> StepRecord:
-    """Read a committed step and validate its parts against its record. `ranks`: read only the parts that hold
-    these. `with_writers`: also those of the ranks that wrote replicas for them.
+    """Read a checkpoint and validate its parts against its manifest. `where`: a store, or a view of it.
+    `ranks`: read only the parts that hold these. `with_writers`: also those of the ranks that wrote replicas
+    for them.
 
-    NoSuchStepError if it is not committed or has no such rank, DamagedError if a part contradicts the record.
+    NoSuchStepError if it is not committed or has no such rank, DamagedError if a part contradicts the
+    manifest.
     """
-    record = read_record(store, name)
-    if record is None:
-        raise NoSuchStepError(
-            f"step {name.step} of attempt {name.attempt} (boundary {name.boundary}) is not committed in "
-            f"{store.url}. Nothing was changed. `flashckpt ls --all` lists the steps.",
-            step=name.step,
-            path=store.url,
-        )
+    view = where if isinstance(where, View) else View.of(where)
+    return step_of(view.store, read_checkpoint(view, name), ranks, with_writers=with_writers)
+
+
+def read_checkpoint(view: View, name: CommitName) -> Manifest:
+    """The manifest of a checkpoint that a view has. NoSuchStepError if it has none, DamagedError."""
+    checkpoint = view.checkpoint(name.id)
+    if checkpoint is None or checkpoint.step != name.step:
+        raise _not_committed(view.store, name)
+    manifest = read_manifest(view.store, checkpoint)
+    if manifest is None:
+        raise damaged(checkpoint.manifest_path, "it is missing", name.step)
+    return manifest
+
+
+def step_of(
+    store: Store,
+    manifest: Manifest,
+    ranks: Collection[int] | None = None,
+    *,
+    with_writers: bool = False,
+) -> StepRecord:
+    """Read the parts of a manifest; see `read_step`."""
+    id = manifest.folder.id
+    name = CommitName(manifest.step, id.attempt, id.boundary)
     if ranks is None:
-        parts = _all_parts(store, record)
+        parts = _all_parts(store, manifest)
     else:
-        parts = StepParts.of(_parts_of(store, record, ranks, with_writers=with_writers))
-    heads = parts.heads
-    if not _are_named(heads, record, all_parts=ranks is None):
-        raise damaged(name.path, "it names other shards than its parts", name.step)
-    _check_coverage(heads, record, all_parts=ranks is None)
-    if ranks is None and unlike(heads):
-        raise damaged(name.id.data_folder, "its parts contradict each other about replicas", name.step)
-    return StepRecord(name=name, record=record, parts=parts, store=store)
+        parts = StepParts.of(_parts_of(store, manifest, ranks, with_writers=with_writers))
+    shards = set(manifest.shards)
+    frozen = {(each.name, each.num_bytes) for each in manifest.frozen}
+    for head in parts.heads:
+        named = {(each.name, each.num_bytes) for each in head.frozen}
+        if not (shards.issuperset(head.files) and frozen >= named):
+            raise damaged(manifest.folder.path, "its manifest names other files than its parts", name.step)
+    if ranks is None and not are_alike(parts.heads):
+        raise damaged(manifest.folder.path, "its parts contradict each other about replicas", name.step)
+    return StepRecord(name=name, manifest=manifest, parts=parts, store=store)
 
 
-def _all_parts(store: Store, record: CommitRecord) -> StepParts:
+def _all_parts(store: Store, manifest: Manifest) -> StepParts:
     """All parts. Those of a large step are compared with their checksums here and parsed at each access."""
 
     def read(place: int) -> Part:
-        return read_part(store, record.parts[place], record)
+        return _read_part(store, manifest, manifest.parts[place])
 
-    if are_few(record.parts):
-        return StepParts.of(map(read, range(len(record.parts))))
-    folder, heads = record.name.id.data_folder, []
-    for row in record.parts:
-        path = f"{folder}/{row.file}"
-        head = head_of(read_named_bytes(store, folder, row, record.name.step), path)
-        check_of(head, record, path)
+    if sum(part.num_bytes for part in manifest.parts) <= _FEW_BYTES:
+        return StepParts.of(map(read, range(len(manifest.parts))))
+    heads = []
+    for row in manifest.parts:
+        path, data = f"{manifest.folder.path}/{row.name}", read_named_bytes(store, manifest, row)
+        head = PartHead.from_prefix(data[:_HEAD_BYTES], path) or Part.from_bytes(data, path).head()
+        _check_of(head, manifest, row)
         heads.append(head)
     return StepParts(heads, read)
 
 
 def _parts_of(
-    store: Store, record: CommitRecord, ranks: Collection[int], *, with_writers: bool
+    store: Store, manifest: Manifest, ranks: Collection[int], *, with_writers: bool
 ) -> tuple[Part, ...]:
-    """The parts that hold these ranks. A part is named by its lowest rank, and the ranks of a node are mostly
-    consecutive: the last part that begins at or before a rank is read first."""
-    rows = sorted(record.parts, key=lambda row: part_keeper(row.file))
+    """The parts that hold these ranks, by the rows of the manifest."""
+    rows = sorted(manifest.parts, key=lambda row: row.ranks[0])
     found: dict[str, Part] = {}
     held: dict[int, RankRecord] = {}
 
     def find(wanted: int) -> None:
-        if not 0 <= wanted < record.world:
-            raise _no_rank(record, wanted)
-        behind = bisect_right(rows, wanted, key=lambda row: part_keeper(row.file))
-        for row in rows[:behind][::-1] + rows[behind:]:
-            if row.file not in found:
-                part = read_part(store, row, record)
-                if any(rank.rank == wanted for rank in part.ranks):
-                    found[row.file] = part
-                    held.update((rank.rank, rank) for rank in part.ranks)
-                    return
-        raise _no_rank(record, wanted)
+        if not 0 <= wanted < manifest.world:
+            raise _no_rank(manifest, wanted)
+        behind = bisect_right(rows, wanted, key=lambda row: row.ranks[0])
+        row = next(each for each in (*rows[:behind][::-1], *rows[behind:]) if wanted in each.ranks)
+        part = _read_part(store, manifest, row)
+        found[row.name] = part
+        held.update((rank.rank, rank) for rank in part.ranks)
 
     for wanted in sorted(ranks):
         if wanted not in held:
@@ -496,38 +420,57 @@ def _parts_of(
     return tuple(found.values())
 
 
-def _are_named(heads: Sequence[PartHead], record: CommitRecord, *, all_parts: bool) -> bool:
-    """Whether a record names the files of these parts. It lists shards in the order of ranks."""
-    shards, frozen = file_rows(heads)
-    if all_parts:
-        return (shards, frozen) == (record.shards, record.frozen)
-    ranks = sorted(rank.rank for head in heads for rank in head.ranks)
-    return (
-        all(0 <= rank < record.world for rank in ranks)
-        and all(record.shards[rank] == shard for rank, shard in zip(ranks, shards, strict=True))
-        and set(record.frozen).issuperset(frozen)
+def _read_part(store: Store, manifest: Manifest, row: PartFile) -> Part:
+    """Read a part that a manifest names. DamagedError."""
+    part = Part.from_bytes(read_named_bytes(store, manifest, row), f"{manifest.folder.path}/{row.name}")
+    _check_of(part, manifest, row)
+    return part
+
+
+def _check_of(part: Part | PartHead, manifest: Manifest, row: PartFile) -> None:
+    """DamagedError if a part does not belong to the manifest that names it."""
+    ranks = tuple(sorted(each.rank for each in part.ranks))
+    found = part.id, part.step, part.world, ranks
+    if found != (manifest.folder.id, manifest.step, manifest.world, row.ranks):
+        path = f"{manifest.folder.path}/{row.name}"
+        raise damaged(path, "it is a part of another step, attempt, boundary or world", manifest.step)
+
+
+def read_named_bytes(store: Store, manifest: Manifest, row: PartFile) -> bytes:
+    """A part's bytes, with the length of its row and a right checksum. DamagedError."""
+    path = f"{manifest.folder.path}/{row.name}"
+    try:
+        data = store.read(path, row.num_bytes)
+    except FileNotFoundError:
+        raise damaged(path, "it is missing", manifest.step) from None
+    checked(data, what=path)
+    if len(data) != row.num_bytes:
+        raise damaged(path, "it is not the part that was written", manifest.step)
+    return data
+
+
+def damaged(path: str, why: str, step: int) -> DamagedError:
+    return DamagedError(
+        f"{path} is damaged: {why}. Nothing of it was used, older steps are untouched. "
+        "Run `flashckpt verify` on the run to see which steps are whole.",
+        step=step,
+        path=path,
     )
 
 
-def file_rows(heads: Sequence[PartHead]) -> tuple[tuple[FileRecord, ...], tuple[FileRecord, ...]]:
-    """Shards and frozen instances in the order of ranks, as a record has them."""
-    ranks = sorted((rank for head in heads for rank in head.ranks), key=lambda rank: rank.rank)
-    frozen = (rank.constants for rank in ranks)
-    return tuple(rank.shard for rank in ranks), tuple(each for each in frozen if each is not None)
-
-
-def _check_coverage(heads: Sequence[PartHead], record: CommitRecord, *, all_parts: bool) -> None:
-    ranks = [rank.rank for head in heads for rank in head.ranks]
-    is_whole = not all_parts or sorted(ranks) == list(range(record.world))
-    if len(set(ranks)) != len(ranks) or not is_whole:
-        folder = record.name.id.data_folder
-        raise damaged(folder, "its parts do not cover every rank exactly once", record.name.step)
-
-
-def _no_rank(record: CommitRecord, rank: int) -> NoSuchStepError:
+def _not_committed(store: Store, name: CommitName) -> NoSuchStepError:
     return NoSuchStepError(
-        f"step {record.name.step} was made by {record.world} ranks and has no rank {rank}. Nothing was "
+        f"step {name.step} of attempt {name.attempt} (boundary {name.boundary}) is not committed in "
+        f"{store.url}. Nothing was changed. `flashckpt ls --all` lists the steps.",
+        step=name.step,
+        path=store.url,
+    )
+
+
+def _no_rank(manifest: Manifest, rank: int) -> NoSuchStepError:
+    return NoSuchStepError(
+        f"step {manifest.step} was made by {manifest.world} ranks and has no rank {rank}. Nothing was "
         "changed. Run with as many ranks as made it.",
-        step=record.name.step,
+        step=manifest.step,
         rank=rank,
     )

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flashckpt import _native
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.lineage import resolve, until_stable
 from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents
@@ -128,7 +127,7 @@ def _rows(
         if record is not None:
             rows += _shards(record, known, reading)
     suspects = {row.name for row in rows if row.status != "ok"}
-    gone = suspects.difference(Catalogue.of(store).commits) if suspects else ()
+    gone = suspects.difference(View.of(store).checkpoints) if suspects else ()
     return [row for row in rows if row.name not in gone]
 
 
@@ -141,7 +140,7 @@ def verify_file(
     threads: int = 2,
     progress_word: int = 0,
 ) -> tuple[FileStatus, str]:
-    """Compare one shard or frozen instance with its record. Returns its status, and what is wrong. `into`:
+    """Compare one shard or frozen file with its record. Returns its status, and what is wrong. `into`:
     the memory that it is read into; its bytes are the compared ones."""
     try:
         found = read_shard(store, path, contents, into, threads=threads, progress=progress_word)
@@ -198,8 +197,8 @@ def _chosen(
     store: Store, step: int | None, at: AttemptName | SnapshotId | None, all_steps: bool
 ) -> list[CommitName]:
     """The steps to read, newest first, with incomplete ones, which are reported."""
-    catalogue = Catalogue.of(store)
-    names = (catalogue.commits if all_steps or at is not None else catalogue.visible())[::-1]
+    view = View.of(store)
+    names = (view.checkpoints if all_steps or at is not None else view.visible())[::-1]
     if step is None:
         return list(names)
     found = [each for each in names if each.step == step and at in (None, each.attempt, each.id)]
@@ -207,27 +206,30 @@ def _chosen(
 
 
 def _records(store: Store, name: CommitName) -> tuple[StepRecord | None, list[Row]]:
-    """The record of a step, and a row for its commit record and each part."""
+    """The record of a step, and a row for its manifest and each part."""
+    view = View.of(store)
+    checkpoint = view.checkpoint(name.id)
+    if checkpoint is None:
+        raise NoSuchStepError(f"{name} was deleted meanwhile.", step=name.step)
+    manifest = checkpoint.manifest_path
     try:
-        record = read_step(store, name)
-    except NoSuchStepError:
-        raise
+        record = read_step(view, name)
     except FlashckptError as error:
-        path = error.path or name.path
+        path = error.path or manifest
         status: FileStatus = "damaged" if store.exists(path) else "missing"
         return None, [Row(name=name, file=path, status=status, detail=str(error))]
-    files = [name.path, *(f"{name.id.data_folder}/{head.file}" for head in record.parts.heads)]
+    files = [manifest, *(record.part_path(place) for place in range(len(record.parts)))]
     return record, [Row(name=name, file=file, status="ok") for file in files]
 
 
 def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -> Iterator[Row]:
-    """Rows for the shards of a step. A frozen instance that several steps name with the same record is read
+    """Rows for the shards of a step. A frozen file that several steps name with the same record is read
     once; if it is not whole, each of them has a row for it."""
     for rank in (rank.rank for head in record.parts.heads for rank in head.ranks):
         try:
             files = record.files(rank)
         except DamagedError as error:
-            path = error.path or record.name.path
+            path = error.path or record.folder
             status: FileStatus = "damaged" if reading.is_there(path) else "missing"
             yield Row(name=record.name, file=path, status=status, detail=str(error))
             continue
@@ -248,11 +250,11 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -
 
 
 def _bytes_of(records: Iterable[StepRecord | None]) -> int:
-    """Bytes to read. A frozen instance that several steps name counts once."""
-    sizes: dict[tuple[CommitName | None, str], int] = {}
-    for each in (each.record for each in records if each is not None):
-        sizes |= {(each.name, shard.file): shard.num_bytes for shard in each.shards}
-        sizes |= {(None, frozen.file): frozen.num_bytes for frozen in each.frozen}
+    """Bytes to read. A frozen file that several steps name counts once."""
+    sizes: dict[tuple[str, str], int] = {}
+    for manifest in (each.manifest for each in records if each is not None):
+        sizes |= {(manifest.folder.path, shard.name): shard.num_bytes for shard in manifest.shards}
+        sizes |= {(each.base.path, each.name): each.num_bytes for each in manifest.frozen}
     return sum(sizes.values())
 
 

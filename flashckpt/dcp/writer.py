@@ -31,11 +31,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from flashckpt import _native
+from flashckpt.commit.view import has_run
 from flashckpt.dcp.planners import SavePlanner, Stager
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError, PersistError
 from flashckpt.format.checked_json import Fields, dump, parse
 from flashckpt.format.layout import DTYPES, RESERVED, Layout, Leaf, image_order
-from flashckpt.format.names import RUN
 from flashckpt.restore.snapshot import leaf_view
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits
 from flashckpt.store import open_store
@@ -107,7 +107,7 @@ class Writer(StorageWriter, Stager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         store = open_store(self._folder)
-        if store.exists(RUN):
+        if has_run(store):
             raise OptionError(
                 f"{store.url} is a run, and readers would prefer a checkpoint of Writer there to the run. "
                 "Nothing was written. Name another folder, or add a step to the run: "

@@ -16,9 +16,9 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flashckpt.commit.attempts import open_run
 from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
+from flashckpt.commit.view import open_run
 from flashckpt.errors import OptionError
 from flashckpt.export.formats import (
     Progress,

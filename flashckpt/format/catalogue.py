@@ -17,7 +17,8 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from flashckpt.format.checked_json import MAX_INTEGER, Fields, JsonRecord
-from flashckpt.format.names import DATA, MAX_STEP, AttemptName, SnapshotId
+from flashckpt.format.names import DATA, MAX_RANK, MAX_STEP, AttemptName, SnapshotId
+from flashckpt.format.owner import Owner
 from flashckpt.printable import escaped
 
 CATALOGUE = "catalogue"
@@ -32,7 +33,7 @@ _VERSION = re.compile(r"([0-9]{9})(?:-([0-9a-f]{16}))?")
 _SNAPSHOT = re.compile(r"([0-9]{6,9}-[0-9a-f]{8})\.([0-9]{20})")
 
 NO_ATTEMPT = AttemptName(0, "")
-"""The writer and the attempt of a run that has none yet. Older than every other."""
+"""The writer and the attempt of a run that has none yet. Older than every other. Written as an empty text."""
 
 
 def version_path(number: int, run_id: str) -> str:
@@ -124,6 +125,9 @@ class Catalogue(JsonRecord):
     have a checkpoint. foreign: writers that this run's catalogue did not know when a new writer found
     their files, because it was restored from a backup; their files stay. damaged: checkpoints that failed two
     verifications, each with the host and the reason; retention and `ls` read it.
+
+    Of the current attempt: its number of ranks, the process that began it (None: no trainer did), and the
+    step number of its parent.
     """
 
     KIND = "catalogue"
@@ -140,6 +144,9 @@ class Catalogue(JsonRecord):
     lineages: tuple[tuple[AttemptName, Lineage], ...] = ()
     foreign: frozenset[AttemptName] = frozenset()
     damaged: tuple[tuple[SnapshotId, str], ...] = field(default=(), repr=False)
+    world: int = 1
+    owner: Owner | None = field(default=None, repr=False)
+    parent_step: int = 0
 
     @property
     def path(self) -> str:
@@ -171,8 +178,11 @@ class Catalogue(JsonRecord):
         return {
             "run_id": self.run_id,
             "version": self.version,
-            "writer": str(self.writer),
-            "attempt": str(self.attempt),
+            "writer": _text_of(self.writer),
+            "attempt": _text_of(self.attempt),
+            "world": self.world,
+            "owner": None if self.owner is None else self.owner.to_dict(),
+            "parent_step": self.parent_step,
             "ended": self.ended,
             "failed_starts": self.failed_starts,
             "committed": None if self.committed is None else _id_row(self.committed, names),
@@ -200,8 +210,11 @@ class Catalogue(JsonRecord):
         catalogue = cls(
             run_id=fields.text("run_id", pattern=RUN_ID),
             version=fields.integer("version", 1, MAX_VERSION),
-            writer=_attempt(fields, fields.text("writer")),
-            attempt=_attempt(fields, fields.text("attempt")),
+            writer=_attempt_or_none(fields, "writer"),
+            attempt=_attempt_or_none(fields, "attempt"),
+            world=fields.integer("world", 1, MAX_RANK),
+            owner=Owner.of(fields.within("owner")) if fields.has("owner") else None,
+            parent_step=fields.integer("parent_step", 0, MAX_STEP),
             ended=fields.flag("ended"),
             failed_starts=fields.integer("failed_starts"),
             committed=_id(fields, fields.items("committed"), names) if fields.has("committed") else None,
@@ -216,7 +229,8 @@ class Catalogue(JsonRecord):
         if len(ids) != len(checkpoints) or not ids.issuperset(id for id, _ in catalogue.damaged):
             fields.refuse("a checkpoint is listed twice, or a damaged one is not listed")
         known = dict(lineages)
-        if len(known) != len(lineages) or catalogue.attempt not in known:
+        has_begun = catalogue.attempt != NO_ATTEMPT
+        if len(known) != len(lineages) or (has_begun and catalogue.attempt not in known):
             fields.refuse("the lineage of an attempt is there twice, or that of the current one is missing")
         return catalogue
 
@@ -283,6 +297,15 @@ def _attempt(fields: Fields, text: Any) -> AttemptName:
     if name is None:
         fields.refuse("a text is not the name of an attempt")
     return name
+
+
+def _text_of(attempt: AttemptName) -> str:
+    return "" if attempt == NO_ATTEMPT else str(attempt)
+
+
+def _attempt_or_none(fields: Fields, key: str) -> AttemptName:
+    text = fields.text(key)
+    return _attempt(fields, text) if text else NO_ATTEMPT
 
 
 def _reason(fields: Fields, text: Any) -> str:

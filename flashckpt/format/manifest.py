@@ -31,6 +31,16 @@ PART = re.compile(r"node-([0-9]{5,7})-[0-9a-f]{4,32}\.json")
 MAX_FILE_BYTES = 1 << 50
 
 
+def shard_name(rank: int, nonce: str) -> str:
+    """The name of a rank's shard. `nonce` begins with that of its keeper: no two keepers write one file."""
+    return f"rank-{rank:05d}-{nonce}.safetensors"
+
+
+def frozen_name(rank: int, nonce: str) -> str:
+    """The name of a file with frozen leaves. No name is written twice in a run."""
+    return f"frozen-{rank:05d}-{nonce}.safetensors"
+
+
 def part_name(node: int, nonce: str) -> str:
     """The name of a part. `node`: the lowest rank of the node."""
     return f"node-{node:05d}-{nonce}.json"

@@ -1,9 +1,9 @@
 """Writes a new run whose only step is an imported checkpoint.
 
-Owns the mapping that a user gives, the names of leaves, and the order: read and map the source, write
-attempt, shard, part and commit record, and run.json last. Training and every command refuse a folder without
-run.json, so a killed import leaves neither a checkpoint nor a place for a fresh run. Reads one tensor at a
-time.
+Owns the mapping that a user gives, the names of leaves, and the order: read and map the source, write shard,
+part and manifest, and the first version of the catalogue last. Training and every command refuse snapshots
+without a catalogue, so a killed import leaves neither a checkpoint nor a place for a fresh run. Reads one
+tensor at a time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import torch
 
 from flashckpt import crashpoints
 from flashckpt.checkpointer.progress import ANY_LOOP, Progress
-from flashckpt.commit import attempts, starting
-from flashckpt.commit.attempts import local_owner
-from flashckpt.commit.commit_step import commit, publish_part
-from flashckpt.errors import FlashckptError, OptionError, RunError
+from flashckpt.commit.commit_step import found_run, publish_part
+from flashckpt.commit.view import check_place, has_run
+from flashckpt.errors import FlashckptError, OptionError, RunError, UnusableRunError
+from flashckpt.format.catalogue import CATALOGUE, Folder
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.format.names import ATTEMPTS, COMMITS, DATA, MAX_STEP, RUN, AttemptName, SnapshotId, shard_name
-from flashckpt.format.records import CHUNK_BYTES, MAX_VALUES_BYTES, Part, RankRecord, Run, ShardRecord
+from flashckpt.format.manifest import shard_name
+from flashckpt.format.names import DATA, MAX_STEP, AttemptName, SnapshotId
+from flashckpt.format.records import CHUNK_BYTES, MAX_VALUES_BYTES, Part, RankRecord, ShardRecord
 from flashckpt.format.typed import LeafRef, children, encode_json, too_large
 from flashckpt.importing.source import (
     Source,
@@ -51,7 +52,6 @@ from flashckpt.store.read_plan import ImageSums
 
 OnProgress = Callable[[int, int], None]
 
-_FOLDERS = (COMMITS, DATA, ATTEMPTS)
 _SHOWN = 20
 _EXTRA = "_extra_state"
 _FLAT = "model"
@@ -103,69 +103,59 @@ def import_checkpoint(
 
 
 def _check_free(store: Store) -> None:
-    if store.exists(RUN):
+    if has_run(store):
         raise RunError(
             f"{store.url} is a run already. Nothing was written. Import into another folder.", path=store.url
         )
-    if any(map(store.list, _FOLDERS)):
+    if store.list(DATA):
         raise RunError(
-            f"{store.url} has steps or attempts but no {RUN}: an import into it was interrupted or still "
+            f"{store.url} has snapshots but no {CATALOGUE}/: an import into it was interrupted or still "
             "runs. Nothing was written. Remove the folder if no import runs, or import into another one.",
             path=store.url,
         )
 
 
 def _write(store: Store, content: Content, progress: OnProgress, source: str) -> AttemptName:
-    attempts.check_place(store)
-    attempt, catalogue = starting.claim(store, local_owner(), lambda: _check_free(store))
+    check_place(store)
+    _check_free(store)
+    attempt = AttemptName(1, secrets.token_hex(4))
+    folder = Folder(attempt, SnapshotId(attempt, 0))
     try:
-        starting.start(store, attempt, None, 0, 1, catalogue)
-        crashpoints.point("import.begun")
-        snapshot = SnapshotId(attempt, 0)
-        part = Part(
-            step=content.step,
-            attempt=attempt,
-            boundary=snapshot.boundary,
-            world=1,
-            keeper=0,
-            ranks=(_write_shard(store, snapshot, content, progress, source),),
-        )
+        rank = _write_shard(store, folder, content, progress, source)
+        part = Part(id=folder.id, step=content.step, world=1, node=0, ranks=(rank,))
         crashpoints.point("import.written")
-        publish_part(store, part)
-        commit(store, snapshot, 1)
-        attempts.mark_ended(store, attempt, "closed")
-        crashpoints.point("import.committed")
-    except BaseException:
-        _give_up(store)
-        raise
-    # Remove nothing after this point: the run may exist, and another process may train on it.
-    if not store.create(RUN, Run(run_id=secrets.token_hex(8)).to_bytes()):
+        publish_part(store, folder, part, secrets.token_hex(6))
+        found_run(store, folder, secrets.token_hex(8))
+    except UnusableRunError as error:
+        _give_up(store, attempt)
         raise RunError(
-            f"Another process made {store.url} a run during this import, and the folder also has the "
-            "imported step. Nothing was removed. Import into another folder.",
+            f"Another process made {store.url} a run during this import. The imported step was removed. "
+            "Import into another folder.",
             path=store.url,
-        )
+        ) from error
+    except BaseException:
+        if not has_run(store):  # else the last write may have made the run
+            _give_up(store, attempt)
+        raise
     return attempt
 
 
-def _give_up(store: Store) -> None:
-    """Remove the files of a failed import, unless another process has made the folder a run."""
+def _give_up(store: Store, attempt: AttemptName) -> None:
+    """Remove the files of a failed import."""
     with suppress(OSError, FlashckptError):
-        if not store.exists(RUN):
-            for folder in _FOLDERS:
-                store.remove_tree(folder)
-                store.remove(folder)
+        store.remove_tree(f"{DATA}/{attempt}")
+        store.remove(DATA)
 
 
 def _write_shard(
-    store: Store, snapshot: SnapshotId, content: Content, progress: OnProgress, source: str
+    store: Store, folder: Folder, content: Content, progress: OnProgress, source: str
 ) -> RankRecord:
     tensors = {leaf.name: tensor for leaf, tensor in content.leaves}
     layout = Layout.of(leaf for leaf, _ in content.leaves)
     name = shard_name(0, secrets.token_hex(6))
     sums = ImageSums(layout, CHUNK_BYTES)
     chunks = _chunks(_pieces(layout, tensors, source), sums, layout.num_bytes, progress)
-    store.write_parts(f"{snapshot.data_folder}/{name}", chunks, layout.num_bytes)
+    store.write_parts(f"{folder.path}/{name}", chunks, layout.num_bytes)
     return RankRecord(
         rank=0,
         shard=ShardRecord.of(name, layout, sums.checksums()),

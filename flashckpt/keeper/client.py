@@ -520,7 +520,7 @@ class KeeperClient(KeeperConnection):
     ) -> None:
         """Introduce this trainer: from now on the keeper watches its life lock.
 
-        attempt: the claimed attempt. environment: plain JSON of some 10 kB at most, stored in every part.
+        attempt: the name of the attempt. environment: plain JSON of some 10 kB at most, stored in every part.
         stacks_signal: makes this process write its Python stacks into its file (0: no signal does).
         kill_when_stuck: the keeper may kill it when it is stuck. ranks: those of its node (default: itself
         alone), whose snapshots of a step make one part. remote: where committed steps are copied to. grace_s:

@@ -6,6 +6,7 @@ requests are served meanwhile.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -70,17 +71,17 @@ class Keeper:
         self.registry = TrainerRegistry(living)
         self.regions = Regions(folder, life, living)
         self.outcomes = Outcomes(self.nonce)
-        writer, worker = Writer(store, self.nonce, stands=run_folder.stands), Worker("writer", self._wake)
         self.cache = SlotCache(
             store, os.path.basename(folder.path), self.regions, self.ledger, self._wake, self.outcomes.count
         )
+        self.mirroring = mirroring = MirrorUpload(store, self._wake, self.ledger, self.outcomes.count)
+        writer = Writer(store, self.nonce, stands=run_folder.stands, pinned=lambda: mirroring.copying)
+        worker, deleter = Worker("writer", self._wake), Worker("deletions", self._wake)
         self.queue = Queue(
             self.regions, writer, worker, self.ledger, notify=self._step_ended, cache=self.cache
         )
-        self.mirroring = mirroring = MirrorUpload(store, self._wake, self.ledger, self.outcomes.count)
-        deleter, copying = Worker("deletions", self._wake), lambda: mirroring.copying
         self.deletions = Deletions(
-            store, self.regions, self.ledger, deleter, writer, self.outcomes.count, copying
+            store, self.ledger, deleter, self.outcomes.count, lambda: mirroring.copying
         )
         self._allocation = Allocation(
             self.regions, self.queue.is_needed, self._wake, stands=lambda: election.stands(folder)
@@ -94,6 +95,7 @@ class Keeper:
         held, done = (self.regions, self.registry, self.ledger), (self.queue, self.outcomes)
         requests = Requests(*held, self._allocation, *done, run_folder, self.exit, mirroring, self.cache)
         self._requests, self._server = requests, Server(folder, requests.answer)
+        self._newest: AttemptName | None = None
         self._ended: dict[AttemptName, End] = {}
         self._elsewhere: set[AttemptName] = set()  # those of them with ranks on other nodes
         self._swept_at = self._round_at = 0.0
@@ -129,7 +131,7 @@ class Keeper:
             self.queue.set_trainers(self.registry.all())
             self.mirroring.set_newest(self.registry.newest())
             self.queue.next()
-            self.deletions.next(now)
+            self.deletions.next()
             self.mirroring.next(now)
             if now - self._round_at >= BEAT_S and not self._round_worker.busy:
                 self._round_at = now
@@ -226,15 +228,17 @@ class Keeper:
         """Act on the outcome of a try to persist a step."""
         self.outcomes.record(job, outcome)
         if outcome.state is JobState.INCOMPLETE:
-            self.deletions.left_orphans()
+            self.deletions.left_garbage()
+        if outcome.errno in (errno.ENOSPC, errno.EDQUOT):
+            self.deletions.make_room()
         if outcome.state is not JobState.COMMITTED:
             return
         self._settle(job.attempt, {each.slot.name for each in job.members()})
         self.mirroring.committed(job.name)
         known = self.queue.known(job.attempt)
         # Only the keeper of rank 0's node deletes: it knows which step is being copied to the mirror.
-        if known is not None and known.keep is not None and 0 in known.ranks:
-            self.deletions.committed(job.name, known.keep, outcome.catalogue)
+        if known is not None and known.keep is not None and 0 in known.ranks and outcome.view is not None:
+            self.deletions.committed(job.name, known.keep, outcome.view, outcome.dropped)
 
     def _settle(self, attempt: AttemptName, slots: Collection[str]) -> None:
         """After a commit of an attempt, free the slots of earlier attempts except `slots`."""
@@ -282,9 +286,14 @@ class Keeper:
             for attempt in found.marked:
                 self._ended.pop(attempt, None)
                 self._elsewhere.discard(attempt)
-            claimed = found.claimed
-            is_superseded = claimed is not None and bool(living) and claimed.number > living[-1].number
-            self.outcomes.superseded_by = str(claimed) if is_superseded else None
+            newest = found.newest
+            first = self.registry.newest()
+            if newest != self._newest and first is not None and 0 in first.ranks:
+                # What older attempts have left is garbage from its beginning on.
+                self._newest = newest
+                self.deletions.make_room()
+            is_superseded = newest is not None and bool(living) and newest.number > living[-1].number
+            self.outcomes.superseded_by = str(newest) if is_superseded else None
             if found.problem:
                 self.outcomes.count("rounds_failed")
 

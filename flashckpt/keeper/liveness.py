@@ -19,10 +19,11 @@ from typing import Literal
 
 from flashckpt import crashpoints
 from flashckpt.commit import attempts
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.collect import Survivor, needed_slots
-from flashckpt.errors import DamagedError, FlashckptError, FormatError, NoSuchStepError, UnusableRunError
-from flashckpt.format.names import AttemptName, attempt_folder
+from flashckpt.commit.needed import Survivor, needed_slots
+from flashckpt.commit.view import View
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, RunError, UnusableRunError
+from flashckpt.format.catalogue import EMPTY, Catalogue
+from flashckpt.format.names import AttemptName, alive_path
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import NAMED
 from flashckpt.memory.runtime import TrainerLocks, identity_of
@@ -43,10 +44,10 @@ End = Literal["closed", "dead"]
 
 @dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """The result of a round: the newest claim of the run, and the attempts whose end is written now."""
+    """The result of a round: the newest attempt of the run, and the attempts whose end is written now."""
 
     is_there: bool
-    claimed: AttemptName | None = None
+    newest: AttemptName | None = None
     marked: tuple[AttemptName, ...] = ()
     problem: str = ""
 
@@ -61,6 +62,7 @@ class RunFolder:
     def __init__(self, store: Store, identity: str) -> None:
         self._store, self._identity = store, identity
         self._run_id: str | None = None
+        self._known: Catalogue = EMPTY
         self._reported_path: str | None = None
         self._stood_until = 0.0
         self._counts: dict[AttemptName, int] = {}
@@ -97,15 +99,28 @@ class RunFolder:
     def _is_ours(self, store: Store) -> bool:
         """Whether the store has a run with this run's id, such as a copy in its place."""
         try:
-            found = open_run(store, create=False).run_id
-        except (NoSuchStepError, UnusableRunError):
+            found = self._newest(store).run_id
+        except UnusableRunError:
             return False
         except (DamagedError, FormatError):
             # An unreadable id may be this run's, and the snapshots in memory are worth a doubt.
             return True
+        if not found:
+            return False
         if self._run_id is None and identity_of(found, store.place()) == self._identity:
             self._run_id = found
         return found == self._run_id
+
+    def _newest(self, store: Store) -> View:
+        """The newest version of the catalogue, also of a copy in its place."""
+        try:
+            view = View.of(store, self._known)
+        except NotADirectoryError:
+            return View(EMPTY, store)
+        except RunError:
+            view = View.of(store)
+        self._known = view.catalogue
+        return view
 
     def round(
         self,
@@ -118,7 +133,7 @@ class RunFolder:
         advances leaves the end to that keeper, and counts as written here. Does not retry."""
         store = self._store.brief()
         marked: list[AttemptName] = []
-        claimed, problem = None, ""
+        newest, problem = None, ""
         try:
             if not self._stands(store):
                 return RoundResult(is_there=False)
@@ -134,18 +149,18 @@ class RunFolder:
                     if not moves:
                         attempts.mark_ended(store, attempt, how)
                 marked.append(attempt)
-            claimed = attempts.newest_claimed(store.at_once())
+            newest = self._newest(store).attempt
         except (OSError, FlashckptError) as error:
             problem = str(error)
-        return RoundResult(is_there=True, claimed=claimed, marked=tuple(marked), problem=problem)
+        return RoundResult(is_there=True, newest=newest, marked=tuple(marked), problem=problem)
 
     @contextlib.contextmanager
     def _unless_swept(self, attempt: AttemptName) -> Iterator[None]:
-        """Suppress the error for an attempt whose folder a newer attempt has removed."""
+        """Suppress the error for an attempt whose counter a newer attempt has removed."""
         try:
             yield
         except FileNotFoundError:
-            if self._store.list(attempt_folder(attempt)):
+            if self._store.exists(alive_path(attempt)):
                 raise
 
     def _moves(self, attempt: AttemptName) -> bool | None:

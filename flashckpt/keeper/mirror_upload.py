@@ -160,7 +160,6 @@ class MirrorUpload:
             self._is_unknown, self._poll_s = True, time.monotonic() + _POLL_S
         if self._remote is None:
             return
-        self._note_pruned(found, self._remote.url)
         if found.copied is not None:
             self._note_copied(found.copied, self._remote, seconds)
 
@@ -174,14 +173,9 @@ class MirrorUpload:
         sizes = {"num_bytes": copied.num_bytes, "sent_bytes": copied.sent_bytes}
         how = {"outcome": copied.outcome.value, "seconds": round(seconds, 4)}
         self._ledger.add(str(copied.name.attempt), Event.MIRROR, **about, **sizes, **how)
-
-    def _note_pruned(self, found: Mirrored, url: str) -> None:
-        attempt = None if found.of is None else str(found.of)
-        if found.pruned:
-            self._ledger.add(attempt, Event.PRUNE, remote=url, steps=list(found.pruned))
-        if found.problem:
-            problem = found.problem[:_MAX_TEXT]
-            self._ledger.add(attempt, Event.ERROR, what="mirror prune", message=problem, remote=url)
+        if copied.dropped:
+            steps = [each.step for each in copied.dropped]
+            self._ledger.add(str(copied.name.attempt), Event.PRUNE, remote=remote.url, steps=steps)
 
     def _failed(self, error: BaseException, wanted: CommitName | None, *, polled: bool) -> None:
         self._retry.failed(time.monotonic())

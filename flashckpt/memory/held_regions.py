@@ -96,6 +96,7 @@ class Regions:
         self._folder, self._is_view = folder, is_view
         self.not_adopted: dict[str, str] = {}
         self._life = life
+        self._dead_keepers = set[str]()
         self._living = TrainerLocks(folder) if living is None else living
         self._held: dict[str, HeldRegion] = {}
         self._cached: dict[str, HeldRegion] = {}
@@ -351,29 +352,23 @@ class Regions:
         return adopted
 
     def remove_dead_locks(self) -> None:
-        """Remove the lock files of dead trainers, also of trainers that never said hello."""
+        """Remove the lock files of dead trainers, also of trainers that never said hello, and of dead
+        keepers."""
         for name in filter(is_trainer_lock, self._folder.names()):
             self._living.remove_dead(name)
+        dead = {nonce for nonce, lives in keeper_locks(self._folder).items() if not lives}
+        # Seen dead twice: the file of a keeper's lock exists a moment before the lock is held.
+        for nonce in dead & self._dead_keepers:
+            lock = f"keeper-{nonce}.lock"
+            if lock != self._life.name and not self._lives(lock):
+                self._remove_name(lock)
+        self._dead_keepers = dead
 
     def living_ranks(self) -> set[int]:
         """The ranks of the trainers that live here, also of those that have not said hello."""
         locks = filter(is_trainer_lock, self._folder.names())
         ranks = {rank_of_lock(lock) for lock in locks if self._lives(lock)}
         return {rank for rank in ranks if rank is not None}
-
-    def other_keepers(self) -> dict[str, bool]:
-        """As `keeper_locks`, without this keeper's lock."""
-        return {
-            nonce: lives
-            for nonce, lives in keeper_locks(self._folder).items()
-            if f"keeper-{nonce}.lock" != self._life.name
-        }
-
-    def forget_keeper(self, nonce: str) -> None:
-        """Remove the lock of a dead keeper."""
-        lock = f"keeper-{nonce}.lock"
-        if not self._lives(lock):
-            self._remove_name(lock)
 
     def adopt_memfd(self, descriptor: int) -> HeldRegion:
         """Hold a memfd that a trainer hands to a new keeper. See `put`."""

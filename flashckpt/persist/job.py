@@ -1,41 +1,35 @@
-"""A step on its way to storage: the snapshots of this node's ranks, or parts that are stored already.
+"""A step on its way to storage: the snapshots of this node's ranks.
 
     gathering → writing → part written → committed
                                        | void: it is never persisted
                                        | failed: it is retried, unless it was given up
 
-Owns the states of a job, its retries, and what of a snapshot is stored. Waiting for the parts of other nodes
-(part written) is a state, and no failure. Changes nothing in storage.
+Owns the states of a job and its retries. Waiting for the parts of other nodes (part written) is a state, and
+no failure. Changes nothing in storage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from flashckpt.commit import attempts
-from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
-from flashckpt.commit.collect import has_lost_records
-from flashckpt.commit.commit_step import check_due
-from flashckpt.commit.steps import KnownHeads, missing_files, part_paths, read_record
-from flashckpt.commit.verification import verify_file
-from flashckpt.errors import DamagedError, SupersededError
+from flashckpt.commit.commit_step import KnownHeads
+from flashckpt.commit.view import View
+from flashckpt.errors import DamagedError
+from flashckpt.format.catalogue import Folder
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId, frozen_path
-from flashckpt.format.records import Part, PartHead
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.memory.cache_folder import CachePlace
 from flashckpt.memory.slot import Capture, Sealed, Slot, SlotState, Word
 from flashckpt.options import Keep, Remote
-from flashckpt.store.base import Store
 
 _MAX_PAUSE_S = 300.0
 _FIRST_POLL_S, _MAX_POLL_S = 0.25, 10.0
 _MAX_DOUBLINGS = 10  # of a pause: after a thousand tries 2 to their power is no number
 _FEW_PAUSES_S = (0.1, 0.5, 2.0)
-_MAX_SHOWN_FILES = 4
 MOST_NAMED = 100
 
 SlotKey = tuple[str, int]
@@ -126,7 +120,7 @@ class Incomplete(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRanks:
-    """The ranks of an attempt on this node, and its number of ranks (`world`; None: only start.json has it).
+    """The ranks of an attempt on this node, and its number of ranks (`world`; None: the catalogue has it).
     `keep`: the retention that a trainer reported, or None."""
 
     ranks: tuple[int, ...]
@@ -237,7 +231,8 @@ class StepOutcome:
     """The outcome of one try. Sizes in bytes, times in seconds; `written`: by rank, in this try. `slot`: the
     slot whose snapshot is torn, or the cached slot that cannot be read. `leaves`: (index, name) of torn
     leaves; `diverged`: names of replicas that differ. `errno`: 0 if the system gave none. `lacks_region`: a
-    region of the snapshot is missing. `catalogue`: the listing by which a commit was checked."""
+    region of the snapshot is missing. `view`: the one that has the commit. `dropped`: the steps that
+    retention dropped with it, None if it was not applied."""
 
     state: JobState
     incomplete: Incomplete | None = None
@@ -252,17 +247,18 @@ class StepOutcome:
     message: str = ""
     errno: int = 0
     lacks_region: bool = False
-    catalogue: Catalogue | None = field(default=None, compare=False, repr=False)
+    view: View | None = field(default=None, compare=False, repr=False)
+    dropped: tuple[CommitName, ...] | None = None
 
 
 @dataclass(eq=False, kw_only=True)
 class StepJob:
     """`has_trainers`: a living trainer is, or may be, of the attempt, and may wait for the step. `given_up`:
     it is not retried. `is_noted`: the ledger has its write. `polls`: tries that did not find the parts of
-    other nodes, since `rests_since`. `has_part`: the part of this node is stored. `known`: heads of parts
-    that were read. `stored`: of a job without snapshots, its parts; `reads_stored`: read all their bytes
-    before the commit. `lacks`: why not all ranks of this node will have it; only an earlier commit counts
-    then."""
+    other nodes, since `rests_since`. `has_part`: the part of this node is stored, as `part` in `folder`.
+    `known`: heads of parts that were read. `hastened_for`: the newer snapshot before
+    which it was tried again. `lacks`: why not all ranks of this node will have it; only an
+    earlier commit counts then."""
 
     id: SnapshotId
     step: int
@@ -278,9 +274,10 @@ class StepJob:
     rests_since: float = 0.0
     outcome: StepOutcome | None = None
     has_part: bool = False
+    folder: Folder | None = None
+    part: str = ""
+    hastened_for: SnapshotId | None = None
     known: KnownHeads = field(default_factory=KnownHeads)
-    stored: StoredStep | None = None
-    reads_stored: bool = True
     lacks: str = ""
 
     @property
@@ -309,7 +306,7 @@ class StepJob:
     @property
     def is_gathered(self) -> bool:
         """Whether all ranks of this node have sealed it that ever will, or its part is stored."""
-        return self.has_part or self.stored is not None or not self.missing or bool(self.lacks)
+        return self.has_part or not self.missing or bool(self.lacks)
 
     @property
     def is_over(self) -> bool:
@@ -354,131 +351,3 @@ def ranks_named(ranks: Iterable[int]) -> str:
     names = [str(rank) for rank in sorted(ranks)]
     shown = ", ".join(names[:MOST_NAMED])
     return f"rank {shown}" if len(names) == 1 else f"ranks {shown}"
-
-
-# ---- stored snapshots; a result is true at that moment only, so a caller that acts on it checks again
-
-
-class Completeness(Enum):
-    """How much of a snapshot is stored."""
-
-    COMMITTED = "committed"
-    MISSING = "files are missing"
-    UNREADABLE = "its commit record is damaged"
-    DELETING = "it is being deleted"
-    COMPLETE = "all parts and no commit record"
-    PARTIAL = "not all parts"
-    NOTHING = "no part"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredStep:
-    """A snapshot in storage. `step`: -1 if no record or part shows it. `heads`: of the readable parts of a
-    snapshot without a record; `problem`: why others cannot be read. `has_failed`: storage failed, and the
-    snapshot may be complete. `may_lack_start`: all records are lost, so its attempt need not have a
-    start.json."""
-
-    id: SnapshotId
-    step: int
-    completeness: Completeness
-    problem: str = ""
-    heads: tuple[PartHead, ...] = ()
-    has_failed: bool = False
-    may_lack_start: bool = False
-
-    @property
-    def attempt(self) -> AttemptName:
-        return self.id.attempt
-
-    @property
-    def name(self) -> CommitName:
-        return CommitName(self.step, self.id.attempt, self.id.boundary)
-
-    @property
-    def folder(self) -> str:
-        return self.id.data_folder
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether only parts of other nodes are missing."""
-        return self.completeness is Completeness.PARTIAL and not self.problem
-
-
-def unfinished(store: Store) -> list[StoredStep]:
-    """Snapshots with parts and without a commit record, newest first."""
-    catalogue = Catalogue.of(store)
-    committed = {each.id for each in catalogue.commits}
-    without = sorted(set(snapshots_with_data(store)) - committed, reverse=True)
-    is_lost = has_lost_records(store, catalogue)
-    found = []
-    for snapshot in without:
-        try:
-            found.append(replace(stored_step(store, snapshot, catalogue), may_lack_start=is_lost))
-        except OSError as error:
-            why = str(error)
-            found.append(StoredStep(snapshot, -1, Completeness.PARTIAL, why, has_failed=True))
-    return [each for each in found if each.completeness in (Completeness.COMPLETE, Completeness.PARTIAL)]
-
-
-def stored_step(store: Store, snapshot: SnapshotId, catalogue: Catalogue | None = None) -> StoredStep:
-    """How much of a snapshot is stored. `catalogue`: a new listing."""
-    catalogue = Catalogue.of(store) if catalogue is None else catalogue
-    name = catalogue.named(snapshot)
-    if snapshot in catalogue.tombstones:
-        return StoredStep(snapshot, -1 if name is None else name.step, Completeness.DELETING)
-    if name is not None:
-        try:
-            record = read_record(store, name)
-        except DamagedError as error:
-            return StoredStep(snapshot, name.step, Completeness.UNREADABLE, str(error))
-        if record is not None:
-            missing = missing_files(store, record)
-            why = f"missing or cut short: {', '.join(missing[:_MAX_SHOWN_FILES])}" if missing else ""
-            found = Completeness.MISSING if missing else Completeness.COMMITTED
-            return StoredStep(snapshot, name.step, found, why)
-    heads, problem = [], ""
-    for path in part_paths(store, snapshot.data_folder):
-        try:
-            heads.append(_part(store, path).head())
-        except DamagedError as error:
-            problem = str(error)
-        except FileNotFoundError:
-            continue
-    ranks = sorted(rank.rank for head in heads for rank in head.ranks)
-    found = Completeness.PARTIAL if heads or problem else Completeness.NOTHING
-    if heads and ranks == list(range(heads[0].world)) and not problem:
-        found = Completeness.COMPLETE
-    return StoredStep(snapshot, heads[0].step if heads else -1, found, problem, tuple(heads))
-
-
-def _part(store: Store, path: str) -> Part:
-    return Part.from_bytes(store.read(path, Part.MAX_BYTES), path)
-
-
-def refusal(store: Store, stored: StoredStep, *, read: bool) -> tuple[str, bool]:
-    """Why an unfinished snapshot must not be committed, empty if it may be; and whether the reason is damage.
-    read: verify every byte first, so that no damaged step becomes the newest."""
-    if stored.completeness is not Completeness.COMPLETE:
-        return stored.problem or "not all of its ranks' parts are there", bool(stored.problem)
-    if len({head.step for head in stored.heads}) > 1:
-        return "its parts count the boundary as different steps, and are no step together", False
-    try:
-        check_due(store.at_once(), stored.name)
-    except SupersededError as error:
-        return str(error), False
-    if not stored.may_lack_start and attempts.read_start(store, stored.attempt) is None:
-        return "its attempt has no start.json", False
-    wrong = [f"{file}: {why}" for file, why in _wrong_files(store, stored)] if read else []
-    return "; ".join(wrong[:_MAX_SHOWN_FILES]), bool(wrong)
-
-
-def _wrong_files(store: Store, stored: StoredStep) -> Iterator[tuple[str, str]]:
-    paths = (f"{stored.folder}/{head.file}" for head in stored.heads)
-    for rank in (rank for path in paths for rank in _part(store, path).ranks):
-        named = [(f"{stored.folder}/{rank.shard.file}", rank.contents)]
-        if rank.constants is not None:
-            named.append((frozen_path(rank.constants.shard.file), rank.constants))
-        for file, contents in named:
-            status, detail = verify_file(store, file, contents)
-            if status != "ok":
-                yield file, f"{status}, {detail}"

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
+from flashckpt.commit.view import has_run
 from flashckpt.errors import FlashckptError
-from flashckpt.format.names import EVENTS, RUN
+from flashckpt.format.names import EVENTS, AttemptName
 from flashckpt.store.base import Store
 from flashckpt.threads import start_thread
 
@@ -99,6 +100,12 @@ def _time_of(line: dict[str, Any]) -> float:
     return time_s if isinstance(time_s, (int, float)) else 0.0
 
 
+def attempts_of(store: Store) -> list[AttemptName]:
+    """The attempts that have lines in the ledger, oldest first."""
+    found = (AttemptName.parse(each.name.partition(".")[0]) for each in store.list(EVENTS))
+    return sorted({each for each in found if each is not None})
+
+
 def _lines(store: Store, names: list[str]) -> Iterator[dict[str, Any]]:
     for name in names:
         try:
@@ -121,7 +128,7 @@ class Ledger:
         self, store: Store, *, stands: Callable[[], bool] | None = None, file_bytes: int = FILE_BYTES
     ) -> None:
         self._store, self._file_bytes = store, file_bytes
-        self._stands = stands or (lambda: store.exists(RUN))
+        self._stands = stands or (lambda: has_run(store))
         self._waiting: queue.Queue[_Row | None] = queue.Queue(_MOST_WAITING)
         self.dropped = 0
         self._has_warned = False

@@ -31,7 +31,6 @@ from flashckpt.persist.job import (
     SlotKey,
     StepJob,
     StepOutcome,
-    StoredStep,
     Trainer,
     job_of_one,
     pause_s,
@@ -88,7 +87,7 @@ class Queue:
         self._given_up: list[StepJob] = []  # jobs whose cached slots are still to be removed
         self._known: dict[tuple[AttemptName, int], NodeRanks] = {}
         self._living: set[tuple[AttemptName | None, int]] = set()
-        self._jobs: list[StepJob] = []  # also those without snapshots, whose parts are stored
+        self._jobs: list[StepJob] = []
         self._urgent: set[SlotKey] = set()
         self._audited: dict[str, int] = {}
         self._audit_at = 0.0
@@ -120,13 +119,6 @@ class Queue:
     def known(self, attempt: AttemptName | None) -> NodeRanks | None:
         """The ranks and settings of an attempt, None without a trainer that reported them."""
         return next((each for (of, _), each in self._known.items() if of == attempt), None)
-
-    def adopt(self, stored: StoredStep, *, read: bool) -> None:
-        """Take over a stored snapshot whose parts have no commit record."""
-        retry = Retry(self._pauses)
-        job = StepJob(id=stored.id, step=stored.step, node=NodeRanks(ranks=()), stored=stored, retry=retry)
-        job.state, job.reads_stored = JobState.PART_WRITTEN, read
-        self._jobs.append(job)
 
     def rescue(self, rank: int) -> None:
         """Request the newest step that a dead or stuck trainer and the other ranks of its node have sealed,
@@ -193,9 +185,22 @@ class Queue:
             if ready:
                 self._stops_audit.set()  # the audit of a large state would take a run's grace
         elif ready:
-            self._submit(min(ready, key=StepJob.order))
+            self._submit(self._first(min(ready, key=StepJob.order)))
         elif now >= self._audit_at:
             self._audit_newest()
+
+    def _first(self, chosen: StepJob) -> StepJob:
+        """The job that is written before this one: an older one that has failed is tried once more, since it
+        can never be committed after a newer one."""
+        if chosen.is_urgent:
+            return chosen
+        older = [job for job in self._jobs if job.id < chosen.id and job.state is JobState.FAILED]
+        for job in sorted(older, key=lambda job: job.id):
+            is_due = not job.given_up and job.hastened_for != chosen.id
+            if is_due and job.is_gathered and all(each.is_free() for each in job.members()):
+                job.hastened_for = chosen.id
+                return job
+        return chosen
 
     def run_to_idle(self, watch: Callable[[], None]) -> None:
         """Do all work that can be done now: poll once for other nodes, retry failures as often as the pauses
@@ -209,7 +214,8 @@ class Queue:
                 # Polled once: on a slow store the first step is due again before the last one was polled.
                 if ready := [job for job in self._ready(now) if job.polls == polls.setdefault(job, 0)]:
                     if not self.worker.busy:
-                        self._submit(min(ready, key=StepJob.order))
+                        # Oldest first: nothing is in a hurry, and after a newer commit none is left to make.
+                        self._submit(min(ready, key=lambda job: job.id))
                 elif not (self.worker.busy or any(job.is_tried_after(now) for job in self._jobs)):
                     return
                 watch()
@@ -653,9 +659,9 @@ class Queue:
                 self._failed(job, outcome)
             case _, Incomplete.GONE if job.has_part:
                 job.state = JobState.PART_WRITTEN
-            case _, Incomplete.SUPERSEDED | Incomplete.DIVERGED if job.stored is None:
+            case _, Incomplete.SUPERSEDED | Incomplete.DIVERGED:
                 self._superseded(job, outcome)
-            case _, Incomplete.TORN if job.stored is None:
+            case _, Incomplete.TORN:
                 self._torn(job, outcome)
             case _:
                 self._drop(job)
@@ -670,8 +676,6 @@ class Queue:
         if now - job.rests_since > _OTHER_NODES_TIMEOUT_S:
             self._mark(job, lambda slot, generation: slot.set_failed(generation, errno.ETIMEDOUT))
         self._note_written(job, outcome)
-        if job.stored is not None:
-            self._drop(job)
         self._notify(job, outcome)
 
     def _committed(self, job: StepJob, outcome: StepOutcome) -> None:
@@ -684,7 +688,7 @@ class Queue:
             for each in [each for each in self._jobs if each.has_part and each.id < job.id]:
                 self._remove_cached(self._cache, each)
         # The keeper that writes the last part of an older step commits it without this keeper.
-        self._jobs = [each for each in self._jobs if each.snapshots or each.stored or each.id > job.id]
+        self._jobs = [each for each in self._jobs if each.snapshots or each.id > job.id]
         self._note_written(job, outcome)
         self._note(job, Event.COMMIT, outcome.attempt)
         self._retry_missing_regions()  # this step may have written the constants of another

@@ -1,10 +1,9 @@
 """Writes one snapshot of this node from its slots to storage: pin, check, frozen leaves, audited shards, one
-part, commit record.
+part, commit.
 
-Owns this order, and which instance of the frozen leaves a part names. Runs in a worker thread; the result is
-a StepOutcome, and meanwhile only words of the slots change. Never writes a file that another keeper has
-created: a stopped one may wake up and write it. Deletes only its own files that no part names; see
-commit/collect.py.
+Owns this order, and which file of frozen leaves a part names. Runs in a worker thread; the result is a
+StepOutcome, and meanwhile only words of the slots change. Never writes a file that another keeper has
+created: a stopped one may wake up and write it. Deletes only its own files that no part names.
 """
 
 from __future__ import annotations
@@ -19,26 +18,27 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashckpt import _native, crashpoints
-from flashckpt.commit import attempts, commit_step
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.commit_step import Committed, Outcome
-from flashckpt.commit.steps import heads_at_rest, is_whole, missing_frozen, read_record, read_step
+from flashckpt.commit import commit_step
+from flashckpt.commit.commit_step import KEEP_ALL, Committed, Outcome
+from flashckpt.commit.steps import heads_at_rest, is_whole, read_step
 from flashckpt.commit.verification import verify_file
-from flashckpt.errors import DamagedError, DivergedError, FlashckptError, KeeperError, SupersededError
+from flashckpt.commit.view import View
+from flashckpt.errors import (
+    DamagedError,
+    DivergedError,
+    FlashckptError,
+    KeeperError,
+    RunError,
+    SupersededError,
+)
+from flashckpt.format.catalogue import EMPTY, Catalogue, Folder
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout
+from flashckpt.format.manifest import frozen_name, shard_name
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import (
-    ATTEMPTS,
-    FROZEN_FOLDER,
-    RUN,
-    AttemptName,
-    frozen_name,
-    frozen_path,
-    part_name,
-    shard_name,
-)
-from flashckpt.format.records import Contents, FileRecord, Part, PartHead, PartRecord, RankRecord, ShardRecord
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
+from flashckpt.options import Keep
 from flashckpt.persist.audit import Torn, UnreadableError, check_cached, check_header, discard, torn, unlike
 from flashckpt.persist.job import (
     Incomplete,
@@ -47,8 +47,6 @@ from flashckpt.persist.job import (
     SealedSnapshot,
     StepJob,
     StepOutcome,
-    refusal,
-    stored_step,
     unlike_steps,
 )
 from flashckpt.store.base import MemoryRange, Store
@@ -60,35 +58,29 @@ log = logging.getLogger(__name__)
 # further one after more polls without a record. In the end all do: dead keepers must not hold a step up.
 _POLLS_BEFORE = (0, 3, 5, 7)
 _POLLS_OF_ALL = 12
+_MANY_NODES = 8
 _MASK = (1 << 64) - 1
 
 
 @dataclass
 class _Try:
-    """One try to write the part of a job. `names`: the shards that were begun, with `num_bytes`; `own`: the
-    part once this process has created it."""
+    """One try to write the part of a job into a folder. `names`: the shards that were begun, with
+    `num_bytes`."""
 
     job: StepJob
     contents: Sequence[PinnedContent]
+    folder: Folder
     names: list[str] = field(default_factory=list)
     written: list[RankWrite] = field(default_factory=list)
     num_bytes: int = 0
     direct: bool = True
-    own: tuple[PartRecord, PartHead] | None = None
-
-    @property
-    def folder(self) -> str:
-        return self.job.id.data_folder
-
-    @property
-    def part_path(self) -> str:
-        return f"{self.folder}/{part_name(self.contents[0].rank)}"
 
 
 class Writer:
     """Writes snapshots to a store. nonce: of this process, so that no two processes write one file. stands:
     whether the run still exists in the store. guard: called before anything is published; raises if this
-    process may not publish any more. gathers: gather the parts of other nodes at each poll."""
+    process may not publish any more. gathers: gather the parts of other nodes at each poll. pinned: the
+    step that is being copied to the mirror, which retention spares."""
 
     def __init__(
         self,
@@ -98,14 +90,16 @@ class Writer:
         gathers: bool = False,
         stands: Callable[[], bool] | None = None,
         guard: Callable[[], None] = lambda: None,
+        pinned: Callable[[], CommitName | None] = lambda: None,
         threads: int = 2,
     ) -> None:
         self._store, self._nonce, self._threads, self._guard = store, nonce, threads, guard
-        self._gathers = gathers
-        self._stands = stands or (lambda: store.exists(RUN))
+        self._gathers, self._pinned = gathers, pinned
+        self._stands = stands or (lambda: True)
+        self._known: Catalogue = EMPTY
         self._files, self._progress = 0, array("Q", [0])
         self._began_ns = time.monotonic_ns()
-        self._frozen = FrozenInstances(store, nonce, threads, _native.address_of(self._progress))
+        self._frozen = FrozenFiles(store, nonce, threads, _native.address_of(self._progress))
 
     @property
     def nonce(self) -> str:
@@ -116,18 +110,12 @@ class Writer:
         """Bytes written so far, of all steps, also of one that is being written."""
         return self._progress[0]
 
-    def frozen_in_use(self) -> set[str]:
-        """The frozen instances that the next part may name. Any thread may call this."""
-        return self._frozen.in_use()
-
     def persist(self, job: StepJob) -> StepOutcome:
-        """Commit a step, from its snapshots or its stored parts. Never raises: failure is an outcome."""
-        if job.stored is not None:
-            return self._tried(lambda: self._commit_stored(job), job)
+        """Commit a step from its snapshots. Never raises: failure is an outcome."""
         began = time.monotonic()
         if job.missing and job.has_part:
             # Waiting for the parts of other nodes needs no slots.
-            outcome = self._tried(lambda: self._commit(job), job)
+            outcome = self._tried(lambda: self._commit(job, self._view()), job)
             for each in job.members() if outcome.state is JobState.COMMITTED else ():
                 if each.take():
                     each.slot.set_persisted(each.generation)
@@ -158,9 +146,9 @@ class Writer:
             pin, snapshot.pin = snapshot.pin, None
             return discard(snapshot.slot, pin, found, attempt)
         except SupersededError as error:
-            return StepOutcome(
-                JobState.INCOMPLETE, Incomplete.SUPERSEDED, attempt=attempt, message=str(error)
-            )
+            state = JobState.FAILED if self._was_resumed(job) else JobState.INCOMPLETE
+            incomplete = None if state is JobState.FAILED else Incomplete.SUPERSEDED
+            return StepOutcome(state, incomplete, attempt=attempt, message=str(error))
         except DivergedError as error:
             return StepOutcome(
                 JobState.INCOMPLETE,
@@ -181,34 +169,39 @@ class Writer:
                 slot=unreadable,
             )
 
-    # ---- stored parts, and steps that this node lacks
+    def _view(self) -> View:
+        """The newest version of the catalogue. RunError if another run, or an older catalogue, has replaced
+        the one that is known; the next try begins with what is there then."""
+        try:
+            view = View.of(self._store, self._known)
+        except RunError:
+            self._known = EMPTY
+            raise
+        self._known = view.catalogue
+        if not view.catalogue.version:
+            raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
+        return view
 
-    def _commit_stored(self, job: StepJob) -> StepOutcome:
-        stored, attempt = job.stored, str(job.attempt)
-        assert stored is not None
-        if stored.has_failed:
-            found = stored_step(self._store, job.id)
-            stored = job.stored = replace(found, may_lack_start=stored.may_lack_start)
-            job.step = stored.step
-        why, is_damage = refusal(self._store, stored, read=job.reads_stored)
-        if not why:
-            try:
-                return self._commit(job)
-            except DamagedError as error:
-                why, is_damage = str(error), True
-        if stored.is_waiting:
-            return StepOutcome(JobState.PART_WRITTEN, attempt=attempt, message=why)
-        incomplete = Incomplete.TORN if is_damage else Incomplete.SUPERSEDED
-        return StepOutcome(JobState.INCOMPLETE, incomplete, attempt=attempt, message=why)
+    def _was_resumed(self, job: StepJob) -> bool:
+        """Whether a newer attempt has resumed from this snapshot, and so it must be written into its
+        folder."""
+        with contextlib.suppress(OSError, FlashckptError):
+            view = self._view()
+            is_due = not (view.catalogue.has(job.id) or commit_step.is_overtaken(view, job.id))
+            return view.parent == job.id and is_due and not job.lacks
+        return False
+
+    # ---- steps that this node lacks
 
     def _lacking(self, job: StepJob) -> StepOutcome:
         """The outcome of a step that not all ranks of this node have any more: committed if it was committed
         before, by a keeper that died before it marked all slots."""
         for each in job.members():
             _checked(each)
-        if not is_whole(self._store, job.name):
+        view = self._view()
+        if not is_whole(view, job.name):
             raise SupersededError(job.lacks, step=job.step)
-        return self._reported(job, self._check_committed(job))
+        return self._reported(job, Outcome(Committed.YES, view, job.name))
 
     # ---- pinned snapshots
 
@@ -216,78 +209,88 @@ class Writer:
         contents = [_checked(each) for each in job.members()]
         if not self._stands():
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
-        tried, has_part = _Try(job, contents), False
-        if self._may_be_at_rest(tried):
-            store = self._store.at_once()
-            if store.exists(job.name.path):
-                return self._reported(job, self._check_committed(job))
-            has_part = store.exists(tried.part_path)
-        # This listing of attempts may be some seconds old; it is repeated before the record is written.
-        commit_step.check_due(self._store.at_once(ATTEMPTS), job.name)
-        if has_part:
-            # Written in an earlier try, or by the keeper before this one.
-            tried.num_bytes = sum(rank.shard.num_bytes for rank in self._read_part(tried).ranks)
-        else:
-            self._write(tried)
-        job.has_part = True
-        outcome = self._commit(job, tried.own)
+        may_be_at_rest = self._may_be_at_rest(job, contents)
+        # Where each listing is a request, the last version shows the writer; the commit lists anyway.
+        is_known = self._known.attempt == job.attempt and not self._store.capabilities.rename
+        view = View(self._known, self._store) if is_known and not may_be_at_rest else self._view()
+        if view.catalogue.has(job.id):
+            return self._reported(job, self._committed(job, view))
+        folder = commit_step.folder_of(view, job.id)
+        if commit_step.is_overtaken(view, job.id):
+            return self._reported(job, Outcome(Committed.OVERTAKEN, view))
+        tried = _Try(job, contents, folder)
+        if not (job.folder == folder and job.has_part):
+            # A part of an earlier attempt's folder does not count in that of the attempt which resumed it.
+            job.folder, job.has_part = folder, False
+            if may_be_at_rest:
+                self._find_part(tried)
+            if not job.has_part:
+                self._write(tried, view)
+        outcome = self._commit(job, view)
         written = tuple(tried.written)
         return replace(outcome, num_bytes=tried.num_bytes, direct=tried.direct, written=written)
 
-    def _may_be_at_rest(self, tried: _Try) -> bool:
-        """Whether an earlier try, or an earlier keeper, may have written the part. If a keeper that is being
-        replaced writes it later, creating the part fails."""
-        first_ns = min(each.captured_ns for each in tried.contents)
+    def _may_be_at_rest(self, job: StepJob, contents: Sequence[PinnedContent]) -> bool:
+        """Whether an earlier try, or an earlier keeper, may have written the part."""
+        first_ns = min(each.captured_ns for each in contents)
         # A cached snapshot may be older than the last reboot, and its time of another clock.
-        is_cached = any(each.snapshot.slot.is_cached for each in tried.contents)
-        return tried.job.outcome is not None or first_ns <= self._began_ns or is_cached
+        is_cached = any(each.snapshot.slot.is_cached for each in contents)
+        return job.outcome is not None or first_ns <= self._began_ns or is_cached
 
-    def _read_part(self, tried: _Try) -> Part:
-        return Part.from_bytes(self._store.read(tried.part_path, Part.MAX_BYTES), tried.part_path)
+    def _find_part(self, tried: _Try) -> None:
+        """Find a part of these ranks at rest, with its files: of an earlier try, or an earlier keeper."""
+        job, ranks = tried.job, {each.rank for each in tried.contents}
+        sizes = {each.name: each.num_bytes for each in self._store.list(tried.folder.path)}
+        for name, head in heads_at_rest(self._store, tried.folder).items():
+            is_whole = all(sizes.get(each.name) == each.num_bytes for each in head.files)
+            if is_whole and {each.rank for each in head.ranks} == ranks:
+                job.has_part, job.part = True, name
+                tried.num_bytes = sum(each.num_bytes for each in head.files)
+                return
 
-    def _write(self, tried: _Try) -> None:
-        """Write the frozen instance and the shard of each rank, then the part that names them. On failure
-        removes the shards; whole frozen instances stay for the next try."""
-        job, contents, is_published = tried.job, tried.contents, False
+    def _write(self, tried: _Try, view: View) -> None:
+        """Write the frozen file and the shard of each rank, then the part that names them. On failure removes
+        the shards; whole frozen files stay for the next try."""
+        job, contents = tried.job, tried.contents
         try:
-            records = [self._write_rank(tried, each) for each in contents]
+            records = [self._write_rank(tried, each, view) for each in contents]
             for each in contents:
                 check_held(each.snapshot)
             environment = contents[0].values.get("environment") or job.node.environment
             part = Part(
+                id=job.id,
                 step=job.step,
-                attempt=job.attempt,
-                boundary=job.boundary,
-                world=self._world(job),
-                keeper=contents[0].rank,
+                world=self._world(job, view),
+                node=contents[0].rank,
                 ranks=tuple(records),
                 environment=environment if isinstance(environment, dict) else dict(job.node.environment),
             )
             self._guard()
-            row = commit_step.publish_part(self._store, part, is_written=True)
-            is_published = row is not None
-            tried.own = None if row is None else (row, part.head())
+            self._files += 1
+            nonce = f"{self._nonce}{self._files:04x}"
+            file = commit_step.publish_part(self._store, tried.folder, part, nonce, is_written=True)
+            job.has_part, job.part = True, file.name
+            job.known.of(tried.folder)[file.name] = part.head()  # the committer need not read it
         except DamagedError:
             self._frozen.forget(job.snapshots)
             raise
         finally:
-            if not is_published:
+            if not job.has_part:
                 self._remove_shards(tried)
 
-    def _write_rank(self, tried: _Try, content: PinnedContent) -> RankRecord:
+    def _write_rank(self, tried: _Try, content: PinnedContent, view: View) -> RankRecord:
         """Write the shards of a rank, and audit the bytes on the way."""
         snapshot, metadata, layout = content.snapshot, content.metadata, content.metadata.layout
         began = time.monotonic()
         with _torn_in(snapshot):
             check_cached(snapshot.slot, metadata, range(metadata.image.first_left))
-            # Before the part that names it: until then an instance is an orphan.
-            frozen, num_bytes = self._frozen.instance_for(content, tried.job.attempt)
+            frozen, num_bytes = self._frozen.file_for(content, tried.folder, view)
             self._files += 1
             name = shard_name(content.rank, f"{self._nonce}{self._files:04x}")
             tried.names.append(name)
             crashpoints.point("write.begun")
             written = self._store.write_shard(
-                f"{tried.folder}/{name}",
+                f"{tried.folder.path}/{name}",
                 layout,
                 MemoryRange(snapshot.slot.image_descriptor, snapshot.slot.image_offset),
                 threads=self._threads,
@@ -304,89 +307,104 @@ class Writer:
         digests = tuple(metadata.digests[: len(layout.leaves)])
         return RankRecord(
             rank=content.rank, shard=shard, leaves=layout.leaves, digests=digests, values=content.values,
-            constants=frozen, replicas=metadata.replicas(),
+            constants=None if frozen is None else frozen.contents,
+            base=None if frozen is None else frozen.base, replicas=metadata.replicas(),
         )  # fmt: skip
 
     def _remove_shards(self, tried: _Try) -> None:
         """Remove the shards that no part names: the error may have come after the part was linked."""
         with contextlib.suppress(OSError, FlashckptError):
-            named = set()
-            if self._store.exists(tried.part_path):
-                named = {rank.shard.file for rank in self._read_part(tried).ranks}
+            heads = heads_at_rest(self._store, tried.folder).values()
+            named = {file.name for head in heads for file in head.files}
             for name in tried.names:
                 if name not in named:
-                    self._store.remove(f"{tried.folder}/{name}")
+                    self._store.remove(f"{tried.folder.path}/{name}")
 
     # ---- the commit
 
-    def _commit(self, job: StepJob, own: tuple[PartRecord, PartHead] | None = None) -> StepOutcome:
-        world = self._world(job)
-        gathers = self._gathers or job.stored is not None
-        if not gathers and job.polls < polls_before(job.boundary, job.node.ranks, world):
-            return self._reported(job, self._check_committed(job))
+    def _commit(self, job: StepJob, view: View) -> StepOutcome:
+        if view.catalogue.has(job.id):
+            return self._reported(job, self._committed(job, view))
+        folder = commit_step.folder_of(view, job.id)
+        if folder != job.folder:
+            raise SupersededError(
+                f"step {job.step} of attempt {job.attempt} has a part in the folder of an older attempt.",
+                step=job.step,
+            )
+        world = self._world(job, view)
+        if not self._gathers and job.polls < polls_before(job.boundary, job.node.ranks, world):
+            state = Committed.OVERTAKEN if commit_step.is_overtaken(view, job.id) else Committed.WAITING
+            return self._reported(job, Outcome(state, view))
+        pinned = self._pinned()
         try:
             found = commit_step.commit(
-                self._store, job.id, world, known=job.known, own=own, guard=self._guard
+                view,
+                folder,
+                self._keep(job),
+                known=job.known,
+                in_use=frozenset() if pinned is None else frozenset([pinned.id]),
+                is_of_many=world > _MANY_NODES * len(job.node.ranks),
+                guard=self._guard,
             )
         except DamagedError as error:
-            self._check_may_be_whole(job, error)
+            self._check_may_be_whole(job, folder, error)
             raise
-        if found.state is Committed.WAITING and job.snapshots and not self._has_own_part(job):
-            found = Outcome(Committed.DELETED)
-        return self._reported(job, found)
+        self._known = found.view.catalogue
+        if found.state is Committed.WAITING and commit_step.is_overtaken(view, job.id):
+            found = Outcome(Committed.OVERTAKEN, view)
+        if found.state is Committed.WAITING and not self._store.exists(f"{folder.path}/{job.part}"):
+            job.has_part = False
+            raise FileNotFoundError(errno.ENOENT, "its part is gone", f"{folder.path}/{job.part}")
+        return self._reported(job, found, is_ours=True)
 
-    def _check_committed(self, job: StepJob) -> Outcome:
-        """Whether another keeper has committed the step. Reads the record alone: that keeper has checked the
-        files."""
-        record = read_record(self._store, job.name)
-        if record is None:
-            return Outcome(Committed.WAITING)
+    def _keep(self, job: StepJob) -> Keep:
+        """What retention keeps with this commit. Only the keeper of rank 0's node drops steps: it knows which
+        one is being copied to the mirror."""
+        return job.node.keep if job.node.keep is not None and 0 in job.node.ranks else KEEP_ALL
+
+    def _committed(self, job: StepJob, view: View) -> Outcome:
+        """The outcome of a step that the catalogue has. SupersededError if its files are gone."""
         self._guard()
-        return commit_step.check_committed(self._store, record)
-
-    def _has_own_part(self, job: StepJob) -> bool:
-        """Whether this node's part exists: retention may have deleted the snapshot since."""
-        return self._store.exists(f"{job.id.data_folder}/{part_name(min(job.node.ranks))}")
-
-    def _check_may_be_whole(self, job: StepJob, error: DamagedError) -> None:
-        """Raise SupersededError if the parts of a step, which never change, make no step."""
-        if str(error.path or "").startswith(f"{FROZEN_FOLDER}/"):
-            self._frozen.forget(job.snapshots)
+        if not is_whole(view, job.name):
             raise SupersededError(
-                f"step {job.step} names frozen leaves that are not there any more ({error.path}), and is not "
-                "committed. The next step writes them again.",
+                f"step {job.step} of attempt {job.attempt} was committed, and has lost files since.",
                 step=job.step,
-            ) from error
-        counted = {rank.rank: head.step for head in heads_at_rest(self._store, job.id) for rank in head.ranks}
+            )
+        return Outcome(Committed.YES, view, job.name)
+
+    def _check_may_be_whole(self, job: StepJob, folder: Folder, error: DamagedError) -> None:
+        """Raise SupersededError if the parts of a step, which never change, make no step."""
+        heads = heads_at_rest(self._store, folder).values()
+        counted = {rank.rank: head.step for head in heads for rank in head.ranks}
         if len({*counted.values()}) > 1:
             raise SupersededError(unlike_steps(counted), step=job.step) from error
 
-    def _reported(self, job: StepJob, found: Outcome) -> StepOutcome:
-        """The outcome of a commit. After a claim by an attempt that has not started, living trainers wait for
-        its start; snapshots of dead trainers count as saved, since the claimant waits for this keeper and
-        lists the steps after that."""
+    def _reported(self, job: StepJob, found: Outcome, *, is_ours: bool = False) -> StepOutcome:
+        """The outcome of a commit. `is_ours`: retention was applied with it."""
         attempt = str(job.attempt)
-        if found.state is Committed.DELETED:
-            raise SupersededError(
-                f"step {job.step} of attempt {attempt} was committed and deleted since, or has lost files.",
-                step=job.step,
-            )
-        if found.state is Committed.WAITING:
-            return StepOutcome(JobState.PART_WRITTEN, attempt=attempt)
-        if found.state is Committed.CLAIMED and job.has_trainers:
-            newest = found.catalogue.newest_claimed if found.catalogue is not None else None
-            why = f"attempt {newest} has claimed the run, and may resume from an older step"
-            return StepOutcome(JobState.PART_WRITTEN, attempt=attempt, message=why)
-        return StepOutcome(JobState.COMMITTED, attempt=attempt, catalogue=found.catalogue)
+        match found.state:
+            case Committed.WAITING:
+                return StepOutcome(JobState.PART_WRITTEN, attempt=attempt)
+            case Committed.OVERTAKEN:
+                raise SupersededError(
+                    f"a newer step was committed before step {job.step} of attempt {attempt} was whole.",
+                    step=job.step,
+                )
+            case Committed.BASE_GONE:
+                self._frozen.forget(job.snapshots)
+                raise SupersededError(
+                    f"step {job.step} names frozen leaves that are not there any more, and is not committed. "
+                    "The next step writes them again.",
+                    step=job.step,
+                )
+        is_applied = is_ours and self._keep(job) is not KEEP_ALL
+        dropped = found.dropped if is_applied else None
+        return StepOutcome(JobState.COMMITTED, attempt=attempt, view=found.view, dropped=dropped)
 
-    def _world(self, job: StepJob) -> int:
-        """The number of ranks of the attempt that captured it; from start.json if its trainers are dead."""
-        if job.stored is not None:
-            return job.stored.heads[0].world
-        if job.node.world is not None:
-            return job.node.world
-        start = attempts.read_start(self._store, job.attempt)
-        return start.world if start is not None else 1
+    def _world(self, job: StepJob, view: View) -> int:
+        """The number of ranks of the attempt that captured it; from the catalogue if its trainers are
+        dead."""
+        return job.node.world if job.node.world is not None else view.catalogue.world
 
 
 @contextlib.contextmanager
@@ -431,7 +449,7 @@ def _mix(number: int) -> int:
     return mixed ^ mixed >> 31
 
 
-_MAX_ATTEMPTS = 2  # whose newest step may name an instance
+_MAX_ATTEMPTS = 2  # whose newest step may have a file with the same leaves
 _REGION_IS_GONE = (
     "the constants of this snapshot are not in this node's memory, and no committed step names them; "
     "committed steps are not touched"
@@ -468,80 +486,97 @@ def _is_of(contents: Contents, layout: Layout, digests: Sequence[int]) -> bool:
     return contents.leaves == layout.leaves and list(contents.digests) == list(digests)
 
 
-def _named(store: Store, attempt: AttemptName, rank: int) -> Iterator[tuple[AttemptName, Contents]]:
-    """The existing instances of a rank that the newest committed steps of `attempt` and of the attempt before
-    it name, each with the attempt of its step. Skips unreadable steps."""
-    seen: set[AttemptName] = set()
-    for name in Catalogue.of(store).newest_first():
-        if name.attempt in seen or name.attempt.number > attempt.number:
+@dataclass(frozen=True)
+class FrozenLeaves:
+    """A file with frozen leaves, and the folder that it is in."""
+
+    base: Folder
+    contents: Contents
+
+    @property
+    def path(self) -> str:
+        return f"{self.base.path}/{self.contents.shard.file}"
+
+
+def _named(view: View, rank: int) -> Iterator[tuple[SnapshotId, FrozenLeaves]]:
+    """The files of a rank that the newest checkpoints of the newest attempt and of the one before it name,
+    each with the checkpoint. Skips unreadable checkpoints."""
+    seen = set()
+    for name in view.newest_first():
+        if name.attempt in seen:
             continue
         seen.add(name.attempt)
         try:
-            frozen = read_step(store, name, {rank}).rank(rank).constants
+            record = read_step(view, name, {rank})
+            constants = record.rank(rank).constants
+            files = {each.name: each for each in record.manifest.frozen}
+            if constants is not None and (file := files.get(constants.shard.file)) is not None:
+                yield name.id, FrozenLeaves(file.base, constants)
         except (FlashckptError, OSError) as error:
             log.debug("the frozen leaves of step %d cannot be read: %s", name.step, error)
-            frozen = None
-        if frozen is not None and not missing_frozen(store, [_row(frozen)]):
-            yield name.attempt, frozen
-        if len(seen) == _MAX_ATTEMPTS or name.attempt != attempt:
+        if len(seen) == _MAX_ATTEMPTS or name.attempt != view.attempt:
             return
 
 
-def _row(contents: Contents) -> FileRecord:
-    return FileRecord(contents.shard.file, contents.shard.num_bytes)
+class FrozenFiles:
+    """The files of frozen leaves that this keeper wrote or found, the newest of each rank. nonce: of the
+    keeper; progress: the address of the word that counts written bytes.
 
-
-class FrozenInstances:
-    """The instances that this keeper wrote or found named, the newest of each rank. nonce: of the keeper;
-    progress: the address of the word that counts written bytes."""
+    A part names a file in the folder of another snapshot only if a checkpoint names that folder: else the
+    file could be deleted before the part is committed."""
 
     def __init__(self, store: Store, nonce: str, threads: int, progress: int) -> None:
         self._store, self._nonce, self._threads, self._progress = store, nonce, threads, progress
-        self._known: dict[int, tuple[AttemptName, Contents]] = {}
-        self._files, self._begun = 0, ""
-
-    def in_use(self) -> set[str]:
-        """The instances that a part of this keeper may name next, also one that is being written. For any
-        thread."""
-        begun = self._begun  # first: it is known before another is begun
-        return {begun, *(contents.shard.file for _, contents in list(self._known.values()))}
+        # Each with the attempt in whose folder the last part named it.
+        self._known: dict[int, tuple[AttemptName, FrozenLeaves]] = {}
+        self._files = 0
 
     def forget(self, ranks: Collection[int]) -> None:
-        """Do not name the known instances of these ranks again: they are missing, or being deleted."""
+        """Do not name the known files of these ranks again: they are missing."""
         for rank in ranks:
             self._known.pop(rank, None)
 
-    def instance_for(self, content: PinnedContent, attempt: AttemptName) -> tuple[Contents | None, int]:
-        """The instance that a part of `attempt` names for a snapshot, and the bytes written for it: 0 if it
-        exists already. None for a snapshot without frozen leaves.
+    def file_for(self, content: PinnedContent, folder: Folder, view: View) -> tuple[FrozenLeaves | None, int]:
+        """The file that a part in `folder` names for a snapshot, and the bytes written for it: 0 if it exists
+        already. None for a snapshot without frozen leaves.
 
-        The digests in the slot are of the live tensors at its boundary, so an instance with the same digests
-        has its bytes. Otherwise the bytes in memory are needed: raises Torn if they are not those of the
+        The digests in the slot are of the live tensors at its boundary, so a file with the same digests has
+        its bytes. Otherwise the bytes in memory are needed: raises Torn if they are not those of the
         boundary, RegionGone if their region is missing, OSError, FlashckptError.
         """
         layout = content.metadata.constants
         if layout is None:
             return None, 0
-        num_bytes, found = 0, self._existing(content, layout, attempt)
+        num_bytes, found = 0, self._existing(content, layout, folder, view)
         if found is None:
-            found, num_bytes = self._written(content, layout, attempt), layout.num_bytes
-        self._known[content.rank] = attempt, found
+            found, num_bytes = self._written(content, layout, folder), layout.num_bytes
+        self._known[content.rank] = folder.writer, found
         return found, num_bytes
 
-    def _existing(self, content: PinnedContent, layout: Layout, attempt: AttemptName) -> Contents | None:
-        digests = content.metadata.constants_digests
-        known, contents = self._known.get(content.rank, (None, None))
-        if contents is not None and known == attempt and _is_of(contents, layout, digests):
-            return contents  # publish_part checks that it is there
-        for source, contents in _named(self._store, attempt, content.rank):
-            if _is_of(contents, layout, digests) and (source == attempt or self._is_whole(contents)):
-                return contents
+    def _existing(
+        self, content: PinnedContent, layout: Layout, folder: Folder, view: View
+    ) -> FrozenLeaves | None:
+        digests, usable = content.metadata.constants_digests, view.bases | {folder}
+        writer, known = self._known.get(content.rank, (None, None))
+        is_usable = known is not None and writer == folder.writer and known.base in usable
+        if known is not None and is_usable and _is_of(known.contents, layout, digests):
+            return known
+        for id, found in _named(view, content.rank):
+            if found.base in usable and _is_of(found.contents, layout, digests):
+                is_known = id.attempt == view.attempt and self._is_there(found)
+                if is_known or self._is_whole(found):
+                    return found
         return None
 
-    def _is_whole(self, contents: Contents) -> bool:
-        """Whether the first step of a new attempt may name this instance. Reads every byte of a local file,
-        which may have rotted since; a server has compared the bytes when they were sent, and guards them."""
-        path = frozen_path(contents.shard.file)
+    def _is_there(self, found: FrozenLeaves) -> bool:
+        shard = found.contents.shard
+        files = self._store.list(found.base.path)
+        return any((each.name, each.num_bytes) == (shard.file, shard.num_bytes) for each in files)
+
+    def _is_whole(self, found: FrozenLeaves) -> bool:
+        """Whether the first step of a new attempt may name this file. Reads every byte of a local file, which
+        may have rotted since; a server has compared the bytes when they were sent, and guards them."""
+        path, contents = found.path, found.contents
         try:
             descriptor = self._store.descriptor(path, contents.shard.num_bytes)
         except (OSError, FlashckptError) as error:
@@ -550,7 +585,7 @@ class FrozenInstances:
         if descriptor is not None:
             os.close(descriptor)
         elif self._store.capabilities.part_bytes:
-            return True
+            return self._is_there(found)
         # A local file without a descriptor is compressed.
         status, detail = verify_file(
             self._store, path, contents, threads=self._threads, progress_word=self._progress
@@ -559,7 +594,7 @@ class FrozenInstances:
             log.warning("%s is %s (%s): the frozen leaves are written again", path, status, detail)
         return status == "ok"
 
-    def _written(self, content: PinnedContent, layout: Layout, attempt: AttemptName) -> Contents:
+    def _written(self, content: PinnedContent, layout: Layout, folder: Folder) -> FrozenLeaves:
         snapshot, metadata = content.snapshot, content.metadata
         first = metadata.image.first_constant
         region = next((each.region for each in snapshot.sources(metadata) if first in each.leaves), None)
@@ -570,9 +605,10 @@ class FrozenInstances:
         check_header(region, layout)
         check_cached(region, metadata, range(first, len(metadata.leaves)))
         self._files += 1
-        self._begun = name = frozen_name(attempt, snapshot.rank, f"{self._nonce}{self._files:04x}")
+        name = frozen_name(snapshot.rank, f"{self._nonce}{self._files:04x}")
+        path = f"{folder.path}/{name}"
         written = self._store.write_shard(
-            frozen_path(name),
+            path,
             layout,
             MemoryRange(region.image_descriptor, region.image_offset),
             threads=self._threads,
@@ -584,7 +620,8 @@ class FrozenInstances:
             check_held(snapshot)
         except BaseException:
             with contextlib.suppress(OSError, FlashckptError):
-                self._store.remove(frozen_path(name))
+                self._store.remove(path)
             raise
         shard = ShardRecord.of(name, layout, written.checksums)
-        return Contents(shard=shard, leaves=layout.leaves, digests=tuple(metadata.digests[first:]))
+        digests = tuple(metadata.digests[first:])
+        return FrozenLeaves(folder, Contents(shard=shard, leaves=layout.leaves, digests=digests))

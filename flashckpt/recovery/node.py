@@ -14,14 +14,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashckpt.commit import attempts
-from flashckpt.commit.attempts import Probe, check_not_held, local_owner, open_run
+from flashckpt.commit.attempts import Probe, check_not_held, ending, local_owner
+from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, RunHeldError
 from flashckpt.format.names import AttemptName
-from flashckpt.format.records import Owner, Run
+from flashckpt.format.owner import Owner
 from flashckpt.keeper.node_keepers import living_trainers
 from flashckpt.keeper.protocol import ELECTION_LOCK
-from flashckpt.memory.held_regions import keeper_locks
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, base_folder, holder_of, identity_of, is_alive
 from flashckpt.options import Environment
 from flashckpt.store.base import Store
@@ -32,7 +31,7 @@ _TRIES = 20
 
 
 @contextlib.contextmanager
-def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
+def runtime_of(store: Store, run: View) -> Iterator[RuntimeFolder | None]:
     """The run's runtime folder on this node, or None. RunHeldError if another user has one:
     only that user can read what is in it."""
     base, identity = base_folder(Environment.read().runtime_folder), _identity(store, run)
@@ -53,7 +52,7 @@ def runtime_of(store: Store, run: Run) -> Iterator[RuntimeFolder | None]:
 
 
 @contextlib.contextmanager
-def lock_probe(store: Store, run: Run) -> Iterator[tuple[Owner, Probe | None]]:
+def lock_probe(store: Store, run: View) -> Iterator[tuple[Owner, Probe | None]]:
     """This process as an owner, and how it finds out whether a trainer of the run lives on this node. If the
     run has no runtime folder here, no trainer lives here, and the counter in the run's folder is watched."""
     with runtime_of(store, run) as runtime:
@@ -77,7 +76,7 @@ def refuse_if_held(store: Store, runtime: RuntimeFolder | None) -> None:
     trainer was on another node: its counter is watched."""
     for lock, pid in living_trainers(runtime) if runtime is not None else ():
         raise RunHeldError(
-            f"{store.url} is held: attempt {_claimed_with(store, lock) or '(not claimed yet)'} is trained by "
+            f"{store.url} is held: attempt {_begun_with(store, lock) or '(not begun yet)'} is trained by "
             f"process {pid or '(of another container)'} on this machine. Nothing was changed. Its own keeper "
             "saves what is in memory. Stop that job first.",
             path=store.url,
@@ -85,33 +84,26 @@ def refuse_if_held(store: Store, runtime: RuntimeFolder | None) -> None:
     check_not_held(store, *_probe(runtime))
 
 
-def dead_keepers(runtime: RuntimeFolder) -> set[str]:
-    """Nonces of the keepers that have a lock here and are dead: their half-written files may go."""
-    return {nonce for nonce, lives in keeper_locks(runtime).items() if not lives}
-
-
 def died_here(store: Store, runtime: RuntimeFolder) -> list[AttemptName]:
-    """Attempts of this boot and runtime folder whose end is not recorded. They are dead if no trainer lives
-    here."""
-    me, found = local_owner(runtime.path), []
-    for info in attempts.attempts(store):
-        theirs = info.claim.owner if info.claim is not None else None
-        if info.ended or theirs is None or not theirs.lock:
-            continue
-        if (theirs.boot_id, theirs.runtime_id) == (me.boot_id, me.runtime_id):
-            found.append(info.name)
-    return found
+    """The newest attempt, if it is of this boot and runtime folder and its end is not recorded. It is dead if
+    no trainer lives here."""
+    view, me = View.of(store), local_owner(runtime.path)
+    theirs, newest = view.catalogue.owner, view.attempt
+    if newest is None or theirs is None or not theirs.lock or ending(view, newest):
+        return []
+    is_here = (theirs.boot_id, theirs.runtime_id) == (me.boot_id, me.runtime_id)
+    return [newest] if is_here else []
 
 
 @dataclass
 class Hold:
     """A run that no job trains and no other command changes, for as long as `guard` does not raise.
-    `election`: the keeper's lock, None while a keeper lives. `claimed`: the newest claim when the hold began.
-    `stored`: of a dry run the store as it is; `store` is an overlay of it."""
+    `election`: the keeper's lock, None while a keeper lives. `newest`: the newest attempt when the hold
+    began. `stored`: of a dry run the store as it is; `store` is an overlay of it."""
 
     store: Store
     runtime: RuntimeFolder
-    claimed: AttemptName | None
+    newest: AttemptName | None
     election: LifeLock | None = None
     stored: Store | None = None
 
@@ -137,7 +129,7 @@ class Hold:
         if self.is_view:
             return
         deposed = self.election is not None and not self.election.stands(self.runtime)
-        if deposed or living_trainers(self.runtime) or attempts.newest_claimed(self.store) != self.claimed:
+        if deposed or living_trainers(self.runtime) or View.of(self.store).attempt != self.newest:
             raise RunHeldError(
                 f"A job has begun on {self.store.url} meanwhile: this ends here. What was committed or "
                 "marked so far stays; the rest is left as it is, and that job's keeper saves what is in "
@@ -147,7 +139,7 @@ class Hold:
 
 
 @contextlib.contextmanager
-def view(store: Store, run: Run) -> Iterator[Hold]:
+def view(store: Store, run: View) -> Iterator[Hold]:
     """A run for a dry run: its writes stay in this process. RunHeldError as of `hold`."""
     with contextlib.ExitStack() as stack:
         runtime = stack.enter_context(runtime_of(store, run))
@@ -156,18 +148,17 @@ def view(store: Store, run: Run) -> Iterator[Hold]:
             base = stack.enter_context(tempfile.TemporaryDirectory())
             runtime = RuntimeFolder.open(base, _identity(store, run))
             stack.callback(runtime.close)
-        yield Hold(OverlayStore(store), runtime, attempts.newest_claimed(store), stored=store)
+        yield Hold(OverlayStore(store), runtime, run.attempt, stored=store)
 
 
 @contextlib.contextmanager
-def hold(store: Store, run: Run) -> Iterator[Hold]:
+def hold(store: Store, run: View) -> Iterator[Hold]:
     """Keep other commands and keepers out. RunHeldError if a job or a command has the run. Leaves no file
     behind."""
-    claimed = attempts.newest_claimed(store)
     with runtime_of(store, run) as found:
         refuse_if_held(store, found)
     runtime, lock = _entered(store, run)
-    held = Hold(store, runtime, claimed)
+    held = Hold(store, runtime, run.attempt)
     try:
         held.election = LifeLock.acquire(runtime, ELECTION_LOCK)
         held.guard()  # a job may have begun before the locks were taken
@@ -180,7 +171,7 @@ def hold(store: Store, run: Run) -> Iterator[Hold]:
         runtime.close()
 
 
-def _entered(store: Store, run: Run) -> tuple[RuntimeFolder, LifeLock]:
+def _entered(store: Store, run: View) -> tuple[RuntimeFolder, LifeLock]:
     base, identity = base_folder(Environment.read().runtime_folder), _identity(store, run)
     for _ in range(_TRIES):
         runtime = RuntimeFolder.open(base, identity)
@@ -209,14 +200,14 @@ def _entered(store: Store, run: Run) -> tuple[RuntimeFolder, LifeLock]:
     )
 
 
-def _identity(store: Store, run: Run) -> str:
+def _identity(store: Store, run: View) -> str:
     return identity_of(run.run_id, store.place())
 
 
-def _claimed_with(store: Store, lock: str) -> AttemptName | None:
-    """The attempt that names this lock in its claim."""
+def _begun_with(store: Store, lock: str) -> AttemptName | None:
+    """The newest attempt, if its owner has this lock."""
     with contextlib.suppress(DamagedError):
-        for each in reversed(attempts.attempts(store)):
-            if each.claim is not None and each.claim.owner.lock == lock:
-                return each.name
+        view = View.of(store)
+        if view.catalogue.owner is not None and view.catalogue.owner.lock == lock:
+            return view.attempt
     return None

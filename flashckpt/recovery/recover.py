@@ -1,6 +1,6 @@
 """Recovering a run by hand: the keeper's queue, run to idle in this process, and a report.
 
-    save memory and cache → commit finished steps → verify, quarantine → remove orphans → free memory
+    save memory and cache → commit whole snapshots → verify, mark → delete garbage → free memory
     → find the next resume → copy the newest step to the remote, if one is named
 
 Memory comes first: a reboot would take it. A region is freed last, once its snapshot is whole at rest. The
@@ -18,15 +18,15 @@ from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
 
+from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import attempts, lineage
-from flashckpt.commit.attempts import make_run, open_run
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.choice import Offer, Place, RankOffers
-from flashckpt.commit.collect import Survivor, needed_slots
+from flashckpt.commit.needed import Survivor, needed_slots
 from flashckpt.commit.steps import is_whole
+from flashckpt.commit.view import HOME, View, open_run, writers_in
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, UnusableRunError
-from flashckpt.format.names import RUN, AttemptName, CommitName, SnapshotId
-from flashckpt.format.records import Run
+from flashckpt.format.catalogue import CATALOGUE
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.keeper import node_keepers
 from flashckpt.keeper.node_keepers import keeper_of
 from flashckpt.keeper.protocol import Status, remove_names
@@ -44,12 +44,11 @@ from flashckpt.persist.job import (
     StepJob,
     StepOutcome,
     few_pauses_s,
-    unfinished,
 )
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.writer import Writer
-from flashckpt.recovery.node import Hold, dead_keepers, died_here, hold, refuse_if_trained, view
+from flashckpt.recovery.node import Hold, died_here, hold, refuse_if_trained, view
 from flashckpt.recovery.report import (
     Fate,
     Finding,
@@ -60,7 +59,7 @@ from flashckpt.recovery.report import (
     Resume,
     Watcher,
 )  # fmt: skip
-from flashckpt.recovery.storage import Examined, clear, clear_frozen, examine, parts_found, quarantine
+from flashckpt.recovery.storage import Examined, clear_garbage, commit_whole, examine, quarantine, unfinished
 from flashckpt.replication.mirror import RemoteRun, next_start
 from flashckpt.replication.run_copy import Outcome, copy_run
 from flashckpt.store.base import Store
@@ -106,6 +105,9 @@ def recover(
         (view if dry_run else hold)(store, run) as held,
         closing(Ledger(held.store)) as ledger,
     ):
+        if not dry_run and _is_older(run):
+            held.guard()
+            held.newest = _rebuilt(store, run).attempt
         report = _recovered(held, run.run_id, cache, remote, watcher, ledger, discard=discard, read=read)
         resume = None if report.resume is None else report.resume.step
         ledger.add(None, Event.RECOVER, resume=resume, problem=report.resume_problem or None)
@@ -114,20 +116,33 @@ def recover(
     return report
 
 
-def _opened(store: Store, *, dry_run: bool) -> Run:
-    """The run in a store. A lost run.json is made anew."""
+def _opened(store: Store, *, dry_run: bool) -> View:
+    """The run in a store. A lost catalogue is made anew from the checkpoints that are whole, once it is sure
+    that no job trains the run."""
     try:
         return open_run(store, create=False)
-    except UnusableRunError:
+    except (UnusableRunError, DamagedError):
         if dry_run:
             raise
-    run = make_run(store)
-    log.warning(
-        "%s had lost its %s, and has another with a new id now. Snapshots in the memory and caches of nodes "
-        "are not found under this id, and a mirror of the run is refused as another run. If you find the old "
-        "file, put it back", store.url, RUN,
-    )  # fmt: skip
-    return run
+    attempts.check_none_lives(store)
+    return _rebuilt(store)
+
+
+def _rebuilt(store: Store, before: View | None = None) -> View:
+    """Make a version from the checkpoints that are whole. The newest view, if there is nothing to make."""
+    rebuilt = View(Stores({HOME.store: store}).run(HOME.rebuild(secrets.token_hex(4))), store)
+    if rebuilt != before:
+        log.warning(
+            "%s had lost its %s/, or had an older one than its checkpoints. A version was made from the "
+            "%d checkpoints that are whole; a branch or a removal since the last readable version is lost",
+            store.url, CATALOGUE, len(rebuilt.checkpoints),
+        )  # fmt: skip
+    return rebuilt
+
+
+def _is_older(run: View) -> bool:
+    """Whether a catalogue may be older than checkpoints beside it."""
+    return bool(run.catalogue.foreign) or any(each > run.catalogue.writer for each in writers_in(run.store))
 
 
 def _recovered(
@@ -144,15 +159,18 @@ def _recovered(
     keeper, status = _ask_keeper(held, watcher, discard=discard)
     # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
     is_keepers = keeper is not None and not held.is_view
-    writers = dead_keepers(held.runtime) if keeper is None else set[str]()
     with closing(_NodeSnapshots(held, watcher, ledger, cache, is_keepers=is_keepers)) as node:
-        orphans = clear_frozen(held.store, writers)
+        # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
+        orphans = {each.place: each for each in clear_garbage(held, ledger)}
+        whole = commit_whole(held.store, dry_run=held.is_view)
         if status is not None:
             node.report(status)
         else:
             node.save()
         watcher.stage("committing")
-        parts = node.commit_parts(read=read)
+        held.guard()
+        found_parts = {each.place: each for each in (*unfinished(held.store), *whole)}
+        parts = tuple(found_parts.values())
         watcher.stage("verifying")
         examined = examine(held.stored or held.store, watcher, read=read)
         watcher.stage("quarantining")
@@ -161,9 +179,7 @@ def _recovered(
         if keeper is None:
             _end_attempts(held, node.unsaved, ledger)
         watcher.stage("clearing")
-        orphans += clear(held, writers, ledger)
-        if keeper is None and not any(each.outcome is Fate.FAILED for each in orphans):
-            node.forget_dead_keepers()
+        orphans |= {each.place: each for each in clear_garbage(held, ledger)}
         # A dry run names the step of a start right now.
         resume = node.resume(examined.damaged, remote) if held.is_view else None
         if not is_keepers:
@@ -179,7 +195,7 @@ def _recovered(
             dry_run=held.is_view,
             verified=read,
             keeper=keeper,
-            findings=(*node.findings, *parts, *examined.findings, *orphans),
+            findings=(*node.findings, *parts, *examined.findings, *orphans.values()),
             whole=len(examined.whole),
             num_bytes=examined.num_bytes,
             resume=found,
@@ -213,7 +229,7 @@ def _end_attempts(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) 
     """Record that the attempts that died on this node are dead, so that the next job need not watch them;
     only once everything of theirs is saved."""
     died = died_here(held.store, held.runtime)
-    # After the listing: a job that has claimed meanwhile is among them, and lives.
+    # After the listing: a job that has begun meanwhile is among them, and lives.
     held.guard()
     for name in (name for name in died if name not in unsaved):
         try:
@@ -255,7 +271,6 @@ class _NodeSnapshots:
             by="recover",
         )
         self._snapshots: dict[str, Finding] = {}
-        self._parts: dict[str, Finding] = {}
         self._unreadable: list[Finding] = []
         self._waiting: set[AttemptName] = set()
         self._saved: dict[str, CommitName] = {}
@@ -308,11 +323,12 @@ class _NodeSnapshots:
     def _unseen(self, ranks: Collection[int]) -> tuple[int, ...]:
         """The ranks of the newest attempt, if it did not end in order, that have nothing on this node: a
         recovery on their nodes saves theirs."""
-        started = [each for each in attempts.attempts(self._store) if each.start is not None]
-        newest = started[-1] if started else None
-        if newest is None or newest.start is None or newest.closed or newest.start.world < 2:
+        newest = View.of(self._store)
+        if newest.attempt is None or newest.catalogue.world < 2:
             return ()
-        return tuple(rank for rank in range(newest.start.world) if rank not in ranks)
+        if attempts.ending(newest, newest.attempt) == "closed":
+            return ()
+        return tuple(rank for rank in range(newest.catalogue.world) if rank not in ranks)
 
     @property
     def findings(self) -> list[Finding]:
@@ -341,14 +357,6 @@ class _NodeSnapshots:
             if found.outcome is Fate.KEPT and not found.detail and found.attempt in self.unsaved:
                 self._note(name, Fate.KEPT, _NEWER_FAILED)
 
-    def commit_parts(self, *, read: bool) -> list[Finding]:
-        """Commit the steps at rest that lack only their record; `read`: after reading every byte."""
-        # Oldest first: after a kill in between, the run resumes from an older step, as before.
-        for stored in reversed(unfinished(self._store)):
-            self._queue.adopt(stored, read=read)
-        self._run()
-        return list(self._parts.values())[::-1]
-
     def _run(self) -> None:
         before = self._queue.progress_bytes
 
@@ -362,11 +370,11 @@ class _NodeSnapshots:
         self._queue.run_to_idle(watch)
 
     def _world_of(self, attempt: AttemptName) -> int | None:
-        start = None
-        # The snapshot of an older attempt may not be needed; a write of this one's reads the record again.
         with contextlib.suppress(DamagedError):
-            start = attempts.read_start(self._store, attempt)
-        return None if start is None else start.world
+            newest = View.of(self._store)
+            if newest.attempt == attempt or (newest.parent and newest.parent.attempt == attempt):
+                return newest.catalogue.world
+        return None
 
     def _sealed(self) -> Iterator[tuple[HeldRegion, Sealed]]:
         """The snapshots in slots, in memory and in the cache, newest first."""
@@ -402,10 +410,6 @@ class _NodeSnapshots:
 
     def _note_outcome(self, job: StepJob, outcome: StepOutcome) -> None:
         fate, detail = _fate_of(outcome, is_dry_run=self._hold.is_view)
-        if job.stored is not None:
-            is_damage = outcome.incomplete is Incomplete.TORN
-            self._parts[job.stored.folder] = parts_found(job.stored, fate, detail, damage=is_damage)
-            return
         if outcome.state is JobState.PART_WRITTEN:
             self._waiting.add(job.attempt)
         for name in (name for each in job.members() for name in self._copies(each.slot.name)):
@@ -466,7 +470,7 @@ class _NodeSnapshots:
     def _settle(self, examined: Examined, *, discard: bool) -> set[str]:
         """The names of the slots that stay; notes the outcome of the others."""
         # In a dry run `examined` lacks the steps that were committed to the overlay.
-        committed = set(self._saved.values()) & set(Catalogue.of(self._store).visible())
+        committed = set(self._saved.values()) & set(View.of(self._store).visible())
         whole = examined.whole | (committed - examined.damaged if self._hold.is_view else set())
         newest = max(whole, default=None)
         lost = {each for each in examined.damaged if newest is None or each > newest}
@@ -485,6 +489,7 @@ class _NodeSnapshots:
 
     def _needed(self) -> set[str]:
         """Slots with a snapshot that is committed nowhere and still counts."""
+        newest = View.of(self._store)
         left = [
             Survivor(
                 slot=name,
@@ -492,7 +497,7 @@ class _NodeSnapshots:
                 attempt=each.attempt,
                 step=each.step,
                 boundary=each.boundary,
-                is_committed=name in self._saved and is_whole(self._store, self._saved[name]),
+                is_committed=name in self._saved and is_whole(newest, self._saved[name]),
             )
             for name, each in self._snapshots.items()
             if each.attempt is not None and each.step is not None and each.outcome is not Fate.TORN
@@ -521,12 +526,6 @@ class _NodeSnapshots:
         if self._cache is not None:
             self._cache.remove(name)
 
-    def forget_dead_keepers(self) -> None:
-        """Remove the locks of dead keepers, by which their half-written shards were found."""
-        for nonce, lives in self._regions.other_keepers().items():
-            if not lives:
-                self._regions.forget_keeper(nonce)
-
     def close(self) -> None:
         """Let the next keeper find the slots that stay, and leave no other name behind. After an interrupt a
         busy worker keeps its files until the process ends, and the life lock, by which the next recovery
@@ -543,7 +542,8 @@ class _NodeSnapshots:
             os.close(self._wake)
         with contextlib.suppress(OSError, FlashckptError):
             if self._hold.election is not None and self._hold.election.stands(self._runtime):
-                self._regions.remove_dead_locks()
+                for _ in range(2):  # a keeper counts as dead once it was seen dead twice
+                    self._regions.remove_dead_locks()
                 remove_names(self._runtime)
 
     # ---- the next resume
@@ -659,7 +659,7 @@ def _copy_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool
             name = next((each.name for each in lineage.next_start(store).candidates), None)
             if name is None:
                 return RemoteReport(url=remote.url, outcome=RemoteFate.NOTHING)
-            fate = RemoteFate.THERE if is_whole(remote, name) else RemoteFate.MISSING
+            fate = RemoteFate.THERE if is_whole(View.of(remote), name) else RemoteFate.MISSING
             return RemoteReport(url=remote.url, outcome=fate, step=name.step, attempt=name.attempt)
         done = copy_run(
             store,

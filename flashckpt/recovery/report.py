@@ -19,7 +19,7 @@ class Kind(str, Enum):
     SNAPSHOT = "snapshot"
     """A sealed snapshot in a slot of this node's memory."""
     PARTS = "parts"
-    """A step at rest without a commit record."""
+    """A snapshot at rest, which was not committed."""
     STEP = "step"
     """A committed step that is or was damaged, or quarantined."""
     ORPHANS = "orphans"

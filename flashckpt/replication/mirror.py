@@ -1,8 +1,8 @@
 """The mirror of a run: a second store that gets committed steps of the home.
 
-Owns the mirror while a keeper lives: its run.json, the check that no other job trains it, retention. Sends
-each request once and raises errors; the keeper decides when to try again. At a start it is compared with the
-home: commit/choice.py decides which of the two is ahead, and a resume reads a step where it is.
+Owns the mirror while a keeper lives: the check that no other job trains it, retention. Sends each request
+once and raises errors; the keeper decides when to try again. At a start it is compared with the home:
+commit/choice.py decides which of the two is ahead, and a resume reads a step where it is.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import logging
 from array import array
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from flashckpt import _native
-from flashckpt.commit import attempts, collect, lineage
+from flashckpt.commit import attempts, lineage
 from flashckpt.commit.assets import copy_assets
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.choice import Choice, History, RankOffers, choose
 from flashckpt.commit.steps import is_whole
+from flashckpt.commit.tidying import tidy
+from flashckpt.commit.view import View, open_run
 from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, UnusableRunError
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId, claim_path, start_path
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.options import Remote
 from flashckpt.persist.ledger import Event, lines_of
-from flashckpt.replication.run_copy import AttemptRecords, Copied, Outcome, StepCopier, bring
+from flashckpt.replication.run_copy import Copied, Outcome, StepCopier
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 
-# ---- at a start: what is refused before the claim, and what is copied to the home
+# ---- at a start: what is refused before an attempt is named
 
 # Of a URL in the ledger, and of the attempts whose ledger is read.
 _MOST_CHARS, _MOST_ATTEMPTS = 4096, 4
@@ -37,12 +37,10 @@ _MOST_CHARS, _MOST_ATTEMPTS = 4096, 4
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRun:
-    """The mirror of a run. `problem` says why it does not answer, empty if it does. `claimed`: the attempt
-    that has claimed the home and is about to start there; None for a process that changes nothing."""
+    """The mirror of a run. `problem` says why it does not answer, empty if it does."""
 
     store: Store
     problem: str = ""
-    claimed: AttemptName | None = None
 
 
 def prepare(local: Store, remote: Store, run_id: str) -> tuple[str, int]:
@@ -63,7 +61,7 @@ def prepare(local: Store, remote: Store, run_id: str) -> tuple[str, int]:
             "resume the run that is here, name a mirror of its own.",
             path=local.url,
         )
-    return found, Catalogue.of(remote).highest_number()
+    return found, attempts.highest_number(View.of(remote))
 
 
 def check_unanswered(local: Store, remote: Store, run_id: str, problem: str) -> None:
@@ -82,10 +80,8 @@ def next_start(
     is_saved: bool = True,
     damaged: Collection[SnapshotId] = (),
 ) -> Choice:
-    """`lineage.next_start` for a run with this remote, or none. If the remote is ahead and `remote.claimed`
-    is given, copy the records of the remote's newest attempt to the local store; after a kill the next start
-    does so. RunError if the remote has lost those records."""
-    choice = lineage.next_start(
+    """`lineage.next_start` for a run with this remote, or none."""
+    return lineage.next_start(
         local,
         rows,
         None if remote is None else remote.store,
@@ -94,38 +90,11 @@ def next_start(
         read_from=partial(read_from, local),
         damaged=damaged,
     )
-    is_final = choice.refusal is None and not choice.needs_save
-    if choice.mirror_is_ahead and is_final and remote is not None and remote.claimed is not None:
-        newest = choice.lineage[0].attempt
-        _take_over(local, remote.store, newest, remote.claimed)
-        if not is_saved and any(each.id.attempt == newest for row in rows or () for each in row.offers):
-            # The ranks offered without its start record, which gives the number of its ranks.
-            return replace(choice, candidates=(), needs_save=True)
-    return choice
-
-
-def _take_over(local: Store, remote: Store, newest: AttemptName, ours: AttemptName) -> None:
-    """Copy the records of the remote's newest attempt to the local store, as its newest started attempt."""
-    records = AttemptRecords.of(remote, newest)
-    if records is None or not records.start:
-        raise RunError(
-            f"{remote.url}: attempt {newest} was deleted while its records were read. Nothing was loaded. "
-            "Start again.",
-            path=remote.url,
-        )
-    attempts.check_newest(local, ours)
-    for number, name in attempts.names(local, least=newest.number).items():
-        # These have committed nothing; with their start records one of them would be the newest.
-        if name != newest and number < ours.number:
-            local.remove(start_path(name))
-            if number == newest.number:
-                local.remove(claim_path(number))
-    bring(local, [records])
 
 
 def read_from(store: Store) -> str:
     """The remote from which the newest attempt read its first step, by its ledger; empty if it read none."""
-    newest = attempts.newest_started(store)
+    newest = View.of(store).attempt
     lines = () if newest is None else lines_of(store, str(newest))
     resumes = (line for line in lines if line["event"] == Event.RESUME.value)
     if not any(line.get("tier") == "remote" for line in resumes):
@@ -136,7 +105,7 @@ def read_from(store: Store) -> str:
 def known_remote(store: Store) -> str:
     """The URL of the newest attempt's remote by its ledger; empty if it had none, or the ledger is gone. For
     display: a resume gets the remote from its caller."""
-    for _, name in sorted(attempts.names(store).items(), reverse=True)[:_MOST_ATTEMPTS]:
+    for name in View.of(store).attempts()[: -_MOST_ATTEMPTS - 1 : -1]:
         for line in lines_of(store, str(name)):
             if line["event"] == Event.ATTACH.value:
                 url = line.get("remote")
@@ -156,15 +125,12 @@ IsDue = Callable[[int | None, int], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mirrored:
-    """The result of one request. `of`: the newest started attempt here; `newest`: the newest step of the
-    remote; `copied`: None if nothing was due; `pruned`: the steps that the remote's retention deleted;
-    `problem`: why it could not."""
+    """The result of one request. `of`: the newest attempt here, which the remote follows; `newest`: the
+    newest step of the remote; `copied`: None if nothing was due."""
 
     of: AttemptName | None
     newest: CommitName | None = None
     copied: Copied | None = None
-    pruned: tuple[int, ...] = ()
-    problem: str = ""
 
 
 class Mirror:
@@ -178,12 +144,8 @@ class Mirror:
         self._target: Store | None = None
         self._copier: StepCopier | None = None
         self._newest: CommitName | None = None
-        # The newest attempt of the source whose records are in the target.
+        # The newest attempt of the source, which the target follows.
         self._settled: AttemptName | None = None
-        # Whether uncommitted data in the target was listed, for this attempt; and the oldest snapshot of it
-        # that may go once newer steps are kept.
-        self._has_swept = False
-        self._later: SnapshotId | None = None
         self._has_assets = False
 
     @property
@@ -191,47 +153,26 @@ class Mirror:
         return int(_native.load(_native.address_of(self._progress)))
 
     def bring(self, wanted: CommitName | None, is_due: IsDue) -> Mirrored:
-        """Copy `wanted`, or the newest step if that is not visible any more or None, if `is_due`; then delete
-        the steps that the remote keeps no longer.
+        """Copy `wanted`, or the newest step if that is not visible any more or None, if `is_due`; the steps
+        that the remote keeps no longer go with it.
 
         OSError if a store fails; RunError if the remote holds another run, or another job trains it;
         DamagedError if the step is damaged here. Then the remote has whole steps only.
         """
-        target, copier = self._opened()
-        here, there = Catalogue.of(self._source), Catalogue.of(target)
-        if wanted is None and self._begins(here, there):
-            return Mirrored(of=self._settled, newest=self._newest)
-        self._settle(target, copier, here, there)
-        if self._settled is None:
+        _, copier = self._opened()
+        here = View.of(self._source)
+        if here.attempt is None:
             return Mirrored(of=None)
+        if self._settled != here.attempt:
+            there = copier.follow()
+            tidy(there, here.attempt)
+            self._settled = here.attempt
+            self._newest = there.newest_first()[0] if there.visible() else None
         try:
             copied = self._copied(copier, wanted, is_due)
         finally:
             self.copying = None
-        if copied is None:
-            return Mirrored(of=self._settled, newest=self._newest)
-        pruned, problem = self._prune(target, self._settled, copied)
-        return Mirrored(of=self._settled, newest=self._newest, copied=copied, pruned=pruned, problem=problem)
-
-    def _prune(self, target: Store, settled: AttemptName, copied: Copied) -> tuple[tuple[int, ...], str]:
-        """The steps that the target's retention deleted, and what went wrong."""
-        try:
-            keep, is_first = self._remote.keep, not self._has_swept
-            plan, done = collect.prune(
-                target,
-                settled,
-                keep,
-                catalogue=copied.catalogue,
-                whole=[] if copied.outcome is Outcome.DELETED else [copied.name],
-                with_uncommitted=is_first,
-            )
-        except OSError as error:
-            return (), str(error)
-        self._later = plan.later if is_first else self._later
-        self._has_swept = self._later is None or plan.floor is None or self._later > plan.floor.id
-        gone = set(done.snapshots)
-        steps = tuple(each.step for each in plan.expired if each.id in gone)
-        return steps, str(done.errors[0]) if done.errors else ""
+        return Mirrored(of=self._settled, newest=self._newest, copied=copied)
 
     def _opened(self) -> tuple[Store, StepCopier]:
         if self._target is None:
@@ -260,35 +201,10 @@ class Mirror:
                 target,
                 progress=_native.address_of(self._progress),
                 compress=self._remote.compress,
+                keep=self._remote.keep,
                 may_supersede=lambda: attempts.check_not_held(target, attempts.local_owner()),
             )
         return target, self._copier
-
-    def _begins(self, here: Catalogue, there: Catalogue) -> bool:
-        """Whether an attempt here has claimed and not started: it may resume from a step of the target."""
-        newest, claimed = there.newest_claimed, here.newest_claimed
-        if newest is None or claimed is None or claimed.number <= newest.number:
-            return False
-        return newest not in here.attempts and claimed != here.newest_started
-
-    def _settle(self, target: Store, copier: StepCopier, here: Catalogue, there: Catalogue) -> None:
-        """Copy the records of the newest attempt that started here. RunError if another job trains there."""
-        newest, other = here.newest_started, there.newest_claimed
-        is_known = (
-            other is None or other in here.attempts or (newest is not None and other.number < newest.number)
-        )
-        if not is_known:
-            raise RunError(
-                f"{target.url} is trained by another job: attempt {other} there is not of "
-                f"{self._source.url}. Nothing was changed there, and no more steps are copied to it. Stop "
-                "one of the two jobs, or give this one a remote of its own.",
-                path=target.url,
-            )
-        if newest is not None and newest != self._settled:
-            copier.bring_lineage()
-            collect.tidy(target, newest, Catalogue.of(target))
-            self._newest = _newest_whole(target)
-            self._settled, self._has_swept = newest, False
 
     def _copied(self, copier: StepCopier, wanted: CommitName | None, is_due: IsDue) -> Copied | None:
         for _ in range(_TRIES):
@@ -303,8 +219,6 @@ class Mirror:
             except NoSuchStepError:
                 self.copying = wanted = None
                 continue
-            if copied.outcome is Outcome.COPIED:
-                self._check_seen(each, copied.catalogue)
             before = self._newest
             if copied.outcome is not Outcome.DELETED and (before is None or before <= each):
                 self._newest = each
@@ -322,24 +236,8 @@ class Mirror:
             log.warning("the assets of the run are not copied to the remote: %s", error)
             self._has_assets = not isinstance(error, OSError)
 
-    def _check_seen(self, each: CommitName, there: Catalogue) -> None:
-        """RunError if another job has started there without the step while it was copied. The step stays: it
-        may become the only copy, and other processes may have read it."""
-        assert self._target is not None
-        target, newest = self._target, there.newest_started
-        if newest in (None, *Catalogue.of(self._source).attempts) or there.is_in_lineage(each.id):
-            return
-        raise RunError(
-            f"Step {each.step} of attempt {each.attempt} came too late to {target.url}: attempt {newest} of "
-            "another job has started there without it. It stays there as another branch, and `flashckpt "
-            f"branch {target.url} {each}` resumes from it. {self._source.url} is unchanged, and no more "
-            "steps are copied. Stop one of the two jobs, or give this one a remote of its own.",
-            step=each.step,
-            path=target.url,
-        )
-
     def _chosen(self, wanted: CommitName | None, is_due: IsDue) -> CommitName | None:
-        if wanted is not None and wanted in Catalogue.of(self._source).visible():
+        if wanted is not None and wanted in View.of(self._source).visible():
             return wanted
         newest, last = _newest_whole(self._source), self._newest
         if newest is None or (last is not None and newest.step <= last.step):
@@ -348,5 +246,5 @@ class Mirror:
 
 
 def _newest_whole(store: Store) -> CommitName | None:
-    catalogue = Catalogue.of(store)
-    return next((each for each in catalogue.newest_first() if is_whole(catalogue.store, each)), None)
+    view = View.of(store)
+    return next((each for each in view.newest_first() if is_whole(view, each)), None)

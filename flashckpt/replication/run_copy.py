@@ -1,10 +1,9 @@
-"""Copies committed steps of a run to another store, byte for byte, newest first.
+"""Copies checkpoints of a run to another store, byte for byte, newest first.
 
-`copy_run` owns the choice of steps and the target's run.json. `copy_in_order` owns the order of the writes:
-frozen instances, shards and parts, attempts, commit record, check. `StepCopier` owns how files are sent: a
-part stands in the target only for bytes that were compared with it. Deletes only its own temporary files, its
-own record where a deletion in the target has removed the data meanwhile, and, when asked to repair, damaged
-files. `alive` is copied only of an attempt that has ended: a copy must not look like a living trainer.
+`copy_run` owns the choice of steps. flashckpt/catalogue/mirror.py owns the order of the writes. `StepCopier`
+owns how files are sent: the bytes of a source are compared with its records before they are sent, and what
+was written is compared with what was read. Deletes only what the catalogue of the target does not need and,
+when asked to repair, damaged files.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import re
 import secrets
 import tempfile
 from array import array
@@ -20,158 +18,49 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 
 from flashckpt import _native, crashpoints
-from flashckpt.commit import attempts
+from flashckpt.catalogue.changes import Keep as Kept
+from flashckpt.catalogue.changes import ancestry, clear
+from flashckpt.catalogue.home import Home, checkpoint_of
+from flashckpt.catalogue.mirror import copy_checkpoint
+from flashckpt.catalogue.requests import Copy, Stores
 from flashckpt.commit.assets import copy_assets
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.commit_step import create_record
-from flashckpt.commit.lineage import check_records, resolve
-from flashckpt.commit.steps import StepRecord, is_whole, missing_files, missing_frozen, read_record, read_step
+from flashckpt.commit.commit_step import KEEP_ALL, kept
+from flashckpt.commit.lineage import resolve
+from flashckpt.commit.steps import (
+    StepRecord,
+    is_whole,
+    missing_files,
+    read_checkpoint,
+    read_manifest,
+    step_of,
+)
 from flashckpt.commit.verification import FileStatus, verify_file
+from flashckpt.commit.view import HOME, View, open_run
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
+from flashckpt.format.catalogue import Checkpoint
 from flashckpt.format.layout import PAGE
-from flashckpt.format.names import (
-    FROZEN_FOLDER,
-    AttemptName,
-    CommitName,
-    SnapshotId,
-    alive_path,
-    claim_path,
-    start_path,
-)
-from flashckpt.format.records import (
-    CHUNK_BYTES,
-    Alive,
-    Claim,
-    CommitRecord,
-    Contents,
-    Part,
-    RankRecord,
-    Start,
-)
-from flashckpt.options import Compress
+from flashckpt.format.manifest import FrozenFile, Manifest
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.records import CHUNK_BYTES, Contents, Part
+from flashckpt.options import Compress, Keep
 from flashckpt.store import are_apart
 from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
 from flashckpt.store.compressed_store import compressing
 from flashckpt.store.read_plan import read_shard
 from flashckpt.threads import start_thread
 
-# ---- the records of attempts: a store that was trained on its own is never mixed with another
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptRecords:
-    """The bytes of an attempt's claim and start record. `start` is empty for one that never started."""
-
-    name: AttemptName
-    claim: bytes
-    start: bytes
-    ended: str
-
-    @classmethod
-    def of(cls, store: Store, name: AttemptName) -> AttemptRecords | None:
-        """Read them; None if the claim was deleted with its attempt. DamagedError."""
-        try:
-            attempts.read_claim(store, name)
-            claim, start = store.read(claim_path(name.number), Claim.MAX_BYTES), b""
-            if attempts.read_start(store, name) is not None:
-                start = store.read(start_path(name), Start.MAX_BYTES)
-        except FileNotFoundError:
-            return None
-        alive = attempts.alive(store, name)
-        return cls(name, claim, start, "" if alive is None else alive.ended)
-
-
-def needed(source: Catalogue, step_of: AttemptName) -> list[AttemptRecords]:
-    """The records by which a start finds a step of attempt `step_of`, oldest first: those of this attempt, of
-    the newest started attempt, and of its lineage. DamagedError if those of the newest are damaged."""
-    found = []
-    for name in sorted({step_of, *(bound.attempt for bound in source.lineage)}):
-        try:
-            records = AttemptRecords.of(source.store, name)
-        except DamagedError:
-            if name == source.newest_started:
-                raise
-            continue  # the start.json of the newest attempt has the lineage
-        if records is not None and records.start:
-            found.append(records)
-    return found
-
-
-def check_one_history(
-    source: Catalogue, target: Catalogue, records: list[AttemptRecords], may_supersede: Callable[[], None]
-) -> None:
-    """RunError if the target has attempts with another history, or with steps that these records would hide.
-    `may_supersede` raises if a living attempt of the target must not be followed by a newer one."""
-    if not records:
-        return
-    for each in records:
-        _check_alike(target.store, each)
-    newest = target.newest_claimed
-    if newest is None or records[-1].name.number <= newest.number:
-        return
-    known = {*source.attempts, *(bound.attempt for bound in source.lineage), *(each.name for each in records)}
-    is_foreign = newest not in known and newest == target.newest_started
-    if is_foreign and not all(source.is_in_lineage(each.id) for each in target.visible()):
-        raise _other_history(target.store, newest)
-    alive = attempts.alive(target.store, newest)
-    if alive is not None and not alive.ended:
-        may_supersede()
-
-
-def bring(target: Store, records: list[AttemptRecords]) -> None:
-    """Create the records in the target, oldest first. RunError if a record exists and differs."""
-    for each in records:
-        if not target.exists(start_path(each.name)) or not target.exists(claim_path(each.name.number)):
-            target.create(claim_path(each.name.number), each.claim)
-            _check_alike(target, each)
-            target.create(start_path(each.name), each.start)
-        if each.ended and attempts.alive(target, each.name) is None:
-            target.create(alive_path(each.name), Alive(count=0, ended=each.ended).to_bytes())
-        _check_alike(target, each)
-
-
-def _check_alike(target: Store, records: AttemptRecords) -> None:
-    for path, data in (
-        (claim_path(records.name.number), records.claim),
-        (start_path(records.name), records.start),
-    ):
-        try:
-            found = target.read(path, Start.MAX_BYTES)
-        except FileNotFoundError:
-            continue
-        except DamagedError as error:
-            raise DamagedError(f"{target.url}: {error}", path=path) from error
-        if found != data:
-            raise _other_history(target, records.name, path)
-
-
-def _other_history(target: Store, name: AttemptName, path: str = "") -> RunError:
-    what = f"{path} is another there" if path else f"the source has no attempt {name}"
-    return RunError(
-        f"{target.url} has been trained by itself: {what}. Nothing was changed there. Copy to a place of its "
-        "own.",
-        path=target.url,
-    )
-
-
-# ---- one committed step
-
-_TRIES = 4
 _SHOWN = 8
-_TEMPORARY = re.compile(r"\.((?:shard-)?[0-9a-f-]+\.safetensors)\.[0-9a-f]{16}\.tmp")
-
-# The newest started attempt of the source and the attempt of a step, whose records are in the target.
-Alike = set[tuple[AttemptName | None, AttemptName]]
+MIRROR = Home("mirror")
 
 
 class Outcome(Enum):
     COPIED = "copied"
     THERE = "there already"
-    DELETED = "deleted there"
-    """The target is deleting the step: its tombstone stands."""
+    DELETED = "overtaken there"
+    """Another copier has committed a newer step there meanwhile."""
     REPAIRED = "repaired"
     """Damaged files of the target were sent again."""
 
@@ -179,74 +68,24 @@ class Outcome(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
     """The result of one copy. `num_bytes`: the length of the step's files; `sent_bytes`: what was sent.
-    `catalogue`: that of the target by which the copy was checked."""
+    `view`: of the target, after the copy; `dropped`: the steps that retention dropped there."""
 
     name: CommitName
     outcome: Outcome
     num_bytes: int
     sent_bytes: int
-    catalogue: Catalogue = field(compare=False, repr=False)
+    view: View = field(compare=False, repr=False)
+    dropped: tuple[CommitName, ...] = ()
 
     @property
     def step(self) -> int:
         return self.name.step
 
 
-def copy_in_order(
-    source: Store,
-    target: Store,
-    name: CommitName,
-    send: Callable[[CommitRecord], None],
-    *,
-    alike: Alike | None = None,
-    may_supersede: Callable[[], None] = lambda: None,
-) -> tuple[Outcome, Catalogue]:
-    """Copy one committed step to a store that holds the same run. `send` writes its frozen instances, shards
-    and parts, and may skip existing ones. `alike`: attempts whose records an earlier call has compared; this
-    call adds to it. `may_supersede`: as of `check_one_history`. Returns the outcome with the catalogue of the
-    target by which it was checked.
-
-    FileNotFoundError if the source does not have the step, or is deleting it. RunError if the target deletes
-    files of it meanwhile. DamagedError.
-    """
-    home, there = Catalogue.of(source), Catalogue.of(target)
-    record = read_record(source, name)
-    if record is None or name not in home.commits:
-        raise FileNotFoundError(errno.ENOENT, "no such committed step", name.path)
-    lineage = home.newest_started, name.attempt
-    records = [] if alike is not None and lineage in alike else needed(home, name.attempt)
-    check_one_history(home, there, records, may_supersede)
-    if name.id in there.tombstones:
-        return Outcome.DELETED, there
-    send(record)
-    bring(target, records)
-    if alike is not None:
-        alike.add(lineage)
-    crashpoints.point("copy.records")
-    if lost := missing_frozen(target, record.frozen):
-        raise _gone(target, lost[0], name.step)
-    create_record(target, record)
-    return _checked(target, record)
-
-
-def _checked(target: Store, record: CommitRecord) -> tuple[Outcome, Catalogue]:
-    """Check a copy after its record was created: a deletion in the target may have removed the files as
-    uncommitted."""
-    there = Catalogue.of(target)
-    lost = missing_files(target.at_once(), record)
-    if set(lost) >= set(record.data_paths()):
-        target.remove(record.name.path)
-    if record.name.id in there.tombstones:
-        return Outcome.DELETED, there
-    if lost or record.name not in there.commits:
-        raise _gone(target, lost[0] if lost else record.name.path, record.name.step)
-    return Outcome.COPIED, there
-
-
 class StepCopier:
     """Copies steps of one run. `progress`: 0, or the address of a u64 that grows by the bytes sent or found.
     `compress`: see `Compression`. `repairs`: compare every byte in the target, and send damaged files again.
-    `may_supersede`: as of `check_one_history`."""
+    `may_supersede` raises if a job that lives trains the run in the target."""
 
     def __init__(
         self,
@@ -257,237 +96,229 @@ class StepCopier:
         progress: int = 0,
         compress: Compress = "none",
         repairs: bool = False,
+        keep: Keep = KEEP_ALL,
         may_supersede: Callable[[], None] = lambda: None,
     ) -> None:
         self._source, self._target = source, compressing(target, compress)
-        self._repairs, self._has_replaced, self._was_there = repairs, False, False
+        self._repairs, self._keep = repairs, keep
         self._word = array("Q", [0])
         self._progress = progress or _native.address_of(self._word)
         self._threads, self._may_supersede = threads, may_supersede
-        self._frozen: dict[str, Contents] = {}  # instances that stand in the target, by their paths
-        self._alike: Alike = set()
-        self._sent_bytes, self._compared = 0, set[str]()
+        self._sent_bytes = 0
+
+    @property
+    def _kept(self) -> Kept:
+        return kept(self._keep)
 
     def copy(self, name: CommitName) -> Copied:
         """Commit a step of the source in the target, which is the same run.
 
         Raises, and commits nothing: NoSuchStepError if the source does not have the step, DamagedError if its
-        bytes are not those of its record, RunError if the target has other files in its place.
+        bytes are not those of its records, RunError if the target has other files in its place or has been
+        trained by itself.
         """
-        self._sent_bytes, self._compared = 0, set()
-        self._has_replaced = self._was_there = False
-        record: list[CommitRecord] = []
-
-        def send(found: CommitRecord) -> None:
-            record.append(found)
-            self._send_step(found)
-
+        self._sent_bytes = 0
+        here, there = View.of(self._source), View.of(self._target)
+        checkpoint = here.checkpoint(name.id)
+        if checkpoint is None or checkpoint.step != name.step:
+            raise self._no_step(name)
         try:
-            outcome, catalogue = copy_in_order(
-                self._source,
-                self._target,
-                name,
-                send,
-                alike=self._alike,
-                may_supersede=self._may_supersede,
-            )
+            if (target := there.checkpoint(name.id)) is not None:
+                return self._found_there(here, name, there, target)
+            return self._copied(here, checkpoint, there)
         except (DamagedError, FileNotFoundError):
-            if name not in Catalogue.of(self._source).commits:
-                raise NoSuchStepError(
-                    f"{self._source.url} has no committed step {name}, or retention has deleted it. It is "
-                    "not committed in the target. Name a newer one.",
-                    step=name.step,
-                    path=self._source.url,
-                ) from None
+            if not View.of(self._source).has(name):
+                raise self._no_step(name) from None
             raise
-        if outcome is Outcome.COPIED and self._has_replaced:
-            outcome = Outcome.REPAIRED
-            self._remove_quarantines(name)
-        elif outcome is Outcome.COPIED and self._was_there and not self._sent_bytes:
-            outcome = Outcome.THERE
-        files = [each for found in record for each in (*found.shards, *found.frozen)]
+
+    def follow(self) -> View:
+        """Let the target follow the newest attempt of the source, before that has a step to copy. Returns a
+        view of the target. RunError if it has been trained by itself."""
+        here, there = View.of(self._source), View.of(self._target)
+        if here.attempt is None or there.attempt == here.attempt:
+            return there
+        self._check_followed(here, there)
+        steps = MIRROR.follow(secrets.token_hex(4), here.catalogue)
+        return View(Stores({MIRROR.store: self._target}).run(steps), self._target)
+
+    def _copied(self, here: View, checkpoint: Checkpoint, there: View) -> Copied:
+        self._check_followed(here, there)
+        manifest = read_manifest(self._source, checkpoint)
+        if manifest is None:
+            raise _damaged(self._source, checkpoint.manifest_path, "it is missing", checkpoint.step)
+        record = step_of(self._source, manifest)
+        files = _Files(record)
+        stores = Stores(
+            {HOME.store: self._source, MIRROR.store: self._target}, copy=partial(self._send, files)
+        )
+        nonce = secrets.token_hex(4)
+        after = stores.run(copy_checkpoint(HOME, here.catalogue, checkpoint, MIRROR, nonce, self._kept))
+        if after is None:
+            raise _damaged(self._source, checkpoint.folder.path, "its files are gone", checkpoint.step)
+        view = View(after, self._target)
+        found = view.checkpoint(checkpoint.id)
         return Copied(
-            name=name,
-            outcome=outcome,
-            num_bytes=sum(each.num_bytes for each in files),
+            name=record.name,
+            outcome=Outcome.DELETED if found is None else Outcome.COPIED,
+            num_bytes=_num_bytes(manifest),
             sent_bytes=self._sent_bytes,
-            catalogue=catalogue,
+            view=view,
+            dropped=tuple(sorted(set(there.checkpoints).difference(view.checkpoints))),
         )
 
-    def bring_lineage(self) -> None:
-        """Copy the records of the newest started attempt of the source and of its lineage, before its first
-        commit. RunError as of `copy`."""
-        home = Catalogue.of(self._source)
-        newest = home.newest_started
-        if newest is not None and (newest, newest) not in self._alike:
-            records = needed(home, newest)
-            check_one_history(home, Catalogue.of(self._target), records, self._may_supersede)
-            bring(self._target, records)
-            self._alike.add((newest, newest))
+    def _check_followed(self, here: View, there: View) -> None:
+        if there.attempt not in (None, here.attempt) and not there.catalogue.ended:
+            self._may_supersede()
 
-    def _send_step(self, record: CommitRecord) -> None:
-        """Send the files that are missing in the target, or, when repairing, damaged there."""
-        self._was_there = self._stands(record)
-        if self._was_there and not self._repairs:
-            return
-        step = read_step(self._source, record.name)
-        if step.record != record:
-            raise _damaged(
-                self._source, record.name.path, "it has changed while it was read", record.name.step
-            )
-        for place in range(len(step.parts)):
-            self._copy_part(step, place)
-        if self._target.capabilities.rename:
-            self._clear(record)
-
-    def _stands(self, record: CommitRecord) -> bool:
-        """Whether the target has the step, with the length of every file. Removes a damaged record when
-        repairing."""
-        name = record.name
-        try:
-            found = read_record(self._target, name)
-        except DamagedError as error:
-            if not self._repairs:
-                why = f"{error} {self._advice(name)}"
-                raise _damaged(self._target, name.path, why, name.step) from error
-            self._has_replaced = True
-            self._target.remove(name.path)
-            return False
-        if found is not None and found != record:
-            raise self._is_whole_other(name.path, name.step)
-        return found is not None and not missing_files(self._target, record)
-
-    def _remove_quarantines(self, name: CommitName) -> None:
-        """Remove the quarantines of a step whose bytes were all compared."""
-        there = Catalogue.of(self._target)
-        self._target.remove_files(path for each, path in there.quarantines if each == name)
-
-    # ---- parts and files
-
-    def _copy_part(self, record: StepRecord, place: int) -> None:
-        part, data = record.parts[place], record.part_bytes(place)
-        path = f"{record.name.id.data_folder}/{part.file}"
-        is_there = self._has_part(path, data, record.name)
-        paths = [file for rank in part.ranks for file, _ in record.files(rank.rank)]
-        folders = {file.rpartition("/")[0] for file in paths}
-        sizes = {f"{each}/{e.name}": e.num_bytes for each in folders for e in self._target.list(each)}
-        for rank in part.ranks:
-            for file, contents in record.files(rank.rank):
-                self._send(record, rank, file, contents, sizes.get(file))
-        if not is_there:
+    def _send(self, files: _Files, source: Store, target: Store, request: Copy) -> bool:
+        """Send one file, which has no name in the target yet."""
+        contents = files.contents.get(request.path)
+        if contents is None:
             crashpoints.point("copy.files")
-            if self._repairs and self._target.exists(path):
-                self._has_replaced = True
-                self._target.remove(path)
-            if not self._target.create(path, data):
-                self._has_part(path, data, record.name)
+            data = files.part(request.path)
+            if not target.create(request.target_path, data):
+                raise FileExistsError(errno.EEXIST, "another file has the name", request.target_path)
             crashpoints.point("copy.part")
+            return True
+        self._sent_bytes += self._write(request.path, request.target_path, contents, files.step)
+        return True
 
-    def _has_part(self, path: str, data: bytes, name: CommitName) -> bool:
-        """Whether the target has the part. When repairing, a damaged part counts as missing."""
+    # ---- a checkpoint that the target has
+
+    def _found_there(self, here: View, name: CommitName, there: View, target: Checkpoint) -> Copied:
+        """Leave a checkpoint of the target as it is if its files are there; send those that are missing, or,
+        when repairing, damaged."""
+        manifest = read_checkpoint(here, name)
+        if not self._repairs:
+            with suppress(DamagedError):
+                if not missing_files(self._target, target):
+                    _native.fetch_add(self._progress, _num_bytes(manifest))
+                    return self._result(name, Outcome.THERE, manifest, there)
+        record, made = step_of(self._source, manifest), self._as_there(manifest, there, target)
+        files = _Files(record)
+        changed = False
+        for place, row in enumerate(made.parts):
+            path = f"{made.folder.path}/{row.name}"
+            changed |= self._mend_part(path, record.part_bytes(place), name)
+        frozen = {each.name: f"{each.base.path}/{each.name}" for each in made.frozen}
+        for path, contents in files.contents.items():
+            file = contents.shard.file
+            there_path = frozen.get(file, f"{made.folder.path}/{file}")
+            changed |= self._mend(path, there_path, contents, name)
+        changed |= self._mend_manifest(made, target, name)
+        if self._repairs:
+            change = partial(clear, checkpoint=target)
+            there = View(Stores({HOME.store: self._target}).run(HOME.update(change)), self._target)
+        outcome = Outcome.THERE
+        if changed:
+            outcome = Outcome.REPAIRED if self._repairs else Outcome.COPIED
+        return self._result(name, outcome, manifest, there)
+
+    def _result(self, name: CommitName, outcome: Outcome, manifest: Manifest, view: View) -> Copied:
+        num_bytes = _num_bytes(manifest)
+        return Copied(name=name, outcome=outcome, num_bytes=num_bytes, sent_bytes=self._sent_bytes, view=view)
+
+    def _as_there(self, manifest: Manifest, there: View, target: Checkpoint) -> Manifest:
+        """The manifest of the target, made again from that of the source if it cannot be read. RunError if
+        the target has other files of this snapshot."""
+        with suppress(DamagedError):
+            if (found := read_manifest(self._target, target)) is not None:
+                if _names(found) != _names(manifest):
+                    raise self._is_whole_other(target.manifest_path, manifest.step)
+                return found
+        frozen = {each.name: each for each in manifest.frozen}
+        places = {name: FrozenFile(target.folder, name, each.num_bytes) for name, each in frozen.items()}
+        for base in target.bases:
+            names = {each.name for each in self._target.list(base.path)} & frozen.keys()
+            places |= {name: FrozenFile(base, name, frozen[name].num_bytes) for name in names}
+        made = replace(
+            manifest,
+            folder=target.folder,
+            frozen=tuple(sorted(places.values())),
+            lineage=ancestry(there.catalogue, target.id)[1:],
+        )
+        if checkpoint_of(made).manifest != target.manifest:
+            raise self._is_whole_other(target.manifest_path, manifest.step)
+        return made
+
+    def _mend_part(self, path: str, data: bytes, name: CommitName) -> bool:
+        """Write a part that is missing in the target, or, when repairing, damaged there."""
         try:
             found = self._target.read(path, Part.MAX_BYTES)
             if found == data:
-                return True
+                return False
             Part.from_bytes(found, path)
         except FileNotFoundError:
-            return False
+            self._target.create(path, data)
+            return True
         except DamagedError as error:
-            if self._repairs:
-                return False
-            raise self._is_not_whole(path, name) from error
+            if not self._repairs:
+                raise self._is_not_whole(path, name) from error
+            self._target.remove(path)
+            self._target.create(path, data)
+            return True
         raise self._is_whole_other(path, name.step)
 
-    def _send(
-        self, record: StepRecord, rank: RankRecord, path: str, contents: Contents, size: int | None
-    ) -> None:
-        """Send a file if needed. `size`: its length in the target, None if it is missing. A file that this
-        process did not send or compare is read: it may have rotted."""
-        num_bytes, is_frozen = contents.shard.num_bytes, contents is rank.constants
-        is_there = size is not None
-        if not is_there:
-            self._sent_bytes += self._write(path, contents, record.name)
-        else:
-            is_known = path in self._compared or (is_frozen and self._frozen.get(path) == contents)
-            if not (is_known and size == num_bytes) and not self._is_whole(path, contents):
-                if not self._repairs:
-                    raise self._is_not_whole(path, record.name)
-                is_there, self._has_replaced = False, True
-                self._sent_bytes += self._write(path, contents, record.name, replaces=True)
-        if is_there:
-            _native.fetch_add(self._progress, num_bytes)
-        self._compared.add(path)
-        if is_frozen:
-            self._frozen[path] = contents
+    def _mend_manifest(self, made: Manifest, target: Checkpoint, name: CommitName) -> bool:
+        try:
+            if read_manifest(self._target, target) is not None:
+                return False
+        except DamagedError as error:
+            if not self._repairs:
+                raise self._is_not_whole(target.manifest_path, name) from error
+            self._target.remove(target.manifest_path)
+        self._target.create(target.manifest_path, made.to_bytes())
+        return True
 
-    def _is_whole(self, path: str, contents: Contents) -> bool:
-        status, detail = self._verify(self._target, path, contents)
-        if status == "unreadable":
-            raise OSError(errno.EIO, detail, f"{self._target.url}/{path}")
-        return status == "ok"
+    def _mend(self, path: str, there: str, contents: Contents, name: CommitName) -> bool:
+        """Send a file that is missing in the target, or, when repairing, damaged there. A file that is there
+        is read: it may have rotted."""
+        is_there = self._target.exists(there)
+        if is_there:
+            status, detail = self._verify(self._target, there, contents)
+            if status == "unreadable":
+                raise OSError(errno.EIO, detail, f"{self._target.url}/{there}")
+            if status == "ok":
+                _native.fetch_add(self._progress, contents.shard.num_bytes)
+                return False
+            if not self._repairs:
+                raise self._is_not_whole(there, name)
+        self._sent_bytes += self._write(path, there, contents, name.step, replaces=is_there)
+        return True
+
+    # ---- files
 
     def _verify(self, store: Store, path: str, contents: Contents) -> tuple[FileStatus, str]:
         return verify_file(store, path, contents, threads=self._threads)
 
-    def _write(self, path: str, contents: Contents, name: CommitName, *, replaces: bool = False) -> int:
-        """Send a file. Returns the number of bytes sent. A local file gets its name once its bytes were
-        compared, an object at once. `replaces`: remove the existing file once the source's bytes were
-        compared."""
-        step = name.step
-        is_beside = self._target.capabilities.rename
+    def _write(self, path: str, there: str, contents: Contents, step: int, *, replaces: bool = False) -> int:
+        """Send a file. Returns the number of bytes sent. `replaces`: remove the existing file once the new
+        one is there under another name, if the store has links."""
+        folder, _, file = there.rpartition("/")
+        is_beside = replaces and self._target.capabilities.rename
+        name = f"{folder}/.{file}.{secrets.token_hex(8)}.tmp" if is_beside else there
         with self._image(path, contents, step) as descriptor:
-            for _ in range(_TRIES):
-                if is_beside:
-                    if sent_bytes := self._write_beside(path, contents, descriptor, step, replaces=replaces):
-                        return sent_bytes
-                else:
-                    if replaces:
-                        self._target.remove(path)
-                    with suppress(FileExistsError):
-                        return self._write_as(path, path, contents, descriptor, step)
-                if self._target.exists(path):
-                    # Another copier, which may be dead, has written it.
-                    if not self._is_whole(path, contents):
-                        raise self._is_not_whole(path, name)
-                    return 0
-                is_beside = False
-        raise _gone(self._target, path, step)
-
-    def _write_beside(
-        self, path: str, contents: Contents, descriptor: int, step: int, *, replaces: bool
-    ) -> int:
-        """Send to a temporary name, then link. Returns the bytes sent; 0 if the name was taken meanwhile or
-        the target has no links."""
-        folder, _, name = path.rpartition("/")
-        temporary = f"{folder}/.{name}.{secrets.token_hex(8)}.tmp"
-        try:
-            sent_bytes = self._write_as(temporary, path, contents, descriptor, step)
+            if replaces and not is_beside:
+                self._target.remove(there)
+            written = self._target.write_shard(
+                name,
+                contents.layout(),
+                MemoryRange(descriptor, 0),
+                threads=self._threads,
+                progress=self._progress,
+            )
             crashpoints.point("copy.written")
-            if replaces:
-                self._target.remove(path)
-            return sent_bytes if self._target.copy(temporary, path) else 0
-        except FileNotFoundError:
-            # Another copier has written the same file, and removed temporary files.
-            return 0
-        finally:
-            with suppress(OSError):
-                self._target.remove(temporary)
-
-    def _write_as(self, name: str, path: str, contents: Contents, descriptor: int, step: int) -> int:
-        written = self._target.write_shard(
-            name,
-            contents.layout(),
-            MemoryRange(descriptor, 0),
-            threads=self._threads,
-            progress=self._progress,
-        )
-        try:
-            if wrong := self._unlike(name, contents, written):
-                raise _damaged(self._source, path, wrong, step)
-        except BaseException:
-            with suppress(OSError):
-                self._target.remove(name)
-            raise
+            try:
+                if wrong := self._unlike(name, contents, written):
+                    raise _damaged(self._source, path, wrong, step)
+                if is_beside:
+                    self._target.remove(there)
+                    self._target.copy(name, there)
+                    self._target.remove(name)
+            except BaseException:
+                with suppress(OSError):
+                    self._target.remove(name)
+                raise
         return contents.shard.num_bytes if written.stored_bytes is None else written.stored_bytes
 
     def _unlike(self, name: str, contents: Contents, written: Written) -> str:
@@ -536,22 +367,19 @@ class StepCopier:
                 view.release()
         return _words(found, contents)
 
-    def _clear(self, record: CommitRecord) -> None:
-        """Remove temporary files of killed copiers, if their final files exist."""
-        for folder in (record.name.id.data_folder, *([FROZEN_FOLDER] if record.frozen else [])):
-            with suppress(OSError):
-                names = {each.name for each in self._target.list(folder)}
-                for name in names:
-                    if (match := _TEMPORARY.fullmatch(name)) is not None and match[1] in names:
-                        self._target.remove(f"{folder}/{name}")
-
     # ---- errors
+
+    def _no_step(self, name: CommitName) -> NoSuchStepError:
+        return NoSuchStepError(
+            f"{self._source.url} has no committed step {name}, or retention has deleted it. It is "
+            "not committed in the target. Name a newer one.",
+            step=name.step,
+            path=self._source.url,
+        )
 
     def _is_not_whole(self, path: str, name: CommitName) -> RunError:
         return RunError(
-            f"{self._target.url}/{path} is not whole: it is damaged, or another copy writes it now. Nothing "
-            f"of step {name.step} was published there, and that file was not touched. If no other copy runs: "
-            f"{self._advice(name)}",
+            f"{self._target.url}/{path} is damaged, and that file was not touched. {self._advice(name)}",
             step=name.step,
             path=path,
         )
@@ -559,9 +387,9 @@ class StepCopier:
     def _is_whole_other(self, path: str, step: int) -> RunError:
         """The error for a file that is not damaged: it is never replaced."""
         return RunError(
-            f"{self._target.url}/{path} differs from the file that step {step} of the source has under this "
-            "name, and is not damaged: it stays, and the step was not published there. `flashckpt show` "
-            "describes both. To have both, copy to a place of its own.",
+            f"{self._target.url}/{path} differs from the file that step {step} of the source has, and is not "
+            "damaged: it stays, and the step was not copied. `flashckpt show` describes both. To have both, "
+            "copy to a place of its own.",
             step=step,
             path=path,
         )
@@ -573,13 +401,33 @@ class StepCopier:
         )
 
 
-def _gone(target: Store, path: str, step: int) -> RunError:
-    return RunError(
-        f"{target.url}/{path} was deleted by another process while step {step} was copied. The step is not "
-        "committed there. Copy again.",
-        step=step,
-        path=path,
-    )
+class _Files:
+    """The files of a checkpoint of the source: the contents of shards and frozen files by path, and parts."""
+
+    def __init__(self, record: StepRecord) -> None:
+        self._record, self.step = record, record.step
+        self._parts = {record.part_path(place): place for place in range(len(record.parts))}
+        self.contents = {
+            path: contents
+            for part in record.parts
+            for rank in part.ranks
+            for path, contents in record.files(rank.rank)
+        }
+
+    def part(self, path: str) -> bytes:
+        return self._record.part_bytes(self._parts[path])
+
+
+def _names(manifest: Manifest) -> tuple[set[str], set[str], set[str]]:
+    """The names of its parts, shards and frozen files."""
+    rows = manifest.parts, manifest.shards, manifest.frozen
+    parts, shards, frozen = ({each.name for each in row} for row in rows)
+    return parts, shards, frozen
+
+
+def _num_bytes(manifest: Manifest) -> int:
+    """The bytes of its shards and frozen files."""
+    return sum(each.num_bytes for each in manifest.shards) + sum(each.num_bytes for each in manifest.frozen)
 
 
 def _words(found: Read, contents: Contents) -> str:
@@ -696,7 +544,7 @@ def copy_run(
     rows = _watched(work, word, _total(source, chosen), progress)
     # After the steps, which damaged assets must not keep from being copied.
     copy_assets(source, target, repairs=repairs)
-    there = Catalogue.of(target)
+    there = View.of(target)
     return RunCopy(
         run_id=run_id,
         source=source.url,
@@ -715,7 +563,7 @@ def _check_apart(source: Store, target: Store) -> None:
 
 
 def open_as(run_id: str, source: Store, target: Store) -> None:
-    """Create run.json in a target that holds no run. RunError if it holds another."""
+    """Make the run in a target that holds none. RunError if it holds another."""
     found = open_run(target, create=True, run_id=run_id)
     if found.run_id != run_id:
         raise RunError(
@@ -729,9 +577,8 @@ def _chosen(
     source: Store, step: int | None, at: AttemptName | SnapshotId | None, *, all_steps: bool
 ) -> list[CommitName]:
     if all_steps:
-        check_records(source)
-        catalogue = Catalogue.of(source)
-        if found := [each for each in catalogue.newest_first() if is_whole(catalogue.store, each)]:
+        view = View.of(source)
+        if found := [each for each in view.newest_first() if is_whole(view, each)]:
             return found
     return [resolve(source, step, at).name]
 
@@ -759,18 +606,17 @@ def _one(copier: StepCopier, each: CommitName, *, reports: bool) -> StepResult |
         return StepResult(name=each, problem=str(error))
 
 
-def _seen(row: StepResult, there: Catalogue) -> StepResult:
+def _seen(row: StepResult, there: View) -> StepResult:
     is_copied = row.copied is not None and row.copied.outcome is not Outcome.DELETED
     return replace(row, is_visible=is_copied and there.is_in_lineage(row.name.id))
 
 
 def _total(source: Store, chosen: list[CommitName]) -> int:
-    """The bytes of all files; a frozen instance counts for each step that names it."""
-    total = 0
+    """The bytes of all files; a frozen file counts for each step that names it."""
+    view, total = View.of(source), 0
     for each in chosen:
-        with suppress(DamagedError):
-            if (record := read_record(source, each)) is not None:
-                total += sum(file.num_bytes for file in (*record.shards, *record.frozen))
+        with suppress(DamagedError, NoSuchStepError):
+            total += _num_bytes(read_checkpoint(view, each))
     return total
 
 

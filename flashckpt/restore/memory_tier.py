@@ -58,7 +58,7 @@ class Held:
 
     @property
     def name(self) -> CommitName:
-        """The name of its commit record, whether it exists or not. Sorts snapshots, newest last."""
+        """The name of its checkpoint, whether it is committed or not. Sorts snapshots, newest last."""
         assert self.sealed is not None
         return CommitName(self.sealed.step, self.sealed.attempt, self.sealed.boundary)
 

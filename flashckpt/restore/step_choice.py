@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from torch import Tensor
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts, lineage
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import lineage
 from flashckpt.commit.choice import Candidate as Agreed
 from flashckpt.commit.choice import Choice, Offer, Place, RankOffers
-from flashckpt.commit.steps import StepRecord, missing_files, read_record, read_step
+from flashckpt.commit.steps import StepRecord, missing_of, read_checkpoint, step_of
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, NoSuchStepError, OutOfSpaceError, RunError, UnusableRunError
 from flashckpt.format.layout import Leaf
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.restore import memory_tier
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.node_copies import fetched
@@ -307,15 +307,17 @@ class StepChoice:
     def _offers(self) -> Iterator[Offer]:
         """Yield this rank's snapshots in memory and cache. problem: what other ranks must know before it is
         loaded."""
+        view = View.of(self._store) if self._survived else None
         for held in self._survived:
             if held.sealed is None:
                 continue
             world, problem = 0, ""
             with contextlib.suppress(DamagedError):  # reported when it is loaded
-                start = attempts.read_start(self._store, held.attempt)
-                world = 0 if start is None else start.world
+                # A snapshot of memory that may be resumed is of the newest attempt, or it resumed from it.
+                is_known = view is not None and held.name.id in (view.parent, _in(view, held.name.id))
+                world = view.catalogue.world if view is not None and is_known else 0
                 leaves = held.slot.metadata(held.sealed).leaves
-                if start is not None and not self._layout.is_of(world, leaves):
+                if is_known and not self._layout.is_of(world, leaves):
                     problem = "other ranks or another mesh made it, and it is read from storage alone"
                 elif lacks := held.lacks():
                     ranks = ", ".join(map(str, lacks))
@@ -456,22 +458,22 @@ class StepChoice:
             )
 
     def _record(self, candidate: Candidate) -> StepRecord:
-        """Read the commit record of a step, and the parts of the rank whose files this one reads and of the
+        """Read the manifest of a step, and the parts of the rank whose files this one reads and of the
         ranks that wrote for it.
 
         Rank 0 checks that every file is there, unless the decision has checked it: the other ranks only meet
         the files that they read, and one listing has a name for each rank of the step."""
         store = self._store_of(candidate)
-        record = read_record(store, candidate.name)
+        view = View.of(store)
         place = Place.MIRROR if candidate.is_remote else Place.HOME
         is_due = self._rank == 0 and not (candidate.name == self._checked[0] and place in self._checked[1])
-        if record is not None and is_due and (missing := missing_files(store, record)):
+        manifest = read_checkpoint(view, candidate.name)
+        if is_due and (missing := missing_of(store, manifest)):
             names = ", ".join(missing[:_SHOWN])
             raise MissingShardError(
                 f"{names}: missing, or of another length than was written", step=candidate.step
             )
-        ranks = {self._rank % (record.world if record is not None else 1)}
-        return read_step(store, candidate.name, ranks, with_writers=True)
+        return step_of(store, manifest, {self._rank % manifest.world}, with_writers=True)
 
     def _store_of(self, candidate: Candidate) -> Store:
         if not candidate.is_remote:
@@ -522,14 +524,14 @@ class StepChoice:
         """Raise RunError if not one file but the storage has failed: the resume waits for the storage
         then."""
         store = self._store_of(candidate)
-        self._retried("its attempts", partial(lineage.check_records, store), store)
+        self._retried("its catalogue", partial(View.of, store), store)
         self._retried(str(candidate), partial(self._record, candidate), store)
 
     def _check_not_deleted(self, candidate: Candidate, error: Exception) -> None:
         """Raise RunError if the remote has deleted the step: newer ones exist then, and no older one is
         taken."""
         store = self._store_of(candidate)
-        if candidate.is_remote and candidate.name not in Catalogue.of(store).commits:
+        if candidate.is_remote and not View.of(store).has(candidate.name):
             raise RunError(
                 f"{store.url}: {candidate} was deleted there while it was read: another job continues this "
                 "run, and keeps newer steps. Nothing was loaded or changed. Stop that job, or wait until it "
@@ -562,5 +564,10 @@ class StepChoice:
             try:
                 lineage.quarantine(self._store, candidate.name, lineage.this_host(), str(error))
             except OSError as failure:
-                # It is passed over all the same; without the quarantine the next start tries it again.
+                # It is passed over all the same; without the note the next start tries it again.
                 log.warning("%s could not be quarantined: %s", candidate, failure)
+
+
+def _in(view: View, id: SnapshotId) -> SnapshotId | None:
+    """This snapshot, if it is of the newest attempt."""
+    return id if id.attempt == view.attempt else None

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.commit.steps import StepRecord, step_of
 from flashckpt.errors import MismatchError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.records import Contents, RankRecord
@@ -414,7 +414,7 @@ class StepRanks:
         self._known_ranks: set[int] = set()
         self._records: dict[int, StepRecord] = {}
         self._keep(record)
-        small = sum(part.num_bytes for part in record.record.parts) <= small_bytes
+        small = sum(part.num_bytes for part in record.manifest.parts) <= small_bytes
         self.read(range(record.world) if small else [self.source])
 
     def __getitem__(self, rank: int) -> RankRecord:
@@ -441,7 +441,7 @@ class StepRanks:
         new = set(ranks) - self._known_ranks
         if missing := new - self._records.keys():
             record = self.record
-            self._keep(read_step(record.store, record.name, missing))
+            self._keep(step_of(record.store, record.manifest, missing))
         for rank in sorted(new):
             record = self._records[rank]
             each = record.rank(rank)

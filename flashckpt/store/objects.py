@@ -372,7 +372,7 @@ class ObjectStore:
         """Create an object; return False if it exists.
 
         A mark distinguishes an object of this call, after a lost answer, from another process's object with
-        the same bytes: of two processes that claim one number, only one may continue.
+        the same bytes: of two processes that create one version, only one may continue.
         """
         mark, is_uncertain = secrets.token_hex(8), False
         for attempt in range(_TRIES):

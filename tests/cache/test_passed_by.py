@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import flashckpt
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit.view import open_run
 from flashckpt.memory.cache_folder import LOCK_NAME
 from flashckpt.memory.runtime import identity_of
 from flashckpt.store import open_store

@@ -46,7 +46,7 @@ def test_what_only_the_cache_has_is_resumed_bit_for_bit_and_reaches_home(
     until(lambda: not files_in(cache), "an empty cache after the end in order")
 
 
-def test_a_restart_reads_nothing_but_records_from_home(
+def test_a_restart_reads_no_data_from_home(
     home: Home, trainer: UrlTrainer, cache: Path, kill_keepers: Callable[..., None], references: References
 ) -> None:
     trainer.kill_in_step(9)

@@ -13,6 +13,8 @@ from flashckpt.catalogue import mirror as mirrors
 from flashckpt.catalogue.changes import (
     Hopeless,
     Keep,
+    Launch,
+    ancestry,
     end,
     hopeless,
     lineage_of,
@@ -23,7 +25,7 @@ from flashckpt.catalogue.changes import (
     visible,
 )
 from flashckpt.catalogue.home import Home
-from flashckpt.catalogue.requests import Files, Put, Read, Steps
+from flashckpt.catalogue.requests import Files, Load, Put, Read, Steps
 from flashckpt.errors import SupersededError
 from flashckpt.format.catalogue import Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, PartHead, RankFiles, part_name
@@ -87,6 +89,22 @@ def alone(folder: Folder, name: str, head: PartHead) -> Manifest:
     )
 
 
+def start_by_vote(name: str) -> Steps[Catalogue]:
+    """The start of a job whose ranks vote: it is named when it opens the run, chooses from a later version,
+    and begins last."""
+    opened, writers = yield from HOME.settle((yield from HOME.make(run_id(name))))
+    mine = AttemptName(max([opened.writer, *writers]).number + 1, nonce(name))
+    chosen = yield from HOME.newest(opened)
+    parent: SnapshotId | None = None
+    for checkpoint in reversed(visible(chosen)):
+        if (yield from HOME.is_whole(checkpoint)):
+            parent = checkpoint.id
+            yield Load("home", parent, checkpoint)
+            break
+    lineage = ancestry(chosen, parent) if parent else ()
+    return (yield from HOME.begin(opened, mine, run_id(name), lineage, Launch(), is_here=True))
+
+
 @dataclass(frozen=True)
 class Leader:
     """A leader. `polls`: how often it looks for the parts of others; 0: it writes the only part."""
@@ -98,12 +116,16 @@ class Leader:
     collects: bool = True
     trims: bool = False
     ends: bool = False
+    is_by_vote: bool = False
 
     def train(
         self, boundaries: tuple[int, ...] = (), memory: frozenset[SnapshotId] = frozenset()
     ) -> Steps[Catalogue]:
         """A job: start, save the parent if only memory has it, then its own snapshots."""
-        catalogue = yield from HOME.start(run_id(self.name), nonce(self.name), memory, self.mirror)
+        if self.is_by_vote:
+            catalogue = yield from start_by_vote(self.name)
+        else:
+            catalogue = yield from HOME.start(run_id(self.name), nonce(self.name), memory, self.mirror)
         writer = catalogue.writer
         yield Report("started", ("home", writer))  # type: ignore[misc]
         yield from self._tidy(catalogue)

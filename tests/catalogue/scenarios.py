@@ -195,6 +195,22 @@ def _of_leaders() -> list[Scenario]:
     remover = Process("remove", lambda: HOME.update(partial(remove, ids=frozenset({A_1}))), may_remove=True)
     return [
         Scenario("first start", {}, (job("a", 1, ends=True), job("b", 1)), kills=2, stores=DEEP),
+        Scenario(
+            "first start by vote",
+            {},
+            (job("a", 1, ends=True, is_by_vote=True), job("b", 1, is_by_vote=True)),
+            kills=2,
+            stores=DEEP,
+        ),
+        Scenario("start by vote", b.one, (A_SAVES, job("b", 1, is_by_vote=True)), kills=2, stores=DEEP),
+        Scenario("start by vote adopts", b.whole, (POLLING_A, job("b", 1, is_by_vote=True)), kills=2),
+        Scenario(
+            "two starts by vote",
+            b.whole,
+            (POLLING_A, job("b", is_by_vote=True), job("c", is_by_vote=True)),
+            stores=(POSIX,),
+            is_coarse=True,
+        ),
         Scenario("deposed leader", b.one, (A_SAVES, job("b", 1, 2)), kills=2, stores=DEEP),
         Scenario("sleeping leader", b.one, (A_SAVES, job("b", 1, 2, trims=True)), kills=2),
         Scenario(

@@ -17,10 +17,13 @@ from flashckpt.catalogue.changes import (
     ancestry,
     begin,
     branch,
+    clear,
     commit,
     end,
     follow,
+    found,
     hopeless,
+    make,
     new_writer,
     newest,
     parent_of,
@@ -28,6 +31,7 @@ from flashckpt.catalogue.changes import (
     rebuild,
     relate,
     remove,
+    retain,
     spared,
     visible,
 )
@@ -270,7 +274,12 @@ def test_the_store_leads_that_has_the_newest_checkpoint_of_the_other() -> None:
     assert relate(ahead, behind) is ahead
     assert relate(behind, ahead) is ahead
     # Attempts that died before a checkpoint do not count.
-    assert relate(begun(THREE, at(2)), THREE) is THREE
+    two = committed(begun(EMPTY), 1, 2)
+    assert relate(begun(two, at(2)), THREE) is THREE
+    # What a branch has left behind is known to the store that was branched.
+    branched = begun(THREE, at(1))
+    assert relate(branched, THREE) is branched
+    assert relate(committed(branched, 5), THREE) == committed(branched, 5)
     one, other = committed(begun(THREE, at(2)), 5), committed(begun(THREE, at(1)), 6)
     with pytest.raises(UnusableRunError, match="diverged"):
         relate(one, begin_as(other, 5))
@@ -304,6 +313,36 @@ def test_a_rebuilt_catalogue_names_what_was_found() -> None:
     assert made.foreign == {name(1), name(2)}
     assert [each.id for each in visible(made)] == [at(1), at(2), at(5, 2)]
     assert made.attempt > name(2)
+
+
+def test_an_empty_run_is_made_once() -> None:
+    made = make(EMPTY, run_id=RUN)
+    assert (made.version, made.attempt, make(made, run_id="0" * 16)) == (1, NO_ATTEMPT, made)
+    assert Catalogue.from_bytes(made.to_bytes(), "file") == made
+    assert begun(made).attempt == name(1)
+
+
+def test_a_run_of_one_checkpoint_is_made_beside_nothing() -> None:
+    made = found(EMPTY, run_id=RUN, checkpoint=checkpoint(at(0)))
+    assert (newest(made), made.ended) == (checkpoint(at(0)), True)
+    assert found(made, run_id=RUN, checkpoint=checkpoint(at(0))) is made
+    assert parent_of(begun(made, at(0))) == at(0)
+    with pytest.raises(UnusableRunError, match="meanwhile"):
+        found(THREE, run_id=RUN, checkpoint=checkpoint(at(0)))
+
+
+def test_a_checkpoint_that_is_whole_again_counts_again() -> None:
+    one = THREE.checkpoints[0]
+    damaged = quarantine(THREE, checkpoint=one, why="here: two reads differ")
+    assert clear(damaged, checkpoint=one).damaged == ()
+    assert clear(THREE, checkpoint=one) is THREE
+
+
+def test_retention_by_itself() -> None:
+    whole = frozenset(each.id for each in THREE.checkpoints)
+    assert boundaries(retain(THREE, keep=Keep(last=2, whole=whole))) == [2, 3]
+    assert retain(THREE, keep=Keep(last=3, whole=whole)) is THREE
+    assert retain(THREE, keep=Keep(last=2, whole=whole - {at(3)})) is THREE
 
 
 def test_a_lineage_does_not_grow_for_ever() -> None:

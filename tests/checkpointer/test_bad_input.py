@@ -16,8 +16,10 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt._native import xxh3_128
+from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.checkpointer.test_loop import Job, loader
+from tests.commit.runs import of_format
 from tests.folders import data_of, records
 from tests.waiting import until
 
@@ -39,13 +41,19 @@ def trained(run: Path, steps: list[int]) -> None:
 
 
 def shard(run: Path, step: int) -> Path:
-    [path] = data_of(run, step).glob("shard-*")
+    [path] = data_of(run, step).glob("rank-*")
     return path
 
 
 def record(run: Path, step: int) -> Path:
-    """The commit record of the newest commit of a step number."""
-    return run / [name for name in records(run) if name.step == step][-1].path
+    """The manifest of the newest commit of a step number."""
+    newest = [name for name in records(run) if name.step == step][-1]
+    return run / run_view.manifest_of(LocalStore(str(run)), newest.id)
+
+
+def quarantined(run: Path) -> list[int]:
+    """The step numbers of the checkpoints that failed two verifications."""
+    return [name.step for name in run_view.damaged(LocalStore(str(run)))]
 
 
 def flip(path: Path, offset: int) -> None:
@@ -66,9 +74,7 @@ def test_a_damaged_step_is_named_and_the_older_one_taken(
     assert resumed.completed == 2
     assert any("step 4" in record.getMessage() for record in caplog.records)
     resumed.close()
-    assert list(run.glob("commits/000000000004-*.quarantine-*")), (
-        "the damaged step is quarantined, and nothing of it deleted"
-    )
+    assert quarantined(run) == [4], "the damaged step is quarantined, and nothing of it deleted"
     assert shard(run, 4).exists()
 
 
@@ -150,9 +156,8 @@ def test_a_process_that_trains_alone_is_not_taken_for_a_rank(
 def test_another_format_is_refused(tmp_path: Path, kill_keepers: object) -> None:
     run = tmp_path / "run"
     trained(run, [2])
-    head, between, _ = (run / "run.json").read_bytes().rpartition(b',"checksum":"')
-    newer = head.replace(b'"format":1', b'"format":9')
-    (run / "run.json").write_bytes(newer + between + xxh3_128(newer).hex().encode() + b'"}\n')
+    newest = max(run.glob("catalogue/*"))
+    newest.write_bytes(of_format(9, newest.read_bytes()))
     with pytest.raises(flashckpt.FormatError, match="format 9"):
         flashckpt.steps(run)
     with pytest.raises(flashckpt.FormatError):

@@ -89,7 +89,7 @@ def record(run: Path, step: int) -> RankRecord:
 
 
 def files(run: Path) -> list[Path]:
-    return sorted(run.glob("frozen/*.safetensors"))
+    return sorted(run.glob("data/*/*/frozen-*.safetensors"))
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_a_flipped_byte_in_the_file_is_found_and_an_older_step_taken(
         str(file.relative_to(run)),
         "chunk 0 does not have its checksum; not the bytes that were captured: model.base.weight",
     )
-    with pytest.raises(flashckpt.DamagedError, match=f"frozen/{file.name}"):
+    with pytest.raises(flashckpt.DamagedError, match=f"{file.relative_to(run)}"):
         flashckpt.load(run, 7)
     again = Job(blank=True)
     with attach(run, again) as checkpointer:

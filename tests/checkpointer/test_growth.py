@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import flashckpt
 from flashckpt.crashpoints import POINTS
 from tests import zygote
 from tests.events import whole_lines
@@ -214,7 +215,7 @@ def test_without_memory_for_more_it_trains_on_and_says_so(tmp_path: Path, runtim
         assert "training continues without waiting" in growing.said()
         assert 0 < report["newest_sealed_step"] < _STEPS - _LOST
         _is_counted(report, _STEPS)
-        until(lambda: (tmp_path / "replay/run/commits").is_dir(), "a commit")
+        until(lambda: flashckpt.steps(tmp_path / "replay/run"), "a commit")
         end(keepers_of(runtime))
 
 

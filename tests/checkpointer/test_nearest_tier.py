@@ -19,7 +19,7 @@ from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import obstore_client
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.checkpointer.test_bad_input import flip, record, shard, trained
+from tests.checkpointer.test_bad_input import flip, quarantined, record, shard, trained
 from tests.checkpointer.test_loop import Job
 from tests.commit.runs import newest_of
 from tests.events import ledger
@@ -146,8 +146,8 @@ def test_where_both_are_damaged_an_older_one_is_taken_and_all_is_said(
         assert resumed(run, remote) == (2, "local")
     assert "(local): " in caplog.text
     assert "(remote): " in caplog.text
-    assert not list(remote.glob("commits/*.quarantine-*")), "of the remote another node may see all"
-    assert len(list(run.glob("commits/*.quarantine-*"))) == 1, "for what is damaged here"
+    assert not quarantined(remote), "of the remote another node may see all"
+    assert quarantined(run) == [4], "for what is damaged here"
 
 
 def test_a_run_that_went_on_elsewhere_goes_on_from_there(run: Path, remote: Path, tmp_path: Path) -> None:

@@ -43,11 +43,11 @@ def test_a_word_that_is_not_understood_is_refused_before_anything_is_done(
         made.save()
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    attempts = sorted((run / "attempts").iterdir())
+    versions = sorted((run / "catalogue").iterdir())
     with pytest.raises(OptionError, match=f"^{name}="):
         flashckpt.loop([1], run, model=model, **wrong)
     assert torch.equal(model.weight, before)
-    assert sorted((run / "attempts").iterdir()) == attempts
+    assert sorted((run / "catalogue").iterdir()) == versions
 
 
 @pytest.mark.parametrize(

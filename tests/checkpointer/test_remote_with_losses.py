@@ -47,28 +47,31 @@ def test_that_a_newer_step_of_the_remote_is_incomplete_is_said(
     assert "passed over: step 4 of attempt" in caplog.text
 
 
-@pytest.mark.parametrize("lost", ["all", "commits"])
+@pytest.mark.parametrize("lost", ["all", "catalogue"])
 def test_a_run_that_went_on_from_a_remote_that_is_empty_now(
     run: Path, remote: Path, tmp_path: Path, lost: str
 ) -> None:
     new = tmp_path / "new"
     assert resumed(new, remote) == (4, "remote")
     until(lambda: [line for line in ledger(new) if line["event"] == "resume"], "the ledger")
-    gone = remote if lost == "all" else remote / "commits"
+    gone = remote if lost == "all" else remote / "catalogue"
 
     def removed() -> bool:
         shutil.rmtree(gone, ignore_errors=True)  # the keeper may write there
         return not gone.exists()
 
     until(removed, "it is gone")
-    with pytest.raises(flashckpt.UnusableRunError, match="which it read in .* and which is not here"):
+    why = {"all": "which it read in .* and which is not here", "catalogue": "snapshots and no catalogue"}
+    with pytest.raises(flashckpt.UnusableRunError, match=why[lost]):
         attached(new, remote, Job())
 
 
 def test_a_run_without_a_step_that_was_trained_elsewhere_begins_with_a_warning(
     run: Path, remote: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shutil.rmtree(remote / "commits")
+    store = LocalStore(str(remote))
+    for name in run_view.checkpoints(store):
+        run_view.delete(store, name)
     with attached(tmp_path / "new", remote, Job()) as checkpointer:
         assert checkpointer.resumed is None
     assert "the run was trained elsewhere" in caplog.text
@@ -80,7 +83,7 @@ def test_a_step_that_another_job_deletes_while_it_is_read_gives_way_to_no_older_
 ) -> None:
     store = LocalStore(str(remote))
     newest = run_view.visible(store)[-1]
-    where, name = (step_choice, "read_step") if when == "before its records" else (StepReading, "read")
+    where, name = (step_choice, "read_checkpoint") if when == "before its records" else (StepReading, "read")
     read = getattr(where, name)
 
     def deleted(*args: Any, **named: Any) -> Any:

@@ -185,13 +185,13 @@ def test_options_are_refused_before_anything_is_restored(tmp_path: Path, options
     run, job = str(tmp_path / "run"), Job()
     for x in flashckpt.loop(loader(), run, **job.named):
         job.train(x)
-    attempts = sorted(path.name for path in (tmp_path / "run" / "attempts").iterdir())
+    versions = sorted(path.name for path in (tmp_path / "run" / "catalogue").iterdir())
     other = Job()
     before = other.model.weight.detach().clone()
     with pytest.raises(OptionError, match="every"):
         flashckpt.attach(run, **options, **other.named)  # type: ignore[arg-type]
     assert torch.equal(other.model.weight, before)
-    assert sorted(path.name for path in (tmp_path / "run" / "attempts").iterdir()) == attempts
+    assert sorted(path.name for path in (tmp_path / "run" / "catalogue").iterdir()) == versions
 
 
 def test_an_attach_that_fails_at_its_end_leaves_no_hooks(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_start_that_cannot_be_written_says_what_became_of_the_state(
     create = LocalStore.create
 
     def full(store: LocalStore, path: str, data: bytes) -> bool:
-        if path.endswith("start.json"):
+        if path.startswith("catalogue/"):
             raise OSError(errno.ENOSPC, "No space left on device", path)
         return create(store, path, data)
 

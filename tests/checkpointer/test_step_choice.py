@@ -10,6 +10,7 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,9 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt._native import xxh3_128
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
 from flashckpt.commit.choice import Choice, RankOffers
-from flashckpt.format.checked_json import TAIL_BYTES
-from flashckpt.format.records import PartRecord
 from flashckpt.options import Environment
 from flashckpt.recovery.recover import recover
 from flashckpt.restore import step_choice
@@ -30,9 +28,10 @@ from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.checkpointer.test_bad_input import trained
+from tests.checkpointer.test_bad_input import quarantined, trained
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.voting import Voting
+from tests.commit.runs import of_format
 from tests.keeper.driver import told
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -58,23 +57,34 @@ def newest(run: Path) -> run_view.Record:
 
 
 def rewrite_part(run: Path, change: Callable[[bytes], bytes]) -> None:
-    """Another part for the newest step, which its commit record lists with the right length and checksum."""
+    """Another part for the newest step, which its manifest lists with the right length."""
     record = newest(run)
-    [part] = record.parts
-    path = run / record.name.id.data_folder / part.file
+    [row] = record.manifest.parts
+    path = run / record.part_path(0)
     data = change(path.read_bytes())
     path.write_bytes(data)
-    row = PartRecord(file=part.file, num_bytes=len(data), checksum=xxh3_128(data[:-TAIL_BYTES]).hex())
-    (run / record.name.path).write_bytes(replace(record.record, parts=(row,)).to_bytes())
+    parts = (row._replace(num_bytes=len(data)),)
+    run_view.relist(open_store(run), replace(record.manifest, parts=parts))
 
 
-def quarantined(run: Path) -> list[Path]:
-    return list(run.glob("commits/*.quarantine-*"))
+def withheld(run: Path, step: int) -> Callable[[], None]:
+    """Take the versions away that have a step. Returns what puts them back."""
+    store, taken = open_store(run), dict[Path, bytes]()
+    while step in [each.step for each in run_view.checkpoints(store)]:
+        path = max(run.glob("catalogue/*"))
+        taken[path] = path.read_bytes()
+        path.unlink()
+
+    def put_back() -> None:
+        for path, data in taken.items():
+            path.write_bytes(data)
+
+    return put_back
 
 
 def assert_refused(run: Path, error: type[flashckpt.FlashckptError], match: str) -> None:
     """attach stops with this error, and changes, quarantines and starts nothing."""
-    job, starts = Job(), set(run.glob("attempts/*/start.json"))
+    job, versions = Job(), set(run.glob("catalogue/*"))
     weight, numbers = job.model.weight.detach().clone(), (random.getstate(), torch.get_rng_state())
     with pytest.raises(error, match=match):
         flashckpt.attach(run, **job.named)
@@ -82,7 +92,7 @@ def assert_refused(run: Path, error: type[flashckpt.FlashckptError], match: str)
     assert random.getstate() == numbers[0]
     assert torch.equal(torch.get_rng_state(), numbers[1])
     assert not quarantined(run)
-    assert set(run.glob("attempts/*/start.json")) == starts
+    assert set(run.glob("catalogue/*")) == versions
 
 
 def resumed_at(run: Path) -> int:
@@ -90,52 +100,29 @@ def resumed_at(run: Path) -> int:
         return checkpointer.completed
 
 
-@pytest.mark.parametrize("lost", ["start", "claim", "attempts"])
-def test_lost_records_are_no_fresh_start_and_branch_gets_the_run_back(run: Path, lost: str) -> None:
-    attempt = str(newest(run).attempt)
-    if lost == "attempts":
-        shutil.rmtree(run / "attempts")
-    else:
-        [path] = run.glob("attempts/*/start.json" if lost == "start" else "attempts/*.json")
-        path.unlink()
-    assert_refused(run, flashckpt.UnusableRunError, f"4@{attempt}")
-    with pytest.raises(flashckpt.UnusableRunError):
-        flashckpt.load(run)
-    with pytest.raises(flashckpt.UnusableRunError, match=f"4@{attempt}"):
-        flashckpt.steps(run)
-    flashckpt.branch(run, 4, attempt)
-    assert flashckpt.steps(run) == [2, 4]
-    assert resumed_at(run) == 4
-
-
 @pytest.mark.parametrize(
     "lost",
     [
-        ("run.json",),
-        ("commits",),
-        ("commits", "attempts"),
-        ("run.json", "commits", "attempts"),
-        ("commits", "data/*/*/part-*"),
-        ("run.json", "commits", "attempts", "data/*/*/part-*"),
+        ("catalogue",),
+        ("catalogue", "alive", "events"),
+        ("catalogue", "data/*/*/manifest-*"),
+        ("catalogue", "data/*/*/node-*"),
     ],
 )
-def test_shards_without_their_records_are_no_fresh_run_and_recover_gets_back_what_it_can(
+def test_shards_without_their_catalogue_are_no_fresh_run_and_recover_gets_back_what_it_can(
     run: Path, lost: tuple[str, ...]
 ) -> None:
-    attempt = newest(run).attempt
     for path in [path for pattern in lost for path in run.glob(pattern)]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     shards = set(run.glob("data/*/*/*.safetensors"))
     assert_refused(run, flashckpt.UnusableRunError, "flashckpt recover")
-    report = recover(open_store(run))
-    if "data/*/*/part-*" in lost:
-        assert "flashckpt recover" in report.resume_problem
+    if any("data" in each for each in lost):
+        with pytest.raises(flashckpt.UnusableRunError, match="none is whole"):
+            recover(open_store(run))
         assert_refused(run, flashckpt.UnusableRunError, "flashckpt recover")
-    elif "attempts" in lost:
-        assert f"4@{attempt}" in report.resume_problem
-        flashckpt.branch(run, 4, str(attempt))
-        assert resumed_at(run) == 4
     else:
+        assert recover(open_store(run)).resume_problem == ""
+        assert flashckpt.steps(run) == [2, 4]
         assert resumed_at(run) == 4
     assert shards <= set(run.glob("data/*/*/*.safetensors"))
 
@@ -160,12 +147,12 @@ class Failing:
     """Storage that answers EIO for the newest step's part, so many times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run: Path, times: int) -> None:
-        self.left, self._read, self._folder = times, LocalStore.read, newest(run).name.id.data_folder
+        self.left, self._read, self._folder = times, LocalStore.read, newest(run).folder
         monkeypatch.setattr(LocalStore, "read", lambda *arguments: self.read(*arguments))
         monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0, 0.0, 0.0))
 
     def read(self, store: LocalStore, path: str, max_bytes: int) -> bytes:
-        if self.left and path.startswith(f"{self._folder}/part-"):
+        if self.left and path.startswith(f"{self._folder}/node-"):
             self.left -= 1
             raise OSError(errno.EIO, "Input/output error", path)
         return self._read(store, path, max_bytes)
@@ -191,7 +178,7 @@ class FaultyShards:
         number: int = errno.EIO, then: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
         self.left, read = times, LocalStore.read_chunks
-        folders = [record.name.id.data_folder for record in records]
+        folders = [record.folder for record in records]
 
         def read_chunks(store: LocalStore, path: str, *arguments: Any, **named: Any) -> None:
             if self.left and path.rpartition("/")[0] in folders:
@@ -267,12 +254,7 @@ def test_a_storage_that_goes_away_as_a_whole_stops_the_resume(
 
 
 def test_a_step_of_a_newer_format_is_not_left_behind(run: Path) -> None:
-    def newer(data: bytes) -> bytes:
-        head, between, _ = data.rpartition(b',"checksum":"')
-        head = head.replace(b'"format":1', b'"format":9', 1)
-        return head + between + xxh3_128(head).hex().encode() + b'"}\n'
-
-    rewrite_part(run, newer)
+    rewrite_part(run, partial(of_format, 9))
     assert_refused(run, flashckpt.FormatError, "written in format 9")
 
 
@@ -345,14 +327,14 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
 
 
 def test_where_the_vote_refuses_all_nothing_is_loaded_or_started(run: Path) -> None:
-    job, starts = Job(), set(run.glob("attempts/*/start.json"))
+    job, versions = Job(), set(run.glob("catalogue/*"))
     weight, options = job.model.weight.detach().clone(), flashckpt.Options()
     group = Voting(lambda proposal: False)
     session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=group)
     with pytest.raises(flashckpt.UnusableRunError, match="another rank could not"):
         attach_to(session, Tree(job.named), options, None, None, began=0.0)
     assert torch.equal(job.model.weight, weight)
-    assert set(run.glob("attempts/*/start.json")) == starts
+    assert set(run.glob("catalogue/*")) == versions
     assert resumed_at(run) == 4
 
 
@@ -375,13 +357,11 @@ def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
     assert asked == [(4, False), (2, True)]
 
 
-@pytest.mark.parametrize("fault", ["records", "model"])
+@pytest.mark.parametrize("fault", ["catalogue", "model"])
 def test_who_raises_has_told_the_others(run: Path, fault: str) -> None:
     """They wait for its word on the candidate, and would wait for ever."""
     named, told = dict(Job().named), list[step_choice.Proposal]()
-    if fault == "records":
-        next(run.glob("attempts/*/start.json")).write_bytes(b"{}")
-    else:
+    if fault == "model":
         named["model"] = torch.nn.Linear(2, 2)
 
     def vote(proposal: step_choice.Proposal) -> bool:
@@ -390,18 +370,18 @@ def test_who_raises_has_told_the_others(run: Path, fault: str) -> None:
 
     options = flashckpt.Options()
     session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
-    with pytest.raises((flashckpt.UnusableRunError, flashckpt.MismatchError)) as raised:
+    if fault == "catalogue":
+        max(run.glob("catalogue/*")).write_bytes(b"{}")
+    with pytest.raises((flashckpt.DamagedError, flashckpt.MismatchError)) as raised:
         attach_to(session, Tree(named), options, None, None, began=0.0)
     [proposal] = told
     assert (proposal.ends, proposal.could, proposal.reason) == (True, False, str(raised.value))
-    assert (proposal.candidate is None) is (fault == "records")
+    assert (proposal.candidate is None) is (fault == "catalogue")
 
 
 def test_what_a_keeper_saves_while_it_is_waited_for_is_found(run: Path) -> None:
     """Ranks that are others now, or elsewhere, cannot read it out of the memory that had it."""
-    path, asked = run / newest(run).name.path, list[list[int]]()
-    data = path.read_bytes()
-    path.unlink()
+    put_back, asked = withheld(run, 4), list[list[int]]()
 
     class Waiting(step_choice.AloneAgreement):
         def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
@@ -410,7 +390,7 @@ def test_what_a_keeper_saves_while_it_is_waited_for_is_found(run: Path) -> None:
             return replace(found, needs_save=len(asked) == 1)
 
     choice = step_choice.StepChoice(
-        open_store(run), [], 0, lambda snapshot: None, 1, Waiting(), save=lambda: path.write_bytes(data)
+        open_store(run), [], 0, lambda snapshot: None, 1, Waiting(), save=put_back
     )
     loaded = choice.choose()
     assert loaded is not None
@@ -421,15 +401,11 @@ def test_what_a_keeper_saves_while_it_is_waited_for_is_found(run: Path) -> None:
 
 def test_steps_are_listed_once_all_have_offered(run: Path) -> None:
     """Until then a keeper of another node may save what the trainer before has left."""
-    paths = [run / record.name.path for record in records(run)]
-    data = [path.read_bytes() for path in paths]
-    for path in paths:
-        path.unlink()
+    put_back = withheld(run, 2)
 
     class Late(step_choice.AloneAgreement):
         def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
-            for path, each in zip(paths, data, strict=True):
-                path.write_bytes(each)
+            put_back()
             return super().choose(mine, decide)
 
     loaded = step_choice.StepChoice(open_store(run), [], 0, lambda snapshot: None, 1, Late()).choose()
@@ -440,12 +416,10 @@ def test_steps_are_listed_once_all_have_offered(run: Path) -> None:
 
 def test_what_a_keeper_saves_for_other_ranks_is_waited_for(run: Path) -> None:
     name = newest(run).name
-    path = run / name.path
-    data = path.read_bytes()
-    path.unlink()
+    put_back = withheld(run, 4)
     choice = step_choice.StepChoice(
         open_store(run), [], 0, lambda snapshot: None, 1,
-        save=lambda: path.write_bytes(data), unsaved=lambda: [name],
+        save=put_back, unsaved=lambda: [name],
     )  # fmt: skip
     loaded = choice.choose()
     assert loaded is not None

@@ -25,15 +25,15 @@ def stopped(runtime: Path) -> list[int]:
 def test_it_does_not_say_that_a_step_is_safe_which_the_next_attempt_may_not_see(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The keeper stands still before a record, while a job elsewhere claims the run and looks for steps."""
+    """The keeper stands still before its part, while a job elsewhere takes the run over."""
     run, job = str(tmp_path / "run"), Job()
-    monkeypatch.setenv("FLASHCKPT_CRASH_AT", "manifest.checked:1:stop")
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", "part.checked:1:stop")
     checkpointer = flashckpt.attach(run, every=None, persist_every=None, **job.named)
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
     job.train(torch.ones(2, 4))
     checkpointer.step()
     checkpointer.save()
-    until(lambda: stopped(runtime), "a keeper before its record")
+    until(lambda: stopped(runtime), "a keeper before its part")
     newer = run_view.supersede(open_store(run))
     [keeper] = stopped(runtime)
     os.kill(keeper, signal.SIGCONT)

@@ -12,8 +12,10 @@ import numpy as np
 
 from flashckpt import _native
 from flashckpt.format.layout import Box, Layout, Leaf
-from flashckpt.format.names import AttemptName, SnapshotId, shard_name
-from flashckpt.format.records import Owner, Part, RankRecord, ShardRecord
+from flashckpt.format.manifest import shard_name
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.owner import Owner
+from flashckpt.format.records import Part, RankRecord, ShardRecord
 from flashckpt.store.base import Store
 from tests import run_view
 
@@ -56,17 +58,20 @@ class MadeRun:
             leaf.name: data[layout.data_start + leaf.offset :][: leaf.num_bytes] for leaf in layout.leaves
         }
         part = Part(
+            id=SnapshotId(attempt, step),
             step=step,
-            attempt=attempt,
-            boundary=step,
             world=1,
-            keeper=0,
+            node=0,
             ranks=(self._write(attempt, step, 0, layout, pieces),),
             environment=ENVIRONMENT,
         )
         run_view.publish(self.store, part)
         run_view.commit(self.store, SnapshotId(attempt, step))
-        return self.folder / SnapshotId(attempt, step).data_folder / part.ranks[0].shard.file
+        return self.of(attempt, step) / part.ranks[0].shard.file
+
+    def of(self, attempt: AttemptName, step: int) -> Path:
+        """The folder of a checkpoint, or of a snapshot that the newest attempt writes."""
+        return self.folder / run_view.folder_of(self.store, SnapshotId(attempt, step))
 
     def publish(self, attempt: AttemptName, step: int, ranks: Sequence[int], world: int) -> Part:
         """Write what one node has of a step of `world` ranks: their shards and its part."""
@@ -78,11 +83,10 @@ class MadeRun:
             pieces["model.seen"] = np.array([step, rank], "int64").tobytes()
             records.append(self._write(attempt, step, rank, Layout.of(leaves.values()), pieces))
         part = Part(
+            id=SnapshotId(attempt, step),
             step=step,
-            attempt=attempt,
-            boundary=step,
             world=world,
-            keeper=min(ranks),
+            node=min(ranks),
             ranks=tuple(records),
             environment=ENVIRONMENT,
         )
@@ -94,14 +98,14 @@ class MadeRun:
         world = sum(map(len, nodes))
         for ranks in nodes:
             self.publish(attempt, step, ranks, world)
-        run_view.commit(self.store, SnapshotId(attempt, step), world)
+        run_view.commit(self.store, SnapshotId(attempt, step))
 
     def _write(
         self, attempt: AttemptName, step: int, rank: int, layout: Layout, pieces: dict[str, bytes]
     ) -> RankRecord:
         image = bytearray(layout.header + b"".join(pieces[leaf.name] for leaf in layout.leaves))
         name = shard_name(rank, "5f2c")
-        path = self.folder / SnapshotId(attempt, step).data_folder / name
+        path = self.of(attempt, step) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(image)
         address = _native.address_of(image) + layout.data_start

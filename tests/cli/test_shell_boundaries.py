@@ -56,7 +56,7 @@ def test_a_command_takes_the_newest_or_the_named_boundary(
 
 
 def test_verify_reads_the_named_boundary(run: MadeRun, shell: Shell, attempt: AttemptName) -> None:
-    [shard] = (run.folder / name_of(20, attempt, 20).id.data_folder).glob("shard-*")
+    [shard] = run.of(attempt, 20).glob("rank-*")
     shard.write_bytes(shard.read_bytes()[:-1])
     assert shell("verify", run.folder, f"20@{attempt}:21").code == 0
     ended = shell("verify", run.folder, f"20@{attempt}:20", "--json")

@@ -73,10 +73,10 @@ def test_branch_is_refused_while_a_trainer_lives_on_this_machine(
         run.commit(first, 10)
         held = shell("branch", run.folder, 10, "--json")
         assert (held.code, held.json["error"]["kind"]) == (3, "RunHeldError")
-        assert str(run_view.local_owner().pid) in held.err, "the message names the process of the claim"
+        assert str(run_view.local_owner().pid) in held.err, "the message names the process that began it"
         assert len(run_view.attempts(run.store)) == 1
         trainer.kill()
-    # The same claim, and nobody holds its lock any more.
+    # The same attempt, and nobody holds its lock any more.
     assert shell("branch", run.folder, 10).code == 0
     assert len(run_view.attempts(run.store)) == 2
 
@@ -95,8 +95,8 @@ def test_branch_at_a_step_that_this_host_passes_over_is_told(run: MadeRun, shell
     run_view.mark_damaged(run.store, CommitName(20, first, 20), why="a digest differs")
     ended = shell("branch", run.folder, 20)
     assert ended.code == 0
-    assert "quarantined on this host: a digest differs" in ended.err
+    assert "failed verification on this host: a digest differs" in ended.err
     assert run_view.resumed(run.store).step == 10, "as it says"
-    assert shell("branch", run.folder, 20, "--json").json["quarantine"] == "a digest differs"
+    assert shell("branch", run.folder, 20, "--json").json["damage"] == "a digest differs"
     ended = shell("branch", run.folder, 10, "--json")
-    assert (ended.json["quarantine"], ended.err) == (None, "")
+    assert (ended.json["damage"], ended.err) == (None, "")

@@ -38,14 +38,14 @@ def hostile(run: MadeRun) -> MadeRun:
     layout = Layout.of([Leaf(name=f"{EVIL}.weight", dtype="uint8", shape=(4,), aliases=(f"{EVIL}.tied",))])
     record = run._write(attempt, 2, 0, layout, {f"{EVIL}.weight": b"1234"})
     part = Part(
-        step=2, attempt=attempt, boundary=2, world=1, keeper=0, ranks=(record,),
+        id=SnapshotId(attempt, 2), step=2, world=1, node=0, ranks=(record,),
         environment={"torch": EVIL, f"{EVIL}-name": "1"},
     )  # fmt: skip
     run_view.publish(run.store, part)
     run_view.commit(run.store, SnapshotId(attempt, 2))
-    for host in (f"host {EVIL}", run_view.this_host()):
-        run_view.mark_damaged(run.store, CommitName(2, attempt, 2), host, f"reason {EVIL}")
-    (run.folder / SnapshotId(attempt, 1).data_folder / f".{EVIL.replace('/', '')}.tmp").write_bytes(b"")
+    for step, host in ((1, f"host {EVIL}"), (2, run_view.this_host())):
+        run_view.mark_damaged(run.store, CommitName(step, attempt, step), host, f"reason {EVIL}")
+    (run.of(attempt, 1) / f".{EVIL.replace('/', '')}.tmp").write_bytes(b"")
     ledger = Ledger(run.store)
     for event in (Event.RESUME, Event.TIMES):
         ledger.add(str(attempt), event, step=2, rank=0, host=EVIL, tier=EVIL, from_attempt=str(attempt))

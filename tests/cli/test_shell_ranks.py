@@ -50,7 +50,7 @@ def test_a_step_of_several_ranks_is_listed_and_shown(made: tuple[MadeRun, Attemp
             row = found[leaf.name, rank]
             assert row["shape"] == list(leaf.shape)
             assert row["global_shape"] == list(tensors_of(0)[leaf.name].shape)
-            assert row["file"].startswith(f"shard-{rank:05d}-")
+            assert row["file"].startswith(f"rank-{rank:05d}-")
     assert found["model.weight", 3]["box"] == [[9, 10], [0, 3]]
     assert found["model.bias", 3]["box"] is None
     text = shell("show", run.folder)
@@ -142,7 +142,7 @@ def test_every_file_of_every_rank_is_verified(made: tuple[MadeRun, AttemptName],
     run, _ = made
     ended = shell("verify", run.folder, "--json")
     assert (ended.code, len(ended.json["files"])) == (0, 1 + len(NODES) + WORLD)
-    [path] = run.folder.glob("data/*/*/shard-00003-*")
+    [path] = run.folder.glob("data/*/*/rank-00003-*")
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -6,7 +6,6 @@ import io
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,14 +15,12 @@ import pytest
 from made_runs import ENVIRONMENT, LEAVES, Ended, MadeRun
 from rich.console import Console
 
-import flashckpt
-from flashckpt._native import xxh3_128
 from flashckpt.cli.command import Bar
-from flashckpt.errors import UnusableRunError
 from flashckpt.format import checked_json
 from flashckpt.format.names import CommitName
 from flashckpt.store import open_store
 from tests import run_view
+from tests.commit.runs import of_format
 
 pytestmark = pytest.mark.process
 
@@ -55,27 +52,9 @@ def test_ls_lists_the_visible_steps_newest_last(branched: MadeRun, shell: Shell)
     assert [row["step"] for row in rows] == [10, 20, 30]
     assert [row["attempt"][:6] for row in rows] == ["000001", "000001", "000002"]
     assert all(row["visible"] and row["leaves"] == len(LEAVES) and not row["problem"] for row in rows)
-    shard = next(branched.folder.glob("data/000002*/*30/shard-*"))
+    shard = next(branched.folder.glob("data/000002*/*00030/rank-*"))
     assert rows[2]["num_bytes"] == shard.stat().st_size
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", rows[2]["committed_at"])
-
-
-@pytest.mark.parametrize("lost", ["000002.json", "000002-*/start.json"])
-def test_ls_tells_lost_records_and_lists_every_branch(branched: MadeRun, shell: Shell, lost: str) -> None:
-    """A resume is refused; the older branch, all that is left, is not shown as the run."""
-    [path] = (branched.folder / "attempts").glob(lost)
-    path.unlink()
-    ended = shell("ls", branched.folder, "--json")
-    assert ended.code == 1
-    assert [(row["step"], row["attempt"][:6]) for row in ended.json["steps"]][-1] == (30, "000002")
-    newest = ended.json["steps"][-1]["attempt"]
-    assert f"30@{newest}" in ended.json["problem"]
-    ended = shell("ls", branched.folder)
-    assert ended.code == 1
-    assert "lost records" in ended.err
-    assert ended.out.count("other") >= 1
-    assert shell("branch", branched.folder, f"30@{newest}").code == 0
-    assert shell("ls", branched.folder, "--json").json["problem"] is None
 
 
 def test_ls_all_shows_the_other_branch_too(branched: MadeRun, shell: Shell) -> None:
@@ -92,14 +71,14 @@ def test_ls_all_shows_the_other_branch_too(branched: MadeRun, shell: Shell) -> N
     assert len(re.findall(r"\bthis\b", table)) == 3
 
 
-def test_ls_shows_quarantines_and_stays_well(branched: MadeRun, shell: Shell) -> None:
+def test_ls_shows_damage_that_was_found_and_stays_well(branched: MadeRun, shell: Shell) -> None:
     first = shell("ls", branched.folder, "--json").json["steps"][0]
     attempt = next(a for a in run_view.attempts(branched.store) if str(a) == first["attempt"])
     run_view.mark_damaged(branched.store, CommitName(10, attempt, 10), "node7", "a digest differs")
     ended = shell("ls", branched.folder, "--json")
     assert ended.code == 0
-    assert ended.json["steps"][0]["quarantines"] == [{"host": "node7", "reason": "a digest differs"}]
-    assert "quarantined on node7: a digest differs" in shell("ls", branched.folder).out
+    assert ended.json["steps"][0]["damage"] == {"host": "node7", "reason": "a digest differs"}
+    assert "damaged, found on node7: a digest differs" in shell("ls", branched.folder).out
 
 
 def test_ls_marks_what_a_start_resumes_from_and_says_what_it_passes_over(
@@ -108,7 +87,7 @@ def test_ls_marks_what_a_start_resumes_from_and_says_what_it_passes_over(
     ended = shell("ls", branched.folder, "--json")
     assert [row["step"] for row in ended.json["steps"] if row["next"]] == [30]
     assert ended.json["passed_over"] == []
-    next(branched.folder.glob("data/000002*/*30/shard-*")).unlink()
+    next(branched.folder.glob("data/000002*/*00030/rank-*")).unlink()
     ended = shell("ls", branched.folder, "--json")
     assert [row["step"] for row in ended.json["steps"] if row["next"]] == [20]
     [passed] = ended.json["passed_over"]
@@ -119,12 +98,12 @@ def test_ls_marks_what_a_start_resumes_from_and_says_what_it_passes_over(
 
 
 def test_ls_ends_with_1_where_a_shard_is_gone_and_says_which(branched: MadeRun, shell: Shell) -> None:
-    shard = next(branched.folder.glob("data/*/*20/shard-*"))
+    shard = next(branched.folder.glob("data/*/*00020/rank-*"))
     shard.unlink()
     ended = shell("ls", branched.folder, "--json")
     assert ended.code == 1
     (row,) = [row for row in ended.json["steps"] if row["problem"]]
-    assert (row["step"], row["visible"]) == (20, True), "its record is listed"
+    assert (row["step"], row["visible"]) == (20, True), "the catalogue lists it"
     assert shard.name in row["problem"]
 
 
@@ -170,7 +149,7 @@ def test_verify_reads_visible_steps_and_all_of_them(branched: MadeRun, shell: Sh
 
 
 def test_verify_finds_one_flipped_bit_and_ends_with_1(branched: MadeRun, shell: Shell) -> None:
-    shard = next(branched.folder.glob("data/*/*20/shard-*"))
+    shard = next(branched.folder.glob("data/*/*00020/rank-*"))
     flip(shard, shard.stat().st_size - 1)
     ended = shell("verify", branched.folder, "--json")
     assert (ended.code, ended.json["ok"]) == (1, False)
@@ -217,9 +196,8 @@ def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], run: MadeRun, shell
 
 
 def test_a_newer_format_ends_with_3(run: MadeRun, shell: Shell) -> None:
-    text = (run.folder / "run.json").read_bytes()
-    newer = text[: text.rindex(b',"checksum"')].replace(b'"format":1', b'"format":99')
-    (run.folder / "run.json").write_bytes(newer + b',"checksum":"' + xxh3_128(newer).hex().encode() + b'"}\n')
+    version = run.folder / "catalogue" / "000000001"
+    version.write_bytes(of_format(99, version.read_bytes()))
     assert checked_json.FORMAT < 99
     ended = shell("ls", run.folder, "--json")
     assert (ended.code, ended.json["error"]["kind"]) == (3, "FormatError")
@@ -302,21 +280,6 @@ def _read(descriptor: int) -> bytes:
         return b""
 
 
-def test_verify_says_where_records_are_lost_and_reads_every_branch(branched: MadeRun, shell: Shell) -> None:
-    """Not "whole: 0 files": what is the run's nobody can tell, and a resume is refused."""
-    [path] = (branched.folder / "attempts").glob("000002.json")
-    path.unlink()
-    ended = shell("verify", branched.folder)
-    assert ended.code == 1
-    assert "lost records" in ended.err
-    assert "4 steps" in ended.out
-    ended = shell("verify", branched.folder, "--json")
-    assert (ended.code, ended.json["ok"]) == (1, False)
-    assert "lost records" in ended.json["problem"]
-    with pytest.raises(UnusableRunError, match="lost records"):
-        flashckpt.verify(branched.folder)
-
-
 @pytest.mark.parametrize(
     "command",
     [["ls"], ["show"], ["verify"], ["recover"], ["prune", "--keep-last", "2"], ["export"], ["branch"]],
@@ -333,16 +296,17 @@ def test_a_file_in_a_runs_place_is_no_run(tmp_path: Path, shell: Shell, command:
         assert "Errno" not in ended.err
 
 
-def test_what_to_do_about_a_damaged_run_json_works(branched: MadeRun, tmp_path: Path, shell: Shell) -> None:
-    before = shell("ls", branched.folder).out
-    (branched.folder / "run.json").write_text("rotten")
+def test_what_to_do_about_a_damaged_catalogue_works(branched: MadeRun, shell: Shell) -> None:
+    before = shell("ls", branched.folder, "--json").json["steps"]
+    newest = sorted((branched.folder / "catalogue").iterdir())[-1]
+    newest.write_text("rotten")
     ended = shell("ls", branched.folder)
     assert ended.code == 1
-    assert "copy that of another run" in ended.err
+    assert newest.name in ended.err
+    assert "flashckpt recover" in ended.err
     assert "flashckpt verify" not in ended.err, "it would say the same"
-    run_view.make(open_store(tmp_path / "other"))
-    shutil.copy(tmp_path / "other" / "run.json", branched.folder)
-    assert shell("ls", branched.folder).out == before
+    assert shell("recover", branched.folder).code == 0
+    assert shell("ls", branched.folder, "--json").json["steps"] == before
     assert shell("verify", branched.folder).code == 0
 
 
@@ -414,28 +378,3 @@ def test_verify_finds_damaged_assets(branched: MadeRun, shell: Shell) -> None:
     ended = shell("verify", branched.folder, "--json")
     assert ended.code == 1
     assert "assets.json" in ended.json["problem"]
-
-
-def test_what_lacks_only_its_record_is_named_and_goes_when_it_is_asked_for(
-    branched: MadeRun, shell: Shell
-) -> None:
-    """The record of a step of another branch is lost."""
-    lost = next(each for each in run_view.checkpoints(branched.store) if each.step == 30)
-    (branched.folder / lost.path).unlink()
-    ended = shell("verify", branched.folder)
-    assert ended.code == 0
-    assert f"{lost}: all files are there, and no commit record" in ended.err
-    assert shell("verify", branched.folder, "--json").json["without_record"] == [str(lost)]
-    row = {"step": lost.step, "attempt": str(lost.attempt), "boundary": lost.boundary}
-    prune = "prune", branched.folder, "--keep-last", 9, "--json"
-    for more in ((), ("--dry-run",)):
-        told = shell(*prune, *more).json
-        assert told["gone"] == []
-        assert [row.items() <= each.items() for each in told["without_record"]] == [True]
-    assert f"{lost}: all files" in shell(*prune[:-1]).err
-    for more in (("--dry-run",), ()):
-        told = shell(*prune, "--without-record", *more).json
-        assert [row.items() <= each.items() for each in told["gone"]] == [True]
-        assert told["without_record"] == []
-    assert shell("verify", branched.folder, "--json").json["without_record"] == []
-    assert not (branched.folder / lost.id.data_folder).exists()

@@ -49,7 +49,7 @@ def test_the_remote_is_named_and_verified(run: MadeRun, shell: Shell, remote: Pa
     assert (both.code, both.json["ok"], both.json["remote"]["ok"]) == (0, True, True)
     assert both.json["remote"]["run"] == str(remote)
 
-    [shard] = remote.glob("data/*/*/shard-*")
+    [shard] = remote.glob("data/*/*/rank-*")
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     told = shell("verify", run.folder, "--remote", remote)
     mended = f"`flashckpt copy {run.folder} {remote} --step 10@{attempt}:10 --repair`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from array import array
 from collections.abc import Mapping
@@ -9,31 +10,19 @@ from collections.abc import Mapping
 import numpy as np
 
 from flashckpt import _native
-from flashckpt.commit import commit_step, starting
-from flashckpt.commit.attempts import open_run, started_after
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.steps import missing_files, missing_frozen, read_record, read_step
+from flashckpt.commit import attempts, commit_step
+from flashckpt.commit.commit_step import KEEP_ALL, Outcome
+from flashckpt.commit.steps import missing_files, read_step
+from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError
+from flashckpt.format.catalogue import Folder
 from flashckpt.format.checked_json import TAIL_BYTES
 from flashckpt.format.layout import PAGE, Layout, Leaf
-from flashckpt.format.names import (
-    AttemptName,
-    CommitName,
-    SnapshotId,
-    frozen_name,
-    frozen_path,
-    shard_name,
-)
-from flashckpt.format.records import (
-    CHUNK_BYTES,
-    CommitRecord,
-    Contents,
-    FileRecord,
-    Owner,
-    Part,
-    RankRecord,
-    ShardRecord,
-)
+from flashckpt.format.manifest import File, frozen_name, shard_name
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.owner import Owner
+from flashckpt.format.records import CHUNK_BYTES, Contents, Part, RankRecord, ShardRecord
+from flashckpt.options import Keep
 from flashckpt.store.base import MemoryRange, Store
 from flashckpt.store.local import LocalStore, System
 
@@ -91,6 +80,16 @@ def name_of(step: int, attempt: AttemptName, boundary: int | None = None) -> Com
     return CommitName(step, attempt, step if boundary is None else boundary)
 
 
+_files = itertools.count(1)
+
+
+def folder_of(store: Store, id: SnapshotId) -> Folder:
+    """The folder of a checkpoint, or of a snapshot that the newest attempt writes."""
+    view = View.of(store)
+    checkpoint = view.checkpoint(id)
+    return Folder(view.catalogue.writer, id) if checkpoint is None else checkpoint.folder
+
+
 def part_of(
     store: Store,
     step: int,
@@ -98,16 +97,19 @@ def part_of(
     ranks: tuple[int, ...] = (0,),
     *,
     world: int = 1,
-    keeper: int = 0,
-    nonce: str = "5f2c0a1b",
+    node: int | None = None,
+    nonce: str = "",
     constants: bool = False,
     boundary: int | None = None,
 ) -> Part:
     """Write the shards of a part; the part itself is not written."""
     name, records = name_of(step, attempt, boundary), []
+    folder = folder_of(store, name.id)
     for rank in ranks:
-        image, contents = contents_of(shard_name(rank, nonce), leaves_of(step, rank))
-        write_shard(store, f"{name.id.data_folder}/{contents.shard.file}", image, contents.layout())
+        file = shard_name(rank, nonce or f"5f2c0a1b{next(_files):04x}")
+        image, contents = contents_of(file, leaves_of(step, rank))
+        write_shard(store, f"{folder.path}/{contents.shard.file}", image, contents.layout())
+        base, frozen = constants_of(store, folder, rank) if constants else (None, None)
         records.append(
             RankRecord(
                 rank=rank,
@@ -115,53 +117,48 @@ def part_of(
                 leaves=contents.leaves,
                 digests=contents.digests,
                 values={"step": step, "rank": rank},
-                constants=constants_of(store, attempt, rank) if constants else None,
+                constants=frozen,
+                base=base,
             )
         )
-    return Part(
-        step=step,
-        attempt=attempt,
-        boundary=name.boundary,
-        world=world,
-        keeper=keeper,
-        ranks=tuple(records),
-    )
+    node = min(ranks) if node is None else node
+    return Part(id=name.id, step=step, world=world, node=node, ranks=tuple(records))
 
 
-def constants_of(store: Store, attempt: AttemptName, rank: int) -> Contents:
-    """The frozen instance of a rank: that which a visible step names, else one of this attempt, written
-    unless it is there."""
-    leaves = {"frozen.weight": np.arange(8, dtype="float64") + rank}
-    image, contents = contents_of(frozen_name(attempt, rank, "5f2c0a1b"), leaves)
-    for each in Catalogue.of(store).newest_first():
-        found = read_step(store, each, {rank}).rank(rank).constants if rank < _world_of(store, each) else None
-        if found is not None and found.digests == contents.digests and _is_there(store, found):
-            return found
-    path = frozen_path(contents.shard.file)
+def constants_of(store: Store, folder: Folder, rank: int) -> tuple[Folder, Contents]:
+    """The frozen file of a rank: that which a visible step names, else one in this folder, written unless it
+    is there."""
+    leaves, view = {"frozen.weight": np.arange(8, dtype="float64") + rank}, View.of(store)
+    image, contents = contents_of(frozen_name(rank, "5f2c0a1b"), leaves)
+    for each in view.newest_first():
+        record = read_step(view, each)
+        found = record.rank(rank).constants if rank < record.world else None
+        file = next((f for f in record.manifest.frozen if found and f.name == found.shard.file), None)
+        is_same = found is not None and file is not None and found.digests == contents.digests
+        if is_same and store.exists(f"{file.base.path}/{file.name}"):
+            return file.base, found
+    path = f"{folder.path}/{contents.shard.file}"
     if not store.exists(path):
         write_shard(store, path, image, contents.layout())
-    return contents
+    return folder, contents
 
 
-def _is_there(store: Store, found: Contents) -> bool:
-    return not missing_frozen(store, [FileRecord(found.shard.file, found.shard.num_bytes)])
-
-
-def _world_of(store: Store, name: CommitName) -> int:
-    record = read_record(store, name)
-    return 0 if record is None else record.world
+def put(store: Store, part: Part, nonce: str = "") -> File:
+    """Write a part whose shards are written."""
+    folder = folder_of(store, part.id)
+    return commit_step.publish_part(store, folder, part, nonce or f"5f2c0a1b{next(_files):04x}")
 
 
 def publish(store: Store, step: int, attempt: AttemptName, **how: object) -> Part:
     part = part_of(store, step, attempt, **how)  # type: ignore[arg-type]
-    commit_step.publish_part(store, part)
+    put(store, part)
     return part
 
 
-def commit(store: Store, step: int, attempt: AttemptName, **how: object) -> commit_step.Outcome:
-    """Shard, part and record of a step; with one part, so of one rank unless `ranks` and `world` say more."""
+def commit(store: Store, step: int, attempt: AttemptName, *, keep: Keep = KEEP_ALL, **how: object) -> Outcome:
+    """Shard, part and commit of a step; with one part, so of one rank unless `ranks` and `world` say more."""
     part = publish(store, step, attempt, **how)
-    return commit_step.commit(store, SnapshotId(attempt, part.boundary), part.world)
+    return commit_step.commit(View.of(store), folder_of(store, part.id), keep)
 
 
 def new_run(path: object, system: System | None = None) -> LocalStore:
@@ -171,16 +168,18 @@ def new_run(path: object, system: System | None = None) -> LocalStore:
 
 
 def attempt_at(store: Store, parent: CommitName | None = None, *, world: int = 1) -> AttemptName:
-    """Claim and start an attempt that resumes from `parent`."""
-    name, catalogue = starting.claim(store, HOLDER)
-    step = 0 if parent is None else parent.step
-    starting.start(store, name, None if parent is None else parent.id, step, world, catalogue)
+    """Begin an attempt that resumes from `parent`."""
+    view = attempts.settle(View.of(store))
+    name = attempts.next_attempt(view)
+    step, id = (0, None) if parent is None else (parent.step, parent.id)
+    attempts.begin(view, name, id, step, world=world, owner=HOLDER)
+    attempts.reserve(store, name)
     return name
 
 
 def newest_of(store: Store, step: int) -> CommitName:
     """The newest visible commit of a step number."""
-    return next(each for each in Catalogue.of(store).visible()[::-1] if each.step == step)
+    return next(each for each in View.of(store).newest_first() if each.step == step)
 
 
 def is_whole(store: Store, step: int, attempt: AttemptName, boundary: int | None = None) -> bool:
@@ -207,24 +206,14 @@ def u64(values: tuple[int, ...]) -> array[int]:
 
 
 def half_steps(store: Store) -> list[str]:
-    """What is wrong with commit records: one cannot be read, or names files that are not there. It is no
-    fault if a snapshot with a tombstone lacks files, nor if one of an attempt that another has followed has
-    no part left: its committer was killed before it found that a deletion had removed everything."""
-    faults = []
-    catalogue = Catalogue.of(store)
-    for each in catalogue.commits:
+    """What is wrong with checkpoints: one cannot be read, or names files that are not there."""
+    faults, view = [], View.of(store)
+    for each in view.catalogue.checkpoints:
         try:
-            found = read_record(store, each)
+            missing = missing_files(store, each)
         except DamagedError as error:
             faults.append(str(error))
             continue
-        missing = missing_files(store, found) if found is not None else []
-        if found is not None and missing and not _is_removed(store, found):
-            faults.append(f"a record names what is not there: {missing}")
+        if missing and View.of(store).has(CommitName(each.step, each.id.attempt, each.id.boundary)):
+            faults.append(f"a manifest names what is not there: {missing}")
     return faults
-
-
-def _is_removed(store: Store, record: CommitRecord) -> bool:
-    folder = record.name.id.data_folder
-    has_part = any(store.exists(f"{folder}/{part.file}") for part in record.parts)
-    return not has_part and started_after(store, record.name.attempt) is not None

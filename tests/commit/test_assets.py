@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.assets import copy_assets, read_assets, write_assets
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.lineage import resolve
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, OptionError
 from flashckpt.format.checked_json import dump
 from flashckpt.format.names import ASSETS
@@ -99,7 +99,7 @@ def test_damaged_ones_are_not_copied_and_steps_are(store: LocalStore, tmp_path: 
     target = LocalStore(str(tmp_path / "copy"))
     with pytest.raises(DamagedError, match=ASSETS):
         copy_run(store, target)
-    assert Catalogue.of(target).visible()
+    assert View.of(target).visible()
     assert not (tmp_path / "copy" / ASSETS).exists()
     assert not copy_assets(target, LocalStore(str(tmp_path / "other")))
 

@@ -130,13 +130,13 @@ def test_a_run_that_is_not_there_any_more_is_not_begun_anew(tmp_path: Path) -> N
     nobody."""
     run = tmp_path / "run"
     store = LocalStore(str(run))
-    store.create("run.json", b"{}")
+    store.create("assets.json", b"{}")
     run.rename(tmp_path / "moved")
     image, layout, _ = image_of(leaves_of(1))
     for act in (
         lambda: store.create("steps/1/manifest.json", b"{}"),
         lambda: store.append("events/log", b"line", 100),
-        lambda: store.copy("run.json", "copy/run.json"),
+        lambda: store.copy("assets.json", "copy/assets.json"),
         lambda: write_shard(store, "steps/1/shard", image, layout),
     ):
         with pytest.raises(FileNotFoundError):

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.attempts import attempts, claim, newest_started
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import attempts
+from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.choice import Offer, Place, RankOffers, choose
 from flashckpt.commit.lineage import (
     branch,
-    check_records,
+    damage,
     history,
     incomplete,
     next_start,
     quarantine,
-    quarantined_here,
-    quarantines,
     resolve,
     steps,
     this_host,
 )
-from flashckpt.commit.starting import start
+from flashckpt.commit.view import View
 from flashckpt.errors import NoSuchStepError, RunHeldError, UnusableRunError
-from flashckpt.format.names import AttemptName, claim_path, start_path
+from flashckpt.format.names import AttemptName
 from flashckpt.store.base import Store
-from tests.commit.runs import HOLDER, attempt_at, commit, name_of, new_run, publish
+from tests.commit.runs import attempt_at, commit, name_of, new_run, publish
+from tests.run_view import begin, manifest_of
 
 
 @pytest.fixture
@@ -36,7 +34,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def shown(store: Store) -> list[tuple[int, int]]:
-    return [(each.step, each.attempt.number) for each in Catalogue.of(store).visible()]
+    return [(each.step, each.attempt.number) for each in View.of(store).visible()]
 
 
 def train(store: Store, attempt: AttemptName, *at: int) -> None:
@@ -58,12 +56,12 @@ def test_a_restart_goes_on(store: Store) -> None:
 def test_an_attempt_that_never_started_is_as_if_it_had_never_been(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100)
-    lost = claim(store, HOLDER)
-    commit(store, 500, lost)
+    lost = attempts.next_attempt(View.of(store))
+    attempts.reserve(store, lost)
     assert shown(store) == [(100, 1)]
-    third = attempt_at(store, name_of(100, first))
-    train(store, third, 200)
-    assert shown(store) == [(100, 1), (200, 3)]
+    second = attempt_at(store, name_of(100, first))
+    train(store, second, 200)
+    assert shown(store) == [(100, 1), (200, 2)]
 
 
 def test_going_back_hides_what_came_after(store: Store) -> None:
@@ -74,7 +72,7 @@ def test_going_back_hides_what_came_after(store: Store) -> None:
     third = attempt_at(store, name_of(200, first))
     train(store, third, 300)
     assert shown(store) == [(100, 1), (200, 1), (300, 3)]
-    assert newest_started(store) == third != second
+    assert View.of(store).attempt == third != second
 
 
 def test_branches_twice_over(store: Store) -> None:
@@ -99,11 +97,11 @@ def test_attempts_are_bound_by_boundary_and_not_by_step(store: Store) -> None:
     first = attempt_at(store)
     for boundary in (1, 2):
         assert commit(store, 100, first, boundary=boundary)
-    assert [each.boundary for each in Catalogue.of(store).newest_first()] == [2, 1]
+    assert [each.boundary for each in View.of(store).newest_first()] == [2, 1]
     assert resolve(store, 100).boundary == 2
     assert resolve(store, 100, name_of(100, first, 1).id).boundary == 1
     attempt_at(store, name_of(100, first, 1))
-    assert [each.boundary for each in Catalogue.of(store).visible()] == [1]
+    assert [each.boundary for each in View.of(store).visible()] == [1]
     assert steps(store) == [100]
 
 
@@ -115,56 +113,6 @@ def test_a_snapshot_in_memory_is_in_the_lineage_by_its_boundary(store: Store) ->
     rows = [RankOffers(0, "host", tuple(Offer(id=each.id, step=each.step, world=1) for each in survived))]
     found = [(each.step, each.places(rows[0], None)) for each in next_start(store, rows).candidates]
     assert found == [(170, (Place.MEMORY,)), (150, (Place.MEMORY,)), (100, (Place.HOME,))]
-
-
-def test_a_damaged_start_of_an_older_attempt_hides_nothing(store: Store) -> None:
-    """The newest start.json holds the whole lineage behind it."""
-    first = attempt_at(store)
-    train(store, first, 100, 200)
-    second = attempt_at(store, name_of(200, first))
-    train(store, second, 300)
-    attempt_at(store, name_of(300, second))
-    for each in (first, second):
-        damage_start(store, each)
-    assert steps(store) == [100, 200, 300]
-    assert not [info for info in attempts(store) if info.start is None and not info.problem], (
-        "none is swept as never begun"
-    )
-    check_records(store)
-    branch(store, 200, watch_s=0)
-    assert steps(store) == [100, 200]
-    branch(store, 300, second, watch_s=0)
-    assert steps(store) == [300], "what was before the second attempt is not known"
-
-
-def test_a_damaged_start_of_a_parent_hides_nothing_that_its_child_knows_of(store: Store) -> None:
-    """The second attempt left a snapshot of 250 in memory. The third resumed from it and died, and so does
-    the fourth. What was before the second is in the third's start.json."""
-    first = attempt_at(store)
-    train(store, first, 100, 200)
-    second = attempt_at(store, name_of(200, first))
-    attempt_at(store, name_of(250, second))
-    damage_start(store, second)
-    fourth = attempt_at(store, name_of(250, second))
-    assert shown(store) == [(100, 1), (200, 1)]
-    assert [each.attempt for each in Catalogue.of(store).lineage] == [fourth, second, first]
-
-
-def test_a_damaged_newest_start_is_no_older_branch(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, 100, 200)
-    second = branch(store, 100, watch_s=0)
-    damage_start(store, second)
-    with pytest.raises(UnusableRunError, match=start_path(second)):
-        steps(store)
-    third = branch(store, 200, first, watch_s=0)
-    assert steps(store) == [100, 200]
-    assert newest_started(store) == third
-
-
-def damage_start(store: Store, attempt: AttemptName) -> None:
-    path = Path(store.local_path(start_path(attempt)))
-    path.write_bytes(path.read_bytes()[:-1])
 
 
 def test_a_branch_that_was_left_comes_back_only_by_name(store: Store) -> None:
@@ -181,15 +129,11 @@ def test_a_branch_that_was_left_comes_back_only_by_name(store: Store) -> None:
 
 
 def test_branch_respects_the_holder(store: Store) -> None:
-    from flashckpt.commit.attempts import local_owner
-
-    me = local_owner("/", "trainer-1")
-    name = claim(store, me)
-    start(store, name, None, 0, 1, Catalogue.of(store))
+    name = begin(store, owner=local_owner("/", "trainer-1"))
     train(store, name, 100)
     with pytest.raises(RunHeldError):
         branch(store, 100, me=local_owner("/"), probe=lambda runtime, lock: True, watch_s=0)
-    assert newest_started(store) == name
+    assert View.of(store).attempt == name
     assert branch(store, 100, me=local_owner("/"), probe=lambda runtime, lock: False, watch_s=0).number == 2
 
 
@@ -205,7 +149,7 @@ def test_a_step_number_of_two_attempts_is_the_newer_ones(store: Store) -> None:
     assert resolve(store, 200).attempt == first, "the other of that number is whole"
 
 
-def test_steps_are_listed_by_the_names_of_their_records(store: Store) -> None:
+def test_steps_are_listed_by_the_catalogue_alone(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, *range(1, 6))
     read = []
@@ -221,10 +165,10 @@ def test_steps_are_listed_by_the_names_of_their_records(store: Store) -> None:
 
     assert steps(Counting(store.url)) == [1, 2, 3, 4, 5]
     assert [each.step for each in choose([], history(Counting(store.url))).candidates] == [5, 4, 3, 2, 1]
-    assert not [path for path in read if path.startswith("commits/")]
+    assert {path.partition("/")[0] for path in read} == {"catalogue"}
 
 
-def test_a_quarantine_of_this_host_puts_a_step_last_and_hides_nothing(store: Store) -> None:
+def test_damage_on_this_host_puts_a_step_last_and_hides_nothing(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
     quarantine(store, name_of(300, first), this_host(), "chunk 3")
@@ -236,24 +180,24 @@ def test_a_quarantine_of_this_host_puts_a_step_last_and_hides_nothing(store: Sto
     assert steps(store) == [100, 200, 300]
     assert resolve(store).step == 200
     assert resolve(store, 300).step == 300
-    found = quarantines(Catalogue.of(store), name_of(300, first))
-    assert [(each.host, each.reason) for each in found] == [(this_host(), "chunk 3")]
+    assert damage(View.of(store), name_of(300, first)) == (this_host(), "chunk 3")
 
 
-def test_a_quarantine_of_another_host_changes_no_order(store: Store) -> None:
+def test_damage_on_another_host_changes_no_order(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200)
     quarantine(store, name_of(200, first), "node-7", "chunk 3")
     assert [each.step for each in next_start(store).candidates] == [200, 100]
     assert resolve(store).step == 200
-    assert quarantined_here(Catalogue.of(store), name_of(200, first)) is None
+    assert damage(View.of(store), name_of(200, first)) == ("node-7", "chunk 3")
+    assert damage(View.of(store), name_of(100, first)) is None
 
 
 def test_a_step_that_is_not_whole_is_passed_over_and_reported(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
     Path(store.local_path(resolve(store, 300).shard_path(0))).unlink()
-    Path(store.local_path(name_of(200, first).path)).write_bytes(b"rot")
+    Path(store.local_path(manifest_of(store, name_of(200, first).id))).write_bytes(b"rot")
     assert resolve(store).step == 100
     assert [(each.step, "missing" in why) for each, why in incomplete(store)] == [
         (300, True),
@@ -262,51 +206,6 @@ def test_a_step_that_is_not_whole_is_passed_over_and_reported(store: Store) -> N
     for step in (200, 300):
         with pytest.raises(NoSuchStepError, match=f"no visible committed step {step}"):
             resolve(store, step)
-
-
-@pytest.mark.parametrize("lost", ["claim", "start", "claim of one without steps", "both"])
-def test_an_older_lineage_does_not_win_when_records_are_lost(store: Store, lost: str) -> None:
-    first = attempt_at(store)
-    train(store, first, 100, 200)
-    second = attempt_at(store, name_of(100, first))
-    if lost != "claim of one without steps":
-        train(store, second, 150)
-    check_records(store)
-    if lost != "start":
-        Path(store.local_path(claim_path(2))).unlink()
-    if lost in ("start", "both"):
-        Path(store.local_path(start_path(second))).unlink()
-    assert shown(store) == [(100, 1), (200, 1)]
-    with pytest.raises(UnusableRunError, match=str(second)):
-        check_records(store)
-    with pytest.raises(UnusableRunError):
-        resolve(store)
-    # To say where to go on is the way out, and it stays said.
-    branch(store, 200, first, watch_s=0)
-    check_records(store)
-    assert shown(store) == [(100, 1), (200, 1)]
-
-
-def test_what_a_sweep_leaves_of_an_older_attempt_is_no_lost_record(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, 50)
-    second = attempt_at(store, name_of(50, first))
-    train(store, second, 100)
-    # A power loss may keep the later of two removals and undo the earlier one.
-    Path(store.local_path(claim_path(first.number))).unlink()
-    check_records(store)
-    assert resolve(store).step == 100
-
-
-def test_a_claim_comes_after_all_whose_steps_are_there(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, 100)
-    second = attempt_at(store, name_of(100, first))
-    train(store, second, 200)
-    shutil.rmtree(store.local_path("attempts"))
-    assert claim(store, HOLDER).number == 3
-    publish(store, 300, AttemptName(7, "00000001"))
-    assert claim(store, HOLDER).number == 8, "of data that was never committed"
 
 
 def test_steps_that_the_newest_attempt_did_not_resume_from_are_no_fresh_start(store: Store) -> None:
@@ -326,7 +225,7 @@ def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:
     Path(store.local_path(resolve(store, 200).shard_path(0))).unlink()
     with pytest.raises(UnusableRunError, match="not taken for a fresh run"):
         resolve(store)
-    Path(store.local_path(name_of(200, first).path)).write_bytes(b"{}")
+    Path(store.local_path(manifest_of(store, name_of(200, first).id))).write_bytes(b"{}")
     with pytest.raises(UnusableRunError):
         resolve(store)
 

@@ -1,4 +1,4 @@
-"""A rank reads the commit record and its own part, however many others there are. Damage is told as ever."""
+"""A rank reads the manifest and its own part, however many others there are. Damage is told as ever."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import steps
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.commit_step import commit, publish_part
-from flashckpt.commit.steps import read_record, read_step
+from flashckpt.commit.commit_step import KEEP_ALL, Outcome, commit
+from flashckpt.commit.steps import read_manifest, read_step, step_of
 from flashckpt.commit.verification import verify
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Part
-from flashckpt.persist.job import Completeness, refusal, stored_step
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, name_of, new_run, part_of
+from tests.commit.runs import attempt_at, folder_of, name_of, new_run, part_of, publish
 
 # Two nodes in the order of ranks, two that are not; a part is named by the lowest of its ranks.
 NODES = ((0, 1), (2, 3), (4, 7), (5, 6))
@@ -34,9 +33,9 @@ class Watched(LocalStore):
         self.in_memory: list[int] = []
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        if "/part-" in path:
+        if "/node-" in path:
             self.in_memory.append(sum(type(each) is Part for each in gc.get_objects()))
-            self.read_parts.append(path.rpartition("/")[2])
+            self.read_parts.append(path.rpartition("/")[2][: len("node-00000")])
         return super().read(path, max_bytes)
 
 
@@ -50,14 +49,21 @@ def attempt(store: Watched) -> AttemptName:
     """With step 100 of eight ranks on four nodes."""
     name = attempt_at(store)
     for ranks in NODES:
-        publish_part(store, part_of(store, 100, name, ranks, world=WORLD, keeper=ranks[0], constants=True))
-    assert commit(store, name_of(100, name).id, WORLD)
+        publish(store, 100, name, ranks=ranks, world=WORLD, constants=True)
+    assert committed(store, name)
     store.read_parts.clear()
     return name
 
 
+def committed(store: Watched, attempt: AttemptName) -> Outcome:
+    return commit(View.of(store), folder_of(store, name_of(100, attempt).id), KEEP_ALL)
+
+
 def place(store: Watched, attempt: AttemptName, name: str) -> Path:
-    return Path(store.local_path(f"{name_of(100, attempt).id.data_folder}/{name}"))
+    """The part whose name begins with this."""
+    folder = Path(store.local_path(folder_of(store, name_of(100, attempt).id).path))
+    [found] = folder.glob(f"{name}-*")
+    return found
 
 
 def flip(path: Path) -> None:
@@ -71,11 +77,11 @@ def test_one_part_is_read_for_the_ranks_of_a_node(store: Watched, attempt: Attem
     for ranks in ((0,), (1,), (0, 1), (2, 3), (3,)):
         store.read_parts.clear()
         record = read_step(store, name_of(100, attempt), ranks)
-        assert store.read_parts == [f"part-{ranks[0] // 2 * 2:05d}.json"]
+        assert store.read_parts == [f"node-{ranks[0] // 2 * 2:05d}"]
         for rank in ranks:
             assert record.rank(rank) == whole.rank(rank)
             assert record.files(rank) == whole.files(rank)
-        assert (record.world, record.boundary, record.record) == (WORLD, 100, whole.record)
+        assert (record.world, record.boundary, record.manifest) == (WORLD, 100, whole.manifest)
 
 
 def test_a_rank_is_found_in_whatever_part_it_stands(store: Watched, attempt: AttemptName) -> None:
@@ -101,50 +107,48 @@ def test_a_rank_that_the_step_has_not_is_told_without_reading_a_part(
 def test_damage_of_ones_own_part_is_told_and_that_of_others_is_theirs(
     store: Watched, attempt: AttemptName
 ) -> None:
-    flip(place(store, attempt, "part-00002.json"))
+    flip(place(store, attempt, "node-00002"))
     for rank in (2, 3):
-        with pytest.raises(DamagedError, match="part-00002"):
+        with pytest.raises(DamagedError, match="node-00002"):
             read_step(store, name_of(100, attempt), {rank})
-    with pytest.raises(DamagedError, match="part-00002"):
+    with pytest.raises(DamagedError, match="node-00002"):
         read_step(store, name_of(100, attempt))
     assert read_step(store, name_of(100, attempt), {0}).rank(0).rank == 0
-    place(store, attempt, "part-00000.json").unlink()
-    with pytest.raises(DamagedError, match=r"part-00000.*missing"):
+    place(store, attempt, "node-00000").unlink()
+    with pytest.raises(DamagedError, match=r"node-00000.*missing"):
         read_step(store, name_of(100, attempt), {1})
 
 
 def test_a_part_that_came_from_elsewhere_is_refused(store: Watched, attempt: AttemptName) -> None:
     """Whole by its own checksum, and not the one that was committed."""
-    other = part_of(store, 100, attempt, (2, 3), world=WORLD, keeper=2, nonce="aaaa0000")
-    place(store, attempt, "part-00002.json").write_bytes(other.to_bytes())
+    other = part_of(store, 100, attempt, (2, 3), world=WORLD, nonce="aaaa0000")
+    place(store, attempt, "node-00002").write_bytes(other.to_bytes())
     with pytest.raises(DamagedError, match="not the part that was written"):
         read_step(store, name_of(100, attempt), {2})
 
 
-@pytest.mark.parametrize("forged", ["shard", "length", "order", "frozen"])
-def test_a_record_that_names_other_files_than_ones_part_is_refused(
+@pytest.mark.parametrize("forged", ["shard", "length", "frozen"])
+def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
     store: Watched, attempt: AttemptName, forged: str
 ) -> None:
-    name = name_of(100, attempt)
-    record = read_record(store, name)
-    assert record is not None
-    shards, frozen = list(record.shards), record.frozen
+    checkpoint = View.of(store).checkpoint(name_of(100, attempt).id)
+    assert checkpoint is not None
+    manifest = read_manifest(store, checkpoint)
+    assert manifest is not None
+    shards, frozen = list(manifest.shards), manifest.frozen
     if forged == "shard":
-        shards[2] = shards[2]._replace(file="shard-00002-aaaa0000.safetensors")
+        shards[2] = shards[2]._replace(name="rank-00002-aaaa0000.safetensors")
     elif forged == "length":
         shards[2] = shards[2]._replace(num_bytes=shards[2].num_bytes + 1)
-    elif forged == "order":
-        shards[2], shards[3] = shards[3], shards[2]
     else:
         frozen = (*frozen[:2], *frozen[3:])
-    data = replace(record, shards=tuple(shards), frozen=frozen).to_bytes()
-    Path(store.local_path(name.path)).write_bytes(data)
-    with pytest.raises(DamagedError, match="other shards than its parts"):
-        read_step(store, name, {2})
-    # A record of which the shards are not those of all ranks is none.
-    Path(store.local_path(name.path)).write_bytes(replace(record, shards=record.shards[1:]).to_bytes())
-    with pytest.raises(DamagedError, match="one shard for each rank"):
-        read_step(store, name, {2})
+    changed = replace(manifest, shards=tuple(shards), frozen=frozen)
+    with pytest.raises(DamagedError, match="other files than its parts"):
+        step_of(store, changed, {2})
+    path = Path(store.local_path(checkpoint.manifest_path))
+    path.write_bytes(changed.to_bytes())
+    with pytest.raises(DamagedError, match="the manifest of another checkpoint"):
+        read_step(store, name_of(100, attempt), {2})
 
 
 @pytest.fixture
@@ -154,19 +158,16 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("large")
-def test_damage_in_the_midst_of_a_large_part_is_never_committed(store: Watched) -> None:
-    """Whoever commits has its head alone to look at, and would let retention delete older steps."""
+def test_damage_in_the_midst_of_a_large_part_is_found_when_it_is_read(store: Watched) -> None:
+    """A committer reads the head alone: the parts of thousands of ranks take gigabytes."""
     attempt = attempt_at(store)
     for ranks in NODES:
-        publish_part(store, part_of(store, 100, attempt, ranks, world=WORLD, keeper=ranks[0]))
-    path = place(store, attempt, "part-00002.json")
-    whole = path.read_bytes()
-    flip(path)
-    with pytest.raises(DamagedError, match="checksum does not match"):
-        commit(store, name_of(100, attempt).id, WORLD)
-    assert Catalogue.of(store).commits == ()
-    path.write_bytes(whole)
-    assert commit(store, name_of(100, attempt).id, WORLD)
+        publish(store, 100, attempt, ranks=ranks, world=WORLD)
+    flip(place(store, attempt, "node-00002"))
+    assert committed(store, attempt)
+    with pytest.raises(DamagedError):
+        read_step(store, name_of(100, attempt))
+    assert not verify(store, 100).ok
 
 
 @pytest.mark.usefixtures("large")
@@ -176,13 +177,9 @@ def test_of_a_large_step_one_part_is_in_memory_at_a_time(store: Watched, attempt
     store.in_memory.clear()  # what the fixture has read stood beside the garbage of other tests
     record = read_step(store, name_of(100, attempt))
     assert [record.rank(rank).rank for rank in range(WORLD)] == list(range(WORLD))
-    assert [part.keeper for part in record.parts] == [ranks[0] for ranks in sorted(NODES)]
+    assert [part.node for part in record.parts] == [ranks[0] for ranks in sorted(NODES)]
     del record
     assert verify(store, 100).ok
-    store.remove(name_of(100, attempt).path)
-    stored = stored_step(store, name_of(100, attempt).id)
-    assert stored.completeness is Completeness.COMPLETE
-    assert refusal(store, stored, read=True)[0] == ""
     assert max(store.in_memory) - before <= 1
 
 
@@ -191,9 +188,9 @@ def test_what_becomes_of_a_large_part_while_its_step_is_read_is_told(
     store: Watched, attempt: AttemptName
 ) -> None:
     record = read_step(store, name_of(100, attempt))
-    flip(place(store, attempt, "part-00004.json"))
+    flip(place(store, attempt, "node-00004"))
     assert record.rank(2).rank == 2
-    with pytest.raises(DamagedError, match="part-00004"):
+    with pytest.raises(DamagedError, match="node-00004"):
         record.rank(7)
     with pytest.raises(NoSuchStepError):
         record.rank(WORLD)

@@ -8,16 +8,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from flashckpt.commit import commit_step, steps
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.commit_step import Committed, Outcome, publish_part, record_at_rest
+from flashckpt.catalogue import home
+from flashckpt.commit import attempts, commit_step, steps
+from flashckpt.commit.commit_step import KEEP_ALL, Committed, Outcome
 from flashckpt.commit.steps import read_step
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, DivergedError
 from flashckpt.format.layout import Replicas, ranks_of
-from flashckpt.format.names import AttemptName, shard_name
+from flashckpt.format.manifest import shard_name
+from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Part, RankRecord
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, contents_of, name_of, new_run, write_shard
+from tests.commit.runs import attempt_at, contents_of, folder_of, name_of, new_run, put, write_shard
 
 WORLD = 4
 NAMES = ("model.bias", "model.weight", "optimizer.step")
@@ -47,15 +49,14 @@ def rank_record(
     that it does not declare."""
     writers = writers or WRITERS
     values = {name: np.full(4, len(name) + (rank + 1) * (name in changed), "float32") for name in NAMES}
-    _, all_of_it = contents_of("shard-00000-aaaa.safetensors", values)
+    _, all_of_it = contents_of("rank-00000-aaaa.safetensors", values)
     digest_of = dict(zip((leaf.name for leaf in all_of_it.leaves), all_of_it.digests, strict=True))
     declared = [leaf for leaf in all_of_it.leaves if leaf.name not in by_rank]
     own = {n: v for n, v in values.items() if n in by_rank or writers[n] in (None, rank)}
     own["buffer"] = np.array([rank], "int64")
     image, contents = contents_of(shard_name(rank, "5f2c0a1b"), own)
-    write_shard(
-        store, f"{name_of(100, attempt).id.data_folder}/{contents.shard.file}", image, contents.layout()
-    )
+    folder = folder_of(store, name_of(100, attempt).id)
+    write_shard(store, f"{folder.path}/{contents.shard.file}", image, contents.layout())
     table = Replicas(
         ranks=ranks_of(range(WORLD)),
         leaves=tuple(replace(leaf, offset=-1) for leaf in declared),
@@ -73,13 +74,14 @@ def rank_record(
 
 
 def publish(store: LocalStore, attempt: AttemptName, *ranks: RankRecord) -> Part:
-    part = Part(step=100, attempt=attempt, boundary=100, world=WORLD, keeper=ranks[0].rank, ranks=ranks)
-    assert publish_part(store, part)
+    id = name_of(100, attempt).id
+    part = Part(id=id, step=100, world=WORLD, node=ranks[0].rank, ranks=ranks)
+    put(store, part)
     return part
 
 
 def commit(store: LocalStore, attempt: AttemptName) -> Outcome:
-    return commit_step.commit(store, name_of(100, attempt).id, WORLD)
+    return commit_step.commit(View.of(store), folder_of(store, name_of(100, attempt).id), KEEP_ALL)
 
 
 def publish_all(store: LocalStore, attempt: AttemptName, of_rank: dict[int, RankRecord]) -> None:
@@ -120,11 +122,11 @@ def test_who_diverged_is_named_and_nothing_is_committed(store: LocalStore, attem
             commit(store, attempt)
         assert (caught.value.ranks, caught.value.step) == ((2,), 100)
         assert caught.value.leaves == ("model.weight", "optimizer.step")
-        assert Catalogue.of(store).commits == ()
-    # Nor does a claim commit it.
-    assert record_at_rest(store, name_of(100, attempt).id) is None
+        assert View.of(store).checkpoints == ()
+    # Nor does a start adopt it.
+    assert attempts.settle(View.of(store)).checkpoints == ()
     attempt_at(store)
-    assert Catalogue.of(store).commits == ()
+    assert View.of(store).checkpoints == ()
 
 
 def test_each_of_several_is_named(store: LocalStore, attempt: AttemptName) -> None:
@@ -176,10 +178,10 @@ def test_kept_by_rank_by_all_they_are_committed(store: LocalStore, attempt: Atte
 
 
 def test_a_step_whose_parts_were_exchanged_is_damaged(store: LocalStore, attempt: AttemptName) -> None:
-    """Whatever made a record for it."""
+    """Whatever made a manifest for it."""
     publish_all(store, attempt, {2: rank_record(store, attempt, 2, changed=["model.weight"])})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(commit_step, "check_alike", lambda *_: None)
+        patched.setattr(home, "are_alike", lambda _: True)
         assert commit(store, attempt)
     with pytest.raises(DamagedError, match="contradict each other about replicas"):
         read_step(store, name_of(100, attempt))

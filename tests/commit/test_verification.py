@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from flashckpt.commit import commit_step
-from flashckpt.commit.collect import prune
-from flashckpt.commit.commit_step import publish_part
+from flashckpt.commit.commit_step import KEEP_ALL
 from flashckpt.commit.lineage import branch, resolve
 from flashckpt.commit.verification import verify, verify_file
+from flashckpt.commit.view import View
 from flashckpt.errors import NoSuchStepError, RunError
-from flashckpt.format.names import AttemptName, frozen_path
+from flashckpt.format.catalogue import Folder
 from flashckpt.format.records import Contents, Part, RankRecord
-from flashckpt.options import Keep
 from flashckpt.store.local import LocalStore
 from tests.commit import runs
-from tests.commit.runs import attempt_at, commit, contents_of, name_of, new_run
+from tests.commit.runs import attempt_at, commit, contents_of, folder_of, name_of, new_run, put
+from tests.run_view import delete, manifest_of
 
 
 @pytest.fixture
@@ -30,6 +30,11 @@ def store(tmp_path: Path) -> LocalStore:
     for step in (100, 200):
         commit(store, step, attempt, constants=True)
     return store
+
+
+def committed(store: LocalStore, part: Part) -> None:
+    put(store, part)
+    assert commit_step.commit(View.of(store), folder_of(store, part.id), KEEP_ALL)
 
 
 def flip(path: str, byte: int) -> None:
@@ -44,7 +49,7 @@ def test_a_whole_run(store: LocalStore) -> None:
     assert report.damaged == ()
     assert [row.step for row in report.rows] == [200] * 4 + [100] * 3
     kinds = [row.file.split("/")[-1].split("-")[0] for row in report.rows]
-    assert kinds == ["000000000200", "part", "shard", "000001", "000000000100", "part", "shard"]
+    assert kinds == ["manifest", "node", "rank", "frozen", "manifest", "node", "rank"]
     assert report.num_bytes == sum(
         Path(store.local_path(row.file)).stat().st_size for row in report.rows if row.num_bytes
     )
@@ -82,10 +87,12 @@ def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
     path = frozen_of(store)
     of_before = runs.constants_of
 
-    def replaced(store: LocalStore, attempt: AttemptName, rank: int) -> Contents:
-        found = of_before(store, attempt, 7)
-        Path(store.local_path(frozen_path(found.shard.file))).replace(path)
-        return replace(found, shard=replace(found.shard, file=Path(path).name))
+    def replaced(store: LocalStore, folder: Folder, rank: int) -> tuple[Folder, Contents]:
+        base, found = of_before(store, folder, 7)
+        Path(store.local_path(f"{base.path}/{found.shard.file}")).replace(path)
+        first = Folder.parse(folder.writer, Path(path).parent.name)
+        assert first is not None
+        return first, replace(found, shard=replace(found.shard, file=Path(path).name))
 
     monkeypatch.setattr(runs, "constants_of", replaced)
     commit(store, 300, resolve(store, 200).attempt, constants=True)
@@ -131,22 +138,22 @@ def test_files_that_are_gone_or_of_another_length(
 
 def test_records_that_are_damaged(store: LocalStore) -> None:
     record = resolve(store, 200)
-    part = store.local_path(f"{record.name.id.data_folder}/part-00000.json")
-    flip(part, 50)
+    part, manifest = record.part_path(0), manifest_of(store, record.name.id)
+    flip(store.local_path(part), 50)
     (row,) = verify(store).damaged
-    assert row.file.endswith("part-00000.json")
-    flip(part, 50)
-    flip(store.local_path(record.name.path), 50)
+    assert row.file == part
+    flip(store.local_path(part), 50)
+    flip(store.local_path(manifest), 50)
     (row,) = verify(store).damaged
-    assert (row.step, row.file) == (200, record.name.path)
+    assert (row.step, row.file) == (200, manifest)
 
 
 def test_a_digest_that_the_bytes_do_not_have(store: LocalStore) -> None:
     attempt = attempt_at(store, resolve(store).name)
     image, contents = contents_of(
-        "shard-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0), "b": np.arange(3.0)}
+        "rank-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0), "b": np.arange(3.0)}
     )
-    path = f"{name_of(300, attempt).id.data_folder}/{contents.shard.file}"
+    path = f"{folder_of(store, name_of(300, attempt).id).path}/{contents.shard.file}"
     runs.write_shard(store, path, image, contents.layout())
     rank = RankRecord(
         rank=0,
@@ -155,8 +162,7 @@ def test_a_digest_that_the_bytes_do_not_have(store: LocalStore) -> None:
         digests=(contents.digests[0], contents.digests[1] ^ 1),
         values={},
     )
-    publish_part(store, Part(step=300, attempt=attempt, boundary=300, world=1, keeper=0, ranks=(rank,)))
-    commit_step.commit(store, name_of(300, attempt).id, world=1)
+    committed(store, Part(id=name_of(300, attempt).id, step=300, world=1, node=0, ranks=(rank,)))
     (row,) = verify(store).damaged
     assert row.detail == "not the bytes that were captured: b"
 
@@ -173,13 +179,12 @@ def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
 def test_a_header_that_is_not_the_parts(store: LocalStore) -> None:
     """Checksums and digests agree with the file; only the names in its header are not the part's."""
     attempt = attempt_at(store, resolve(store).name)
-    image, contents = contents_of("shard-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0)})
+    image, contents = contents_of("rank-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0)})
     _, other = contents_of(contents.shard.file, {"b": np.arange(4.0)})
-    path = f"{name_of(300, attempt).id.data_folder}/{contents.shard.file}"
+    path = f"{folder_of(store, name_of(300, attempt).id).path}/{contents.shard.file}"
     runs.write_shard(store, path, image, contents.layout())
     rank = RankRecord(rank=0, shard=contents.shard, leaves=other.leaves, digests=contents.digests, values={})
-    publish_part(store, Part(step=300, attempt=attempt, boundary=300, world=1, keeper=0, ranks=(rank,)))
-    commit_step.commit(store, name_of(300, attempt).id, world=1)
+    committed(store, Part(id=name_of(300, attempt).id, step=300, world=1, node=0, ranks=(rank,)))
     (row,) = verify(store).damaged
     assert "not the one that its part describes" in row.detail
 
@@ -216,13 +221,12 @@ class Pruned(LocalStore):
         super().read_chunks(path, *what, **how)
 
     def _strike(self, path: str) -> None:
-        if self.at and "/0000000100/" in path and path.rpartition("/")[2].startswith(self.at):
+        if self.at and f".{100:020d}/" in path and path.rpartition("/")[2].startswith(self.at):
             self.at = ""
-            attempt = resolve(self, 300).attempt
-            assert [each.step for each in prune(self, attempt, Keep(last=2))[0].expired] == [100]
+            delete(self, name_of(100, resolve(self, 300).attempt))
 
 
-@pytest.mark.parametrize("at", ["part-", "shard-"])
+@pytest.mark.parametrize("at", ["node-", "rank-", "manifest-"])
 def test_a_step_that_is_deleted_meanwhile_is_no_damage(store: LocalStore, at: str) -> None:
     commit(store, 300, resolve(store, 200).attempt)
     living = Pruned(store.url)

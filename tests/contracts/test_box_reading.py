@@ -37,7 +37,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def written(store: Store) -> Contents:
-    image, contents = contents_of("shard-00000-5f2c0a1b.safetensors", LEAVES)
+    image, contents = contents_of("rank-00000-5f2c0a1b.safetensors", LEAVES)
     write_shard(store, "shard", image, contents.layout())
     return contents
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit.view import open_run
 from flashckpt.errors import RunError
 from flashckpt.store.base import Capabilities, Store
 from tests.contracts.flat_store import FlatStore

@@ -188,7 +188,7 @@ class Job:
     def faults(self) -> list[str]:
         """Everything that is wrong now, whoever lives meanwhile."""
         found = self._log_faults()
-        if (store := open_store(self.url)).exists("run.json"):
+        if run_view.has_run(store := open_store(self.url)):
             found += self._run_faults(store)
         for kind, most in (("slot", MOST_SLOTS), ("constants", MOST_SHARED)):
             names = [name for name in self.names() if is_region_name(name) and name.startswith(f"{kind}-")]
@@ -218,7 +218,7 @@ class Job:
     def _expect_cached(self) -> None:
         """What the cache has of the newest attempt that has started, and what that one began from, is not
         lost with memory. Of older attempts only their common history with it counts."""
-        if self._cache is None or not (store := open_store(self.url)).exists("run.json"):
+        if self._cache is None or not run_view.has_run(store := open_store(self.url)):
             return
         found = cached_in(self._cache)
         newest = run_view.newest_attempt(store)
@@ -237,10 +237,10 @@ class Job:
 
     def visible(self) -> list[int]:
         store = open_store(self.url)
-        return [each.step for each in run_view.visible(store)] if store.exists("run.json") else []
+        return [each.step for each in run_view.visible(store)] if run_view.has_run(store) else []
 
     def resumable(self) -> list[int]:
-        """The visible steps, and that which the next claim commits: a keeper died before its record."""
+        """The visible steps, and that which the next start commits: a keeper died before its manifest."""
         found = self.visible()
         return [*found, *(each.step for each in run_view.committed_next(open_store(self.url)))]
 

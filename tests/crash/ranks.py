@@ -310,9 +310,9 @@ class RanksJob:
         return found
 
     def _shape(self) -> list[tuple[str, int]]:
-        """All data files and records: a keeper may commit and delete while they are looked at."""
+        """All data files and versions: a keeper may commit and delete while they are looked at."""
         found = []
-        walked = (each for top in ("data", "commits") for each in os.walk(self.run / top))
+        walked = (each for top in ("data", "catalogue") for each in os.walk(self.run / top))
         for folder, _, names in walked:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):

@@ -25,8 +25,8 @@ _RANK_POINTS = ("seal.submitted", "start.written")
 _KEEPER_POINTS = (
     "memory.reserved", "slots.taken", "memory.made", "memory.given", "adopt.taken", "adopt.reclaimed",
     "adopt.done", "rescue.asked", "audit.begun", "audit.pinned", "write.begun", "write.written",
-    "part.checked", "part.linked", "manifest.checked", "manifest.linked", "commit.marked", "prune.begun",
-    "prune.buried", "prune.removed", "prune.swept", "end.marking",
+    "part.checked", "part.linked", "manifest.checked", "manifest.written", "version.created",
+    "commit.marked", "prune.begun", "prune.done", "end.marking",
 )  # fmt: skip
 _STEPS_A_RUN = 400
 _VICTIMS = ("rank", "ranks", "node", "job", "node and memory", "power")

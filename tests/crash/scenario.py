@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flashckpt.commit import collect, commit_step, starting
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue, snapshots_with_data
-from flashckpt.commit.collect import Knowledge
+from flashckpt.catalogue.changes import Spared, spared
+from flashckpt.commit import commit_step
+from flashckpt.commit.attempts import settle
 from flashckpt.commit.lineage import branch, next_start
-from flashckpt.format.names import PART, AttemptName, CommitName
+from flashckpt.commit.view import View, folders_in, open_run
+from flashckpt.format.manifest import PART
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.records import Part
 from flashckpt.options import Keep
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore, System
-from tests.commit.runs import HOLDER, attempt_at, half_steps, is_whole, name_of, part_of
+from tests.commit.runs import attempt_at, folder_of, half_steps, is_whole, name_of, publish
 
 KEEP = Keep(last=2)
 
@@ -32,25 +33,24 @@ def live(path: str, system: System, say: Say) -> None:
         _save(store, step, first, say)
     second = attempt_at(store, name_of(300, first))
     _save(store, 400, second, say)
-    for step in (400, 300):
-        say("may go", step)
+    say("may go", 400)
     branch(store, 300, watch_s=0)
     say("gone", 400)
-    say("committed", 300)
     third = attempt_at(store, name_of(300, first))
-    _save(store, 400, third, say, nonce="33330000")
-    _save(store, 500, third, say, nonce="33330000")
+    _save(store, 400, third, say)
+    _save(store, 500, third, say)
 
 
-def _save(store: Store, step: int, attempt: AttemptName, say: Say, nonce: str = "11110000") -> None:
-    part = part_of(store, step, attempt, nonce=nonce, constants=True)
-    commit_step.publish_part(store, part)
+def _save(store: Store, step: int, attempt: AttemptName, say: Say) -> None:
+    part = publish(store, step, attempt, constants=True)
     say("begun", step)
-    assert commit_step.commit(store, name_of(step, attempt).id, world=1)
-    say("committed", step)
-    for each in collect.collect(Catalogue.of(store), KEEP, Knowledge()).expired:
+    view = View.of(store)
+    for each in view.visible()[:-1]:
         say("may go", each.step)
-    collect.prune(store, attempt, KEEP)
+    outcome = commit_step.commit(view, folder_of(store, part.id), KEEP)
+    assert outcome
+    say("committed", step)
+    commit_step.collect(store, outcome.view.catalogue)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Expected:
     def faults(self, path: str, *, go_on: bool = True) -> list[str]:
         """What is wrong with a run that was stopped; then the next attempt goes on from it."""
         store = LocalStore(path)
-        found = list(Catalogue.of(store).visible())
+        found = list(View.of(store).visible())
         faults = [
             f"step {each.step} is visible and not whole"
             for each in found
@@ -93,18 +93,16 @@ class Expected:
         return faults
 
     def _go_on(self, store: Store, found: list[CommitName]) -> list[str]:
-        """The next attempt starts from the newest step, commits, and prunes."""
+        """The next attempt starts from the newest step, commits, and deletes."""
         open_run(store, create=True)
         assert next_start(store).refusal is None
-        attempt, catalogue = starting.claim(store, HOLDER)
-        found = list(catalogue.visible())  # also what lacked only its record
-        parent, step = (found[-1].id, found[-1].step) if found else (None, 0)
-        starting.start(store, attempt, parent, step, 1, catalogue)
-        part = part_of(store, 900, attempt, constants=True)
-        commit_step.publish_part(store, part)
-        assert commit_step.commit(store, name_of(900, attempt).id, world=1)
-        collect.prune(store, attempt, KEEP)
-        left = Catalogue.of(store).visible()
+        found = list(settle(View.of(store)).visible())  # also what lacked only its manifest
+        attempt = attempt_at(store, found[-1] if found else None)
+        part = publish(store, 900, attempt, constants=True)
+        outcome = commit_step.commit(View.of(store), folder_of(store, part.id), KEEP)
+        assert outcome
+        commit_step.collect(store, outcome.view.catalogue)
+        left = View.of(store).visible()
         expected = [*(each.step for each in found), 900][-2:]
         is_good = all(is_whole(store, each.step, each.attempt) for each in left)
         if [each.step for each in left] != expected or not is_good:
@@ -113,12 +111,11 @@ class Expected:
 
 
 def _bereft(store: Store) -> list[list[str]]:
-    """The shards that parts without a record name and that are not there, unless they are being deleted.
-    Nothing in this life damages a file, so it is always none."""
-    catalogue = Catalogue.of(store)
-    committed = {each.id for each in (*catalogue.commits, *catalogue.dying)}
-    left = set(snapshots_with_data(store)) - committed - catalogue.tombstones
-    return [missing for each in left if (missing := _without_shards(store, each.data_folder))]
+    """The shards that parts name and that are not there, of snapshots that may still be committed. Nothing in
+    this life damages a file, so it is always none."""
+    kept = spared(View.of(store).catalogue, folders_in(store))
+    left = [folder.path for folder, what in kept.items() if what is Spared.ALL]
+    return [missing for each in left if (missing := _without_shards(store, each))]
 
 
 def _without_shards(store: Store, folder: str) -> list[str]:

@@ -21,10 +21,10 @@ _LIVES, _EPOCHS = 4, 12
 _TRAINERS = ["capture.begun", "capture.copied", "seal.submitting", "seal.submitted"]
 _KEEPERS = [
     "audit.pinned", "write.begun", "write.written", "part.checked", "part.linked", "manifest.checked",
-    "manifest.linked", "commit.marked", "prune.begun", "prune.buried",
+    "manifest.written", "version.created", "commit.marked", "prune.begun", "prune.done",
 ]  # fmt: skip
 
-_FEW = {"seal.submitted", "part.linked", "manifest.linked", "commit.marked"}
+_FEW = {"seal.submitted", "part.linked", "version.created", "commit.marked"}
 
 
 def killed(folder: Path, runtime: Path, number: int, armed: str, chance: random.Random) -> list[list[object]]:
@@ -82,7 +82,7 @@ def test_no_mix_and_nothing_safe_is_lost(point: str, tmp_path: Path, runtime: Pa
             if what == "safe":
                 safe = tag
         # A keeper that lives deletes beside whoever looks.
-        if (tmp_path / "run/run.json").exists() and not keepers_of(runtime):
+        if (tmp_path / "run/catalogue").exists() and not keepers_of(runtime):
             tags = tags_on_disk(tmp_path / "run")
             assert tags == sorted(tags)
             assert max(tags, default=0) >= safe

@@ -27,7 +27,7 @@ FIRST = {"share.filled", "share.sealed"}
 # The trainer must stand still for these: an idle keeper looks, or is to see the trainer killed.
 HELD = {"audit.begun", "rescue.asked"}
 # Which process comes to a point, where the other one does not live any more.
-ALONE = {"claim.taken", "leave.begun", "leave.emptied", "leave.closed"}
+ALONE = {"attempt.reserved", "leave.begun", "leave.emptied", "leave.closed"}
 # The state of this run does not grow: tests/checkpointer/test_growth.py kills at these.
 GROWTH = {point for point in POINTS if point.startswith("growth.")}
 # No trainer copies steps: tests/replication kills at these.
@@ -115,7 +115,7 @@ def _first_lives(job: Job, *, from_disk: bool) -> None:
     if from_disk:
         job.forget_memory()
         job.expect(memory=False)
-    job.start(armed="claim.taken")
+    job.start(armed="attempt.reserved")
     assert job.ended(LIMIT_S)
     assert job.status() == -signal.SIGKILL
     none(job.faults())

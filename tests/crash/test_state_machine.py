@@ -23,18 +23,19 @@ from hypothesis.stateful import (
 )
 
 import flashckpt
-from flashckpt.commit import collect, commit_step, lineage, steps
-from flashckpt.commit.attempts import mark_ended, newest_claimed
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import commit_step, lineage, steps
+from flashckpt.commit.attempts import mark_ended, settle
 from flashckpt.commit.lineage import branch
 from flashckpt.commit.verification import verify
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
 from flashckpt.recovery.recover import recover
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, is_whole, name_of, new_run, part_of
+from tests.commit.runs import attempt_at, folder_of, is_whole, name_of, new_run, publish
 from tests.crash.mortal import MortalSystem
+from tests.run_view import damaged
 
 KEEP = Keep(last=2)
 
@@ -91,6 +92,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def start(self) -> None:
         """The next attempt loads the newest step that is whole, as a resume does, and goes on from it."""
+        settle(View.of(self.store))
         best = self._load()
         expected = max(self._seen() - self.damaged, default=None)
         assert best == expected
@@ -101,38 +103,39 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.attempt is not None)
     @rule(gap=st.integers(1, 3), calls=LIVES)
     def save(self, gap: int, calls: int) -> None:
+        """With retention: the newest that are complete stay, two in all; and nothing goes but older ones."""
         assert self.attempt is not None
         self.step += gap
-        system = Mortal(calls)
-        store, each = LocalStore(self.path, system), name_of(self.step, self.attempt)
+        quarantined = set(damaged(self.store))
+        seen = sorted(self._complete() - quarantined)
+        store, each = LocalStore(self.path, Mortal(calls)), name_of(self.step, self.attempt)
         self.unsure.add(each)
         self.begun.add(each)
         try:
-            part = part_of(store, self.step, self.attempt, nonce=f"{self.step:08x}")
-            commit_step.publish_part(store, part)
-            assert commit_step.commit(store, each.id, world=1)
+            part = publish(store, self.step, self.attempt)
+            assert commit_step.commit(View.of(store), folder_of(store, part.id), KEEP)
         except Killed:
             self.attempt = None
-            return
-        self.unsure.discard(each)
-        self.committed.add(each)
+        else:
+            self.unsure.discard(each)
+            self.committed.add(each)
+        self._look_what_went(may_go=set(seen[:-1]) | quarantined)
 
-    @precondition(lambda self: self.attempt is not None)
     @rule(calls=LIVES)
-    def prune(self, calls: int) -> None:
-        """Whatever goes, the two newest that are complete stay; and nothing else but the older ones goes."""
-        assert self.attempt is not None
-        seen = sorted(self._complete())
-        kept = {each.step for each in seen[-2:]}
+    def collect(self, calls: int) -> None:
+        """Any process deletes garbage, at any time: no step goes."""
         try:
-            plan, _ = collect.prune(LocalStore(self.path, Mortal(calls)), self.attempt, KEEP)
-            assert not kept & {each.step for each in plan.expired}
+            store = LocalStore(self.path, Mortal(calls))
+            commit_step.collect(store, View.of(store).catalogue)
         except Killed:
-            self.attempt = None
-        there = set(Catalogue.of(self.store).commits)
+            pass
+        self._look_what_went(may_go=set())
+
+    def _look_what_went(self, may_go: set[CommitName]) -> None:
+        there = set(View.of(self.store).checkpoints)
         left = set(filter(self._is_complete, there))
         went = self.committed - left - self.damaged
-        assert went <= {each for each in seen if each.step not in kept}, "a step that had to stay went"
+        assert went <= may_go, "a step that had to stay went"
         self.committed -= went
         self.damaged &= there
         self.committed = {each for each in self.committed if each in left or each in self.damaged}
@@ -155,14 +158,11 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.committed - self.damaged)
     @rule(pick=st.randoms(use_true_random=False), how=st.sampled_from(["flip", "cut", "remove", "swap"]))
     def damage(self, pick: Random, how: str) -> None:
-        """One file of a committed step: its record, its part or its shard."""
+        """One file of a committed step: its manifest, its part or its shard."""
         each = pick.choice(sorted(self.committed - self.damaged))
         root = Path(self.path)
-        record = root / each.path
-        path = pick.choice([*sorted((root / each.id.data_folder).iterdir()), record])
+        path = pick.choice(sorted((root / folder_of(self.store, each.id).path).iterdir()))
         data = bytearray(path.read_bytes())
-        if how == "remove" and path == record:
-            return  # `recover` writes it again from the parts: that is no damage
         if how == "flip":
             data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
             path.write_bytes(data)
@@ -171,8 +171,8 @@ class Life(RuleBasedStateMachine):
         elif how == "remove":
             path.unlink()
         else:
-            kind = "commits/*.json" if path == record else f"data/*/*/{path.name.split('-')[0]}*"
-            others = [other for other in root.glob(kind) if other != path]
+            kind = path.name.partition("-")[0]
+            others = [other for other in root.glob(f"data/*/*/{kind}-*") if other != path]
             others = [other for other in others if other.read_bytes() != bytes(data)]
             if not others:
                 return
@@ -183,11 +183,11 @@ class Life(RuleBasedStateMachine):
     @rule()
     def recover(self) -> None:
         """It names the step that the next start loads, and deletes nothing that is whole."""
-        newest = newest_claimed(self.store)
+        newest = View.of(self.store).attempt
         if newest is not None:
             mark_ended(self.store, newest, "dead")  # a keeper's last word: nobody need be watched
         report = recover(self.store)
-        # It commits what a kill has cut off just before its record.
+        # It commits what a kill has cut off just before its manifest.
         self.committed |= {each for each in self.begun if self._is_complete(each)}
         expected = max(self._seen() - self.damaged, default=None)
         named = report.resume
@@ -199,7 +199,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def what_is_whole_is_visible_and_verifies(self) -> None:
-        seen = set(Catalogue.of(self.store).visible())
+        seen = set(View.of(self.store).visible())
         must = {each for each in self._seen() if each not in self.damaged and each not in self.unsure}
         hidden = {each for each in must if not any(o.step == each.step for o in seen)}
         assert not hidden, "committed, whole, and not visible"
@@ -208,7 +208,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def what_is_visible_was_committed(self) -> None:
-        for each in Catalogue.of(self.store).visible():
+        for each in View.of(self.store).visible():
             assert each in self.committed | self.unsure
             assert any(each.attempt == of and each.step <= last for of, last in self.lineage)
 
@@ -217,7 +217,7 @@ class Life(RuleBasedStateMachine):
         """Every damaged step that is looked at is in the report, and no other."""
         found = {row.name for row in verify(self.store).damaged}
         assert found <= self.damaged
-        assert found >= set(Catalogue.of(self.store).visible()) & self.damaged
+        assert found >= set(View.of(self.store).visible()) & self.damaged
 
     # ---- the model
 
@@ -229,16 +229,16 @@ class Life(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         for each in list(self.unsure):
-            if each.attempt != self.attempt:
+            # A start, a branch or a recovery may still commit it.
+            if each.attempt != self.attempt and self._is_complete(each):
                 self.unsure.discard(each)
-                if self._is_complete(each):
-                    self.committed.add(each)
+                self.committed.add(each)
 
     def _complete(self) -> set[CommitName]:
         return {each for each in self._seen() if self._is_complete(each)}
 
     def _is_complete(self, each: CommitName) -> bool:
-        return each in Catalogue.of(self.store).commits and steps.is_whole(self.store, each)
+        return steps.is_whole(View.of(self.store), each)
 
     def _load(self) -> CommitName | None:
         """A resume's rule: candidates in their order, each verified whole before it is taken."""

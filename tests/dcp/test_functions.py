@@ -135,7 +135,7 @@ def test_foreign_arguments_are_refused_by_name(tmp_path: Path) -> None:
     reader: Any = torch_dcp.FileSystemReader(tmp_path)
     with pytest.raises(OptionError, match="storage_reader=FileSystemReader"):
         dcp.load(state(1), checkpoint_id=tmp_path, storage_reader=reader)
-    assert not (tmp_path / "run.json").exists()
+    assert not (tmp_path / "catalogue").exists()
 
 
 def test_a_run_and_a_folder_of_a_writer_are_not_mixed(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ def test_a_process_that_is_killed_in_each_phase(zygote: Zygote, tmp_path: Path) 
 @pytest.mark.parametrize(
     "point",
     [
-        "claim.taken", "start.written", "memory.given", "capture.copied:1", "capture.begun:2",
-        "capture.copied:2", "seal.submitting:2", "seal.submitted:2", "manifest.linked", "end.marking",
+        "attempt.reserved", "start.written", "memory.given", "capture.copied:1", "capture.begun:2",
+        "capture.copied:2", "seal.submitting:2", "seal.submitted:2", "version.created", "end.marking",
     ],
 )  # fmt: skip
 def test_a_run_whose_processes_are_killed(zygote: Zygote, runtime: Path, tmp_path: Path, point: str) -> None:

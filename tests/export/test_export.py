@@ -252,7 +252,7 @@ def test_a_step_that_is_named(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
 def test_a_damaged_step_leaves_no_file(run: Path, tmp_path: Path, format: str) -> None:
     step = flashckpt.steps(run)[-1]
-    flip_image(next(data_of(run, step).glob("shard-*")))
+    flip_image(next(data_of(run, step).glob("rank-*")))
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(DamagedError, match=r"No damaged byte was .*written"):
         export(open_store(run), str(tmp_path / "out"), format=format)
@@ -307,9 +307,9 @@ def test_missing_names_are_reported(run: Path, tmp_path: Path) -> None:
 def several_ranks(folder: Path) -> LocalStore:
     store = new_run(folder)
     name = attempt_at(store, world=2)
-    publish(store, 5, name, ranks=(0,), world=2, keeper=0, constants=True)
-    publish(store, 5, name, ranks=(1,), world=2, keeper=1, constants=True)
-    run_view.commit(store, SnapshotId(name, 5), 2)
+    publish(store, 5, name, ranks=(0,), world=2, node=0, constants=True)
+    publish(store, 5, name, ranks=(1,), world=2, node=1, constants=True)
+    run_view.commit(store, SnapshotId(name, 5))
     return store
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import PersistError
-from flashckpt.format.names import PART
+from flashckpt.format.manifest import PART
 from tests.faults.conftest import LINK, SYNC, WRITE, Faults
 from tests.faults.training import training
 from tests.waiting import until
 
 
 def shards_without_a_part(run: Path) -> list[Path]:
-    folders = {path.parent for path in (run / "data").glob("*/*/shard-*")}
+    folders = {path.parent for path in (run / "data").glob("*/*/rank-*")}
     return [folder for folder in folders if not any(PART.fullmatch(path.name) for path in folder.iterdir())]
 
 

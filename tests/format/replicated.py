@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from flashckpt.format.catalogue import Folder
 from flashckpt.format.layout import DTYPES, Leaf, Replicas, ranks_of
-from flashckpt.format.names import AttemptName, frozen_name, shard_name
+from flashckpt.format.manifest import frozen_name, shard_name
+from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.format.records import Contents, Part, RankRecord
 from tests.format.test_records import contents
 
 ATTEMPT = AttemptName(2, "7fa3c1d2")
+ID = SnapshotId(ATTEMPT, 3)
 SHARED = [
     Leaf(name="model.weight", dtype="float32", shape=(4, 2), stride=(1, 4)),
     Leaf(name="model.tied", dtype="float32", shape=(3,), aliases=("model.head",)),
@@ -52,7 +55,8 @@ def rank_of(rank: int, *tables: Replicas, frozen: Sequence[str] = ()) -> RankRec
         leaves=held.leaves,
         digests=held.digests,
         values={"rank": rank},
-        constants=_contents(frozen_name(ATTEMPT, rank, "5f2c"), constants) if constants else None,
+        constants=_contents(frozen_name(rank, "5f2c"), constants) if constants else None,
+        base=Folder(ATTEMPT, ID) if constants else None,
         replicas=tables,
     )
 
@@ -63,5 +67,6 @@ def _contents(file: str, leaves: Mapping[Leaf, int]) -> Contents:
     return replace(found, digests=tuple(by_name[leaf.name] for leaf in found.leaves))
 
 
-def part_of(*ranks: RankRecord, world: int, keeper: int = 0) -> Part:
-    return Part(step=100, attempt=ATTEMPT, boundary=3, world=world, keeper=keeper, ranks=ranks)
+def part_of(*ranks: RankRecord, world: int) -> Part:
+    node = min(each.rank for each in ranks)
+    return Part(id=ID, step=100, world=world, node=node, ranks=ranks)

@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
 from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError
+from flashckpt.format.catalogue import Folder
 from flashckpt.format.layout import DTYPES, Box, Layout, Leaf
-from flashckpt.format.names import (
-    AttemptName,
-    CommitName,
-    SnapshotId,
-    claim_number,
-    frozen_name,
-    frozen_writer,
-    parse_at,
-    shard_name,
-)
-from flashckpt.format.records import (
-    Alive,
-    Claim,
-    CommitRecord,
-    Contents,
-    FileRecord,
-    Owner,
-    Part,
-    PartRecord,
-    Quarantine,
-    RankRecord,
-    Run,
-    ShardRecord,
-    Start,
-    Tombstone,
-    newest_of,
-)
+from flashckpt.format.manifest import FROZEN, SHARD, PartHead, frozen_name, part_name, shard_name
+from flashckpt.format.names import AttemptName, SnapshotId, parse_at
+from flashckpt.format.owner import Alive
+from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
 
 A, B = AttemptName(2, "7fa3c1d2"), AttemptName(12345678, "00000000")
-HOLDER = Owner(
-    boot_id="b", runtime="/r", runtime_id="1:2", lock="l", host="h", pid=3, job_id="j", restart_count=4
-)
+ID = SnapshotId(A, 5)
+BASE = Folder(B, SnapshotId(A, 3))
 
 
 def contents(file: str, leaves: list[Leaf]) -> Contents:
@@ -71,47 +45,28 @@ def leaves() -> list[Leaf]:
 
 
 def part(**other: object) -> Part:
-    shard = contents("shard-00001-5f2c.safetensors", leaves())
+    shard = contents("rank-00001-5f2c.safetensors", leaves())
     rank = RankRecord(
         rank=1,
         shard=shard.shard,
         leaves=shard.leaves,
         digests=shard.digests,
         values={"deep": [{"k": [1, "x"]}]},
-        constants=contents(frozen_name(A, 1, "5f2c"), [Leaf(name="frozen", dtype="int64", shape=(3,))]),
+        constants=contents(frozen_name(1, "5f2c"), [Leaf(name="frozen", dtype="int64", shape=(3,))]),
+        base=BASE,
     )
     fields = {
+        "id": ID,
         "step": 100,
-        "attempt": A,
         "world": 2,
-        "keeper": 3,
+        "node": 1,
         "ranks": (rank,),
         "environment": {"torch": "2"},
     }
     return Part(**{**fields, **other})
 
 
-COMMIT = CommitRecord(
-    name=CommitName(1, A, 5),
-    world=1,
-    parts=(PartRecord(file="part-00000.json", num_bytes=9, checksum="0" * 32),),
-    shards=(FileRecord(file="shard-00000-5f2c.safetensors", num_bytes=4096),),
-    frozen=(FileRecord(file=frozen_name(A, 0, "5f2c"), num_bytes=8192),),
-)
-RECORDS = [
-    Run(run_id="0123456789abcdef"),
-    Claim(attempt=A, owner=HOLDER),
-    Start(parent=None, step=0, world=1),
-    Start(parent=SnapshotId(A, 2**34 - 1), step=10**12 - 1, world=7),
-    Start(parent=SnapshotId(B, 7), step=5, world=7, before=(SnapshotId(A, 3),)),
-    Alive(count=5),
-    Alive(count=5, ended="dead"),
-    Tombstone(id=SnapshotId(B, 1)),
-    Quarantine(name=CommitName(1, B, 9), host="h", reason="chunk 3"),
-    COMMIT,
-    part(),
-    Start(parent=SnapshotId(A, 7), step=5, world=1, again=3),
-]
+RECORDS = [Alive(count=5), Alive(count=5, ended="dead"), part()]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.KIND)
@@ -128,29 +83,6 @@ def test_no_record_is_taken_for_another(record: object) -> None:
             other.from_bytes(record.to_bytes(), "file")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ({"parts": ()}, "no part"),
-        ({"parts": COMMIT.parts * 2}, "a file twice"),
-        ({"world": 2}, "one shard for each rank"),
-        ({"shards": ()}, "one shard for each rank"),
-        ({"frozen": COMMIT.frozen * 2}, "a file twice"),
-    ],
-)
-def test_a_commit_record_that_contradicts_itself(wrong: dict[str, Any], why: str) -> None:
-    with pytest.raises(DamagedError, match=why):
-        CommitRecord.from_bytes(replace(COMMIT, **wrong).to_bytes(), "file")
-
-
-def test_a_lineage_descends() -> None:
-    start = Start(parent=SnapshotId(A, 7), step=5, world=1, before=(SnapshotId(B, 3),))
-    with pytest.raises(DamagedError, match="out of order"):
-        Start.from_bytes(start.to_bytes(), "file")
-    assert start.ancestors == (SnapshotId(A, 7), SnapshotId(B, 3))
-    assert SnapshotId(A, 2**34 - 1) <= newest_of(A)
-
-
 def test_a_box_gives_the_position_in_the_whole_tensor() -> None:
     record = part()
     columns = record.to_dict()["ranks"][0]["shard"]["leaves"]
@@ -162,12 +94,12 @@ def test_a_box_gives_the_position_in_the_whole_tensor() -> None:
 
 def test_the_only_rank_has_no_boxes() -> None:
     piece = Leaf(name="w", dtype="int8", shape=(1,), box=Box(shape=(2,), start=(0,)))
-    held = contents("shard-00000-5f2c.safetensors", [piece])
+    held = contents("rank-00000-5f2c.safetensors", [piece])
     rank = RankRecord(rank=0, shard=held.shard, leaves=held.leaves, digests=held.digests, values={})
-    both = Part(step=1, attempt=A, world=2, keeper=0, ranks=(rank,))
+    both = Part(id=ID, step=1, world=2, node=0, ranks=(rank,))
     assert Part.from_bytes(both.to_bytes(), "file") == both
     with pytest.raises(DamagedError, match="no rank has the rest"):
-        Part.from_bytes(Part(step=1, attempt=A, world=1, keeper=0, ranks=(rank,)).to_bytes(), "file")
+        Part.from_bytes(Part(id=ID, step=1, world=1, node=0, ranks=(rank,)).to_bytes(), "file")
 
 
 def test_ten_thousand_leaves_are_about_a_megabyte() -> None:
@@ -179,9 +111,9 @@ def test_ten_thousand_leaves_are_about_a_megabyte() -> None:
         )
         for i in range(10_000)
     ]
-    held = contents("shard-00000-5f2c.safetensors", many)
+    held = contents("rank-00000-5f2c.safetensors", many)
     rank = RankRecord(rank=0, shard=held.shard, leaves=held.leaves, digests=held.digests, values={})
-    data = Part(step=1, attempt=A, world=1, keeper=0, ranks=(rank,)).to_bytes()
+    data = Part(id=ID, step=1, world=1, node=0, ranks=(rank,)).to_bytes()
     shard_checksums = 2 * len(held.shard.checksums)
     assert len(data) - shard_checksums < 1_500_000
     assert Part.from_bytes(data, "file").ranks[0].leaves == held.leaves
@@ -207,17 +139,19 @@ def test_names() -> None:
         "../x",
     ):
         assert AttemptName.parse(text) is None
-    assert (claim_number("000002.json"), claim_number("2.json"), claim_number("0000002.json")) == (
-        2,
-        None,
-        None,
-    )
-    assert claim_number(".000002.json.00.tmp") is None
-    assert shard_name(3, "5f2c") == "shard-00003-5f2c.safetensors"
-    with pytest.raises(ValueError, match="out of range"):
-        _ = CommitName(10**12, A, 0).path
-    assert frozen_writer(frozen_name(A, 3, "5f2c0a1b0001")) == (A, "5f2c0a1b")
-    assert frozen_writer(shard_name(3, "5f2c0a1b0001")) is None
+    assert shard_name(3, "5f2c") == "rank-00003-5f2c.safetensors"
+    assert frozen_name(3, "5f2c") == "frozen-00003-5f2c.safetensors"
+    assert part_name(3, "5f2c") == "node-00003-5f2c.json"
+    for pattern, name in ((SHARD, shard_name(3, "5f2c")), (FROZEN, frozen_name(3, "5f2c"))):
+        assert pattern.fullmatch(name)
+        assert pattern.fullmatch(f"{name}.zst")
+        assert not pattern.fullmatch(f"../{name}")
+    assert not SHARD.fullmatch(frozen_name(3, "5f2c"))
+    folder = Folder(B, SnapshotId(A, 12))
+    assert folder.path == f"data/{B}/{A}.00000000000000000012"
+    assert Folder.parse(B, folder.name) == folder
+    for text in (f"{A}.12", f"{A}:00000000000000000012", str(A), "../x"):
+        assert Folder.parse(B, text) is None
     assert (parse_at(str(A)), parse_at(f"{A}:12"), parse_at("12")) == (A, SnapshotId(A, 12), None)
 
 
@@ -226,8 +160,16 @@ def test_parts_are_checked_as_a_whole() -> None:
     assert len(xxh3_128(part().to_bytes())) == 16
     with pytest.raises(DamagedError, match="a rank twice"):
         Part.from_bytes(part(ranks=part().ranks * 2).to_bytes(), "file")
-    with pytest.raises(DamagedError, match="'rank'"):
+    with pytest.raises(DamagedError, match="'node'"):
         Part.from_bytes(part(world=1).to_bytes(), "file")
+
+
+def test_a_head_is_read_from_the_first_bytes_of_a_part() -> None:
+    data, head = part().to_bytes(), part().head()
+    assert PartHead.from_bytes(data, "file") == head
+    assert PartHead.from_prefix(data[: len(data) // 2], "file") == head
+    assert PartHead.from_prefix(data[:100], "file") is None
+    assert [each.base for each in head.frozen] == [BASE]
 
 
 def test_no_leaf_has_the_name_reserved_by_safetensors() -> None:

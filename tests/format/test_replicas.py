@@ -21,7 +21,8 @@ from flashckpt.format.layout import (
     ranks_of,
     ranks_to_json,
 )
-from flashckpt.format.records import Part, PartHead
+from flashckpt.format.manifest import PartHead
+from flashckpt.format.records import Part
 from tests.format.replicated import SHARED, part_of, rank_of, table
 from tests.hostile.test_hostile_records import changed, put
 
@@ -69,8 +70,8 @@ def test_ranks_with_equal_replicas_share_one_table() -> None:
     assert found == part
     assert found.to_bytes() == part.to_bytes()
     assert len({id(rank.replicas[0]) for rank in found.ranks}) == 1
-    assert found.head().replicas == ((TABLE.ranks, TABLE.checksum()), (other.ranks, other.checksum()))
-    assert [rank.replicas for rank in found.head().ranks] == [(0, 1), (0,), (0,)]
+    assert found.head().tables == ((TABLE.ranks, TABLE.checksum()), (other.ranks, other.checksum()))
+    assert [rank.tables for rank in found.head().ranks] == [(0, 1), (0,), (0,)]
 
 
 def test_a_ranks_leaves_are_those_it_and_others_write() -> None:
@@ -99,7 +100,7 @@ def test_a_constant_that_changed_may_be_written_by_another_rank() -> None:
     changed_since = table((0, 1), {"model.weight": 1}, {"model.weight": 99})
     before = rank_of(0, table((0, 1), {}), frozen=["model.weight", "model.rows"])
     now = rank_of(0, changed_since, frozen=["model.rows"])
-    part = part_of(replace(now, constants=before.constants), world=2)
+    part = part_of(replace(now, constants=before.constants, base=before.base), world=2)
     found = Part.from_bytes(part.to_bytes(), "file").ranks[0]
     digests = {leaf.name: digest for _, leaf, digest in found.counted()}
     assert digests.keys() == {"model.buffer", "model.tied", "optimizer.step", "model.rows"}
@@ -128,29 +129,29 @@ def test_ten_ranks_of_a_thousand_leaves_are_little_more_than_one() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        put("tables", []),
-        put("tables", 0, None),
-        put("tables", 0, "ranks", [[0, 2, 1]]),
-        put("tables", 0, "ranks", [[0, 9, 1]]),
-        put("tables", 0, "writers", []),
-        put("tables", 0, "writers", None),
-        put("tables", 0, "writers", [0, 0, 0, 0]),
-        put("tables", 0, "writers", 0, 3),
-        put("tables", 0, "writers", 0, True),
-        put("tables", 0, "writers", 0, []),
-        put("tables", 0, "writers", 0, "1"),
-        put("tables", 0, "digests", "0" * 64),
-        put("tables", 0, "digests", "0"),
-        put("tables", 0, "leaves", "names", 0, "other"),
-        put("tables", 0, "leaves", "names", []),
         put("replicas", []),
-        put("replicas", 0, 0, [[0, 2, 1]]),
-        put("replicas", 0, 1, "0" * 32),
-        put("replicas", 0, 1, "x"),
-        put("files", 0, 5, [1]),
-        put("files", 0, 5, [0, 0]),
-        put("files", 0, 5, [True]),
-        put("files", 0, 5, [-1]),
+        put("replicas", 0, None),
+        put("replicas", 0, "ranks", [[0, 2, 1]]),
+        put("replicas", 0, "ranks", [[0, 9, 1]]),
+        put("replicas", 0, "writers", []),
+        put("replicas", 0, "writers", None),
+        put("replicas", 0, "writers", [0, 0, 0, 0]),
+        put("replicas", 0, "writers", 0, 3),
+        put("replicas", 0, "writers", 0, True),
+        put("replicas", 0, "writers", 0, []),
+        put("replicas", 0, "writers", 0, "1"),
+        put("replicas", 0, "digests", "0" * 64),
+        put("replicas", 0, "digests", "0"),
+        put("replicas", 0, "leaves", "names", 0, "other"),
+        put("replicas", 0, "leaves", "names", []),
+        put("tables", []),
+        put("tables", 0, 0, [[0, 2, 1]]),
+        put("tables", 0, 1, "0" * 32),
+        put("tables", 0, 1, "x"),
+        put("files", 0, 4, [1]),
+        put("files", 0, 4, [0, 0]),
+        put("files", 0, 4, [True]),
+        put("files", 0, 4, [-1]),
         put("files", 0, 0, 3),
     ],
 )
@@ -194,6 +195,6 @@ def test_in_a_world_of_one_there_are_no_replicas() -> None:
 
 
 def test_a_table_may_have_further_keys() -> None:
-    data = changed(two_ranks(), lambda obj: obj["tables"][0].update(further=1))
+    data = changed(two_ranks(), lambda obj: obj["replicas"][0].update(further=1))
     assert Part.from_bytes(data, "file") == two_ranks()
-    assert parse(data, what="file", max_bytes=1 << 20)["tables"][0]["further"] == 1
+    assert parse(data, what="file", max_bytes=1 << 20)["replicas"][0]["further"] == 1

@@ -1,4 +1,4 @@
-"""A fuzzer over everything that is read back: commit records, parts, records, control pages,
+"""A fuzzer over everything that is read back: versions of the catalogue, manifests, parts, control pages,
 metadata, values. What it makes must be refused by name, or be read; nothing else, and in bounded time.
 
 A program of its own: `python -m tests.hostile.fuzz --minutes 60 --seed 1`. The corpus is a
@@ -26,18 +26,11 @@ from typing import NoReturn
 from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import typed
+from flashckpt.format.catalogue import Catalogue
+from flashckpt.format.manifest import Manifest, PartHead
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.records import (
-    Alive,
-    Claim,
-    CommitRecord,
-    Part,
-    PartHead,
-    Quarantine,
-    Run,
-    Start,
-    Tombstone,
-)
+from flashckpt.format.owner import Alive
+from flashckpt.format.records import Part
 from flashckpt.memory import region as page
 from flashckpt.memory.slot import Slot
 from flashckpt.store.compressed_store import Widths, codec, read_table, table_bytes
@@ -181,30 +174,20 @@ def targets() -> dict[str, Target]:
 def _targets(run: Path) -> dict[str, Target]:
     slots = _slots()
     return {
-        "run": Target(_files(run, "run.json"), lambda data: Run.from_bytes(data, "file"), _resealed),
-        "claim": Target(
-            _files(run, "attempts/0*.json"), lambda data: Claim.from_bytes(data, "file"), _resealed
+        "catalogue": Target(
+            _files(run, "catalogue/*"), lambda data: Catalogue.from_bytes(data, "file"), _resealed
         ),
-        "start": Target(_files(run, "start.json"), lambda data: Start.from_bytes(data, "file"), _resealed),
-        "alive": Target(_files(run, "alive"), lambda data: Alive.from_bytes(data, "file"), _resealed),
-        "quarantine": Target(
-            _files(run, "*.quarantine-*.json"), lambda data: Quarantine.from_bytes(data, "file"), _resealed
+        "manifest": Target(
+            _files(run, "manifest-*.json"), lambda data: Manifest.from_bytes(data, "file"), _resealed
         ),
-        "tombstone": Target(
-            _files(run, "*.tombstone"), lambda data: Tombstone.from_bytes(data, "file"), _resealed
-        ),
+        "alive": Target(_files(run, "alive/*"), lambda data: Alive.from_bytes(data, "file"), _resealed),
         "part": Target(
-            [*_files(run, "part-*.json"), _replicated()],
+            [*_files(run, "node-*.json"), _replicated()],
             lambda data: Part.from_bytes(data, "file"),
             lambda data: _resealed(_head_resealed(data)),
         ),
         "head of a part": Target(
             [_replicated()], lambda data: PartHead.from_prefix(data, "file"), _head_resealed
-        ),
-        "commit": Target(
-            _files(run, "commits/*-??????????.json"),
-            lambda data: CommitRecord.from_bytes(data, "file"),
-            _resealed,
         ),
         "compressed shard": Target([_compressed()], _read_compressed, _repaired_table),
         "slot": Target(slots, _read_slot, _repaired_slot),

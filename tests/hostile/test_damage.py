@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from torch import nn
 
 import flashckpt
 from flashckpt.errors import FlashckptError
+from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.processes import end, keepers_of
 from tests.waiting import until
 
@@ -76,12 +77,9 @@ DAMAGES: list[Callable[[Path, Path], None]] = [flip, cut, remove, swap]
 
 
 def file_of(run: Path, step: int, kind: str) -> Path:
-    """The record of a step, or a file of its data: the steps are committed in this order."""
-    records = sorted(run.glob("commits/*.json"))
-    if kind == "commit":
-        return records[step - 1]
-    _, attempt, boundary = re.fullmatch(r"(\d{12})-(.+)-(\d+)\.json", records[step - 1].name).groups()
-    [found] = run.glob(f"data/{attempt}/{boundary}/{kind}*")
+    """A file of a step: `manifest`, `node` (its part) or `rank` (its shard)."""
+    [name] = [each for each in run_view.checkpoints(LocalStore(str(run))) if each.step == step]
+    [found] = (run / run_view.folder_of(LocalStore(str(run)), name.id)).glob(f"{kind}-*")
     return found
 
 
@@ -92,40 +90,36 @@ def run(whole: Path, tmp_path: Path, runtime: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("kind", ["commit", "part", "shard"])
+@pytest.mark.parametrize("kind", ["manifest", "node", "rank"])
 def test_the_older_good_step_is_taken_and_the_damaged_file_named(
     kind: str, damage: Callable[[Path, Path], None], run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = file_of(run, 3, kind)
     damage(path, file_of(run, 2, kind))
-    if path.exists() and kind != "commit":
+    if path.exists() and kind != "manifest":
         assert [row.file for row in flashckpt.verify(run).damaged] != []
     with pytest.raises(FlashckptError):
         flashckpt.load(run, 3)
 
-    # A kill may leave all files of a step without its record: the next start creates it.
-    is_completed = (kind, damage) == ("commit", remove)
-    step = 3 if is_completed else 2
     model = model_of(MARKS)
     with caplog.at_level(logging.INFO), flashckpt.attach(run, every=None, model=model) as checkpointer:
         assert checkpointer.resumed is not None
-        assert checkpointer.resumed.step == step
-        assert all(bool((p == step).all()) for p in model.parameters())
-    if is_completed:
-        return
+        assert checkpointer.resumed.step == 2
+        assert all(bool((p == 2).all()) for p in model.parameters())
     said = "passed over: step 3", "cannot resume from step 3"  # before the step is read, and while it is
     assert any(each in caplog.text for each in said)
     assert path.name in caplog.text
 
 
 @pytest.mark.parametrize("damage", DAMAGES[:3], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("pattern", ["run.json", "attempts/0*.json", "attempts/*/start.json"])
-def test_records_of_the_run_are_never_guessed(
-    pattern: str, damage: Callable[[Path, Path], None], run: Path
+@pytest.mark.parametrize("which", ["the newest version", "all versions"])
+def test_the_state_of_the_run_is_never_guessed(
+    which: str, damage: Callable[[Path, Path], None], run: Path
 ) -> None:
-    """Which step is the newest hangs on them: either it is the same without them, or nothing is loaded."""
-    [path] = run.glob(pattern)
-    damage(path, path)
+    """Which step is the newest hangs on it: either it is the same without it, or nothing is loaded."""
+    versions = sorted(run.glob("catalogue/*"))
+    for path in versions if which == "all versions" else versions[-1:]:
+        damage(path, path)
     model, refusal = model_of(MARKS), ""
     try:
         with flashckpt.attach(run, every=None, model=model) as checkpointer:
@@ -134,20 +128,21 @@ def test_records_of_the_run_are_never_guessed(
     except FlashckptError as error:
         refusal = str(error)
     if refusal:
-        assert str(path.relative_to(run)) in refusal
+        assert "catalogue/" in refusal
+        assert damage is remove or versions[-1].name in refusal
         assert all(bool((p == MARKS).all()) for p in model.parameters())
 
 
 BOMBS = {
-    "a record of a gigabyte": ("commit", lambda path: _grow(path, 1 << 30)),
-    "a part of a gigabyte": ("part", lambda path: _grow(path, 1 << 30)),
-    "a shard of a terabyte": ("shard", lambda path: _grow(path, 1 << 40)),
-    "a header of an exabyte": ("shard", lambda path: _write(path, (1 << 60).to_bytes(8, "little"))),
-    "a part of brackets": ("part", lambda path: path.write_bytes(b'{"format":1,"a":' + b"[" * (8 << 20))),
-    "a part of digits": ("part", lambda path: path.write_bytes(b'{"format":1,"a":' + b"9" * (8 << 20))),
-    "a part that is a pipe": ("part", lambda path: _pipe(path)),
-    "a shard that is a link": ("shard", lambda path: _link(path, Path("/dev/zero"))),
-    "a record that is a link": ("commit", lambda path: _link(path, Path("/dev/zero"))),
+    "a manifest of a gigabyte": ("manifest", lambda path: _grow(path, 1 << 30)),
+    "a part of a gigabyte": ("node", lambda path: _grow(path, 1 << 30)),
+    "a shard of a terabyte": ("rank", lambda path: _grow(path, 1 << 40)),
+    "a header of an exabyte": ("rank", lambda path: _write(path, (1 << 60).to_bytes(8, "little"))),
+    "a part of brackets": ("node", lambda path: path.write_bytes(b'{"format":1,"a":' + b"[" * (8 << 20))),
+    "a part of digits": ("node", lambda path: path.write_bytes(b'{"format":1,"a":' + b"9" * (8 << 20))),
+    "a part that is a pipe": ("node", lambda path: _pipe(path)),
+    "a shard that is a link": ("rank", lambda path: _link(path, Path("/dev/zero"))),
+    "a manifest that is a link": ("manifest", lambda path: _link(path, Path("/dev/zero"))),
 }
 _MOST_BYTES = 1 << 30
 _PROGRAM = """
@@ -189,6 +184,26 @@ def test_hostile_files_end_in_bounded_time_and_memory(bomb: str, run: Path) -> N
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     damaged, oldest = found.stdout.split(" ")
-    assert damaged in ("3", ""), "no other step is blamed"
-    assert damaged == "3" or "record" in bomb
+    assert damaged == "3", "no other step is blamed"
     assert int(oldest) == 1
+
+
+@pytest.mark.parametrize("bomb", ["a part of a gigabyte", "a part of brackets", "a part of digits"])
+def test_a_hostile_catalogue_ends_in_bounded_time_and_memory(bomb: str, run: Path) -> None:
+    newest = sorted(run.glob("catalogue/*"))[-1]
+    BOMBS[bomb][1](newest)
+    command = [sys.executable, "-c", _PROGRAM, str(run), str(_MOST_BYTES)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert "DamagedError" in found.stderr.splitlines()[-1], found.stderr
+    assert newest.name in found.stderr
+
+
+@pytest.mark.parametrize("bomb", ["a part that is a pipe", "a manifest that is a link"])
+def test_a_version_that_is_no_file_is_neither_read_nor_replaced(bomb: str, run: Path) -> None:
+    newest = sorted(run.glob("catalogue/*"))[-1]
+    BOMBS[bomb][1](newest)
+    assert flashckpt.steps(run) == STEPS
+    with pytest.raises(FlashckptError, match=newest.name):
+        flashckpt.attach(run, every=None, model=model_of(MARKS))
+    assert newest.is_symlink() or newest.is_fifo()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,16 @@ from hypothesis import strategies as st
 from flashckpt.commit.lineage import resolve, steps
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, FlashckptError, FormatError
+from flashckpt.format.catalogue import Catalogue, Checkpoint, Folder
 from flashckpt.format.checked_json import dump, parse
-from flashckpt.format.records import Claim, CommitRecord, Part, Quarantine, Run, Start
+from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, PartHead
+from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.owner import Alive, Owner
+from flashckpt.format.records import Part
 from tests.commit.runs import attempt_at, commit, name_of, new_run
 from tests.format.test_checked_json import sealed
-from tests.format.test_records import RECORDS, part
+from tests.format.test_records import BASE, ID, A, B, part
+from tests.run_view import folder_of, manifest_of
 
 MAX = 1 << 24
 
@@ -30,7 +36,7 @@ def changed(record: Any, change: Callable[[dict[str, Any]], None]) -> bytes:
 
 def dumped(obj: dict[str, Any]) -> bytes:
     """A file that says this, its head sealed as its end is."""
-    body = {key: obj[key] for key in ("environment", "tables", "ranks") if key in obj and "files" in obj}
+    body = {key: obj[key] for key in ("environment", "replicas", "ranks") if key in obj and "files" in obj}
     head = {key: value for key, value in obj.items() if key not in body and key != "head"}
     return dump(head, body if "head" in obj else None)
 
@@ -53,20 +59,20 @@ BAD_PARTS = [
     *(
         put(*SHARD, "file", name)
         for name in (
-            "../shard-00001-5f2c.safetensors",
+            "../rank-00001-5f2c.safetensors",
             "/etc/passwd",
-            "shard-00001-5f2c.safetensors/..",
-            "part-00000.json",
-            "shard-00001-5f2c.safetensors\0",
-            "shard-00001-5f2c.safetensors\n",
+            "rank-00001-5f2c.safetensors/..",
+            "node-00000-5f2c.json",
+            "rank-00001-5f2c.safetensors\0",
+            "rank-00001-5f2c.safetensors\n",
             "",
             None,
             5,
-            "000002-7fa3c1d2-00001-5f2c.safetensors",
-            "shard-１2345-5f2c.safetensors",
+            "frozen-00001-5f2c.safetensors",
+            "rank-１2345-5f2c.safetensors",
         )
     ),
-    put("ranks", 0, "frozen", "file", "shard-00001-5f2c.safetensors"),
+    put("ranks", 0, "frozen", "file", "rank-00001-5f2c.safetensors"),
     put(*SHARD, "num_bytes", 2**60),
     put(*SHARD, "num_bytes", -1),
     put(*SHARD, "num_bytes", 4096.0),
@@ -136,17 +142,23 @@ BAD_PARTS = [
     put("files", 0, 0, 0.0),
     put("files", []),
     put("files", 0, []),
-    put("files", 0, 1, "shard-00001-5f2d.safetensors"),
-    put("files", 0, 1, "../shard-00001-5f2c.safetensors"),
+    put("files", 0, 1, "rank-00001-5f2d.safetensors"),
+    put("files", 0, 1, "../rank-00001-5f2c.safetensors"),
     put("files", 0, 2, 4096),
     put("files", 0, 2, 2**60),
     put("files", 0, 3, ""),
     put("files", 0, 3, None),
-    put("files", 0, 3, "/etc/passwd"),
-    put("files", 0, 3, "000003-7fa3c1d2-00001-5f2c.safetensors"),  # a newer attempt
-    put("files", 0, 4, 0),
-    put("files", 0, 5, None),
-    put("files", 0, 5, [0]),
+    put("files", 0, 3, []),
+    put("files", 0, 3, 0, "../x"),
+    put("files", 0, 3, 1, "../x"),
+    put("files", 0, 3, 1, None),
+    put("files", 0, 3, 2, "/etc/passwd"),
+    put("files", 0, 3, 2, "rank-00001-5f2c.safetensors"),
+    put("files", 0, 3, 2, "frozen-00001-5f2d.safetensors"),  # another than its rank names
+    put("files", 0, 3, 3, 0),
+    put("files", 0, 3, 3, 2**60),
+    put("files", 0, 4, None),
+    put("files", 0, 4, [0]),
     put("replicas", None),
     put("tables", None),
     put("tables", [{}]),
@@ -159,11 +171,14 @@ BAD_PARTS = [
     put("attempt", "../../x"),
     put("attempt", "000002-7fa3c1d2/.."),
     put("attempt", None),
+    put("boundary", -1),
+    put("boundary", None),
     put("step", -1),
     put("step", 10**12),
-    put("keeper", -1),
+    put("node", -1),
+    put("node", 0),
     put("environment", None),
-    put("kind", "commit"),
+    put("kind", "manifest"),
     put("kind", []),
 ]
 
@@ -175,15 +190,39 @@ def test_bad_parts(change: Callable[[dict[str, Any]], None]) -> None:
         Part.from_bytes(data, "file")
 
 
-COMMIT = next(record for record in RECORDS if isinstance(record, CommitRecord))
+CHECKPOINT = Checkpoint(id=ID, step=100, writer=B, manifest="5f2c", num_bytes=9, bases=frozenset({BASE}))
+CATALOGUE = Catalogue(
+    run_id="5eed" * 4,
+    version=42,
+    writer=B,
+    attempt=B,
+    ended=False,
+    committed=ID,
+    checkpoints=(CHECKPOINT,),
+    lineages=((A, ()), (B, (ID,))),
+    damaged=((ID, "host: chunk 3"),),
+    owner=Owner(boot_id="b", runtime="/r", runtime_id="1:2", lock="l", host="h", pid=3, job_id="j"),
+    parent_step=100,
+)
+MANIFEST = Manifest(
+    folder=Folder(B, ID),
+    step=100,
+    world=1,
+    run_id="5eed" * 4,
+    lineage=(SnapshotId(AttemptName(1, "7fa3c1d2"), 3),),
+    parts=(PartFile("node-00000-5f2c.json", 700, (0,)),),
+    shards=(File("rank-00000-5f2c.safetensors", 4096),),
+    frozen=(FrozenFile(BASE, "frozen-00000-5f2c.safetensors", 8192),),
+)
+RECORDS = [CATALOGUE, MANIFEST, Alive(count=5), part()]
 NAMES = [
     "../x",
     "/x",
     "a/b",
     "",
     "..",
-    "part-00000.json/../../x",
-    "shard-00000-5f2c.safetensors\0",
+    "node-00000-5f2c.json/../../x",
+    "rank-00000-5f2c.safetensors\0",
     5,
     None,
     "x" * 10**6,
@@ -191,35 +230,52 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
-@pytest.mark.parametrize("column", ["parts", "shards", "frozen"])
-def test_names_in_a_commit_record_never_leave_its_folders(name: object, column: str) -> None:
+@pytest.mark.parametrize(
+    "place", [("parts", 0, 0), ("shards", 0, 0), ("frozen", 0, 0), ("frozen", 0, 1), ("frozen", 0, 2)]
+)
+def test_names_in_a_manifest_never_leave_its_folders(name: object, place: tuple[Any, ...]) -> None:
     with pytest.raises(DamagedError):
-        CommitRecord.from_bytes(changed(COMMIT, put(column, 0, 0, name)), "file")
+        Manifest.from_bytes(changed(MANIFEST, put(*place, name)), "file")
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+@pytest.mark.parametrize("place", [("checkpoints", 0, 4), ("attempts", 0), ("foreign", 0), ("run_id",)])
+def test_names_in_a_catalogue_never_leave_its_folders(name: object, place: tuple[Any, ...]) -> None:
+    whole = replace(CATALOGUE, foreign=frozenset({AttemptName(12345679, "00000000")}))
+    with pytest.raises(DamagedError):
+        Catalogue.from_bytes(changed(whole, put(*place, name)), "file")
 
 
 @pytest.mark.parametrize(
     ("record", "change"),
     [
-        (Run(run_id="0" * 16), put("run_id", "../x")),
-        (Run(run_id="0" * 16), put("run_id", 5)),
-        (RECORDS[1], put("attempt", "x")),
-        (RECORDS[1], put("holder", None)),
-        (RECORDS[1], put("holder", "pid", -1)),
-        (RECORDS[1], put("holder", "lock", "x" * 300)),
-        (RECORDS[3], put("parent", "../x")),
-        (RECORDS[3], put("step", 2**64)),
-        (RECORDS[3], put("boundary", 2**34)),
-        (RECORDS[4], put("before", [[str(RECORDS[1].attempt), -1]])),
-        (RECORDS[4], put("before", [["000001", 1]])),
-        (RECORDS[8], put("boundary", None)),
-        (RECORDS[5], put("count", "5")),
-        (RECORDS[5], put("ended", "maybe")),
-        (COMMIT, put("parts", [])),
-        (COMMIT, put("parts", 0, [])),
-        (COMMIT, put("parts", 0, 1, 2**60)),
-        (COMMIT, put("parts", 0, 2, "0")),
-        (COMMIT, put("shards", 0, 1, -1)),
-        (COMMIT, put("shards", [["shard-00000-5f2c.safetensors", 1]] * 2)),
+        (CATALOGUE, put("version", 0)),
+        (CATALOGUE, put("version", 10**9)),
+        (CATALOGUE, put("writer", "x")),
+        (CATALOGUE, put("attempt", None)),
+        (CATALOGUE, put("world", 0)),
+        (CATALOGUE, put("parent_step", 2**64)),
+        (CATALOGUE, put("failed_starts", -1)),
+        (CATALOGUE, put("ended", 1)),
+        (CATALOGUE, put("owner", 5)),
+        (CATALOGUE, put("owner", "pid", -1)),
+        (CATALOGUE, put("owner", "lock", "x" * 300)),
+        (CATALOGUE, put("owner", "restart_count", None)),
+        (CATALOGUE, put("committed", [0])),
+        (CATALOGUE, put("checkpoints", 0, 1, -1)),
+        (CATALOGUE, put("checkpoints", 0, 0, 7)),
+        (CATALOGUE, put("damaged", 0, 1, "x" * 5000)),
+        (CATALOGUE, put("damaged", 0, 1, None)),
+        (Alive(count=5), put("count", "5")),
+        (Alive(count=5), put("ended", "maybe")),
+        (MANIFEST, put("parts", [])),
+        (MANIFEST, put("parts", 0, [])),
+        (MANIFEST, put("parts", 0, 1, 2**60)),
+        (MANIFEST, put("parts", 0, 2, [1])),
+        (MANIFEST, put("shards", 0, 1, -1)),
+        (MANIFEST, put("shards", [["rank-00000-5f2c.safetensors", 1]] * 2)),
+        (MANIFEST, put("lineage", [["000001", 1]])),
+        (MANIFEST, put("writer", None)),
     ],
 )
 def test_bad_small_records(record: Any, change: Callable[[dict[str, Any]], None]) -> None:
@@ -258,7 +314,7 @@ def test_anything_anywhere_is_read_or_damage(record: Any, data: st.DataObject) -
 
 @given(st.binary(max_size=300))
 def test_any_bytes(data: bytes) -> None:
-    for kind in (Run, Claim, Start, CommitRecord, Quarantine, Part):
+    for kind in (Catalogue, Manifest, PartHead, Alive, Part):
         with pytest.raises((DamagedError, FormatError)):
             kind.from_bytes(data, "file")
 
@@ -282,14 +338,9 @@ def test_a_run_with_links_in_it_is_refused(tmp_path: Path) -> None:
     commit(store, 100, attempt)
     secret, name = tmp_path / "secret", name_of(100, attempt)
     shard = resolve(store).shard_path(0)
-    for path in (
-        name.path,
-        f"{name.id.data_folder}/part-00000.json",
-        shard,
-        name.id.data_folder,
-        "commits",
-        "data",
-    ):
+    part = read_step(store, name).part_path(0)
+    paths = (manifest_of(store, name.id), part, shard, folder_of(store, name.id), "catalogue", "data")
+    for path in paths:
         place = Path(store.local_path(path))
         place.rename(secret)
         place.symlink_to(secret)

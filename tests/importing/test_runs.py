@@ -62,7 +62,7 @@ def test_a_run_made_concurrently_by_another_process_stays(source: Path, tmp_path
     import_checkpoint(source, tmp_path / "other")
 
     def become_a_run(done: int, total: int) -> None:
-        shutil.copyfile(tmp_path / "other" / "run.json", tmp_path / "run" / "run.json")
+        shutil.copytree(tmp_path / "other" / "catalogue", tmp_path / "run" / "catalogue", dirs_exist_ok=True)
 
     with pytest.raises(RunError, match="Another process made .* a run"):
         import_checkpoint(source, tmp_path / "run", progress=become_a_run)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import is_whole, read_step
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import RuntimeFolder
@@ -123,21 +123,21 @@ def committed(run: Path) -> list[int]:
     """Visible steps that are whole, each verified: its shard holds, byte for byte, what the step had. Old
     steps go after a commit is reported: one that goes meanwhile is looked for again."""
     while True:
-        seen = Catalogue.of(open_store(str(run))).visible()
+        seen = View.of(open_store(str(run))).visible()
         try:
             return _verified(run)
         except (NoSuchStepError, DamagedError, FileNotFoundError):
-            if Catalogue.of(open_store(str(run))).visible() == seen:
+            if View.of(open_store(str(run))).visible() == seen:
                 raise
 
 
 def _verified(run: Path) -> list[int]:
-    store = open_store(str(run))
+    view = View.of(open_store(str(run)))
     found = []
-    for each in Catalogue.of(store).visible():
-        if not is_whole(store, each):
+    for each in view.visible():
+        if not is_whole(view, each):
             continue
-        record = read_step(store, each)
+        record = read_step(view, each)
         for path, contents in record.files(0):
             data, layout = (run / path).read_bytes(), contents.layout()
             assert data[: layout.data_start] == layout.header

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flashckpt import _native
-from flashckpt.commit import attempts, lineage, starting
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import attempts, lineage
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify_file
+from flashckpt.commit.view import View, open_run
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -105,7 +104,7 @@ class FakeTrainer:
         cache: str = "",
         cache_limit: int = 0,
     ) -> None:
-        """`join`: the attempt that another rank has claimed."""
+        """`join`: the attempt that another rank has named."""
         self.world, self.rank = world, rank
         self.run, self.layout = run, layout_for(kib)
         self.constants = constants_for(constants_kib)
@@ -117,9 +116,7 @@ class FakeTrainer:
         closed_after(self.folder)
         self.keep, self.linger_s = Keep(last=keep), linger_s
         joined = AttemptName.parse(join) if join else None
-        self.attempt = joined or attempts.claim(
-            self.store, attempts.local_owner(self.folder.path, self.life.name)
-        )
+        self.attempt = joined or self._named()
         self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, timeout_s=timeout_s)
         closed_after(self)
         self.client.hello(
@@ -141,6 +138,12 @@ class FakeTrainer:
         self.owners: dict[str, int] = {}
         self.region: Slot | None = None
         self.region_kind = ""
+
+    def _named(self) -> AttemptName:
+        """A name for the attempt that this trainer leads."""
+        name = attempts.next_attempt(attempts.settle(View.of(self.store)))
+        attempts.reserve(self.store, name)
+        return name
 
     def survivors(self) -> list[tuple[str, int]]:
         found = []
@@ -165,13 +168,17 @@ class FakeTrainer:
             if sealed is not None and self._is_sound(SealedSnapshot(slot, sealed.generation, grant.owner)):
                 survived[grant.name] = CommitName(sealed.step, sealed.attempt, sealed.boundary)
             slot.close()
-        catalogue = Catalogue.of(self.store)
-        last = {each for each in catalogue.visible() if lineage.quarantined_here(catalogue, each)}
-        found = [(each, slot) for slot, each in survived.items() if catalogue.is_in_lineage(each.id)]
-        found += [(each, "") for each in catalogue.visible() if each not in last and self._is_whole(each)]
+        view = View.of(self.store)
+        last = {each for each in view.visible() if self._is_damaged_here(view, each)}
+        found = [(each, slot) for slot, each in survived.items() if view.is_in_lineage(each.id)]
+        found += [(each, "") for each in view.visible() if each not in last and self._is_whole(each)]
         found.sort(reverse=True)
-        found += [(each, "") for each in catalogue.newest_first() if each in last and self._is_whole(each)]
+        found += [(each, "") for each in view.newest_first() if each in last and self._is_whole(each)]
         return [(each.step, each.attempt.number, str(each.attempt), slot) for each, slot in found]
+
+    def _is_damaged_here(self, view: View, name: CommitName) -> bool:
+        found = lineage.damage(view, name)
+        return found is not None and found[0] == lineage.this_host()
 
     def _is_sound(self, snapshot: SealedSnapshot) -> bool:
         """A keeper that pins it, or lets go of it, makes an audit say nothing: then it is asked again."""
@@ -200,9 +207,10 @@ class FakeTrainer:
 
     def start(self, parent: AttemptName | None = None, step: int = 0, loaded: str | None = None) -> None:
         resumed = None if parent is None else SnapshotId(parent, step)
-        if attempts.read_start(self.store, self.attempt) is None:
-            catalogue = Catalogue.of(self.store)
-            starting.start(self.store, self.attempt, resumed, step, self.world, catalogue)
+        view = View.of(self.store)
+        if view.attempt != self.attempt:
+            here = attempts.local_owner(self.folder.path, self.life.name)
+            attempts.begin(view, self.attempt, resumed, step, world=self.world, owner=here)
         if resumed is not None:
             self.complete = resumed.attempt.number, step
         if resumed is not None and loaded is not None:

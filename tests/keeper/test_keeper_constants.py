@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from flashckpt import _native, crashpoints
-from flashckpt.commit import attempts, starting
+from flashckpt import _native
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId, frozen_tombstone_path
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents
 from flashckpt.persist.job import Incomplete, JobState, StepJob, StepOutcome
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
+from tests import run_view
 from tests.commit.runs import newest_of
 from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -52,8 +52,8 @@ def saved(trainer: FakeTrainer, step: int) -> None:
 
 
 def files(trainer: FakeTrainer) -> list[Path]:
-    """The frozen instances that a trainer's attempt has written."""
-    return sorted((trainer.run / "frozen").glob(f"{trainer.attempt}-*.safetensors"))
+    """The frozen files that a trainer's attempt has written."""
+    return sorted(trainer.run.glob(f"data/{trainer.attempt}/*/frozen-*.safetensors"))
 
 
 def named(run: Path, step: int) -> Contents:
@@ -161,13 +161,12 @@ def test_a_keeper_killed_before_its_part_is_replaced(tmp_path: Path, runtime: Pa
     trainer.wait_committed(1)
     assert committed(run) == [1]
     assert verify(open_store(str(run))).ok
-    # Nothing names the dead keeper's instance: it goes, and the next step names the one that stands.
-    eventually(lambda: len(files(trainer)) == 1)
-    [file] = files(trainer)
-    assert named(run, 1).shard.file == file.name
+    # The dead keeper's file stays in the folder, unnamed: the next step names the one that stands.
+    written = files(trainer)
+    [file] = [each.name for each in written if each.name == named(run, 1).shard.file]
     saved(trainer, 2)
-    assert named(run, 2).shard.file == file.name
-    assert files(trainer) == [file]
+    assert named(run, 2).shard.file == file
+    assert files(trainer) == written
     assert committed(run) == [1, 2]
     trainer.end()
 
@@ -179,11 +178,11 @@ def struck_at(trainer: FakeTrainer, at: str) -> bool:
     data = trainer.run / "data"
     trainer.snapshot(1, persist=True)
     until = time.monotonic() + 240
-    while not (files(trainer) if at == "constants" else list(data.glob("*/*/shard-*"))):
+    while not (files(trainer) if at == "constants" else list(data.glob("*/*/rank-*"))):
         assert time.monotonic() < until
     end([pid])
     assert len(files(trainer)) == 1, "a shard is written after the constants"
-    return not list(data.glob("*/*/part-*"))
+    return not list(data.glob("*/*/node-*"))
 
 
 def test_a_stopped_keeper_that_wakes_up_harms_nothing(tmp_path: Path, runtime: Path) -> None:
@@ -221,7 +220,7 @@ def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Pat
     second.take_slots()
     saved(second, 3)
     assert committed(run) == [1, 2, 3]
-    assert len(list(run.glob("frozen/*"))) == 1, "nothing was written again"
+    assert len(list(run.glob("data/*/*/frozen-*"))) == 1, "nothing was written again"
     assert verify(open_store(str(run))).ok
     second.end()
 
@@ -290,11 +289,11 @@ def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: F
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     file.unlink()
-    asked = order(alone, 2)
-    assert writer.persist(asked).state is JobState.FAILED, "it was thought to be there"
-    assert writer.persist(asked).state is JobState.COMMITTED
-    assert named(alone.run, 2).shard.file != file.name
-    assert committed(alone.run) == [2], "step 1 has lost its constants and is not whole any more"
+    outcome = writer.persist(order(alone, 2))
+    assert outcome.incomplete is Incomplete.SUPERSEDED, "it was thought to be there"
+    assert writer.persist(order(alone, 3)).state is JobState.COMMITTED
+    assert named(alone.run, 3).shard.file != file.name
+    assert committed(alone.run) == [3], "step 1 has lost its constants and is not whole any more"
 
 
 def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrainer) -> None:
@@ -311,40 +310,6 @@ def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrain
     assert verify(alone.store).ok
 
 
-def test_an_instance_that_is_being_deleted_is_not_named(alone: FakeTrainer) -> None:
-    """Its deletion was killed between the tombstone and the check."""
-    writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
-    [file] = files(alone)
-    assert alone.store.create(frozen_tombstone_path(file.name, "0123abcd"), b"\n")
-    asked = order(alone, 2)
-    assert writer.persist(asked).state is JobState.FAILED
-    assert writer.persist(asked).state is JobState.COMMITTED
-    assert named(alone.run, 2).shard.file not in ("", file.name)
-    assert committed(alone.run) == [1, 2]
-
-
-def test_a_part_whose_instance_is_being_deleted_is_void_and_the_next_step_is_committed(
-    alone: FakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The deletion begins once the part is there, and before the record."""
-    writer = Writer(alone.store, "0123abcd")
-
-    def passed(name: str) -> None:
-        if name == "part.linked":
-            [file] = files(alone)
-            alone.store.create(frozen_tombstone_path(file.name, "0123abcd"), b"\n")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(crashpoints, "point", passed)
-        outcome = writer.persist(order(alone, 1))
-    assert (outcome.state, outcome.incomplete) == (JobState.INCOMPLETE, Incomplete.SUPERSEDED), (
-        outcome.message
-    )
-    assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
-    assert committed(alone.run) == [2]
-
-
 def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> StepOutcome:
     """Persist step 2 as a new attempt's that went on from step 1, after something befell the first's file."""
     writer = Writer(alone.store, "0123abcd")
@@ -352,9 +317,7 @@ def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> Ste
     [file] = files(alone)
     befalls(file)
     before = alone.attempt
-    here = attempts.local_owner(alone.folder.path, alone.life.name)
-    alone.attempt, catalogue = starting.claim(alone.store, here)
-    starting.start(alone.store, alone.attempt, SnapshotId(before, 1), 1, 1, catalogue)
+    alone.attempt = run_view.begin(alone.store, SnapshotId(before, 1), 1)
     return writer.persist(order(alone, 2))
 
 
@@ -394,10 +357,10 @@ def test_constants_that_were_written_without_the_pin_are_not_believed(
     monkeypatch.setattr(_native, "write_file", write_file)
     writer, asked = Writer(alone.store, "0123abcd"), order(alone, 1)
     assert writer.persist(asked).state is JobState.FAILED
-    assert ["/frozen/" in path for path in written] == [True]
+    assert ["/frozen-" in path for path in written] == [True]
     assert files(alone) == []
     slot = snapshot_of(asked).slot
     assert slot.unpin(slot.state())
     assert writer.persist(asked).state is JobState.COMMITTED
-    assert ["/frozen/" in path for path in written] == [True, True, False]
+    assert ["/frozen-" in path for path in written] == [True, True, False]
     assert committed(alone.run) == [1]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit.view import View
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.keeper import client
@@ -26,6 +26,7 @@ from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.job import Trainer
 from flashckpt.store import open_store
+from tests import run_view
 from tests.descriptors import closed_after, readable
 from tests.events import ledger
 from tests.keeper.driver import (
@@ -36,6 +37,7 @@ from tests.keeper.driver import (
     kill_keeper,
     runtime_of,
     the_keeper,
+    told,
 )
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 from tests.memory.mounts import small_tmpfs
@@ -54,12 +56,12 @@ def caught_writing(trainer: FakeTrainer, strike: Callable[[int], None]) -> int:
     is let go on, or replaced where it is dead, and the next step is tried: how often that happens is up to
     the machine."""
     for step in range(10, 200):
-        folder = trainer.run / SnapshotId(trainer.attempt, step).data_folder
+        folder = trainer.run / run_view.folder_of(trainer.store, SnapshotId(trainer.attempt, step))
         pid = eventually(lambda: keeper_pid(trainer.folder))
         trainer.snapshot(step, persist=True)
         eventually(lambda folder=folder: folder.is_dir() and os.listdir(folder))
         strike(pid)
-        if not any(name.startswith("part-") for name in os.listdir(folder)):
+        if not any(name.startswith("node-") for name in os.listdir(folder)):
             return step
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -111,12 +113,33 @@ def test_what_is_not_confirmed_is_not_persisted_until_it_is(tmp_path: Path, runt
     trainer = Process(run, runtime)
     trainer.do("start", None, 0, None)
     trainer.do("slots", 3)
+    trainer.do("snapshot", 1, True)
+    trainer.do("committed", 1)
+    trainer.do("leave unconfirmed", 2)
+    until = time.monotonic() + 1
+    while time.monotonic() < until:
+        trainer.do("status")
+    assert committed(run) == [1]
+    assert trainer.do("confirm")
+    eventually(lambda: committed(run) == [1, 2])
+    trainer.do("end")
+    trainer.gone()
+
+
+def test_what_is_confirmed_after_a_newer_commit_is_given_up(tmp_path: Path, runtime: Path) -> None:
+    run = tmp_path / "run"
+    trainer = Process(run, runtime)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", 3)
     trainer.do("leave unconfirmed", 1)
     trainer.do("snapshot", 2, True)
     trainer.do("committed", 2)
-    assert committed(run) == [2], "the older one was asked for first"
     assert trainer.do("confirm")
-    eventually(lambda: committed(run) == [1, 2])
+    [line] = told(run, "error", 1)
+    assert (line["step"], line["what"]) == (1, "superseded")
+    trainer.do("snapshot", 3, True)
+    trainer.do("committed", 3)
+    assert committed(run) == [2, 3]
     trainer.do("end")
     trainer.gone()
 
@@ -157,14 +180,13 @@ def test_a_keeper_killed_while_it_writes_is_replaced(tmp_path: Path, runtime: Pa
 
     step = caught_writing(trainer, lambda pid: end([pid]))
     assert step not in committed(trainer.run)
-    folder = trainer.run / SnapshotId(trainer.attempt, step).data_folder
-    [half] = folder.glob("shard-*")
+    folder = trainer.run / run_view.folder_of(trainer.store, SnapshotId(trainer.attempt, step))
+    [half] = folder.glob("rank-*")
     restarts = trainer.client.restarts
     trainer.wait_committed(step)
     assert trainer.client.restarts == restarts + 1
     assert committed(trainer.run)[-1] == step
-    # The half of the dead one is orphans, which the new one removes when it comes to it.
-    assert len({*folder.glob("shard-*")} - {half}) == 1, "it was written again under another name"
+    assert len({*folder.glob("rank-*")} - {half}) == 1, "it was written again under another name"
     trainer.snapshot(100, persist=True)
     trainer.wait_committed(100)
     trainer.end()
@@ -505,7 +527,7 @@ def test_the_slot_that_was_loaded_is_committed_for_the_new_attempt(tmp_path: Pat
         first.do("snapshot", 9, False)
         first.kill()
         # The keeper cannot save it: the disk is full. The next attempt goes on from memory. (While it tries,
-        # its half-written shard leaves no room for a claim.)
+        # its half-written shard leaves no room for a version.)
         eventually(lambda: any(line.get("what") == "persist" for line in ledger(run)))
         second = FakeTrainer(run, runtime)
         [(name, step)] = second.survivors()
@@ -513,7 +535,7 @@ def test_the_slot_that_was_loaded_is_committed_for_the_new_attempt(tmp_path: Pat
         second.start(AttemptName.parse(first.attempt), 9, name)
         (disk / "filler").unlink()
         second.wait_committed(9)
-        visible = Catalogue.of(open_store(str(run))).visible()
+        visible = View.of(open_store(str(run))).visible()
         assert [(each.step, each.attempt) for each in visible] == [(9, AttemptName.parse(first.attempt))]
         assert committed(run) == [9]
         second.end()

@@ -7,7 +7,9 @@ import signal
 import time
 from pathlib import Path
 
-from flashckpt.commit import attempts
+from flashckpt.catalogue.versions import KEEP_VERSIONS
+from flashckpt.format.catalogue import CATALOGUE
+from tests import run_view
 from tests.events import ledger
 from tests.keeper.driver import committed, eventually, kill_keeper
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -21,7 +23,7 @@ def begun(tmp_path: Path, runtime: Path, **options: float) -> FakeTrainer:
 
 
 def shards(run: Path) -> set[str]:
-    return {path.name for path in run.glob("data/*/*/shard-*")}
+    return {path.name for path in run.glob("data/*/*/rank-*")}
 
 
 def end(trainer: FakeTrainer) -> None:
@@ -43,9 +45,11 @@ def test_a_slow_deletion_does_not_delay_the_next_commit(
         trainer.snapshot(step, persist=True)
         trainer.wait_committed(step)
     assert keeper_pid(trainer.folder) == keeper
-    assert not [line for line in ledger(trainer.run) if line["event"] == "prune"]
+    assert committed(trainer.run) == [5, 6]
+    assert len(shards(trainer.run)) > 2
     (faults / "remove.pause").unlink()
-    eventually(lambda: committed(trainer.run) == [5, 6])
+    eventually(lambda: len(shards(trainer.run)) == 2)
+    assert [line["steps"] for line in ledger(trainer.run) if line["event"] == "prune"] == [[1], [2], [3], [4]]
     end(trainer)
 
 
@@ -59,7 +63,7 @@ def test_a_keeper_does_not_leave_in_the_middle_of_a_deletion(
         trainer.wait_committed(step)
     eventually(lambda: (faults / "remove.paused").exists())
     trainer.end()
-    eventually(lambda: attempts.attempts(trainer.store)[0].closed)
+    eventually(lambda: run_view.has_ended(trainer.store, trainer.attempt))
     until = time.monotonic() + 1.0
     while time.monotonic() < until:
         assert keeper_pid(trainer.folder) == keeper
@@ -71,16 +75,18 @@ def test_a_keeper_does_not_leave_in_the_middle_of_a_deletion(
 
 def test_commits_leave_nothing_that_grows(tmp_path: Path, runtime: Path) -> None:
     trainer = begun(tmp_path, runtime)
-    for step in range(1, 21):
+    last = KEEP_VERSIONS + 10
+    for step in range(1, last + 1):
         trainer.snapshot(step, persist=True)
         trainer.wait_committed(step)
     eventually(lambda: len(list((trainer.run / "data" / str(trainer.attempt)).iterdir())) == 2)
-    eventually(lambda: len(list((trainer.run / "commits").iterdir())) == 2)
-    assert committed(trainer.run) == [19, 20]
+    # Old versions are listed, and go, once in 32 commits.
+    assert len(list((trainer.run / CATALOGUE).iterdir())) <= KEEP_VERSIONS + 32
+    assert committed(trainer.run) == [last - 1, last]
     end(trainer)
 
 
-def test_what_a_killed_keeper_left_half_written_goes(
+def test_what_a_killed_keeper_left_half_written_goes_with_its_step(
     tmp_path: Path, runtime: Path, faults: Path, keeper: int
 ) -> None:
     trainer = begun(tmp_path, runtime)
@@ -90,21 +96,24 @@ def test_what_a_killed_keeper_left_half_written_goes(
     (faults / "write.pause").touch()
     trainer.snapshot(2, persist=True)
     eventually(lambda: (faults / "write.paused").exists())
-    [orphans] = shards(trainer.run) - {first}
+    [orphan] = shards(trainer.run) - {first}
     assert kill_keeper(trainer.folder) == keeper
     trainer.wait_committed(2)
-    eventually(lambda: orphans not in shards(trainer.run))
     assert committed(trainer.run) == [1, 2], "what the dead keeper had published stays"
-    assert first in shards(trainer.run)
-    assert len(shards(trainer.run)) == 2
-    eventually(lambda: any(orphans in str(line.get("unfinished")) for line in ledger(trainer.run)))
+    assert {first, orphan} < shards(trainer.run)
+    for step in (3, 4):
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+    eventually(lambda: len(shards(trainer.run)) == 2)
+    assert orphan not in shards(trainer.run)
+    assert committed(trainer.run) == [3, 4]
     end(trainer)
 
 
-def test_what_a_stopped_keeper_writes_stays_until_it_is_dead(
+def test_what_a_stopped_keeper_writes_is_never_committed(
     tmp_path: Path, runtime: Path, faults: Path, keeper: int
 ) -> None:
-    """It lives and may go on at any time; its file goes when it cannot."""
+    """It lives and may go on at any time: its file goes with the folder of the step."""
     trainer = begun(tmp_path, runtime, timeout_s=5.0)
     (faults / "write.pause").touch()
     trainer.snapshot(1, persist=True)
@@ -114,15 +123,15 @@ def test_what_a_stopped_keeper_writes_stays_until_it_is_dead(
     trainer.client.tend()
     assert keeper_pid(trainer.folder) != keeper
     trainer.wait_committed(1)
-
-    def beats() -> int:
-        found = attempts.alive(trainer.store, trainer.attempt)
-        return found.count if found is not None else 0
-
-    before = beats()
-    eventually(lambda: beats() >= before + 4)
     assert paused in shards(trainer.run)
-    os.kill(keeper, signal.SIGKILL)
-    eventually(lambda: shards(trainer.run) and paused not in shards(trainer.run))
+    (faults / "write.pause").unlink()
+    os.kill(keeper, signal.SIGCONT)
+    eventually(lambda: " (zombie)" in Path(f"/proc/{keeper}/status").read_text())
     assert committed(trainer.run) == [1]
+    for step in (2, 3):
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+    eventually(lambda: len(shards(trainer.run)) == 2)
+    assert paused not in shards(trainer.run)
+    assert committed(trainer.run) == [2, 3]
     end(trainer)

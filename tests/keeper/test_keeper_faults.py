@@ -11,7 +11,8 @@ import pytest
 
 from flashckpt.commit import attempts
 from flashckpt.errors import OutOfSpaceError
-from flashckpt.format.names import SnapshotId
+from flashckpt.format.catalogue import Folder
+from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import SlotSize
@@ -34,7 +35,7 @@ def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
 
 
 def shards(run: Path) -> list[Path]:
-    return sorted((run / "data").glob("*/*/shard-*"))
+    return sorted((run / "data").glob("*/*/rank-*"))
 
 
 def fill(disk: Path, left: int) -> Path:
@@ -165,19 +166,19 @@ def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Pat
     elsewhere = runtime / "elsewhere"
     elsewhere.mkdir()
     other = FakeTrainer(trainer.run, elsewhere)
+    # It has a name and has not begun.
+    trainer.snapshot(2, persist=True)
+    trainer.wait_committed(2)
+    assert trainer.client.status().superseded_by is None
+    other.start(trainer.attempt, 2)
     status = trainer.wait_for(lambda status: status.superseded_by)
     assert status.superseded_by == str(other.attempt)
-    # Claimed, not started: what the older attempt has may still be saved, and may not count.
-    trainer.snapshot(2, persist=True)
-    eventually(lambda: committed(trainer.run) == [1, 2])
-    assert trainer.wait_for(lambda status: 2 in status.for_others).newest_committed == 1
-    other.start(trainer.attempt, 2)
-    trainer.wait_committed(2)
     slot, generation = trainer.snapshot(3, persist=True)
     trainer.wait_for(lambda status: any(each.step == 3 for each in status.failures))
     assert slot.failed == (generation, errno.ESTALE)
     assert committed(trainer.run) == [1, 2]
-    assert not (trainer.run / SnapshotId(trainer.attempt, 3).data_folder).exists()
+    folder = Folder(trainer.attempt, SnapshotId(trainer.attempt, 3))
+    assert not (trainer.run / folder.path).exists()
     other.end()
 
 
@@ -245,7 +246,7 @@ def test_events_of_the_trainer_stand_in_the_ledger(trainer: FakeTrainer) -> None
 
 
 def test_no_commit_comes_twice_and_what_is_done_is_found_done(tmp_path: Path, runtime: Path) -> None:
-    """A keeper that dies between the record and its report: the next one finds the step committed."""
+    """A keeper that dies between the version and its report: the next one finds the step committed."""
     trainer = FakeTrainer(tmp_path / "run", runtime)
     trainer.start()
     trainer.take_slots()
@@ -326,7 +327,7 @@ def test_a_trainer_is_told_of_its_own_attempts_commits_only(tmp_path: Path, runt
     first.do("committed", 90)
     first.kill()
     second = FakeTrainer(run, runtime)
-    parent = attempts.attempts(second.store)[0].name
+    parent = AttemptName.parse(first.attempt)
     second.start(parent, 5)
     second.take_slots()
     assert second.client.status().newest_committed is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit.view import open_run
 from flashckpt.persist.ledger import FILE_BYTES, Ledger, file_names, lines_of
 from flashckpt.store import open_store
 from flashckpt.store.base import Store

@@ -22,6 +22,7 @@ from flashckpt.keeper.protocol import PROTOCOL, SOCKET_NAME, receive
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks, is_alive
 from flashckpt.persist.job import Trainer
 from flashckpt.store import open_store
+from tests import run_view
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
@@ -91,7 +92,7 @@ def test_it_is_not_dead_and_what_it_writes_is_its_own_until_it_dies(job: Job) ->
     job.judged()
     assert job.deaths() == []
     store = open_store(str(job.run))
-    assert not attempts.attempts(store)[0].ended
+    assert run_view.ending(store, job.attempt) == ""
     with pytest.raises(RunHeldError, match=job.trainer.attempt):
         check_not_held(store, local_owner(job.folder.path), lambda _, name: is_alive(job.folder, name))
     assert committed(job.run) == [], "nothing is rescued from who lives"
@@ -100,7 +101,7 @@ def test_it_is_not_dead_and_what_it_writes_is_its_own_until_it_dies(job: Job) ->
     job.trainer.kill()
     eventually(lambda: committed(job.run) == [8])
     assert job.deaths() == [job.trainer.pid]
-    eventually(lambda: attempts.attempts(store)[0].ended)
+    eventually(lambda: run_view.ending(store, job.attempt))
 
 
 def test_it_takes_its_lock_again_and_loses_it_again(job: Job) -> None:

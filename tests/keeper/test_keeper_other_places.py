@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts, lineage
+from flashckpt.commit import attempts
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper import node_keepers as keepers
 from flashckpt.recovery.recover import recover
 from flashckpt.store import open_store
+from tests import run_view
+from tests.commit.runs import half_steps
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
@@ -24,7 +26,7 @@ def killed_with_its_snapshot_in_memory(run: Path, runtime: Path, **options: floa
     """A trainer that died at step 7, with a keeper that is held still and has not noticed. Its attempt, and
     the keeper's process. It is the run's second: to a fresh run in its place it would be the newest."""
     store, _ = open_runtime(run, runtime)
-    attempts.mark_ended(store, attempts.claim(store, attempts.local_owner()), "closed")
+    run_view.end(store, run_view.begin(store))
     trainer = Process(run, runtime, **options)
     trainer.do("start", None, 0, None)
     trainer.do("slots", 3)
@@ -55,7 +57,7 @@ def test_another_run_in_its_place_is_never_written_to(tmp_path: Path, runtime: P
     assert not list(run.glob(f"*/*/{attempt}")), "a step of the other run stands in this one"
     assert not any(attempt in path.name for path in run.rglob("*"))
     assert not any(line["event"] in ("death", "error") for line in ledger(run))
-    lineage.check_records(open_store(run))
+    assert not half_steps(open_store(run))
     fresh.end()
     assert committed(run) == [1]
     if moved:

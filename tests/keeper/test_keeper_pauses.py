@@ -20,6 +20,7 @@ from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
 from flashckpt.persist.job import pause_s
 from flashckpt.store import open_store
+from tests import run_view
 from tests.keeper.driver import eventually, kill_keeper
 from tests.keeper.fake import keeper_pid
 from tests.memory.mounts import small_tmpfs
@@ -162,11 +163,11 @@ def test_a_trainer_in_a_pause_is_seen_to_live(tmp_path: Path, runtime: Path) -> 
             assert keeper_pid(checkpointer._session.runtime) is None
 
 
-def test_a_trainer_in_a_pause_sees_who_claims_its_run(tmp_path: Path, runtime: Path) -> None:
+def test_a_trainer_in_a_pause_sees_who_takes_its_run_over(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     checkpointer = attached(run)
     in_a_pause(checkpointer)
-    newer = attempts.claim(open_store(str(run)), attempts.local_owner())
-    until(lambda: checkpointer._keeper_link.superseded_by == str(newer), "the newer claim")
+    newer = run_view.begin(open_store(str(run)))
+    until(lambda: checkpointer._keeper_link.superseded_by == str(newer), "the newer attempt")
     assert keeper_pid(checkpointer._session.runtime) is None
     abandon(checkpointer)

@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.steps import read_step
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.commit.view import View
+from flashckpt.format.names import AttemptName, CommitName, alive_path
 from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.store.base import Store
 from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of, the_keeper, told
 from tests.keeper.fake import keeper_pid, open_runtime
-from tests.persist.node import files, is_whole
+from tests.persist.node import files, is_committed, is_whole
 from tests.processes import candidates, end, keepers_of
 
 
@@ -39,7 +39,9 @@ class Ranks:
         self, run: Path, base: Path, ranks: Sequence[int], world: int, attempt: AttemptName | None = None
     ) -> None:
         self.run, self.store = run, open_store_of(run, base)
-        self.attempt = attempt or attempts.claim(self.store, local_owner())
+        self.attempt = attempt or attempts.next_attempt(attempts.settle(View.of(self.store)))
+        if attempt is None:
+            attempts.reserve(self.store, self.attempt)
         self.ranks, self.folder = tuple(ranks), runtime_of(run, base)
 
         def begin(rank: int) -> Process:
@@ -103,8 +105,8 @@ def test_ranks_that_start_at_once_have_one_keeper_and_write_one_part(
     for step in (1, 2):
         node.do("snapshot", step, True)
     node.do("committed", 2)
-    shards = [f"shard-{rank:05d}" for rank in range(4)]
-    assert files(node.store, 2, node.attempt) == ["part-00000.json", *shards, "record"]
+    shards = [f"rank-{rank:05d}" for rank in range(4)]
+    assert files(node.store, 2, node.attempt) == ["manifest", "node-00000", *shards]
     assert is_whole(node.store, 1, node.attempt, 4)
     assert is_whole(node.store, 2, node.attempt, 4)
     assert {tuple(line["ranks"]) for line in told(tmp_path / "run", "commit", 2)} == {(0, 1, 2, 3)}
@@ -187,7 +189,7 @@ def test_of_ranks_that_are_killed_the_newest_that_all_have_is_saved(ranks: MakeR
     node.do("snapshot", 2, False)
     node.do("snapshot", 3, False, only=[0])
     node.kill()
-    eventually(lambda: files(node.store, 2, node.attempt)[-1:] == ["record"])
+    eventually(lambda: is_committed(node.store, 2, node.attempt))
     assert is_whole(node.store, 2, node.attempt, 2)
     assert files(node.store, 3, node.attempt) == []
 
@@ -198,7 +200,7 @@ def test_slots_of_a_rank_that_the_node_has_no_more_go_once_a_newer_step_is_commi
     before = ranks(range(2), 2).begin()
     before.do("snapshot", 3, False)
     before.kill()
-    eventually(lambda: files(before.store, 3, before.attempt)[-1:] == ["record"])
+    eventually(lambda: is_committed(before.store, 3, before.attempt))
     after = ranks([0], 1).begin(before.attempt, 3)
     eventually(lambda: after.slots()[1] == 1)  # what it had sealed, and of the empty ones none
     after.do("snapshot", 4, True)
@@ -218,7 +220,7 @@ def test_a_keeper_stays_for_a_restart_where_only_one_rank_has_died(ranks: MakeRa
     node.do("end", only=[0])
     node.processes.pop(0).gone()
     told(tmp_path / "run", "close", 1)
-    attempt = f"attempts/{node.attempt}/alive"
+    attempt = alive_path(node.attempt)
     eventually(lambda: json.loads(node.store.read(attempt, 4096))["ended"] == "dead")
     again = ranks(range(2), 2)
     assert [[step for _, step in each] for each in again.do("survivors")] == [[1], [1]]
@@ -234,7 +236,7 @@ def test_the_end_of_an_attempt_is_written_down_once_no_node_has_a_trainer(
     here.do("snapshot", 1, True)
     there.do("snapshot", 1, True)
     here.do("committed", 1)
-    path = f"attempts/{here.attempt}/alive"
+    path = alive_path(here.attempt)
 
     def ended() -> str:
         found: str = json.loads(here.store.read(path, 4096))["ended"]
@@ -260,5 +262,5 @@ def test_two_nodes_commit_and_each_hears_of_it(ranks: MakeRanks, tmp_path: Path,
     assert keeper_pid(here.folder) != keeper_pid(there.folder)
     for step in (1, 2, 3):
         assert is_whole(here.store, step, here.attempt, 4)
-    assert files(here.store, 3, here.attempt)[:2] == ["part-00000.json", "part-00002.json"]
+    assert files(here.store, 3, here.attempt)[:3] == ["manifest", "node-00000", "node-00002"]
     there.kill()

@@ -97,7 +97,7 @@ def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: 
         saved(second, step)
     # No snapshot in memory is the first attempt's any more: the region is the second's now.
     assert regions(folder) == [name]
-    [old] = run.glob(f"frozen/{first.attempt}-*")
+    [old] = run.glob(f"data/{first.attempt}/*/frozen-*")
     assert files(second) == []
     assert named(run, 6).shard.file == old.name
     assert committed(run) == [1, 2, 3, 4, 5, 6]
@@ -302,7 +302,7 @@ def test_what_both_left_with_a_named_region_is_persisted_whole(tmp_path: Path, r
     kill_keeper(folder)
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
     eventually(lambda: committed(run) == [1])
-    assert len(list(run.glob(f"frozen/{first.attempt}-*"))) == 1
+    assert len(list(run.glob(f"data/{first.attempt}/*/frozen-*"))) == 1
     assert second.survivors() == [(slot, 1)]
     second.start(AttemptName.parse(first.attempt), 1, slot)
     second.keep_region(name)

@@ -119,7 +119,7 @@ def test_a_region_that_is_gone_is_not_needed_where_its_shard_stands(tmp_path: Pa
     os.unlink(Path(folder.path) / name)
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
     eventually(lambda: committed(run) == [1, 7])
-    assert len(list(run.glob(f"frozen/{attempt}-*"))) == 1
+    assert len(list(run.glob(f"data/{attempt}/*/frozen-*"))) == 1
     assert verify(open_store(str(run))).ok
     second.end()
 
@@ -138,7 +138,7 @@ def test_without_its_region_and_without_a_shard_nothing_is_committed(tmp_path: P
     assert second.survivors() == [(slot, 7)], "the snapshot is not freed: a later region or shard may help"
     assert committed(run) == []
     assert not list(run.glob("data/*/*/*"))
-    assert not list(run.glob("frozen/*"))
+    assert not list(run.glob("data/*/*/frozen-*"))
     # The next attempt begins anew, and the keeper is the same one.
     second.start(AttemptName.parse(attempt), 0)
     second.take_slots()
@@ -166,7 +166,7 @@ def test_other_constants_under_the_name_are_refused(tmp_path: Path, runtime: Pat
     assert line["leaves"] == [leaf.name for leaf in layout.leaves]
     assert line["slot"] == slot
     assert committed(run) == []
-    assert not list(run.glob("frozen/*"))
+    assert not list(run.glob("data/*/*/frozen-*"))
     # Nothing names it now, and who had it is dead.
     eventually(lambda: regions(folder) == [])
     second.end()

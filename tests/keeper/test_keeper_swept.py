@@ -8,8 +8,8 @@ import signal
 import time
 from pathlib import Path
 
-from flashckpt.commit import attempts
 from flashckpt.memory.runtime import is_alive
+from tests import run_view
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
@@ -45,11 +45,10 @@ def test_a_run_goes_on_without_its_folder(tmp_path: Path, runtime: Path) -> None
     assert is_alive(trainer.folder, trainer.life.name)
     # The first keeper may have taken the trainer for dead when its lock was swept away, and saved step 2.
     eventually(lambda: set(committed(trainer.run)) - {2} == {3, 4, 5})
-    [known] = attempts.attempts(trainer.store)
-    assert not known.ended, "it lives"
+    assert run_view.endings(trainer.store) == {trainer.attempt: ""}, "it lives"
     trainer.end()
     eventually(lambda: keeper_pid(trainer.folder) is None)
-    assert attempts.attempts(trainer.store)[0].closed
+    assert run_view.has_ended(trainer.store, trainer.attempt)
     assert not Path(trainer.folder.path).exists(), "nothing stays behind"
 
 

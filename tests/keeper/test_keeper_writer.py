@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from flashckpt import _native
-from flashckpt.commit import attempts, collect, starting
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.collect import Knowledge
-from flashckpt.format.names import FROZEN_FOLDER, SnapshotId
+from flashckpt.commit.commit_step import collect
+from flashckpt.commit.view import View
+from flashckpt.format.names import SnapshotId
 from flashckpt.memory.slot import Slot, Word
-from flashckpt.options import Keep
 from flashckpt.persist.job import JobState, StepOutcome
 from flashckpt.persist.writer import Writer
+from tests import run_view
 from tests.events import ledger
 from tests.keeper.driver import committed, eventually
 from tests.keeper.fake import FakeTrainer
@@ -60,13 +59,15 @@ def test_a_snapshot_that_the_next_attempt_resumes_from_meanwhile_is_committed(
     snapshot = SnapshotId(trainer.attempt, 1)
 
     def restart(slot: Slot, pinned: Word) -> None:
-        here = attempts.local_owner(trainer.folder.path, trainer.life.name)
-        name, catalogue = starting.claim(trainer.store, here)
-        starting.start(trainer.store, name, snapshot, 1, 1, catalogue)
+        run_view.begin(trainer.store, snapshot, 1)
 
     outcome = persisted(trainer, monkeypatch, restart)
+    # It is written again, into the folder of the new attempt.
+    assert outcome.state is JobState.FAILED, outcome.message
+    [slot] = [each for each in trainer.slots if each.sealed() is not None]
+    outcome = Writer(trainer.store, "4567cdef").persist(job_of(trainer, slot))
     assert outcome.state is JobState.COMMITTED, outcome.message
-    assert [each.id for each in Catalogue.of(trainer.store).visible()] == [snapshot]
+    assert [each.id for each in View.of(trainer.store).visible()] == [snapshot]
     assert committed(trainer.run) == [1]
 
 
@@ -93,9 +94,8 @@ def test_a_deletion_beside_it_keeps_the_frozen_leaves_that_are_written(
 
     def write_file(*arguments: Any, **named: Any) -> Any:
         result = write(*arguments, **named)
-        found.extend(entry.name for entry in trainer.store.list(FROZEN_FOLDER))
-        knowledge = Knowledge(own=writer.nonce, in_hand=writer.frozen_in_use)
-        assert not collect.prune(trainer.store, trainer.attempt, Keep(), knowledge)[1].frozen
+        collect(trainer.store, View.of(trainer.store).catalogue)
+        found.extend(path.name for path in trainer.run.glob("data/*/*/frozen-*"))
         return result
 
     monkeypatch.setattr(_native, "write_file", write_file)

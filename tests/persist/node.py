@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from flashckpt import _native
-from flashckpt.commit import starting
-from flashckpt.commit.attempts import local_owner
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.steps import is_whole as is_listed_whole
 from flashckpt.commit.steps import read_step
+from flashckpt.commit.view import View
 from flashckpt.format import metadata
 from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -26,9 +25,12 @@ from flashckpt.persist.queue import Queue
 from flashckpt.persist.writer import Writer
 from flashckpt.store.base import Store
 from flashckpt.threads import Worker
+from tests.commit.runs import attempt_at
 from tests.keeper.fake import FakeTrainer, content, layout_for
+from tests.run_view import folder_of
 
 IDENTITY = "0" * 32
+_NONCE = re.compile("-[0-9a-f]+$")
 
 
 class Rank(FakeTrainer):
@@ -125,10 +127,7 @@ MakeNode = Callable[..., Node]
 
 def begun(store: Store, world: int, parent: CommitName | None = None) -> AttemptName:
     """An attempt that is trained, which has resumed from `parent`."""
-    name, catalogue = starting.claim(store, local_owner())
-    step = 0 if parent is None else parent.step
-    starting.start(store, name, None if parent is None else parent.id, step, world, catalogue)
-    return name
+    return attempt_at(store, parent, world=world)
 
 
 def name_of(step: int, attempt: AttemptName, boundary: int | None = None) -> CommitName:
@@ -137,12 +136,12 @@ def name_of(step: int, attempt: AttemptName, boundary: int | None = None) -> Com
 
 
 def is_committed(store: Store, step: int, attempt: AttemptName, boundary: int | None = None) -> bool:
-    """Whether a step has its record and all files."""
-    return is_listed_whole(store, name_of(step, attempt, boundary))
+    """Whether a step is a checkpoint with all its files."""
+    return is_listed_whole(View.of(store), name_of(step, attempt, boundary))
 
 
 def visible_steps(store: Store) -> list[int]:
-    return [each.step for each in Catalogue.of(store).visible()]
+    return [each.step for each in View.of(store).visible()]
 
 
 def until_told(node: Node, row: tuple[int, JobState]) -> None:
@@ -151,11 +150,9 @@ def until_told(node: Node, row: tuple[int, JobState]) -> None:
 
 
 def files(store: Store, boundary: int, attempt: AttemptName) -> list[str]:
-    """The data files of a snapshot, a shard without its nonce, and "record" where it is committed."""
-    snapshot = SnapshotId(attempt, boundary)
-    names = [entry.name for entry in store.list(snapshot.data_folder)]
-    found = sorted(name[: len("shard-00000")] if name.startswith("shard-") else name for name in names)
-    return [*found, *(["record"] if Catalogue.of(store).named(snapshot) is not None else [])]
+    """The data files of a snapshot without their nonces, sorted."""
+    names = [entry.name for entry in store.list(folder_of(store, SnapshotId(attempt, boundary)))]
+    return sorted(_NONCE.sub("", name.partition(".")[0]) for name in names)
 
 
 def is_whole(store: Store, step: int, attempt: AttemptName, world: int, boundary: int | None = None) -> bool:

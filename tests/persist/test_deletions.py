@@ -1,79 +1,232 @@
-"""When a keeper's deletions look for more than the commits name."""
+"""What a keeper's deletions remove, and when they look for more than the commits name."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from flashckpt.format.names import AttemptName
-from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.commit.commit_step import KEEP_ALL
+from flashckpt.commit.view import View
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
+from flashckpt.persist import deletions as deletions_module
 from flashckpt.persist.deletions import Deletions
 from flashckpt.persist.ledger import Ledger
-from flashckpt.persist.writer import Writer
-from flashckpt.store.local import LocalStore
+from flashckpt.store.local import LocalStore, System
 from flashckpt.threads import Worker
-from tests.commit.runs import attempt_at, commit, name_of, publish
+from tests.commit.runs import attempt_at, commit, folder_of, name_of, publish
+from tests.run_view import snapshots
 
-NONCE = "11ff0001"
+TWO, ALL = Keep(last=2), Keep(last=100)
+
+
+class Counted(Deletions):
+    """Deletions with what they count, and a step that is being copied to the mirror."""
+
+    def __init__(self, store: LocalStore) -> None:
+        self.counts: list[tuple[str, int]] = []
+        self.pinned: CommitName | None = None
+        self.events = Ledger(store)
+        worker = Worker("deletions", os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        super().__init__(
+            store, self.events, worker, lambda *row: self.counts.append(row), lambda: self.pinned
+        )
+
+
+@contextmanager
+def deletions_of(store: LocalStore) -> Iterator[Counted]:
+    found = Counted(store)
+    yield found
+    found.events.close()
+    found.worker.close()
 
 
 @pytest.fixture
-def deletions(store: LocalStore, tmp_path: Path) -> Iterator[Deletions]:
-    (tmp_path / "memory").mkdir()
-    folder = RuntimeFolder.open(str(tmp_path / "memory"), "0" * 32)
-    life = LifeLock.acquire(folder, f"keeper-{NONCE}.lock")
-    assert life is not None
-    ledger = Ledger(store)
-    worker = Worker("deletions", os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-    writer = Writer(store, NONCE)
-    yield Deletions(store, Regions(folder, life), ledger, worker, writer, lambda name, number: None)
-    ledger.close()
-    worker.close()
-    life.release(folder)
-    folder.close()
+def deletions(store: LocalStore) -> Iterator[Counted]:
+    with deletions_of(store) as found:
+        yield found
 
 
-def saved(deletions: Deletions, store: LocalStore, step: int, attempt: AttemptName) -> None:
+def run(deletions: Deletions) -> None:
+    for _ in range(100):
+        deletions.next()
+        while deletions.worker.busy:
+            deletions.worker.wait()
+            deletions.worker.collect()
+        if not deletions.is_pending:
+            break
+    assert not deletions.is_pending, "it is not tried without end"
+
+
+def saved(deletions: Deletions, store: LocalStore, step: int, attempt: AttemptName, keep: Keep = ALL) -> None:
     """Commit a step, and delete what is kept no longer."""
-    outcome = commit(store, step, attempt)
+    outcome = commit(store, step, attempt, keep=keep)
     assert outcome
-    deletions.committed(name_of(step, attempt), Keep(last=2), outcome.catalogue)
-    while deletions.is_pending:
-        deletions.next(0.0)
-        deletions.worker.wait()
-        deletions.worker.collect()
+    deletions.committed(name_of(step, attempt), keep, outcome.view, outcome.dropped)
+    run(deletions)
 
 
-def data_of(store: LocalStore, attempt: AttemptName) -> list[int]:
-    """The boundaries that have data."""
-    return sorted(int(entry.name) for entry in store.list(f"data/{attempt}"))
+def boundaries(store: LocalStore) -> list[int]:
+    """The boundaries that have files."""
+    return [each.boundary for each in snapshots(store)]
 
 
-def test_the_data_of_a_void_snapshot_goes_with_the_next_deletion(
-    store: LocalStore, deletions: Deletions
+def visible_steps(store: LocalStore) -> list[int]:
+    return [each.step for each in View.of(store).visible()]
+
+
+def test_the_files_of_a_void_snapshot_go_with_the_next_deletion(
+    store: LocalStore, deletions: Counted
 ) -> None:
     attempt = attempt_at(store)
     saved(deletions, store, 1, attempt)
     publish(store, 2, attempt)
     for step in (3, 4):
         saved(deletions, store, step, attempt)
-    assert data_of(store, attempt) == [2, 3, 4], "data/ is not listed after each commit"
-    deletions.left_orphans()
+    assert boundaries(store) == [1, 2, 3, 4], "data/ is not listed after each commit"
+    deletions.left_garbage()
     saved(deletions, store, 5, attempt)
-    assert data_of(store, attempt) == [4, 5]
+    assert boundaries(store) == [1, 3, 4, 5]
 
 
 def test_the_first_deletion_of_a_keeper_looks_for_what_others_left(
-    store: LocalStore, deletions: Deletions
+    store: LocalStore, deletions: Counted
 ) -> None:
     attempt = attempt_at(store)
     publish(store, 1, attempt)
     for step in (2, 3):
         assert commit(store, step, attempt)
     saved(deletions, store, 4, attempt)
-    assert data_of(store, attempt) == [3, 4]
+    assert boundaries(store) == [2, 3, 4]
+
+
+def test_garbage_and_old_versions_go_from_time_to_time(
+    store: LocalStore, deletions: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deletions_module, "_COMMITS_BETWEEN", 4)
+    attempt = attempt_at(store)
+    saved(deletions, store, 1, attempt)
+    publish(store, 2, attempt)
+    for step in (3, 4):
+        saved(deletions, store, step, attempt)
+    assert boundaries(store) == [1, 2, 3, 4]
+    saved(deletions, store, 5, attempt)
+    assert boundaries(store) == [1, 3, 4, 5]
+
+
+def test_what_a_commit_has_dropped_goes_with_all_that_is_older_and_uncommitted(
+    store: LocalStore, deletions: Counted
+) -> None:
+    attempt = attempt_at(store)
+    for step in (10, 20, 30, 40):
+        publish(store, step - 5, attempt)
+        saved(deletions, store, step, attempt, TWO)
+        publish(store, step + 5, attempt)
+    assert boundaries(store) == [30, 40, 45], "45 may still be committed"
+    assert deletions.counts == [("pruned", 1), ("pruned", 1)]
+
+
+def test_retention_is_applied_where_the_commit_was_another_keepers(
+    store: LocalStore, deletions: Counted
+) -> None:
+    attempt = attempt_at(store)
+    for step in (1, 2, 3):
+        assert commit(store, step, attempt)
+    deletions.committed(name_of(3, attempt), TWO, View.of(store), None)
+    run(deletions)
+    assert visible_steps(store) == boundaries(store) == [2, 3]
+    assert deletions.counts == [("pruned", 1)]
+
+
+def test_a_step_that_is_copied_to_the_mirror_goes_once_it_is_released(
+    store: LocalStore, deletions: Counted
+) -> None:
+    attempt = attempt_at(store)
+    for step in (1, 2, 3):
+        assert commit(store, step, attempt)
+    deletions.pinned = name_of(1, attempt)
+    deletions.committed(name_of(3, attempt), TWO, View.of(store), None)
+    run(deletions)
+    assert visible_steps(store) == boundaries(store) == [1, 2, 3]
+    deletions.pinned = None
+    assert deletions.is_pending
+    run(deletions)
+    assert visible_steps(store) == boundaries(store) == [2, 3]
+
+
+def test_a_superseded_keeper_drops_nothing(store: LocalStore, deletions: Counted) -> None:
+    first = attempt_at(store)
+    for step in (1, 2, 3):
+        assert commit(store, step, first)
+    seen = View.of(store)
+    attempt_at(store, name_of(3, first))
+    deletions.committed(name_of(3, first), TWO, seen, None)
+    run(deletions)
+    assert visible_steps(store) == boundaries(store) == [1, 2, 3]
+
+
+class Immovable(System):
+    """The files of a folder cannot be removed."""
+
+    def __init__(self, folder: str) -> None:
+        self.stuck = folder
+
+    def remove(self, name: str, folder: int) -> None:
+        if os.readlink(f"/proc/self/fd/{folder}").endswith(self.stuck):
+            raise PermissionError(1, "Operation not permitted", name)
+        super().remove(name, folder)
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_other(
+    store: LocalStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempt = attempt_at(store)
+    for step in (100, 200, 300):
+        publish(store, step, attempt)
+    stuck = LocalStore(store.url, Immovable(folder_of(store, name_of(100, attempt).id).path))
+    with deletions_of(stuck) as deletions:
+        for step in (400, 500):
+            saved(deletions, stuck, step, attempt)
+    assert boundaries(store) == [100, 400, 500]
+    said = [record.levelname for record in caplog.records if "could not be deleted" in record.message]
+    assert said == ["WARNING"], "once"
+    assert deletions.counts == [("prune_failed", 1)] * 2
+
+
+def test_what_an_older_attempt_left_uncommitted_goes(store: LocalStore, deletions: Counted) -> None:
+    first = attempt_at(store)
+    saved(deletions, store, 10, first)
+    publish(store, 50, first, world=2)
+    second = attempt_at(store, name_of(10, first))
+    for step in (200, 300):
+        saved(deletions, store, step, second, TWO)
+    assert snapshots(store) == [name_of(step, second).id for step in (200, 300)]
+
+
+def test_the_parent_that_was_resumed_from_memory_is_kept_and_dropped_like_others(
+    store: LocalStore, deletions: Counted, tmp_path: Path
+) -> None:
+    """The newest attempt writes it into a folder of its own."""
+    first = attempt_at(store)
+    publish(store, 50, first)
+    publish(store, 100, first, world=2)
+    parent = name_of(100, first)
+    second = attempt_at(store, parent)
+    saved(deletions, store, 100, first, TWO)
+    assert snapshots(store) == [name_of(50, first).id, parent.id]
+    for step in (200, 300):
+        saved(deletions, store, step, second, TWO)
+    assert snapshots(store) == [name_of(step, second).id for step in (200, 300)]
+    assert not list((tmp_path / "run" / "data").glob(f"{first}/*")), "its folder in the older attempt's"
+
+
+def test_no_step_is_dropped_that_all_are_to_be_kept(store: LocalStore, deletions: Counted) -> None:
+    attempt = attempt_at(store)
+    for step in (1, 2, 3, 4):
+        saved(deletions, store, step, attempt, KEEP_ALL)
+    assert visible_steps(store) == boundaries(store) == [1, 2, 3, 4]
+    assert deletions.counts == []

@@ -1,4 +1,4 @@
-"""The slots of a node's ranks through one job to one part and, with those of other nodes, to a record."""
+"""The slots of a node's ranks through one job to one part and, with those of other nodes, to a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.persist.node import (
 
 
 def parts(node: Node, step: int) -> list[str]:
-    return [name for name in files(node.store, step, node.attempt) if name.startswith("part-")]
+    return [name for name in files(node.store, step, node.attempt) if name.startswith("node-")]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -37,8 +37,8 @@ def test_all_ranks_of_a_node_make_one_part_and_the_step_is_committed(nodes: Make
     node = nodes(tuple(range(world)), world)
     slots = node.seal(5)
     node.run()
-    shards = [f"shard-{rank:05d}" for rank in range(world)]
-    assert files(node.store, 5, node.attempt) == ["part-00000.json", *shards, "record"]
+    shards = [f"rank-{rank:05d}" for rank in range(world)]
+    assert files(node.store, 5, node.attempt) == ["manifest", "node-00000", *shards]
     assert is_whole(node.store, 5, node.attempt, world)
     assert node.told == [(5, JobState.COMMITTED)]
     for slot in slots:
@@ -142,7 +142,7 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     first, second = nodes((0, 1), 4), nodes((2, 3), 4)
     slots = first.seal(5)
     first.run()
-    assert files(first.store, 5, first.attempt) == ["part-00000.json", "shard-00000", "shard-00001"]
+    assert files(first.store, 5, first.attempt) == ["node-00000", "rank-00000", "rank-00001"]
     assert first.told[0] == (5, JobState.PART_WRITTEN)
     assert not first.queue.is_pending(), "what this node has is at rest"
     assert first.queue.waiting() == first.queue.waiting(for_others=True) == [5]
@@ -150,7 +150,7 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     assert [slot.failed for slot in slots] == [(0, 0)] * 2
     second.seal(5)
     second.run()
-    assert parts(first, 5) == ["part-00000.json", "part-00002.json"]
+    assert parts(first, 5) == ["node-00000", "node-00002"]
     assert is_whole(first.store, 5, first.attempt, 4)
     assert second.told == [(5, JobState.COMMITTED)], "who writes the last part commits"
     until_told(first, (5, JobState.COMMITTED))
@@ -176,7 +176,7 @@ def test_slots_are_not_needed_for_what_waits(
     second.seal(5)
     create = store.create
     with monkeypatch.context() as patch:
-        patch.setattr(store, "create", failing_for("commits/", create))
+        patch.setattr(store, "create", failing_for("catalogue/", create))
         second.run()
     assert second.told[-1] == (5, JobState.FAILED)
     assert not is_committed(store, 5, first.attempt)
@@ -193,7 +193,7 @@ def test_what_fails_is_tried_so_often_and_then_it_is_idle(
     node = nodes((0, 1), 2)
     slots = node.seal(5)
     with monkeypatch.context() as patch:
-        patch.setattr(store, "create", failing_for("part-00000.json", store.create))
+        patch.setattr(store, "create", failing_for("data/", store.create))
         node.run()
     assert node.told == [(5, JobState.FAILED)] * 4
     assert files(store, 5, node.attempt) == [], "no shard stays that nothing names"
@@ -259,7 +259,7 @@ def test_what_a_trainer_asks_for_meanwhile_stands(
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 1, 2, 3)])
-def test_a_keeper_knows_it_by_start_json_alone(
+def test_a_keeper_knows_it_by_the_catalogue_alone(
     nodes: MakeNode, store: LocalStore, ranks: tuple[int, ...]
 ) -> None:
     """Its trainers died before one of them could say a word."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.commit.attempts import open_run
+from flashckpt.commit.view import open_run
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.cache_folder import CacheFolder
 from flashckpt.memory.held_regions import sealed_in
@@ -63,8 +63,8 @@ def test_the_newest_step_that_all_ranks_of_the_node_hold_is_saved(
     report = recovered(tmp_path / "run")
     saved = [row for row in rows(report) if row == ("snapshot", "committed", 5)]
     assert len(saved) == world
-    shards = [f"shard-{rank:05d}" for rank in range(world)]
-    assert files(store, 5, node.attempt) == ["part-00000.json", *shards, "record"]
+    shards = [f"rank-{rank:05d}" for rank in range(world)]
+    assert files(store, 5, node.attempt) == ["manifest", "node-00000", *shards]
     assert is_whole(store, 5, node.attempt, world)
     assert files(store, 6, node.attempt) == [], "not all ranks have it"
     assert not report.failed
@@ -88,7 +88,7 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     assert (report.resume.tier, report.resume.of_all) == ("memory", False), "the other node may have lost it"
     assert not is_committed(store, 5, first.attempt)
     assert sorted(regions_of(first.folder)) == sorted(before)
-    assert files(store, 5, first.attempt) == ["part-00000.json", "shard-00000", "shard-00001"]
+    assert files(store, 5, first.attempt) == ["node-00000", "rank-00000", "rank-00001"]
 
     monkeypatch.setenv("FLASHCKPT_RUNTIME", str(other))
     done = recovered(run)

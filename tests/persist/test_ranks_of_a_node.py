@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.steps import missing_ranks, read_step
+from flashckpt.commit.view import View
 from flashckpt.format.names import AttemptName, SnapshotId, alive_path
 from flashckpt.keeper import liveness
 from flashckpt.keeper.liveness import ExitRule, RunFolder, TrainerRegistry
@@ -19,6 +19,7 @@ from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist import queue
 from flashckpt.persist.job import JobState, Trainer
 from flashckpt.store.local import LocalStore
+from tests.commit.runs import folder_of
 from tests.persist.node import (
     MakeNode,
     Node,
@@ -54,10 +55,10 @@ def test_a_rank_that_lives_and_has_not_spoken_is_waited_for(alive: Node) -> None
 def test_a_rank_that_lives_in_another_attempt_is_not_waited_for(alive: Node) -> None:
     alive.seal(5, 0)
     alive.queue.next()
-    later = attempts.claim(alive.store, local_owner())
+    later = attempts.next_attempt(View.of(alive.store))
     alive.queue.set_trainers([Trainer(lock="later", rank=1, world=1, attempt=later)])
     alive.run()
-    assert files(alive.store, 5, alive.attempt) == ["part-00000.json", "shard-00000"]
+    assert files(alive.store, 5, alive.attempt) == ["node-00000", "rank-00000"]
 
 
 def test_a_rank_that_seals_while_it_is_looked_for_and_ends_has_sealed_it(
@@ -212,7 +213,7 @@ def test_nothing_older_than_what_is_committed_is_saved_of_the_dead(nodes: MakeNo
 
 
 def test_the_complete_one_goes_first_where_nobody_ever_spoke_to_the_keeper(nodes: MakeNode) -> None:
-    """Keeper and trainers died together: of the world only start.json knows, which is not read for this."""
+    """Keeper and trainers died together: of the world only the catalogue knows, not read for this."""
     node = nodes((0, 1), 4, known=False)
     for step in (4, 5, 6):
         node.seal(step, persist=False)
@@ -239,11 +240,11 @@ def test_what_fewer_ranks_went_on_from_keeps_the_ranks_that_made_it(
 
 def test_whose_part_a_step_waits_for(nodes: MakeNode, store: LocalStore) -> None:
     first, second = nodes((0, 3), 5), nodes((2,), 5)
-    assert missing_ranks(store, SnapshotId(first.attempt, 5), 5) == [0, 1, 2, 3, 4]
+    assert missing_ranks(store, folder_of(store, SnapshotId(first.attempt, 5)), 5) == [0, 1, 2, 3, 4]
     for node in (first, second):
         node.seal(5)
         node.run()
-    assert missing_ranks(store, SnapshotId(first.attempt, 5), 5) == [1, 4]
+    assert missing_ranks(store, folder_of(store, SnapshotId(first.attempt, 5)), 5) == [1, 4]
 
 
 # The end of an attempt

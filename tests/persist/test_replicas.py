@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from flashckpt.commit import attempts
-from flashckpt.commit.attempts import open_run
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.commit.verification import verify
+from flashckpt.commit.view import open_run
 from flashckpt.errors import DamagedError
 from flashckpt.export.step import export
 from flashckpt.memory.runtime import identity_of

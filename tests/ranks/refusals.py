@@ -53,7 +53,7 @@ def damage(run: Path, rank: int, *steps: int) -> None:
     """Flip the last byte of a rank's shard in these steps."""
     if dist.get_rank() == 0:
         for step in steps:
-            [shard] = data_of(run, step).glob(f"shard-{rank:05d}-*.safetensors")
+            [shard] = data_of(run, step).glob(f"rank-{rank:05d}-*.safetensors")
             data = bytearray(shard.read_bytes())
             data[-1] ^= 1
             shard.write_bytes(data)

@@ -24,7 +24,7 @@ STEPS_PER_EPOCH = 6
 
 # Points that a trainer passes, how often it may have passed them before, and whether it has trained by then.
 _IN_TRAINING = ("capture.begun", "capture.copied")
-_IN_ATTACH = ("claim.taken", "resume.verified", "resume.filled", "start.written")
+_IN_ATTACH = ("attempt.reserved", "resume.verified", "resume.filled", "start.written")
 
 
 def deaths(times: int, ranks: int) -> list[tuple[int, str]]:

@@ -52,4 +52,4 @@ def test_other_runs_in_the_nodes_folders_are_refused_and_left_as_they_are(
         assert rank.status == 1
         assert "OptionError: The run's path is not one folder on all nodes" in rank.err
     for folder in folders:
-        assert [path.name for path in folder.rglob("*")] == ["run.json"]
+        assert [path.name for path in folder.rglob("*")] == ["catalogue", "000000001"]

@@ -35,7 +35,7 @@ def test_the_next_attempt_is_newer_than_those_in_any_nodes_memory(launcher: Laun
             launcher.kill_keepers(node, remove_regions=number == 0)
         if number == 0:
             shutil.copytree(run, backup)
-    for each in ("data", "commits", "attempts"):
+    for each in ("data", "catalogue", "alive"):
         shutil.rmtree(run / each)
     shutil.copytree(backup, run, dirs_exist_ok=True)
     launcher.kill_keepers(0, remove_regions=True)

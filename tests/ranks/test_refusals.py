@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.ranks.launch import Launcher
 from tests.ranks.refusals import CASES
 
@@ -70,8 +72,8 @@ def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> N
     # A step that one rank cannot read is left by all of them.
     assert "went on True 2.0" in told[0]
     assert "went on True 12.0" in told[1]
-    starts = list((tmp_path / "runs").glob("*/attempts/*/start.json"))
-    begun = [each.parts[-4] for each in starts]
+    runs = {path.name: LocalStore(str(path)) for path in (tmp_path / "runs").iterdir()}
+    begun = [name for name, store in runs.items() for _ in run_view.attempts(store)]
     for name in (
         "rank_0_alone",
         "other_path",

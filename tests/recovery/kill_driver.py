@@ -40,8 +40,8 @@ class MortalWatcher:
 
 
 class Scene:
-    """A mess that can be made again: everything is put back but `run.json` and the folders that name the run
-    on this node, whose inodes are its identity."""
+    """A mess that can be made again: everything is put back but the folders that name the run on this node,
+    whose inodes are its identity."""
 
     def __init__(self, folder: Path, runtime: Path, mess: str) -> None:
         self.run, self._kept = folder / "run", folder / "kept"
@@ -57,11 +57,12 @@ class Scene:
 
     def put_back(self) -> None:
         for entry in self.run.iterdir():
-            if entry.name != "run.json":
-                shutil.rmtree(entry)
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
         for entry in (self._kept / "run").iterdir():
             if entry.is_dir():
                 shutil.copytree(entry, self.run / entry.name)
+            else:
+                shutil.copy2(entry, self.run / entry.name)
         for entry in self.memory.iterdir():
             if entry.name != "stays":
                 entry.unlink()
@@ -112,7 +113,8 @@ def main(folder: str, runtime: str, mess: str) -> None:
         found = scene.outcome()
         if found != expected:
             keys = [key for key in expected if found[key] != expected[key]]
-            odd = set(found["run"]) ^ set(expected["run"])
+            names = found["run"].keys() | expected["run"].keys()
+            odd = [name for name in names if found["run"].get(name) != expected["run"].get(name)]
             faults.append(f"call {last}: another outcome in {keys}: {sorted(odd)}, {found['regions']}")
         if said.read_text() != expected_resume:
             faults.append(f"call {last}: resumes from {said.read_text()}, not {expected_resume}")

@@ -7,31 +7,28 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from flashckpt.commit import attempts, starting
-from flashckpt.commit.attempts import local_owner
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.lineage import branch
 from flashckpt.store import open_store
+from tests import run_view
 from tests.commit.runs import name_of
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash
 
 
 def everything(run: Path, runtime: Path) -> None:
-    """In memory: 3 without its record, 4 good, 5 torn. At rest: 1 whole, 2 damaged, 3 in parts, orphans."""
+    """In memory: 3 without a commit, 4 good, 5 torn. At rest: 1 whole, 2 damaged, 3 in parts, orphans."""
     crash = Crash(run, runtime, kib=64).slots().commit(1, 2, 3)
     crash.seal(4)
     [torn] = crash.seal(5)
     flip_image(Path(crash.folder.path) / torn)
     crash.both_killed()
-    flip_image(next(crash.data(2).glob("shard*")))
-    crash.record(3).unlink()
+    flip_image(next(crash.data(2).glob("rank-*")))
+    crash.uncommit(3)
+    crash.half_written(0)
     crash.half_written(1)
     crash.half_written(9)
-    old(crash.data(3) / f".part-00000.json.{'0' * 16}.tmp")
-    old(run / f"attempts/.000001.json.{'a' * 16}.tmp")
-    attempts.mark_ended(open_store(str(run)), attempts.claim(open_store(str(run)), local_owner()), "dead")
-    attempts.mark_ended(open_store(str(run)), attempts.claim(open_store(str(run)), local_owner()), "dead")
+    old(run / f"alive/.{crash.attempt}.{'a' * 16}.tmp")
+    old(run / f".probe-{'a' * 16}")
 
 
 def old(path: Path) -> Path:
@@ -41,20 +38,20 @@ def old(path: Path) -> Path:
     return path
 
 
-def left_branch(run: Path, runtime: Path) -> None:
-    """A step in memory of a branch that was left, and one at rest that lacks only its record."""
+def left_branch(run: Path, runtime: Path) -> Crash:
+    """A step in memory of a branch that was left, and half of one at rest."""
     crash = Crash(run, runtime, kib=64).slots().commit(1, 2, 3)
     crash.seal(7)
     crash.both_killed()
-    crash.record(3).unlink()
+    crash.half_written(6)
     branch(open_store(str(run)), 1)
+    return crash
 
 
 def overtaken_branch(run: Path, runtime: Path) -> None:
     """The branch has a sealed step of its own, committed nowhere yet."""
-    left_branch(run, runtime)
-    made = attempts.newest_started(open_store(str(run)))
-    second = Crash(run, runtime, parent=str(made), step=1, kib=64).slots()
+    first = left_branch(run, runtime)
+    second = Crash(run, runtime, parent=first.attempt, step=1, kib=64).slots()
     second.seal(2, 3)
     second.both_killed()
 
@@ -71,7 +68,7 @@ def damaged_at_rest(run: Path, runtime: Path) -> None:
     """The newest step is damaged at rest and whole in memory."""
     crash = Crash(run, runtime, kib=64).slots().commit(1, 2)
     crash.both_killed()
-    flip_image(next(crash.data(2).glob("shard*")))
+    flip_image(next(crash.data(2).glob("rank-*")))
 
 
 def resumed_from(run: Path, runtime: Path) -> None:
@@ -80,9 +77,8 @@ def resumed_from(run: Path, runtime: Path) -> None:
     first.seal(4)
     first.both_killed()
     store = open_store(str(run))
-    second = attempts.claim(store, local_owner())
-    starting.start(store, second, name_of(4, first.name).id, 4, 1, Catalogue.of(store))
-    attempts.mark_ended(store, second, "dead")
+    second = run_view.begin(store, name_of(4, first.name).id, 4)
+    run_view.end(store, second, "dead")
 
 
 def no_slots(run: Path, runtime: Path) -> None:
@@ -100,7 +96,7 @@ def no_slots(run: Path, runtime: Path) -> None:
         (folder / name).chmod(0o600)
 
 
-MESSES: list[Callable[[Path, Path], None]] = [
+MESSES: list[Callable[[Path, Path], object]] = [
     everything,
     left_branch,
     overtaken_branch,

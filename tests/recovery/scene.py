@@ -7,17 +7,22 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from flashckpt.format.names import AttemptName, shard_name
+from flashckpt.commit.steps import read_manifest
+from flashckpt.commit.view import View, folders_in
+from flashckpt.format.catalogue import CATALOGUE
+from flashckpt.format.manifest import PART, shard_name
+from flashckpt.format.names import AttemptName
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
-from flashckpt.recovery.node import dead_keepers
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
+from flashckpt.store.local import LocalStore
 from tests.commit.runs import name_of
 from tests.keeper.driver import Process, runtime_of, the_keeper
 from tests.keeper.fake import keeper_pid
 from tests.processes import end
+from tests.run_view import folder_of, manifest_of
 
 
 def parsed(text: str) -> AttemptName:
@@ -81,16 +86,21 @@ class Crash:
 
     def data(self, step: int) -> Path:
         """The folder of a step's parts and shards: the fake trainer counts its boundaries as its steps."""
-        return self.run / name_of(step, self.name).id.data_folder
+        return self.run / folder_of(open_store(str(self.run)), name_of(step, self.name).id)
 
-    def record(self, step: int) -> Path:
-        return self.run / name_of(step, self.name).path
+    def uncommit(self, step: int) -> None:
+        """As if the trainer and its keeper had died before they committed this step, their last."""
+        store = open_store(str(self.run))
+        view = View.of(store)
+        manifest = manifest_of(store, name_of(step, self.name).id)
+        (self.run / view.catalogue.path).unlink()
+        assert View.of(store).checkpoint(name_of(step, self.name).id) is None
+        (self.run / manifest).unlink()
 
     def half_written(self, step: int) -> Path:
         """A shard that the keeper, which is dead, left without a part."""
-        [nonce] = dead_keepers(self.folder)
         self.data(step).mkdir(parents=True, exist_ok=True)
-        path = self.data(step) / shard_name(0, f"{nonce}beef")
+        path = self.data(step) / shard_name(0, "0badbeef")
         path.write_bytes(b"cut off")
         return path
 
@@ -127,19 +137,25 @@ def whole_tree(*folders: Path) -> dict[str, tuple[Any, ...]]:
 
 
 def contents(run: Path) -> dict[str, Any]:
-    """What a run holds, but for what no two recoveries have alike: names of shards, times, the ledger,
-    temporary files of one that was killed."""
-    found: dict[str, Any] = {}
+    """What a run holds, but for what no two recoveries have alike: names of shards, times, versions of the
+    catalogue, the ledger, temporary files and shards of one that was killed."""
+    view = View.of(LocalStore(str(run)))
+    found: dict[str, Any] = {
+        "attempt": str(view.attempt),
+        "visible": [*map(str, view.visible())],
+        "damaged": sorted(map(str, view.damaged)),
+    }
+    for each in view.catalogue.checkpoints:
+        manifest = read_manifest(view.store, each)
+        assert manifest is not None
+        files = [f"{folder.path}/{name}" for folder, names in manifest.files().items() for name in names]
+        shards = [name for name in files if name.endswith(".safetensors")]
+        found[f"{each.step}@{each.id}"] = sorted((run / name).read_bytes() for name in shards)
+    committed = {each.folder for each in view.catalogue.checkpoints}
+    left = [each.path for each in folders_in(view.store) if view.store.list(each.path, PART)]
+    found["uncommitted"] = sorted({*left} - {each.path for each in committed})
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))
-        if not path.is_file() or name.startswith("events/") or path.suffix == ".tmp":
-            continue
-        folder = str(path.parent.relative_to(run))
-        if path.suffix == ".safetensors":
-            found.setdefault(f"{folder}/shards", []).append(path.read_bytes())
-        elif ".quarantine-" in path.name:
-            found.setdefault(f"{folder}/quarantines", []).append(1)
-        else:
-            names_a_shard = folder == "commits" or path.name.startswith("part-")
-            found[name] = b"" if names_a_shard else path.read_bytes()
+        if path.is_file() and path.suffix != ".tmp" and not name.startswith(("events/", "data/", CATALOGUE)):
+            found[name] = path.read_bytes()
     return found

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts, starting
-from flashckpt.commit.attempts import local_owner
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.lineage import branch, next_start, quarantined_here
+from flashckpt.commit import commit_step
+from flashckpt.commit.lineage import branch, damage, next_start
+from flashckpt.commit.view import View
 from flashckpt.errors import NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName
-from flashckpt.format.records import Tombstone
+from flashckpt.options import Keep
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Kind
 from flashckpt.store.local import LocalStore, System
+from tests import run_view
 from tests.commit.runs import commit, is_whole, name_of, new_run, part_of, publish
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.messes import old
@@ -37,20 +37,28 @@ def store(run: Path) -> LocalStore:
 
 def begun(store: LocalStore, parent: CommitName | None = None, world: int = 1) -> AttemptName:
     """An attempt that is over."""
-    name, found = starting.claim(store, local_owner())
     snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
-    starting.start(store, name, snapshot, step, world, found)
-    attempts.mark_ended(store, name, "dead")
+    name = run_view.begin(store, snapshot, step, world=world)
+    run_view.end(store, name, "dead")
     return name
 
 
 def visible(store: LocalStore) -> list[int]:
-    return [each.step for each in Catalogue.of(store).visible()]
+    return [each.step for each in View.of(store).visible()]
+
+
+def folder_of(run: Path, step: int, attempt: AttemptName) -> Path:
+    return run / run_view.folder_of(LocalStore(str(run)), name_of(step, attempt).id)
 
 
 def shard_of(run: Path, step: int, attempt: AttemptName) -> Path:
-    [shard] = (run / name_of(step, attempt).id.data_folder).glob("shard-*")
+    [shard] = folder_of(run, step, attempt).glob("rank-*")
     return shard
+
+
+def part_file_of(run: Path, step: int, attempt: AttemptName) -> Path:
+    [part] = folder_of(run, step, attempt).glob("node-*")
+    return part
 
 
 # Commits that were not finished
@@ -70,64 +78,70 @@ def test_parts_that_are_all_there_are_committed(store: LocalStore, run: Path) ->
 
 def test_parts_of_several_keepers(store: LocalStore, run: Path) -> None:
     attempt = begun(store, world=4)
-    publish(store, 2, attempt, ranks=(0, 1), world=4, keeper=0)
-    publish(store, 3, attempt, ranks=(0, 1), world=4, keeper=0)
-    publish(store, 3, attempt, ranks=(2, 3), world=4, keeper=1)
+    publish(store, 3, attempt, ranks=(0, 1), world=4)
+    publish(store, 3, attempt, ranks=(2, 3), world=4)
+    publish(store, 4, attempt, ranks=(0, 1), world=4)
     report = recovered(run)
-    assert rows(report) == [("parts", "committed", 3), ("parts", "kept", 2)]
+    assert rows(report) == [("parts", "kept", 4), ("parts", "committed", 3)]
     assert not report.failed
     assert visible(store) == [3]
-    assert (run / name_of(2, attempt).id.data_folder / "part-00000.json").exists()
+    assert part_file_of(run, 4, attempt).exists()
+
+
+def test_parts_that_a_newer_step_has_overtaken_go(store: LocalStore, run: Path) -> None:
+    attempt = begun(store, world=4)
+    publish(store, 2, attempt, ranks=(0, 1), world=4)
+    publish(store, 3, attempt, ranks=(0, 1, 2, 3), world=4)
+    report = recovered(run)
+    assert rows(report) == [("parts", "committed", 3), *[("orphans", "removed", None)] * 3]
+    assert visible(store) == [3]
+    assert not folder_of(run, 2, attempt).exists()
 
 
 def test_parts_of_a_branch_that_was_left_are_not_committed(store: LocalStore, run: Path) -> None:
     attempt = begun(store)
     commit(store, 1, attempt)
     commit(store, 2, attempt)
-    made = branch(store, 1)
-    publish(store, 3, attempt)  # by a keeper that was late
+    publish(store, 3, attempt)
+    late = folder_of(run, 3, attempt)
+    late.rename(run.parent / "late")
+    branch(store, 1)
+    (run.parent / "late").rename(late)  # by a keeper that was late
     report = recovered(run)
-    assert rows(report) == [("parts", "kept", 3)]
-    assert str(made) in report.findings[0].detail
+    assert rows(report) == [("orphans", "removed", None)] * 2
+    assert {each.place.rpartition("/")[0] for each in report.findings} == {str(late.relative_to(run))}
     assert visible(store) == [1]
-    assert shard_of(run, 3, attempt).exists()
+    assert not late.exists()
     assert report.resume is not None
     assert report.resume.step == 1
 
 
-def test_parts_with_a_damaged_shard_do_not_become_the_newest_step(store: LocalStore, run: Path) -> None:
+def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path) -> None:
     attempt = begun(store)
     commit(store, 1, attempt)
     publish(store, 2, attempt)
     flip(shard_of(run, 2, attempt), 4200)
-    before = whole_tree(run / "data")
     report = recovered(run)
-    assert rows(report) == [("parts", "kept", 2)]
+    assert rows(report) == [("parts", "committed", 2), ("step", "quarantined", 2)]
     assert report.damaged
-    assert "checksum" in report.findings[0].detail
-    assert visible(store) == [1]
-    assert whole_tree(run / "data") == before
+    assert "not the bytes that were captured" in report.findings[1].detail
+    assert report.resume is not None
+    assert report.resume.step == 1
+    assert next_start(store).candidates[0].step == 1, "what a resume tries first"
+    assert shard_of(run, 2, attempt).exists()
 
 
 def test_a_damaged_part_keeps_its_shards(store: LocalStore, run: Path) -> None:
     attempt = begun(store)
     commit(store, 1, attempt)
     publish(store, 2, attempt)
-    flip(run / name_of(2, attempt).id.data_folder / "part-00000.json", 60)
+    flip(part_file_of(run, 2, attempt), 60)
     report = recovered(run)
-    assert rows(report) == [("parts", "kept", None)]
-    assert report.damaged
-    assert shard_of(run, 2, attempt).exists(), "nobody knows that it is not needed"
-
-
-def test_parts_without_a_start_are_kept(store: LocalStore, run: Path) -> None:
-    commit(store, 1, begun(store))
-    attempt = attempts.claim(store, local_owner())
-    attempts.mark_ended(store, attempt, "dead")
-    publish(store, 2, attempt)
-    report = recovered(run)
-    assert rows(report) == [("parts", "kept", 2)]
+    assert rows(report) == []
     assert visible(store) == [1]
+    assert shard_of(run, 2, attempt).exists(), "nobody knows that it is not needed"
+    assert report.resume is not None
+    assert report.resume.step == 1
 
 
 def flip(path: Path, byte: int) -> None:
@@ -150,12 +164,12 @@ def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore,
     assert report.resume is not None
     assert (report.resume.step, report.resume.attempt) == (1, attempt)
     assert {path for path in run.rglob("*") if path.is_file()} >= files, "nothing was deleted"
-    assert quarantined_here(Catalogue.of(store), name_of(2, attempt)) is not None
+    assert damage(View.of(store), name_of(2, attempt)) is not None
     assert next_start(store).candidates[0].step == 1, "what a resume tries first"
     again = recovered(run)
     assert rows(again) == [("step", "was quarantined", 2)]
     assert again.damaged
-    assert len(Catalogue.of(store).quarantines) == 1
+    assert len(View.of(store).damaged) == 1
 
 
 def test_a_marked_step_that_is_whole_again_is_said(store: LocalStore, run: Path) -> None:
@@ -172,7 +186,9 @@ def test_a_marked_step_that_is_whole_again_is_said(store: LocalStore, run: Path)
     assert "whole now" in report.findings[0].detail
     assert not report.damaged
     assert report.resume is not None
-    assert report.resume.step == 1, "as a resume does, which puts marked steps last"
+    assert report.resume.step == 2, "it counts again"
+    assert not View.of(store).damaged
+    assert rows(recovered(run)) == []
 
 
 def test_a_missing_shard_is_named_and_not_marked(store: LocalStore, run: Path) -> None:
@@ -211,11 +227,11 @@ def test_storage_that_fails_quarantines_nothing(store: LocalStore, run: Path) ->
     attempt = begun(store)
     for step in (1, 2):
         commit(store, step, attempt)
-    report = recover(BadSector(store.url, name_of(2, attempt).id.data_folder))
+    report = recover(BadSector(store.url, str(folder_of(run, 2, attempt).relative_to(run))))
     assert rows(report) == [("step", "failed", 2)]
     assert report.failed
     assert "may be whole" in report.findings[0].detail
-    assert Catalogue.of(store).quarantines == ()
+    assert View.of(store).damaged == {}
 
 
 class BadPart(LocalStore):
@@ -223,7 +239,7 @@ class BadPart(LocalStore):
 
     def __init__(self, url: str, folder: str) -> None:
         super().__init__(url)
-        self._bad = f"{folder}/part-"
+        self._bad = f"{folder}/node-"
 
     def read(self, path: str, max_bytes: int) -> bytes:
         if path.startswith(self._bad):
@@ -243,14 +259,14 @@ def test_a_part_that_cannot_be_read_stays_and_hinders_nothing_else(
     attempt = begun(store)
     publish(store, 1, attempt)
     publish(store, 2, attempt)
-    bad = name_of(1, attempt).id.data_folder
-    files = whole_tree(run / bad)
-    report = recover(BadPart(store.url, bad), dry_run=dry_run)
-    outcomes = {(each.boundary, each.outcome.value) for each in report.findings}
-    assert outcomes == {(1, "failed"), (2, "sound" if dry_run else "committed")}
-    assert report.failed
-    assert visible(store) == ([] if dry_run else [2])
-    assert whole_tree(run / bad) == files
+    bad = folder_of(run, 2, attempt)
+    files = whole_tree(bad)
+    report = recover(BadPart(store.url, str(bad.relative_to(run))), dry_run=dry_run)
+    assert (1, "sound" if dry_run else "committed") in {
+        (each.boundary, each.outcome.value) for each in report.findings
+    }
+    assert visible(store) == ([] if dry_run else [1])
+    assert whole_tree(bad) == files
 
 
 def test_a_run_of_which_nothing_can_be_used(store: LocalStore, run: Path) -> None:
@@ -276,7 +292,7 @@ def test_constants_that_rotted_are_damage_of_every_step(store: LocalStore, run: 
     attempt = begun(store)
     for step in (1, 2, 3):
         commit(store, step, attempt, constants=True)
-    flip_image(next(run.glob("frozen/*")))
+    flip_image(next(run.glob("data/*/*/frozen-*")))
     report = recovered(run)
     assert rows(report) == [
         ("step", "quarantined", 3),
@@ -306,26 +322,23 @@ def test_orphans_go_and_nothing_else(store: LocalStore, run: Path) -> None:
     part_of(store, 3, second)
     data = run / "data" / str(idle)
     keep = {path for path in run.rglob("*") if path.is_file() and not path.is_relative_to(data)}
-    folder = run / name_of(2, second).id.data_folder
     torn = [
-        old(folder / f".part-00000.json.{'c' * 16}.tmp"),
-        old(run / "commits" / f".{name_of(2, second).stem}.json.{'c' * 16}.tmp"),
-        old(run / "attempts" / str(second) / f".alive.{'d' * 16}.tmp"),
-        old(run / "attempts" / f".{idle.number:06d}.json.{'e' * 16}.tmp"),
+        old(run / f".probe-{'c' * 16}"),
+        old(run / f".assets.json.{'c' * 16}.tmp"),
+        old(run / "alive" / f".{second}.{'d' * 16}.tmp"),
     ]
-    young = run / "attempts" / str(second) / f".alive.{'f' * 16}.tmp"
+    young = run / "alive" / f".{second}.{'f' * 16}.tmp"
     young.write_bytes(b"its write may be going on")
-    mine = folder / "notes.txt"
+    mine = folder_of(run, 2, second) / "notes.txt"
     mine.write_text("a user's own")
     report = recovered(run)
     found = {each.place for each in report.findings if each.kind is Kind.ORPHANS}
     assert {str(path.relative_to(run)) for path in torn} < found
-    assert f"{name_of(3, idle).id.data_folder}/part-00000.json" in found
+    assert sum(place.startswith(f"data/{idle}/") for place in found) == 2, "a part and a shard"
     left = {path for path in run.rglob("*") if path.is_file() and "events" not in path.parts}
     assert left == keep | {mine, young}
+    assert recovered(run).findings == ()
     assert not data.exists()
-    assert [each.place for each in recovered(run).findings] == [f"attempts/{idle}"]
-    assert not (run / "attempts" / str(idle)).exists()
     assert is_whole(store, 1, first)
     assert is_whole(store, 2, second)
 
@@ -333,7 +346,7 @@ def test_orphans_go_and_nothing_else(store: LocalStore, run: Path) -> None:
 def test_what_the_newest_attempt_has_begun_stays(store: LocalStore, run: Path) -> None:
     """A keeper on another node may be writing, whether or not its end was written down."""
     attempt = begun(store, world=2)
-    part_of(store, 3, attempt, ranks=(1,), world=2, keeper=1)
+    part_of(store, 3, attempt, ranks=(1,), world=2)
     assert rows(recovered(run)) == []
     assert shard_of(run, 3, attempt).exists()
 
@@ -342,12 +355,11 @@ def test_an_interrupted_deletion_is_ended(store: LocalStore, run: Path) -> None:
     attempt = begun(store)
     for step in (1, 2, 3):
         commit(store, step, attempt)
-    name = name_of(1, attempt)
-    store.create(name.id.tombstone_path, Tombstone(id=name.id).to_bytes())
-    (run / name.path).unlink()
+    folder = folder_of(run, 1, attempt)
+    commit_step.retain(View.of(store), Keep(last=2))  # and its files go next
+    assert folder.exists()
     assert {row[:2] for row in rows(recovered(run))} == {("orphans", "removed")}
-    assert not (run / name.id.data_folder).exists()
-    assert Catalogue.of(store).tombstones == frozenset()
+    assert not folder.exists()
     assert visible(store) == [2, 3]
 
 
@@ -379,10 +391,11 @@ def test_storage_that_cannot_be_written_is_told_thing_by_thing(store: LocalStore
         commit(store, step, attempt)
     publish(store, 3, attempt)
     flip_image(shard_of(run, 2, attempt))
-    old(run / name_of(1, attempt).id.data_folder / f".part-00000.json.{'c' * 16}.tmp")
+    old(run / f".assets.json.{'c' * 16}.tmp")
     before = whole_tree(run / "data")
     report = recover(LocalStore(store.url, ReadOnly()))
-    assert rows(report) == [("parts", "failed", 3), ("step", "failed", 2), ("orphans", "failed", None)]
+    assert rows(report) == [("parts", "failed", None), ("step", "failed", 2), ("orphans", "failed", None)]
+    assert report.findings[0].boundary == 3
     assert all("Read-only file system" in each.detail for each in report.findings)
     assert report.failed
     assert report.resume is not None

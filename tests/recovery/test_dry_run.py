@@ -32,7 +32,7 @@ def assert_found(said: RecoveryReport, done: RecoveryReport) -> None:
 
 @pytest.mark.parametrize("mess", MESSES, ids=lambda mess: mess.__name__)
 def test_nothing_is_touched_and_the_real_run_finds_what_was_said(
-    tmp_path: Path, runtime: Path, mess: Callable[[Path, Path], None]
+    tmp_path: Path, runtime: Path, mess: Callable[[Path, Path], object]
 ) -> None:
     run = tmp_path / "run"
     mess(run, runtime)
@@ -49,7 +49,7 @@ def test_nothing_is_touched_and_the_real_run_finds_what_was_said(
 
 
 @pytest.mark.parametrize("mess", [everything, left_branch], ids=lambda mess: mess.__name__)
-def test_the_same_with_discard(tmp_path: Path, runtime: Path, mess: Callable[[Path, Path], None]) -> None:
+def test_the_same_with_discard(tmp_path: Path, runtime: Path, mess: Callable[[Path, Path], object]) -> None:
     run = tmp_path / "run"
     mess(run, runtime)
     before = whole_tree(run, runtime)

@@ -52,19 +52,19 @@ def test_killed_while_it_writes_a_shard(tmp_path: Path, runtime: Path) -> None:
             assert time.monotonic() < until
         child.send_signal(signal.SIGKILL)
         child.wait()
-        if not list(folder.glob("part-*")):
+        if not list(folder.glob("node-*")):
             break
     else:
         pytest.fail("it was never caught while it wrote")
-    assert len(list(folder.glob("shard-*"))) == 1
-    assert rows(recovered(run)) == [("snapshot", "committed", 1), ("orphans", "removed", None)]
+    assert len(list(folder.glob("rank-*"))) == 1
+    assert rows(recovered(run)) == [("snapshot", "committed", 1)]
     assert committed(run) == [1]
     assert regions_of(crash.folder) == []
-    assert len(list(folder.glob("shard-*"))) == 1
+    assert len(list(folder.glob("node-*"))) == 1
 
 
 def test_an_interrupt_ends_it_though_storage_hangs(tmp_path: Path, runtime: Path) -> None:
-    """What it was writing is orphans, and what it had pinned is free for the next one."""
+    """What it was writing is never used, and what it had pinned is free for the next one."""
     run, faults = tmp_path / "run", tmp_path / "faults"
     crash = Crash(run, runtime).slots(2)
     crash.seal(1)
@@ -88,6 +88,5 @@ recover(open_store(sys.argv[1]))
     assert committed(run) == []
     report = recovered(run)
     assert ("snapshot", "committed", 1) in rows(report)
-    assert ("orphans", "removed", None) in rows(report)
     assert committed(run) == [1]
     assert regions_of(crash.folder) == []

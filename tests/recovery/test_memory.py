@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts, starting
-from flashckpt.commit.attempts import local_owner
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.collect import Survivor, needed_slots
+from flashckpt.commit import attempts
 from flashckpt.commit.lineage import branch
-from flashckpt.format.names import AttemptName, start_path
+from flashckpt.commit.needed import Survivor, needed_slots
+from flashckpt.commit.view import View
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-from tests.commit.runs import name_of, publish
+from tests import run_view
+from tests.commit.runs import name_of
 from tests.events import ledger
 from tests.keeper.driver import committed, eventually
 from tests.keeper.test_keeper_deaths import flip_image
@@ -24,7 +23,7 @@ from tests.recovery.scene import Crash, recovered, regions_of, rows
 
 
 def visible(run: Path) -> list[tuple[int, str]]:
-    return [(each.step, str(each.attempt)) for each in Catalogue.of(open_store(str(run))).visible()]
+    return [(each.step, str(each.attempt)) for each in View.of(open_store(str(run))).visible()]
 
 
 def resume(report: RecoveryReport) -> tuple[int, str, str] | None:
@@ -49,8 +48,7 @@ def test_the_newest_sealed_step_is_committed_and_its_memory_is_let_go(tmp_path: 
     assert committed(run) == [1, 3]
     assert resume(report) == (3, crash.attempt, "local")
     assert not os.path.exists(crash.folder.path), "nothing is left in memory, not even the folder"
-    [info] = attempts.attempts(open_store(str(run)))
-    assert info.ended == "dead"
+    assert run_view.endings(open_store(str(run))) == {crash.name: "dead"}
     events = [(line["event"], line.get("step")) for line in ledger(run) if line.get("by") == "recover"]
     assert events == [("persist", 3), ("commit", 3), ("death", None)]
 
@@ -87,7 +85,7 @@ def test_a_flipped_byte_is_never_persisted_and_the_one_before_is(tmp_path: Path,
     assert "model.weight" in report.findings[0].detail
     assert report.damaged
     assert committed(run) == [1]
-    assert not list(run.glob("data/*/*2/shard*"))
+    assert not list(run.glob("data/*/*2/rank-*"))
     assert regions_of(crash.folder) == []
 
 
@@ -123,7 +121,7 @@ def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: P
     report = recovered(run)
     kept = [each for each in report.findings if each.step == 7]
     assert [(each.outcome.value, each.place) for each in kept] == [("kept", slot)]
-    assert "has started" in kept[0].detail
+    assert "has taken over" in kept[0].detail
     assert visible(run) == before == [(1, crash.attempt)]
     assert resume(report) == (1, crash.attempt, "local")
     assert not list(run.glob("data/*/*7")), "not a byte of it is written"
@@ -143,8 +141,8 @@ def test_what_a_branch_has_overtaken_is_dropped(tmp_path: Path, runtime: Path) -
     first = Crash(run, runtime).slots().commit(1, 2)
     [left] = first.seal(7)
     first.both_killed()
-    made = branch(open_store(str(run)), 1)
-    second = Crash(run, runtime, parent=str(made), step=1)
+    branch(open_store(str(run)), 1)
+    second = Crash(run, runtime, parent=first.attempt, step=1)
     eventually(lambda: left in second.regions())
     second.slots()
     names = second.seal(2)
@@ -163,8 +161,7 @@ def test_a_slot_that_was_resumed_from_is_committed(tmp_path: Path, runtime: Path
     first.seal(4)
     first.both_killed()
     store = open_store(str(run))
-    second = attempts.claim(store, local_owner())
-    starting.start(store, second, name_of(4, first.name).id, 4, 1, Catalogue.of(store))
+    run_view.end(store, run_view.begin(store, name_of(4, first.name).id, 4), "dead")
     report = recovered(run)
     assert rows(report) == [("snapshot", "committed", 4)]
     assert resume(report) == (4, first.attempt, "local")
@@ -177,7 +174,7 @@ def test_a_step_that_its_parent_committed_is_saved_once(tmp_path: Path, runtime:
     first = Crash(run, runtime).slots()
     [slot] = first.seal(4)
     first.both_killed()
-    # Between its claim and its start, the keeper of the second attempt saves it as the first one's.
+    # Before it begins, the keeper of the second attempt saves it as the first one's.
     second = Crash(run, runtime, start=False)
     eventually(lambda: committed(run) == [4])
     second.trainer.do("start", first.attempt, 4, slot)
@@ -198,7 +195,7 @@ def test_memory_has_the_good_copy_of_what_a_parent_committed(tmp_path: Path, run
     eventually(lambda: committed(run) == [4])
     second.trainer.do("start", first.attempt, 4, slot)
     second.both_killed()
-    flip_image(next(run.glob("data/*/*4/shard*")))
+    flip_image(next(run.glob("data/*/*4/rank-*")))
     report = recovered(run, discard=True)
     assert resume(report) == (4, first.attempt, "memory")
     assert regions_of(first.folder) == [slot]
@@ -209,9 +206,9 @@ def test_an_attempt_that_never_began_hides_nothing(tmp_path: Path, runtime: Path
     first = Crash(run, runtime).slots()
     first.seal(4)
     first.both_killed()
-    # A trainer that died between its claim and its start.
+    # A trainer that died while it loaded.
     store = open_store(str(run))
-    attempts.mark_ended(store, attempts.claim(store, local_owner()), "dead")
+    attempts.reserve(store, attempts.next_attempt(View.of(store)))
     report = recovered(run)
     assert resume(report) == (4, first.attempt, "local")
     assert committed(run) == [4]
@@ -232,8 +229,9 @@ def test_a_full_disk_loses_nothing(small_disk: Path, runtime: Path) -> None:
     assert "No space left" in report.findings[0].detail
     assert len(regions_of(crash.folder)) == 2
     assert resume(report) == (2, crash.attempt, "memory"), "a job would still find it"
-    [info] = attempts.attempts(open_store(str(run)))
-    assert info.ended == "", "it is not over before everything of it is saved"
+    assert run_view.endings(open_store(str(run))) == {crash.name: ""}, (
+        "it is not over before everything of it is saved"
+    )
     filler.unlink()
     assert rows(recovered(run)) == [("snapshot", "committed", 2), ("snapshot", "dropped", 1)]
     assert committed(run) == [2]
@@ -256,7 +254,7 @@ def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(tmp_path: Path, 
     run = tmp_path / "run"
     crash = Crash(run, runtime).slots().commit(1, 2)
     crash.both_killed()
-    [shard] = run.glob("data/*/*2/shard*")
+    [shard] = run.glob("data/*/*2/rank-*")
     flip_image(shard)
     for _ in range(2):
         report = recovered(run, discard=True)
@@ -297,14 +295,11 @@ def test_without_reading_the_same_is_saved(tmp_path: Path, runtime: Path, read: 
     assert regions_of(crash.folder) == []
 
 
-def went_on(run: Path, crash: Crash) -> tuple[Store, AttemptName, AttemptName]:
-    """An attempt that went on from step 2 of the crashed one, in memory, and died: both, older first."""
-    store, older = open_store(str(run)), AttemptName.parse(crash.attempt)
-    assert older is not None
-    later = attempts.claim(store, local_owner())
-    starting.start(store, later, name_of(2, older).id, 2, 1, Catalogue.of(store))
-    attempts.mark_ended(store, later, "dead")
-    return store, older, later
+def went_on(run: Path, crash: Crash) -> Store:
+    """An attempt that went on from step 2 of the crashed one, in memory, and died."""
+    store = open_store(str(run))
+    run_view.end(store, run_view.begin(store, name_of(2, crash.name).id, 2), "dead")
+    return store
 
 
 def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_left(
@@ -315,7 +310,7 @@ def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_le
     crash = Crash(run, runtime).slots().commit(1)
     loaded, left = crash.seal(2, 3)
     crash.both_killed()
-    store, older, later = went_on(run, crash)
+    store, older = went_on(run, crash), crash.name
     slots = {loaded: 2, left: 3}
     survivors = [
         Survivor(slot=name, rank=0, attempt=older, step=step, boundary=step) for name, step in slots.items()
@@ -330,23 +325,3 @@ def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_le
         ("snapshot", "was committed", 1),
     ]
     assert resume(report) == (2, str(older), "local")
-
-
-def test_a_damaged_start_of_an_older_attempt_keeps_its_snapshot(tmp_path: Path, runtime: Path) -> None:
-    """The snapshot that the newest attempt resumed from is committed as that attempt's."""
-    run = tmp_path / "run"
-    crash = Crash(run, runtime).slots().commit(1)
-    crash.seal(2)
-    crash.both_killed()
-    store, older, later = went_on(run, crash)
-    publish(store, 3, older)  # cut off before its record
-    damaged = run / start_path(older)
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert resume(recovered(run, dry_run=True)) == (2, str(older), "memory")
-
-    report = recovered(run)
-
-    assert rows(report, "snapshot") == [("snapshot", "failed", 2), ("snapshot", "was committed", 1)]
-    assert rows(report, "parts") == [("parts", "kept", 3)]
-    assert resume(report) == (2, str(older), "memory")
-    assert len(regions_of(crash.folder)) == 1

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts, starting
-from flashckpt.commit.attempts import local_owner
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import attempts
 from flashckpt.commit.lineage import branch, quarantine
+from flashckpt.commit.view import View
 from flashckpt.errors import UnusableRunError
-from flashckpt.format.names import AttemptName, CommitName, claim_path
+from flashckpt.format.catalogue import CATALOGUE
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
 from flashckpt.recovery.storage import prune
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.commit.runs import commit, is_whole, name_of, new_run
 from tests.recovery.scene import whole_tree
 
@@ -26,15 +27,14 @@ def store(tmp_path: Path, runtime: Path) -> LocalStore:
 
 
 def begun(store: LocalStore, parent: CommitName | None = None) -> AttemptName:
-    name, found = starting.claim(store, local_owner())
     snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
-    starting.start(store, name, snapshot, step, 1, found)
-    attempts.mark_ended(store, name, "closed")
+    name = run_view.begin(store, snapshot, step)
+    run_view.end(store, name)
     return name
 
 
 def visible(store: LocalStore) -> list[int]:
-    return [each.step for each in Catalogue.of(store).visible()]
+    return [each.step for each in View.of(store).visible()]
 
 
 def test_the_newest_stay_and_the_others_go(store: LocalStore, runtime: Path) -> None:
@@ -70,17 +70,17 @@ def test_two_without_a_quarantine_stay(store: LocalStore) -> None:
     assert visible(store) == [3, 4, 5]
 
 
-def test_a_branch_that_has_committed_nothing_deletes_nothing(store: LocalStore, runtime: Path) -> None:
+def test_a_branch_that_has_committed_nothing_keeps_two_of_its_history(store: LocalStore) -> None:
     attempt = begun(store)
     for step in range(1, 7):
         commit(store, step, attempt)
     branch(store, 5)
-    before = whole_tree(Path(store.url))
-    for dry_run in (True, False):
-        refused = prune(store, Keep(last=2), dry_run=dry_run)
-        assert refused.gone == ()
-        assert "has not committed" in refused.refusal
-    assert whole_tree(Path(store.url)) == before
+    said = prune(store, Keep(last=2), dry_run=True)
+    done = prune(store, Keep(last=2))
+    assert [each.name.step for each in done.gone] == [1, 2, 3]
+    assert said.gone == done.gone
+    assert visible(store) == [4, 5]
+    assert all(is_whole(store, step, attempt) for step in (4, 5, 6)), "branch can get it back"
 
 
 def test_steps_of_other_branches_stay(store: LocalStore) -> None:
@@ -96,11 +96,11 @@ def test_steps_of_other_branches_stay(store: LocalStore) -> None:
     assert is_whole(store, 6, attempt), "branch can get it back"
 
 
-def test_a_dead_claim_that_never_began_holds_nothing_up(store: LocalStore) -> None:
+def test_an_attempt_that_never_began_holds_nothing_up(store: LocalStore) -> None:
     attempt = begun(store)
     for step in range(1, 5):
         commit(store, step, attempt)
-    attempts.mark_ended(store, attempts.claim(store, local_owner()), "dead")
+    attempts.reserve(store, attempts.next_attempt(View.of(store)))
     assert [each.name.step for each in prune(store, Keep(last=2)).gone] == [1, 2]
     assert visible(store) == [3, 4]
 
@@ -108,24 +108,21 @@ def test_a_dead_claim_that_never_began_holds_nothing_up(store: LocalStore) -> No
 def test_a_run_without_steps_has_none_to_delete(store: LocalStore) -> None:
     for dry_run in (True, False):
         done = prune(store, Keep(last=2), dry_run=dry_run)
-        assert (done.gone, done.kept, done.refusal) == ((), (), "")
-    attempts.claim(store, local_owner())
+        assert (done.gone, done.kept) == ((), ())
+    attempts.reserve(store, attempts.next_attempt(View.of(store)))
     assert prune(store, Keep(last=2)).gone == ()
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_where_records_are_lost_nothing_goes(store: LocalStore, dry_run: bool) -> None:
-    first = begun(store)
-    for step in (1, 2, 3):
-        commit(store, step, first)
-    second = begun(store, name_of(3, first))
-    for step in (4, 5, 6):
-        commit(store, step, second)
-    store.remove(claim_path(second.number))
-    with pytest.raises(UnusableRunError, match="lost records"):
+def test_where_the_catalogue_is_lost_nothing_goes(store: LocalStore, dry_run: bool) -> None:
+    attempt = begun(store)
+    for step in range(1, 5):
+        commit(store, step, attempt)
+    store.remove_tree(CATALOGUE)
+    before = whole_tree(Path(store.url))
+    with pytest.raises(UnusableRunError, match="no catalogue"):
         prune(store, Keep(last=1), dry_run=dry_run)
-    assert all(is_whole(store, step, first) for step in (1, 2, 3))
-    assert all(is_whole(store, step, second) for step in (4, 5, 6))
+    assert whole_tree(Path(store.url)) == before
 
 
 def test_a_disk_that_is_full_to_the_last_byte_is_made_room_on(small_disk: Path, runtime: Path) -> None:
@@ -137,9 +134,8 @@ def test_a_disk_that_is_full_to_the_last_byte_is_made_room_on(small_disk: Path, 
         while True:
             filler.write(bytes(4096))
     with pytest.raises(OSError, match="No space"):
-        store.create("commits/nothing", b"more")
+        store.create("events/nothing", b"more")
     done = prune(store, Keep(last=2))
     assert [each.name.step for each in done.gone] == [1, 2, 3]
     assert visible(store) == [4, 5]
     assert all(is_whole(store, step, attempt) for step in (4, 5))
-    assert not Catalogue.of(store).tombstones

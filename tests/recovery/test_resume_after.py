@@ -74,7 +74,7 @@ def test_it_resumes_from_what_the_report_said_where_a_step_is_damaged(tmp_path: 
     kill_both_in_step(job, runtime, 8)
     assert shell("recover", job.run).returncode == 0
     newest = flashckpt.steps(job.run)[-1]
-    [shard] = data_of(job.run, newest).glob("shard-*")
+    [shard] = data_of(job.run, newest).glob("rank-*")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)

@@ -44,7 +44,7 @@ def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path, di
     assert rows(said) == [("snapshot", "sound", 3), ("snapshot", "dropped", 2)]
     assert rows(done) == [("snapshot", "committed", 3), ("snapshot", "dropped", 2)]
     assert committed(run) == [3]
-    assert len(list(run.glob("frozen/*"))) == 1
+    assert len(list(run.glob("data/*/*/frozen-*"))) == 1
     assert verify(open_store(str(run))).ok
     assert not os.path.exists(crash.folder.path), "nothing is left in memory, not even the folder"
     assert rows(recovered(run)) == []
@@ -55,9 +55,9 @@ def test_what_stands_on_storage_is_not_written_again(tmp_path: Path, runtime: Pa
     crash = shared(run, runtime, 1)
     crash.seal(2)
     crash.both_killed()
-    [file] = run.glob("frozen/*")
+    [file] = run.glob("data/*/*/frozen-*")
     assert ("snapshot", "committed", 2) in rows(recovered(run))
-    assert list(run.glob("frozen/*")) == [file]
+    assert list(run.glob("data/*/*/frozen-*")) == [file]
     [line] = [line for line in ledger(run) if line["event"] == "persist" and line.get("by") == "recover"]
     assert line["num_bytes"] < file.stat().st_size + (256 << 10), "the ordinary leaves alone"
     assert committed(run) == [1, 2]
@@ -76,7 +76,7 @@ def test_a_flipped_byte_is_named_and_never_written(tmp_path: Path, runtime: Path
         assert report.damaged
         assert report.resume is None
     assert committed(run) == []
-    assert not list(run.glob("frozen/*"))
+    assert not list(run.glob("data/*/*/frozen-*"))
     assert not os.path.exists(crash.folder.path)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts
 from flashckpt.commit.attempts import local_owner
+from flashckpt.commit.view import View
 from flashckpt.errors import RunHeldError
+from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Keep
@@ -19,6 +20,7 @@ from flashckpt.recovery import recover as recover_module
 from flashckpt.recovery.storage import prune
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from tests import run_view
 from tests.keeper.driver import committed
 from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
 
@@ -28,7 +30,8 @@ def test_a_copy_of_hard_links_is_another_run(tmp_path: Path, runtime: Path) -> N
     run, backup = tmp_path / "run", tmp_path / "backup"
     Crash(run, runtime, kib=64).slots().commit(1).both_killed()
     shutil.copytree(run, backup, copy_function=lambda source, target: Path(target).hardlink_to(source))
-    assert (backup / "run.json").samefile(run / "run.json")
+    version = View.of(open_store(str(run))).catalogue.path
+    assert (backup / version).samefile(run / version)
     second = Crash(run, runtime, kib=64).slots()
     second.seal(4)
     second.both_killed()
@@ -56,7 +59,8 @@ def test_another_users_memory_is_told_and_nothing_done(tmp_path: Path, runtime: 
     (runtime / "flashckpt-0").rename(theirs)
     for path in [theirs, *theirs.rglob("*")]:
         os.chown(path, 12345, 12345, follow_symlinks=False)
-    os.chown(run / "run.json", 12345, 12345)
+    for path in (run / CATALOGUE).iterdir():
+        os.chown(path, 12345, 12345)
     before = whole_tree(run, runtime)
     with pytest.raises(RunHeldError, match="user 12345"):
         recovered(run, dry_run=dry_run)
@@ -65,7 +69,7 @@ def test_another_users_memory_is_told_and_nothing_done(tmp_path: Path, runtime: 
     assert whole_tree(run, runtime) == before
 
 
-def test_an_attempt_that_is_claimed_meanwhile_is_not_called_dead(
+def test_an_attempt_that_begins_meanwhile_is_not_called_dead(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -75,13 +79,15 @@ def test_an_attempt_that_is_claimed_meanwhile_is_not_called_dead(
 
     def begins(store: Store, folder: RuntimeFolder) -> list[AttemptName]:
         began.append(LifeLock.acquire(folder, lock))
-        attempts.claim(store, local_owner(folder.path, lock))
+        run_view.begin(store, owner=local_owner(folder.path, lock))
         return node.died_here(store, folder)
 
     monkeypatch.setattr(recover_module, "died_here", begins)
     with pytest.raises(RunHeldError, match="has begun"):
         recovered(run)
-    [old, new] = attempts.attempts(store)
-    assert (str(old.name), new.ended) == (crash.attempt, "")
+    new = View.of(store).attempt
+    assert new is not None
+    assert new > crash.name
+    assert run_view.ending(store, new) == ""
     assert began[0] is not None
     began[0].release(crash.folder)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import signal
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
-from flashckpt.commit import attempts, collect, commit_step
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt import crashpoints
+from flashckpt.commit import attempts, commit_step
+from flashckpt.commit.commit_step import KEEP_ALL
+from flashckpt.commit.view import View, open_run
+from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.replication.run_copy import StepCopier
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, name_of, publish
+from tests.commit.runs import attempt_at, folder_of, name_of, publish
 from tests.contracts.flat_store import FlatStore
+from tests.run_view import delete as delete
 
 PAIRS = [("local", "local"), ("local", "flat"), ("flat", "local")]
 
@@ -37,27 +41,59 @@ def made(store: Store, steps: Iterable[int]) -> AttemptName:
 
 def add(store: Store, step: int, attempt: AttemptName) -> None:
     for rank in (0, 1):
-        publish(store, step, attempt, ranks=(rank,), world=2, keeper=rank, constants=True)
-    assert commit_step.commit(store, name_of(step, attempt).id, 2)
+        publish(store, step, attempt, ranks=(rank,), world=2, constants=True)
+    assert commit_step.commit(View.of(store), folder_of(store, name_of(step, attempt).id), KEEP_ALL)
 
 
 def visible(store: Store) -> list[int]:
     """The numbers of the visible steps, oldest first."""
-    return [each.step for each in Catalogue.of(store).visible()]
-
-
-def delete(store: Store, name: CommitName) -> None:
-    """Delete a step as retention does."""
-    catalogue = Catalogue.of(store)
-    assert catalogue.newest_claimed is not None
-    plan = collect.Plan(snapshots=(name.id,))
-    assert collect.execute(store, plan, catalogue, catalogue.newest_claimed).snapshots == [name.id]
+    return [each.step for each in View.of(store).visible()]
 
 
 def mirrored(source: Store, target: Store) -> StepCopier:
     """A copier to a target that is the same run already."""
     open_run(target, create=True, run_id=open_run(source, create=False).run_id)
     return StepCopier(source, target)
+
+
+def watch(target: Store, patch: pytest.MonkeyPatch, point: Callable[[str], None]) -> None:
+    """Call `point` with the name of each crash point, and before and after the target gets a manifest or a
+    version of its catalogue."""
+    create = target.create
+
+    def created(path: str, data: bytes) -> bool:
+        kind = next((kind for kind in ("catalogue/", "/manifest-") if kind in path), "")
+        point(f"{kind.strip('/-')}.creating")
+        is_new = create(path, data)
+        point(f"{kind.strip('/-')}.created")
+        return is_new
+
+    patch.setattr(crashpoints, "point", point)
+    patch.setattr(target, "create", created)
+
+
+def once_at(point: str, act: Callable[[], None]) -> Callable[[str], None]:
+    """What acts at a point of `watch`, once; with `:2` when it comes for the second time."""
+    wanted, _, count = point.partition(":")
+    passed: list[str] = []
+
+    def passing(name: str) -> None:
+        passed.append(name)
+        if name == wanted and passed.count(wanted) == int(count or 1):
+            passed.extend([wanted] * 9)
+            act()
+
+    return passing
+
+
+def killed_at(point: str, target: Store, patch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
+    """Do the work in a child that is killed at a point of `watch`."""
+    child = os.fork()
+    if not child:
+        watch(target, patch, once_at(point, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+        work()
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, "the point was never reached"
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -67,8 +103,20 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def of_step(folder: Path) -> dict[str, bytes]:
-    """Of steps and constants, the files that anybody reads."""
-    return {name: data for name, data in files(folder).items() if name.endswith((".safetensors", ".json"))}
+    """Parts and shards by their snapshot and name, and frozen files by their name. A copy has the same ones
+    in other folders, and manifests of its own."""
+    found = {}
+    for name, data in files(folder).items():
+        place, _, file = name.rpartition("/")
+        if name.startswith("data/") and file.startswith(("rank-", "node-", "frozen-")):
+            snapshot = place.rpartition("/")[2]
+            found[file if file.startswith("frozen-") else f"{snapshot}/{file}"] = data
+    return {name: data for name, data in found.items() if name.endswith((".safetensors", ".json"))}
+
+
+def in_folder_of(id: SnapshotId, path: Path) -> bool:
+    """Whether a file lies in a folder of this snapshot, whoever wrote it."""
+    return f"/{id.attempt}.{id.boundary:020d}/" in unquote(str(path))
 
 
 @pytest.fixture
@@ -87,13 +135,19 @@ def near(tmp_path: Path) -> tuple[Store, Store]:
     return opened("local", tmp_path / "source"), opened("flat", tmp_path / "target")
 
 
+def file_of(folder: Path, id: SnapshotId, file: str) -> Path:
+    """A file of a snapshot with a name that begins so; a frozen file may be in the folder of another one."""
+    found = [each for each in sorted(folder.rglob("*")) if has_name(each, file)]
+    return next(each for each in found if "frozen-" in file or in_folder_of(id, each))
+
+
 def has_name(path: Path, file: str) -> bool:
-    """Whether a file of a run has a name that begins so; of frozen instances, that of rank 1."""
+    """Whether a file of a run has a name that begins so; of frozen files, that of rank 1."""
     return path.is_file() and is_of(unquote(str(path)), file)
 
 
 def is_of(name: str, file: str) -> bool:
-    return f"/{file}" in f"/{name}" and ("frozen/" not in file or "-00001-" in name)
+    return f"/{file}" in f"/{name}" and ("frozen-" not in file or "-00001-" in name)
 
 
 def flipped(data: bytes) -> bytes:

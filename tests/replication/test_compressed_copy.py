@@ -3,8 +3,6 @@ by code that knows nothing of it."""
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -12,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from flashckpt import crashpoints
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.steps import is_whole, missing_files, read_record, read_step
+from flashckpt.commit.steps import is_whole, missing_files, read_step
 from flashckpt.commit.verification import verify
+from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.names import CommitName
-from flashckpt.format.records import CommitRecord, Contents
+from flashckpt.format.records import Contents
 from flashckpt.options import Compress
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Fate
@@ -32,8 +28,19 @@ from flashckpt.store.local import LocalStore
 from flashckpt.store.read_plan import ReadPlan
 from tests.commit.runs import attempt_at, commit, image_of, name_of, write_shard
 from tests.contracts.flat_store import FlatStore
-from tests.replication.copied import add, delete, files, has_name, made, of_step, visible
+from tests.replication.copied import (
+    add,
+    delete,
+    file_of,
+    files,
+    in_folder_of,
+    killed_at,
+    made,
+    of_step,
+    visible,
+)
 from tests.restore.snapshots import read
+from tests.run_view import folder_of
 
 
 @pytest.fixture
@@ -59,10 +66,16 @@ def copied(source: Store, target: Store) -> None:
     assert copy_run(source, target, all_steps=True, compress="zstd").ok
 
 
-def record_of(store: Store, name: CommitName) -> CommitRecord:
-    found = read_record(store, name)
-    assert found is not None
-    return found
+def missing(store: Store, name: CommitName) -> list[str]:
+    checkpoint = View.of(store).checkpoint(name.id)
+    assert checkpoint is not None
+    return missing_files(store, checkpoint)
+
+
+def files_of(store: Store, name: CommitName) -> set[tuple[str, int]]:
+    """The parts and shards of a step, with their lengths."""
+    manifest = read_step(store, name).manifest
+    return {each[:2] for each in (*manifest.parts, *manifest.shards)}
 
 
 def compressed(folder: Path) -> list[str]:
@@ -91,14 +104,15 @@ def test_a_file_of_another_length_hides_no_whole_one(
     others = beside(tmp_path / "target", rename=rename)
     assert len(others) == 4
     kind = type(target)(target.below)  # type: ignore[attr-defined,call-arg]
-    assert missing_files(kind, record_of(kind, name_of(10, attempt))) == []
+    assert missing(kind, name_of(10, attempt)) == []
     assert verify(kind).ok
     assert visible(kind) == [10]
     back = CompressedStore(LocalStore(str(tmp_path / "back")))
     assert copy_run(kind, back).ok
     assert of_step(tmp_path / "back") == of_step(tmp_path / "source")
     path = read_step(kind, name_of(10, attempt)).shard_path(0)
-    assert kind.read_bytes(path, 0, 100) == source.read_bytes(path, 0, 100)
+    theirs = read_step(source, name_of(10, attempt)).shard_path(0)
+    assert kind.read_bytes(path, 0, 100) == source.read_bytes(theirs, 0, 100)
     kind.remove(path)
     assert not kind.exists(path), "all that stands in its place goes with it"
 
@@ -110,10 +124,11 @@ def test_a_plain_file_of_another_length_hides_no_compressed_one(
     attempt = made(source, [10])
     copied(source, target)
     path, contents = read_step(target, name_of(10, attempt)).files(0)[0]
+    theirs = read_step(source, name_of(10, attempt)).shard_path(0)
     target.create(path, data)
     assert verify(target).ok
     assert visible(target) == [10]
-    assert pieces(target, path, contents) == pieces(source, path, contents)
+    assert pieces(target, path, contents) == pieces(source, theirs, contents)
 
 
 def pieces(store: Store, path: str, contents: Contents) -> list[bytes]:
@@ -139,11 +154,11 @@ def test_a_compressed_file_of_another_length_hides_no_plain_one(source: Store, t
     image, layout, _ = image_of({"other": np.arange(100_000, dtype="float32")})
     write_shard(compressing(LocalStore(str(tmp_path / "other")), "zstd"), path, image, layout)
     [longer] = (tmp_path / "other").rglob("*.zst")
-    longer.rename(tmp_path / "source" / name_of(10, attempt).id.data_folder / longer.name)
+    longer.rename(tmp_path / "source" / folder_of(source, name_of(10, attempt).id) / longer.name)
     assert pieces(source, path, contents) == before
 
 
-@pytest.mark.parametrize("file", ["shard-00001", "frozen/"])
+@pytest.mark.parametrize("file", ["rank-00001", "frozen-"])
 @pytest.mark.parametrize("compress", ["zstd", "none"])
 def test_what_is_damaged_there_is_sent_again(
     source: Store, target: Store, tmp_path: Path, file: str, compress: Compress
@@ -151,11 +166,8 @@ def test_what_is_damaged_there_is_sent_again(
     """Compressed again, or as it is."""
     attempt = made(source, [10, 20])
     copied(source, target)
-    [path] = (
-        each
-        for each in (tmp_path / "target").rglob("*.zst")
-        if has_name(each, file) and ("frozen/" in file or f"/{10:010d}/" in unquote(str(each)))
-    )
+    path = file_of(tmp_path / "target", name_of(10, attempt).id, file)
+    assert path.name.endswith(".zst")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
@@ -164,7 +176,7 @@ def test_what_is_damaged_there_is_sent_again(
     assert [each.copied.outcome for each in done.steps if each.copied] == [Outcome.REPAIRED]
     assert verify(CompressedStore(target.below)).ok  # type: ignore[attr-defined]
     assert visible(target) == [10, 20]
-    assert missing_files(target, record_of(target, name_of(10, attempt))) == []
+    assert missing(target, name_of(10, attempt)) == []
     assert not [name for name in files(tmp_path / "target") if ".tmp" in name]
 
 
@@ -192,13 +204,19 @@ def test_all_that_is_done_with_a_step(source: Store, target: Store, tmp_path: Pa
     assert len(compressed(tmp_path / "target")) == 3 * 2 + 2, "shards, and constants of each rank"
     assert not [name for name in names if name.endswith((".safetensors", ".tmp"))]
 
-    theirs = record_of(target, name_of(20, attempt))
-    assert theirs == record_of(source, name_of(20, attempt))
-    assert missing_files(target, theirs) == []
-    assert Catalogue.of(target).visible() == Catalogue.of(source).visible()
+    assert files_of(target, name_of(20, attempt)) == files_of(source, name_of(20, attempt))
+    assert missing(target, name_of(20, attempt)) == []
+    assert View.of(target).visible() == View.of(source).visible()
     assert verify(target).ok
-    folder = name_of(20, attempt).id.data_folder
-    assert target.list(folder) == source.list(folder)
+    ours, theirs = (
+        {
+            (each.name, each.num_bytes)
+            for each in store.list(folder_of(store, name_of(20, attempt).id))
+            if not each.name.startswith("manifest-")
+        }
+        for store in (source, target)
+    )
+    assert ours == theirs == files_of(source, name_of(20, attempt))
     assert [row.outcome for row in recover(target).findings] == []
 
     for rank in (0, 1):
@@ -209,7 +227,7 @@ def test_all_that_is_done_with_a_step(source: Store, target: Store, tmp_path: Pa
         assert mine == other
 
     delete(target, name_of(10, attempt))
-    assert not [name for name in compressed(tmp_path / "target") if f"/{10:010d}/" in name]
+    assert not [name for name in compressed(tmp_path / "target") if f".{10:020d}/" in name]
     assert visible(target) == [20, 30]
     again = copy_run(source, target, 20)
     assert [each.copied.outcome for each in again.steps if each.copied] == [Outcome.THERE]
@@ -242,7 +260,7 @@ def test_damage_is_found_by_name(source: Store, target: Store, tmp_path: Path) -
     [path] = [
         each
         for each in (tmp_path / "target").rglob("*.zst")
-        if f"/{20:010d}/" in unquote(str(each)) and "shard-00001" in each.name
+        if in_folder_of(name_of(20, attempt).id, each) and "rank-00001" in each.name
     ]
     data = bytearray(path.read_bytes())
     data[40] ^= 1
@@ -264,7 +282,7 @@ def test_a_file_that_was_lost_is_sent_again(source: Store, target: Store, tmp_pa
     for path in (tmp_path / "target").rglob("*"):
         if path.name.endswith(lost.rpartition("/")[2]):
             path.unlink()
-    assert len(missing_files(target, record_of(target, name_of(10, attempt)))) == 1
+    assert len(missing(target, name_of(10, attempt))) == 1
     copied(source, target)
     assert lost in compressed(tmp_path / "target")
     assert verify(target).ok
@@ -286,35 +304,30 @@ def test_what_is_loaded_is_what_was_compared(
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    "point", ["copy.written", "copy.written:3", "copy.files", "copy.part:2", "manifest.checked"]
+    "point", ["copy.written", "copy.written:3", "copy.files", "copy.part:2", "manifest.creating"]
 )
-def test_killed_at_a_point(source: Store, target: Store, point: str, tmp_path: Path) -> None:
-    if point.startswith("copy.written") and not target.capabilities.rename:
-        return  # an object has its name at once
-    attempt = made(source, [10])
-    child = os.fork()
-    if not child:
-        crashpoints.arm(point)
-        copied(source, target)
-        os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    assert read_record(target, name_of(10, attempt)) is None
+def test_killed_at_a_point(
+    source: Store, target: Store, point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(source, [10])
+    killed_at(point, target.below, monkeypatch, lambda: copied(source, target))  # type: ignore[attr-defined]
+    assert visible(target) == []
     copied(source, target)
     assert verify(target).ok
     assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp") or ".tmp." in name]
 
 
 @pytest.mark.process
-def test_what_a_killed_copier_left_is_committed_as_it_stands(source: Store, target: Store) -> None:
-    attempt = made(source, [10])
-    child = os.fork()
-    if not child:
-        crashpoints.arm("manifest.checked")
-        copied(source, target)
-        os._exit(3)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+def test_what_a_killed_copier_left_is_committed_as_it_stands(
+    source: Store, target: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_run(source, create=True)
+    attempt = attempt_at(source)
+    assert commit(source, 10, attempt)
+    below = target.below  # type: ignore[attr-defined]
+    killed_at("manifest.creating", below, monkeypatch, lambda: copied(source, target))
     assert [row.outcome for row in recover(target).findings] == [Fate.COMMITTED]
-    assert record_of(target, name_of(10, attempt)) == record_of(source, name_of(10, attempt))
+    assert files_of(target, name_of(10, attempt)) == files_of(source, name_of(10, attempt))
     assert verify(target).ok
 
 
@@ -324,12 +337,11 @@ def test_beside_a_copier_that_does_not_compress(source: Store, target: Store, tm
     copy_run(source, target, 10)
     StepCopier(source, target, compress="zstd").copy(name_of(20, attempt))
     add(source, 30, attempt)
-    part = name_of(30, attempt).id.data_folder
-    shard = read_step(source, name_of(30, attempt)).shard_path(0)
-    # As another would have left it that was killed.
-    target.create(shard, Path(source.url, shard).read_bytes())
+    copy_run(source, target, 30)
+    target.remove(read_step(target, name_of(30, attempt)).shard_path(0))
     StepCopier(source, target, compress="zstd").copy(name_of(30, attempt))
-    kinds = {each.name: each.is_compressed for each in target.list(part) if "shard" in each.name}
+    there = target.list(folder_of(target, name_of(30, attempt).id))
+    kinds = {each.name: each.is_compressed for each in there if "rank-" in each.name}
     assert sorted(kinds.values()) == [False, True]
     assert verify(target).ok
 
@@ -342,4 +354,4 @@ def test_trained_on(source: Store, target: Store) -> None:
     add(target, 20, second)
     assert visible(target) == [10, 20]
     assert verify(target).ok
-    assert is_whole(target, name_of(20, second))
+    assert is_whole(View.of(target), name_of(20, second))

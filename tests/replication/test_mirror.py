@@ -10,23 +10,20 @@ from pathlib import Path
 import pytest
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts, collect, starting
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
-from flashckpt.commit.collect import Knowledge
+from flashckpt.commit import attempts, commit_step
 from flashckpt.commit.verification import verify
+from flashckpt.commit.view import View, open_run
 from flashckpt.errors import RunError, RunHeldError
-from flashckpt.format.names import AttemptName, CommitName, attempt_folder, claim_path, shard_name
-from flashckpt.format.records import Start
+from flashckpt.format.manifest import shard_name
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.options import Keep, Remote
 from flashckpt.replication.mirror import Mirror, Mirrored
-from flashckpt.replication.run_copy import StepCopier, bring, needed
+from flashckpt.replication.run_copy import Copied, StepCopier
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import HOLDER, attempt_at, name_of
-from tests.folders import records
-from tests.replication.copied import add, delete, of_step, visible
+from tests.commit.runs import HOLDER, attempt_at, folder_of, name_of
+from tests.replication.copied import add, delete, files, of_step, visible
 
 
 class Tiers:
@@ -68,25 +65,27 @@ def brought(mirror: Mirror, wanted: CommitName | None = None) -> Mirrored:
 def test_the_newest_is_copied_and_what_is_old_there_goes(tiers: Tiers) -> None:
     mirror = tiers.mirror(keep=2)
     assert brought(mirror).copied is None, "there is nothing yet"
-    assert attempts.newest_started(tiers.target) == tiers.attempt, "whose run it is, is known at once"
+    assert View.of(tiers.target).attempt == tiers.attempt, "whose run it is, is known at once"
     pruned: list[int] = []
     for step in (1, 2, 3, 4):
         tiers.add(step)
         found = brought(mirror)
         assert found.newest == name_of(step, tiers.attempt)
-        pruned += found.pruned
+        assert found.copied is not None
+        pruned += [each.step for each in found.copied.dropped]
     assert (tiers.steps(), pruned) == ([3, 4], [1, 2])
-    assert records(tiers.there) == [name_of(3, tiers.attempt), name_of(4, tiers.attempt)]
-    assert {path.name for path in (tiers.there / "data").glob("*/*")} == {f"{step:010d}" for step in (3, 4)}
+    assert View.of(tiers.target).checkpoints == (name_of(3, tiers.attempt), name_of(4, tiers.attempt))
+    snapshots = {name.rpartition("/")[0][-20:] for name in of_step(tiers.there) if "/" in name}
+    assert snapshots == {f"{step:020d}" for step in (3, 4)}
     assert brought(mirror).copied is None
     theirs = of_step(tiers.run)
-    assert all(theirs[name] == data for name, data in of_step(tiers.there).items() if "alive" not in name)
+    assert of_step(tiers.there).items() <= theirs.items()
 
 
 def test_what_a_killed_copy_left_there_goes_once_newer_steps_are_kept(tiers: Tiers) -> None:
     tiers.add(4)
     brought(tiers.mirror(keep=2))
-    left = tiers.there / name_of(5, tiers.attempt).id.data_folder
+    left = tiers.there / folder_of(tiers.target, name_of(5, tiers.attempt).id).path
     left.mkdir()
     (left / shard_name(0, "5f2c0a1b")).write_bytes(b"cut off")
     mirror = tiers.mirror(keep=2)
@@ -138,16 +137,16 @@ def test_a_step_that_is_deleted_while_it_is_copied(tiers: Tiers, monkeypatch: py
     """By another process, which does not know of the copy: a newer one takes its place."""
     mirror = tiers.mirror()
     tiers.add(1)
-    copy = StepCopier._send_step
+    copy = StepCopier.copy
 
-    def pruned(copier: StepCopier, *arguments: object) -> None:
+    def pruned(copier: StepCopier, name: CommitName) -> Copied:
         monkeypatch.undo()
-        assert mirror.copying == name_of(1, tiers.attempt)
+        assert mirror.copying == name == name_of(1, tiers.attempt)
         tiers.add(2)
-        delete(tiers.source, name_of(1, tiers.attempt))
-        copy(copier, *arguments)  # type: ignore[arg-type]
+        delete(tiers.source, name)
+        return copy(copier, name)
 
-    monkeypatch.setattr(StepCopier, "_send_step", pruned)
+    monkeypatch.setattr(StepCopier, "copy", pruned)
     assert brought(mirror).newest == name_of(2, tiers.attempt)
     assert mirror.copying is None
     assert tiers.steps() == [2]
@@ -158,20 +157,19 @@ def test_retention_spares_the_step_that_is_copied_and_no_other(
 ) -> None:
     mirror = tiers.mirror()
     tiers.add(1, 2)
-    copy, keep = StepCopier._send_step, Keep(last=2)
+    copy, keep = StepCopier.copy, Keep(last=2)
 
     def prune() -> list[int]:
-        pinned = [] if mirror.copying is None else [mirror.copying.id]
-        plan, _ = collect.prune(tiers.source, tiers.attempt, keep, Knowledge(pinned=pinned))
-        return [each.step for each in plan.expired]
+        in_use = frozenset[SnapshotId]() if mirror.copying is None else frozenset([mirror.copying.id])
+        return [each.step for each in commit_step.retain(View.of(tiers.source), keep, in_use)[1]]
 
-    def beside(copier: StepCopier, *arguments: object) -> None:
+    def beside(copier: StepCopier, name: CommitName) -> Copied:
         monkeypatch.undo()
         tiers.add(3, 4, 5)
         assert prune() == [1, 3]
-        copy(copier, *arguments)  # type: ignore[arg-type]
+        return copy(copier, name)
 
-    monkeypatch.setattr(StepCopier, "_send_step", beside)
+    monkeypatch.setattr(StepCopier, "copy", beside)
     assert brought(mirror).newest == name_of(2, tiers.attempt)
     assert tiers.steps() == [2]
     assert prune() == [2]
@@ -183,15 +181,15 @@ def test_attempts_that_follow_are_known_there_though_nothing_was_due(tiers: Tier
     tiers.add(1)
     brought(mirror)
     for step in range(2, 40):
-        last = name_of(step - 1, tiers.attempt)
-        tiers.attempt, found = starting.claim(tiers.source, HOLDER)
-        starting.start(tiers.source, tiers.attempt, last.id, last.step, 1, found, near=99)
+        before = tiers.attempt
+        tiers.attempt = attempt_at(tiers.source, name_of(step - 1, before), world=2)
         tiers.add(step)
-        attempts.mark_ended(tiers.source, last.attempt, "dead")
-        collect.prune(tiers.source, tiers.attempt, Keep(last=2))
+        attempts.mark_ended(tiers.source, before, "dead")
+        after, _ = commit_step.retain(View.of(tiers.source), Keep(last=2))
+        commit_step.collect(tiers.source, after.catalogue)
         mirror.bring(None, lambda last, step: step == 39)
     assert tiers.steps() == [1, 39]
-    assert Catalogue.of(tiers.target).visible()[1:] == Catalogue.of(tiers.source).visible()[1:]
+    assert View.of(tiers.target).visible()[1:] == View.of(tiers.source).visible()[1:]
 
 
 def test_a_remote_that_was_deleted_is_begun_anew(tiers: Tiers) -> None:
@@ -202,7 +200,7 @@ def test_a_remote_that_was_deleted_is_begun_anew(tiers: Tiers) -> None:
     tiers.add(2)
     brought(mirror)
     assert tiers.steps() == [2]
-    assert open_run(tiers.target, create=False) == open_run(tiers.source, create=False)
+    assert open_run(tiers.target, create=False).run_id == open_run(tiers.source, create=False).run_id
 
 
 def test_a_remote_of_another_run_is_not_touched(tiers: Tiers) -> None:
@@ -210,7 +208,8 @@ def test_a_remote_of_another_run_is_not_touched(tiers: Tiers) -> None:
     tiers.add(1)
     with pytest.raises(RunError, match=f"holds another run \\({other.run_id}\\)"):
         brought(tiers.mirror())
-    assert [path.name for path in tiers.there.iterdir()] == ["run.json"]
+    assert open_run(tiers.target, create=False) == other
+    assert list(files(tiers.there)) == ["catalogue/000000001"]
 
 
 def gone_on(tiers: Tiers, attempt: AttemptName, step: int) -> None:
@@ -228,7 +227,7 @@ def gone_on_meanwhile(tiers: Tiers, step: int, monkeypatch: pytest.MonkeyPatch) 
     """The same, while the next copy is on its way."""
 
     def goes_on(point: str) -> None:
-        if point == "copy.records":
+        if point == "copy.part":
             monkeypatch.undo()
             gone_on(tiers, tiers.attempt, step)
 
@@ -248,62 +247,52 @@ def test_of_two_jobs_the_one_that_is_too_late_is_told(
     tiers.add(1)
     brought(mirror)
     gone_on(tiers, tiers.attempt, 1)
-    before = of_step(tiers.there)
+    before = files(tiers.there)
     also_here(tiers)
     tiers.add(7)
-    with pytest.raises(RunError, match="another job|trained by itself"):
+    with pytest.raises(RunError, match="Another job|have diverged"):
         brought(mirror)
-    assert of_step(tiers.there) == before
+    assert files(tiers.there) == before
 
 
-def test_a_step_that_comes_after_another_job_has_gone_on_is_told_and_stays_as_a_branch(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", [1, 7], ids=["from the step before", "from this step"])
+def test_a_step_that_comes_after_another_job_has_gone_on_is_told_and_stays_here(
+    tiers: Tiers, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """It is sent for an hour; the node is given up, and another goes on from the step before."""
+    """It is sent for an hour; the node is given up, and another goes on."""
     mirror = tiers.mirror()
     tiers.add(1)
     brought(mirror)
     tiers.add(7)
-    late = tiers.attempt
 
-    gone_on_meanwhile(tiers, 1, monkeypatch)
-    with pytest.raises(RunError, match=rf"Step 7 .* came too late .*flashckpt branch \S+ 7@{late}:7"):
+    gone_on_meanwhile(tiers, step, monkeypatch)
+    with pytest.raises(RunError, match="taken over"):
         brought(mirror)
-    assert tiers.steps() == [1, 2]
+    assert tiers.steps() == [1, step + 1]
     assert visible(tiers.source) == [1, 7]
-    with pytest.raises(RunError, match="trained by another job"):
+    with pytest.raises(RunError, match="Another job trains this run"):
         brought(mirror)
-    # What the message says.
-    starting.branch(tiers.target, name_of(7, late), HOLDER)
-    assert tiers.steps() == [1, 7]
     assert verify(tiers.target).ok
 
 
-def test_a_late_step_that_the_other_job_went_on_from_stays(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror = tiers.mirror()
-    tiers.add(1)
-    brought(mirror)
-    tiers.add(7)
-
-    gone_on_meanwhile(tiers, 7, monkeypatch)
-    assert brought(mirror).newest == name_of(7, tiers.attempt)
-    assert tiers.steps() == [1, 7, 8]
+def begin(tiers: Tiers, parent: CommitName, above: int) -> None:
+    """An attempt of this run with a number above this one."""
+    view = View.of(tiers.source)
+    tiers.attempt = attempts.next_attempt(view, above)
+    attempts.begin(view, tiers.attempt, parent.id, parent.step, world=2, owner=HOLDER)
 
 
 def test_a_remote_that_is_trained_on_itself_is_left_alone(tiers: Tiers) -> None:
     tiers.add(1)
     brought(tiers.mirror())
-    attempts.beat(tiers.target, tiers.attempt, 5)
-    tiers.attempt = attempt_at(tiers.source, name_of(1, tiers.attempt), world=2)
+    theirs, ended = attempt_at(tiers.target, name_of(1, tiers.attempt), world=2), threading.Event()
+    begin(tiers, name_of(1, tiers.attempt), above=theirs.number)
     tiers.add(2)
-    first, ended = Catalogue.of(tiers.target).visible()[0].attempt, threading.Event()
 
     def beat() -> None:
         count = 6
         while not ended.wait(0.05):
-            attempts.beat(tiers.target, first, count)
+            attempts.beat(tiers.target, theirs, count)
             count += 1
 
     keeper = threading.Thread(target=beat)
@@ -322,33 +311,12 @@ def test_an_attempt_that_takes_up_what_is_there_is_no_other_job(tiers: Tiers) ->
     assert brought(tiers.mirror()).copied is not None
     new = LocalStore(str(tiers.there.parent / "new"))
     open_run(new, create=True, run_id=open_run(tiers.source, create=False).run_id)
-    name, mirror = (
-        attempts.claim(new, HOLDER, above=tiers.attempt.number),
-        Mirror(new, Remote(url=str(tiers.there))),
-    )
+    there, mirror = View.of(tiers.target), Mirror(new, Remote(url=str(tiers.there)))
+    name = attempts.next_attempt(View.of(new), above=attempts.highest_number(there))
+    attempts.reserve(new, name)
     assert brought(mirror) == Mirrored(of=None), "it is about to say what it goes on from"
-    assert attempts.newest_claimed(tiers.target) == tiers.attempt
-    bring(new, needed(Catalogue.of(tiers.target), tiers.attempt))
-    starting.start(new, name, name_of(1, tiers.attempt).id, 1, 2, Catalogue.of(new))
-    assert brought(mirror).newest == name_of(1, tiers.attempt)
-    assert attempts.newest_started(tiers.target) == name
-
-
-def test_an_attempt_that_goes_while_its_records_are_read_is_none(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Retention sweeps those without a step at any time."""
-    first, read_start = tiers.attempt, attempts.read_start
-    tiers.attempt = attempt_at(tiers.source, name_of(0, first), world=2)
-    tiers.add(1)
-    source = Catalogue.of(tiers.source)
-
-    def swept(store: Store, name: AttemptName) -> Start | None:
-        found = read_start(store, name)
-        if name == first:
-            store.remove_tree(attempt_folder(first))
-            store.remove(claim_path(first.number))
-        return found
-
-    monkeypatch.setattr(attempts, "read_start", swept)
-    assert [each.name for each in needed(source, tiers.attempt)] == [tiers.attempt]
+    assert View.of(tiers.target).attempt == tiers.attempt
+    first = name_of(1, tiers.attempt)
+    attempts.begin(View.of(new), name, first.id, 1, world=2, owner=HOLDER, mirror=there.catalogue)
+    assert brought(mirror).newest == first
+    assert View.of(tiers.target).attempt == name

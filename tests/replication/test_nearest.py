@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts, lineage, starting
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import attempts, lineage
 from flashckpt.commit.choice import Choice, Offer, RankOffers
+from flashckpt.commit.view import View, newest_version, open_run
 from flashckpt.errors import RunError, UnusableRunError
+from flashckpt.format.catalogue import CATALOGUE, Folder
 from flashckpt.format.names import AttemptName, CommitName
-from flashckpt.format.records import Claim
 from flashckpt.replication.mirror import RemoteRun, check_unanswered, next_start, prepare
-from flashckpt.replication.run_copy import bring, copy_run, needed
+from flashckpt.replication.run_copy import StepCopier, copy_run
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import HOLDER, attempt_at, commit, name_of, new_run
@@ -41,17 +41,34 @@ def away(tmp_path: Path) -> Store:
     return LocalStore(str(tmp_path / "file" / "run"))
 
 
-def added(store: Store, step: int, parent: CommitName | None = None) -> AttemptName:
+def added(store: Store, step: int, parent: CommitName | None = None, above: int = 0) -> AttemptName:
     """A step, of an attempt of its own."""
-    attempt = attempt_at(store, parent)
+    attempt = attempts.next_attempt(View.of(store), above)
+    begin(store, attempt, parent)
     attempts.mark_ended(store, attempt, "closed")
     assert commit(store, step, attempt)
     return attempt
 
 
+def follow(source: Store, remote: Store) -> None:
+    """The remote follows the newest attempt of a home, which has no step of it yet."""
+    StepCopier(source, remote).follow()
+
+
+def newest(store: Store) -> AttemptName | None:
+    """The newest attempt that has begun."""
+    return View.of(store).attempt
+
+
+def begin(store: Store, name: AttemptName, parent: CommitName | None, **how: Any) -> None:
+    snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
+    attempts.reserve(store, name)
+    attempts.begin(View.of(store), name, snapshot, step, owner=HOLDER, **how)
+
+
 @dataclass
 class Started:
-    """A start that has claimed: what was found of the mirror, and which steps it tries."""
+    """A start that has a name: what was found of the mirror, and which steps it tries."""
 
     local: Store
     remote: RemoteRun
@@ -61,21 +78,20 @@ class Started:
         return next_start(self.local, self.remote, rows or None, is_saved=is_saved)
 
     def begin(self, parent: CommitName | None) -> None:
-        snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
-        starting.start(self.local, self.ours, snapshot, step, 1, Catalogue.of(self.local))
+        begin(self.local, self.ours, parent, mirror=newest_version(self.remote.store))
 
 
 def start(local: Store, remote: Store) -> Started:
-    """Ask the mirror; then claim the home."""
+    """Ask the mirror; then reserve a name in the home."""
     problem, above, found = "", 0, run_id(local)
     try:
         found, above = prepare(local, remote, found)
     except OSError as error:
         problem = str(error)
         check_unanswered(local, remote, found, problem)
-    open_run(local, create=True, run_id=found)
-    ours = attempts.claim(local, HOLDER, above=above)
-    return Started(local, RemoteRun(store=remote, problem=problem, claimed=ours), ours)
+    ours = attempts.next_attempt(open_run(local, create=True, run_id=found), above)
+    attempts.reserve(local, ours)
+    return Started(local, RemoteRun(store=remote, problem=problem), ours)
 
 
 def steps_of(choice: Choice) -> list[int]:
@@ -119,8 +135,8 @@ def test_an_empty_home_takes_the_mirrors_attempts(local: LocalStore, remote: Sto
     assert run_id(local) == run_id(source)
     assert began.ours.number > second.number
     assert steps_of(began.choose()) == [20, 10]
-    assert attempts.newest_started(local) == second
     began.begin(name_of(20, second))
+    assert View.of(local).is_in_lineage(name_of(10, first).id)
     assert not lineage.next_start(local, mirror=remote).mirror_is_ahead
     # What it commits goes to the remote, and is its newest.
     commit(local, 30, began.ours)
@@ -138,40 +154,42 @@ def test_a_process_that_only_looks_changes_nothing(local: LocalStore, remote: St
     assert sorted(Path(local.url).rglob("*")) == before
 
 
-@pytest.mark.parametrize("left", ["claim", "claim of another", "start of another", "nothing"])
+@pytest.mark.parametrize("left", ["reserved", "begun", "nothing"])
 def test_what_was_cut_off_is_done_again(local: LocalStore, remote: Store, left: str) -> None:
-    """A start that was killed while it copied records to the home, or an older one that died before it
-    committed."""
+    """A start in an empty home that died before it began, or before it committed."""
     source = new_run(Path(local.url).with_name("source"))
-    newest = added(source, 10)
+    first = added(source, 10)
     copy_run(source, remote)
     open_run(local, create=True, run_id=run_id(source))
     if left != "nothing":
-        other = newest if left == "claim" else AttemptName(newest.number, "0badcafe")
-        attempts.claim_as(local, other, HOLDER)
-        if left == "start of another":
-            starting.start(local, other, None, 0, 1, Catalogue.of(local))
-    assert steps_of(start(local, remote).choose()) == [10]
-    assert attempts.newest_started(local) == newest
-    assert attempts.read_claim(local, newest).attempt == newest
+        other = AttemptName(first.number, "0badcafe")
+        attempts.reserve(local, other)
+        if left == "begun":
+            begin(local, other, None)
+    began = start(local, remote)
+    assert steps_of(began.choose()) == [10]
+    began.begin(name_of(10, first))
+    assert commit(local, 20, began.ours)
+    copy_run(local, remote)
+    assert visible(remote) == [10, 20]
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["of another attempt", "of the mirror's newest"])
-def test_ranks_offer_again_once_the_start_record_of_what_they_hold_is_here(
+def test_what_ranks_hold_counts_if_the_mirror_knows_its_attempt(
     local: LocalStore, remote: Store, *, is_known: bool
 ) -> None:
     source = new_run(Path(local.url).with_name("source"))
-    newest = added(source, 10)
+    last = added(source, 10)
     copy_run(source, remote)
-    held = name_of(20, newest if is_known else AttemptName(7, "0badcafe"))
+    held = name_of(20, last if is_known else AttemptName(7, "0badcafe"))
     row, began = RankOffers(0, "host", (Offer(id=held.id, step=20, world=0),)), start(local, remote)
-    choice = began.choose(row, is_saved=False)
-    assert choice.needs_save == is_known
-    assert attempts.newest_started(local) in (None, newest)
-    assert steps_of(began.choose(row)) == ([20, 10] if is_known else [10])
+    for is_saved in (False, True):
+        choice = began.choose(row, is_saved=is_saved)
+        assert not choice.needs_save
+        assert steps_of(choice) == ([20, 10] if is_known else [10])
 
 
-def test_the_records_of_what_the_home_knows_are_not_copied(local: LocalStore, remote: Store) -> None:
+def test_what_the_home_alone_knows_is_tried_first(local: LocalStore, remote: Store) -> None:
     open_run(local, create=True)
     first = added(local, 10)
     copy_run(local, remote)
@@ -179,36 +197,33 @@ def test_the_records_of_what_the_home_knows_are_not_copied(local: LocalStore, re
     choice = start(local, remote).choose()
     assert not choice.mirror_is_ahead
     assert steps_of(choice) == [20, 10]
-    assert attempts.newest_started(local) == second
+    assert newest(local) == second
 
 
-@pytest.mark.parametrize("is_swept", [False, True])
-def test_a_branch_of_the_home_is_not_overruled(local: LocalStore, remote: Store, *, is_swept: bool) -> None:
-    """The newest attempt in the mirror is one of this home that committed nothing: after the branch, the next
-    claim removes its records here."""
+def test_a_branch_of_the_home_is_not_overruled(local: LocalStore, remote: Store) -> None:
+    """The newest attempt in the mirror is one of this home that committed nothing: after the branch, the home
+    has forgotten it."""
     open_run(local, create=True)
     first = added(local, 10)
     commit(local, 20, first)
     copy_run(local, remote)
     after = attempt_at(local, name_of(20, first))
-    bring(remote, needed(Catalogue.of(local), after))
+    follow(local, remote)
+    attempts.mark_ended(local, after, "dead")
     made = lineage.branch(local, 10)
     began = start(local, remote)
-    if is_swept:
-        starting.sweep(local, began.ours)
-        assert after not in Catalogue.of(local).attempts
+    assert after not in View.of(local).attempts()
     choice = began.choose()
     assert not choice.mirror_is_ahead
     assert steps_of(choice) == [10]
-    assert attempts.newest_started(local) == made
+    assert newest(local) == made
 
 
 @pytest.mark.parametrize("has_step", [False, True], ids=["no step", "a step before it"])
 def test_an_attempt_of_the_remote_without_a_step_yields_to_a_newer_one_here(
     local: LocalStore, remote: Store, has_step: bool
 ) -> None:
-    """A job dies twice before it commits: the next claim here removes the first one's records, which the
-    remote has."""
+    """A job dies twice before it commits: the home forgets the first attempt, which the remote follows."""
     open_run(local, create=True)
     before = name_of(10, added(local, 10)) if has_step else None
     if has_step:
@@ -216,16 +231,15 @@ def test_an_attempt_of_the_remote_without_a_step_yields_to_a_newer_one_here(
     else:
         open_run(remote, create=True, run_id=run_id(local))
     first = attempt_at(local, before)
-    bring(remote, needed(Catalogue.of(local), first))
+    follow(local, remote)
     second = attempt_at(local, before)
     began = start(local, remote)
-    starting.sweep(local, began.ours)
-    assert first not in Catalogue.of(local).attempts
+    assert first not in View.of(local).attempts()
 
     choice = began.choose()
     assert not choice.mirror_is_ahead
     assert steps_of(choice) == [10][not has_step :]
-    assert attempts.newest_started(local) == second
+    assert newest(local) == second
     began.begin(before)
     assert commit(local, 20, began.ours)
     copy_run(local, remote, 20)
@@ -251,8 +265,9 @@ def test_a_run_that_was_trained_further_elsewhere_resumes_from_there(
     [warning] = choice.warnings
     assert "from before step 50" in warning
     assert "flashckpt branch" in warning
+    began.begin(name_of(20, second))
     attempts.mark_ended(local, began.ours, "dead")
-    assert attempts.newest_started(local) == second
+    assert visible(local) == [10]
     lineage.branch(local, 50, first)
     assert visible(local) == [10, 50], "nothing was deleted"
 
@@ -267,7 +282,8 @@ def test_an_attempt_elsewhere_without_a_step_hides_no_step_here(
     commit(local, 50, first)
     elsewhere = LocalStore(str(tmp_path / "elsewhere"))
     copy_run(remote, elsewhere)
-    bring(remote, needed(Catalogue.of(elsewhere), attempt_at(elsewhere, name_of(10, first))))
+    attempt_at(elsewhere, name_of(10, first))
+    follow(elsewhere, remote)
     began = start(local, remote)
     choice = began.choose()
     assert not choice.mirror_is_ahead
@@ -289,7 +305,7 @@ def test_two_ways_are_never_mixed(
     copy_run(remote, elsewhere)
     theirs = added(elsewhere, 20, name_of(10, first))
     copy_run(elsewhere, remote)
-    mine = added(local, 30, name_of(10, first))
+    mine = added(local, 30, name_of(10, first), above=theirs.number)
     if branches:
         lineage.branch(local, 10)
     began = start(local, remote)
@@ -323,9 +339,8 @@ class Apart:
         copy_run(elsewhere, self.remote)
 
     def begin(self, above: int = 0) -> None:
-        self.mine = attempts.claim(self.local, HOLDER, above=above)
-        parent = name_of(10, self.first)
-        starting.start(self.local, self.mine, parent.id, parent.step, 2, Catalogue.of(self.local))
+        self.mine = attempts.next_attempt(View.of(self.local), above)
+        begin(self.local, self.mine, name_of(10, self.first), world=2)
 
 
 @pytest.fixture
@@ -336,12 +351,10 @@ def apart(local: LocalStore, remote: Store, tmp_path: Path) -> Apart:
 @pytest.mark.parametrize("above", [0, 5], ids=["of their number", "of a higher one"])
 def test_an_attempt_that_committed_nothing_is_no_other_way(apart: Apart, above: int) -> None:
     apart.begin(above)
-    for _ in range(2):  # the first start is killed before its own start.json
+    for _ in range(2):  # the first start is killed before it begins
         began = start(apart.local, apart.remote)
         assert steps_of(began.choose()) == [20, 10]
-        assert attempts.newest_started(apart.local) == apart.theirs
         assert visible(apart.local) == [10]
-        attempts.mark_ended(apart.local, began.ours, "dead")
     began.begin(name_of(20, apart.theirs))
     assert commit(apart.local, 30, began.ours)
     assert visible(apart.local) == [10, 30]
@@ -352,7 +365,7 @@ def test_an_attempt_that_committed_nothing_is_no_other_way(apart: Apart, above: 
 @pytest.mark.parametrize("why", ["in memory", "a step", "a step of one before it"])
 def test_an_attempt_that_has_something_is_another_way(apart: Apart, why: str) -> None:
     if why == "a step of one before it":
-        apart.first = added(apart.local, 30, name_of(10, apart.first))
+        apart.first = added(apart.local, 30, name_of(10, apart.first), above=apart.theirs.number)
     apart.begin()
     if why == "a step":
         assert commit(apart.local, 20, apart.mine)
@@ -370,16 +383,17 @@ def test_a_mirror_without_a_step_does_not_hold_up_a_home_that_has_one(
     """The newer attempt was trained in another folder, and has sent nothing yet."""
     open_run(local, create=True)
     mine = added(local, 10)
-    elsewhere = new_run(Path(local.url).with_name("elsewhere"))
+    elsewhere = LocalStore(f"{local.url}-elsewhere")
+    open_run(elsewhere, create=True, run_id=run_id(local))
     for _ in range(2):
-        theirs = attempt_at(elsewhere)
+        attempt_at(elsewhere)
     open_run(remote, create=True, run_id=run_id(local))
-    bring(remote, needed(Catalogue.of(elsewhere), theirs))
+    follow(elsewhere, remote)
     assert steps_of(start(local, remote).choose()) == [10]
-    assert attempts.newest_started(local) == mine
+    assert newest(local) == mine
 
 
-def test_another_run_is_refused_before_the_claim(local: LocalStore, remote: Store) -> None:
+def test_another_run_is_refused_before_it_begins(local: LocalStore, remote: Store) -> None:
     open_run(local, create=True)
     open_run(remote, create=True)
     before = sorted(Path(local.url).rglob("*"))
@@ -402,7 +416,7 @@ def test_what_is_here_is_gone_on_from_where_the_remote_is_away(local: LocalStore
     [warning] = began.choose().warnings
     assert "cannot be read" in warning
     # It has gone on from a step that was the remote's alone, and died before it committed one of its own.
-    began.begin(name_of(40, first))
+    begin(local, began.ours, name_of(40, first))
     assert "has step 10, which is older than" in refused(began.choose())
     row = RankOffers(0, "host", (Offer(id=name_of(40, first).id, step=40, world=1),))
     assert steps_of(began.choose(row)) == [40, 10]
@@ -415,24 +429,26 @@ def test_a_run_without_steps_here_is_no_fresh_one_where_the_remote_is_away(
     assert "has no step" in refused(start(local, away(tmp_path)).choose())
 
 
-def test_a_remote_without_its_records_is_not_believed(local: LocalStore, remote: Store) -> None:
-    open_run(local, create=True)
-    newest = added(local, 10)
-    copy_run(local, remote)
-    remote.remove(f"attempts/{newest}/start.json")
-    began = start(local, remote)
-    [warning] = began.choose().warnings
-    assert "lost records" in warning
-    empty = LocalStore(f"{local.url}-new")
-    assert "lost records" in refused(start(empty, remote).choose())
-
-
-def test_a_claim_that_never_started_in_the_remote_counts_for_the_number(
-    local: LocalStore, remote: Store
-) -> None:
+def test_a_remote_without_its_catalogue_is_not_believed(local: LocalStore, remote: Store) -> None:
     open_run(local, create=True)
     added(local, 10)
     copy_run(local, remote)
-    name = AttemptName(7, "0badcafe")
-    remote.create("attempts/000007.json", Claim(attempt=name, owner=HOLDER).to_bytes())
+    remote.remove_files(f"{CATALOGUE}/{each.name}" for each in remote.list(CATALOGUE))
+    empty = LocalStore(f"{local.url}-new")
+    for home in (local, empty):
+        before = sorted(Path(local.url).rglob("*"))
+        with pytest.raises(UnusableRunError, match="holds snapshots and no catalogue"):
+            start(home, remote)
+        assert sorted(Path(local.url).rglob("*")) == before
+    assert is_empty(empty)
+
+
+def test_an_attempt_that_has_only_files_in_the_remote_counts_for_the_number(
+    local: LocalStore, remote: Store
+) -> None:
+    open_run(local, create=True)
+    first = added(local, 10)
+    copy_run(local, remote)
+    folder = Folder(AttemptName(7, "0badcafe"), name_of(20, first).id)
+    remote.create(f"{folder.path}/rank-00000-5f2c0a1b.safetensors", b"cut off")
     assert start(local, remote).ours.number == 8

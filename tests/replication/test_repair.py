@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,32 +11,43 @@ from urllib.parse import unquote
 
 import pytest
 
-from flashckpt import crashpoints
 from flashckpt.commit import lineage
-from flashckpt.commit.catalogue import Catalogue
 from flashckpt.commit.verification import verify
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, RunError
-from flashckpt.format.records import Part, Tombstone
+from flashckpt.format.names import CommitName
+from flashckpt.format.records import Part
 from flashckpt.replication.run_copy import Outcome, StepCopier, copy_run
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import name_of
-from tests.replication.copied import files, flipped, has_name, made, of_step, visible
+from tests.replication.copied import (
+    delete,
+    file_of,
+    files,
+    flipped,
+    killed_at,
+    made,
+    of_step,
+    once_at,
+    visible,
+    watch,
+)
 from tests.replication.copied import near as near
 from tests.replication.copied import pair as pair
 from tests.replication.copied import tmp_path as tmp_path
 
 
-def damaged(folder: Path, harm: str) -> Path:
+def damaged(folder: Path, name: CommitName, harm: str) -> Path:
     """A file of a copied step, harmed. Which, and how, the words say: of constants and of shards each."""
     file, how = harm.split()
-    path = next(each for each in sorted(folder.rglob("*")) if has_name(each, file))
+    path = file_of(folder, name.id, file)
     path.write_bytes(flipped(path.read_bytes()) if how == "flipped" else path.read_bytes()[:-9])
     return path
 
 
-DAMAGE = ["shard-00001 flipped", "shard-00000 cut", "frozen/ flipped", "part-00001 flipped",
-          "commits/ flipped", "commits/ cut"]  # fmt: skip
+DAMAGE = ["rank-00001 flipped", "rank-00000 cut", "frozen- flipped", "node-00001 flipped",
+          "manifest- flipped", "manifest- cut"]  # fmt: skip
 
 
 @pytest.mark.parametrize("harm", DAMAGE)
@@ -47,7 +57,7 @@ def test_what_is_damaged_in_the_target_is_sent_again(
     source, target = pair
     attempt = made(source, [10, 20])
     copy_run(source, target, all_steps=True)
-    path = damaged(tmp_path / "target", harm)
+    path = damaged(tmp_path / "target", name_of(10, attempt), harm)
     lineage.quarantine(target, name_of(10, attempt), "there", "read wrongly")
     found = path.read_bytes()
     with suppress(DamagedError, RunError):
@@ -58,7 +68,7 @@ def test_what_is_damaged_in_the_target_is_sent_again(
     assert done.outcome is Outcome.REPAIRED
     assert done.sent_bytes < done.num_bytes
     assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
-    assert not Catalogue.of(target).quarantines
+    assert not View.of(target).damaged
     assert verify(target).ok
     again = StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
     assert (again.outcome, again.sent_bytes) == (Outcome.THERE, 0)
@@ -72,9 +82,9 @@ def test_a_repair_harms_nothing_where_the_source_is_damaged_too(
     attempt = made(source, [10, 20])
     copy_run(source, target, all_steps=True)
     for store in ("source", "target"):
-        damaged(tmp_path / store, "shard-00001 flipped")
+        damaged(tmp_path / store, name_of(10, attempt), "rank-00001 flipped")
     before = files(tmp_path / "target")
-    with pytest.raises(DamagedError, match="shard-00001"):
+    with pytest.raises(DamagedError, match="rank-00001"):
         StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
     assert files(tmp_path / "target") == before
 
@@ -83,7 +93,7 @@ def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_
     source, target = near
     attempt = made(source, [10])
     copy_run(source, target)
-    [part] = (each for each in (tmp_path / "target").rglob("*") if "part-00001" in unquote(str(each)))
+    [part] = (each for each in (tmp_path / "target").rglob("*") if "node-00001" in unquote(str(each)))
     whole = Part.from_bytes(part.read_bytes(), "part")
     part.write_bytes(replace(whole, environment={"torch": "another"}).to_bytes())
     before = files(tmp_path / "target")
@@ -101,7 +111,7 @@ def test_a_repair_that_finds_no_room_takes_nothing_away(
     source, target = (LocalStore(str(tmp_path / name)) for name in ("source", "target"))
     attempt = made(source, [10, 20])
     copy_run(source, target, all_steps=True)
-    damaged(tmp_path / "target", "shard-00001 flipped")
+    damaged(tmp_path / "target", name_of(10, attempt), "rank-00001 flipped")
     before = files(tmp_path / "target")
 
     def full(*args: object, **how: object) -> None:
@@ -113,41 +123,34 @@ def test_a_repair_that_finds_no_room_takes_nothing_away(
     assert files(tmp_path / "target") == before
 
 
-@pytest.mark.parametrize("harm", ["shard-00001 flipped", "commits/ flipped"])
+@pytest.mark.parametrize("point", ["copy.written", "manifest.creating"])
 def test_a_step_that_is_deleted_while_it_is_repaired_stays_deleted(
-    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
     source, target = pair
     attempt = made(source, [10, 20])
     copy_run(source, target, all_steps=True)
-    damaged(tmp_path / "target", harm)
-
-    name = name_of(10, attempt)
-
-    def begin(point: str) -> None:
-        if point == "copy.records":
-            target.create(name.id.tombstone_path, Tombstone(id=name.id).to_bytes())  # and its files go next
-
-    monkeypatch.setattr(crashpoints, "point", begin)
-    assert StepCopier(source, target, repairs=True).copy(name_of(10, attempt)).outcome is Outcome.DELETED
+    for harm in ("rank-00001 flipped", "manifest- flipped"):
+        damaged(tmp_path / "target", name_of(10, attempt), harm)
+    watch(target, monkeypatch, once_at(point, lambda: delete(target, name_of(10, attempt))))
+    with suppress(DamagedError, RunError, OSError):
+        StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
     assert visible(target) == [20]
+    assert verify(target).ok
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("point", ["copy.written", "copy.records"])
-def test_a_repair_that_is_killed_is_done_again(pair: tuple[Store, Store], tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize("point", ["copy.written", "manifest.creating", "manifest.created"])
+def test_a_repair_that_is_killed_is_done_again(
+    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
     source, target = pair
     attempt = made(source, [10, 20])
     copy_run(source, target, all_steps=True)
-    damaged(tmp_path / "target", "shard-00001 flipped")
-    if point == "copy.written" and not target.capabilities.rename:
-        return  # an object has its name at once
-    child = os.fork()
-    if not child:
-        crashpoints.arm(f"{point}:1")
-        StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    for harm in ("rank-00001 flipped", "manifest- flipped"):
+        damaged(tmp_path / "target", name_of(10, attempt), harm)
+    copier = StepCopier(source, target, repairs=True)
+    killed_at(point, target, monkeypatch, lambda: copier.copy(name_of(10, attempt)))
     assert 20 in visible(target)
     assert verify(target, 20).ok
     StepCopier(source, target, repairs=True).copy(name_of(10, attempt))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import signal
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,45 +15,48 @@ from typing import Any
 
 import pytest
 
-from flashckpt import crashpoints
-from flashckpt.commit import attempts, starting
-from flashckpt.commit.attempts import open_run
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import attempts
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
-from flashckpt.errors import DamagedError, NoSuchStepError, RunError
+from flashckpt.commit.view import View, open_run
+from flashckpt.errors import DamagedError, NoSuchStepError, RunError, SupersededError
 from flashckpt.format.names import CommitName
-from flashckpt.format.records import Tombstone
 from flashckpt.recovery.recover import recover
 from flashckpt.replication.run_copy import Copied, Outcome, StepCopier, copy_run, spool
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore, System
-from tests.commit.runs import attempt_at, name_of
+from tests.commit.runs import HOLDER, attempt_at, name_of
 from tests.contracts.flat_store import FlatStore
 from tests.replication.copied import (
     add,
     delete,
+    file_of,
     files,
     flipped,
     has_name,
     is_of,
+    killed_at,
     made,
     mirrored,
     of_step,
+    once_at,
     visible,
+    watch,
 )
 from tests.replication.copied import near as near
 from tests.replication.copied import pair as pair
 from tests.replication.copied import tmp_path as tmp_path
+from tests.run_view import folder_of
 
 POINTS = [
-    "copy.written:3",  # two constants, one shard of four
+    "catalogue.created",  # of the session
     "copy.files",
     "copy.part",
     "copy.files:2",
-    "copy.records",
-    "manifest.checked",
-    "manifest.linked",
+    "copy.written",
+    "manifest.creating",
+    "manifest.created",
+    "catalogue.created:2",
 ]
 
 
@@ -68,22 +70,13 @@ def test_what_was_copied_is_the_same(pair: tuple[Store, Store], tmp_path: Path) 
         (step, Outcome.COPIED) for step in (40, 20, 10)
     ], "step 30 is of another branch"
     assert all(each.is_visible for each in done.steps)
-    assert Catalogue.of(target).visible() == Catalogue.of(source).visible()
+    assert View.of(target).visible() == View.of(source).visible()
     assert verify(target).ok
     theirs = of_step(tmp_path / "source")
     mine = of_step(tmp_path / "target")
-    assert mine == {
-        name: data
-        for name, data in theirs.items()
-        if not name.startswith(f"commits/{30:012d}") and f"/{30:010d}/" not in name
-    }
+    assert mine == {name: data for name, data in theirs.items() if f".{30:020d}/" not in name}
     assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
 
-    remains = f"{name_of(40, second).id.data_folder}/.shard-00000-5f2c0a1b.safetensors.0123456789abcdef.tmp"
-    if target.capabilities.rename:
-        target.create(remains, b"of a copier that was killed as another committed the step")
-    copy_run(source, target, all_steps=True, repairs=True)
-    assert not target.exists(remains)
     again = copy_run(source, target, all_steps=True)
     assert {each.copied.outcome for each in again.steps if each.copied} == {Outcome.THERE}
     assert again.sent_bytes == 0
@@ -117,31 +110,26 @@ def test_constants_are_sent_once(pair: tuple[Store, Store]) -> None:
     first = mirrored(source, target).copy(name_of(10, attempt))
     second = StepCopier(source, target).copy(name_of(20, attempt))
     assert first.sent_bytes == first.num_bytes
-    record = read_step(source, name_of(20, attempt)).record
-    assert second.sent_bytes == sum(each.num_bytes for each in record.shards)
+    manifest = read_step(source, name_of(20, attempt)).manifest
+    assert second.sent_bytes == sum(each.num_bytes for each in manifest.shards)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at_a_point(pair: tuple[Store, Store], point: str, tmp_path: Path) -> None:
+def test_killed_at_a_point(
+    pair: tuple[Store, Store], point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, target = pair
     attempt = made(source, [10, 20])
-    if point.startswith("copy.written") and not target.capabilities.rename:
-        return  # an object has its name at once
     mirrored(source, target).copy(name_of(10, attempt))
-    before = files(tmp_path / "target")
+    before = of_step(tmp_path / "target")
 
-    child = os.fork()
-    if not child:
-        crashpoints.arm(point.replace(":3", ":1"))
-        StepCopier(source, target).copy(name_of(20, attempt))
-        os._exit(0)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, "the point was never reached"
+    killed_at(point, target, monkeypatch, lambda: StepCopier(source, target).copy(name_of(20, attempt)))
 
     there = visible(target)
-    assert there == ([10, 20] if point == "manifest.linked" else [10])
+    assert there == ([10, 20] if point == "catalogue.created:2" else [10])
     assert verify(target).ok
-    after = files(tmp_path / "target")
+    after = of_step(tmp_path / "target")
     assert {name: after[name] for name in before} == before
 
     StepCopier(source, target).copy(name_of(20, attempt))
@@ -150,39 +138,44 @@ def test_killed_at_a_point(pair: tuple[Store, Store], point: str, tmp_path: Path
     assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [*POINTS, "copy.written:3"])
 def test_another_copier_comes_in_between(
     pair: tuple[Store, Store], point: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two at once, at their worst: the other does all of it while this one stands at a point."""
     source, target = pair
     attempt = made(source, [10])
-    wanted, _, count = point.partition(":")
-    passed: list[str] = []
-
-    def between(name: str) -> None:
-        passed.append(name)
-        if passed.count(wanted) == int(count or 1) and name == wanted:
-            passed.extend([wanted] * 9)
-            StepCopier(source, target).copy(name_of(10, attempt))
-
     copier = mirrored(source, target)
-    monkeypatch.setattr(crashpoints, "point", between)
-    done = copier.copy(name_of(10, attempt))
-    assert done.outcome is Outcome.COPIED
+    watch(target, monkeypatch, once_at(point, lambda: StepCopier(source, target).copy(name_of(10, attempt))))
+    if point == "catalogue.created":
+        with pytest.raises(SupersededError):
+            copier.copy(name_of(10, attempt))
+    else:
+        assert copier.copy(name_of(10, attempt)).outcome is Outcome.COPIED
+    assert visible(target) == [10]
     assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
     assert verify(target).ok
     assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
 
 
 def test_copiers_at_once(pair: tuple[Store, Store], tmp_path: Path) -> None:
+    """One that another has superseded gives up, and says so."""
     source, target = pair
     made(source, [10, 20, 30])
     open_run(target, create=True, run_id=open_run(source, create=False).run_id)
+
+    def copies() -> bool:
+        with suppress(SupersededError):
+            return copy_run(source, target, all_steps=True).ok
+        return False
+
     with ThreadPoolExecutor(4) as pool:
-        how = {"all_steps": True}
-        done = [pool.submit(copy_run, source, target, **how) for _ in range(4)]  # type: ignore[arg-type]
-        assert all(each.result().ok for each in done)
+        done = [each.result() for each in [pool.submit(copies) for _ in range(4)]]
+    assert verify(target).ok
+    if any(done):
+        assert visible(target) == [10, 20, 30]
+    assert copies()
+    assert visible(target) == [10, 20, 30]
     assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
     assert verify(target).ok
 
@@ -198,12 +191,8 @@ HARMS: dict[str, Callable[[bytes], bytes | None]] = {
 @pytest.mark.parametrize(
     ("file", "harm"),
     [
-        *[("shard-00001", harm) for harm in HARMS],
-        *[
-            (file, harm)
-            for file in ("frozen/000001-", "part-00001", "commits/")
-            for harm in ("flipped", "gone")
-        ],
+        *[("rank-00001", harm) for harm in HARMS],
+        *[(file, harm) for file in ("frozen-", "node-00001", "manifest-") for harm in ("flipped", "gone")],
     ],
 )
 def test_a_damaged_source_is_told_and_not_published(
@@ -219,11 +208,9 @@ def test_a_damaged_source_is_told_and_not_published(
     if harmed is not None:
         path.write_bytes(harmed)
 
-    error = NoSuchStepError if (file, harm) == ("commits/", "gone") else DamagedError
-    with pytest.raises(error):
+    with pytest.raises(DamagedError):
         copier.copy(name_of(20, attempt))
     assert visible(target) == []
-    assert not target.exists(name_of(20, attempt).path)
     left = [name for name in of_step(tmp_path / "target") if is_of(name, file)]
     assert not left, "what was not compared has no name there"
 
@@ -236,47 +223,44 @@ class Stop(Exception):
     pass
 
 
-def stopped(copier: StepCopier, each: CommitName, patch: pytest.MonkeyPatch, at: str) -> None:
+def stopped(copier: StepCopier, each: CommitName, target: Store, patch: pytest.MonkeyPatch, at: str) -> None:
     """Copy up to a point, the first time."""
 
-    def stop(name: str) -> None:
-        if name == at:
-            raise Stop
+    def stop() -> None:
+        raise Stop
 
     with patch.context() as armed:
-        armed.setattr(crashpoints, "point", stop)
+        watch(target, armed, once_at(at, stop))
         with pytest.raises(Stop):
             copier.copy(each)
 
 
-@pytest.mark.parametrize("file", ["shard-00001", "frozen/"])
+@pytest.mark.parametrize("file", ["rank-00001", "frozen-"])
 def test_what_rotted_before_the_manifest_is_not_published(
     pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
+    """What a copy left that did not end is never used: all is sent again."""
     source, target = pair
     attempt = made(source, [10])
-    stopped(mirrored(source, target), name_of(10, attempt), monkeypatch, "copy.records")
+    stopped(mirrored(source, target), name_of(10, attempt), target, monkeypatch, "manifest.creating")
     path = next(each for each in (tmp_path / "target").rglob("*") if has_name(each, file))
-    whole = path.read_bytes()
-    path.write_bytes(flipped(whole))
-    with pytest.raises(RunError, match="is not whole"):
-        StepCopier(source, target).copy(name_of(10, attempt))
-    assert not target.exists(name_of(10, attempt).path)
-    path.write_bytes(whole)
+    path.write_bytes(flipped(path.read_bytes()))
     done = StepCopier(source, target).copy(name_of(10, attempt))
-    assert (done.outcome, done.sent_bytes) == (Outcome.COPIED, 0)
+    assert (done.outcome, done.sent_bytes) == (Outcome.COPIED, done.num_bytes)
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
     assert verify(target).ok
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("point", ["copy.files", "copy.part"])
 def test_a_recovery_of_the_target_beside_a_copy(
     pair: tuple[Store, Store], runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, point: str
 ) -> None:
-    """Data of the newest attempt stays: its copy is not committed yet."""
+    """Data of the newest session stays: its copy is not committed yet."""
     source, target = pair
     attempt = made(source, [10, 20])
     mirrored(source, target).copy(name_of(10, attempt))
-    stopped(StepCopier(source, target), name_of(20, attempt), monkeypatch, point)
+    stopped(StepCopier(source, target), name_of(20, attempt), target, monkeypatch, point)
     before = of_step(tmp_path / "target")
     recover(target)
     assert before.items() <= of_step(tmp_path / "target").items()
@@ -285,49 +269,25 @@ def test_a_recovery_of_the_target_beside_a_copy(
     assert verify(target).ok
 
 
-@pytest.mark.parametrize("file", ["shard-00001", "frozen/", "part-00000", "data/"])
-def test_a_step_whose_files_go_as_its_record_is_created_is_not_reported(
-    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
-) -> None:
-    source, target = pair
-    attempt = made(source, [10])
-
-    def lose(name: str) -> None:
-        if name == "manifest.linked":
-            for each in (tmp_path / "target").rglob("*"):
-                if has_name(each, file):
-                    each.unlink()
-
-    copier = mirrored(source, target)
-    with monkeypatch.context() as armed:
-        armed.setattr(crashpoints, "point", lose)
-        with pytest.raises(RunError, match="Copy again"):
-            copier.copy(name_of(10, attempt))
-    assert target.exists(name_of(10, attempt).path) is (file != "data/"), "no record without any data"
-    assert copier.copy(name_of(10, attempt)).outcome is Outcome.COPIED
-    assert verify(target).ok
-    assert visible(target) == [10]
-
-
 def test_a_file_in_the_target_is_trusted_only_if_it_is_whole(
-    pair: tuple[Store, Store], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Store, Store], tmp_path: Path
 ) -> None:
     source, target = pair
     attempt = made(source, [10])
-    copier = mirrored(source, target)
-
-    stopped(copier, name_of(10, attempt), monkeypatch, "copy.files")
-    path = next(each for each in (tmp_path / "target").rglob("*") if has_name(each, "shard-00000"))
+    name = name_of(10, attempt)
+    mirrored(source, target).copy(name)
+    path, lost = (file_of(tmp_path / "target", name.id, each) for each in ("rank-00000", "rank-00001"))
     whole = path.read_bytes()
+    lost.unlink()
     path.write_bytes(flipped(whole))
-    with pytest.raises(RunError, match="is not whole.*--step 10@.*:10 --repair` reads what is there"):
-        StepCopier(source, target).copy(name_of(10, attempt))
-    assert visible(target) == []
+    with pytest.raises(RunError, match="is damaged.*--step 10@.*:10 --repair` reads what is there"):
+        StepCopier(source, target).copy(name)
     assert path.read_bytes() == flipped(whole), "it may be another's"
     path.write_bytes(whole)
-    done = StepCopier(source, target).copy(name_of(10, attempt))
+    done = StepCopier(source, target).copy(name)
     assert done.outcome is Outcome.COPIED
-    assert done.sent_bytes < done.num_bytes
+    assert 0 < done.sent_bytes < done.num_bytes
+    assert verify(target).ok
 
 
 class BadSector(LocalStore):
@@ -340,7 +300,7 @@ class BadSector(LocalStore):
 def test_a_disk_that_gives_no_bytes_is_no_damage(tmp_path: Path) -> None:
     made(LocalStore(str(tmp_path / "source")), [10])
     target = LocalStore(str(tmp_path / "target"))
-    with pytest.raises(OSError, match="source/data/.*shard") as told:
+    with pytest.raises(OSError, match="source/data/.*safetensors") as told:
         copy_run(BadSector(str(tmp_path / "source")), target)
     assert told.value.errno == errno.EIO
     assert visible(target) == []
@@ -391,10 +351,10 @@ def test_two_histories_are_not_mixed(near: tuple[Store, Store], tmp_path: Path) 
     add(target, 20, mine)
     theirs = attempt_at(source, name_of(10, attempt), world=2)
     add(source, 20, theirs)
-    before = of_step(tmp_path / "target")
-    with pytest.raises(RunError, match="trained by itself"):
+    before = files(tmp_path / "target")
+    with pytest.raises(RunError, match="have diverged|Another job trains"):
         copy_run(source, target)
-    assert of_step(tmp_path / "target") == before
+    assert files(tmp_path / "target") == before
 
 
 def test_a_run_that_went_on_further_is_not_hidden(near: tuple[Store, Store]) -> None:
@@ -403,12 +363,10 @@ def test_a_run_that_went_on_further_is_not_hidden(near: tuple[Store, Store]) -> 
     attempt = made(source, [10])
     copy_run(source, target)
     add(target, 20, attempt_at(target, name_of(10, attempt), world=2))
-    assert attempts.claim(source, attempts.read_claim(source, attempt).owner, above=2)
-    newer = attempts.newest_claimed(source)
-    assert newer is not None
-    starting.start(source, newer, name_of(10, attempt).id, 10, 2, Catalogue.of(source))
+    newer = attempts.next_attempt(View.of(source), above=7)
+    attempts.begin(View.of(source), newer, name_of(10, attempt).id, 10, world=2, owner=HOLDER)
     add(source, 30, newer)
-    with pytest.raises(RunError, match="trained by itself"):
+    with pytest.raises(RunError, match="have diverged"):
         copy_run(source, target)
     assert visible(target) == [10, 20]
 
@@ -427,42 +385,26 @@ def test_a_living_trainer_is_not_superseded(near: tuple[Store, Store]) -> None:
     source, target = near
     attempt = made(source, [10])
     copy_run(source, target)
-    attempts.beat(target, attempt, 7)
-    add(source, 20, attempt_at(source, name_of(10, attempt), world=2))
+    theirs = attempt_at(target, name_of(10, attempt), world=2)
+    newer = attempts.next_attempt(View.of(source), above=7)
+    attempts.begin(View.of(source), newer, name_of(10, attempt).id, 10, world=2, owner=HOLDER)
+    add(source, 20, newer)
 
     def refuse() -> None:
         raise RunError("a trainer lives there")
 
     with pytest.raises(RunError, match="a trainer lives there"):
         copy_run(source, target, may_supersede=refuse)
-    assert attempts.newest_claimed(target) == attempt
+    assert View.of(target).attempt == theirs
 
 
-def test_a_step_that_is_being_deleted_there_is_not_sent(near: tuple[Store, Store]) -> None:
-    source, target = near
-    attempt = made(source, [10, 20])
-    copy_run(source, target, all_steps=True)
-    name = name_of(10, attempt)
-    target.create(name.id.tombstone_path, Tombstone(id=name.id).to_bytes())
-    done = copy_run(source, target, 10)
-    assert [each.copied.outcome for each in done.steps if each.copied] == [Outcome.DELETED]
-    assert visible(target) == [20]
-
-
-@pytest.mark.parametrize("point", ["copy.files", "copy.part", "copy.records"])
+@pytest.mark.parametrize("point", ["copy.files", "copy.part", "manifest.creating"])
 def test_a_step_that_is_deleted_meanwhile(
     near: tuple[Store, Store], point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = near
     attempt = made(source, [10, 20])
-    asked: list[str] = []
-
-    def deletes(name: str) -> None:
-        if name == point and not asked:
-            asked.append(name)
-            delete(source, name_of(20, attempt))
-
-    monkeypatch.setattr(crashpoints, "point", deletes)
+    watch(target, monkeypatch, once_at(point, lambda: delete(source, name_of(20, attempt))))
     done = copy_run(source, target)
     # All of it may have been read before.
     assert visible(target) == [each.name.step for each in done.steps]
@@ -471,15 +413,20 @@ def test_a_step_that_is_deleted_meanwhile(
         StepCopier(source, target).copy(name_of(20, attempt))
 
 
-def test_files_that_the_target_has_lost_are_sent_again(near: tuple[Store, Store], tmp_path: Path) -> None:
-    source, target = near
+@pytest.mark.parametrize("file", ["rank-00001", "frozen-", "node-00000", "manifest-", "data/"])
+def test_files_that_the_target_has_lost_are_sent_again(
+    pair: tuple[Store, Store], tmp_path: Path, file: str
+) -> None:
+    source, target = pair
     attempt = made(source, [10])
     copy_run(source, target)
-    lost = next(each for each in (tmp_path / "target").rglob("*") if has_name(each, "shard-00001"))
-    lost.unlink()
+    for each in list((tmp_path / "target").rglob("*")):
+        if has_name(each, file):
+            each.unlink()
     done: Copied = StepCopier(source, target).copy(name_of(10, attempt))
     assert done.outcome is Outcome.COPIED
-    assert 0 < done.sent_bytes < done.num_bytes
+    assert done.sent_bytes < done.num_bytes or file == "data/"
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
     assert verify(target).ok
 
 
@@ -490,7 +437,7 @@ def test_a_copy_goes_back(tmp_path: Path) -> None:
     copy_run(source, target, all_steps=True)
     second = attempt_at(source, name_of(20, attempt), world=2)
     add(source, 30, second)
-    source.remove_tree(name_of(20, attempt).id.data_folder)
+    source.remove_tree(folder_of(source, name_of(20, attempt).id))
     assert {row.step for row in verify(source).damaged} == {20}
     copy_run(target, source, 20)
     assert visible(source) == [10, 20, 30]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from flashckpt import _native
 from flashckpt.format.layout import Box, Layout, Leaf, Replicas, ranks_of
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId, shard_name
+from flashckpt.format.manifest import shard_name
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Store
@@ -78,6 +79,7 @@ def contents_of(file: str, held: Sequence[Held], chunk_bytes: int = CHUNK_BYTES)
 
 
 def begun(store: Store, world: int) -> AttemptName:
+    run_view.make(store)
     return run_view.begin(store, world=world, owner=HOLDER)
 
 
@@ -95,7 +97,7 @@ def committed(
     world = len(ranks)
     attempt = begun(store, world) if attempt is None else attempt
     snapshot = SnapshotId(attempt, step)
-    folder = snapshot.data_folder
+    folder = run_view.folder_of(store, snapshot)
     records = []
     for rank, held in enumerate(ranks):
         stored = [each for each in held if each.writer in (None, rank)]
@@ -111,11 +113,10 @@ def committed(
                 replicas=tables_of(rank, ranks),
             )
         )
-    for keeper in range(0, world, ranks_a_part):
-        own = tuple(records[keeper : keeper + ranks_a_part])
-        part = Part(step=step, attempt=attempt, boundary=step, world=world, keeper=keeper, ranks=own)
-        run_view.publish(store, part)
-    run_view.commit(store, snapshot, world)
+    for node in range(0, world, ranks_a_part):
+        own = tuple(records[node : node + ranks_a_part])
+        run_view.publish(store, Part(id=snapshot, step=step, world=world, node=node, ranks=own))
+    run_view.commit(store, snapshot)
     return run_view.read(store, CommitName(step, attempt, step))
 
 
@@ -156,7 +157,7 @@ class Counted:
         return getattr(self.store, name)
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        self.parts += [path] if "/part-" in path else []
+        self.parts += [path] if "/node-" in path else []
         return self.store.read(path, max_bytes)
 
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:

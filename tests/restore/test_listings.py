@@ -11,20 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashckpt.commit import starting
+from flashckpt.catalogue.home import checkpoint_of
+from flashckpt.commit import attempts
 from flashckpt.commit.choice import Choice, RankOffers, choose
 from flashckpt.commit.lineage import history
-from flashckpt.format.names import CommitName
-from flashckpt.format.records import CommitRecord
+from flashckpt.commit.view import View
+from flashckpt.format.catalogue import Folder
+from flashckpt.format.names import SnapshotId
 from flashckpt.restore.step_choice import AloneAgreement, Loaded, StepChoice
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Entry, Store
 from flashckpt.store.compressed_store import CompressedStore
 from flashckpt.store.objects import Found, ObjectStore
 from flashckpt.store.read_plan import ReadPlan
+from tests import run_view
 from tests.commit.runs import HOLDER
-from tests.protocol.memory_store import LiveServer, MemoryClient, version
 from tests.restore.sharded import Held, begun, committed
+from tests.stores.memory_store import LiveServer, MemoryClient, version
 
 RANKS, RANKS_A_NODE = 2048, 8
 MOST_NAMES = 100
@@ -71,13 +74,13 @@ class Bucket(MemoryClient):
                 yield Found(path.removeprefix("run/"), len(file.data), 1.0, version(file))
 
 
-def trained(store: Store, ranks: int, *steps: int, ranks_a_node: int) -> CommitRecord:
+def trained(store: Store, ranks: int, *steps: int, ranks_a_node: int) -> run_view.Record:
     """A run with these steps, of each rank one box of a tensor. Returns the record of the last."""
     attempt, whole = begun(store, ranks), np.arange(ranks, dtype="int32")
     held = [[Held("w", whole, TensorSlice((rank,), (1,)))] for rank in range(ranks)]
     values: Any = [{"state": {}}] * ranks
     how: Any = {"values": values, "ranks_a_part": ranks_a_node, "attempt": attempt}
-    return [committed(store, held, step=step, **how) for step in steps][-1].record
+    return [committed(store, held, step=step, **how) for step in steps][-1]
 
 
 class Hearing(AloneAgreement):
@@ -101,21 +104,27 @@ def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
     bucket = Bucket()
     store: Store = CompressedStore(ObjectStore(bucket))
     record = trained(store, RANKS, 400, ranks_a_node=RANKS_A_NODE)
-    newest = record.name
+    newest, folder = record.name, f"{record.folder}/"
+    catalogue, older = View.of(store).catalogue, []
     for step in (100, 200, 300):
-        older = CommitName(step, newest.attempt, step)
-        bucket.copy(f"{newest.id.data_folder}/", f"{older.id.data_folder}/")
-        store.create(older.path, replace(record, name=older).to_bytes())
+        there = Folder(catalogue.writer, SnapshotId(newest.attempt, step))
+        bucket.copy(folder, f"{there.path}/")
+        older.append(replace(record.manifest, folder=there, step=step))
+        store.create(checkpoint_of(older[-1]).manifest_path, older[-1].to_bytes())
+    listed_first = tuple(map(checkpoint_of, older))
+    catalogue = replace(catalogue, checkpoints=(*listed_first, *catalogue.checkpoints))
+    store.replace(catalogue.path, catalogue.to_bytes())
 
     bucket.taken()
-    name, catalogue = starting.claim(store, HOLDER)
+    view = attempts.settle(View.of(store))
+    name = attempts.next_attempt(view)
+    attempts.reserve(store, name)
     loaded = chosen(store, 0)
-    starting.start(store, name, newest.id, newest.step, RANKS, catalogue)
-    starting.check_started(store, name, newest)
-    listed, folder = bucket.taken(), f"{newest.id.data_folder}/"
+    attempts.begin(view, name, newest.id, newest.step, world=RANKS, owner=HOLDER)
+    listed = bucket.taken()
     assert loaded.snapshot.step == 400
     # Once, before the step is read.
-    assert listed.count(folder) == RANKS + RANKS // RANKS_A_NODE
+    assert listed.count(folder) == RANKS + RANKS // RANKS_A_NODE + 1
     assert sum(each != folder for each in listed) <= MOST_NAMES
 
     loaded = chosen(store, RANKS // 2)
@@ -125,12 +134,12 @@ def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
     assert not any(each.startswith("data/") for each in listed)
 
 
-@pytest.mark.parametrize("kind", ["shard-00003", "part-00002"])
+@pytest.mark.parametrize("kind", ["rank-00003", "node-00002"])
 def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
     bucket = Bucket()
     store = ObjectStore(bucket)
-    newest = trained(store, 4, 300, 400, ranks_a_node=2).name
-    folder = newest.id.data_folder
+    record = trained(store, 4, 300, 400, ranks_a_node=2)
+    newest, folder = record.name, record.folder
     [gone] = [each.name for each in store.list(folder) if each.name.startswith(kind)]
     store.remove(f"{folder}/{gone}")
     choice = StepChoice(store, [], 0, lambda snapshot: None, 1)
@@ -140,7 +149,7 @@ def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
     [said] = choice.refused
     assert f"step {newest.step}" in said
     assert f"{folder}/{gone}: missing" in said
-    assert not any("quarantine" in each.name for each in store.list("commits")), "its bytes may be right"
+    assert not run_view.damaged(store), "its bytes may be right"
     assert chosen(store, 1).snapshot.step == newest.step, "here the vote of rank 0 is not heard"
 
 

@@ -29,7 +29,7 @@ KINDS: dict[str, Callable[[Path], Store]] = {
     "flat": lambda folder: FlatStore(f"flat://{folder}"),
     "compressed": lambda folder: compressing(LocalStore(str(folder)), "zstd"),
 }
-NAMES = [f"shard-0000{number}-5f2c0a1b.safetensors" for number in range(3)]
+NAMES = [f"rank-0000{number}-5f2c0a1b.safetensors" for number in range(3)]
 Files = dict[str, tuple[bytes, Contents]]
 
 

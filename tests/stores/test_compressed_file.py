@@ -41,7 +41,7 @@ from flashckpt.store.compressed_store import (
 from flashckpt.store.local import LocalStore
 from flashckpt.store.read_plan import read_shard
 
-NAME = "shard-00000-5f2c0a1b.safetensors"
+NAME = "rank-00000-5f2c0a1b.safetensors"
 
 
 class Image:
@@ -302,7 +302,7 @@ def test_names() -> None:
     temporary = f".{NAME}.0123456789abcdef.tmp"
     assert plain_name(compressed_name(temporary, 1)) == (temporary, 1)
     numbers = ("", "0", "01", "-1", "+1", str(10**16), "1 ", "\u0663")
-    names = [NAME, "part-0.json.5.zst", ".safetensors.5.zst", *(f"{NAME}.{each}.zst" for each in numbers)]
+    names = [NAME, "node-0.json.5.zst", ".safetensors.5.zst", *(f"{NAME}.{each}.zst" for each in numbers)]
     for name in names:
         assert plain_name(name) is None, name
 

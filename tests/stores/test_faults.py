@@ -151,7 +151,7 @@ def test_a_server_that_refuses_large_reads_for_minutes_costs_no_step(
         kill_keepers(remove_regions=True)
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.2)
     monkeypatch.setattr(step_choice, "_PAUSES_S", (0.0,))
-    proxy.fault = lambda request: "refuse" if "2/" in request.path and "shard-" in request.path else ""
+    proxy.fault = lambda request: "refuse" if "00002/rank-" in request.path else ""
     with pytest.raises(RunError, match="503.*The files may be intact"):
         flashckpt.attach(url, every=None, options=options, **weights)
     assert any(request.status == 503 for request in proxy.requests)
@@ -266,8 +266,8 @@ def test_a_missing_right_to_delete_is_reported_before_a_run_begins(
         in caplog.text
     )
     with pytest.raises(PermissionError, match="these credentials may not do that"):
-        store.remove_files(["run.json", "other.json"])
-    assert store.exists("run.json")
+        store.remove_files(["catalogue/000000001", "catalogue/other"])
+    assert store.exists("catalogue/000000001")
 
 
 def test_a_server_that_overwrites_is_detected_before_a_run_begins(
@@ -278,7 +278,7 @@ def test_a_server_that_overwrites_is_detected_before_a_run_begins(
     proxy.fault = lambda request: "overwrite"
     with pytest.raises(RunError, match="overwrites"):
         run_view.make(store)
-    assert [entry.name for entry in store.list("")] == ["run.json"], "it has cleared up"
+    assert [entry.name for entry in store.list("")] == ["catalogue"], "it has cleared up"
 
 
 @pytest.mark.parametrize(

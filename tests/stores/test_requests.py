@@ -6,19 +6,17 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 
-from flashckpt.commit import lineage, starting
-from flashckpt.commit.attempts import local_owner, newest_claimed, open_run
-from flashckpt.commit.catalogue import Catalogue
+from flashckpt.commit import lineage
 from flashckpt.commit.verification import verify
-from flashckpt.format.names import CommitName, SnapshotId, part_name, shard_name
-from flashckpt.format.records import CommitRecord, FileRecord, PartRecord
+from flashckpt.commit.view import View, open_run
+from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.options import Keep
 from flashckpt.persist.deletions import Deletions
 from flashckpt.persist.job import JobState
@@ -29,6 +27,7 @@ from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.threads import Worker
+from tests.commit.runs import commit
 from tests.keeper.fake import FakeTrainer
 from tests.keeper.test_keeper_constants import alone as alone
 from tests.keeper.test_keeper_constants import order
@@ -51,10 +50,9 @@ class Counted:
         return sum(each.num_bytes for each in self._proxy.requests)
 
     def taken(self) -> Counter[str]:
-        """Requests since the last call, without the periodic ones for run.json."""
+        """Requests since the last call."""
         found, self._proxy.requests[:] = [*self._proxy.requests], []
-        kinds = [self._kind(each.method, unquote(each.path)) for each in found]
-        return Counter(kind for kind in kinds if "run.json" not in kind)
+        return Counter(self._kind(each.method, unquote(each.path)) for each in found)
 
     @staticmethod
     def _kind(method: str, path: str) -> str:
@@ -63,7 +61,8 @@ class Counted:
         if path.endswith("?delete"):
             return "delete"
         name = path.rpartition("/")[2]
-        return f"{method.lower()} " + re.sub(r"-.*(?=\.)|^\d+", "", name)
+        file = "version" if "/catalogue/" in path else re.sub(r"-.*(?=\.)|^\d+", "", name)
+        return f"{method.lower()} {file}"
 
 
 @pytest.fixture
@@ -80,50 +79,51 @@ def run(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> It
 @contextmanager
 def deleting(node: Node) -> Iterator[Deletions]:
     worker = Worker("deletions", os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-    writer = Writer(node.store, "4567cdef")
-    yield Deletions(node.store, node.regions, node.ledger, worker, writer, lambda name, count: None)
+    yield Deletions(node.store, node.ledger, worker, lambda name, count: None)
     worker.close()
 
 
 def test_a_commit_and_the_deletion_of_an_old_step(run: Counted, tmp_path: Path) -> None:
-    attempt = begun(run.store, 1)
+    attempt, keep = begun(run.store, 1), Keep(last=2)
     node = Node(run.store, tmp_path / "node", attempt, (0,), 1)
+    node.queue.set_trainers([replace(each, keep=keep) for each in node.trainers])
     try:
         with deleting(node) as deletions:
             for step in (1, 2, 3, 4):
-                newest_claimed(run.store.at_once())  # as each round of a keeper does
                 run.taken()
                 node.seal(step)
                 node.run()
                 assert node.told[-1] == (step, JobState.COMMITTED)
                 saved = run.taken()
-                name = CommitName(step, attempt, step)
-                deletions.committed(name, Keep(last=2), node.outcomes[-1].catalogue)
+                outcome = node.outcomes[-1]
+                assert outcome.view is not None
+                deletions.committed(CommitName(step, attempt, step), keep, outcome.view, outcome.dropped)
                 while deletions.is_pending:
-                    deletions.next(0.0)
+                    deletions.next()
                     deletions.worker.wait()
                     deletions.worker.collect()
                 deleted = run.taken()
         node.ledger.close()
     finally:
         node.close()
-    assert Catalogue.of(run.store).visible() == (CommitName(3, attempt, 3), CommitName(4, attempt, 4))
-    assert saved.pop("put shard.safetensors") == 1, "the data"
+    assert View.of(run.store).visible() == (CommitName(3, attempt, 3), CommitName(4, attempt, 4))
+    assert saved.pop("put rank.safetensors") == 1, "the data"
     for found in (saved, deleted):
         for each in [each for each in found if "jsonl" in each]:
             del found[each]
     assert saved == {
-        "put part.json": 1,
-        "list attempts": 2,  # check for newer starts before the record and for newer claims after it
-        "put .json": 1,  # the record
-        "list commits": 1,  # no tombstone
-        "list data": 1,  # all files are there
+        "put node.json": 1,
+        "put manifest.json": 1,
+        "put version": 1,
+        "list catalogue": 2,  # the newest version, before the commit and after it
+        "list data": 2,  # all files are there, and all of the step before, which retention keeps
+        "get manifest.json": 1,
     }
-    assert saved.total() == 6
+    assert saved.total() == 8, "six, and two for what retention counts"
     assert deleted == {
-        "put .tombstone": 1,
-        "list attempts": 1,  # whether a newer one has claimed
-        "delete": 2,  # shards and parts; record and tombstone
+        "list catalogue": 1,  # it is still this run
+        "list data": 3,  # writers, their folders, and what is in that of the old step
+        "delete": 1,
     }
 
 
@@ -133,7 +133,6 @@ def test_constants_are_sent_once_per_run(run: Counted, alone: FakeTrainer) -> No
     assert constants is not None
 
     def saved(step: int, writer: Writer) -> tuple[int, Counter[str]]:
-        newest_claimed(run.store.at_once())
         run.taken()
         assert writer.persist(order(alone, step)).state is JobState.COMMITTED
         return run.sent_bytes(), run.taken()
@@ -142,8 +141,7 @@ def test_constants_are_sent_once_per_run(run: Counted, alone: FakeTrainer) -> No
     writer = Writer(run.store, "0123abcd")
     assert saved(1, writer)[0] > constants.num_bytes + alone.layout.num_bytes
     of_own = saved(2, writer)
-    alone.attempt, catalogue = starting.claim(run.store, local_owner())
-    starting.start(run.store, alone.attempt, SnapshotId(first, 2), 2, 1, catalogue)
+    alone.attempt = begun(run.store, 1, CommitName(2, first, 2))
     writer = Writer(run.store, "4567cdef")
     once, taken = saved(3, writer)
     assert abs(once - of_own[0]) < 1000
@@ -152,13 +150,12 @@ def test_constants_are_sent_once_per_run(run: Counted, alone: FakeTrainer) -> No
     assert of_older[1] == of_own[1]
     assert abs(of_older[0] - of_own[0]) < 1000
     assert of_own[1] == {
-        "put shard.safetensors": 1,
-        "list frozen": 3,  # before the part; tombstones, then instances, before the record
-        "put part.json": 1,
-        "list attempts": 2,
-        "put .json": 1,
-        "list commits": 1,
-        "list data": 1,
+        "put rank.safetensors": 1,
+        "put node.json": 1,
+        "put manifest.json": 1,
+        "put version": 1,
+        "list catalogue": 2,
+        "list data": 2,  # of the step, and of the folder that has the constants
     }
     assert verify(run.store).ok
 
@@ -176,22 +173,15 @@ def test_simultaneous_ledger_lines_are_one_request(run: Counted) -> None:
 
 
 @pytest.mark.parametrize("num_steps", [400, pytest.param(1000, marks=pytest.mark.long)])
-def test_one_listing_covers_all_steps(num_steps: int, run: Counted, s3_server: S3Server, bucket: str) -> None:
+def test_one_version_covers_all_steps(num_steps: int, run: Counted, s3_server: S3Server, bucket: str) -> None:
     attempt = begun(run.store, 1)
     directly = ObjectStore(ObstoreClient(f"s3://{bucket}/run", s3_server.options()))
 
-    row = PartRecord(file=part_name(0), num_bytes=1, checksum="0" * 32)
-    shard = FileRecord(file=shard_name(0, "5f2c0a1b"), num_bytes=1)
-
-    def make(step: int) -> None:
-        made = CommitRecord(name=CommitName(step, attempt, step), world=1, parts=(row,), shards=(shard,))
-        directly.replace(made.name.path, made.to_bytes())
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(make, range(1, num_steps + 1)))
+    first = commit(directly, 1, attempt).view.catalogue
+    [made] = first.checkpoints
+    many = tuple(replace(made, id=SnapshotId(attempt, step), step=step) for step in range(1, num_steps + 1))
+    directly.replace(first.path, replace(first, checkpoints=many, committed=many[-1].id).to_bytes())
     run.taken()
     assert lineage.steps(run.store) == [*range(1, num_steps + 1)]
-    # One file per step, a thousand names per page, and an empty page. No record is read.
-    taken = run.taken()
-    assert taken.pop("list commits") <= 1 + -(-num_steps // 1000)
-    assert set(taken) <= {"list attempts", "get start.json"}
+    # The version is known to be the newest one because a second listing has no newer one.
+    assert run.taken() == {"list catalogue": 2, "get version": 1}

@@ -75,5 +75,7 @@ def test_a_copy_through_a_server_that_loses_answers(
     assert copy_run(remote, back, all_steps=True).ok
     assert run_view.visible(back) == run_view.visible(source)
     for path in (tmp_path / "run").rglob("*.safetensors"):
-        name = path.relative_to(tmp_path / "run")
-        assert (tmp_path / "back" / name).read_bytes() == path.read_bytes()
+        [copied] = (tmp_path / "back").rglob(
+            path.name
+        )  # frozen leaves lie with the step that was copied first
+        assert copied.read_bytes() == path.read_bytes()

@@ -22,7 +22,7 @@ __all__ = ["cache", "reference", "references"]
 pytestmark = pytest.mark.process
 
 # Both ends of a commit, and a trainer's death before its keeper knows of it.
-_FEW = {("part.linked", "both"), ("manifest.linked", "who is there"), ("start.written", "both")}
+_FEW = {("part.linked", "both"), ("version.created", "who is there"), ("start.written", "both")}
 
 
 def _marked(few: bool, *values: str) -> object:

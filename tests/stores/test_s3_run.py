@@ -49,7 +49,7 @@ def test_the_keeper_reports_a_newer_attempt(
     s3_server: S3Server, bucket: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a listing costs a request, not every rank lists for itself."""
-    monkeypatch.setattr(keeper_link, "_CLAIMS_BESIDE_KEEPER_S", 1e9)
+    monkeypatch.setattr(keeper_link, "_LISTED_BESIDE_KEEPER_S", 1e9)
     url, options = f"s3://{bucket}/run", flashckpt.Options(storage_options=s3_server.options())
     weights = {"w": torch.zeros(1000)}
 

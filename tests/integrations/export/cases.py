@@ -232,7 +232,7 @@ def case_untied(home: Path) -> None:
 
 def case_damaged(home: Path) -> None:
     trained(home / "run", llama())
-    path = next(home.glob("run/data/*/*/shard-*"))
+    path = next(home.glob("run/data/*/*/rank-*"))
     with open(path, "r+b") as file:
         file.seek(-3, os.SEEK_END)
         byte = file.read(1)[0]

@@ -9,7 +9,7 @@ import pytest
 
 from flashckpt.store.base import Store
 from tests.contracts.store_contract import OneProcessContract, shard
-from tests.protocol.memory_store import FolderStore, LiveServer, object_store
+from tests.stores.memory_store import FolderStore, LiveServer, object_store
 
 __all__ = ["shard"]
 

@@ -1,0 +1,198 @@
+"""A run as one version of its catalogue shows it: its checkpoints, its newest attempt, their history.
+
+A View is immutable and answers without requests. A checkpoint that is listed need not be whole: `is_whole` in
+steps.py looks at its files.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from flashckpt.catalogue.changes import (
+    bases,
+    is_visible,
+    lineage_of,
+    parent_of,
+    visible,
+)
+from flashckpt.catalogue.home import Home
+from flashckpt.catalogue.requests import Stores
+from flashckpt.errors import NoSuchStepError, RunError, UnusableRunError
+from flashckpt.format.catalogue import (
+    CATALOGUE,
+    EMPTY,
+    NO_ATTEMPT,
+    Catalogue,
+    Checkpoint,
+    Folder,
+    Lineage,
+    folders_of,
+)
+from flashckpt.format.names import ATTEMPT, DATA, MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
+from flashckpt.store.base import Store
+
+HOME = Home()
+
+
+def newest_version(store: Store, known: Catalogue = EMPTY) -> Catalogue:
+    """The newest version of the catalogue, EMPTY if there is none. `known`: a version in hand, which need not
+    be read again. RunError if another run, or an older catalogue, has replaced it; DamagedError."""
+    return Stores({HOME.store: store}).run(HOME.newest(known))
+
+
+@dataclass(frozen=True)
+class View:
+    """One version of a run's catalogue, and the store that it was read from."""
+
+    catalogue: Catalogue
+    store: Store = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, store: Store, known: Catalogue = EMPTY) -> View:
+        """Read the newest version. `known`: as of `newest_version`."""
+        return cls(newest_version(store, known), store)
+
+    @property
+    def run_id(self) -> str:
+        return self.catalogue.run_id
+
+    @property
+    def attempt(self) -> AttemptName | None:
+        """The newest attempt that has begun."""
+        return None if self.catalogue.attempt == NO_ATTEMPT else self.catalogue.attempt
+
+    @property
+    def parent(self) -> SnapshotId | None:
+        """The snapshot that the newest attempt has resumed, None for a fresh run."""
+        return parent_of(self.catalogue)
+
+    @property
+    def lineage(self) -> Lineage:
+        """The newest attempt and its ancestors, each with its last visible boundary, newest first."""
+        attempt = self.attempt
+        if attempt is None:
+            return ()
+        return (SnapshotId(attempt, MAX_BOUNDARY), *lineage_of(self.catalogue, attempt))
+
+    @property
+    def checkpoints(self) -> tuple[CommitName, ...]:
+        """All checkpoints, of any branch, oldest first."""
+        return tuple(sorted(map(name_of, self.catalogue.checkpoints)))
+
+    def visible(self) -> tuple[CommitName, ...]:
+        """The checkpoints in the history of the newest attempt, oldest first."""
+        return tuple(map(name_of, visible(self.catalogue)))
+
+    def newest_first(self) -> list[CommitName]:
+        return list(self.visible()[::-1])
+
+    def checkpoint(self, id: SnapshotId) -> Checkpoint | None:
+        """The checkpoint of a snapshot, visible or not."""
+        return next((each for each in self.catalogue.checkpoints if each.id == id), None)
+
+    def named(self, id: SnapshotId) -> CommitName | None:
+        found = self.checkpoint(id)
+        return None if found is None else name_of(found)
+
+    def has(self, name: CommitName) -> bool:
+        return self.named(name.id) == name
+
+    def is_in_lineage(self, id: SnapshotId) -> bool:
+        """Whether the newest attempt descends from this snapshot."""
+        return is_visible(self.catalogue, id)
+
+    @property
+    def damaged(self) -> dict[SnapshotId, str]:
+        """The checkpoints that failed two verifications, each with host and reason."""
+        return dict(self.catalogue.damaged)
+
+    @property
+    def bases(self) -> frozenset[Folder]:
+        """The folders whose frozen files a new part may name."""
+        return bases(self.catalogue)
+
+    def attempts(self) -> list[AttemptName]:
+        """The attempts that the catalogue knows, oldest first: it forgets those that left no checkpoint."""
+        found = {attempt for attempt, _ in self.catalogue.lineages}
+        found |= {each.attempt for _, lineage in self.catalogue.lineages for each in lineage}
+        return sorted(found)
+
+
+def name_of(checkpoint: Checkpoint) -> CommitName:
+    return CommitName(checkpoint.step, checkpoint.id.attempt, checkpoint.id.boundary)
+
+
+def open_run(store: Store, create: bool, run_id: str = "") -> View:
+    """Return the run in a store. `create`: the caller will train it; if there is no run, make an empty one,
+    with this id if one is given.
+
+    Raises NoSuchStepError if there is no run and none is made, UnusableRunError if there are files of
+    checkpoints without a catalogue, FormatError for another format, DamagedError, RunError if `create` and
+    the storage overwrites.
+    """
+    if create:
+        check_place(store)
+        made = Stores({HOME.store: store}).run(HOME.make(run_id or secrets.token_hex(8)))
+        return View(made, store)
+    try:
+        view = View.of(store)
+    except NotADirectoryError as error:
+        raise NoSuchStepError(
+            f"{store.url} is no run: it is a file, or a folder above it is one. Nothing was changed. Name "
+            f"the folder that has {CATALOGUE}/ in it.",
+            path=store.url,
+        ) from error
+    if view.catalogue.version:
+        return view
+    if writers_in(store):
+        raise UnusableRunError(
+            f"{store.url} holds snapshots and no catalogue. Nothing was changed, and it is not taken for a "
+            f"fresh run. Put its {CATALOGUE}/ back. If it is lost, `flashckpt recover {store.url}` makes "
+            "another from the checkpoints that are whole. To train anew, choose another folder.",
+            path=store.url,
+        )
+    raise NoSuchStepError(
+        f"{store.url} is no run: it has no {CATALOGUE}/. Nothing was changed. Check the path.", path=store.url
+    )
+
+
+def has_run(store: Store) -> bool:
+    """Whether there is a catalogue, which need not be readable. One listing."""
+    return any(not each.is_folder for each in store.list(CATALOGUE))
+
+
+def check_trainable(store: Store) -> None:
+    """RunError if the storage is one that a run is not trained on."""
+    if not store.capabilities.trainable:
+        raise RunError(
+            f"{store.url}: runs are not trained on {store.url.partition(':')[0]}://. Nothing was changed. "
+            "Train in a folder, or on s3://, gs:// or az://, and give this URL as remote=: the keeper copies "
+            f"steps there. `flashckpt copy {store.url} RUN` copies the run that is there.",
+            path=store.url,
+        )
+
+
+def check_place(store: Store) -> None:
+    """Raise RunError or OSError if a run cannot be written to this storage."""
+    if not store.capabilities.conditional_create:
+        raise RunError(
+            f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
+            "overwrite another's. Nothing was changed. Use another storage for the run.",
+            path=store.url,
+        )
+    store.check()
+
+
+def writers_in(store: Store) -> list[AttemptName]:
+    """The attempts that have a folder in data/, oldest first."""
+    found = (AttemptName.parse(each.name) for each in store.list(DATA, ATTEMPT) if each.is_folder)
+    return sorted(name for name in found if name is not None)
+
+
+def folders_in(store: Store) -> Iterator[Folder]:
+    """Every folder of a snapshot, of each writer, oldest first."""
+    for writer in writers_in(store):
+        names = (each.name for each in store.list(f"{DATA}/{writer}") if each.is_folder)
+        yield from folders_of(writer, names)

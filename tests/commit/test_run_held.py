@@ -1,0 +1,239 @@
+"""One job at a time, without a clock: who is refused, who is watched, who may go."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashckpt.commit import attempts
+from flashckpt.commit.attempts import Probe, beat, check_not_held, local_owner, mark_ended
+from flashckpt.commit.view import View
+from flashckpt.errors import RunHeldError
+from flashckpt.format.names import AttemptName, alive_path
+from flashckpt.format.owner import Owner
+from flashckpt.options import Environment
+from flashckpt.store.local import LocalStore
+from tests import run_view
+from tests.commit.runs import new_run
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return new_run(tmp_path / "run")
+
+
+def owner(tmp_path: Path, **other: object) -> Owner:
+    return replace(local_owner(str(tmp_path), "trainer-1", job_id="job"), **other)  # type: ignore[arg-type]
+
+
+def never(runtime: str, lock: str) -> bool:
+    raise AssertionError("no lock is asked for on another machine")
+
+
+def free(runtime: str, lock: str) -> bool:
+    return False
+
+
+class Beats:
+    """Sleeps by letting the other job do something, and counts how often it was asked to."""
+
+    def __init__(self, act: Callable[[int], object] = lambda count: None) -> None:
+        self.count, self.act = 0, act
+
+    def __call__(self, seconds: float) -> None:
+        self.count += 1
+        self.act(self.count)
+
+
+def moving(store: LocalStore, name: AttemptName) -> Beats:
+    return Beats(lambda count: beat(store, name, count))
+
+
+def is_held(store: LocalStore, me: Owner, probe: Probe | None, sleep: Beats, match: str = "is held") -> bool:
+    try:
+        check_not_held(store, me, probe, sleep=sleep)
+    except RunHeldError as error:
+        return re.search(match, str(error)) is not None
+    return False
+
+
+def test_nobody_yet_and_nobody_that_trains(store: LocalStore, tmp_path: Path) -> None:
+    assert not is_held(store, owner(tmp_path), never, Beats())
+    view, sleep = View.of(store), Beats()
+    attempts.begin(view, attempts.next_attempt(view), None, 0)
+    assert not is_held(store, owner(tmp_path), never, sleep)
+    assert sleep.count == 0
+
+
+def test_a_held_lock_refuses_at_once(store: LocalStore, tmp_path: Path) -> None:
+    name, asked, sleep = run_view.begin(store, owner=owner(tmp_path)), list[tuple[str, str]](), Beats()
+
+    def probe(runtime: str, lock: str) -> bool:
+        asked.append((runtime, lock))
+        return True
+
+    says = f"{name}.*process {os.getpid()} on this machine"
+    assert is_held(store, owner(tmp_path, restart_count=1), probe, sleep, says)
+    assert asked == [(str(tmp_path), "trainer-1")]
+    assert sleep.count == 0
+
+
+def test_a_free_lock_is_dead_without_watching(store: LocalStore, tmp_path: Path) -> None:
+    sleep = moving(store, run_view.begin(store, owner=owner(tmp_path)))
+    assert not is_held(store, owner(tmp_path), free, sleep)
+    assert sleep.count == 0
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.process
+def test_a_lock_without_a_name_is_not_free_while_its_process_lives(
+    store: LocalStore, tmp_path: Path, child: subprocess.Popen[bytes]
+) -> None:
+    name = run_view.begin(store, owner=owner(tmp_path, pid=child.pid))
+
+    def taken_again(runtime: str, lock: str) -> bool:
+        was_there = (tmp_path / lock).exists()
+        (tmp_path / lock).touch()  # right after it was asked for
+        return was_there
+
+    assert is_held(store, owner(tmp_path), free, moving(store, name), str(name))
+    still = Beats()
+    assert not is_held(store, owner(tmp_path), free, still), "the pid is another's by now"
+    assert still.count > 1
+    assert is_held(store, owner(tmp_path), taken_again, moving(store, name), str(name))
+    dead = moving(store, name)
+    assert not is_held(store, owner(tmp_path), free, dead), "its lock is there, and free"
+    (tmp_path / "trainer-1").unlink()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not is_held(store, owner(tmp_path), free, dead), "dead, though nobody has waited for it yet"
+    child.wait()
+    assert not is_held(store, owner(tmp_path), free, dead), "gone"
+    assert dead.count == 0, "nothing is watched where it is plain that it is dead"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_where_nothing_tells_whether_the_process_lives_the_counter_does(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuses(pid: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pidfd_open", refuses)
+    name, still = run_view.begin(store, owner=owner(tmp_path, pid=os.getppid())), Beats()
+    assert not is_held(store, owner(tmp_path), free, still)
+    assert still.count > 1
+    assert is_held(store, owner(tmp_path), free, moving(store, name), str(name))
+
+
+@pytest.mark.parametrize("difference", [{"boot_id": "other"}, {"runtime": "/other"}, {"runtime_id": "0:0"}])
+def test_elsewhere_the_counter_is_watched(
+    store: LocalStore, tmp_path: Path, difference: dict[str, str]
+) -> None:
+    name = run_view.begin(store, owner=owner(tmp_path, host="node-7", job_id="", **difference))
+    me, moves, still = owner(tmp_path, restart_count=3), moving(store, name), Beats()
+    assert is_held(store, me, never, moves, f"{name}.*node-7")
+    assert moves.count == 1
+    assert not is_held(store, me, never, still)
+    assert still.count > 1
+    Path(store.local_path(alive_path(name))).write_bytes(b"")
+    assert not is_held(store, me, never, Beats()), "damaged, and it stands still"
+    assert is_held(store, me, never, Beats(lambda count: count == 3 and beat(store, name, 1)))
+
+
+@pytest.mark.parametrize("how", ["closed", "dead"])
+def test_an_ended_attempt_needs_no_watching(store: LocalStore, tmp_path: Path, how: str) -> None:
+    name, sleep = run_view.begin(store, owner=owner(tmp_path, boot_id="other")), Beats()
+    beat(store, name, 5)
+    ending = Beats(lambda count: count == 2 and mark_ended(store, name, how))  # type: ignore[arg-type]
+    assert not is_held(store, owner(tmp_path), never, ending)
+    assert ending.count == 2, "it ends while it is watched"
+    assert not is_held(store, owner(tmp_path), never, sleep)
+    assert sleep.count == 0
+
+
+def test_an_attempt_that_begins_during_the_watch_is_looked_at(store: LocalStore, tmp_path: Path) -> None:
+    run_view.begin(store, owner=owner(tmp_path, boot_id="other"))
+    begun: list[AttemptName] = []
+
+    def act(count: int) -> None:
+        if not begun:
+            begun.append(run_view.begin(store, owner=owner(tmp_path, boot_id="third", host="node-9")))
+        elif count > 6:
+            beat(store, begun[0], count)
+
+    assert is_held(store, owner(tmp_path), never, Beats(act), "node-9")
+
+
+def started_by(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, host: str, **variables: str) -> Owner:
+    """A trainer on another node as its environment describes it."""
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = Environment.read()
+    return owner(tmp_path, boot_id=host, host=host, job_id=found.job_id, restart_count=found.restart_count)
+
+
+@pytest.mark.parametrize("run_id", ["none", "", "100", "gpt"])
+def test_a_second_job_of_torchrun_is_refused_after_its_restart_too(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_id: str
+) -> None:
+    """Two jobs may have one id, and the count of restarts rises where a job was refused."""
+    variables = {"TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": "0"}
+    name = run_view.begin(store, owner=started_by(monkeypatch, tmp_path, "first", **variables))
+    for count in ("0", "1", "2"):
+        variables["TORCHELASTIC_RESTART_COUNT"] = count
+        second = started_by(monkeypatch, tmp_path, "second", **variables)
+        assert is_held(store, second, never, moving(store, name), f"{name}.*first")
+
+
+def test_slurm_tells_a_restart_from_another_job(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for ranks that torchrun has restarted, in either of them."""
+    job = {"SLURM_CLUSTER_NAME": "a", "SLURM_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}
+    name = run_view.begin(store, owner=started_by(monkeypatch, tmp_path, "first", **job))
+    sleep = moving(store, name)
+    requeued = {**job, "SLURM_RESTART_COUNT": "1", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert not is_held(store, started_by(monkeypatch, tmp_path, "second", **requeued), never, sleep)
+    assert sleep.count == 0
+    for other in (
+        {**job, "TORCHELASTIC_RESTART_COUNT": "3"},
+        {**requeued, "SLURM_CLUSTER_NAME": "b"},
+        {**requeued, "SLURM_JOB_ID": "8"},
+    ):
+        assert is_held(store, started_by(monkeypatch, tmp_path, "second", **other), never, sleep)
+
+
+def test_the_log_says_what_is_waited_for_and_escapes_it(
+    store: LocalStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = run_view.begin(store, owner=owner(tmp_path, boot_id="other", host="\x1b[2Jnode"))
+    said: list[int] = []
+    with caplog.at_level(logging.WARNING):
+        check_not_held(
+            store, owner(tmp_path), never, watch_s=40.0, sleep=lambda _: said.append(len(caplog.messages))
+        )
+    assert said[0] == 1, "before the first pause"
+    assert len(caplog.messages) == 3, "at the start, and every 15 s"
+    says = rf"{name} .*\\x1b\[2Jnode.*until \d\d:\d\d:\d\d"
+    assert all(re.search(says, each) for each in caplog.messages)
+    assert "\x1b" not in caplog.text
