@@ -345,8 +345,8 @@ class Home(Versions):
                 catalogue = moved.catalogue
 
     def make(self, run_id: str) -> Steps[Catalogue]:
-        """Return the newest version. Make an empty run if there is none. UnusableRunError if there are files
-        of checkpoints and no catalogue."""
+        """Return the newest version. Make an empty run if the store has no version. UnusableRunError if there
+        are files of checkpoints and no catalogue."""
         catalogue = yield from self.newest()
         if not catalogue.version and (yield from self._writers_with_files(catalogue)):
             raise files_without_catalogue()

@@ -3,7 +3,7 @@
 What holds for a home holds for a mirror. A session that copies is its writer: it copies into a folder of its
 own, and commits in ascending order, so deletion is as safe there. Each checkpoint has a session. A session
 that was superseded gives up its checkpoint, and the copier goes on with the next checkpoint. If it tried the
-same one again, two copiers could supersede each other for ever.
+same checkpoint again, two copiers could supersede each other for ever.
 """
 
 from __future__ import annotations

@@ -37,8 +37,11 @@ HOME = Home()
 
 
 def newest_version(store: Store, known: Catalogue = EMPTY) -> Catalogue:
-    """The newest version of the catalogue, EMPTY if there is none. `known`: a version in hand, which need not
-    be read again. RunError if another run, or an older catalogue, has replaced it; DamagedError."""
+    """Return the newest version of the catalogue. Return EMPTY if the store has no version.
+
+    `known`: a version that the caller has, which this function does not read again. RunError if another run,
+    or an older catalogue, has replaced it; DamagedError.
+    """
     return Stores({HOME.store: store}).run(HOME.newest(known))
 
 

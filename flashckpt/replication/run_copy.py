@@ -313,13 +313,18 @@ class StepCopier:
                     raise _damaged(self._source, path, wrong, step)
                 if is_beside:
                     self._target.remove(there)
-                    self._target.copy(name, there)
+                    if not self._target.copy(name, there) and not self._target.exists(there):
+                        self._write_again(there, contents, descriptor)  # a store without links
                     self._target.remove(name)
             except BaseException:
                 with suppress(OSError):
                     self._target.remove(name)
                 raise
         return contents.shard.num_bytes if written.stored_bytes is None else written.stored_bytes
+
+    def _write_again(self, path: str, contents: Contents, descriptor: int) -> None:
+        """Write an image that was compared with its record just now."""
+        self._target.write_shard(path, contents.layout(), MemoryRange(descriptor, 0), threads=self._threads)
 
     def _unlike(self, name: str, contents: Contents, written: Written) -> str:
         """The difference between the written bytes and the record, in words; empty if they are equal."""

@@ -76,7 +76,7 @@ def test_branch_is_refused_while_a_trainer_lives_on_this_machine(
         assert str(run_view.local_owner().pid) in held.err, "the message names the process that began it"
         assert len(run_view.attempts(run.store)) == 1
         trainer.kill()
-    # The same attempt, and nobody holds its lock any more.
+    # The same attempt; its lock is free.
     assert shell("branch", run.folder, 10).code == 0
     assert len(run_view.attempts(run.store)) == 2
 

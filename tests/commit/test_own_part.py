@@ -1,4 +1,4 @@
-"""A rank reads the manifest and its own part, however many others there are. Damage is told as ever."""
+"""A rank reads the manifest and its own part alone. Damage of that part is an error."""
 
 from __future__ import annotations
 

@@ -121,7 +121,9 @@ def test_a_lock_without_a_name_is_not_free_while_its_process_lives(
     (tmp_path / "trainer-1").unlink()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not is_held(store, owner(tmp_path), free, dead), "dead, though nobody has waited for it yet"
+    assert not is_held(store, owner(tmp_path), free, dead), (
+        "it is dead, and its parent has not read its status"
+    )
     child.wait()
     assert not is_held(store, owner(tmp_path), free, dead), "gone"
     assert dead.count == 0, "nothing is watched where it is plain that it is dead"

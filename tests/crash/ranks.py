@@ -310,7 +310,7 @@ class RanksJob:
         return found
 
     def _shape(self) -> list[tuple[str, int]]:
-        """All data files and versions: a keeper may commit and delete while they are looked at."""
+        """List all data files and versions. A keeper may commit and delete meanwhile."""
         found = []
         walked = (each for top in ("data", "catalogue") for each in os.walk(self.run / top))
         for folder, _, names in walked:

@@ -1,5 +1,5 @@
-"""A newer attempt begins while a step is committed: nobody is told that it is committed whom a resume would
-prove wrong."""
+"""A newer attempt begins while a keeper commits a step. The keeper reports the step as committed only if the
+newer attempt sees it."""
 
 from __future__ import annotations
 

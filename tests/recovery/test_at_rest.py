@@ -139,7 +139,7 @@ def test_a_damaged_part_keeps_its_shards(store: LocalStore, run: Path) -> None:
     report = recovered(run)
     assert rows(report) == []
     assert visible(store) == [1]
-    assert shard_of(run, 2, attempt).exists(), "nobody knows that it is not needed"
+    assert shard_of(run, 2, attempt).exists(), "a checkpoint may need it"
     assert report.resume is not None
     assert report.resume.step == 1
 

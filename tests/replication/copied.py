@@ -115,7 +115,7 @@ def of_step(folder: Path) -> dict[str, bytes]:
 
 
 def in_folder_of(id: SnapshotId, path: Path) -> bool:
-    """Whether a file lies in a folder of this snapshot, whoever wrote it."""
+    """Whether a file lies in a folder of this snapshot, of any writer."""
     return f"/{id.attempt}.{id.boundary:020d}/" in unquote(str(path))
 
 
