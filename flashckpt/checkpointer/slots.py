@@ -168,7 +168,8 @@ class Slots:
     def adopt(self) -> None:
         """At a boundary, let captures write to the ready slots, and release the present ones. Their newest
         snapshot is persisted, since nothing could request that later."""
-        given, old = self._given, self.ring
+        with self._handover:  # the slots and their owners belong together
+            given, owners, old = self._given, self._owners, self.ring
         if given is None:
             return
         request, slots = given
@@ -182,7 +183,7 @@ class Slots:
         ring.incomplete = self.incomplete
         if complete is not None:
             ring.set_complete(*complete)  # newer than when these were made
-        self._capture.set_slots(ring, self._owners)  # waits for the copies into the old ones
+        self._capture.set_slots(ring, owners)  # waits for the copies into the old ones
         newest = self._own(old.newest_sealed()) if old is not None else None
         if newest is not None:
             if not self.complete[0]:  # otherwise the snapshot that all ranks have stays in its slot
