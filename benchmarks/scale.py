@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from flashckpt._native import xxh3_128
+from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts, commit_step, lineage, steps
 from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.commit_step import KEEP_ALL
@@ -132,9 +133,9 @@ class Simulation:
         self.store = LocalStore(str(folder))
 
     def make(self) -> None:
-        view = open_run(self.store, create=True)
-        name = attempts.next_attempt(view)
-        attempts.begin(view, name, None, 0, world=self.world, owner=local_owner())
+        opened = attempts.settle(open_run(self.store, create=True))
+        name = attempts.next_attempt(opened)
+        attempts.begin(opened.view, name, (), Launch(world=self.world, owner=local_owner()))
         for step in STEPS:
             self._make_step(step, name)
 
@@ -287,14 +288,14 @@ def reshard(run: Simulation) -> Callable[[], object]:
 def read_manifest(run: Simulation) -> Callable[[], object]:
     """Of that, the manifest."""
     name = run.name(STEPS[-1])
-    return lambda: steps.read_checkpoint(View.of(run.store), name)
+    return lambda: steps.read_checkpoint(run.store, steps.committed(View.of(run.store), name))
 
 
 def candidates(run: Simulation) -> Callable[[], object]:
     """What rank 0 does to know which steps there are."""
 
     def operation() -> None:
-        assert len(lineage.next_start(run.store).candidates) >= 2
+        assert len(lineage.next_start(View.of(run.store)).candidates) >= 2
 
     return operation
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from flashckpt.catalogue.changes import is_newer
+from flashckpt.catalogue.changes import Launch, ancestry, is_newer
 from flashckpt.catalogue.home import checkpoint_of
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import assets as _assets
@@ -22,7 +22,7 @@ from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.commit.view import HOME, View, folders_in, open_run, writers_in
 from flashckpt.commit.view import has_run as _has_run
-from flashckpt.format.catalogue import CATALOGUE, Folder
+from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.owner import Owner
@@ -59,7 +59,7 @@ def damaged(store: Store) -> list[CommitName]:
 
 def resumed(store: Store) -> CommitName:
     """The checkpoint that a start would resume."""
-    return lineage.next_start(store).candidates[0].name
+    return lineage.next_start(View.of(store)).candidates[0].name
 
 
 def read(store: Store, name: CommitName, ranks: Collection[int] | None = None) -> Record:
@@ -130,7 +130,7 @@ def steps(store: Store) -> list[int]:
 
 def passed_over(store: Store) -> list[str]:
     """What a start would say of each newer snapshot that it does not resume."""
-    return [str(each) for each in lineage.next_start(store).passed_over]
+    return [str(each) for each in lineage.next_start(View.of(store)).passed_over]
 
 
 def this_host() -> str:
@@ -202,11 +202,31 @@ def begin(
     owner: Owner | None = None,
 ) -> AttemptName:
     """Begin an attempt that resumes `parent`, which has this step number. Does not look for a living job."""
-    view = _attempts.settle(View.of(store))
-    name = _attempts.next_attempt(view)
+    name = next_name(store)
     _attempts.reserve(store, name)
-    _attempts.begin(view, name, parent, step, world=world, owner=owner or local_owner())
+    begin_as(View.of(store), name, parent, step, world=world, owner=owner or local_owner())
     return name
+
+
+def next_name(store: Store, above: int = 0) -> AttemptName:
+    """The name that a start takes, once it has committed whole snapshots."""
+    return _attempts.next_attempt(_attempts.settle(View.of(store)), above)
+
+
+def begin_as(
+    seen: View,
+    name: AttemptName,
+    parent: SnapshotId | None = None,
+    step: int = 0,
+    *,
+    world: int = 1,
+    owner: Owner | None = None,
+    lead: Catalogue | None = None,
+) -> View:
+    """Begin an attempt of this name. `seen`: the view that its parent was chosen from; `lead`: the catalogue
+    that has its history, if that is not this view's."""
+    lineage = () if parent is None else ancestry(lead or seen.catalogue, parent)
+    return _attempts.begin(seen, name, lineage, Launch(world=world, owner=owner, parent_step=step))
 
 
 def end(store: Store, attempt: AttemptName, how: Literal["closed", "dead"] = "closed") -> None:

@@ -8,7 +8,7 @@ the catalogue alone whether it is still allowed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -89,19 +89,20 @@ def ancestry(catalogue: Catalogue, parent: SnapshotId) -> Lineage:
 
 def visible(catalogue: Catalogue) -> list[Checkpoint]:
     """The checkpoints in the history of the current attempt, oldest first."""
-    last = _last_boundaries(catalogue)
-    found = [each for each in catalogue.checkpoints if each.id.boundary <= last.get(each.id.attempt, -1)]
-    return sorted(found, key=lambda each: each.id)
+    is_seen = visibility(catalogue)
+    return sorted((each for each in catalogue.checkpoints if is_seen(each.id)), key=lambda each: each.id)
 
 
 def is_visible(catalogue: Catalogue, id: SnapshotId) -> bool:
     """Whether a snapshot is in the history of the current attempt."""
-    return id.boundary <= _last_boundaries(catalogue).get(id.attempt, -1)
+    return visibility(catalogue)(id)
 
 
-def _last_boundaries(catalogue: Catalogue) -> dict[AttemptName, float]:
+def visibility(catalogue: Catalogue) -> Callable[[SnapshotId], bool]:
+    """`is_visible`, for many snapshots."""
     lineage = lineage_of(catalogue, catalogue.attempt)
-    return {catalogue.attempt: float("inf"), **{each.attempt: each.boundary for each in lineage}}
+    last = {catalogue.attempt: float("inf"), **{each.attempt: each.boundary for each in lineage}}
+    return lambda id: id.boundary <= last.get(id.attempt, -1)
 
 
 def newest(catalogue: Catalogue) -> Checkpoint | None:
@@ -127,11 +128,13 @@ def relate(one: Catalogue, other: Catalogue) -> Catalogue:
         is_ahead = last is None or is_visible(each, last.id) or each.has(last.id)
         leading += [each] if is_ahead else []
     if not leading:
+        ours, theirs = (
+            f"step {last.step} of attempt {last.id.attempt}" for last in map(newest, (one, other)) if last
+        )
         raise UnusableRunError(
-            f"The home and the mirror have diverged: attempt {one.attempt} was trained in one of them and "
-            f"attempt {other.attempt} in the other, and each has checkpoints that are not in the history of "
-            "the other. Nothing was loaded or changed. To resume from one of them, name another one for the "
-            "other."
+            f"The home and the mirror have diverged: {ours} is in the history of the home alone, and "
+            f"{theirs} in that of the mirror alone. Nothing was loaded or changed. To resume from the "
+            "mirror, start with an empty home. To resume from the home, name another mirror."
         )
     return max(leading, key=lambda each: each.attempt)
 
@@ -221,14 +224,13 @@ def bases(catalogue: Catalogue) -> frozenset[Folder]:
 
 
 def new_writer(
-    catalogue: Catalogue, nonce: str, writers: Collection[AttemptName], others: Iterable[AttemptName] = ()
+    catalogue: Catalogue, nonce: str, writers: Collection[AttemptName], above: int = 0
 ) -> NewWriter:
     """Choose the next writer of a store. `writers` have folders in its data/, which was listed after the
-    catalogue was read. `others`: attempts elsewhere, above which its number must be too: offers of memory,
-    the other store."""
-    known = [catalogue.writer, catalogue.attempt, *writers, *others]
+    catalogue was read. `above`: the highest number of an attempt elsewhere, in memory or in the other
+    store."""
     foreign = frozenset(each for each in writers if each > catalogue.writer)
-    number = max(each.number for each in known) + 1
+    number = max(highest_number(catalogue, writers), above) + 1
     if number > MAX_ATTEMPT:
         raise UnusableRunError(
             f"An attempt of this run, in its storage or in memory, has the number {number - 1}, the highest "
@@ -238,14 +240,20 @@ def new_writer(
     return NewWriter(AttemptName(number, nonce), catalogue.version, foreign)
 
 
+def highest_number(catalogue: Catalogue, writers: Collection[AttemptName]) -> int:
+    """The highest number of an attempt that a store knows, or that has a folder in its data/."""
+    return max(each.number for each in (catalogue.writer, catalogue.attempt, *writers))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a catalogue keeps of the start of an attempt: its ranks, the process that began it, and the step
-    number of its parent."""
+    """What a catalogue keeps of the start of an attempt: its ranks, the process that began it, the step
+    number of its parent, and the URL of the mirror if the parent was read there."""
 
     world: int = 1
     owner: Owner | None = None
     parent_step: int = 0
+    parent_url: str = ""
 
 
 def make(catalogue: Catalogue, *, run_id: str) -> Catalogue:
@@ -276,9 +284,7 @@ def found(catalogue: Catalogue, *, run_id: str, checkpoint: Checkpoint) -> Catal
     )
 
 
-def begin(
-    catalogue: Catalogue, *, new: NewWriter, run_id: str, lineage: Lineage, launch: Launch = Launch()
-) -> Catalogue:
+def begin(catalogue: Catalogue, *, new: NewWriter, lineage: Lineage, launch: Launch = Launch()) -> Catalogue:
     """Start an attempt. No older attempt can change the run from this version on. `lineage` begins with the
     snapshot that the attempt resumes, which was chosen for version `new.seen`."""
     if catalogue.writer == new.name:
@@ -288,11 +294,11 @@ def begin(
     is_again = is_again and lineage[:1] == lineage_of(catalogue, catalogue.attempt)[:1]
     begun = replace(
         catalogue,
-        run_id=catalogue.run_id or run_id,
         failed_starts=catalogue.failed_starts + 1 if is_again else 0,
         world=launch.world,
         owner=launch.owner,
         parent_step=launch.parent_step,
+        parent_url=launch.parent_url,
     )
     return _take(begun, new, new.name, {new.name: lineage})
 
@@ -305,7 +311,7 @@ def branch(catalogue: Catalogue, *, new: NewWriter, parent: SnapshotId) -> Catal
     if not catalogue.has(parent):
         raise NoSuchStepError(f"There is no checkpoint {parent}. Nothing was changed.")
     step = next(each.step for each in catalogue.checkpoints if each.id == parent)
-    branched = replace(catalogue, failed_starts=0, owner=None, parent_step=step)
+    branched = replace(catalogue, failed_starts=0, owner=None, parent_step=step, parent_url="")
     return replace(_take(branched, new, new.name, {new.name: ancestry(catalogue, parent)}), ended=True)
 
 
@@ -331,6 +337,7 @@ def follow(behind: Catalogue, *, new: NewWriter, lead: Catalogue) -> Catalogue:
             world=lead.world,
             owner=None,
             parent_step=lead.parent_step,
+            parent_url="",
         ),
         new,
         lead.attempt,
@@ -363,7 +370,7 @@ def rebuild(
     left = {each.id for each in catalogue.checkpoints} - {each.id for each in visible(catalogue)}
     parent = next((each.id for each in reversed(found) if each.id not in left), found[-1].id)
     taken = _take(base, new, new.name, {**lineages, new.name: ancestry(base, parent)})
-    return replace(taken, ended=True, failed_starts=0, owner=None)
+    return replace(taken, ended=True, failed_starts=0, owner=None, parent_url="")
 
 
 def _require(catalogue: Catalogue, new: NewWriter, is_rebuilt: bool = False) -> None:
@@ -444,16 +451,6 @@ def adopt(catalogue: Catalogue, found: tuple[Checkpoint, ...]) -> Catalogue:
         if is_committable(adopted, checkpoint):
             adopted = _with(adopted, checkpoint)
     return catalogue if adopted is catalogue else _next(adopted)
-
-
-def remove(catalogue: Catalogue, ids: Collection[SnapshotId]) -> Catalogue:
-    """Drop checkpoints that the user names, but never the newest of the history, which a start needs, nor the
-    newest one that is not damaged."""
-    seen = visible(catalogue)
-    sound = [each.id for each in seen if each.id not in catalogue.damaged_ids]
-    needed = {*[each.id for each in seen][-1:], *sound[-1:]}
-    dropped = {each.id for each in catalogue.checkpoints if each.id in ids} - needed
-    return _next(_without(catalogue, dropped)) if dropped else catalogue
 
 
 def quarantine(catalogue: Catalogue, *, checkpoint: Checkpoint, why: str) -> Catalogue:

@@ -32,18 +32,15 @@ from flashckpt.catalogue.changes import (
     is_committable,
     is_known,
     is_newer,
-    is_visible,
     make,
     new_writer,
     newest,
-    parent_of,
     rebuild,
-    relate,
     retain,
     spared,
     visible,
 )
-from flashckpt.catalogue.requests import Delete, Files, Folders, Has, Load, Put, Read, Steps
+from flashckpt.catalogue.requests import Delete, Files, Folders, Has, Put, Read, Steps
 from flashckpt.catalogue.versions import Versions
 from flashckpt.errors import DamagedError, DivergedError, RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import (
@@ -59,9 +56,6 @@ from flashckpt.format.catalogue import (
 )
 from flashckpt.format.manifest import PART, File, Manifest, PartHead, are_alike, manifest_of
 from flashckpt.format.names import DATA, AttemptName, SnapshotId
-
-_MOST_LOADS = 3
-"""A start that finds, so often in a row, that another process has committed something newer gives up."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,7 @@ class Home(Versions):
         for base, files in manifest.files().items():
             # Those in its own folder are chosen by their sizes.
             is_there = base == folder and files.items() <= names.items()
-            if not (is_there or (yield from self._has_files(base, files))):
+            if not is_there and (yield from self._missing(base, files)):
                 return Hopeless.BASE_GONE if base != folder else None
         return manifest
 
@@ -120,13 +114,21 @@ class Home(Versions):
             return None  # its shards may be whole: another part of the node can come
         return head if head is not None and head.id == folder.id else None
 
-    def _has_files(self, folder: Folder, files: Mapping[str, int]) -> Steps[bool]:
-        """Whether a folder has files of these lengths. Asks by name for what an old listing may lack."""
+    def missing(self, manifest: Manifest) -> Steps[list[str]]:
+        """The paths of the files that are not there with the lengths that a manifest gives."""
+        missing = []
+        for folder, files in manifest.files().items():
+            missing += yield from self._missing(folder, files)
+        return missing
+
+    def _missing(self, folder: Folder, files: Mapping[str, int]) -> Steps[list[str]]:
+        """A listing of the folder. Asks by name for what an old listing may lack."""
         names: dict[str, int] = yield Files(self.store, folder.path)
+        missing = []
         for name, num_bytes in sorted(files.items() - names.items()):
             if not (yield Has(self.store, f"{folder.path}/{name}", num_bytes)):
-                return False
-        return True
+                missing.append(f"{folder.path}/{name}")
+        return missing
 
     def publish(self, catalogue: Catalogue, manifest: Manifest) -> Steps[Checkpoint]:
         """Write a manifest. Returns the checkpoint, which is not committed yet."""
@@ -168,144 +170,27 @@ class Home(Versions):
         """Whether all files of a checkpoint are there."""
         try:
             manifest = yield Read(self.store, checkpoint.manifest_path, Manifest)
-            if manifest is None or manifest.folder != checkpoint.folder:
-                return False
-            for folder, files in manifest.files().items():
-                if not (yield from self._has_files(folder, files)):
-                    return False
+            is_there = manifest is not None and manifest.folder == checkpoint.folder
+            return is_there and not (yield from self.missing(manifest))
         except DamagedError:
             return False  # it cannot be read, or a folder is a link
-        return True
 
     # ---- new writers
 
-    def start(
-        self,
-        run_id: str,
-        nonce: str,
-        offers: frozenset[SnapshotId] = frozenset(),
-        mirror: Home | None = None,
-    ) -> Steps[Catalogue]:
-        """Begin an attempt. It resumes the newest whole checkpoint, or a newer snapshot that memory offers.
-
-        Whole snapshots that the attempt before did not commit become checkpoints first. The ranks load, which
-        takes minutes, between the choice and `begin`. SupersededError if another start came first;
-        RunHeldError if another process commits all the time; UnusableRunError.
-        """
-        catalogue = first = yield from self._open(nonce, mirror)
-        loads, loaded, refused = 0, None, frozenset[SnapshotId]()
-        while catalogue.writer == first.writer:
-            catalogue, writers = yield from self.settle(catalogue)
-            if catalogue.writer != first.writer:
-                break
-            other = (yield from _answer_of(mirror, catalogue)) if mirror else EMPTY
-            lead = relate(catalogue, other)
-            chosen = yield from self._choose(catalogue, lead, offers, mirror, other, refused)
-            parent = chosen.id if chosen else None
-            if parent is None and (refused or visible(catalogue) or visible(other)):
-                raise UnusableRunError(
-                    "No checkpoint of this run can be resumed: each lacks files, or a rank could not read "
-                    "it. Nothing was changed, and no fresh run was begun. Restore the files of data/. If the "
-                    "catalogue is older than they are, `flashckpt recover` finds newer checkpoints. To train "
-                    "anew, choose another folder."
-                )
-            if chosen is not None and parent != loaded:
-                if loads == _MOST_LOADS:
-                    raise RunHeldError(
-                        f"Attempt {catalogue.writer} has committed newer checkpoints {loads} times while "
-                        "this start was reading. Nothing was begun. Another job trains this run: end it, or "
-                        "this one."
-                    )
-                if not (yield chosen):
-                    refused |= {chosen.id}
-                    continue
-                loads, loaded = loads + 1, parent
-            above = [other.attempt, *(each.attempt for each in offers)]
-            new = new_writer(catalogue, nonce, writers, above)
-            lineage = ancestry(lead, parent) if parent else ()
-            change = partial(begin, new=new, run_id=run_id, lineage=lineage)
-            try:
-                return (yield from self.update(change, catalogue))
-            except MovedError as moved:
-                catalogue = moved.catalogue
-        raise SupersededError(
-            f"Attempt {catalogue.writer} has started meanwhile. This start has begun nothing. End it."
-        )
-
-    def branch(self, nonce: str, parent: SnapshotId) -> Steps[Catalogue]:
-        """Make an older checkpoint the newest one of the history."""
-        catalogue = yield from self.newest()
-        while True:
-            catalogue, writers = yield from self.settle(catalogue)
-            new = new_writer(catalogue, nonce, writers)
-            try:
-                return (yield from self.update(partial(branch, new=new, parent=parent), catalogue))
-            except MovedError as moved:
-                catalogue = _again(catalogue, moved)
-
-    def follow(self, nonce: str, lead: Catalogue) -> Steps[Catalogue]:
-        """Make this store follow one that leads."""
-        catalogue = yield from self.newest()
-        while True:
-            writers = yield from self._writers_with_files(catalogue)
-            new = new_writer(catalogue, nonce, writers, (lead.attempt,))
-            try:
-                return (yield from self.update(partial(follow, new=new, lead=lead), catalogue))
-            except MovedError as moved:
-                catalogue = _again(catalogue, moved)
-
-    def rebuild(self, nonce: str) -> Steps[Catalogue]:
-        """Make a version from whole checkpoints, if none can be read, or if writers that are not known have
-        newer ones. The caller has made sure that no job trains the run. UnusableRunError if none is whole."""
-        catalogue, is_lost = yield from self._salvage()
-        while True:
-            if is_lost:  # what the lost version dropped must not be named again, as `adopt` would do
-                yield from self._whole_snapshots(catalogue)
-                writers = yield from self._writers_with_files(catalogue)
-            else:
-                catalogue, writers = yield from self.settle(catalogue)
-            found = yield from self._whole_checkpoints(catalogue, writers)
-            last = newest(catalogue)
-            unknown = (each.id for each in found if not catalogue.has(each.id))
-            if not is_lost and not any(last is None or each > last.id for each in unknown):
-                return catalogue
-            runs = {manifest.run_id for manifest in found.values()}
-            if len(runs) != 1:
-                why = f"it has those of several runs ({', '.join(sorted(runs))})" if runs else "none is whole"
-                raise UnusableRunError(
-                    f"The catalogue cannot be rebuilt from the checkpoints in {DATA}/: {why}. Nothing was "
-                    "changed. Restore the files of catalogue/ and data/ from a backup or a mirror."
-                )
-            new = new_writer(catalogue, nonce, writers, [each.id.attempt for each in found])
-            change = partial(
-                rebuild,
-                new=new,
-                run_id=runs.pop(),
-                found=tuple(found),
-                lineages={each.id.attempt: manifest.lineage for each, manifest in found.items()},
-            )
-            try:
-                return (yield from self.update(change, catalogue))
-            except MovedError as moved:
-                catalogue, is_lost = _again(catalogue, moved), False
-
-    def _open(self, nonce: str, mirror: Home | None) -> Steps[Catalogue]:
-        """Return the newest version. The first one of an empty home continues the run of a full mirror."""
-        catalogue = yield from self.newest()
-        if mirror and not catalogue.version:
-            lead = yield from mirror.newest()
-            if lead.version:
-                try:
-                    return (yield from self.follow(nonce, lead))
-                except SupersededError:  # by another start, which made the first version
-                    return (yield from self.newest())
-        return catalogue
+    def make(self, run_id: str, known: Catalogue = EMPTY) -> Steps[Catalogue]:
+        """Return the newest version. Make an empty run if the store has no version. UnusableRunError if there
+        are files of checkpoints and no catalogue."""
+        catalogue = yield from self.newest(known)
+        if not catalogue.version and (yield from self._writers_with_files(catalogue)):
+            raise files_without_catalogue()
+        if catalogue.version:
+            return catalogue
+        return (yield from self.update(partial(make, run_id=run_id)))
 
     def begin(
         self,
         seen: Catalogue,
         name: AttemptName,
-        run_id: str,
         lineage: Lineage,
         launch: Launch,
         *,
@@ -338,21 +223,68 @@ class Home(Versions):
                 )
             foreign = frozenset(each for each in writers if each > catalogue.writer)
             new = NewWriter(name, catalogue.version, foreign)
-            change = partial(begin, new=new, run_id=run_id, lineage=lineage, launch=launch)
+            change = partial(begin, new=new, lineage=lineage, launch=launch)
             try:
                 return (yield from self.update(change, catalogue))
             except MovedError as moved:
                 catalogue = moved.catalogue
 
-    def make(self, run_id: str) -> Steps[Catalogue]:
-        """Return the newest version. Make an empty run if the store has no version. UnusableRunError if there
-        are files of checkpoints and no catalogue."""
+    def branch(self, nonce: str, parent: SnapshotId) -> Steps[Catalogue]:
+        """Make an older checkpoint the newest one of the history."""
         catalogue = yield from self.newest()
-        if not catalogue.version and (yield from self._writers_with_files(catalogue)):
-            raise files_without_catalogue()
-        if catalogue.version:
-            return catalogue
-        return (yield from self.update(partial(make, run_id=run_id)))
+        while True:
+            catalogue, writers = yield from self.settle(catalogue)
+            new = new_writer(catalogue, nonce, writers)
+            try:
+                return (yield from self.update(partial(branch, new=new, parent=parent), catalogue))
+            except MovedError as moved:
+                catalogue = _again(catalogue, moved)
+
+    def follow(self, nonce: str, lead: Catalogue) -> Steps[Catalogue]:
+        """Make this store follow one that leads."""
+        catalogue = yield from self.newest()
+        while True:
+            writers = yield from self._writers_with_files(catalogue)
+            new = new_writer(catalogue, nonce, writers, lead.attempt.number)
+            try:
+                return (yield from self.update(partial(follow, new=new, lead=lead), catalogue))
+            except MovedError as moved:
+                catalogue = _again(catalogue, moved)
+
+    def rebuild(self, nonce: str) -> Steps[Catalogue]:
+        """Make a version from whole checkpoints, if none can be read, or if writers that are not known have
+        newer ones. The caller has made sure that no job trains the run. UnusableRunError if none is whole."""
+        catalogue, is_lost = yield from self._salvage()
+        while True:
+            if is_lost:  # what the lost version dropped must not be named again, as `adopt` would do
+                yield from self._whole_snapshots(catalogue)
+                writers = yield from self._writers_with_files(catalogue)
+            else:
+                catalogue, writers = yield from self.settle(catalogue)
+            found = yield from self._whole_checkpoints(catalogue, writers)
+            last = newest(catalogue)
+            unknown = (each.id for each in found if not catalogue.has(each.id))
+            if not is_lost and not any(last is None or each > last.id for each in unknown):
+                return catalogue
+            runs = {manifest.run_id for manifest in found.values()}
+            if len(runs) != 1:
+                why = f"it has those of several runs ({', '.join(sorted(runs))})" if runs else "none is whole"
+                raise UnusableRunError(
+                    f"The catalogue cannot be rebuilt from the checkpoints in {DATA}/: {why}. Nothing was "
+                    "changed. Restore the files of catalogue/ and data/ from a backup or a mirror."
+                )
+            new = new_writer(catalogue, nonce, writers, max(each.id.attempt.number for each in found))
+            change = partial(
+                rebuild,
+                new=new,
+                run_id=runs.pop(),
+                found=tuple(found),
+                lineages={each.id.attempt: manifest.lineage for each, manifest in found.items()},
+            )
+            try:
+                return (yield from self.update(change, catalogue))
+            except MovedError as moved:
+                catalogue, is_lost = _again(catalogue, moved), False
 
     def found(self, manifest: Manifest, run_id: str) -> Steps[Catalogue]:
         """Make a run of one checkpoint, whose files are there. UnusableRunError if there is a run."""
@@ -382,28 +314,6 @@ class Home(Versions):
             if isinstance(manifest, Manifest) and is_committable(catalogue, checkpoint_of(manifest)):
                 found.append((yield from self.publish(catalogue, manifest)))
         return tuple(found)
-
-    def _choose(
-        self,
-        catalogue: Catalogue,
-        lead: Catalogue,
-        offers: frozenset[SnapshotId],
-        mirror: Home | None,
-        other: Catalogue,
-        refused: frozenset[SnapshotId],
-    ) -> Steps[Load | None]:
-        """The newest snapshot of the leading history that memory offers, or that is whole here or there."""
-        here, there = ({each.id: each for each in one.checkpoints} for one in (catalogue, other))
-        for id in sorted((offers | here.keys() | there.keys()) - refused, reverse=True):
-            if not is_visible(lead, id):
-                continue
-            if id in offers:
-                return Load(self.store, id)
-            if id in here and (yield from self.is_whole(here[id])):
-                return Load(self.store, id, here[id])
-            if mirror and id in there and (yield from mirror.is_whole(there[id])):
-                return Load(mirror.store, id, there[id])
-        return None
 
     def _salvage(self) -> Steps[tuple[Catalogue, bool]]:
         """Return the newest version that can be read, as if it were the newest, and whether it is not.
@@ -464,7 +374,7 @@ class Home(Versions):
         """Delete garbage. Any process may do it at any time. Raises the first error after it has deleted the
         rest."""
         failure: OSError | DamagedError | None = None
-        for writer in sorted((yield from self._writers())):
+        for writer in sorted((yield from self.writers())):
             if not is_known(catalogue, writer):
                 continue
             try:
@@ -495,7 +405,7 @@ class Home(Versions):
         with suppress(OSError, DamagedError):
             yield from self.collect(catalogue)
 
-    def _writers(self) -> Steps[frozenset[AttemptName]]:
+    def writers(self) -> Steps[frozenset[AttemptName]]:
         """The attempts that have a folder in data/."""
         names = yield Folders(self.store, DATA)
         return frozenset(each for each in map(AttemptName.parse, names) if each is not None)
@@ -503,7 +413,7 @@ class Home(Versions):
     def _writers_with_files(self, catalogue: Catalogue) -> Steps[frozenset[AttemptName]]:
         """The writers, without those that are newer than the version's writer and have only empty folders.
         They would stay foreign for ever."""
-        writers = yield from self._writers()
+        writers = yield from self.writers()
         empty = set()
         for writer in sorted(each for each in writers if each > catalogue.writer):
             for folder in (yield from self._folders(writer)):
@@ -535,19 +445,6 @@ def _exact_cover(
             if not free:
                 return chosen
     return None
-
-
-def _answer_of(mirror: Home, catalogue: Catalogue) -> Steps[Catalogue]:
-    """Return the newest version of a mirror. If the mirror does not answer, return EMPTY. Raise its error if
-    it may have what the home lacks: the home has no checkpoint, or lacks the one that its attempt has
-    resumed."""
-    try:
-        return (yield from mirror.newest())
-    except (OSError, DamagedError):
-        parent = parent_of(catalogue)
-        if newest(catalogue) is None or (parent is not None and not catalogue.has(parent)):
-            raise
-        return EMPTY
 
 
 def _again(catalogue: Catalogue, moved: MovedError) -> Catalogue:

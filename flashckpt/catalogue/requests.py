@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from flashckpt.errors import DamagedError, RunError
-from flashckpt.format.catalogue import Checkpoint
 from flashckpt.format.checked_json import JsonRecord
 from flashckpt.format.manifest import PartHead
-from flashckpt.format.names import DATA, SnapshotId
+from flashckpt.format.names import DATA
 from flashckpt.store.base import LOST_BYTES, Store
 
 _T = TypeVar("_T")
@@ -106,27 +105,13 @@ class Copy(Request):
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load(Request):
-    """Let all ranks read a snapshot. The answer is whether every rank has read and verified it. `checkpoint`:
-    where it is in this store. None: memory offers it."""
-
-    id: SnapshotId
-    checkpoint: Checkpoint | None = None
-
-
 class Stores:
-    """Carries requests out. `copy` copies a file between two stores, and returns False if it is gone; `load`
-    lets the ranks read a snapshot."""
+    """Carries requests out. `copy` copies a file between two stores, and returns False if it is gone."""
 
     def __init__(
-        self,
-        stores: Mapping[str, Store],
-        *,
-        copy: Callable[[Store, Store, Copy], bool] | None = None,
-        load: Callable[[Load], bool] = lambda _: True,
+        self, stores: Mapping[str, Store], *, copy: Callable[[Store, Store, Copy], bool] | None = None
     ) -> None:
-        self._stores, self._copy, self._load = stores, copy, load
+        self._stores, self._copy = stores, copy
 
     def run(self, steps: Steps[_T]) -> _T:
         """Run a process to its end. Raises what the stores raise, and what the process raises."""
@@ -143,8 +128,6 @@ class Stores:
             return cast(_T, ended.value)
 
     def _carry_out(self, request: Request) -> Any:
-        if isinstance(request, Load):
-            return self._load(request)
         store = self._stores[request.store]
         if isinstance(request, Delete):
             return _delete(store, request)
@@ -174,7 +157,7 @@ def _look(store: Store, request: Request) -> Any:
     if isinstance(request, Folders):
         return tuple(each.name for each in store.list(request.folder) if each.is_folder)
     assert isinstance(request, Has), request
-    return has_file(store, request.path, request.num_bytes)
+    return _has_file(store, request.path, request.num_bytes)
 
 
 def _path(request: Request) -> str:
@@ -195,19 +178,20 @@ def _write(store: Store, request: Create | Put) -> bool:
 def _read(store: Store, request: Read) -> JsonRecord | None:
     with suppress(FileNotFoundError):
         if issubclass(request.kind, PartHead):
-            return _read_head(store, request)
+            return read_head(store, request.path, request.num_bytes)
         return request.kind.from_bytes(store.read(request.path, request.kind.MAX_BYTES), request.path)
     return None
 
 
-def _read_head(store: Store, request: Read) -> PartHead:
-    """The head of a part, which may be much longer."""
-    first = store.read_bytes(request.path, 0, min(request.num_bytes, _HEAD_BYTES))
-    head = PartHead.from_prefix(first, request.path)
-    return head or PartHead.from_bytes(store.read(request.path, PartHead.MAX_BYTES), request.path)
+def read_head(store: Store, path: str, num_bytes: int) -> PartHead:
+    """The head of a part of this length, which may be much longer. DamagedError, FileNotFoundError."""
+    first = store.read_bytes(path, 0, min(num_bytes, _HEAD_BYTES))
+    return PartHead.from_prefix(first, path) or PartHead.from_bytes(
+        store.read(path, PartHead.MAX_BYTES), path
+    )
 
 
-def has_file(store: Store, path: str, num_bytes: int) -> bool:
+def _has_file(store: Store, path: str, num_bytes: int) -> bool:
     """Whether a file has this length, which an old listing may not show. Opens a local file: NFS then asks
     the server. Listings of object stores are never old."""
     try:

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -33,10 +33,12 @@ from flashckpt.checkpointer.progress import Content, Progress, Use
 from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.checkpointer.run_log import limits_s
 from flashckpt.checkpointer.run_state import Resumed
-from flashckpt.checkpointer.session import Session, log_differences, open_together, remote_of
+from flashckpt.checkpointer.session import Session, Start, log_differences, open_together, remote_of
 from flashckpt.checkpointer.signals import Signals
 from flashckpt.checkpointer.unnamed import Unnamed
-from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.commit.choice import Choice
+from flashckpt.commit.lineage import next_start
+from flashckpt.commit.steps import StepRecord, read_checkpoint, step_of
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, OptionError, RunError
 from flashckpt.format.names import CommitName, SnapshotId
@@ -267,6 +269,7 @@ def _resume(
     regions: list[Slot] = []
     refused: list[str] = []
     loaded: Loaded | None = None
+    choice = Choice()
 
     def targets(snapshot: Snapshot) -> Mapping[str, Tensor]:
         found = tree.targets(snapshot.saved)
@@ -274,27 +277,29 @@ def _resume(
         return found
 
     def chosen() -> None:
-        nonlocal survived, regions, refused, loaded
+        nonlocal survived, regions, refused, loaded, choice
         survived, regions = _survived(session)
         layout = LiveLayout(tree, rank, session.environment.world)
         fits = partial(_check, tree, progress.integration)
         save = partial(_saved_by_keeper, session)
-        choice = StepChoice(
-            session.store, survived, rank, fits, threads, group.agreement(), layout, save,
+        steps = StepChoice(
+            session.opened, survived, rank, fits, threads, group.agreement(), layout, save,
             partial(_unsaved, session), session.remote_run, targets,
         )  # fmt: skip
-        refused = choice.refused
-        loaded = choice.choose()
+        refused = steps.refused
+        loaded = steps.choose()
+        choice = steps.choice
 
     try:
         group.together("the step to resume from", chosen, loads=True)
         if loaded is None:
-            _start(session)
+            _start(session, Start(choice=choice))
             return _Found()
         snapshot = loaded.snapshot
         writing.begun = True
         _fill(session, tree, progress, snapshot, threads, writing)
-        _start(session, SnapshotId(snapshot.attempt, snapshot.boundary), snapshot.step, tier=snapshot.tier)
+        parent = SnapshotId(snapshot.attempt, snapshot.boundary)
+        _start(session, Start(parent=parent, step=snapshot.step, tier=snapshot.tier, choice=choice))
         seconds = time.perf_counter() - began
         resumed = Resumed(
             step=snapshot.step, tier=snapshot.tier, attempt=str(snapshot.attempt), seconds=seconds
@@ -378,19 +383,20 @@ def _log_replaced(tree: Tree) -> None:
 def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:
     """Begin the attempt after the newest committed step, which all ranks must find alike and whose parts must
     have the names of the state. The live state stays."""
-
-    from flashckpt.replication.mirror import next_start
-
-    remote = session.remote_run
+    remote, choice = session.remote_run, Choice()
 
     def found() -> tuple[StepRecord, str] | None:
+        nonlocal choice
         _saved_by_keeper(session)  # a killed job's sealed steps come before the added ones
-        choice = next_start(session.store, remote)
+        choice = next_start(View.of(session.store, session.opened.catalogue), remote=remote)
         if choice.refusal is not None:
             raise choice.refusal
         for first in choice.candidates[:1]:
-            store = session.store if first.in_home or remote is None else remote.store
-            record = read_step(store, first.name)
+            store, checkpoint, tier = session.store, first.home, "local"
+            if checkpoint is None and remote is not None:
+                store, checkpoint, tier = remote.store, first.mirror, "remote"
+            assert checkpoint is not None
+            record = step_of(store, read_checkpoint(store, checkpoint))
             names = record.rank(record.parts.heads[0].ranks[0].rank).values["state"]["entries"].keys()
             if names != tree.entries.keys():  # `keep` would remove the training's own steps
                 raise OptionError(
@@ -398,24 +404,24 @@ def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:
                     "training, which could not resume from what is saved here. Nothing was saved. Name "
                     "another folder."
                 )
-            return record, "local" if first.in_home else "remote"
+            return record, tier
         return None
 
     newest = session.group.together("the step to continue after", found, loads=True)
     session.group.check_alike({"newest step": "none" if newest is None else str(newest[0].name)})
-    if newest is None:
-        _start(session)
-    else:
+    start = Start(choice=choice)
+    if newest is not None:
         record, tier = newest
         progress.step = record.step
-        _start(session, record.name.id, record.step, tier=tier)
+        start = replace(start, parent=record.name.id, step=record.step, tier=tier)
+    _start(session, start)
     return _Found()
 
 
-def _start(session: Session, parent: SnapshotId | None = None, step: int = 0, *, tier: str = "local") -> None:
+def _start(session: Session, where: Start) -> None:
     """Let the leader write where the attempt starts; then let the other ranks compare it with theirs."""
     for leads in (True, False):
-        start = partial(session.start, parent, step, tier=tier)
+        start = partial(session.start, where)
         session.group.together("where the attempt begins", start if session.leads is leads else _nothing)
 
 

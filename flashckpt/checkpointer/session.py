@@ -22,16 +22,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from flashckpt import crashpoints
+from flashckpt.catalogue.changes import Launch, ancestry, highest_number
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import check_not_held, local_owner, move_on
+from flashckpt.commit.choice import Choice
 from flashckpt.commit.commit_step import ALWAYS_KEPT, retain
+from flashckpt.commit.lineage import RemoteRun
 from flashckpt.commit.tidying import tidy
-from flashckpt.commit.view import View, check_trainable, open_run
+from flashckpt.commit.view import View, check_trainable, open_run, writers_in
 from flashckpt.errors import (
     FlashckptError,
     KeeperError,
@@ -40,7 +43,7 @@ from flashckpt.errors import (
     RunError,
     RunHeldError,
 )
-from flashckpt.format.catalogue import EMPTY
+from flashckpt.format.catalogue import EMPTY, Catalogue
 from flashckpt.format.names import AttemptName, SnapshotId, alive_path
 from flashckpt.format.owner import Owner
 from flashckpt.keeper.client import KeeperClient, connect_or_start, newest_in_memory
@@ -63,9 +66,6 @@ from flashckpt.replication.mirror import check_unanswered, prepare
 from flashckpt.store import are_apart, open_store, options_of
 from flashckpt.store.base import Store
 from flashckpt.threads import start_thread
-
-if TYPE_CHECKING:
-    from flashckpt.replication.mirror import RemoteRun
 
 log = logging.getLogger(__name__)
 
@@ -97,13 +97,24 @@ class KnownRun:
     place: str = ""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where an attempt begins: the snapshot that this rank has loaded, with its step number, and where it has
+    loaded it. choice: what it was chosen from; the leader has it."""
+
+    parent: SnapshotId | None = None
+    step: int = 0
+    tier: str = "local"
+    choice: Choice
+
+
 @dataclass
 class Session:
     """One rank of an attempt, connected to its keeper.
 
     identity: names the run on this node. leads: this rank begins the attempt, for all ranks of `group`.
-    owner: this process, of the leader. opened: the run when the leader opened it. loaded: the snapshot that
-    the attempt resumed from. remote: where the keeper copies steps; remote_run: that store at the start.
+    owner: this process, of the leader. opened: the run when this rank has read it last. loaded: the snapshot
+    that the attempt resumed from. remote: where the keeper copies steps; remote_run: that store at the start.
     cache: this node's disk for slots at rest. complete: the newest snapshot that all ranks have at the start,
     as (number of the attempt, boundary); zeros in a world of one.
     """
@@ -117,13 +128,13 @@ class Session:
     environment: Environment
     leads: bool
     group: Group
+    opened: View
     stacks: Stacks | None = None
     life_sign: LifeSign | None = None
     closed: bool = False
     complete: tuple[int, int] = (0, 0)
     run_id: str = ""
     owner: Owner | None = None
-    opened: View | None = None
     loaded: SnapshotId | None = None
     remote: Remote | None = None
     cache: CachePlace | None = None
@@ -162,45 +173,49 @@ class Session:
             grace_s=options.grace_s,
         )
 
-    def start(self, parent: SnapshotId | None = None, step: int = 0, *, tier: str = "local") -> None:
-        """Begin the attempt at the snapshot that this rank has loaded, with its step number. The leader
-        begins it, and the other ranks compare with it. From here on older attempts commit nothing. tier:
-        where this rank has loaded it. A snapshot from memory or cache may be nowhere else, so the keeper
-        saves it.
+    def start(self, start: Start) -> None:
+        """Begin the attempt at the snapshot that this rank has loaded. The leader begins it, and the other
+        ranks compare with it. From here on older attempts commit nothing. A snapshot from memory or cache may
+        be nowhere else, so the keeper saves it.
 
         Raises RunHeldError if another attempt has begun, or has committed a newer step; RunError if the
         version cannot be written, or differs.
         """
         if self.leads:
-            self._begin(parent, step, is_here=tier == "local")
+            self._begin(start)
         else:
-            self._check_start(parent, step)
+            self._check_start(start.parent, start.step)
         crashpoints.point("start.written")
+        parent = start.parent
         if self.environment.world > 1:
             first = SnapshotId(self.attempt, 0) if parent is None else parent
             self.complete = (first.attempt.number, first.boundary)
         self.loaded = parent
-        if parent is not None and tier in ("memory", "cache"):
+        if parent is not None and start.tier in ("memory", "cache"):
             self.keeper.started(parent)
 
     def newest_attempt(self) -> AttemptName | None:
         """The newest attempt of the run. One listing, unless there is a new version."""
-        known = EMPTY if self.opened is None else self.opened.catalogue
-        self.opened = View.of(self.store, known)
+        self.opened = View.of(self.store, self.opened.catalogue)
         return self.opened.attempt
 
-    def _begin(self, parent: SnapshotId | None, step: int, *, is_here: bool) -> None:
-        assert self.opened is not None
-        mirror, remote = EMPTY, self.remote_run
+    def _begin(self, start: Start) -> None:
+        parent, step, choice = start.parent, start.step, start.choice
+        remote = self.remote_run if start.tier == "remote" else None
+        launch = Launch(
+            world=self.environment.world,
+            owner=self.owner,
+            parent_step=step,
+            parent_url="" if remote is None else remote.store.url,
+        )
         try:
-            newest = View.of(self.store, self.opened.catalogue)
-            is_of_home = parent is None or newest.is_in_lineage(parent)
-            if remote is not None and not remote.problem and not is_of_home:
-                mirror = View.of(remote.store.brief()).catalogue
-            view = attempts.begin(
-                self.opened, self.attempt, parent, step,
-                world=self.environment.world, owner=self.owner, mirror=mirror, is_here=is_here,
-            )  # fmt: skip
+            self.opened = attempts.begin(
+                View(choice.home, self.store),
+                self.attempt,
+                () if parent is None else ancestry(choice.lead, parent),
+                launch,
+                is_here=start.tier == "local",
+            )
         except OSError as error:
             live = f"already that of step {step}" if parent is not None else "as it was"
             raise RunError(
@@ -210,11 +225,10 @@ class Session:
                 path=self.store.url,
                 step=step,
             ) from error
-        self.opened = view
-        _report_repeated(view)
+        _report_repeated(self.opened)
 
     def _check_start(self, parent: SnapshotId | None, step: int) -> None:
-        view, until = View.of(self.store), time.monotonic() + _OLD_LISTING_S
+        view, until = View.of(self.store, self.opened.catalogue), time.monotonic() + _OLD_LISTING_S
         while view.catalogue.attempt < self.attempt and time.monotonic() < until:
             # A listing of a file server may be old.
             time.sleep(_OLD_LISTING_S / 10)
@@ -284,13 +298,14 @@ def open_session(
     is_first: bool = False,
     remote: Remote | None = None,
     cache: CachePlace | None = None,
+    seen: Catalogue = EMPTY,
 ) -> Session:
     """Open the run and take part in an attempt: lead a new one, which makes the run if there is none and
     raises if another job holds it; or `join` the one that the leader has named.
 
     known: what the ranks have agreed on. is_first: of the ranks of its node that join, this one checks
     whether it sees the leader's folder. remote: where the keeper copies steps. cache: this node's disk for
-    slots at rest.
+    slots at rest. seen: the version of the catalogue that this rank has read.
 
     Raises RunHeldError, RunError and its subclasses (SupersededError if the attempt to join is not the
     newest), KeeperError, OptionError for an unknown scheme and for a folder that is not the leader's.
@@ -300,19 +315,21 @@ def open_session(
     if join is not None:
         _check_shared(store, join, known, environment, is_first=is_first)
     # The first rank of a node creates exclusively, too: a file server may still list none.
-    run = _run(store, path, known, create=join is None or is_first)
-    run_id = run.run_id
+    opened = _run(store, path, known, seen, create=join is None or is_first)
+    if join is not None:
+        attempts.check_is_newest(opened, join)
+    run_id = opened.run_id
     identity = identity_of(run_id, store.place())
     place = (identity, environment.rank)
     _hold(place, store)
     with contextlib.ExitStack() as undo:
         undo.callback(_give_back, place)
         runtime, life, stacks = _enter_node(environment, options, identity, undo)
-        attempt, leads, owner, opened = join, join is None, None, None
+        attempt, leads, owner = join, join is None, None
         if attempt is None:
-            above = max(known.above, highest_on_node(store, runtime, identity, cache))
             owner = _owner(environment, runtime, life)
-            attempt, opened = _reserve(run, owner, runtime, above, keep)
+            newest = newest_on_node(runtime, identity, cache)
+            attempt, opened = _reserve(opened, owner, runtime, known.above, newest, keep)
             undo.callback(_withdraw, store, attempt)
         life_sign = LifeSign(store, attempt) if leads else None
         if life_sign is not None:
@@ -350,28 +367,14 @@ def _enter_node(
     return runtime, life, stacks
 
 
-def highest_on_node(
-    store: Store, runtime: RuntimeFolder | None, identity: str, cache: CachePlace | None
-) -> int:
-    """Return the number of the newest attempt with a snapshot in this node's memory or cache; 0 if there is
-    none. The next attempt takes a higher one, so that its own snapshots are the newest there, even if an
-    older copy of the run's folder was restored and that attempt is unknown there; this is logged. runtime:
-    None if the node has nothing of the run in memory."""
+def newest_on_node(
+    runtime: RuntimeFolder | None, identity: str, cache: CachePlace | None
+) -> tuple[AttemptName, int] | None:
+    """Return the newest attempt with a snapshot in this node's memory or cache, and the snapshot's step; None
+    if there is none. runtime: None if the node has nothing of the run in memory."""
     found = [] if runtime is None else [newest_in_memory(runtime)]
     found += [] if cache is None else [_newest_in_cache(cache, identity)]
-    known = [each for each in found if each is not None]
-    if not known:
-        return 0
-    (attempt, step), newest = max(known), attempts.highest_number(View.of(store))
-    if attempt.number > newest:
-        log.warning(
-            "this node has step %d of attempt %s in memory or cache, and %s knows no attempt after number "
-            "%d: an older copy of the folder was put in its place. The run resumes from what the folder has. "
-            "Those snapshots are not used, and are freed once a step of this attempt is committed. To resume "
-            "from them, stop now, put the newer copy back, and start again.",
-            step, attempt, store.url, newest,
-        )  # fmt: skip
-    return attempt.number
+    return max((each for each in found if each is not None), default=None)
 
 
 def _newest_in_cache(cache: CachePlace, identity: str) -> tuple[AttemptName, int] | None:
@@ -402,9 +405,11 @@ def _give_back(place: tuple[str, int]) -> None:
         _held.discard(place)
 
 
-def _run(store: Store, path: str | os.PathLike[str], known: KnownRun, *, create: bool) -> View:
+def _run(
+    store: Store, path: str | os.PathLike[str], known: KnownRun, seen: Catalogue, *, create: bool
+) -> View:
     try:
-        found = open_run(store, create=create, run_id=known.run_id)
+        found = open_run(store, create=create, run_id=known.run_id, known=seen)
     except OSError as error:
         raise RunError(
             f"The run's folder {os.fspath(path)} cannot be used: {error.strerror or error}. Nothing was "
@@ -417,30 +422,52 @@ def _run(store: Store, path: str | os.PathLike[str], known: KnownRun, *, create:
 
 
 def _reserve(
-    run: View, owner: Owner, runtime: RuntimeFolder, above: int, keep: Keep
+    run: View,
+    owner: Owner,
+    runtime: RuntimeFolder,
+    above: int,
+    in_memory: tuple[AttemptName, int] | None,
+    keep: Keep,
 ) -> tuple[AttemptName, View]:
     """Name the next attempt, once it is sure that no job trains the run, and commit the whole snapshots that
-    the one before has left. RunHeldError.
+    the one before has left. RunHeldError. The name is above number `above`, and above those `in_memory`, so
+    that the attempt's own snapshots are the newest there.
 
     For each step that is committed here, an older one that `keep` does not keep is deleted, unless the run
     has more steps than `keep` keeps. So a job that dies before each commit does not fill the storage, and a
     wrong `keep` costs no other step."""
     store = run.store
     with _writable(store):
-        check_not_held(store, owner, lambda _, name: is_alive(runtime, name), run=run)
-        before = View.of(store, run.catalogue)
-        view = attempts.settle(before)
-        every = keep.every_steps or 0
+        judged = check_not_held(store, owner, lambda _, name: is_alive(runtime, name), run=run)
+        before = run if judged is run else View.of(store, run.catalogue)
+        opened = attempts.settle(before)
+        view, every = opened.view, keep.every_steps or 0
         counted = [each for each in before.visible() if not every or each.step % every]
         if (
             len(view.checkpoints) > len(before.checkpoints)
             and len(counted) <= max(keep.last, ALWAYS_KEPT) + 2
         ):
             view, _ = retain(view, keep)
-        name = attempts.next_attempt(view, above)
+        if in_memory is not None:
+            above = max(above, in_memory[0].number)
+            _report_older_copy(opened, *in_memory)
+        name = attempts.next_attempt(opened, above)
         attempts.reserve(store, name)
     tidy(view, name)
     return name, view
+
+
+def _report_older_copy(opened: attempts.Opened, attempt: AttemptName, step: int) -> None:
+    """Warn if the folder knows no attempt as new as a snapshot in memory."""
+    newest = highest_number(opened.view.catalogue, opened.writers)
+    if attempt.number > newest:
+        log.warning(
+            "this node has step %d of attempt %s in memory or cache, and %s knows no attempt after number "
+            "%d: an older copy of the folder was put in its place. The run resumes from what the folder has. "
+            "Those snapshots are not used, and are freed once a step of this attempt is committed. To resume "
+            "from them, stop now, put the newer copy back, and start again.",
+            step, attempt, opened.view.store.url, newest,
+        )  # fmt: skip
 
 
 def _withdraw(store: Store, name: AttemptName) -> None:
@@ -477,7 +504,6 @@ def _check_shared(
         is_shared = attempts.is_reserved(store, attempt, exclusively=is_first)
     if not is_shared:
         raise not_shared(place_of(store, environment.rank), known.place)
-    attempts.check_newest(store, attempt)
 
 
 def place_of(store: Store, rank: int) -> str:
@@ -654,15 +680,15 @@ def remote_of(call: TiersCall, url: str, keep: Keep, options: Options) -> Remote
     )
 
 
-def remote_state(remote: Remote, local: Store, run_id: str) -> tuple[str, int, str]:
-    """Return the id of the run that `local` holds under run_id ("" for none yet), the highest attempt number
-    in the remote, and why the remote does not answer, "" if it does.
+def remote_state(remote: Remote, local: Store, run_id: str) -> attempts.Opened | str:
+    """Return the run in the remote, or why the remote does not answer. run_id: that of the run that `local`
+    holds, "" if it has none.
 
     Waits for some seconds. Raises as `mirror.prepare`, with OptionError or RunError for what the user has to
     change. A remote that does not answer is no error if there is a run here. Writes only a small file, and
     removes it.
     """
-    found: list[tuple[str, int]] = []
+    found: list[attempts.Opened] = []
     errors: list[Exception] = []
 
     def run() -> None:
@@ -675,14 +701,14 @@ def remote_state(remote: Remote, local: Store, run_id: str) -> tuple[str, int, s
     thread = start_thread("flashckpt-remote", run)
     thread.join(_REMOTE_TIMEOUT_S)
     if found:
-        return *found[0], ""
+        return found[0]
     error = errors[0] if errors else TimeoutError(f"nothing came for {_REMOTE_TIMEOUT_S:.0f} s")
     if not isinstance(error, OSError):
         raise error
     why = str(error.strerror or error)
     if error.errno not in _PERMANENT:
         check_unanswered(local, open_store(remote.url, remote.options), run_id, why)
-        return run_id, 0, why
+        return why
     raise RunError(
         f"The remote {remote.url} cannot be used: {why}. Nothing was changed, and training has not begun. "
         "Correct `remote`, its credentials or its options, or leave it out.",
@@ -690,7 +716,7 @@ def remote_state(remote: Remote, local: Store, run_id: str) -> tuple[str, int, s
     ) from error
 
 
-def _probe_remote(store: Store, local: Store, run_id: str) -> tuple[str, int]:
+def _probe_remote(store: Store, local: Store, run_id: str) -> attempts.Opened:
     found = prepare(local, store, run_id)
     if store.capabilities.rename:  # a folder, where the check of a store asks nothing
         probe = f".probe-{secrets.token_hex(8)}"
@@ -711,25 +737,41 @@ def open_together(
     of each other node joins, and finds or starts its keeper; then the others join. Raises OptionError if the
     path is not one folder for all ranks."""
     session: Session | None = None
+    home = mirror = EMPTY  # the versions that this rank has read
 
     def opened(known: KnownRun, join: AttemptName | None, is_first: bool) -> list[str]:
         nonlocal session
         session = open_session(
             path, keep, options, group.environment, join=join, group=group, known=known, is_first=is_first,
-            remote=remote, cache=cache,
+            remote=remote, cache=cache, seen=home,
         )  # fmt: skip
         return [str(session.attempt), session.run_id, place_of(session.store, group.environment.rank)]
 
+    def of_node() -> list[Any]:
+        nonlocal home
+        state, home = _state_of_node(path, options, group, cache)
+        return state
+
+    def of_remote() -> list[Any]:
+        nonlocal home, mirror
+        assert remote is not None
+        mine = known
+        if not mine.run_id:
+            home, above = _folder_state(path, options)
+            mine = KnownRun(home.run_id, above)
+        found = remote_state(remote, open_store(path, options.storage_options), mine.run_id)
+        if isinstance(found, str):
+            return [mine.run_id, mine.above, found]
+        mirror = found.view.catalogue
+        return [mirror.run_id, max(mine.above, highest_number(mirror, found.writers)), ""]
+
     rank, first = group.environment.rank, group.node[0]
     try:
-        found = group.agree(
-            "which run it is",
-            partial(_state_of_node, path, options, group, cache) if rank == first else _nothing,
-            _one_run,
-        )
+        found = group.agree("which run it is", of_node if rank == first else _nothing, _one_run)
         known, problem = KnownRun(*found) if found is not None else KnownRun(), ""
         if remote is not None:
-            known, problem = _with_remote(path, options, group, known, remote)
+            run_id, above, problem = group.led("what the run's remote has", of_remote)
+            known = KnownRun(run_id, max(known.above, above))
         name, run_id, place = group.led("the opening of the run", partial(opened, known, None, False))
         named, known = AttemptName.parse(name), KnownRun(run_id, place=place)
         for what, is_due in (
@@ -740,12 +782,8 @@ def open_together(
             group.together(what, joins if is_due and not group.leads else _nothing)
         assert session is not None
         if remote is not None:
-            from flashckpt.replication.mirror import RemoteRun
-
-            session.remote_run = RemoteRun(
-                store=open_store(remote.url, remote.options),
-                problem=problem,
-            )
+            there = open_store(remote.url, remote.options)
+            session.remote_run = RemoteRun(store=there, problem=problem, known=mirror)
     except BaseException:
         if session is not None:
             session.close()
@@ -757,15 +795,15 @@ def _nothing() -> None:
     """The operation of a rank while others have one."""
 
 
-def _folder_state(path: str | os.PathLike[str], options: Options) -> list[Any]:
-    """Return the run's id in the folder that this node sees, "" if there is none, and the highest number of
-    an attempt."""
+def _folder_state(path: str | os.PathLike[str], options: Options) -> tuple[Catalogue, int]:
+    """Return the run's catalogue in the folder that this node sees, EMPTY if there is none, and the highest
+    number of an attempt."""
     store = open_store(path, options.storage_options)
     try:
-        view = open_run(store, create=False)
-        return [view.run_id, attempts.highest_number(view)]
+        catalogue = open_run(store, create=False).catalogue
+        return catalogue, highest_number(catalogue, writers_in(store))
     except NoSuchStepError:
-        return ["", 0]
+        return EMPTY, 0
     except OSError as error:
         raise RunError(
             f"The run's folder {os.fspath(path)} cannot be read: {error.strerror or error}. Nothing was "
@@ -776,35 +814,22 @@ def _folder_state(path: str | os.PathLike[str], options: Options) -> list[Any]:
 
 def _state_of_node(
     path: str | os.PathLike[str], options: Options, group: Group, cache: CachePlace | None
-) -> list[Any]:
-    """Return the same and the folder's place, for the first rank of a node. On nodes without rank 0, this
-    node's memory and cache count, too."""
-    run_id, above = _folder_state(path, options)
+) -> tuple[list[Any], Catalogue]:
+    """Return the run's id, "" if it has none, the highest number of an attempt, and the folder's place, for
+    the first rank of a node; and the catalogue that was read. On nodes without rank 0, this node's memory and
+    cache count, too."""
+    catalogue, above = _folder_state(path, options)
     store, base = open_store(path, options.storage_options), base_folder(group.environment.runtime_folder)
-    if run_id and not group.leads:
-        identity = identity_of(run_id, store.place())
+    if catalogue.run_id and not group.leads:
+        identity = identity_of(catalogue.run_id, store.place())
         with contextlib.ExitStack() as stack:
             runtime = None
             with contextlib.suppress(FileNotFoundError):
                 opened = RuntimeFolder.open(base, identity, create=False)
                 runtime = stack.enter_context(contextlib.closing(opened))
-            above = max(above, highest_on_node(store, runtime, identity, cache))
-    return [run_id, above, place_of(store, group.environment.rank)]
-
-
-def _with_remote(
-    path: str | os.PathLike[str], options: Options, group: Group, known: KnownRun, remote: Remote
-) -> tuple[KnownRun, str]:
-    """Return what rank 0 knows of the run with its remote, and why the remote does not answer, "" if it does.
-    The first start makes the id there."""
-
-    def asked() -> list[Any]:
-        mine = known if known.run_id else KnownRun(*_folder_state(path, options))
-        run_id, above, problem = remote_state(remote, open_store(path, options.storage_options), mine.run_id)
-        return [run_id, max(mine.above, above), problem]
-
-    run_id, above, problem = group.led("what the run's remote has", asked)
-    return KnownRun(run_id, max(known.above, above)), problem
+            newest = newest_on_node(runtime, identity, cache)
+            above = max(above, newest[0].number if newest is not None else 0)
+    return [catalogue.run_id, above, place_of(store, group.environment.rank)], catalogue
 
 
 def _one_run(rows: list[Any]) -> list[Any]:

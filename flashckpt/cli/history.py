@@ -16,7 +16,14 @@ from typing import Any
 from flashckpt.catalogue.changes import ancestry, is_newer
 from flashckpt.commit.attempts import ending
 from flashckpt.commit.lineage import damage, until_stable
-from flashckpt.commit.steps import StepRecord, heads_at_rest, missing_of, read_checkpoint, step_of
+from flashckpt.commit.steps import (
+    StepRecord,
+    committed,
+    heads_at_rest,
+    missing_of,
+    read_checkpoint,
+    step_of,
+)
 from flashckpt.commit.view import View, folders_in
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.layout import DTYPES, Leaf
@@ -120,7 +127,7 @@ def _rows(store: Store, all_branches: bool) -> Iterator[StepRow]:
 def _read(view: View, name: CommitName) -> tuple[StepRecord | None, str]:
     """The step, or why it cannot be read; neither if it is deleted meanwhile."""
     try:
-        manifest = read_checkpoint(view, name)
+        manifest = read_checkpoint(view.store, committed(view, name))
         missing = missing_of(view.store, manifest)
         if not missing:
             return step_of(view.store, manifest), ""

@@ -116,8 +116,8 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
     in memory. Ends with 1 if files of a step are damaged or missing, or if a start would be refused: then all
     branches are listed."""
     store = open_store(run)
-    run_id = open_run(store, create=False).run_id
-    choice = lineage.next_start(store)
+    view = open_run(store, create=False)
+    choice = lineage.next_start(view)
     lost = "" if choice.refusal is None else str(choice.refusal)
     first = next((each.name for each in choice.candidates), None)
     rows, waits = step_rows(store, all_branches=all_branches or bool(lost)), waiting(store)
@@ -129,7 +129,7 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
             "waiting": [plain_waiting(each) for each in waits],
             "remote": remote or None,
         }
-        write_json({"run": store.url, "run_id": run_id, **plain, "problem": lost or None})
+        write_json({"run": store.url, "run_id": view.run_id, **plain, "problem": lost or None})
     elif rows:
         results().print(_step_table(rows, all_branches or bool(lost), first))
     else:

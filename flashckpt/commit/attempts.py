@@ -17,17 +17,18 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from flashckpt.catalogue.changes import Launch, ancestry, end
+from flashckpt.catalogue.changes import Launch, end, new_writer
 from flashckpt.catalogue.requests import Stores
-from flashckpt.commit.view import HOME, View, writers_in
-from flashckpt.errors import DamagedError, FormatError, RunHeldError, SupersededError, UnusableRunError
-from flashckpt.format.catalogue import EMPTY, Catalogue
-from flashckpt.format.names import ALIVE, DATA, MAX_ATTEMPT, AttemptName, SnapshotId, alive_path
+from flashckpt.commit.view import HOME, View
+from flashckpt.errors import DamagedError, FormatError, RunHeldError, SupersededError
+from flashckpt.format.catalogue import EMPTY, Lineage
+from flashckpt.format.names import ALIVE, AttemptName, alive_path
 from flashckpt.format.owner import Alive, Owner
 from flashckpt.printable import escaped
 from flashckpt.store.base import Store
@@ -35,27 +36,20 @@ from flashckpt.store.base import Store
 # ---- how an attempt begins
 
 
-def next_attempt(view: View, above: int = 0) -> AttemptName:
+@dataclass(frozen=True)
+class Opened:
+    """A run as the leader of a start has opened it. `writers` have files there; they were listed after the
+    view was read."""
+
+    view: View
+    writers: frozenset[AttemptName]
+
+
+def next_attempt(opened: Opened, above: int = 0) -> AttemptName:
     """A name for the next attempt, above all that have files here and above number `above`.
 
     UnusableRunError if no number is left."""
-    number = max(highest_number(view), above) + 1
-    if number > MAX_ATTEMPT:
-        raise UnusableRunError(
-            f"{view.store.url}: an attempt here or in this node's memory has the number {number - 1}, the "
-            "highest one. Nothing was changed, and checkpoints are as they were. If another program has "
-            f"made a folder of that number in {DATA}/, remove it, and start again.",
-            path=DATA,
-        )
-    return AttemptName(number, secrets.token_hex(4))
-
-
-def highest_number(view: View) -> int:
-    """The highest number of any attempt, checkpoint or data folder."""
-    catalogue = view.catalogue
-    found = [catalogue.writer, catalogue.attempt, *writers_in(view.store)]
-    found += [each.id.attempt for each in catalogue.checkpoints]
-    return max(each.number for each in found)
+    return new_writer(opened.view.catalogue, secrets.token_hex(4), opened.writers, above).name
 
 
 def reserve(store: Store, name: AttemptName) -> None:
@@ -78,35 +72,22 @@ def is_reserved(store: Store, name: AttemptName, *, exclusively: bool) -> bool:
     return True
 
 
-def settle(view: View) -> View:
-    """Commit the whole snapshots that the newest attempt left without a commit. Returns the newest view."""
-    return View(Stores({HOME.store: view.store}).run(HOME.settle(view.catalogue))[0], view.store)
+def settle(view: View) -> Opened:
+    """Commit the whole snapshots that the newest attempt left without a commit."""
+    catalogue, writers = Stores({HOME.store: view.store}).run(HOME.settle(view.catalogue))
+    return Opened(View(catalogue, view.store), writers)
 
 
-def begin(
-    view: View,
-    name: AttemptName,
-    parent: SnapshotId | None,
-    step: int,
-    *,
-    world: int = 1,
-    owner: Owner | None = None,
-    mirror: Catalogue = EMPTY,
-    is_here: bool = False,
-) -> View:
-    """Begin an attempt at a snapshot, on all its ranks, which have loaded it. No older attempt can change the
-    run from here on. `view`: one that is not newer than the choice. `mirror`: the catalogue of the run's
-    mirror, whose history counts for a snapshot that is not in that of the home. `is_here`: the snapshot was
-    read from this store.
+def begin(seen: View, name: AttemptName, lineage: Lineage, launch: Launch, *, is_here: bool = False) -> View:
+    """Begin an attempt, whose ranks have all loaded the first snapshot of `lineage`. No older attempt can
+    change the run from here on. `seen`: the view that the snapshot was chosen from. `is_here`: the snapshot
+    was read from this store.
 
     RunHeldError if another attempt has begun since, if a newer checkpoint was committed, or if the parent was
     removed.
     """
-    is_of_home = parent is None or view.is_in_lineage(parent) or not mirror.version
-    lineage = () if parent is None else ancestry(view.catalogue if is_of_home else mirror, parent)
-    launch = Launch(world=world, owner=owner, parent_step=step)
-    begun = HOME.begin(view.catalogue, name, view.run_id, lineage, launch, is_here=is_here)
-    return View(Stores({HOME.store: view.store}).run(begun), view.store)
+    begun = HOME.begin(seen.catalogue, name, lineage, launch, is_here=is_here)
+    return View(Stores({HOME.store: seen.store}).run(begun), seen.store)
 
 
 # ---- the newest attempt
@@ -130,9 +111,11 @@ def check_is_newest(view: View, name: AttemptName) -> None:
 # ---- signs of life
 
 
-def beat(store: Store, name: AttemptName, count: int) -> None:
-    """Write the alive counter: not durably, and with few retries, since the next write follows soon."""
-    store.brief().replace(alive_path(name), Alive(count=count).to_bytes(), durable=False)
+def beat(store: Store, name: AttemptName, count: int, *, saves: bool = False) -> None:
+    """Write the alive counter: not durably, and with few retries, since the next write follows soon. `saves`:
+    the trainer is dead, and a keeper saves what it has left."""
+    found = Alive(count=count, phase="saving" if saves else "training")
+    store.brief().replace(alive_path(name), found.to_bytes(), durable=False)
 
 
 def move_on(store: Store, name: AttemptName, last: int | None) -> int | None:
@@ -153,7 +136,7 @@ def mark_ended(store: Store, name: AttemptName, how: Literal["closed", "dead"]) 
             Stores({HOME.store: store}).run(HOME.update(partial(end, writer=name)))
     before = alive(store, name)
     count = before.count if before is not None else 0
-    store.replace(alive_path(name), Alive(count=count, ended=how).to_bytes())
+    store.replace(alive_path(name), Alive(count=count, phase=how).to_bytes())
 
 
 def alive(store: Store, name: AttemptName) -> Alive | None:
@@ -170,16 +153,6 @@ def ending(view: View, name: AttemptName) -> str:
         return "closed"
     found = alive(view.store, name)
     return "" if found is None else found.ended
-
-
-def remove_counters(view: View, but: Iterable[AttemptName] = ()) -> None:
-    """Remove the counters of attempts that are older than the newest one."""
-    newest, stays = view.attempt, {*but}
-    if newest is None:
-        return
-    names = (AttemptName.parse(each.name) for each in view.store.list(ALIVE) if not each.is_folder)
-    old = [each for each in names if each is not None and each < newest and each not in stays]
-    view.store.remove_files(map(alive_path, old))
 
 
 # ---- one job at a time: whether the newest attempt still has a trainer
@@ -229,9 +202,10 @@ def check_not_held(
     watch_s: float | None = None,
     sleep: Callable[[float], None] = time.sleep,
     run: View | None = None,
-) -> None:
-    """RunHeldError if a trainer of the newest attempt lives. May watch the counter for `watch_s` seconds, by
-    default WATCH_S and the store's delay; the log says so.
+) -> View:
+    """Return the view that was judged. RunHeldError if a trainer of the newest attempt lives. May watch the
+    counter for `watch_s` seconds, by default WATCH_S and the store's delay; the log says so. As long as
+    keepers elsewhere save what the attempt has left, this waits for them.
 
     `probe` checks locks in runtime folders of this machine; without it only the counter is used. `run`: a
     view that was read just now.
@@ -241,20 +215,22 @@ def check_not_held(
     while (newest := view.attempt) is not None:
         theirs = view.catalogue.owner
         if theirs is None or ending(view, newest):
-            return
+            break
         if probe is not None and _same_runtime(me, theirs):
             if probe(theirs.runtime, theirs.lock):
                 raise _held(store, newest, theirs, f"process {theirs.pid} on this machine ({theirs.host})")
             if not _may_hold_unseen(theirs, probe):
-                return
-        if _is_restart(me, theirs):
-            return
+                break
+        found = alive(store, newest)
+        if _is_restart(me, theirs) and not (found is not None and found.phase == "saving"):
+            break
         if _moves(store, newest, theirs, watch_s, sleep):
             raise _held(store, newest, theirs, f"a process on {escaped(theirs.host)}")
         # Another attempt may have begun meanwhile, and is checked like the first.
         view = _newest_or_none(store)
         if view.attempt == newest:
-            return
+            break
+    return view
 
 
 def check_none_lives(store: Store, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -279,9 +255,10 @@ def _moves(
     watch_s: float,
     sleep: Callable[[float], None],
 ) -> bool:
-    """Whether the counter changes within `watch_s`; False as soon as the attempt's end is recorded."""
+    """Whether a trainer moves the counter within `watch_s`; False as soon as the attempt's end is recorded.
+    Where a keeper moves it, which saves what the attempt has left, the watch begins again."""
     where = "" if theirs is None else f" on {escaped(theirs.host)}"
-    first, reported_s, waited_s = alive(store, attempt), 0.0, 0.0
+    last, reported_s, waited_s, is_saving = alive(store, attempt), 0.0, 0.0, False
     while waited_s < watch_s:
         if waited_s >= reported_s:
             reported_s += _REPORT_S
@@ -298,8 +275,17 @@ def _moves(
         now = alive(store, attempt)
         if now is not None and now.ended:
             return False
-        if now != first:
+        if now == last:
+            continue
+        if now is None or now.phase != "saving":
             return True
+        if not is_saving:
+            log.warning(
+                "%s: the keepers of attempt %s still save what it has left%s. This process waits for them, "
+                "and resumes from that",
+                store.url, attempt, where,
+            )  # fmt: skip
+        last, reported_s, waited_s, is_saving = now, _REPORT_S, 0.0, True
     return False
 
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from flashckpt import crashpoints
-from flashckpt.catalogue.changes import Hopeless, hopeless, is_newer
+from flashckpt.catalogue.changes import Hopeless, expired, hopeless, is_newer
 from flashckpt.catalogue.changes import Keep as Kept
-from flashckpt.catalogue.requests import Stores
-from flashckpt.commit.steps import check_alike, damaged, read_head
-from flashckpt.commit.view import HOME, View, name_of
+from flashckpt.catalogue.requests import Stores, read_head
+from flashckpt.commit.steps import check_alike
+from flashckpt.commit.view import HOME, View
 from flashckpt.errors import DamagedError, DivergedError, RunError, SupersededError
 from flashckpt.format.catalogue import Catalogue, Folder
 from flashckpt.format.manifest import PART, File, Manifest, PartHead, part_name
@@ -49,12 +49,12 @@ class Committed(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """`view`: the newest one. `dropped`: the checkpoints that retention dropped with this commit."""
+    """`view`: the newest one. `dropped`: the checkpoints that retention dropped with this commit; None if it
+    is still due, since another keeper has committed the snapshot, or a checkpoint is not whole."""
 
     state: Committed
     view: View
-    name: CommitName | None = None
-    dropped: tuple[CommitName, ...] = ()
+    dropped: tuple[CommitName, ...] | None = ()
 
     def __bool__(self) -> bool:
         return bool(self.state)
@@ -100,20 +100,10 @@ def is_overtaken(view: View, id: SnapshotId) -> bool:
     return not view.catalogue.has(id) and not is_newer(view.catalogue, id)
 
 
-def publish_part(store: Store, folder: Folder, part: Part, nonce: str, *, is_written: bool = False) -> File:
-    """Create a part, whose shards are written. `nonce`: of this process and file. `is_written`: this process
-    has just written every shard.
-
-    DamagedError if a shard that the part names is missing or has another length.
-    """
-    shards = part.head().files
-    if not is_written:
-        there = {(entry.name, entry.num_bytes) for entry in store.list(folder.path)}
-        for each in shards:
-            if (each.name, each.num_bytes) not in there:
-                raise damaged(f"{folder.path}/{each.name}", "it is missing or cut short", part.step)
-    crashpoints.point("part.checked")
+def publish_part(store: Store, folder: Folder, part: Part, nonce: str) -> File:
+    """Create a part, whose shards are written. `nonce`: of this process and file."""
     data, name = part.to_bytes(), part_name(part.node, nonce)
+    crashpoints.point("part.checked")
     if not store.create(f"{folder.path}/{name}", data):
         raise FileExistsError(f"{folder.path}/{name} exists")
     crashpoints.point("part.linked")
@@ -193,10 +183,10 @@ def publish_manifest(
         why = hopeless(after, checkpoint)
         state = Committed.BASE_GONE if why is Hopeless.BASE_GONE else Committed.OVERTAKEN
         return Outcome(state, found)
-    gone = {name_of(each) for each in view.catalogue.checkpoints} - {
-        name_of(each) for each in after.checkpoints
-    }
-    return Outcome(Committed.YES, found, name_of(checkpoint), tuple(sorted(gone)))
+    dropped = tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
+    ids = frozenset(each.id for each in after.checkpoints)
+    is_due = not dropped and bool(expired(after, replace(kept(keep, in_use), whole=ids)))
+    return Outcome(Committed.YES, found, None if is_due else dropped)
 
 
 def found_run(store: Store, folder: Folder, run_id: str) -> View:

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 from flashckpt.catalogue.changes import quarantine as quarantined
+from flashckpt.catalogue.changes import visible
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.attempts import Probe, check_not_held, local_owner
-from flashckpt.commit.choice import Choice, History, Place, RankOffers, choose
-from flashckpt.commit.steps import StepRecord, is_whole, missing_files, read_step
-from flashckpt.commit.view import HOME, View, open_run
+from flashckpt.commit.choice import Choice, Place, RankOffers, Stored, choose
+from flashckpt.commit.steps import StepRecord, is_whole, missing_of, read_manifest, read_step
+from flashckpt.commit.view import HOME, View, name_of, newest_version, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
+from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint
+from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.owner import Owner
 from flashckpt.store.base import Store
@@ -39,8 +42,7 @@ def this_host() -> str:
 
 
 def quarantine(store: Store, name: CommitName, host: str, reason: str) -> None:
-    """Record that a checkpoint failed two verifications on `host`. Retention does not count it, and a start
-    on that host tries it last."""
+    """Record that a checkpoint failed two verifications on `host`. Retention does not count it."""
     view = View.of(store)
     if (checkpoint := view.checkpoint(name.id)) is not None:
         change = partial(quarantined, checkpoint=checkpoint, why=f"{host}{_HOST_ENDS}{reason}")
@@ -64,86 +66,80 @@ def steps(store: Store) -> list[int]:
     return sorted({each.step for each in open_run(store, create=False).visible()})
 
 
-def history(store: Store) -> History:
-    """The `History` of a store, from the newest version of its catalogue alone."""
-    return _history(View.of(store), {})
+@dataclass(frozen=True, kw_only=True)
+class RemoteRun:
+    """The mirror of a run, as a start has found it. `problem` says why it does not answer, empty if it does.
+    `known`: the version of its catalogue that was read, EMPTY if none was."""
 
-
-def _history(view: View, broken: Mapping[SnapshotId, str]) -> History:
-    hosts = {id: text.partition(_HOST_ENDS)[0] for id, text in view.damaged.items()}
-    return History(
-        url=view.store.url,
-        lineage=view.lineage,
-        known=frozenset(view.attempts()),
-        commits={each.id: each.step for each in view.checkpoints},
-        broken=broken,
-        quarantined={id: frozenset([host]) for id, host in hosts.items()},
-    )
+    store: Store
+    problem: str = ""
+    known: Catalogue = EMPTY
 
 
 def next_start(
-    store: Store,
+    home: View,
     rows: Sequence[RankOffers] | None = None,
-    mirror: Store | None = None,
+    remote: RemoteRun | None = None,
     *,
-    mirror_problem: str = "",
     is_saved: bool = True,
-    read_from: Callable[[], str] = str,
     damaged: Collection[SnapshotId] = (),
 ) -> Choice:
-    """Choose what a start of the ranks that offer `rows` resumes from (None: one rank on this host with
-    nothing in memory). A store from which some rank reads the first candidate has all files of it.
-    `mirror_problem`: why the mirror did not answer. `read_from`: as of History; called only if the snapshot
-    that the newest attempt began from is not in the store. `damaged`: commits of the store that cannot be
-    used. OSError if a store does not answer."""
-    rows = [RankOffers(0, this_host())] if rows is None else rows
-    broken: tuple[dict[SnapshotId, str], dict[SnapshotId, str]] = dict.fromkeys(damaged, "it is damaged"), {}
-    here, far = View.of(store), None
+    """Choose what a start of the ranks that offer `rows` resumes from (None: one rank, with nothing in
+    memory). A store from which some rank reads the first candidate has all files of it. `home`: a view that
+    was read just now. `damaged`: checkpoints of the home that cannot be used. OSError if a store does not
+    answer."""
+    rows = [RankOffers(0)] if rows is None else rows
+    here = Stored(
+        url=home.store.url, catalogue=home.catalogue, broken=dict.fromkeys(damaged, "it is damaged")
+    )
+    there = None
+    if remote is not None:
+        there = Stored(url=remote.store.url, catalogue=remote.known, problem=remote.problem)
+        if not there.problem:
+            there = replace(there, catalogue=newest_version(remote.store, remote.known))
     while True:
-        home = _history(here, broken[0])
-        if len(home.lineage) > 1 and not home.has(home.lineage[1]):
-            home = replace(home, read_from=read_from())
-        there = None if mirror is None else History(url=mirror.url, problem=mirror_problem)
-        if mirror is not None and not mirror_problem:
-            far = View.of(mirror) if far is None else far
-            there = _history(far, broken[1])
-        choice = choose(rows, home, there, is_saved=is_saved)
-        tiers = (Place.HOME, here, broken[0]), (Place.MIRROR, far, broken[1])
-        found = False
-        for each in choice.candidates[:1]:
-            for place, of, known in tiers:
-                is_read = place in first_places(choice, rows)
-                if of is not None and is_read and (why := problem_of(of, each.name)) != "":
-                    known[each.id], found = why or "it was deleted", True
-        if not found:
-            return choice
-        # It may be gone because a living job has committed newer ones.
-        here, far = View.of(store, here.catalogue), None
+        choice = choose(rows, here, there, is_saved=is_saved)
+        manifests: dict[Place, Manifest] = {}
+        first = choice.candidates[0] if choice.candidates else None
+        read = set() if first is None else {first.places(row)[0] for row in rows}
+        if first is not None and first.home is not None and Place.HOME in read:
+            found = whole_or_why(home.store, first.home)
+            if isinstance(found, str):
+                # It may be gone because a living job has committed newer ones.
+                newest = newest_version(home.store, here.catalogue)
+                here = replace(here, catalogue=newest, broken={**here.broken, first.id: found})
+                continue
+            manifests[Place.HOME] = found
+        if first is not None and first.mirror is not None and Place.MIRROR in read:
+            assert there is not None
+            assert remote is not None
+            found = whole_or_why(remote.store, first.mirror)
+            if isinstance(found, str):
+                newest = newest_version(remote.store, there.catalogue)
+                there = replace(there, catalogue=newest, broken={**there.broken, first.id: found})
+                continue
+            manifests[Place.MIRROR] = found
+        return replace(choice, manifests=manifests)
 
 
-def first_places(choice: Choice, rows: Sequence[RankOffers]) -> frozenset[Place]:
-    """The places where the ranks first try to read the first candidate."""
-    return frozenset(each.places(row, None)[0] for each in choice.candidates[:1] for row in rows)
-
-
-def problem_of(view: View, name: CommitName) -> str | None:
-    """Why a checkpoint is not whole: its manifest is damaged, or files are missing or of another length.
-    Empty if it is whole, None if the view does not have it."""
-    checkpoint = view.checkpoint(name.id)
-    if checkpoint is None:
-        return None
+def whole_or_why(store: Store, checkpoint: Checkpoint) -> Manifest | str:
+    """The manifest of a checkpoint whose files are all there, or why it is not whole: its manifest is
+    damaged, or files are missing or of another length."""
     try:
-        missing = missing_files(view.store, checkpoint)
+        manifest = read_manifest(store, checkpoint)
+        missing = [checkpoint.manifest_path] if manifest is None else missing_of(store, manifest)
     except DamagedError as error:
         return str(error)
-    return f"{', '.join(missing[:_SHOWN])}: missing, or not as long as when it was written" if missing else ""
+    if manifest is None or missing:
+        return f"{', '.join(missing[:_SHOWN])}: missing, or not as long as when it was written"
+    return manifest
 
 
 def incomplete(store: Store) -> list[tuple[CommitName, str]]:
     """Visible steps that are not whole, newest first, each with the reason."""
     view = View.of(store)
-    found = [(each, problem_of(view, each)) for each in view.newest_first()]
-    return [(each, why) for each, why in found if why]
+    seen = [(name_of(each), whole_or_why(store, each)) for each in visible(view.catalogue)[::-1]]
+    return [(each, why) for each, why in seen if isinstance(why, str)]
 
 
 # ---- which step a caller means
@@ -193,7 +189,7 @@ def until_stable(store: Store, find: Callable[[], list[_Found]]) -> list[_Found]
 
 def _chosen(store: Store, step: int | None, at: AttemptName | SnapshotId | None) -> CommitName:
     if step is None and at is None:
-        choice = next_start(store)
+        choice = next_start(View.of(store))
         if choice.refusal is not None:
             raise choice.refusal
         if not choice.candidates:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flashckpt._native import xxh3_128
-from flashckpt.catalogue.requests import has_file
-from flashckpt.commit.view import View
+from flashckpt.catalogue.requests import Stores, read_head
+from flashckpt.commit.view import HOME, View
 from flashckpt.errors import DamagedError, DivergedError, NoSuchStepError
 from flashckpt.format.catalogue import Checkpoint, Folder
 from flashckpt.format.checked_json import checked
@@ -24,13 +24,13 @@ from flashckpt.format.layout import Leaf, Ranks, Replicas, count_of
 from flashckpt.format.manifest import PART, Manifest, PartFile, PartHead, are_alike
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.records import Contents, Part, RankRecord
-from flashckpt.store.base import LengthError, Store
+from flashckpt.store.base import Store
 
 # ---- the parts of a snapshot: read and checked one by one, with one in memory at a time
 
 # Parts of at most so many bytes in all are kept in memory once they are read.
 _FEW_BYTES = 16 << 20
-# The head of a part of eight ranks is a few KiB.
+# Longer than the head of a part of eight ranks.
 _HEAD_BYTES = 64 << 10
 
 
@@ -270,17 +270,8 @@ def missing_files(store: Store, checkpoint: Checkpoint) -> list[str]:
 
 
 def missing_of(store: Store, manifest: Manifest) -> list[str]:
-    """The files of a manifest that are not in their folders with their lengths. A listing a folder; what it
-    lacks is asked for by name, since it may be old."""
-    missing = []
-    for folder, files in manifest.files().items():
-        # A store with compressed files may list a name twice, with two lengths.
-        there = {(each.name, each.num_bytes) for each in store.list(folder.path) if not each.is_folder}
-        absent = [
-            (f"{folder.path}/{name}", size) for name, size in files.items() if (name, size) not in there
-        ]
-        missing += [path for path, size in absent if not has_file(store, path, size)]
-    return missing
+    """The files of a manifest that are not in their folders with their lengths."""
+    return Stores({HOME.store: store}).run(HOME.missing(manifest))
 
 
 def is_whole(view: View, name: CommitName) -> bool:
@@ -307,15 +298,6 @@ def heads_at_rest(store: Store, folder: Folder) -> dict[str, PartHead]:
     return found
 
 
-def read_head(store: Store, path: str, num_bytes: int) -> PartHead:
-    """The head of a part. DamagedError, FileNotFoundError."""
-    try:
-        first = store.read_bytes(path, 0, min(num_bytes, _HEAD_BYTES))
-    except LengthError as error:
-        raise DamagedError(str(error), path=path) from error
-    return PartHead.from_prefix(first, path) or PartHead.from_bytes(store.read(path, Part.MAX_BYTES), path)
-
-
 def missing_ranks(store: Store, folder: Folder, world: int) -> list[int]:
     """The ranks without a part at rest."""
     there = {rank.rank for head in heads_at_rest(store, folder).values() for rank in head.ranks}
@@ -337,17 +319,23 @@ def read_step(
     manifest.
     """
     view = where if isinstance(where, View) else View.of(where)
-    return step_of(view.store, read_checkpoint(view, name), ranks, with_writers=with_writers)
+    manifest = read_checkpoint(view.store, committed(view, name))
+    return step_of(view.store, manifest, ranks, with_writers=with_writers)
 
 
-def read_checkpoint(view: View, name: CommitName) -> Manifest:
-    """The manifest of a checkpoint that a view has. NoSuchStepError if it has none, DamagedError."""
+def committed(view: View, name: CommitName) -> Checkpoint:
+    """The checkpoint of this name. NoSuchStepError if the view has none."""
     checkpoint = view.checkpoint(name.id)
     if checkpoint is None or checkpoint.step != name.step:
         raise _not_committed(view.store, name)
-    manifest = read_manifest(view.store, checkpoint)
+    return checkpoint
+
+
+def read_checkpoint(store: Store, checkpoint: Checkpoint) -> Manifest:
+    """The manifest of a checkpoint. DamagedError, also if the file is gone."""
+    manifest = read_manifest(store, checkpoint)
     if manifest is None:
-        raise damaged(checkpoint.manifest_path, "it is missing", name.step)
+        raise damaged(checkpoint.manifest_path, "it is missing", checkpoint.step)
     return manifest
 
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from flashckpt.commit.attempts import remove_counters
 from flashckpt.commit.view import View
-from flashckpt.format.names import ALIVE, EVENTS, AttemptName
+from flashckpt.format.names import ALIVE, EVENTS, AttemptName, alive_path
 from flashckpt.store.base import Entry, Store
 
 log = logging.getLogger(__name__)
@@ -32,33 +31,32 @@ _KEEPER_OBJECTS_KEPT = 256
 def tidy(view: View, me: AttemptName) -> None:
     """Remove files that no command reads, for an attempt that is about to begin. Logs failures."""
     try:
-        remove_temporary_files(view.store)
-        remove_counters(view, [me])
+        counters = view.store.list(ALIVE)
+        paths = [path for path, _ in temporary_files(view.store, counters)]
+        for each in counters:
+            name = None if each.is_folder else AttemptName.parse(each.name)
+            if name is not None and name != me and name < view.catalogue.attempt:
+                paths.append(alive_path(name))
+        view.store.remove_files(paths)
         if me.number % _LEDGERS_COUNTED_EVERY == 0:
             remove_ledgers(view)
     except OSError as error:
         log.warning("old temporary files and ledgers could not be removed: %s", error)
 
 
-def temporary_files(store: Store) -> Iterator[tuple[str, Entry]]:
-    """Temporary files and probes that are a day old, with their paths."""
-    found, newest_s = dict[str, Entry](), 0.0
-    for folder in ("", ALIVE):
-        for entry in store.list(folder):
-            newest_s = max(newest_s, entry.since_s)
-            is_ours = _TEMPORARY.fullmatch(entry.name) or _PROBE.fullmatch(entry.name)
-            if is_ours and not entry.is_folder:
-                found[f"{folder}/{entry.name}" if folder else entry.name] = entry
+def temporary_files(store: Store, counters: Sequence[Entry] | None = None) -> Iterator[tuple[str, Entry]]:
+    """Temporary files and probes that are a day old, with their paths. `counters`: the entries of alive/, if
+    the caller has listed it. Object stores have no temporary files."""
+    if not store.capabilities.rename:
+        return
+    counters = store.list(ALIVE) if counters is None else counters
+    there = {f"{ALIVE}/{each.name}": each for each in counters} | {each.name: each for each in store.list("")}
     # The store's clock may be days behind this one: then a new file seems old.
-    now_s = min(time.time(), newest_s)
-    for path, entry in found.items():
-        if entry.since_s and now_s - entry.since_s > _SAFE_AGE_S:
+    now_s = min(time.time(), max((each.since_s for each in there.values()), default=0.0))
+    for path, entry in there.items():
+        is_ours = _TEMPORARY.fullmatch(entry.name) or _PROBE.fullmatch(entry.name)
+        if is_ours and not entry.is_folder and entry.since_s and now_s - entry.since_s > _SAFE_AGE_S:
             yield path, entry
-
-
-def remove_temporary_files(store: Store) -> None:
-    """Remove the `temporary_files`. Raises OSError once all that can be removed are."""
-    store.remove_files([path for path, _ in temporary_files(store)])
 
 
 def remove_ledgers(view: View) -> None:

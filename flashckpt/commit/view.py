@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from flashckpt.catalogue.changes import (
     bases,
+    files_without_catalogue,
     is_visible,
     lineage_of,
     parent_of,
@@ -30,7 +31,7 @@ from flashckpt.format.catalogue import (
     Lineage,
     folders_of,
 )
-from flashckpt.format.names import ATTEMPT, DATA, MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import DATA, MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
 from flashckpt.store.base import Store
 
 HOME = Home()
@@ -127,9 +128,9 @@ def name_of(checkpoint: Checkpoint) -> CommitName:
     return CommitName(checkpoint.step, checkpoint.id.attempt, checkpoint.id.boundary)
 
 
-def open_run(store: Store, create: bool, run_id: str = "") -> View:
+def open_run(store: Store, create: bool, run_id: str = "", known: Catalogue = EMPTY) -> View:
     """Return the run in a store. `create`: the caller will train it; if there is no run, make an empty one,
-    with this id if one is given.
+    with this id if one is given. `known`: as of `newest_version`.
 
     Raises NoSuchStepError if there is no run and none is made, UnusableRunError if there are files of
     checkpoints without a catalogue, FormatError for another format, DamagedError, RunError if `create` and
@@ -137,10 +138,13 @@ def open_run(store: Store, create: bool, run_id: str = "") -> View:
     """
     if create:
         check_place(store)
-        made = Stores({HOME.store: store}).run(HOME.make(run_id or secrets.token_hex(8)))
+        try:
+            made = Stores({HOME.store: store}).run(HOME.make(run_id or secrets.token_hex(8), known))
+        except UnusableRunError as error:
+            raise UnusableRunError(f"{store.url}: {error}", path=store.url) from error
         return View(made, store)
     try:
-        view = View.of(store)
+        view = View.of(store, known)
     except NotADirectoryError as error:
         raise NoSuchStepError(
             f"{store.url} is no run: it is a file, or a folder above it is one. Nothing was changed. Name "
@@ -150,12 +154,7 @@ def open_run(store: Store, create: bool, run_id: str = "") -> View:
     if view.catalogue.version:
         return view
     if writers_in(store):
-        raise UnusableRunError(
-            f"{store.url} holds snapshots and no catalogue. Nothing was changed, and it is not taken for a "
-            f"fresh run. Put its {CATALOGUE}/ back. If it is lost, `flashckpt recover {store.url}` makes "
-            "another from the checkpoints that are whole. To train anew, choose another folder.",
-            path=store.url,
-        )
+        raise UnusableRunError(f"{store.url}: {files_without_catalogue()}", path=store.url)
     raise NoSuchStepError(
         f"{store.url} is no run: it has no {CATALOGUE}/. Nothing was changed. Check the path.", path=store.url
     )
@@ -188,14 +187,13 @@ def check_place(store: Store) -> None:
     store.check()
 
 
-def writers_in(store: Store) -> list[AttemptName]:
-    """The attempts that have a folder in data/, oldest first."""
-    found = (AttemptName.parse(each.name) for each in store.list(DATA, ATTEMPT) if each.is_folder)
-    return sorted(name for name in found if name is not None)
+def writers_in(store: Store) -> frozenset[AttemptName]:
+    """The attempts that have a folder in data/."""
+    return Stores({HOME.store: store}).run(HOME.writers())
 
 
 def folders_in(store: Store) -> Iterator[Folder]:
     """Every folder of a snapshot, of each writer, oldest first."""
-    for writer in writers_in(store):
+    for writer in sorted(writers_in(store)):
         names = (each.name for each in store.list(f"{DATA}/{writer}") if each.is_folder)
         yield from folders_of(writer, names)

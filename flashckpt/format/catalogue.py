@@ -126,8 +126,8 @@ class Catalogue(JsonRecord):
     their files, because it was restored from a backup; their files stay. damaged: checkpoints that failed two
     verifications, each with the host and the reason; retention and `ls` read it.
 
-    Of the current attempt: its number of ranks, the process that began it (None: no trainer did), and the
-    step number of its parent.
+    Of the current attempt: its number of ranks, the process that began it (None: no trainer did), the step
+    number of its parent, and the URL of the mirror if the attempt read its parent there.
     """
 
     KIND = "catalogue"
@@ -147,6 +147,7 @@ class Catalogue(JsonRecord):
     world: int = 1
     owner: Owner | None = field(default=None, repr=False)
     parent_step: int = 0
+    parent_url: str = ""
 
     @property
     def path(self) -> str:
@@ -183,6 +184,7 @@ class Catalogue(JsonRecord):
             "world": self.world,
             "owner": None if self.owner is None else self.owner.to_dict(),
             "parent_step": self.parent_step,
+            "parent_url": self.parent_url,
             "ended": self.ended,
             "failed_starts": self.failed_starts,
             "committed": None if self.committed is None else _id_row(self.committed, names),
@@ -215,6 +217,7 @@ class Catalogue(JsonRecord):
             world=fields.integer("world", 1, MAX_RANK),
             owner=Owner.of(fields.within("owner")) if fields.has("owner") else None,
             parent_step=fields.integer("parent_step", 0, MAX_STEP),
+            parent_url=fields.text("parent_url"),
             ended=fields.flag("ended"),
             failed_starts=fields.integer("failed_starts"),
             committed=_id(fields, fields.items("committed"), names) if fields.has("committed") else None,

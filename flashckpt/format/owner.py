@@ -10,7 +10,7 @@ from typing import Any
 
 from flashckpt.format.checked_json import Fields, JsonRecord
 
-_ENDED = re.compile(r"|closed|dead")
+_PHASE = re.compile(r"training|saving|closed|dead")
 _MAX_RESTARTS = 10**9
 
 
@@ -50,15 +50,21 @@ class Owner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alive(JsonRecord):
-    """A counter that grows while a trainer lives. `ended`: "closed" or "dead" after its end."""
+    """A counter that grows while a trainer lives, and after that while keepers save what it has left.
+    `phase`: "training", "saving", or how it has ended, "closed" or "dead"."""
 
     KIND = "alive"
     count: int
-    ended: str = ""
+    phase: str = "training"
+
+    @property
+    def ended(self) -> str:
+        """How it has ended, "closed" or "dead"; empty if it has not."""
+        return self.phase if self.phase in ("closed", "dead") else ""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "ended": self.ended}
+        return {"count": self.count, "phase": self.phase}
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Alive:
-        return cls(count=fields.integer("count"), ended=fields.text("ended", pattern=_ENDED))
+        return cls(count=fields.integer("count"), phase=fields.text("phase", pattern=_PHASE))

@@ -276,7 +276,8 @@ class Keeper:
         for attempt in living:
             self._ended.pop(attempt, None)
         # A start may follow the mark "dead" at once, so all snapshots are saved before it.
-        saved = [pair for pair in self._ended.items() if not self.queue.is_pending(pair[0])]
+        saving = [each for each in self._ended if self.queue.is_pending(each)]
+        saved = [pair for pair in self._ended.items() if pair[0] not in saving]
 
         def done(found: RoundResult | BaseException) -> None:
             if isinstance(found, BaseException):
@@ -297,8 +298,10 @@ class Keeper:
             if found.problem:
                 self.outcomes.count("rounds_failed")
 
-        elsewhere = frozenset(self._elsewhere)
-        self._round_worker.submit(lambda: self._run_folder.round(living, saved, elsewhere), done)
+        elsewhere, saved_bytes = frozenset(self._elsewhere), self.queue.progress_bytes
+        self._round_worker.submit(
+            lambda: self._run_folder.round(living, saved, elsewhere, saving, saved_bytes), done
+        )
 
     def _leave(self, in_vain: bool = False) -> None:
         """Remove all regions that are not kept, then the names, the lock last: a keeper that starts meanwhile

@@ -66,6 +66,7 @@ class RunFolder:
         self._reported_path: str | None = None
         self._stood_until = 0.0
         self._counts: dict[AttemptName, int] = {}
+        self._saved_bytes = -1  # in the round before
         # The counters of attempts that have ended here, as they were first read, and when.
         self._still: dict[AttemptName, tuple[int, float]] = {}
 
@@ -127,10 +128,13 @@ class RunFolder:
         living: Sequence[AttemptName],
         ended: Sequence[tuple[AttemptName, End]],
         elsewhere: Collection[AttemptName] = (),
+        saving: Collection[AttemptName] = (),
+        saved_bytes: int = 0,
     ) -> RoundResult:
-        """Advance the counters of living attempts, and write the end of the others: of those `elsewhere`,
-        which have ranks on other nodes, once their counters stand still. A counter that another keeper
-        advances leaves the end to that keeper, and counts as written here. Does not retry."""
+        """Advance the counters of living attempts, and of those that this keeper is `saving`, as long as
+        `saved_bytes` grows. Write the end of the others: of those `elsewhere`, which have ranks on other
+        nodes, once their counters stand still. A counter that another keeper advances leaves the end to that
+        keeper, and counts as written here. Does not retry."""
         store = self._store.brief()
         marked: list[AttemptName] = []
         newest, problem = None, ""
@@ -140,6 +144,10 @@ class RunFolder:
             for attempt in living:
                 with self._unless_swept(attempt):
                     attempts.beat(store, attempt, self._next_count(attempt))
+            for attempt in saving if saved_bytes != self._saved_bytes else ():
+                with self._unless_swept(attempt):
+                    attempts.beat(store, attempt, self._next_count(attempt), saves=True)
+            self._saved_bytes = saved_bytes
             for attempt, how in ended:
                 moves = self._moves(attempt) if attempt in elsewhere else False
                 if moves is None:

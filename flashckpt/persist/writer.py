@@ -201,7 +201,7 @@ class Writer:
         view = self._view()
         if not is_whole(view, job.name):
             raise SupersededError(job.lacks, step=job.step)
-        return self._reported(job, Outcome(Committed.YES, view, job.name))
+        return self._reported(job, Outcome(Committed.YES, view))
 
     # ---- pinned snapshots
 
@@ -268,7 +268,7 @@ class Writer:
             self._guard()
             self._files += 1
             nonce = f"{self._nonce}{self._files:04x}"
-            file = commit_step.publish_part(self._store, tried.folder, part, nonce, is_written=True)
+            file = commit_step.publish_part(self._store, tried.folder, part, nonce)
             job.has_part, job.part = True, file.name
             job.known.of(tried.folder)[file.name] = part.head()  # the committer need not read it
         except DamagedError:
@@ -370,7 +370,7 @@ class Writer:
                 f"step {job.step} of attempt {job.attempt} was committed, and has lost files since.",
                 step=job.step,
             )
-        return Outcome(Committed.YES, view, job.name)
+        return Outcome(Committed.YES, view)
 
     def _check_may_be_whole(self, job: StepJob, folder: Folder, error: DamagedError) -> None:
         """Raise SupersededError if the parts of a step, which never change, make no step."""

@@ -60,7 +60,6 @@ from flashckpt.recovery.report import (
     Watcher,
 )  # fmt: skip
 from flashckpt.recovery.storage import Examined, clear_garbage, commit_whole, examine, quarantine, unfinished
-from flashckpt.replication.mirror import RemoteRun, next_start
 from flashckpt.replication.run_copy import Outcome, copy_run
 from flashckpt.store.base import Store
 from flashckpt.threads import Worker
@@ -557,15 +556,16 @@ class _NodeSnapshots:
         torn = set[tuple[str, int]]()
         while True:
             held, offers = self._offers(torn)
-            row = RankOffers.of(0, lineage.this_host(), offers)
+            row = RankOffers.of(0, offers)
             try:
-                choice = next_start(store, there, [row], damaged=[each.id for each in damaged])
+                broken = [each.id for each in damaged]
+                choice = lineage.next_start(View.of(store), [row], there, damaged=broken)
             except OSError as error:
                 return None, f"the step is not known, because storage failed: {error}"
             if choice.refusal is not None or not choice.candidates:
                 return None, str(choice.refusal or "")
             first = choice.candidates[0]
-            place = first.places(row, None)[0]
+            place = first.places(row)[0]
             wrong = set[tuple[str, int]]()
             if place in (Place.MEMORY, Place.CACHE):
                 wrong = {each.key for each in held[first.id] if not self._is_sound(each)}
@@ -594,7 +594,7 @@ class _NodeSnapshots:
             problem = "" if of.keys() == ranks[id.attempt] else _INCOMPLETE
             place = max((place for place, _ in of.values()), default=Place.MEMORY)
             step = next((sealed.step for _, sealed in of.values()), 0)
-            offers.append(Offer(id=id, step=step, world=0, place=place, problem=problem))
+            offers.append(Offer(id=id, step=step, place=place, problem=problem))
         return {id: [sealed for _, sealed in of.values()] for id, of in copies.items()}, offers
 
     def _is_sound(self, sealed: Sealed) -> bool:
@@ -640,14 +640,14 @@ def _fate_of(outcome: StepOutcome, *, is_dry_run: bool) -> tuple[Fate, str]:
 # ---- the remote
 
 
-def _opened_remote(remote: Store) -> RemoteRun | None:
+def _opened_remote(remote: Store) -> lineage.RemoteRun | None:
     """None if the remote does not answer."""
     try:
         open_run(remote, create=False)
     except (FlashckptError, OSError) as error:
         log.info("%s was not read: %s", remote.url, error)
         return None
-    return RemoteRun(store=remote)
+    return lineage.RemoteRun(store=remote)
 
 
 def _copy_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool) -> RemoteReport:
@@ -656,7 +656,7 @@ def _copy_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool
     watcher.stage("copying")
     try:
         if dry_run:
-            name = next((each.name for each in lineage.next_start(store).candidates), None)
+            name = next((each.name for each in lineage.next_start(View.of(store)).candidates), None)
             if name is None:
                 return RemoteReport(url=remote.url, outcome=RemoteFate.NOTHING)
             fate = RemoteFate.THERE if is_whole(View.of(remote), name) else RemoteFate.MISSING

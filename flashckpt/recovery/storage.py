@@ -15,7 +15,7 @@ from flashckpt.commit import lineage
 from flashckpt.commit.attempts import settle
 from flashckpt.commit.commit_step import collect, retain
 from flashckpt.commit.steps import heads_at_rest, is_whole
-from flashckpt.commit.tidying import remove_temporary_files, temporary_files
+from flashckpt.commit.tidying import temporary_files
 from flashckpt.commit.verification import Row, verify
 from flashckpt.commit.view import HOME, View, folders_in, open_run
 from flashckpt.errors import DamagedError
@@ -51,7 +51,7 @@ def commit_whole(store: Store, *, dry_run: bool) -> list[Finding]:
     first."""
     before, found = View.of(store), list[Finding]()
     try:
-        after = settle(before)
+        after = settle(before).view
     except OSError as error:
         return [_failed(each, error) for each in _pending(store, before)[::-1]]
     for each in after.catalogue.checkpoints:
@@ -186,7 +186,7 @@ def clear_garbage(hold: Hold, ledger: Ledger) -> list[Finding]:
     failure = ""
     try:
         collect(store, View.of(store).catalogue)
-        remove_temporary_files(store)
+        store.remove_files(path for path, _ in temporary_files(store))
     except (OSError, DamagedError) as error:
         failure = str(error)
     failed = {path for path in found if failure and store.exists(path)}
@@ -248,7 +248,7 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
         held.guard()
         after, gone = retain(before, keep)
         collect(store, after.catalogue)
-        remove_temporary_files(store)
+        store.remove_files(path for path, _ in temporary_files(store))
         sizes = {each.id: each.num_bytes for each in before.catalogue.checkpoints}
         return Pruning(
             run=store.url,

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from flashckpt import _native
-from flashckpt.commit import attempts, lineage
+from flashckpt.commit import attempts
 from flashckpt.commit.assets import copy_assets
-from flashckpt.commit.choice import Choice, History, RankOffers, choose
+from flashckpt.commit.choice import Stored, choose
 from flashckpt.commit.steps import is_whole
 from flashckpt.commit.tidying import tidy
-from flashckpt.commit.view import View, open_run
+from flashckpt.commit.view import View, newest_version, open_run, writers_in
 from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, UnusableRunError
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Remote
 from flashckpt.persist.ledger import Event, lines_of
 from flashckpt.replication.run_copy import Copied, Outcome, StepCopier
@@ -35,71 +33,31 @@ from flashckpt.store.base import Store
 _MOST_CHARS, _MOST_ATTEMPTS = 4096, 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteRun:
-    """The mirror of a run. `problem` says why it does not answer, empty if it does."""
-
-    store: Store
-    problem: str = ""
-
-
-def prepare(local: Store, remote: Store, run_id: str) -> tuple[str, int]:
-    """Make the run in the remote if it has none. Returns the run's id and the highest attempt number there.
-    `run_id`: that of the local store, empty if it has no run.
+def prepare(local: Store, remote: Store, run_id: str) -> attempts.Opened:
+    """Make the run in the remote if it has none. `run_id`: that of the local store, empty if it has no run.
 
     Raises, and changes nothing: OSError if the remote does not answer (see `check_unanswered`), RunError if
     it cannot be used or holds another run.
     """
-    with suppress(NoSuchStepError):
-        # A read fails soon if no server answers: writes are retried more often.
-        open_run(remote, create=False)
-    found = open_run(remote, create=True, run_id=run_id).run_id
-    if run_id not in ("", found):
+    # A read fails soon if no server answers: writes are retried more often.
+    known = newest_version(remote)
+    found = open_run(remote, create=True, run_id=run_id, known=known)
+    if run_id not in ("", found.run_id):
         raise UnusableRunError(
-            f"{local.url} and the mirror (remote={remote.url}) hold different runs ({run_id} and {found}). "
-            "Nothing was loaded or changed. To resume the mirror's run, name a home that is empty; to "
-            "resume the run that is here, name a mirror of its own.",
+            f"{local.url} and the mirror (remote={remote.url}) hold different runs ({run_id} and "
+            f"{found.run_id}). Nothing was loaded or changed. To resume the mirror's run, name a home that "
+            "is empty; to resume the run that is here, name a mirror of its own.",
             path=local.url,
         )
-    return found, attempts.highest_number(View.of(remote))
+    return attempts.Opened(found, writers_in(remote))
 
 
 def check_unanswered(local: Store, remote: Store, run_id: str, problem: str) -> None:
     """RunError if the remote does not answer and there is no run here: a new run would have another id, and
     the remote could never be used with it."""
-    refusal = choose((), History(url=local.url), History(url=remote.url, problem=problem)).refusal
+    refusal = choose((), Stored(url=local.url), Stored(url=remote.url, problem=problem)).refusal
     if not run_id and refusal is not None:
         raise refusal
-
-
-def next_start(
-    local: Store,
-    remote: RemoteRun | None,
-    rows: Sequence[RankOffers] | None = None,
-    *,
-    is_saved: bool = True,
-    damaged: Collection[SnapshotId] = (),
-) -> Choice:
-    """`lineage.next_start` for a run with this remote, or none."""
-    return lineage.next_start(
-        local,
-        rows,
-        None if remote is None else remote.store,
-        mirror_problem="" if remote is None else remote.problem,
-        is_saved=is_saved,
-        read_from=partial(read_from, local),
-        damaged=damaged,
-    )
-
-
-def read_from(store: Store) -> str:
-    """The remote from which the newest attempt read its first step, by its ledger; empty if it read none."""
-    newest = View.of(store).attempt
-    lines = () if newest is None else lines_of(store, str(newest))
-    resumes = (line for line in lines if line["event"] == Event.RESUME.value)
-    if not any(line.get("tier") == "remote" for line in resumes):
-        return ""
-    return known_remote(store) or "another store"
 
 
 def known_remote(store: Store) -> str:

@@ -31,6 +31,7 @@ from flashckpt.commit.commit_step import KEEP_ALL, kept
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import (
     StepRecord,
+    committed,
     is_whole,
     missing_files,
     read_checkpoint,
@@ -97,7 +98,7 @@ class StepCopier:
         compress: Compress = "none",
         repairs: bool = False,
         keep: Keep = KEEP_ALL,
-        may_supersede: Callable[[], None] = lambda: None,
+        may_supersede: Callable[[], object] = lambda: None,
     ) -> None:
         self._source, self._target = source, compressing(target, compress)
         self._repairs, self._keep = repairs, keep
@@ -188,7 +189,7 @@ class StepCopier:
     def _found_there(self, here: View, name: CommitName, there: View, target: Checkpoint) -> Copied:
         """Leave a checkpoint of the target as it is if its files are there; send those that are missing, or,
         when repairing, damaged."""
-        manifest = read_checkpoint(here, name)
+        manifest = read_checkpoint(self._source, committed(here, name))
         if not self._repairs:
             with suppress(DamagedError):
                 if not missing_files(self._target, target):
@@ -512,7 +513,7 @@ def copy_run(
     compress: Compress = "none",
     repairs: bool = False,
     progress: Progress = lambda done, total: None,
-    may_supersede: Callable[[], None] = lambda: None,
+    may_supersede: Callable[[], object] = lambda: None,
 ) -> RunCopy:
     """Copy a committed step: the one that a resume would take, or `step`; with `all_steps` every visible one.
     `at`: the attempt or the snapshot of `step`. Existing files are not sent again. `compress`: see
@@ -621,7 +622,7 @@ def _total(source: Store, chosen: list[CommitName]) -> int:
     view, total = View.of(source), 0
     for each in chosen:
         with suppress(DamagedError, NoSuchStepError):
-            total += _num_bytes(read_checkpoint(view, each))
+            total += _num_bytes(read_checkpoint(source, committed(view, each)))
     return total
 
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -27,11 +27,13 @@ from flashckpt import crashpoints
 from flashckpt.commit import lineage
 from flashckpt.commit.choice import Candidate as Agreed
 from flashckpt.commit.choice import Choice, Offer, Place, RankOffers
+from flashckpt.commit.lineage import RemoteRun, next_start
 from flashckpt.commit.steps import StepRecord, missing_of, read_checkpoint, step_of
 from flashckpt.commit.view import View
-from flashckpt.errors import DamagedError, NoSuchStepError, OutOfSpaceError, RunError, UnusableRunError
+from flashckpt.errors import DamagedError, OutOfSpaceError, RunError, UnusableRunError
+from flashckpt.format.catalogue import Checkpoint
 from flashckpt.format.layout import Leaf
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.restore import memory_tier
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.node_copies import fetched
@@ -39,9 +41,6 @@ from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_reading import StepReading
 from flashckpt.store.base import Store
 from flashckpt.store.read_plan import MissingShardError, Source, UnreadableShardError
-
-if TYPE_CHECKING:
-    from flashckpt.replication.mirror import RemoteRun
 
 log = logging.getLogger(__name__)
 
@@ -90,11 +89,12 @@ def with_retries(read: Callable[[], _Found], what: str, url: str, run: str, *, i
 
 @dataclass(frozen=True)
 class Candidate:
-    """A snapshot of the lineage in one tier: `held` in a slot of this node or its cache, or committed in the
-    store, or in the remote."""
+    """A snapshot of the lineage in one tier: `held` in a slot of this node or its cache, or the `checkpoint`
+    in the store, or in the remote."""
 
     name: CommitName
     held: Held | None = None
+    checkpoint: Checkpoint | None = None
     is_remote: bool = False
 
     @property
@@ -210,19 +210,19 @@ class AsItWas:
 class StepChoice:
     """The candidates of one run.
 
-    survived: the slots in which this node's keeper found sealed snapshots.
+    home: a view of the run's store. survived: the slots in which this node's keeper found sealed snapshots.
     fits: called with each snapshot before its bytes are read. targets: called with those that fit on all
         ranks. agreement: called with every candidate that was tried.
     layout: that of the live state.
     save: has the keeper save the snapshots of dead trainers, as far as it can; unsaved: their names, of all
         ranks of this node.
-    remote: the steps of the run in its remote; the store knows the newest attempt of either.
-    refused: one sentence for each candidate that could not be used.
+    refused: one sentence for each candidate that could not be used. choice: what was chosen for all ranks, of
+        the rank that chose.
     """
 
     def __init__(
         self,
-        store: Store,
+        home: View,
         survived: list[Held],
         rank: int,
         fits: Fits,
@@ -234,16 +234,17 @@ class StepChoice:
         remote: RemoteRun | None = None,
         targets: Targets = lambda snapshot: {},
     ) -> None:
-        self._store, self._survived, self._rank, self._remote = store, survived, rank, remote
+        self._home, self._store, self._survived, self._rank = home, home.store, survived, rank
+        self._remote = remote
         self._targets = targets
         self._layout, self._save, self._unsaved = layout or AsItWas(), save, unsaved
         self._fits, self._threads = fits, threads
         self._agreement = agreement or AloneAgreement()
-        stores = [store] if remote is None else [store, remote.store]
+        stores = [home.store] if remote is None else [home.store, remote.store]
         self._downloads = any(each.capabilities.part_bytes > 0 for each in stores)
         self._tried: Candidate | None = None
-        self._mine = RankOffers(rank, "")
-        self._checked: tuple[CommitName | None, frozenset[Place]] = None, frozenset()
+        self._mine = RankOffers(rank)
+        self.choice = Choice()
         self.refused: list[str] = []
 
     def choose(self) -> Loaded | None:
@@ -287,37 +288,35 @@ class StepChoice:
     # ---- offers
 
     def _agreed(self, *, is_saved: bool) -> Choice:
-        offers = self._retried("its attempts", lambda: list(self._offers()))
-        offers += [] if is_saved else self._unsaved_offers()
-        self._mine = RankOffers.of(self._rank, lineage.this_host(), offers)
+        offers = [*self._offers(), *(() if is_saved else self._unsaved_offers())]
+        self._mine = RankOffers.of(self._rank, offers)
         return self._agreement.choose(self._mine, partial(self._decide, is_saved=is_saved))
 
     def _decide(self, rows: Sequence[RankOffers], *, is_saved: bool) -> Choice:
         """Decide for all ranks; called on one of them. Raises the refusal of the choice."""
-        from flashckpt.replication.mirror import next_start
 
-        decide = partial(next_start, self._store, self._remote, rows, is_saved=is_saved)
-        choice = self._retried("its steps", decide)
+        def decide() -> Choice:
+            self._home = View.of(self._store, self._home.catalogue)
+            return next_start(self._home, rows, self._remote, is_saved=is_saved)
+
+        self.choice = choice = self._retried("its steps", decide)
         if choice.refusal is not None:
             raise choice.refusal
-        for each in choice.candidates[:1]:
-            self._checked = each.name, lineage.first_places(choice, rows)
         return choice
 
     def _offers(self) -> Iterator[Offer]:
         """Yield this rank's snapshots in memory and cache. problem: what other ranks must know before it is
         loaded."""
-        view = View.of(self._store) if self._survived else None
+        view = self._home
         for held in self._survived:
             if held.sealed is None:
                 continue
-            world, problem = 0, ""
+            problem = ""
             with contextlib.suppress(DamagedError):  # reported when it is loaded
                 # A snapshot of memory that may be resumed is of the newest attempt, or it resumed from it.
-                is_known = view is not None and held.name.id in (view.parent, _in(view, held.name.id))
-                world = view.catalogue.world if view is not None and is_known else 0
+                is_known = held.name.attempt == view.attempt or held.name.id == view.parent
                 leaves = held.slot.metadata(held.sealed).leaves
-                if is_known and not self._layout.is_of(world, leaves):
+                if is_known and not self._layout.is_of(view.catalogue.world, leaves):
                     problem = "other ranks or another mesh made it, and it is read from storage alone"
                 elif lacks := held.lacks():
                     ranks = ", ".join(map(str, lacks))
@@ -325,7 +324,7 @@ class StepChoice:
                         f"the slots of ranks {ranks} of this node, which held a part of it for all, are gone"
                     )
             place = Place.CACHE if held.slot.is_cached else Place.MEMORY
-            yield Offer(id=held.name.id, step=held.step, world=world, place=place, problem=problem)
+            yield Offer(id=held.name.id, step=held.step, place=place, problem=problem)
 
     def _unsaved_offers(self) -> Iterator[Offer]:
         """Yield those of other ranks that this node's keeper can still save."""
@@ -333,17 +332,18 @@ class StepChoice:
         for name in self._unsaved():
             if name not in own:
                 why = "this rank did not capture it on this node"
-                yield Offer(id=name.id, step=name.step, world=0, problem=why)
+                yield Offer(id=name.id, step=name.step, problem=why)
 
     def _copies(self, candidate: Agreed) -> Iterator[Candidate]:
         """Yield the copies of a candidate that this rank may read, in the order in which it tries them."""
-        for place in candidate.places(self._mine, None):
+        for place in candidate.places(self._mine):
             if place in (Place.MEMORY, Place.CACHE):
                 held = [each for each in self._survived if each.slot.is_cached is (place is Place.CACHE)]
                 named = [each for each in held if each.sealed is not None and each.name.id == candidate.id]
                 yield from (Candidate(each.name, each) for each in named)
             else:
-                yield Candidate(candidate.name, is_remote=place is Place.MIRROR)
+                checkpoint = candidate.mirror if place is Place.MIRROR else candidate.home
+                yield Candidate(candidate.name, checkpoint=checkpoint, is_remote=place is Place.MIRROR)
 
     # ---- one candidate
 
@@ -463,11 +463,12 @@ class StepChoice:
 
         Rank 0 checks that every file is there, unless the decision has checked it: the other ranks only meet
         the files that they read, and one listing has a name for each rank of the step."""
-        store = self._store_of(candidate)
-        view = View.of(store)
-        place = Place.MIRROR if candidate.is_remote else Place.HOME
-        is_due = self._rank == 0 and not (candidate.name == self._checked[0] and place in self._checked[1])
-        manifest = read_checkpoint(view, candidate.name)
+        assert candidate.checkpoint is not None
+        store, place = self._store_of(candidate), Place.MIRROR if candidate.is_remote else Place.HOME
+        is_first = any(each.id == candidate.name.id for each in self.choice.candidates[:1])
+        manifest = self.choice.manifests.get(place) if is_first else None
+        is_due = self._rank == 0 and manifest is None
+        manifest = manifest or read_checkpoint(store, candidate.checkpoint)
         if is_due and (missing := missing_of(store, manifest)):
             names = ", ".join(missing[:_SHOWN])
             raise MissingShardError(
@@ -491,10 +492,8 @@ class StepChoice:
         except UnreadableShardError as error:
             self._check_records(candidate)
             self._leave_behind(candidate, error)
-        except (DamagedError, FileNotFoundError, NoSuchStepError) as error:
+        except (DamagedError, FileNotFoundError) as error:
             self._check_not_deleted(candidate, error)
-            if isinstance(error, NoSuchStepError):
-                raise
             self._refuse(candidate, error)
         return None
 
@@ -528,10 +527,9 @@ class StepChoice:
         self._retried(str(candidate), partial(self._record, candidate), store)
 
     def _check_not_deleted(self, candidate: Candidate, error: Exception) -> None:
-        """Raise RunError if the remote has deleted the step: newer ones exist then, and no older one is
-        taken."""
+        """Raise RunError if the run has dropped the step meanwhile: newer ones exist then."""
         store = self._store_of(candidate)
-        if candidate.is_remote and not View.of(store).has(candidate.name):
+        if candidate.held is None and not View.of(store).has(candidate.name):
             raise RunError(
                 f"{store.url}: {candidate} was deleted there while it was read: another job continues this "
                 "run, and keeps newer steps. Nothing was loaded or changed. Stop that job, or wait until it "
@@ -566,8 +564,3 @@ class StepChoice:
             except OSError as failure:
                 # It is passed over all the same; without the note the next start tries it again.
                 log.warning("%s could not be quarantined: %s", candidate, failure)
-
-
-def _in(view: View, id: SnapshotId) -> SnapshotId | None:
-    """This snapshot, if it is of the newest attempt."""
-    return id if id.attempt == view.attempt else None

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
-from flashckpt.catalogue.requests import Copy, Create, Delete, Files, Folders, Has, Load, Put, Read, Steps
+from flashckpt.catalogue.requests import Copy, Create, Delete, Files, Folders, Has, Put, Read, Steps
 from flashckpt.errors import FlashckptError
 from tests.catalogue.model import Link, Page, Report, Store, World, listing_key, listings_of
 
@@ -378,7 +378,7 @@ def _next_request(steps: Steps[Any], answer: Any) -> tuple[Any, tuple[Report, ..
 
 
 def _is_write(request: Any) -> bool:
-    return not isinstance(request, (Read, Files, Folders, Has, Load, Page))
+    return not isinstance(request, (Read, Files, Folders, Has, Page))
 
 
 def _is_data_read(request: Any) -> bool:
@@ -386,7 +386,7 @@ def _is_data_read(request: Any) -> bool:
         request = request.listing
     if isinstance(request, (Files, Folders)):
         return request.folder.startswith("data")
-    return isinstance(request, Load) or (isinstance(request, (Read, Has)) and request.path.startswith("data"))
+    return isinstance(request, (Read, Has)) and request.path.startswith("data")
 
 
 def _count(following: dict[State, list[State]], start: State) -> tuple[int, State | None]:

@@ -19,7 +19,6 @@ from flashckpt.catalogue.requests import (
     Files,
     Folders,
     Has,
-    Load,
     Put,
     Read,
     Request,
@@ -156,8 +155,6 @@ class Store:
 
     def apply(self, world: World, request: Any) -> tuple[World, Any]:
         """Return the files after a request, the same mapping if nothing changed, and the answer."""
-        if isinstance(request, Load):
-            return world, True
         if isinstance(request, Page):
             found = self.apply(world, request.listing)[1]
             rows = list(found.items()) if isinstance(found, dict) else list(found)

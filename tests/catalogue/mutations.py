@@ -13,7 +13,7 @@ from flashckpt.catalogue import changes, home, mirror
 from flashckpt.catalogue.changes import Keep, MovedError, NewWriter, Spared
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Create, Delete, Files, Read, Steps
-from flashckpt.errors import SupersededError, UnusableRunError
+from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint, Folder, version_path
 from flashckpt.format.manifest import Manifest, PartHead
 from flashckpt.format.names import AttemptName, SnapshotId
@@ -161,11 +161,9 @@ def begin_without_foreign(catalogue: Catalogue, *, new: NewWriter, **found: Any)
     return changes.begin(catalogue, new=replace(new, foreign=frozenset()), **found)
 
 
-def new_writer_unlisted(
-    catalogue: Catalogue, nonce: str, _: Any, others: Iterable[AttemptName] = ()
-) -> NewWriter:
+def new_writer_unlisted(catalogue: Catalogue, nonce: str, _: Any, above: int = 0) -> NewWriter:
     """The number after that of the writer, and no look at data/."""
-    return changes.new_writer(catalogue, nonce, (), others)
+    return changes.new_writer(catalogue, nonce, (), above)
 
 
 def branch_at_once(self: Home, nonce: str, parent: SnapshotId) -> Steps[Catalogue]:
@@ -197,9 +195,9 @@ def relate_spliced(one: Catalogue, other: Catalogue) -> Catalogue:
     return (one, other)[short.index(_relate(*short))]
 
 
-def open_alone(self: Home, *_: Any) -> Steps[Catalogue]:
+def home_leads(one: Catalogue, other: Catalogue) -> Catalogue:
     """A full mirror is no reason not to begin a new run."""
-    return (yield from self.newest())
+    return one
 
 
 def commit_by_list(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[Catalogue]:
@@ -229,9 +227,9 @@ def whole_with_damaged(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[fr
     return (yield from _whole(self, replace(catalogue, damaged=()), *rest))
 
 
-def choose_undamaged(self: Home, catalogue: Catalogue, *rest: Any) -> Steps[Any]:
-    good = tuple(each for each in catalogue.checkpoints if each.id not in catalogue.damaged_ids)
-    return (yield from _choose(self, replace(catalogue, checkpoints=good), *rest))
+def choose_undamaged(seen: Catalogue, *rest: Any) -> Steps[Any]:
+    good = tuple(each for each in seen.checkpoints if each.id not in seen.damaged_ids)
+    return (yield from _chosen(replace(seen, checkpoints=good), *rest))
 
 
 def rebuild_committable(
@@ -259,11 +257,6 @@ def adopt_newest(catalogue: Catalogue, found: tuple[Checkpoint, ...]) -> Catalog
     return changes.adopt(catalogue, found[-1:])
 
 
-def remove_all(catalogue: Catalogue, ids: frozenset[SnapshotId]) -> Catalogue:
-    dropped = {each for each in ids if catalogue.has(each)}
-    return changes._next(changes._without(catalogue, dropped)) if dropped else catalogue
-
-
 def is_committable_again(catalogue: Catalogue, checkpoint: Checkpoint) -> bool:
     """In any order."""
     return checkpoint.writer == catalogue.writer and not catalogue.has(checkpoint.id)
@@ -281,7 +274,7 @@ def is_committable_of_any_writer(catalogue: Catalogue, checkpoint: Checkpoint) -
 
 def whole_snapshots_of_all(self: Home, catalogue: Catalogue) -> Steps[tuple[Checkpoint, ...]]:
     found: list[Checkpoint] = []
-    for writer in sorted((yield from self._writers())):
+    for writer in sorted((yield from self.writers())):
         for folder in (yield from self._folders(writer)):
             manifest = yield from self.gather(folder)
             if not isinstance(manifest, Manifest):
@@ -300,7 +293,7 @@ class SnapshotFolder(Folder):
 
 
 _is_committable, _relate, _expired = changes.is_committable, changes.relate, changes.expired
-_choose, _whole_checkpoints, _whole = Home._choose, Home._whole_checkpoints, Home.whole
+_chosen, _whole_checkpoints, _whole = processes._chosen, Home._whole_checkpoints, Home.whole
 
 
 # ---- deletion
@@ -342,7 +335,7 @@ def all_known(catalogue: Catalogue, writer: AttemptName) -> bool:
 
 def collect_but_manifests(self: Home, catalogue: Catalogue) -> Steps[None]:
     """A folder with a manifest of a snapshot that was never a checkpoint stays."""
-    for writer in sorted((yield from self._writers())):
+    for writer in sorted((yield from self.writers())):
         folders = yield from self._folders(writer)
         for folder, kept in changes.spared(catalogue, folders).items():
             names = yield Files(self.store, folder.path)
@@ -379,8 +372,8 @@ def exact_cover_without_sizes(heads: Any, names: Mapping[str, int]) -> Any:
     return _exact_cover(heads, {each.name: 1 for _, head in heads for each in head.files})
 
 
-def believed(self: Home, folder: Folder, files: Mapping[str, int]) -> Steps[bool]:
-    return True
+def believed(self: Home, folder: Folder, files: Mapping[str, int]) -> Steps[list[str]]:
+    return []
     yield
 
 
@@ -411,12 +404,12 @@ def lead_by_catalogue(
     return catalogue
 
 
-def start_again(self: Home, *arguments: Any) -> Steps[Catalogue]:
+def start_again(*arguments: Any) -> Steps[Catalogue]:
     """A start that finds another one ahead begins again, above it."""
     while True:
         try:
-            return (yield from _start(self, *arguments))
-        except SupersededError:
+            return (yield from _start(*arguments))
+        except RunHeldError:
             pass
 
 
@@ -444,11 +437,15 @@ def copy_all_files(*_: Any) -> Steps[dict[str, Any]]:
     yield
 
 
-_exact_cover, _start, _write = home._exact_cover, Home.start, processes.write
+_exact_cover, _start, _write = home._exact_cover, processes.start, processes.write
 
 
 def in_both(name: str, instead: Any) -> tuple[tuple[Any, str, Any], ...]:
     return (changes, name, instead), (home, name, instead)
+
+
+def in_start(name: str, instead: Any) -> tuple[tuple[Any, str, Any], ...]:
+    return (changes, name, instead), (processes, name, instead)
 
 
 ALL_OWN = (invariants.Invariants, "is_own", lambda *_: True)
@@ -501,10 +498,6 @@ MUTATIONS = [
         "snapshots are committed in any order", "I4", "two leaders of one attempt", POSIX,
         in_both("is_committable", is_committable_again),
     ),
-    Mutation(
-        "the newest checkpoint can be removed", "I1", "prune", POSIX,
-        ((processes, "remove", remove_all),),
-    ),
     # starts
     Mutation(
         "a start is not bound to the version it looked at", "I6", "deposed leader", POSIX,
@@ -512,11 +505,11 @@ MUTATIONS = [
     ),
     Mutation(
         "starts begin again above each other", "I7", "first start", S3,
-        ((Home, "start", start_again),), 70_000,
+        ((processes, "start", start_again),), 70_000,
     ),
     Mutation(
         "whole snapshots are adopted without sizes", "I4", "backup", POSIX,
-        ((home, "_exact_cover", exact_cover_without_sizes), (Home, "_has_files", believed)),
+        ((home, "_exact_cover", exact_cover_without_sizes), (Home, "_missing", believed)),
     ),
     Mutation(
         "only the newest whole snapshot is adopted", "I6", "backup", POSIX,
@@ -558,15 +551,15 @@ MUTATIONS = [
     # two stores
     Mutation(
         "stores are related by attempts", "I6", "mirror that missed a start", POSIX,
-        in_both("relate", relate_by_attempts),
+        in_start("relate", relate_by_attempts),
     ),
     Mutation(
         "the current lineage keeps ancestors with checkpoints only", "I6", "old home, newer mirror", POSIX,
-        in_both("relate", relate_spliced),
+        in_start("relate", relate_spliced),
     ),
     Mutation(
         "an empty home begins a new run beside a full mirror", "I6", "empty home, full mirror", POSIX,
-        ((Home, "_open", open_alone),),
+        in_start("relate", home_leads),
     ),
     Mutation(
         "a copier tries again with the same checkpoint", "I7", "mirror and reader", POSIX,
@@ -578,7 +571,7 @@ MUTATIONS = [
     ),
     # retention
     Mutation(
-        "the version in hand decides what retention drops", "I1", "prune, stale list", POSIX,
+        "the version in hand decides what retention drops", "I1", "damaged", POSIX,
         ((Home, "commit", commit_by_list),),
     ),
     Mutation(
@@ -591,7 +584,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a start passes by what is damaged", "I6", "damaged", POSIX,
-        ((Home, "_choose", choose_undamaged),),
+        ((processes, "_chosen", choose_undamaged),),
     ),
     Mutation(
         "a base that is gone is not reported", "I7", "base never whole", POSIX,

@@ -17,17 +17,19 @@ from flashckpt.catalogue.changes import (
     ancestry,
     end,
     hopeless,
+    is_visible,
     lineage_of,
+    new_writer,
     newest,
     parent_of,
     quarantine,
-    remove,
+    relate,
     visible,
 )
 from flashckpt.catalogue.home import Home
-from flashckpt.catalogue.requests import Files, Load, Put, Read, Steps
-from flashckpt.errors import SupersededError
-from flashckpt.format.catalogue import Catalogue, Checkpoint, Folder
+from flashckpt.catalogue.requests import Files, Put, Read, Steps
+from flashckpt.errors import SupersededError, UnusableRunError
+from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, PartHead, RankFiles, part_name
 from flashckpt.format.names import AttemptName, SnapshotId
 from tests.catalogue.model import Report
@@ -89,20 +91,58 @@ def alone(folder: Folder, name: str, head: PartHead) -> Manifest:
     )
 
 
-def start_by_vote(name: str) -> Steps[Catalogue]:
-    """The start of a job whose ranks vote: it is named when it opens the run, chooses from a later version,
-    and begins last."""
-    opened, writers = yield from HOME.settle((yield from HOME.make(run_id(name))))
-    mine = AttemptName(max([opened.writer, *writers]).number + 1, nonce(name))
-    chosen = yield from HOME.newest(opened)
-    parent: SnapshotId | None = None
-    for checkpoint in reversed(visible(chosen)):
-        if (yield from HOME.is_whole(checkpoint)):
-            parent = checkpoint.id
-            yield Load("home", parent, checkpoint)
-            break
-    lineage = ancestry(chosen, parent) if parent else ()
-    return (yield from HOME.begin(opened, mine, run_id(name), lineage, Launch(), is_here=True))
+def start(
+    name: str, memory: frozenset[SnapshotId] = frozenset(), mirror: Home | None = None
+) -> Steps[Catalogue]:
+    """The start of a job of this name."""
+    return start_in(HOME, run_id(name), nonce(name), memory, mirror)
+
+
+def start_in(
+    home: Home,
+    run_id: str,
+    nonce: str,
+    memory: frozenset[SnapshotId] = frozenset(),
+    mirror: Home | None = None,
+) -> Steps[Catalogue]:
+    """The start of a job, as its rank 0 does it: it opens the run and takes a name, chooses from a later
+    version, lets the ranks load, and begins last. `memory`: what nodes offer."""
+    other = (yield from mirror.newest()) if mirror else EMPTY
+    made = yield from home.make(other.run_id or run_id)
+    opened, writers = yield from home.settle(made)
+    above = max((each.attempt.number for each in memory), default=0)
+    mine = new_writer(opened, nonce, writers, max(above, other.attempt.number)).name
+    seen = yield from home.newest(opened)
+    lead = relate(seen, other)
+    chosen = yield from _chosen(seen, lead, memory, home, mirror, other)
+    if chosen is None and (visible(seen) or visible(other)):
+        raise UnusableRunError("no checkpoint is whole")
+    lineage = ancestry(lead, chosen[0]) if chosen else ()
+    is_here = chosen is not None and chosen[1]
+    return (yield from home.begin(seen, mine, lineage, Launch(), is_here=is_here))
+
+
+def _chosen(
+    seen: Catalogue,
+    lead: Catalogue,
+    memory: frozenset[SnapshotId],
+    home: Home,
+    mirror: Home | None,
+    other: Catalogue,
+) -> Steps[tuple[SnapshotId, bool] | None]:
+    """The newest snapshot of the leading history that memory offers, or that is whole in a store; and whether
+    that is the home."""
+    here, there = ({each.id: each for each in one.checkpoints} for one in (seen, other))
+    for id in sorted(memory | here.keys() | there.keys(), reverse=True):
+        if not is_visible(lead, id):
+            continue
+        if id in memory:
+            return id, False
+        if id in here and (yield from home.is_whole(here[id])):
+            return id, True
+        if mirror and id in there and (yield from mirror.is_whole(there[id])):
+            return id, False
+    return None
 
 
 @dataclass(frozen=True)
@@ -116,16 +156,12 @@ class Leader:
     collects: bool = True
     trims: bool = False
     ends: bool = False
-    is_by_vote: bool = False
 
     def train(
         self, boundaries: tuple[int, ...] = (), memory: frozenset[SnapshotId] = frozenset()
     ) -> Steps[Catalogue]:
         """A job: start, save the parent if only memory has it, then its own snapshots."""
-        if self.is_by_vote:
-            catalogue = yield from start_by_vote(self.name)
-        else:
-            catalogue = yield from HOME.start(run_id(self.name), nonce(self.name), memory, self.mirror)
+        catalogue = yield from start(self.name, memory, self.mirror)
         writer = catalogue.writer
         yield Report("started", ("home", writer))  # type: ignore[misc]
         yield from self._tidy(catalogue)
@@ -203,7 +239,7 @@ def _until_done(act: Any) -> Steps[Any]:
 
 def resume_half_written(name: str, memory: frozenset[SnapshotId], saves: bool) -> Steps[None]:
     """A job of two nodes that resumes from memory. A keeper writes no part that is in the folder already."""
-    catalogue = yield from HOME.start(run_id(name), nonce(name), memory)
+    catalogue = yield from start(name, memory)
     writer, parent = catalogue.writer, parent_of(catalogue)
     yield Report("started", ("home", writer))  # type: ignore[misc]
     if not saves or parent is None:
@@ -239,12 +275,11 @@ def paths_of(manifest: Manifest) -> Iterator[str]:
         yield from (f"{folder.path}/{name}" for name in files)
 
 
-def prune(*ids: SnapshotId) -> Steps[None]:
-    """`flashckpt prune`, or a collector alone where no snapshot is given."""
-    if ids:
-        catalogue = yield from HOME.update(partial(remove, ids=frozenset(ids)))
-    else:
-        catalogue = yield from HOME.newest()
+def prune(keep: int = 0) -> Steps[None]:
+    """`flashckpt prune`, or a collector alone if nothing is to be pruned."""
+    catalogue = yield from HOME.newest()
+    if keep:
+        catalogue = yield from HOME.retain(catalogue, Keep(last=keep))
     yield from HOME.collect(catalogue)
 
 
@@ -271,7 +306,7 @@ def verify(checkpoint: Checkpoint, path: str) -> Steps[None]:
 
 def save_parent(name: str, parent: SnapshotId) -> Steps[None]:
     """A job that resumes a snapshot from memory, saves it, and dies."""
-    catalogue = yield from HOME.start(run_id(name), nonce(name), frozenset({parent}))
+    catalogue = yield from start(name, frozenset({parent}))
     yield from Leader(name).save(catalogue, catalogue.writer, parent)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from flashckpt.catalogue.changes import remove
+from flashckpt.catalogue.changes import quarantine
 from flashckpt.catalogue.requests import Steps
 from flashckpt.format.catalogue import EMPTY, Catalogue, Folder, version_path
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, PartHead, RankFiles, part_name
@@ -116,7 +116,7 @@ class Begun:
         self.begun, self.at_begun = run_alone(self.one, Leader("b").train())
         self.half = self._written(self.one, A_2, 0)
         self.whole = self._written(self.half, A_2, 1)
-        shared, at_shared = run_alone({}, HOME.start(run_id("a"), nonce("a")))
+        shared, at_shared = run_alone({}, processes.start("a"))
         self.shared, self.at_shared = run_alone(shared, Leader("a").lead(at_shared, A, (1,), ("new",)))
         self.twice = {**self.shared, f"home/{UNNAMED.base.path}/{UNNAMED.name}": "bytes"}
         self.never_whole = run_alone(self.one, write(A, A_2, "n0", 0, 2, "new"))[0]
@@ -136,7 +136,7 @@ class Begun:
         for node in (0, 1):
             later = self._written(later, A_4, node)
         self.lost = {path: each for path, each in later.items() if "/catalogue/" not in path}
-        old = f"home/{version_path(2, run_id('a'))}"
+        old = f"home/{version_path(3, run_id('a'))}"
         cut = f"home/{Folder(A, A_4).path}/rank-1-{nonce('n1')}"
         backup = {**self.lost, old: self.one[old], cut: SHORT}
         self.backup = backup
@@ -192,25 +192,10 @@ COPY_2X, COPY_2Y = (Process(f"copy {n}", late("copy_newest", n, 2), nonce=nonce(
 
 def _of_leaders() -> list[Scenario]:
     b = BEGUN
-    remover = Process("remove", lambda: HOME.update(partial(remove, ids=frozenset({A_1}))), may_remove=True)
+    mark = partial(quarantine, checkpoint=b.at_begun.checkpoints[0], why="two reads differ")
+    marker = Process("mark", lambda: HOME.update(mark))
     return [
         Scenario("first start", {}, (job("a", 1, ends=True), job("b", 1)), kills=2, stores=DEEP),
-        Scenario(
-            "first start by vote",
-            {},
-            (job("a", 1, ends=True, is_by_vote=True), job("b", 1, is_by_vote=True)),
-            kills=2,
-            stores=DEEP,
-        ),
-        Scenario("start by vote", b.one, (A_SAVES, job("b", 1, is_by_vote=True)), kills=2, stores=DEEP),
-        Scenario("start by vote adopts", b.whole, (POLLING_A, job("b", 1, is_by_vote=True)), kills=2),
-        Scenario(
-            "two starts by vote",
-            b.whole,
-            (POLLING_A, job("b", is_by_vote=True), job("c", is_by_vote=True)),
-            stores=(POSIX,),
-            is_coarse=True,
-        ),
         Scenario("deposed leader", b.one, (A_SAVES, job("b", 1, 2)), kills=2, stores=DEEP),
         Scenario("sleeping leader", b.one, (A_SAVES, job("b", 1, 2, trims=True)), kills=2),
         Scenario(
@@ -243,7 +228,7 @@ def _of_leaders() -> list[Scenario]:
             (
                 leader("b", b.at_begun, 1, 2, 3, 4, collects=False, trims=True),
                 leader("1", b.at_begun, 9, keep=2),
-                remover,
+                marker,
             ),
             kills=0,
             stores=(PLAIN,),
@@ -306,8 +291,7 @@ def _of_parents() -> list[Scenario]:
 
 def _of_commands() -> list[Scenario]:
     b = BEGUN
-    pruner = Process("prune", partial(prune, A_1, A_2, A_3), may_remove=True)
-    prune_2 = Process("prune", partial(prune, A_2), may_remove=True)
+    pruner = Process("prune", partial(prune, 1), may_remove=True)
     verifier = Process("verify", partial(verify, b.at_three.checkpoints[-1], b.rotten))
     return [
         Scenario(
@@ -320,9 +304,6 @@ def _of_commands() -> list[Scenario]:
             keep=2,
             kills=2,
             is_coarse=True,
-        ),
-        Scenario(
-            "prune, stale list", b.three, (leader("a", b.at_three, 4, keep=3), prune_2, COLLECTOR), keep=3
         ),
         Scenario("file lost", b.lacking, (leader("a", b.at_three, 4, keep=2), job("b", keep=2)), keep=2),
         Scenario(

@@ -13,6 +13,7 @@ from flashckpt.format.catalogue import DATA, Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartHead, RankFiles, part_name
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.store.base import Store
+from tests.catalogue.processes import start_in
 
 RUN = "5eed" * 4
 HOME = Home("home")
@@ -27,7 +28,7 @@ class Job:
 
     def __init__(self, store: Store, home: Home = HOME, offers: Iterable[SnapshotId] = ()) -> None:
         self.store, self.home, self.run = store, home, Stores({home.store: store}).run
-        self.catalogue = self.run(home.start(RUN, nonce(), frozenset(offers)))
+        self.catalogue = self.run(start_in(home, RUN, nonce(), frozenset(offers)))
         self.name = self.catalogue.writer
 
     def write(

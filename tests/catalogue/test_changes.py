@@ -30,7 +30,6 @@ from flashckpt.catalogue.changes import (
     quarantine,
     rebuild,
     relate,
-    remove,
     retain,
     spared,
     visible,
@@ -59,7 +58,7 @@ def begun(catalogue: Catalogue, parent: SnapshotId | None = None) -> Catalogue:
     number = catalogue.writer.number + 1
     new = new_writer(catalogue, f"{number:08x}", [])
     lineage = ancestry(catalogue, parent) if parent else ()
-    return begin(catalogue, new=new, run_id=RUN, lineage=lineage)
+    return begin(catalogue, new=new, lineage=lineage)
 
 
 def committed(catalogue: Catalogue, *boundaries: int, last: int = 99) -> Catalogue:
@@ -75,14 +74,15 @@ def boundaries(catalogue: Catalogue) -> list[int]:
     return [each.id.boundary for each in catalogue.checkpoints]
 
 
-THREE = committed(begun(EMPTY), 1, 2, 3)
+MADE = make(EMPTY, run_id=RUN)
+THREE = committed(begun(MADE), 1, 2, 3)
 CHANGES: list[tuple[Catalogue, Callable[[Catalogue], Catalogue]]] = [
-    (EMPTY, partial(begin, new=new_writer(EMPTY, "11111111", []), run_id=RUN, lineage=())),
-    (THREE, partial(begin, new=new_writer(THREE, "22222222", []), run_id=RUN, lineage=(at(3),))),
+    (EMPTY, partial(make, run_id=RUN)),
+    (MADE, partial(begin, new=new_writer(MADE, "11111111", []), lineage=())),
+    (THREE, partial(begin, new=new_writer(THREE, "22222222", []), lineage=(at(3),))),
     (THREE, partial(branch, new=new_writer(THREE, "22222222", []), parent=at(1))),
     (THREE, partial(commit, writer=name(1), checkpoint=checkpoint(at(4)), keep=Keep())),
     (THREE, partial(adopt, found=(checkpoint(at(5)), checkpoint(at(4))))),
-    (THREE, partial(remove, ids=frozenset({at(1), at(3)}))),
     (THREE, partial(quarantine, checkpoint=THREE.checkpoints[1], why="two reads differ")),
     (THREE, partial(end, writer=name(1))),
     (EMPTY, partial(follow, new=new_writer(EMPTY, "33333333", []), lead=THREE)),
@@ -115,17 +115,17 @@ def test_an_attempt_begins_from_a_snapshot() -> None:
     assert parent_of(second) == at(2)
     assert [each.id for each in visible(second)] == [at(1), at(2)]
     assert newest(begun(committed(second, 9), at(9, 2))) == checkpoint(at(9, 2))
-    assert parent_of(begun(EMPTY)) is None
+    assert parent_of(begun(MADE)) is None
 
 
 def test_the_number_is_above_all_that_is_there() -> None:
-    new = new_writer(THREE, "5f2c0a1b", [name(1), name(7)], [name(3)])
+    new = new_writer(THREE, "5f2c0a1b", [name(1), name(7)], 3)
     assert (new.name.number, new.seen, new.foreign) == (8, THREE.version, {name(7)})
 
 
 def test_a_new_writer_is_bound_to_the_version_it_was_chosen_for() -> None:
     new = new_writer(THREE, "5f2c0a1b", [])
-    for change in (partial(begin, run_id=RUN, lineage=()), partial(branch, parent=at(1))):
+    for change in (partial(begin, lineage=()), partial(branch, parent=at(1))):
         with pytest.raises(MovedError) as moved:
             change(committed(THREE, 4), new=new)  # type: ignore[call-arg]
         assert moved.value.catalogue == committed(THREE, 4)
@@ -134,7 +134,7 @@ def test_a_new_writer_is_bound_to_the_version_it_was_chosen_for() -> None:
 def test_files_without_a_catalogue_are_no_fresh_run() -> None:
     new = new_writer(EMPTY, "5f2c0a1b", [name(4)])
     with pytest.raises(UnusableRunError, match="flashckpt recover"):
-        begin(EMPTY, new=new, run_id=RUN, lineage=())
+        follow(EMPTY, new=new, lead=THREE)
 
 
 def test_starts_that_die_are_counted() -> None:
@@ -206,13 +206,6 @@ def test_retention_leaves_other_branches() -> None:
     ]
 
 
-def test_the_newest_checkpoint_is_never_removed() -> None:
-    assert boundaries(remove(THREE, set(map(at, (1, 2, 3))))) == [3]
-    damaged = quarantine(THREE, checkpoint=THREE.checkpoints[2], why="two reads differ")
-    assert boundaries(remove(damaged, set(map(at, (1, 2, 3))))) == [2, 3]
-    assert remove(damaged, {at(9)}) is damaged
-
-
 def test_adoption_takes_all_that_the_writer_can_still_commit() -> None:
     stray = [checkpoint(at(9), writer=2), checkpoint(at(2)), checkpoint(at(5)), checkpoint(at(4))]
     assert boundaries(adopt(THREE, tuple(stray))) == [1, 2, 3, 4, 5]
@@ -251,9 +244,7 @@ def test_garbage_is_what_no_later_version_names() -> None:
 
 def test_frozen_files_of_a_base_stay() -> None:
     base = Folder(name(1), at(1))
-    first = commit(
-        begun(EMPTY), writer=name(1), checkpoint=checkpoint(at(1), bases=[base]), keep=Keep(last=1)
-    )
+    first = commit(begun(MADE), writer=name(1), checkpoint=checkpoint(at(1), bases=[base]), keep=Keep(last=1))
     keep = Keep(last=1, whole=frozenset({at(2)}))
     made = commit(first, writer=name(1), checkpoint=checkpoint(at(2), bases=[base]), keep=keep)
     assert boundaries(made) == [2]
@@ -262,19 +253,19 @@ def test_frozen_files_of_a_base_stay() -> None:
 
 def test_writers_that_a_restored_catalogue_does_not_know_are_spared() -> None:
     new = new_writer(THREE, "0badcafe", [name(1), name(2)])
-    restored = begin(THREE, new=new, run_id=RUN, lineage=(at(3),))
+    restored = begin(THREE, new=new, lineage=(at(3),))
     assert restored.foreign == {name(2)}
     of = folders((2, at(1, 2)), (1, at(0)))
     assert list(spared(restored, of).values()) == [Spared.ALL, Spared.FROZEN]
 
 
 def test_the_store_leads_that_has_the_newest_checkpoint_of_the_other() -> None:
-    behind = follow(EMPTY, new=new_writer(EMPTY, "33333333", []), lead=begun(EMPTY))
+    behind = follow(EMPTY, new=new_writer(EMPTY, "33333333", []), lead=begun(MADE))
     ahead = begun(THREE, at(3))
     assert relate(ahead, behind) is ahead
     assert relate(behind, ahead) is ahead
     # Attempts that died before a checkpoint do not count.
-    two = committed(begun(EMPTY), 1, 2)
+    two = committed(begun(MADE), 1, 2)
     assert relate(begun(two, at(2)), THREE) is THREE
     # What a branch has left behind is known to the store that was branched.
     branched = begun(THREE, at(1))
@@ -284,13 +275,13 @@ def test_the_store_leads_that_has_the_newest_checkpoint_of_the_other() -> None:
     with pytest.raises(UnusableRunError, match="diverged"):
         relate(one, begin_as(other, 5))
     with pytest.raises(UnusableRunError, match="different runs"):
-        relate(THREE, begin(EMPTY, new=new_writer(EMPTY, "11111111", []), run_id="0" * 16, lineage=()))
+        relate(THREE, begun(make(EMPTY, run_id="0" * 16)))
 
 
 def begin_as(catalogue: Catalogue, number: int) -> Catalogue:
     """The same attempt under another name, with the same checkpoints."""
     new = new_writer(THREE, f"{number:08x}", [name(number - 1)])
-    made = begin(THREE, new=new, run_id=RUN, lineage=(at(1),))
+    made = begin(THREE, new=new, lineage=(at(1),))
     return committed(
         made, *(each.id.boundary for each in catalogue.checkpoints if each.id.attempt == name(2))
     )

@@ -23,6 +23,7 @@ from flashckpt.format.manifest import FrozenFile, Manifest, PartHead, RankFiles,
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
+from tests.catalogue.processes import start_in
 from tests.catalogue.snapshots import HOME, RUN, Job, boundaries, faults, files_of, nonce, write_part
 from tests.commit.runs import of_format
 from tests.contracts.catalogue_contract import copied
@@ -35,8 +36,8 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(str(tmp_path / "run"))
 
 
-def begun(store: Store, **how: Any) -> Catalogue:
-    return Stores({"home": store}, **how).run(HOME.start(RUN, nonce()))
+def begun(store: Store) -> Catalogue:
+    return Stores({"home": store}).run(start_in(HOME, RUN, nonce()))
 
 
 def saved(store: Store, *boundaries: int, last: int = 9) -> Job:
@@ -121,7 +122,7 @@ def test_a_long_reason_of_a_damage(store: LocalStore) -> None:
 
 def test_a_record_that_could_not_be_read_back_is_not_written(store: LocalStore) -> None:
     with pytest.raises((ValueError, DamagedError)):
-        Stores({"home": store}).run(HOME.start("not a run's id", nonce()))
+        Stores({"home": store}).run(HOME.make("not a run's id"))
     assert store.list(CATALOGUE) == []
 
 
@@ -140,42 +141,14 @@ def test_one_name_is_not_used_for_two_records(store: LocalStore) -> None:
 # ---- no fresh run beside checkpoints
 
 
-@pytest.mark.parametrize("how", ["files are lost", "a rank cannot read"])
-def test_no_fresh_run_beside_checkpoints(store: LocalStore, how: str) -> None:
+def test_no_fresh_run_beside_checkpoints(store: LocalStore) -> None:
     job = saved(store, 1, 2)
-    if how == "files are lost":
-        for path in files_of(store, f"data/{job.name}"):
-            if "/rank-" in path:
-                store.remove(path)
-    with pytest.raises(UnusableRunError, match="no fresh run was begun"):
-        begun(store, load=lambda _: False)
+    for path in files_of(store, f"data/{job.name}"):
+        if "/rank-" in path:
+            store.remove(path)
+    with pytest.raises(UnusableRunError):
+        begun(store)
     assert job.run(HOME.newest()) == job.catalogue
-
-
-def test_an_older_checkpoint_of_the_mirror_is_taken(store: LocalStore, tmp_path: Path) -> None:
-    """The home has lost its data, and the newest checkpoint of the mirror cannot be read."""
-    job, mirror = Job(store), LocalStore(str(tmp_path / "mirror"))
-    stores = Stores({"home": store, "mirror": mirror}, copy=copied, load=lambda asked: asked.id.boundary < 2)
-    for boundary in (1, 2):
-        made = job.save(boundary)
-        stores.run(copy_checkpoint(HOME, job.catalogue, made, MIRROR, nonce(), Keep()))
-    shutil.rmtree(tmp_path / "run/data")
-    found = stores.run(HOME.start(RUN, nonce(), mirror=MIRROR))
-    assert parent_of(found) == SnapshotId(job.name, 1)
-
-
-@pytest.mark.parametrize("has_parent", [True, False])
-def test_a_mirror_that_does_not_answer(store: LocalStore, tmp_path: Path, has_parent: bool) -> None:
-    """It is passed by if the home has what its attempt has resumed, and else refuses the start."""
-    job = saved(store, *((1,) if has_parent else ()))
-    (tmp_path / "mirror").mkdir()
-    mirror = Failing(str(tmp_path / "mirror"), lambda path: errno.EREMOTEIO)
-    stores = Stores({"home": store, "mirror": mirror})
-    if has_parent:
-        assert parent_of(stores.run(HOME.start(RUN, nonce(), mirror=MIRROR))) == SnapshotId(job.name, 1)
-    else:
-        with pytest.raises(OSError, match="fails here"):
-            stores.run(HOME.start(RUN, nonce(), mirror=MIRROR))
 
 
 # ---- files that cannot be read, or are none
@@ -276,7 +249,7 @@ def test_a_stray_version_of_another_run(store: LocalStore) -> None:
 def test_a_checkpoint_of_another_run_is_not_taken(store: LocalStore, tmp_path: Path) -> None:
     job = saved(store, 1)
     other = Stores({"home": LocalStore(str(tmp_path / "other"))})
-    begun_there = other.run(HOME.start("0" * 16, nonce()))
+    begun_there = other.run(start_in(HOME, "0" * 16, nonce()))
     folder = Folder(begun_there.writer, SnapshotId(begun_there.writer, 9))
     write_part(LocalStore(str(tmp_path / "other")), folder, (0,), 1)
     manifest = other.run(HOME.gather(folder))

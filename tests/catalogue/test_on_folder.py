@@ -35,16 +35,16 @@ class TestCatalogueInAFolder(CatalogueContract):
         store = LocalStore(str(tmp_path))
         job = Job(store)
         job.save(1)
-        path = tmp_path / version_path(3, RUN)
+        path = tmp_path / version_path(4, RUN)
         make = {
             "folder": path.mkdir,
             "pipe": lambda: os.mkfifo(path),
             "link": lambda: path.symlink_to("../data"),
         }
         make[kind]()
-        with pytest.raises(DamagedError, match="Version 3"):
+        with pytest.raises(DamagedError, match="Version 4"):
             job.save(2)
-        assert (tmp_path / version_path(2, RUN)).is_file()
+        assert (tmp_path / version_path(3, RUN)).is_file()
 
 
 def test_power_lost_at_every_moment(scratch: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from flashckpt import _native
+from flashckpt.catalogue.changes import Launch, ancestry
 from flashckpt.commit import attempts, commit_step
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome
 from flashckpt.commit.steps import missing_files, read_step
@@ -169,10 +170,11 @@ def new_run(path: object, system: System | None = None) -> LocalStore:
 
 def attempt_at(store: Store, parent: CommitName | None = None, *, world: int = 1) -> AttemptName:
     """Begin an attempt that resumes from `parent`."""
-    view = attempts.settle(View.of(store))
-    name = attempts.next_attempt(view)
-    step, id = (0, None) if parent is None else (parent.step, parent.id)
-    attempts.begin(view, name, id, step, world=world, owner=HOLDER)
+    opened = attempts.settle(View.of(store))
+    name = attempts.next_attempt(opened)
+    lineage = () if parent is None else ancestry(opened.view.catalogue, parent.id)
+    launch = Launch(world=world, owner=HOLDER, parent_step=0 if parent is None else parent.step)
+    attempts.begin(opened.view, name, lineage, launch)
     attempts.reserve(store, name)
     return name
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import beat, local_owner, mark_ended
+from flashckpt.commit.tidying import tidy
 from flashckpt.commit.view import View
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.names import MAX_ATTEMPT, AttemptName, alive_path
@@ -22,24 +24,24 @@ def store(tmp_path: Path) -> LocalStore:
 
 
 def test_numbers_go_up_above_all_that_have_files(store: LocalStore) -> None:
-    names = [attempts.next_attempt(View.of(store)) for _ in range(3)]
+    names = [attempts.next_attempt(attempts.settle(View.of(store))) for _ in range(3)]
     assert [each.number for each in names] == [1, 1, 1]
     assert len(set(names)) == 3
     first = attempt_at(store)
-    assert attempts.next_attempt(View.of(store)).number == 2
-    assert attempts.next_attempt(View.of(store), above=7).number == 8
+    assert attempts.next_attempt(attempts.settle(View.of(store))).number == 2
+    assert attempts.next_attempt(attempts.settle(View.of(store)), above=7).number == 8
     commit(store, 10, first)
-    store.make_folder(f"data/{AttemptName(5, '00000001')}")
-    assert attempts.next_attempt(View.of(store)).number == 6
+    store.create(f"data/{AttemptName(5, '00000001')}/000005-00000001.00000000000000000001/file", b"x")
+    assert attempts.next_attempt(attempts.settle(View.of(store))).number == 6
     with pytest.raises(UnusableRunError, match="the highest one"):
-        attempts.next_attempt(View.of(store), above=MAX_ATTEMPT)
+        attempts.next_attempt(attempts.settle(View.of(store)), above=MAX_ATTEMPT)
 
 
 @pytest.mark.parametrize("exclusively", [False, True])
 def test_a_name_is_reserved_where_its_counter_is(
     store: LocalStore, tmp_path: Path, exclusively: bool
 ) -> None:
-    name, other = attempts.next_attempt(View.of(store)), new_run(tmp_path / "other")
+    name, other = attempts.next_attempt(attempts.settle(View.of(store))), new_run(tmp_path / "other")
     attempts.reserve(store, name)
     assert attempts.is_reserved(store, name, exclusively=exclusively)
     assert not attempts.is_reserved(other, name, exclusively=exclusively)
@@ -50,25 +52,26 @@ def test_a_name_is_reserved_where_its_counter_is(
 def test_an_attempt_begins_with_its_parent_and_owner(store: LocalStore, tmp_path: Path) -> None:
     first = attempt_at(store)
     commit(store, 10, first)
-    view, mine = View.of(store), local_owner(str(tmp_path), "trainer-1", job_id="7")
-    name = attempts.next_attempt(view)
-    begun = attempts.begin(view, name, name_of(10, first).id, 10, world=4, owner=mine)
+    opened, mine = attempts.settle(View.of(store)), local_owner(str(tmp_path), "trainer-1", job_id="7")
+    name, parent = attempts.next_attempt(opened), name_of(10, first).id
+    launch = Launch(world=4, owner=mine, parent_step=10)
+    begun = attempts.begin(opened.view, name, (parent,), launch, is_here=True)
     assert begun == View.of(store)
     assert (begun.attempt, begun.parent) == (name, name_of(10, first).id)
     assert (begun.catalogue.world, begun.catalogue.parent_step, begun.catalogue.owner) == (4, 10, mine)
     attempts.check_newest(store, name)
     with pytest.raises(SupersededError, match=f"{name} has taken over"):
         attempts.check_newest(store, first)
-    attempts.check_newest(store, attempts.next_attempt(begun))
+    attempts.check_newest(store, attempts.next_attempt(attempts.settle(begun)))
 
 
 def test_of_two_starts_one_begins(store: LocalStore) -> None:
-    view = View.of(store)
-    one, two = attempts.next_attempt(view), attempts.next_attempt(view)
-    attempts.begin(view, one, None, 0)
+    opened = attempts.settle(View.of(store))
+    one, two = attempts.next_attempt(opened), attempts.next_attempt(opened)
+    attempts.begin(opened.view, one, (), Launch())
     for name in (two, AttemptName(9, "0" * 8)):
         with pytest.raises(RunHeldError, match=f"{one} has started meanwhile"):
-            attempts.begin(view, name, None, 0)
+            attempts.begin(opened.view, name, (), Launch())
     assert View.of(store).attempt == one
 
 
@@ -77,11 +80,13 @@ def test_a_start_settles_what_the_attempt_before_left(store: LocalStore) -> None
     for step in (10, 20):
         publish(store, step, first)
     publish(store, 30, first, world=2)
-    assert [each.step for each in attempts.settle(View.of(store)).visible()] == [10, 20]
-    assert attempts.settle(View.of(store)) == View.of(store)
+    assert [each.step for each in attempts.settle(View.of(store)).view.visible()] == [10, 20]
+    assert attempts.settle(View.of(store)).view == View.of(store)
     second = attempt_at(store, name_of(20, first))
     publish(store, 30, first, ranks=(1,), world=2)
-    assert [each.step for each in attempts.settle(View.of(store)).visible()] == [10, 20], "it is too late"
+    assert [each.step for each in attempts.settle(View.of(store)).view.visible()] == [10, 20], (
+        "it is too late"
+    )
     assert View.of(store).attempt == second
 
 
@@ -104,7 +109,7 @@ def test_alive_and_how_it_ends(store: LocalStore) -> None:
     assert attempts.ending(View.of(store), second) == "closed", "the catalogue says so, too"
     assert attempts.move_on(store, second, 1) is None
     assert not store.exists(alive_path(second)), "it is not written again"
-    attempts.remove_counters(View.of(store))
+    tidy(View.of(store), AttemptName(9, "0" * 8))
     assert store.list("alive") == []
 
 

@@ -13,11 +13,12 @@ from safetensors.numpy import load_file
 
 from flashckpt.cli.history import step_rows
 from flashckpt.commit.commit_step import collect
-from flashckpt.commit.lineage import next_start, resolve, steps
+from flashckpt.commit.lineage import RemoteRun, next_start, resolve, steps
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View
 from flashckpt.errors import NoSuchStepError
 from flashckpt.export.step import export
+from flashckpt.format.catalogue import EMPTY
 from flashckpt.options import Keep
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.restore.loading import load_leaves
@@ -112,7 +113,8 @@ def numbers(store: Living, step: int | None) -> None:
 
 def remote(store: Living, step: int | None) -> None:
     """An empty home would begin anew if its mirror had no step."""
-    choice = next_start(LocalStore(f"{store.url}-home"), mirror=store)
+    home = View(EMPTY, LocalStore(f"{store.url}-home"))
+    choice = next_start(home, remote=RemoteRun(store=store))
     assert choice.candidates
     assert choice.refusal is None
 

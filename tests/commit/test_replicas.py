@@ -124,7 +124,7 @@ def test_who_diverged_is_named_and_nothing_is_committed(store: LocalStore, attem
         assert caught.value.leaves == ("model.weight", "optimizer.step")
         assert View.of(store).checkpoints == ()
     # Nor does a start adopt it.
-    assert attempts.settle(View.of(store)).checkpoints == ()
+    assert attempts.settle(View.of(store)).view.checkpoints == ()
     attempt_at(store)
     assert View.of(store).checkpoints == ()
 

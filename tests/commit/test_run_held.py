@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import Probe, beat, check_not_held, local_owner, mark_ended
 from flashckpt.commit.view import View
@@ -68,8 +69,8 @@ def is_held(store: LocalStore, me: Owner, probe: Probe | None, sleep: Beats, mat
 
 def test_nobody_yet_and_nobody_that_trains(store: LocalStore, tmp_path: Path) -> None:
     assert not is_held(store, owner(tmp_path), never, Beats())
-    view, sleep = View.of(store), Beats()
-    attempts.begin(view, attempts.next_attempt(view), None, 0)
+    opened, sleep = attempts.settle(View.of(store)), Beats()
+    attempts.begin(opened.view, attempts.next_attempt(opened), (), Launch())
     assert not is_held(store, owner(tmp_path), never, sleep)
     assert sleep.count == 0
 
@@ -167,6 +168,31 @@ def test_an_ended_attempt_needs_no_watching(store: LocalStore, tmp_path: Path, h
     assert ending.count == 2, "it ends while it is watched"
     assert not is_held(store, owner(tmp_path), never, sleep)
     assert sleep.count == 0
+
+
+@pytest.mark.parametrize("restart_count", [0, 1], ids=["another job", "restarted by Slurm"])
+def test_keepers_elsewhere_that_save_are_waited_for(
+    store: LocalStore, tmp_path: Path, restart_count: int
+) -> None:
+    """For as long as they make progress, which may be longer than the watch."""
+    name = run_view.begin(store, owner=owner(tmp_path, boot_id="other"))
+    me, most = owner(tmp_path, restart_count=restart_count), int(3 * attempts.WATCH_S)
+    beat(store, name, 1, saves=True)
+
+    def save(count: int) -> None:
+        if count == most:
+            mark_ended(store, name, "dead")
+        elif count % 2 == 0:
+            beat(store, name, count, saves=True)
+
+    saving = Beats(save)
+    assert not is_held(store, me, never, saving)
+    assert saving.count == most
+    # One that makes no progress any more is not waited for.
+    beat(store, name, 1, saves=True)
+    stuck = Beats(lambda count: count == 5 and beat(store, name, 2, saves=True))
+    assert not is_held(store, me, never, stuck)
+    assert stuck.count < 2 * attempts.WATCH_S
 
 
 def test_an_attempt_that_begins_during_the_watch_is_looked_at(store: LocalStore, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flashckpt import _native
-from flashckpt.commit import attempts, lineage
+from flashckpt.commit import attempts
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify_file
 from flashckpt.commit.view import View, open_run
@@ -39,6 +39,7 @@ from flashckpt.options import Keep, Remote
 from flashckpt.persist.audit import audit
 from flashckpt.persist.job import SealedSnapshot
 from flashckpt.store import open_store
+from tests import run_view
 from tests.descriptors import closed_after
 from tests.keeper.region import write_constants
 
@@ -141,7 +142,7 @@ class FakeTrainer:
 
     def _named(self) -> AttemptName:
         """A name for the attempt that this trainer leads."""
-        name = attempts.next_attempt(attempts.settle(View.of(self.store)))
+        name = run_view.next_name(self.store)
         attempts.reserve(self.store, name)
         return name
 
@@ -169,16 +170,10 @@ class FakeTrainer:
                 survived[grant.name] = CommitName(sealed.step, sealed.attempt, sealed.boundary)
             slot.close()
         view = View.of(self.store)
-        last = {each for each in view.visible() if self._is_damaged_here(view, each)}
         found = [(each, slot) for slot, each in survived.items() if view.is_in_lineage(each.id)]
-        found += [(each, "") for each in view.visible() if each not in last and self._is_whole(each)]
+        found += [(each, "") for each in view.visible() if self._is_whole(each)]
         found.sort(reverse=True)
-        found += [(each, "") for each in view.newest_first() if each in last and self._is_whole(each)]
         return [(each.step, each.attempt.number, str(each.attempt), slot) for each, slot in found]
-
-    def _is_damaged_here(self, view: View, name: CommitName) -> bool:
-        found = lineage.damage(view, name)
-        return found is not None and found[0] == lineage.this_host()
 
     def _is_sound(self, snapshot: SealedSnapshot) -> bool:
         """A keeper that pins it, or lets go of it, makes an audit say nothing: then it is asked again."""
@@ -210,7 +205,7 @@ class FakeTrainer:
         view = View.of(self.store)
         if view.attempt != self.attempt:
             here = attempts.local_owner(self.folder.path, self.life.name)
-            attempts.begin(view, self.attempt, resumed, step, world=self.world, owner=here)
+            run_view.begin_as(view, self.attempt, resumed, step, world=self.world, owner=here)
         if resumed is not None:
             self.complete = resumed.attempt.number, step
         if resumed is not None and loaded is not None:

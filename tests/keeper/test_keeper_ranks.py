@@ -16,11 +16,11 @@ import pytest
 
 from flashckpt.commit import attempts
 from flashckpt.commit.steps import read_step
-from flashckpt.commit.view import View
 from flashckpt.format.names import AttemptName, CommitName, alive_path
 from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.store.base import Store
+from tests import run_view
 from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of, the_keeper, told
 from tests.keeper.fake import keeper_pid, open_runtime
 from tests.persist.node import files, is_committed, is_whole
@@ -39,7 +39,7 @@ class Ranks:
         self, run: Path, base: Path, ranks: Sequence[int], world: int, attempt: AttemptName | None = None
     ) -> None:
         self.run, self.store = run, open_store_of(run, base)
-        self.attempt = attempt or attempts.next_attempt(attempts.settle(View.of(self.store)))
+        self.attempt = attempt or run_view.next_name(self.store)
         if attempt is None:
             attempts.reserve(self.store, self.attempt)
         self.ranks, self.folder = tuple(ranks), runtime_of(run, base)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.audit import audit
@@ -131,11 +132,13 @@ def test_a_slot_of_another_rank_that_is_not_what_it_was_makes_it_unreadable(
 
 
 def test_what_cannot_be_put_together_is_passed_over(node: Node, ranks: list[SharingRank]) -> None:
-    loaded = StepChoice(node.store, [ranks[0].held(others(ranks, 0))], 0, lambda snapshot: None, 1).choose()
+    loaded = StepChoice(
+        View.of(node.store), [ranks[0].held(others(ranks, 0))], 0, lambda snapshot: None, 1
+    ).choose()
     assert loaded is not None
     assert loaded.snapshot.step == STEP
     loaded.drop()
-    choice = StepChoice(node.store, [ranks[0].held(ranks[2:])], 0, lambda snapshot: None, 1)
+    choice = StepChoice(View.of(node.store), [ranks[0].held(ranks[2:])], 0, lambda snapshot: None, 1)
     assert choice.choose() is None, "there is nothing else"
     [reason] = choice.refused
     assert f"step {STEP} " in reason

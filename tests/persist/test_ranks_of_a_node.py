@@ -10,7 +10,6 @@ import pytest
 
 from flashckpt.commit import attempts
 from flashckpt.commit.steps import missing_ranks, read_step
-from flashckpt.commit.view import View
 from flashckpt.format.names import AttemptName, SnapshotId, alive_path
 from flashckpt.keeper import liveness
 from flashckpt.keeper.liveness import ExitRule, RunFolder, TrainerRegistry
@@ -19,6 +18,7 @@ from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist import queue
 from flashckpt.persist.job import JobState, Trainer
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.commit.runs import folder_of
 from tests.persist.node import (
     MakeNode,
@@ -55,7 +55,7 @@ def test_a_rank_that_lives_and_has_not_spoken_is_waited_for(alive: Node) -> None
 def test_a_rank_that_lives_in_another_attempt_is_not_waited_for(alive: Node) -> None:
     alive.seal(5, 0)
     alive.queue.next()
-    later = attempts.next_attempt(View.of(alive.store))
+    later = run_view.next_name(alive.store)
     alive.queue.set_trainers([Trainer(lock="later", rank=1, world=1, attempt=later)])
     alive.run()
     assert files(alive.store, 5, alive.attempt) == ["node-00000", "rank-00000"]
@@ -297,6 +297,25 @@ def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(
     monkeypatch.setattr(attempts, "STILL_S", 0.0)
     assert there.round([], ended, {attempt}).marked == (attempt,)
     assert end() == "dead"
+
+
+def test_a_keeper_that_saves_moves_the_counter_as_long_as_it_makes_progress(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt, folder = begun(store, 2), RunFolder(store, "")
+    monkeypatch.setattr(RunFolder, "_stands", lambda *_: True)
+    found = []
+    for saved_bytes in (0, 100, 100, 200):
+        folder.round([], [], {attempt}, [attempt], saved_bytes)
+        found.append(attempts.alive(store, attempt))
+    assert [each.count for each in found if each is not None] == [1, 2, 2, 3]
+    assert {each.phase for each in found if each is not None} == {"saving"}
+    monkeypatch.setattr(attempts, "STILL_S", 0.0)
+    other = RunFolder(store, "")
+    assert other.round([], [(attempt, "dead")], {attempt}).marked == ()
+    folder.round([], [], {attempt}, [attempt], 300)
+    assert other.round([], [(attempt, "dead")], {attempt}).marked == (attempt,)
+    assert attempts.alive(store, attempt).phase == "saving", "the keeper that saves writes the end"
 
 
 class Stopped(LocalStore):

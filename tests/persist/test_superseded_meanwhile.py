@@ -15,6 +15,7 @@ from flashckpt.errors import RunHeldError
 from flashckpt.format.names import CommitName
 from flashckpt.memory.slot import Slot
 from flashckpt.persist.job import JobState
+from tests import run_view
 from tests.commit.runs import attempt_at
 from tests.persist.node import MakeNode, Node, name_of, until_told, visible_steps
 
@@ -53,7 +54,7 @@ def newest(view: View) -> CommitName:
 
 def resumes(node: Node) -> CommitName:
     """A whole start: it settles, chooses and begins. Returns what it has resumed."""
-    parent = newest(attempts.settle(View.of(node.store)))
+    parent = newest(attempts.settle(View.of(node.store)).view)
     attempt_at(node.store, parent)
     return parent
 
@@ -68,12 +69,12 @@ def is_said(slot: Slot) -> bool:
 def test_a_start_that_has_chosen_an_older_step_does_not_begin(node: Node, at: At, point: str) -> None:
     """It has loaded step 4 when step 6 is committed, or whole."""
     chosen = View.of(node.store)
-    name, parent = attempts.next_attempt(chosen), newest(chosen)
+    name, parent = run_view.next_name(node.store), newest(chosen)
     refused: list[RunHeldError] = []
 
     def begins() -> None:
         with pytest.raises(RunHeldError) as error:
-            attempts.begin(chosen, name, parent.id, parent.step)
+            run_view.begin_as(chosen, name, parent.id, parent.step)
         refused.append(error.value)
 
     at(point, begins)

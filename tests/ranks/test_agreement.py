@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit.choice import Choice, History, Offer, RankOffers, choose
+from flashckpt.commit.choice import Choice, Offer, RankOffers, Stored, choose
 from flashckpt.errors import MismatchError, UnusableRunError
+from flashckpt.format.catalogue import Catalogue
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.ranks.agreement import RanksAgreement, verdict
 from flashckpt.ranks.job import Job
@@ -23,14 +24,15 @@ A = AttemptName(1, "aaaaaaaa")
 
 def test_rank_0_decides_by_the_offers_of_all_and_all_hear_it() -> None:
     heard = list[list[RankOffers]]()
-    offers = Offer(id=SnapshotId(A, 6), step=6, world=2), Offer(id=SnapshotId(A, 7), step=7, world=2)
+    offers = Offer(id=SnapshotId(A, 6), step=6), Offer(id=SnapshotId(A, 7), step=7)
 
     def decide(rows: Sequence[RankOffers]) -> Choice:
         heard.append(list(rows))
-        return choose(rows, History(url="run", lineage=(SnapshotId(A, 9),)), is_saved=True)
+        home = Catalogue(run_id="5" * 16, version=1, writer=A, attempt=A, lineages=((A, ()),))
+        return choose(rows, Stored(url="run", catalogue=home), is_saved=True)
 
     def operation(job: Job) -> Any:
-        mine = RankOffers.of(job.rank, f"host{job.rank}", offers[: 1 + job.rank])
+        mine = RankOffers.of(job.rank, offers[: 1 + job.rank])
         return RanksAgreement(job).choose(mine, decide)
 
     first, second = each_rank(2, operation)
@@ -38,7 +40,7 @@ def test_rank_0_decides_by_the_offers_of_all_and_all_hear_it() -> None:
     assert [each.step for each in first.candidates] == [6]
     assert ["rank 0 cannot read it" in str(each) for each in first.passed_over] == [True]
     [rows] = heard
-    assert [(row.rank, row.host, len(row.offers)) for row in rows] == [(0, "host0", 1), (1, "host1", 2)]
+    assert [(row.rank, len(row.offers)) for row in rows] == [(0, 1), (1, 2)]
 
 
 def test_what_is_refused_is_refused_on_all_ranks() -> None:
@@ -46,9 +48,7 @@ def test_what_is_refused_is_refused_on_all_ranks() -> None:
         raise UnusableRunError("the home has lost records")
 
     def operation(job: Job) -> Any:
-        return job.together(
-            "loading", lambda: RanksAgreement(job).choose(RankOffers(job.rank, "host"), decide)
-        )
+        return job.together("loading", lambda: RanksAgreement(job).choose(RankOffers(job.rank), decide))
 
     assert [type(each) for each in each_rank(2, operation)] == [UnusableRunError] * 2
 

@@ -12,12 +12,13 @@ import pytest
 from flashckpt.commit.choice import (
     Candidate,
     Choice,
-    History,
     Offer,
     Place,
     RankOffers,
+    Stored,
     choose,
 )
+from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint
 from flashckpt.format.names import AttemptName, SnapshotId
 
 from .simulated import Conditions, SimulatedJob
@@ -45,7 +46,6 @@ class PlayedRun:
         self.home: dict[SnapshotId, int] = {}
         self.mirror: dict[SnapshotId, int] = {}
         self.damaged: set[tuple[SnapshotId, Place, str]] = set()
-        self.quarantined: dict[SnapshotId, frozenset[str]] = {}
         self.complete: SnapshotId | None = None
         self.world = 0
         self.saves = 0
@@ -65,22 +65,37 @@ class PlayedRun:
             choice = self.choice(list(self.rows(nodes, ranks)), is_saved=True)
         assert choice.refusal is None
         assert not choice.needs_save
-        taken = next((each for each in choice.candidates if self.is_loaded(each, rows)), None)
+        hosts = [node for node in nodes for _ in range(ranks)]
+        taken = next((each for each in choice.candidates if self.is_loaded(each, rows, hosts)), None)
         self.check(taken, nodes)
         self.begin(None if taken is None else taken.id)
         return None if taken is None else taken.id
 
     def choice(self, rows: list[RankOffers], *, is_saved: bool) -> Choice:
-        home = History(
-            url="/run", lineage=tuple(self.lineage), commits=self.home, quarantined=self.quarantined
-        )
-        mirror = History(url="s3://run", lineage=tuple(self.lineage), commits=self.mirror)
-        found = choose(rows, home, mirror, world=len(rows), is_saved=is_saved)
+        home = Stored(url="/run", catalogue=self.catalogue_of(self.home))
+        mirror = Stored(url="s3://run", catalogue=self.catalogue_of(self.mirror))
+        found = choose(rows, home, mirror, is_saved=is_saved)
         self.random.shuffle(rows)
         said = [RankOffers.from_json(each.to_json()) for each in rows]
-        again = choose(said, home, mirror, world=len(rows), is_saved=is_saved)
+        again = choose(said, home, mirror, is_saved=is_saved)
         assert again.candidates == found.candidates, "it depends on the order of the ranks"
         return found
+
+    def catalogue_of(self, steps: dict[SnapshotId, int]) -> Catalogue:
+        if not self.lineage:
+            return EMPTY
+        attempt = self.lineage[0].attempt
+        return Catalogue(
+            run_id="5" * 16,
+            version=1,
+            writer=attempt,
+            attempt=attempt,
+            lineages=((attempt, tuple(self.lineage[1:])),),
+            checkpoints=tuple(
+                Checkpoint(id=id, step=step, writer=id.attempt, manifest="0" * 16)
+                for id, step in steps.items()
+            ),
+        )
 
     def rows(self, nodes: Sequence[str], ranks: int) -> Iterator[RankOffers]:
         """What each rank offers: its own snapshots, and the first rank of a node also those of others."""
@@ -91,13 +106,17 @@ class PlayedRun:
                     Offer(
                         id=held.id,
                         step=held.id.boundary,
-                        world=held.world,
-                        problem="" if held.rank == rank else f"it is of rank {held.rank}",
+                        problem=self.problem(held, rank, len(nodes) * ranks),
                     )
                     for held in self.memory.get(node, ())
                     if held.rank == rank or (rank == here[0] and held.rank not in here)
                 ]
-                yield RankOffers.of(rank, node, offers)
+                yield RankOffers.of(rank, offers)
+
+    def problem(self, held: Held, rank: int, world: int) -> str:
+        if held.rank != rank:
+            return f"it is of rank {held.rank}"
+        return "" if held.world == world else f"{held.world} ranks made it"
 
     def save(self, nodes: Sequence[str]) -> None:
         """The keepers of these nodes commit what is whole over them."""
@@ -106,22 +125,18 @@ class PlayedRun:
             found.setdefault((held.id, held.world), set()).add(held.rank)
         self.home |= {id: id.boundary for (id, world), ranks in found.items() if len(ranks) == world}
 
-    def is_loaded(self, candidate: Candidate, rows: list[RankOffers]) -> bool:
-        """Whether each rank can load it from one of its places. A host that finds the home's copy damaged
-        quarantines it."""
+    def is_loaded(self, candidate: Candidate, rows: list[RankOffers], hosts: Sequence[str]) -> bool:
+        """Whether each rank can load it from one of its places."""
         loaded = True
         for row in rows:
-            places = candidate.places(row, len(rows))
+            places, host = candidate.places(row), hosts[row.rank]
             assert places
             assert Place.MEMORY not in places or any(
-                held == Held(candidate.id, row.rank, len(rows)) for held in self.memory[row.host]
+                held == Held(candidate.id, row.rank, len(rows)) for held in self.memory[host]
             )
             assert Place.HOME not in places or candidate.id in self.home
             assert Place.MIRROR not in places or candidate.id in self.mirror
-            bad = [place for place in places if (candidate.id, place, row.host) in self.damaged]
-            if Place.HOME in bad:
-                hosts = self.quarantined.get(candidate.id, frozenset())
-                self.quarantined |= {candidate.id: hosts | {row.host}}
+            bad = [place for place in places if (candidate.id, place, host) in self.damaged]
             loaded = loaded and len(bad) < len(places)
         return loaded
 

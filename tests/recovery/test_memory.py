@@ -208,7 +208,7 @@ def test_an_attempt_that_never_began_hides_nothing(tmp_path: Path, runtime: Path
     first.both_killed()
     # A trainer that died while it loaded.
     store = open_store(str(run))
-    attempts.reserve(store, attempts.next_attempt(View.of(store)))
+    attempts.reserve(store, run_view.next_name(store))
     report = recovered(run)
     assert resume(report) == (4, first.attempt, "local")
     assert committed(run) == [4]

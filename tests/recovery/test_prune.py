@@ -100,7 +100,7 @@ def test_an_attempt_that_never_began_holds_nothing_up(store: LocalStore) -> None
     attempt = begun(store)
     for step in range(1, 5):
         commit(store, step, attempt)
-    attempts.reserve(store, attempts.next_attempt(View.of(store)))
+    attempts.reserve(store, run_view.next_name(store))
     assert [each.name.step for each in prune(store, Keep(last=2)).gone] == [1, 2]
     assert visible(store) == [3, 4]
 
@@ -109,7 +109,7 @@ def test_a_run_without_steps_has_none_to_delete(store: LocalStore) -> None:
     for dry_run in (True, False):
         done = prune(store, Keep(last=2), dry_run=dry_run)
         assert (done.gone, done.kept) == ((), ())
-    attempts.reserve(store, attempts.next_attempt(View.of(store)))
+    attempts.reserve(store, run_view.next_name(store))
     assert prune(store, Keep(last=2)).gone == ()
 
 

@@ -24,6 +24,7 @@ from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import HOLDER, attempt_at, folder_of, name_of
 from tests.replication.copied import add, delete, files, of_step, visible
+from tests.run_view import begin_as, next_name
 
 
 class Tiers:
@@ -277,9 +278,8 @@ def test_a_step_that_comes_after_another_job_has_gone_on_is_told_and_stays_here(
 
 def begin(tiers: Tiers, parent: CommitName, above: int) -> None:
     """An attempt of this run with a number above this one."""
-    view = View.of(tiers.source)
-    tiers.attempt = attempts.next_attempt(view, above)
-    attempts.begin(view, tiers.attempt, parent.id, parent.step, world=2, owner=HOLDER)
+    tiers.attempt = next_name(tiers.source, above)
+    begin_as(View.of(tiers.source), tiers.attempt, parent.id, parent.step, world=2, owner=HOLDER)
 
 
 def test_a_remote_that_is_trained_on_itself_is_left_alone(tiers: Tiers) -> None:
@@ -312,11 +312,11 @@ def test_an_attempt_that_takes_up_what_is_there_is_no_other_job(tiers: Tiers) ->
     new = LocalStore(str(tiers.there.parent / "new"))
     open_run(new, create=True, run_id=open_run(tiers.source, create=False).run_id)
     there, mirror = View.of(tiers.target), Mirror(new, Remote(url=str(tiers.there)))
-    name = attempts.next_attempt(View.of(new), above=attempts.highest_number(there))
+    name = next_name(new, above=there.catalogue.attempt.number)
     attempts.reserve(new, name)
     assert brought(mirror) == Mirrored(of=None), "it is about to say what it goes on from"
     assert View.of(tiers.target).attempt == tiers.attempt
     first = name_of(1, tiers.attempt)
-    attempts.begin(View.of(new), name, first.id, 1, world=2, owner=HOLDER, mirror=there.catalogue)
+    begin_as(View.of(new), name, first.id, 1, world=2, owner=HOLDER, lead=there.catalogue)
     assert brought(mirror).newest == first
     assert View.of(tiers.target).attempt == name

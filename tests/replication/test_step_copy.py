@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
@@ -46,7 +45,7 @@ from tests.replication.copied import (
 from tests.replication.copied import near as near
 from tests.replication.copied import pair as pair
 from tests.replication.copied import tmp_path as tmp_path
-from tests.run_view import folder_of
+from tests.run_view import begin_as, folder_of, next_name
 
 POINTS = [
     "catalogue.created",  # of the session
@@ -363,8 +362,8 @@ def test_a_run_that_went_on_further_is_not_hidden(near: tuple[Store, Store]) -> 
     attempt = made(source, [10])
     copy_run(source, target)
     add(target, 20, attempt_at(target, name_of(10, attempt), world=2))
-    newer = attempts.next_attempt(View.of(source), above=7)
-    attempts.begin(View.of(source), newer, name_of(10, attempt).id, 10, world=2, owner=HOLDER)
+    newer = next_name(source, above=7)
+    begin_as(View.of(source), newer, name_of(10, attempt).id, 10, world=2, owner=HOLDER)
     add(source, 30, newer)
     with pytest.raises(RunError, match="have diverged"):
         copy_run(source, target)
@@ -386,8 +385,8 @@ def test_a_living_trainer_is_not_superseded(near: tuple[Store, Store]) -> None:
     attempt = made(source, [10])
     copy_run(source, target)
     theirs = attempt_at(target, name_of(10, attempt), world=2)
-    newer = attempts.next_attempt(View.of(source), above=7)
-    attempts.begin(View.of(source), newer, name_of(10, attempt).id, 10, world=2, owner=HOLDER)
+    newer = next_name(source, above=7)
+    begin_as(View.of(source), newer, name_of(10, attempt).id, 10, world=2, owner=HOLDER)
     add(source, 20, newer)
 
     def refuse() -> None:

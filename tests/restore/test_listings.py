@@ -13,8 +13,7 @@ import pytest
 
 from flashckpt.catalogue.home import checkpoint_of
 from flashckpt.commit import attempts
-from flashckpt.commit.choice import Choice, RankOffers, choose
-from flashckpt.commit.lineage import history
+from flashckpt.commit.choice import Choice, RankOffers, Stored, choose
 from flashckpt.commit.view import View
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.names import SnapshotId
@@ -87,7 +86,7 @@ class Hearing(AloneAgreement):
     """Of a rank that is not the first: it hears what rank 0 has decided, and lists nothing for that."""
 
     def __init__(self, store: Store) -> None:
-        self._found = choose([], history(store))
+        self._found = choose([], Stored(url=store.url, catalogue=View.of(store).catalogue))
 
     def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
         return self._found
@@ -95,7 +94,7 @@ class Hearing(AloneAgreement):
 
 def chosen(store: Store, rank: int) -> Loaded:
     agreement = AloneAgreement() if rank == 0 else Hearing(store)
-    loaded = StepChoice(store, [], rank, lambda snapshot: None, 1, agreement).choose()
+    loaded = StepChoice(View.of(store), [], rank, lambda snapshot: None, 1, agreement).choose()
     assert loaded is not None
     return loaded
 
@@ -116,11 +115,10 @@ def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
     store.replace(catalogue.path, catalogue.to_bytes())
 
     bucket.taken()
-    view = attempts.settle(View.of(store))
-    name = attempts.next_attempt(view)
+    name = run_view.next_name(store)
     attempts.reserve(store, name)
     loaded = chosen(store, 0)
-    attempts.begin(view, name, newest.id, newest.step, world=RANKS, owner=HOLDER)
+    run_view.begin_as(View.of(store), name, newest.id, newest.step, world=RANKS, owner=HOLDER)
     listed = bucket.taken()
     assert loaded.snapshot.step == 400
     # Once, before the step is read.
@@ -142,7 +140,7 @@ def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
     newest, folder = record.name, record.folder
     [gone] = [each.name for each in store.list(folder) if each.name.startswith(kind)]
     store.remove(f"{folder}/{gone}")
-    choice = StepChoice(store, [], 0, lambda snapshot: None, 1)
+    choice = StepChoice(View.of(store), [], 0, lambda snapshot: None, 1)
     loaded = choice.choose()
     assert loaded is not None
     assert loaded.snapshot.step == 300

@@ -18,7 +18,7 @@ from flashckpt.format.names import SnapshotId
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
-from tests.catalogue.snapshots import HOME, RUN, Job, nonce, write_part
+from tests.catalogue.snapshots import HOME, RUN, Job, write_part
 from tests.contracts.catalogue_contract import CatalogueContract
 from tests.stores.azure_server import AzureServer
 from tests.stores.proxy import Proxy
@@ -80,23 +80,3 @@ def test_the_requests_of_a_removal(counted: Counted) -> None:
     counted.taken()
     job.run(HOME.collect(job.catalogue))
     assert taken(counted) == {"list data": 3, "delete": 1}
-
-
-def test_the_requests_of_a_start(counted: Counted) -> None:
-    """With four checkpoints, each of another attempt, and many parts."""
-    for boundary in (1, 2, 3, 4):
-        job = Job(counted.store)
-        id = SnapshotId(job.name, boundary)
-        for node in range(0, 32, 8):
-            job.write(id, tuple(range(node, node + 8)), 32)
-        assert job.commit(id, Keep(last=4)) is not None
-    counted.taken()
-    Stores({"home": counted.store}).run(HOME.start(RUN, nonce()))
-    found = taken(counted)
-    assert found == {
-        "list catalogue": 4,
-        "get version": 1,
-        "list data": 3,
-        "get manifest.json": 1,
-        "put version": 1,
-    }

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+import torch
 
+import flashckpt
 from flashckpt.commit import lineage
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
@@ -22,7 +26,7 @@ from flashckpt.persist.deletions import Deletions
 from flashckpt.persist.job import JobState
 from flashckpt.persist.ledger import Event, Ledger, lines_of
 from flashckpt.persist.writer import Writer
-from flashckpt.store import objects
+from flashckpt.store import objects, open_store
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
@@ -34,6 +38,7 @@ from tests.keeper.test_keeper_constants import order
 from tests.persist.node import Node, begun
 from tests.stores.proxy import Proxy
 from tests.stores.s3_server import S3Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -170,6 +175,40 @@ def test_simultaneous_ledger_lines_are_one_request(run: Counted) -> None:
         each.close()
     assert run.taken() == {"put .jsonl": 3}
     assert sorted(line["step"] for line in lines_of(run.store, "000001-0123abcd")) == sorted(3 * [*range(20)])
+
+
+def test_listings_and_reads_of_a_start(
+    s3_server: S3Server, bucket: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the trainer, with four checkpoints of four attempts: at most ten before the first part is read."""
+    url, asked = f"s3://{bucket}/run", list[str]()
+    options = flashckpt.Options(storage_options=s3_server.options())
+
+    def train() -> None:
+        with flashckpt.attach(url, w=torch.arange(10), keep=flashckpt.Keep(last=4), options=options) as run:
+            for _ in run.epochs(run.completed + 1):
+                run.step()
+
+    def noting(name: str) -> Callable[..., object]:
+        request = getattr(ObstoreClient, name)
+
+        def noted(client: ObstoreClient, key: str, *more: object) -> object:
+            if threading.current_thread() is threading.main_thread():
+                asked.append(f"{name} {key}")
+            return request(client, key, *more)
+
+        return noted
+
+    for _ in range(4):
+        train()
+    assert len(flashckpt.steps(url)) == 4
+    until(lambda: View.of(open_store(url)).catalogue.ended, "the end of the attempt before")
+    for name in ("get", "get_range", "size", "list"):
+        monkeypatch.setattr(ObstoreClient, name, noting(name))
+    train()
+    before_parts = [*takewhile(lambda each: "/node-" not in each, asked)]
+    assert "manifest-" in before_parts[-2]
+    assert len(before_parts) <= 10, before_parts
 
 
 @pytest.mark.parametrize("num_steps", [400, pytest.param(1000, marks=pytest.mark.long)])
