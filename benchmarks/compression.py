@@ -124,8 +124,8 @@ class Sink:
     def renew(self, options: Mapping[str, Any]) -> None:
         raise AssertionError
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
-        return ""
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
+        return True
 
     def mark(self, key: str) -> str:
         return ""
@@ -134,7 +134,7 @@ class Sink:
         for _ in parts:
             pass
 
-    def get(self, key: str, max_bytes: int) -> tuple[bytes | memoryview | int, str]:
+    def get(self, key: str, max_bytes: int) -> bytes | memoryview | int:
         raise FileNotFoundError(key)
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
@@ -147,9 +147,6 @@ class Sink:
         return []
 
     def keys(self, prefix: str) -> Iterator[str]:
-        return iter(())
-
-    def walk(self, prefix: str) -> Iterator[Any]:
         return iter(())
 
     def delete(self, keys: builtins.list[str]) -> None:

@@ -125,12 +125,6 @@ class Store(Protocol):
         """Check, before a run begins or resumes, that files can be created exclusively and removed here.
         Remove the files that the check writes. Raises OSError, or RunError if creation overwrites a file."""
 
-    def at_once(self, recent: str = "") -> Store:
-        """Return a view of this store for reading several files. Where requests are slow, the first access
-        below a folder lists the whole folder, and later accesses use this listing and the changes made
-        through the view. The listing of the folder `recent` may be some seconds old. Call `at_once` again for
-        a fresh listing. Use a view in one thread only."""
-
     def brief(self) -> Store:
         """Return this store with short timeouts: it retries failed requests for some seconds only."""
 
@@ -141,10 +135,6 @@ class Store(Protocol):
 
     def read(self, path: str, max_bytes: int) -> bytes:
         """Read a whole file. Raises FileNotFoundError, or DamagedError if it is longer than `max_bytes`."""
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Prefetch files that are read next, several at once, where each read costs a round trip. Skip
-        missing files and files longer than `max_bytes`."""
 
     def create(self, path: str, data: bytes) -> bool:
         """Write a new file atomically and durably. Return False if the name is taken; the existing file is
@@ -176,12 +166,8 @@ class Store(Protocol):
         empty."""
 
     def remove_files(self, paths: Iterable[str]) -> None:
-        """Remove files, not durably (see `sync_removed`). Ignore missing files. Remove all files that can be
-        removed before raising the first error."""
-
-    def sync_removed(self, folder: str) -> None:
-        """Make removals from a folder durable. Do nothing if the folder is missing or if removals already are
-        durable."""
+        """Remove files, not durably. Ignore missing files. After an error, remove the rest before raising
+        it."""
 
     def remove_tree(self, path: str) -> None:
         """Remove a folder with everything below it, if it exists. Remove links without following them. Remove

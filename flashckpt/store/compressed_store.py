@@ -138,9 +138,6 @@ class CompressedStore:
     def check(self) -> None:
         self._store.check()
 
-    def at_once(self, recent: str = "") -> CompressedStore:
-        return CompressedStore(self._store.at_once(recent), self._compression, self._cache)
-
     def brief(self) -> CompressedStore:
         return CompressedStore(self._store.brief(), self._compression, self._cache)
 
@@ -151,9 +148,6 @@ class CompressedStore:
 
     def read(self, path: str, max_bytes: int) -> bytes:
         return self._store.read(path, max_bytes)
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        self._store.fetch(paths, max_bytes)
 
     def create(self, path: str, data: bytes) -> bool:
         return self._store.create(path, data)
@@ -211,9 +205,6 @@ class CompressedStore:
 
     def remove_files(self, paths: Iterable[str]) -> None:
         self._store.remove_files(self._files(paths))
-
-    def sync_removed(self, folder: str) -> None:
-        self._store.sync_removed(folder)
 
     def remove_tree(self, path: str) -> None:
         self._store.remove_tree(path)

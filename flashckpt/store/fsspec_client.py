@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
-from flashckpt.store.objects import Found
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
 # How often to retry when another process removes the folder because it is empty.
@@ -73,9 +72,8 @@ class FsspecClient:
         self._options = {**self._class._get_kwargs_from_urls(self._url), **options}
         self._idle.clear()
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
-        """Returns no version: modification times are too coarse."""
-        return "" if self._write(key, (data,), is_new=mark is not None) else None
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
+        return self._write(key, (data,), is_new=mark is not None)
 
     def mark(self, key: str) -> str:
         """No marks: `put` itself detects success after a lost answer."""
@@ -85,9 +83,9 @@ class FsspecClient:
         if not self._write(key, parts, is_new=True):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key)
 
-    def get(self, key: str, max_bytes: int) -> tuple[bytes | int, str]:
+    def get(self, key: str, max_bytes: int) -> bytes | int:
         data = self.get_range(key, 0, max_bytes + 1)
-        return bytes(data) if len(data) <= max_bytes else self.size(key), ""
+        return bytes(data) if len(data) <= max_bytes else self.size(key)
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         return memoryview(
@@ -123,14 +121,6 @@ class FsspecClient:
             if entry.is_folder:
                 yield from self.keys(f"{key}/")
             yield key
-
-    def walk(self, prefix: str) -> Iterator[Found]:
-        for entry in self.list(prefix):
-            key = f"{prefix}{entry.name}"
-            if entry.is_folder:
-                yield from self.walk(f"{key}/")
-            else:
-                yield Found(key, entry.num_bytes, entry.modified_s)
 
     def delete(self, keys: builtins.list[str]) -> None:
         for key in keys:

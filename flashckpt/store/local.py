@@ -67,9 +67,6 @@ class LocalStore:
     def check(self) -> None:
         """Do nothing: the first write reports a problem, and a link or a rename never overwrites."""
 
-    def at_once(self, recent: str = "") -> LocalStore:
-        return self
-
     def brief(self) -> LocalStore:
         return self
 
@@ -83,9 +80,6 @@ class LocalStore:
             if num_bytes > max_bytes:
                 raise too_long(path, num_bytes, max_bytes)
             return _read_all(file, max_bytes)
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Do nothing: local reads need no prefetch."""
 
     def create(self, path: str, data: bytes) -> bool:
         def create_in(name: str, folder: int) -> bool:
@@ -203,10 +197,6 @@ class LocalStore:
                 errors.append(error)
         if errors:
             raise errors[0]
-
-    def sync_removed(self, folder: str) -> None:
-        with suppress(FileNotFoundError), self._folder(split(folder)) as opened:
-            self._system.sync_folder(opened)
 
     def remove_tree(self, path: str) -> None:
         *folders, name = split(path)

@@ -21,7 +21,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
-from flashckpt.store.objects import Found, UncertainError
+from flashckpt.store.objects import UncertainError
 
 SCHEMES = frozenset({"s3", "gs", "az"})
 _MARK = "flashckptmark"  # Azure allows C# identifiers only, and some proxies drop an underscore
@@ -98,18 +98,18 @@ class ObstoreClient:
     def refusal(self) -> str:
         return ""
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
+    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
         how: dict[str, Any] = {"use_multipart": False}
         if mark is not None:
             how |= {"mode": "create", "attributes": {_MARK: mark}}
         store = self._store if len(data) <= _SMALL else self._uploads
         with _translated(key, self._url, writes=True):
             try:
-                version = _version(self._obstore.put(store, key, data, **how))
-                self._has_bucket = True
-                return version
+                self._obstore.put(store, key, data, **how)
             except self._obstore.exceptions.AlreadyExistsError:
-                return None
+                return False
+            self._has_bucket = True
+            return True
 
     def mark(self, key: str) -> str:
         with _translated(key, self._url):
@@ -146,12 +146,12 @@ class ObstoreClient:
             self._uploads = self._open(_DEADLINE_S, _LONGEST_PAUSE_S, timeout=limit_s)
             self._upload_s = limit_s
 
-    def get(self, key: str, max_bytes: int) -> tuple[memoryview | int, str]:
+    def get(self, key: str, max_bytes: int) -> memoryview | int:
         with _translated(key, self._url):
             found = self._obstore.get(self._store, key)
             size: int = found.meta["size"]
             self._has_bucket = True
-            return size if size > max_bytes else memoryview(found.bytes()), _version(found.meta)
+            return size if size > max_bytes else memoryview(found.bytes())
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         with _translated(key, self._url):
@@ -180,13 +180,9 @@ class ObstoreClient:
         return folders + files
 
     def keys(self, prefix: str) -> Iterator[str]:
-        return (each.key for each in self.walk(prefix))
-
-    def walk(self, prefix: str) -> Iterator[Found]:
         with _translated(prefix, self._url):
             for page in self._obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=1000):
-                for each in page:
-                    yield Found(each["path"], each["size"], each["last_modified"].timestamp(), _version(each))
+                yield from (each["path"] for each in page)
 
     def delete(self, keys: builtins.list[str]) -> None:
         with _translated(keys[0] if keys else "", self._url):
@@ -382,10 +378,6 @@ def _first_line(error: Exception) -> str:
         return f"{_MEANINGS[name]} ({name})"
     first = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
     return escaped(redacted(f"{first} ({name})" if name else first))
-
-
-def _version(answer: Any) -> str:
-    return str(answer.get("e_tag") or "")
 
 
 def _last(path: str) -> str:

@@ -64,9 +64,6 @@ class OverlayStore:
     def check(self) -> None:
         """Do nothing: whether the store takes writes shows only when it is written."""
 
-    def at_once(self, recent: str = "") -> OverlayStore:
-        return OverlayStore(self._base.at_once(recent), self._changes)
-
     def brief(self) -> OverlayStore:
         return OverlayStore(self._base.brief(), self._changes)
 
@@ -82,9 +79,6 @@ class OverlayStore:
         if len(data) > max_bytes:
             raise too_long(path, len(data), max_bytes)
         return data
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        self._base.fetch((path for path in paths if not self._is_changed(path)), max_bytes)
 
     def create(self, path: str, data: bytes) -> bool:
         if self.exists(path):
@@ -133,9 +127,6 @@ class OverlayStore:
     def remove_files(self, paths: Iterable[str]) -> None:
         for path in paths:
             self.remove(path)
-
-    def sync_removed(self, folder: str) -> None:
-        pass
 
     def remove_tree(self, path: str) -> None:
         for entry in self.list(path):

@@ -122,9 +122,6 @@ class FlatStore:
             conditional_create=True, rename=False, is_shared=True, part_bytes=PART_BYTES, appends=False
         )
 
-    def at_once(self, recent: str = "") -> FlatStore:
-        return self
-
     def brief(self) -> FlatStore:
         return self
 
@@ -142,9 +139,6 @@ class FlatStore:
         if size > max_bytes:
             raise too_long(path, size, max_bytes)
         return self._bucket.get(_key(path))
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Do nothing."""
 
     def create(self, path: str, data: bytes) -> bool:
         return self._bucket.put(_key(path), _parts(data), only_if_new=True)
@@ -188,9 +182,6 @@ class FlatStore:
     def remove_files(self, paths: Iterable[str]) -> None:
         for path in paths:
             self.remove(path)
-
-    def sync_removed(self, folder: str) -> None:
-        pass
 
     def remove_tree(self, path: str) -> None:
         prefix, after = f"{_key(path)}/", ""

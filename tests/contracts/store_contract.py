@@ -129,10 +129,9 @@ class StoreContract:
     def test_lists_only_matching_names(self, store: Store) -> None:
         for path in ("a/12", "a/123", "a/x12", "a/34/file"):
             store.create(path, b"")
-        for look in (store, store.at_once()):
-            found = look.list("a", re.compile("[0-9]{2}"))
-            assert [(entry.name, entry.is_folder) for entry in found] == [("12", False), ("34", True)]
-            assert look.list("nothing", re.compile(".*")) == []
+        found = store.list("a", re.compile("[0-9]{2}"))
+        assert [(entry.name, entry.is_folder) for entry in found] == [("12", False), ("34", True)]
+        assert store.list("nothing", re.compile(".*")) == []
 
     def test_removes(self, store: Store) -> None:
         store.create("a/b/c/file", b"1")
@@ -156,48 +155,6 @@ class StoreContract:
         store.remove_files(f"folder/{name}" for name in ("a", "missing", "c"))
         store.remove_files([])
         assert [entry.name for entry in store.list("folder")] == ["b"]
-
-    def test_a_listed_store_shows_files_and_its_own_changes(self, store: Store) -> None:
-        store.create("a/one/file", b"1")
-        store.create("a/two", b"22")
-        look = store.at_once()
-        assert look.list("a") == [Entry("one", True, 0), Entry("two", False, 2)]
-        look.fetch(["a/two", "a/one/file", "a/missing"], MAX)
-        assert (look.read("a/two", MAX), look.read("a/one/file", MAX)) == (b"22", b"1")
-        assert look.exists("a/one/file")
-        assert not look.exists("a/one")
-        assert not look.exists("b/none")
-        for path in ("a/none", "b/none"):
-            with pytest.raises(FileNotFoundError):
-                look.read(path, MAX)
-        with pytest.raises(DamagedError, match="at most 1"):
-            look.read("a/two", 1)
-        assert look.create("a/three", b"333")
-        assert not look.create("a/two", b"4")
-        look.replace("a/one/file", b"4444")
-        assert look.read("a/three", MAX) == b"333"
-        assert look.list("a/one") == [Entry("file", False, 4)]
-        assert look.read("a/one/file", MAX) == b"4444"
-        look.remove("a/two")
-        look.remove_files(["a/three"])
-        assert not look.exists("a/three")
-        assert [entry.name for entry in look.list("a")] == ["one"]
-        look.remove_tree("a")
-        assert look.list("a") == store.list("a") == []
-
-    def test_a_new_listed_store_shows_other_changes(self, store: Store, opener: Callable[[], Store]) -> None:
-        """Also for a name that is written again: each listed store reads the current bytes."""
-        other = opener()
-        other.create("a/file", b"")
-        for data in (b"a record", b"tombston", b"a record", b"another one"):
-            other.replace("a/file", data)
-            look = store.at_once()
-            assert look.list("a") == [Entry("file", False, len(data))]
-            assert look.read("a/file", MAX) == store.read("a/file", MAX) == data
-            other.replace("a/file", b"meanwhile")
-            assert look.read("a/file", MAX) in (data, b"meanwhile")
-        other.remove("a/file")
-        assert not store.at_once().exists("a/file")
 
     def test_copies_share_bytes_or_are_refused(self, store: Store) -> None:
         store.create("a/source", b"bytes")
