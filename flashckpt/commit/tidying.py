@@ -45,14 +45,14 @@ def temporary_files(store: Store) -> Iterator[tuple[str, Entry]]:
     found, newest_s = dict[str, Entry](), 0.0
     for folder in ("", ALIVE):
         for entry in store.list(folder):
-            newest_s = max(newest_s, entry.since_s)
+            newest_s = max(newest_s, entry.modified_s)
             is_ours = _TEMPORARY.fullmatch(entry.name) or _PROBE.fullmatch(entry.name)
             if is_ours and not entry.is_folder:
                 found[f"{folder}/{entry.name}" if folder else entry.name] = entry
     # The store's clock may be days behind this one: then a new file seems old.
     now_s = min(time.time(), newest_s)
     for path, entry in found.items():
-        if entry.since_s and now_s - entry.since_s > _SAFE_AGE_S:
+        if entry.modified_s and now_s - entry.modified_s > _SAFE_AGE_S:
             yield path, entry
 
 

@@ -30,7 +30,7 @@ from flashckpt.format.catalogue import (
     Lineage,
     folders_of,
 )
-from flashckpt.format.names import ATTEMPT, DATA, MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import DATA, MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
 from flashckpt.store.base import Store
 
 HOME = Home()
@@ -190,7 +190,7 @@ def check_place(store: Store) -> None:
 
 def writers_in(store: Store) -> list[AttemptName]:
     """The attempts that have a folder in data/, oldest first."""
-    found = (AttemptName.parse(each.name) for each in store.list(DATA, ATTEMPT) if each.is_folder)
+    found = (AttemptName.parse(each.name) for each in store.list(DATA) if each.is_folder)
     return sorted(name for name in found if name is not None)
 
 

@@ -261,7 +261,7 @@ class Saved:
 
 def files_in(store: Store) -> set[str]:
     """All files of saves in the folder, except `metadata.json`."""
-    return {entry.name for entry in store.list("", _LEFT)}
+    return {entry.name for entry in store.list("") if _LEFT.fullmatch(entry.name)}
 
 
 def write_file(
@@ -303,7 +303,7 @@ def _raw(tensor: Tensor, leaf: Leaf) -> memoryview:
 def commit(store: Store, saved: Saved, leftovers: Iterable[str]) -> None:
     """Commit a save, and remove files of earlier saves: `leftovers`, the files that existed before this save
     began. Raises PersistError if a file that a rank wrote is missing."""
-    entries = {entry.name: entry.num_bytes for entry in store.list("", _FILE)}
+    entries = {entry.name: entry.num_bytes for entry in store.list("")}
     missing = sorted(file for file, size in saved.files.items() if entries.get(file) != size)
     if missing:
         raise PersistError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -54,20 +53,14 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a folder. `num_bytes`: length of a file, 0 for a folder. `modified_s`: time of the last
-    write by the store's clock, 0 if unknown. `named_s`: time when a file with several names last got or lost
-    a name. `is_compressed`: the file is stored compressed; `num_bytes` is its plain length."""
+    write to a file by the store's clock; 0 if unknown, and for a folder. `is_compressed`: the file is stored
+    compressed; `num_bytes` is its plain length."""
 
     name: str
     is_folder: bool
     num_bytes: int
     modified_s: float = field(default=0.0, compare=False)
-    named_s: float = field(default=0.0, compare=False, kw_only=True)
     is_compressed: bool = field(default=False, compare=False)
-
-    @property
-    def since_s(self) -> float:
-        """The latest time at which the file may have got this name; 0 if unknown."""
-        return self.modified_s and max(self.modified_s, self.named_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +146,9 @@ class Store(Protocol):
         """Give a file a second name, durably, without reading its bytes. Return False if the store cannot do
         this or if `target` is taken."""
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
+    def list(self, folder: str) -> list[Entry]:
         """List all files and folders, sorted by name; skip links and all other kinds. Return an empty list if
-        the folder does not exist. Concurrent changes may or may not show. `named`: list only names that match
-        completely; it matches no shard. Names that do not match cost no further request."""
+        the folder does not exist. Concurrent changes may or may not show."""
 
     def exists(self, path: str) -> bool:
         """Whether a file has this name."""
@@ -214,11 +206,6 @@ def split(path: str) -> list[str]:
         if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > _MAX_NAME_BYTES:
             raise ValueError(f"{path!r} is not a path inside a run")
     return names
-
-
-def matching(entries: list[Entry], named: re.Pattern[str] | None) -> list[Entry]:
-    """The entries that `Store.list` returns for `named`."""
-    return entries if named is None else [each for each in entries if named.fullmatch(each.name)]
 
 
 def too_long(path: str, num_bytes: int, max_bytes: int) -> DamagedError:

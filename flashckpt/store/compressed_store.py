@@ -171,9 +171,8 @@ class CompressedStore:
 
         return self._either(source, None, lambda: self._store.copy(source, target), copy)
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
-        # Only shards are compressed, and no pattern matches a shard's name.
-        return self._listed(folder)[0] if named is None else self._store.list(folder, named)
+    def list(self, folder: str) -> builtins.list[Entry]:
+        return self._listed(folder)[0]
 
     def _listed(self, folder: str) -> tuple[builtins.list[Entry], _Packed]:
         """Return the entries of a folder and its compressed files. Concurrent calls may have cached an older

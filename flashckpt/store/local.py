@@ -12,7 +12,6 @@ import ctypes
 import errno
 import mmap
 import os
-import re
 import secrets
 import stat
 from array import array
@@ -150,22 +149,18 @@ class LocalStore:
 
         return self._in_folder(target, link_in)
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+    def list(self, folder: str) -> builtins.list[Entry]:
         entries = []
         try:
             with self._folder(split(folder)) as opened, os.scandir(opened) as found:
                 for entry in found:
-                    if named is not None and not named.fullmatch(entry.name):
-                        continue
-                    with suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            named_s = status.st_ctime if status.st_nlink > 1 else 0.0
-                            entries.append(
-                                Entry(entry.name, False, status.st_size, status.st_mtime, named_s=named_s)
-                            )
-                        elif stat.S_ISDIR(status.st_mode):
-                            entries.append(Entry(entry.name, True, 0, status.st_mtime))
+                    # The folder itself says what an entry is, and only a file costs a request of its own.
+                    if entry.is_dir(follow_symlinks=False):
+                        entries.append(Entry(entry.name, True, 0))
+                    elif entry.is_file(follow_symlinks=False):
+                        with suppress(FileNotFoundError):
+                            status = entry.stat(follow_symlinks=False)
+                            entries.append(Entry(entry.name, False, status.st_size, status.st_mtime))
         except FileNotFoundError:
             return []
         return sorted(entries, key=lambda entry: entry.name)

@@ -10,7 +10,6 @@ import builtins
 import errno
 import logging
 import os
-import re
 import secrets
 import threading
 import time
@@ -27,7 +26,6 @@ from flashckpt.store.base import (
     Entry,
     MemoryRange,
     Written,
-    matching,
     other_length,
     split,
     too_long,
@@ -286,9 +284,9 @@ class ObjectStore:
         _key(source), _key(target)
         return False
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+    def list(self, folder: str) -> builtins.list[Entry]:
         found = self._client.list(f"{_key(folder)}/" if folder else "")
-        return sorted(matching(found, named), key=lambda entry: entry.name)
+        return sorted(found, key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         try:

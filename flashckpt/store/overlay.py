@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from flashckpt.store.base import (
     MemoryRange,
     Store,
     Written,
-    matching,
     other_length,
     split,
     too_long,
@@ -99,12 +97,12 @@ class OverlayStore:
     def copy(self, source: str, target: str) -> bool:
         return False
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
+    def list(self, folder: str) -> list[Entry]:
         key, now_s = _key(folder), time.time()
         prefix = f"{key}/" if key else ""
         entries = {
             entry.name: entry
-            for entry in self._base.list(folder, named)
+            for entry in self._base.list(folder)
             if f"{prefix}{entry.name}" not in self._changes.removed
         }
         for path, data in list(self._changes.files.items()):  # other threads write
@@ -113,7 +111,7 @@ class OverlayStore:
             name, _, below = path[len(prefix) :].partition("/")
             num_bytes = data if isinstance(data, int) else len(data)
             entries[name] = Entry(name, bool(below), 0 if below else num_bytes, now_s)
-        return sorted(matching([*entries.values()], named), key=lambda entry: entry.name)
+        return sorted(entries.values(), key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         return self._base.exists(path) if not self._is_changed(path) else _key(path) in self._changes.files

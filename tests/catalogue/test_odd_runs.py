@@ -196,9 +196,9 @@ class Failing(LocalStore):
         self._check(path)
         return super().read_bytes(path, offset, num_bytes)
 
-    def list(self, folder: str, named: Any = None) -> Any:
+    def list(self, folder: str) -> Any:
         self._check(folder)
-        return super().list(folder, named)
+        return super().list(folder)
 
     def _check(self, path: str) -> None:
         if number := self._fails(path):

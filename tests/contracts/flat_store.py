@@ -11,7 +11,6 @@ import builtins
 import errno
 import mmap
 import os
-import re
 import secrets
 from array import array
 from collections.abc import Iterable
@@ -27,7 +26,6 @@ from flashckpt.store.base import (
     Entry,
     MemoryRange,
     Written,
-    matching,
     other_length,
     split,
     too_long,
@@ -159,7 +157,7 @@ class FlatStore:
         _key(source), _key(target)
         return False
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+    def list(self, folder: str) -> builtins.list[Entry]:
         prefix = f"{_key(folder)}/" if folder else ""
         entries, after = [], ""
         while page := self._bucket.page(prefix, after, "/"):
@@ -167,7 +165,7 @@ class FlatStore:
             for name, size, when in page:
                 is_folder = name.endswith("/")
                 entries.append(Entry(name.rstrip("/"), is_folder, 0 if is_folder else size, when))
-        return sorted(matching(entries, named), key=lambda entry: entry.name)
+        return sorted(entries, key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import re
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -125,13 +124,6 @@ class StoreContract:
         assert [each for each in found if not each.is_folder] == [Entry(name, False, 8) for name in names]
         assert [each.name for each in found] == sorted(each.name for each in found)
         assert all(each.modified_s > 0 for each in found if not each.is_folder)
-
-    def test_lists_only_matching_names(self, store: Store) -> None:
-        for path in ("a/12", "a/123", "a/x12", "a/34/file"):
-            store.create(path, b"")
-        found = store.list("a", re.compile("[0-9]{2}"))
-        assert [(entry.name, entry.is_folder) for entry in found] == [("12", False), ("34", True)]
-        assert store.list("nothing", re.compile(".*")) == []
 
     def test_removes(self, store: Store) -> None:
         store.create("a/b/c/file", b"1")
