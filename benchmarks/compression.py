@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -145,9 +145,6 @@ class Sink:
 
     def list(self, prefix: str) -> builtins.list[Entry]:
         return []
-
-    def keys(self, prefix: str) -> Iterator[str]:
-        return iter(())
 
     def delete(self, keys: builtins.list[str]) -> None:
         pass

@@ -161,10 +161,6 @@ class Store(Protocol):
         """Remove files, not durably. Ignore missing files. After an error, remove the rest before raising
         it."""
 
-    def remove_tree(self, path: str) -> None:
-        """Remove a folder with everything below it, if it exists. Remove links without following them. Remove
-        all that can be removed before raising the first error."""
-
     # Shards
 
     def write_shard(

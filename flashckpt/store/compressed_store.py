@@ -205,9 +205,6 @@ class CompressedStore:
     def remove_files(self, paths: Iterable[str]) -> None:
         self._store.remove_files(self._files(paths))
 
-    def remove_tree(self, path: str) -> None:
-        self._store.remove_tree(path)
-
     def _files(self, paths: Iterable[str]) -> Iterator[str]:
         """Yield each path and those of its compressed files. A listed folder is not listed again: the caller
         has listed or written the file that it removes."""

@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from typing import Any, TypeVar
@@ -113,14 +113,6 @@ class FsspecClient:
             size, modified_s = (0, 0.0) if is_folder else (int(about["size"] or 0), _modified_s(about))
             entries.append(Entry(name, is_folder, size, modified_s))
         return entries
-
-    def keys(self, prefix: str) -> Iterator[str]:
-        """Includes folders, each after its contents."""
-        for entry in self.list(prefix):
-            key = f"{prefix}{entry.name}"
-            if entry.is_folder:
-                yield from self.keys(f"{key}/")
-            yield key
 
     def delete(self, keys: builtins.list[str]) -> None:
         for key in keys:

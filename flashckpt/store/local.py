@@ -193,11 +193,6 @@ class LocalStore:
         if errors:
             raise errors[0]
 
-    def remove_tree(self, path: str) -> None:
-        *folders, name = split(path)
-        with suppress(FileNotFoundError), self._folder(folders) as folder:
-            self._remove_tree(name, folder)
-
     # Shards
 
     def write_shard(
@@ -481,29 +476,6 @@ class LocalStore:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-
-    def _remove_tree(self, name: str, folder: int) -> None:
-        try:
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-                raise
-            self._system.remove(name, folder)
-            return
-        errors = []
-        try:
-            for entry in os.listdir(inner):
-                try:
-                    self._remove_tree(entry, inner)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    errors.append(error)
-        finally:
-            os.close(inner)
-        if errors:
-            raise errors[0]
-        self._system.remove_folder(name, folder)
 
 
 def _read_all(file: int, max_bytes: int) -> bytes:

@@ -146,9 +146,6 @@ class ObjectClient(Protocol):
     def list(self, prefix: str) -> builtins.list[Entry]:
         """List one level below a prefix, which is empty or ends with '/'. Return all pages."""
 
-    def keys(self, prefix: str) -> Iterator[str]:
-        """Yield all keys with this prefix."""
-
     def delete(self, keys: builtins.list[str]) -> None:
         """Delete objects; ignore missing ones."""
 
@@ -301,10 +298,6 @@ class ObjectStore:
     def remove_files(self, paths: Iterable[str]) -> None:
         if keys := [_key(path) for path in paths]:
             self._client.delete(keys)
-
-    def remove_tree(self, path: str) -> None:
-        key = _key(path)
-        self._client.delete([key, *self._client.keys(f"{key}/")])
 
     # Shards
 

@@ -179,11 +179,6 @@ class ObstoreClient:
         ]
         return folders + files
 
-    def keys(self, prefix: str) -> Iterator[str]:
-        with _translated(prefix, self._url):
-            for page in self._obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=1000):
-                yield from (each["path"] for each in page)
-
     def delete(self, keys: builtins.list[str]) -> None:
         with _translated(keys[0] if keys else "", self._url):
             try:

@@ -126,11 +126,6 @@ class OverlayStore:
         for path in paths:
             self.remove(path)
 
-    def remove_tree(self, path: str) -> None:
-        for entry in self.list(path):
-            (self.remove_tree if entry.is_folder else self.remove)(f"{path}/{entry.name}")
-        self.remove(path)
-
     # Shards
 
     def write_shard(

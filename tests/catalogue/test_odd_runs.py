@@ -284,7 +284,7 @@ def test_a_checkpoint_of_another_run_is_not_taken(store: LocalStore, tmp_path: P
     other.run(HOME.publish(begun_there, manifest))
     strange = folder.path.replace(str(begun_there.writer), "000009-deadbeef", 1)
     shutil.copytree(tmp_path / "other" / folder.path, tmp_path / "run" / strange)
-    store.remove_tree(CATALOGUE)
+    shutil.rmtree(tmp_path / "run" / CATALOGUE)
     with pytest.raises(UnusableRunError):
         begun(store)
     made = job.run(HOME.rebuild(nonce()))

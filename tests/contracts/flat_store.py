@@ -181,14 +181,6 @@ class FlatStore:
         for path in paths:
             self.remove(path)
 
-    def remove_tree(self, path: str) -> None:
-        prefix, after = f"{_key(path)}/", ""
-        while page := self._bucket.page(prefix, after, ""):
-            after = page[-1][0]
-            for name, _, _ in page:
-                self._bucket.delete(prefix + name)
-        self._bucket.delete(_key(path))
-
     def write_shard(
         self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
     ) -> Written:

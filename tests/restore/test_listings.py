@@ -40,7 +40,7 @@ class Bucket(MemoryClient):
 
     def copy(self, source: str, target: str) -> None:
         """All objects below a prefix, to below another one."""
-        for key in [*self.keys(source)]:
+        for key in [key for key in self.objects if key.startswith(source)]:
             self.objects[key.replace(source, target, 1)] = self.objects[key]
 
 

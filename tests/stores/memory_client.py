@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flashckpt.store.base import Entry
@@ -51,14 +51,11 @@ class MemoryClient:
 
     def list(self, prefix: str) -> builtins.list[Entry]:
         found: dict[str, Entry] = {}
-        for key in self.keys(prefix):
+        for key in [key for key in [*self.objects] if key.startswith(prefix)]:
             name, is_folder, _ = key[len(prefix) :].partition("/")
             found[name] = Entry(name, bool(is_folder), 0 if is_folder else len(self.objects[key]), 1.0)
         self.listed += [prefix] * len(found)
         return [*found.values()]
-
-    def keys(self, prefix: str) -> Iterator[str]:
-        return (key for key in [*self.objects] if key.startswith(prefix))
 
     def delete(self, keys: builtins.list[str]) -> None:
         for key in keys:

@@ -78,7 +78,6 @@ def test_no_request_is_redirected_to_another_host(
             lambda: client.get("name", 100),
             lambda: client.size("name"),
             lambda: client.list(""),
-            lambda: list(client.keys("")),
             lambda: client.delete(["name"]),
         ):
             with pytest.raises(PermissionError, match="redirects requests"):
