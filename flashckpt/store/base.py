@@ -190,10 +190,6 @@ class Store(Protocol):
         """Open a local file to be read and mapped; the caller closes it. Return None if the store's bytes are
         not on this machine. Raises LengthError for a file of another length."""
 
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        """Return a whole file as writable memory of this process, unverified: mapped copy-on-write if
-        possible, else read. Raises LengthError for a file of another length."""
-
 
 def split(path: str) -> list[str]:
     """Split a path in a store into names. Raises ValueError if the path could lead out of the run."""

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, RunError
-from flashckpt.format.layout import DTYPES, PAGE, Layout, Leaf
+from flashckpt.format.layout import DTYPES, Layout, Leaf
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.options import Compress
 from flashckpt.store.base import (
@@ -41,7 +41,7 @@ from flashckpt.store.base import (
     Written,
     other_length,
 )
-from flashckpt.store.read_plan import ImageSums, add_pieces, cut, each_piece
+from flashckpt.store.read_plan import ImageSums, add_pieces
 
 _PIECE_BYTES = 8 << 20
 """Plain bytes that a thread reads and unpacks at once: a multiple of a frame."""
@@ -274,18 +274,6 @@ class CompressedStore:
             return None
 
         return self._either(path, num_bytes, lambda: self._store.descriptor(path, num_bytes), compressed)
-
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        def compressed(file: _File) -> memoryview:
-            _check_length(path, file, num_bytes)
-            memory = memoryview(_native.Mapping(-(-max(1, num_bytes) // PAGE) * PAGE))[:num_bytes]
-            each_piece(
-                path, cut(num_bytes, _PIECE_BYTES), self._at_once(2),
-                lambda start, stop: self._unpack(path, file, start, memory[start:stop]),
-            )  # fmt: skip
-            return memory
-
-        return self._either(path, num_bytes, lambda: self._store.view(path, num_bytes), compressed)
 
     # ---- choice of the file
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
-import mmap
 import os
 import secrets
 import stat
@@ -266,13 +265,6 @@ class LocalStore:
             if size != num_bytes:
                 raise other_length(path, size, num_bytes)
             return os.dup(file)
-
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        with self._opened(path) as (file, size):
-            if size != num_bytes:
-                raise other_length(path, size, num_bytes)
-            # Private and writable: users may change loaded tensors but not the file.
-            return memoryview(mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
 
     # Folders, links and paths
 

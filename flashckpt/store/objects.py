@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from flashckpt import _native
 from flashckpt.errors import OptionError, RunError
-from flashckpt.format.layout import PAGE, Layout
+from flashckpt.format.layout import Layout
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
     Capabilities,
@@ -30,7 +30,7 @@ from flashckpt.store.base import (
     split,
     too_long,
 )
-from flashckpt.store.read_plan import ImageSums, add_pieces, cut, each_piece
+from flashckpt.store.read_plan import ImageSums, add_pieces
 
 # ---- the limit of a node's upload rate to a store
 
@@ -352,16 +352,6 @@ class ObjectStore:
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         return None
-
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        self._check_length(path, num_bytes)
-        memory = memoryview(_native.Mapping(-(-max(1, num_bytes) // PAGE) * PAGE))[:num_bytes]
-
-        def fetch(start: int, stop: int) -> None:
-            memory[start:stop] = self._range(path, start, stop)
-
-        each_piece(path, cut(num_bytes, PART_BYTES), _AT_ONCE, fetch)
-        return memory
 
     def _check_length(self, path: str, num_bytes: int) -> None:
         if (size := self._client.size(_key(path))) != num_bytes:

@@ -171,10 +171,6 @@ class OverlayStore:
         self._check_stored(path)
         return self._base.descriptor(path, num_bytes)
 
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        self._check_stored(path)
-        return self._base.view(path, num_bytes)
-
     # Changes
 
     def _is_changed(self, path: str) -> bool:

@@ -223,12 +223,6 @@ class FlatStore:
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         return None
 
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        data = bytearray(self._bucket.get(_key(path)))
-        if len(data) != num_bytes:
-            raise other_length(path, len(data), num_bytes)
-        return memoryview(data)
-
 
 def _key(path: str) -> str:
     return "/".join(split(path))

@@ -90,7 +90,6 @@ class StoreContract:
             for read in (
                 lambda: store.read(path, MAX),  # noqa: B023
                 lambda: store.read_bytes(path, 0, 1),  # noqa: B023
-                lambda: store.view(path, 1),  # noqa: B023
             ):
                 with pytest.raises(FileNotFoundError):
                     read()
@@ -169,7 +168,6 @@ class StoreContract:
         for act in (
             lambda: store.read(path, MAX),
             lambda: store.read_bytes(path, 0, 1),
-            lambda: store.view(path, 1),
             lambda: store.create(path, b""),
             lambda: store.replace(path, b""),
             lambda: store.append(path, b"", 1),
@@ -198,10 +196,6 @@ class StoreContract:
         assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image
         with pytest.raises(FileExistsError):
             store.write_shard(IN_STEP, shard.layout, shard.region)
-        view = store.view(IN_STEP, len(shard.image))
-        assert view == shard.image
-        view[0:4] = b"mine"
-        assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image, "the file is not"
 
     def test_a_failed_write_leaves_no_shard(self, store: Store, shard: Shard) -> None:
         longer = replace(shard.layout, num_bytes=shard.layout.num_bytes + (64 << 20))
@@ -235,8 +229,6 @@ class StoreContract:
         for into in (None, memoryview(bytearray(len(shard.image)))):
             with pytest.raises(LengthError, match="5 bytes, where"):
                 read_shard(store, "short", contents, into)
-        with pytest.raises(LengthError):
-            store.view("short", 6)
 
     def test_a_cancelled_read_stops(self, store: Store, shard: Shard) -> None:
         store.write_shard(SHARD, shard.layout, shard.region)

@@ -241,7 +241,7 @@ def test_permanent_errors_are_raised_at_once(ceph_server: CephServer, bucket: st
         lambda: absent.read("a", 9),
         lambda: absent.list(""),
         lambda: absent.exists("a"),
-        lambda: absent.view("a", 9),
+        lambda: absent.read_bytes("a", 0, 9),
     ):
         with pytest.raises(OSError, match="the bucket of s3://no-such-bucket/run does not exist") as caught:
             act()

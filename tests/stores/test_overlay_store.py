@@ -71,7 +71,6 @@ def test_a_shard_of_the_overlay_has_no_bytes(base: LocalStore, shard: Shard) -> 
     store.write_shard("a/shard", shard.layout, shard.region)
     for read in (
         lambda: store.descriptor("a/shard", shard.layout.num_bytes),
-        lambda: store.view("a/shard", shard.layout.num_bytes),
         lambda: store.read_bytes("a/shard", 0, 1),
     ):
         with pytest.raises(OSError, match="no bytes"):
