@@ -124,11 +124,8 @@ class Sink:
     def renew(self, options: Mapping[str, Any]) -> None:
         raise AssertionError
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
         return True
-
-    def mark(self, key: str) -> str:
-        return ""
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         for _ in parts:

@@ -24,7 +24,7 @@ from flashckpt.format.manifest import PART, File, Manifest, PartHead, part_name
 from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Part
 from flashckpt.options import Keep
-from flashckpt.store.base import Entry, Store
+from flashckpt.store.base import Entry, Store, write_once
 
 KEEP_ALL = Keep(last=10**9)
 """The retention of a process that deletes no checkpoint."""
@@ -114,8 +114,7 @@ def publish_part(store: Store, folder: Folder, part: Part, nonce: str, *, is_wri
                 raise damaged(f"{folder.path}/{each.name}", "it is missing or cut short", part.step)
     crashpoints.point("part.checked")
     data, name = part.to_bytes(), part_name(part.node, nonce)
-    if not store.create(f"{folder.path}/{name}", data):
-        raise FileExistsError(f"{folder.path}/{name} exists")
+    write_once(store, f"{folder.path}/{name}", data)
     crashpoints.point("part.linked")
     return File(name, len(data))
 

@@ -11,6 +11,7 @@ import errno
 import os
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -130,8 +131,9 @@ class Store(Protocol):
         """Read a whole file. Raises FileNotFoundError, or DamagedError if it is longer than `max_bytes`."""
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write a new file atomically and durably. Return False if the name is taken; the existing file is
-        then durable too. All files that were visible in the folder become durable before the new name."""
+        """Write a new file atomically and durably. Return False if the name is taken, perhaps by this call: a
+        server may get a request twice. The existing file is then durable too. All files that were visible in
+        the folder become durable before the new name."""
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Replace a file atomically: a reader sees either the old or the new bytes. With `durable=False` a
@@ -168,7 +170,7 @@ class Store(Protocol):
     ) -> Written:
         """Write an image of `layout` from memory to a new file. Bytes and name are durable on return; after
         an error no such file exists. `progress`: 0, or the address of a u64 to which the number of bytes done
-        is added. Raises FileExistsError if the name is taken."""
+        is added. Raises FileExistsError if another file has the name."""
 
     def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
         """Write a new file from pieces of any length with at most `most_bytes` in total. Otherwise like
@@ -189,6 +191,16 @@ class Store(Protocol):
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         """Open a local file to be read and mapped; the caller closes it. Return None if the store's bytes are
         not on this machine. Raises LengthError for a file of another length."""
+
+
+def write_once(store: Store, path: str, data: bytes) -> None:
+    """Create a file, unless it exists with the same bytes: then an earlier request of this call has made it,
+    or a process that writes the same. FileExistsError if another file has the name."""
+    if not store.create(path, data):
+        with suppress(DamagedError):
+            if store.read(path, len(data)) == data:
+                return
+        raise FileExistsError(errno.EEXIST, "another file has the name", path)
 
 
 def split(path: str) -> list[str]:

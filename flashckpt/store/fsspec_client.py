@@ -72,12 +72,8 @@ class FsspecClient:
         self._options = {**self._class._get_kwargs_from_urls(self._url), **options}
         self._idle.clear()
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
-        return self._write(key, (data,), is_new=mark is not None)
-
-    def mark(self, key: str) -> str:
-        """No marks: `put` itself detects success after a lost answer."""
-        return ""
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        return self._write(key, (data,), is_new=is_new)
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         if not self._write(key, parts, is_new=True):

@@ -88,19 +88,18 @@ COMPRESSED_PART_BYTES = 8 << 20
 """Part size of compressed uploads. Smaller, because their parts occupy memory of this process until sent."""
 _MOST_PARTS = 10_000
 _AT_ONCE = 8
-_TRIES = 8
 _DELAY_S = 30.0
 """Time of several writes by a brief client with all retries: servers refuse a key that is written too often
 for many seconds."""
 
 
 class ObjectClient(Protocol):
-    """Requests to one bucket. Keys are '/'-separated. Each request is retried by the client's policy, then
-    raises OSError: FileNotFoundError for a missing object only, PermissionError for a refusal, ENOSPC for a
-    full bucket, ENODEV for a missing bucket, EREMOTEIO for the rest. EIO would mean that a disk has lost
-    bytes (`LOST_BYTES`), which an error of a server does not imply.
+    """Requests to one bucket. Keys are '/'-separated. A client sends a request again, also after a lost
+    answer, until its deadline. Then it raises OSError, and the request may have been executed.
 
-    UncertainError means that a `put` may have been executed."""
+    FileNotFoundError is for a missing object only, PermissionError for a refusal, ENOSPC for a full bucket,
+    ENODEV for a missing bucket, EREMOTEIO for the rest. EIO would mean that a disk has lost bytes
+    (`LOST_BYTES`), which an error of a server does not imply."""
 
     @property
     def url(self) -> str:
@@ -125,12 +124,9 @@ class ObjectClient(Protocol):
         """Use these options from now on, also in clients from `brief`. Raises OptionError, and changes
         nothing, if they are invalid."""
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
-        """Write an object in one request. With a mark, create the object with this mark; return False if the
-        object exists."""
-
-    def mark(self, key: str) -> str:
-        """Return an object's mark, or an empty string."""
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        """Write an object in one request. With `is_new`, return False and change nothing if the object
+        exists, perhaps by this call: a server may get its request twice."""
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         """Write an object in parts, a few at once. A failed upload leaves no object."""
@@ -148,10 +144,6 @@ class ObjectClient(Protocol):
 
     def delete(self, keys: builtins.list[str]) -> None:
         """Delete objects; ignore missing ones."""
-
-
-class UncertainError(OSError):
-    """The answer to a request was lost: the request may have been executed."""
 
 
 class ObjectStore:
@@ -201,7 +193,9 @@ class ObjectStore:
             )
         key = f"probe-{secrets.token_hex(8)}"
         try:
-            if not self._create(key, memoryview(b"1")) or self._create(key, memoryview(b"2")):
+            # The first answer proves nothing, since a request may be sent twice.
+            self._client.put(key, memoryview(b"1"), is_new=True)
+            if self._client.put(key, memoryview(b"2"), is_new=True) or self.read(key, 1) != b"1":
                 raise RunError(
                     f"{self.url}: this server overwrites an existing object at creation (it ignores the "
                     "condition, If-None-Match on S3), so a commit there could overwrite another process's "
@@ -236,35 +230,17 @@ class ObjectStore:
 
     def create(self, path: str, data: bytes) -> bool:
         self._rate.count(len(data))
-        return self._create(_key(path), memoryview(data))
+        return self._client.put(_key(path), memoryview(data), is_new=True)
 
-    def _create(self, key: str, data: memoryview) -> bool:
-        """Create an object; return False if it exists.
-
-        A mark distinguishes an object of this call, after a lost answer, from another process's object with
-        the same bytes: of two processes that create one version, only one may continue.
-        """
-        mark, is_uncertain = secrets.token_hex(8), False
-        for attempt in range(_TRIES):
-            try:
-                if self._client.put(key, data, mark=mark):
-                    return True
-                # The client retries too, so the existing object may be from this call.
-                return self._client.mark(key) == mark
-            except UncertainError:
-                is_uncertain = True
-                if attempt + 1 == _TRIES:
-                    raise
-            except FileNotFoundError:
-                # The existing object was removed before its mark was read. After a lost answer it may have
-                # been this call's object.
-                if is_uncertain or attempt + 1 == _TRIES:
-                    raise OSError(errno.EREMOTEIO, "the object was removed during creation", key) from None
-        raise AssertionError("unreachable: the last try returns or raises")
+    def _create_shard(self, key: str, data: memoryview) -> None:
+        """Create an object whose name has one writer. If the name is taken, the same bytes are from an
+        earlier request of this call. FileExistsError for other bytes."""
+        if not self._client.put(key, data, is_new=True) and self._client.get(key, len(data)) != data:
+            raise _taken(key)
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
         self._rate.count(len(data))
-        self._client.put(_key(path), memoryview(data), mark=None)
+        self._client.put(_key(path), memoryview(data))
 
     def append(self, path: str, data: bytes, max_bytes: int) -> bool:
         try:
@@ -274,7 +250,7 @@ class ObjectStore:
         if isinstance(before, int):
             return False
         self._rate.count(len(before) + len(data))
-        self._client.put(_key(path), memoryview(bytes(before) + data), mark=None)
+        self._client.put(_key(path), memoryview(bytes(before) + data))
         return True
 
     def copy(self, source: str, target: str) -> bool:
@@ -310,12 +286,10 @@ class ObjectStore:
         sums, part_bytes = ImageSums(layout, CHUNK_BYTES), _part_bytes(num_bytes)
         parts = _parts(source, num_bytes, part_bytes, sums, progress, self._rate)
         if num_bytes <= part_bytes:
-            is_new = self._create(key, next(parts))
+            self._create_shard(key, next(parts))
             next(parts, None)
-        elif is_new := not self.exists(path):
-            self._client.upload(key, parts, part_bytes)
-        if not is_new:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        else:
+            self._upload(path, parts, part_bytes)
         return Written(digests=sums.digests(), checksums=sums.checksums())
 
     def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
@@ -326,11 +300,14 @@ class ObjectStore:
             if sum(map(len, first)) > part_bytes:
                 break
         if sum(map(len, first)) <= part_bytes:
-            is_new = self._create(key, memoryview(b"".join(first)))
-        elif is_new := not self.exists(path):
-            self._client.upload(key, map(memoryview, chain(first, rest)), part_bytes)
-        if not is_new:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._create_shard(key, memoryview(b"".join(first)))
+        else:
+            self._upload(path, map(memoryview, chain(first, rest)), part_bytes)
+
+    def _upload(self, path: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+        if self.exists(path):
+            raise _taken(path)
+        self._client.upload(_key(path), parts, part_bytes)
 
     def _throttled(self, parts: Iterable[bytes]) -> Iterator[bytes]:
         for part in parts:
@@ -366,6 +343,10 @@ class ObjectStore:
 
 def _key(path: str) -> str:
     return "/".join(split(path))
+
+
+def _taken(path: str) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, "another file has the name", path)
 
 
 def _part_bytes(num_bytes: int, usual: int = PART_BYTES) -> int:

@@ -21,10 +21,8 @@ from urllib.request import getproxies_environment, proxy_bypass
 from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
-from flashckpt.store.objects import UncertainError
 
 SCHEMES = frozenset({"s3", "gs", "az"})
-_MARK = "flashckptmark"  # Azure allows C# identifiers only, and some proxies drop an underscore
 
 # Retry policy of each request, also of each part of an upload.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
@@ -98,10 +96,8 @@ class ObstoreClient:
     def refusal(self) -> str:
         return ""
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
-        how: dict[str, Any] = {"use_multipart": False}
-        if mark is not None:
-            how |= {"mode": "create", "attributes": {_MARK: mark}}
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        how = {"use_multipart": False, "mode": "create" if is_new else "overwrite"}
         store = self._store if len(data) <= _SMALL else self._uploads
         with _translated(key, self._url, writes=True):
             try:
@@ -110,11 +106,6 @@ class ObstoreClient:
                 return False
             self._has_bucket = True
             return True
-
-    def mark(self, key: str) -> str:
-        with _translated(key, self._url):
-            found = self._obstore.get(self._store, key, options={"head": True})
-            return str(found.attributes.get(_MARK, ""))
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         how: dict[str, Any] = {
@@ -341,10 +332,10 @@ def _translated(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from cause(error)
         if isinstance(error, OSError):
             raise
-        raise _as_os_error(error, key, writes) from cause(error)
+        raise _as_os_error(error, key) from cause(error)
 
 
-def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
+def _as_os_error(error: Exception, key: str) -> OSError:
     kind, text = type(error).__name__, str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = status[1] if status else ""
@@ -357,8 +348,6 @@ def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
     # A batch of deletions succeeds as a whole and has an answer for each object.
     if is_refused or "(code: AccessDenied)" in text:
         return PermissionError(errno.EACCES, _first_line(error), key)
-    if writes and not code.startswith("4"):
-        return UncertainError(errno.EREMOTEIO, _first_line(error), key)
     return OSError(errno.EREMOTEIO, _first_line(error), key)
 
 

@@ -18,7 +18,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.records import Contents, ShardRecord
-from flashckpt.store.base import Entry, LengthError, MemoryRange, Store
+from flashckpt.store.base import Entry, LengthError, MemoryRange, Store, write_once
 from flashckpt.store.read_plan import read_shard
 from tests.commit.runs import image_of
 
@@ -194,8 +194,22 @@ class StoreContract:
         assert progress[0] == 5 + len(shard.image)
         assert store.list("data/1") == [Entry(SHARD, False, len(shard.image))]
         assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image
+
+    def test_a_shard_replaces_no_file(self, store: Store, shard: Shard) -> None:
+        store.create(IN_STEP, b"other")
         with pytest.raises(FileExistsError):
             store.write_shard(IN_STEP, shard.layout, shard.region)
+        with pytest.raises(FileExistsError):
+            store.write_parts(IN_STEP, [b"some", b"bytes"], 9)
+        assert store.read(IN_STEP, MAX) == b"other"
+
+    def test_a_file_is_written_once(self, store: Store) -> None:
+        for _ in range(2):
+            write_once(store, "part", b"mine")
+        for other in (b"else", b"longer", b"me"):
+            with pytest.raises(FileExistsError):
+                write_once(store, "part", other)
+        assert store.read("part", MAX) == b"mine"
 
     def test_a_failed_write_leaves_no_shard(self, store: Store, shard: Shard) -> None:
         longer = replace(shard.layout, num_bytes=shard.layout.num_bytes + (64 << 20))

@@ -27,14 +27,11 @@ class MemoryClient:
     def renew(self, options: Mapping[str, Any]) -> None:
         raise AssertionError("it has no options")
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> bool:
-        if mark is not None and key in self.objects:
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        if is_new and key in self.objects:
             return False
         self.objects[key] = bytes(data)
         return True
-
-    def mark(self, key: str) -> str:
-        return ""
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         self.objects[key] = b"".join(map(bytes, parts))
