@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -124,17 +124,14 @@ class Sink:
     def renew(self, options: Mapping[str, Any]) -> None:
         raise AssertionError
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
-        return ""
-
-    def mark(self, key: str) -> str:
-        return ""
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        return True
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         for _ in parts:
             pass
 
-    def get(self, key: str, max_bytes: int) -> tuple[bytes | memoryview | int, str]:
+    def get(self, key: str, max_bytes: int) -> bytes | memoryview | int:
         raise FileNotFoundError(key)
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
@@ -145,12 +142,6 @@ class Sink:
 
     def list(self, prefix: str) -> builtins.list[Entry]:
         return []
-
-    def keys(self, prefix: str) -> Iterator[str]:
-        return iter(())
-
-    def walk(self, prefix: str) -> Iterator[Any]:
-        return iter(())
 
     def delete(self, keys: builtins.list[str]) -> None:
         pass

@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.errors import DamagedError, OptionError
 from flashckpt.format.checked_json import Fields, JsonRecord
 from flashckpt.format.names import ASSETS
-from flashckpt.store.base import Store
+from flashckpt.store.base import Store, write_once
 
 # A path of plain names: each asset can be written below any folder.
 _NAME = re.compile(r"(?!\.)[A-Za-z0-9._ -]{1,200}(?:/(?!\.)[A-Za-z0-9._ -]{1,200}){0,3}")
@@ -64,7 +65,12 @@ def write_assets(store: Store, files: Mapping[str, bytes]) -> bool:
             f"assets: {len(files)} files of {num_bytes} bytes; a run can keep at most {MAX_FILES} files "
             f"of {MAX_BYTES} bytes. No asset was written."
         )
-    return bool(files) and not has_assets(store) and store.create(ASSETS, Assets(files=files).to_bytes())
+    if not files or has_assets(store):
+        return False
+    with suppress(FileExistsError):
+        write_once(store, ASSETS, Assets(files=files).to_bytes())
+        return True
+    return False
 
 
 def has_assets(store: Store) -> bool:

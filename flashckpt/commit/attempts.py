@@ -60,10 +60,10 @@ def reserve(store: Store, name: AttemptName) -> None:
 
 def is_reserved(store: Store, name: AttemptName, *, exclusively: bool) -> bool:
     """Whether this store has the counter of an attempt. `exclusively`: find out by an exclusive creation,
-    since a listing or a read by a file server may be old; a counter that this creates in another store is
-    removed."""
+    since a listing or a read by a file server may be old, and that of an object store is not; a counter that
+    this creates in another store is removed."""
     path = alive_path(name)
-    if not exclusively:
+    if not exclusively or not store.capabilities.rename:
         return store.exists(path)
     if store.create(path, Alive(count=0).to_bytes()):
         store.remove(path)

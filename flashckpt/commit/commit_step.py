@@ -24,7 +24,7 @@ from flashckpt.format.manifest import PART, File, Manifest, PartHead, part_name
 from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Part
 from flashckpt.options import Keep
-from flashckpt.store.base import Entry, Store
+from flashckpt.store.base import Entry, Store, write_once
 
 KEEP_ALL = Keep(last=10**9)
 """The retention of a process that deletes no checkpoint."""
@@ -104,8 +104,7 @@ def publish_part(store: Store, folder: Folder, part: Part, nonce: str) -> File:
     """Create a part, whose shards are written. `nonce`: of this process and file."""
     data, name = part.to_bytes(), part_name(part.node, nonce)
     crashpoints.point("part.checked")
-    if not store.create(f"{folder.path}/{name}", data):
-        raise FileExistsError(f"{folder.path}/{name} exists")
+    write_once(store, f"{folder.path}/{name}", data)
     crashpoints.point("part.linked")
     return File(name, len(data))
 

@@ -52,10 +52,10 @@ def temporary_files(store: Store, counters: Sequence[Entry] | None = None) -> It
     counters = store.list(ALIVE) if counters is None else counters
     there = {f"{ALIVE}/{each.name}": each for each in counters} | {each.name: each for each in store.list("")}
     # The store's clock may be days behind this one: then a new file seems old.
-    now_s = min(time.time(), max((each.since_s for each in there.values()), default=0.0))
+    now_s = min(time.time(), max((each.modified_s for each in there.values()), default=0.0))
     for path, entry in there.items():
         is_ours = _TEMPORARY.fullmatch(entry.name) or _PROBE.fullmatch(entry.name)
-        if is_ours and not entry.is_folder and entry.since_s and now_s - entry.since_s > _SAFE_AGE_S:
+        if is_ours and not entry.is_folder and entry.modified_s and now_s - entry.modified_s > _SAFE_AGE_S:
             yield path, entry
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import io
 import logging
 import math
+import mmap
 import os
 import re
 import secrets
@@ -35,11 +36,12 @@ from flashckpt.commit.view import has_run
 from flashckpt.dcp.planners import SavePlanner, Stager
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError, PersistError
 from flashckpt.format.checked_json import Fields, dump, parse
-from flashckpt.format.layout import DTYPES, RESERVED, Layout, Leaf, image_order
+from flashckpt.format.layout import DTYPES, PAGE, RESERVED, Layout, Leaf, image_order
 from flashckpt.restore.snapshot import leaf_view
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, bits
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from flashckpt.store.read_plan import cut, each_piece
 
 log = logging.getLogger(__name__)
 
@@ -219,6 +221,7 @@ _TEMPORARY = r"\.metadata\.json\.[0-9a-f]{16}\.tmp"
 _LEFT = re.compile(f"{_FILE.pattern}|{_TEMPORARY}")
 _MAX_BYTES = 1 << 60
 _PIECE_BYTES = 16 << 20
+_AT_ONCE = 8
 
 Index = tuple[int, ...]
 
@@ -261,7 +264,7 @@ class Saved:
 
 def files_in(store: Store) -> set[str]:
     """All files of saves in the folder, except `metadata.json`."""
-    return {entry.name for entry in store.list("", _LEFT)}
+    return {entry.name for entry in store.list("") if _LEFT.fullmatch(entry.name)}
 
 
 def write_file(
@@ -303,7 +306,7 @@ def _raw(tensor: Tensor, leaf: Leaf) -> memoryview:
 def commit(store: Store, saved: Saved, leftovers: Iterable[str]) -> None:
     """Commit a save, and remove files of earlier saves: `leftovers`, the files that existed before this save
     began. Raises PersistError if a file that a rank wrote is missing."""
-    entries = {entry.name: entry.num_bytes for entry in store.list("", _FILE)}
+    entries = {entry.name: entry.num_bytes for entry in store.list("")}
     missing = sorted(file for file, size in saved.files.items() if entries.get(file) != size)
     if missing:
         raise PersistError(
@@ -446,7 +449,7 @@ class Images:
         """Return the verified bytes at a place. Raises DamagedError."""
         try:
             if place.file not in self._views:
-                self._views[place.file] = self._store.view(place.file, place.file_bytes)
+                self._views[place.file] = self._view(place.file, place.file_bytes)
         except FileNotFoundError as error:
             raise DamagedError(
                 f"{self._store.url}/{place.file} does not exist. Nothing was loaded. A newer save may have "
@@ -461,6 +464,22 @@ class Images:
                 raise self._damaged(place, f"bytes from {place.start} differ from those that were written")
             self._verified.add(place)
         return data
+
+    def _view(self, file: str, num_bytes: int) -> memoryview:
+        """Return a whole file as memory that a caller may change: mapped if it is local, else read."""
+        if (descriptor := self._store.descriptor(file, num_bytes)) is not None:
+            try:
+                how = {"flags": mmap.MAP_PRIVATE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+                return memoryview(mmap.mmap(descriptor, num_bytes, **how))
+            finally:
+                os.close(descriptor)
+        memory = memoryview(_native.Mapping(-(-num_bytes // PAGE) * PAGE))[:num_bytes]
+
+        def read(start: int, stop: int) -> None:
+            memory[start:stop] = self._store.read_bytes(file, start, stop - start)
+
+        each_piece(file, cut(num_bytes, _PIECE_BYTES), _AT_ONCE, read)
+        return memory
 
     def tensor(self, place: Place, dtype: str, shape: Index) -> Tensor:
         """Return a verified chunk as a view of the file."""

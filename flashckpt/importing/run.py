@@ -127,7 +127,7 @@ def _write(store: Store, content: Content, progress: OnProgress, source: str) ->
         publish_part(store, folder, part, secrets.token_hex(6))
         found_run(store, folder, secrets.token_hex(8))
     except UnusableRunError as error:
-        _give_up(store, attempt)
+        _give_up(store, folder)
         raise RunError(
             f"Another process made {store.url} a run during this import. The imported step was removed. "
             "Import into another folder.",
@@ -135,16 +135,17 @@ def _write(store: Store, content: Content, progress: OnProgress, source: str) ->
         ) from error
     except BaseException:
         if not has_run(store):  # else the last write may have made the run
-            _give_up(store, attempt)
+            _give_up(store, folder)
         raise
     return attempt
 
 
-def _give_up(store: Store, attempt: AttemptName) -> None:
-    """Remove the files of a failed import."""
+def _give_up(store: Store, folder: Folder) -> None:
+    """Remove the files of a failed import, and its folders."""
     with suppress(OSError, FlashckptError):
-        store.remove_tree(f"{DATA}/{attempt}")
-        store.remove(DATA)
+        store.remove_files([f"{folder.path}/{each.name}" for each in store.list(folder.path)])
+        for path in (folder.path, f"{DATA}/{folder.writer}", DATA):
+            store.remove(path)
 
 
 def _write_shard(

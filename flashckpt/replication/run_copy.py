@@ -48,7 +48,7 @@ from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import CHUNK_BYTES, Contents, Part
 from flashckpt.options import Compress, Keep
 from flashckpt.store import are_apart
-from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written
+from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written, write_once
 from flashckpt.store.compressed_store import compressing
 from flashckpt.store.read_plan import read_shard
 from flashckpt.threads import start_thread
@@ -177,8 +177,7 @@ class StepCopier:
         if contents is None:
             crashpoints.point("copy.files")
             data = files.part(request.path)
-            if not target.create(request.target_path, data):
-                raise FileExistsError(errno.EEXIST, "another file has the name", request.target_path)
+            write_once(target, request.target_path, data)
             crashpoints.point("copy.part")
             return True
         self._sent_bytes += self._write(request.path, request.target_path, contents, files.step)

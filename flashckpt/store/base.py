@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,20 +54,14 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a folder. `num_bytes`: length of a file, 0 for a folder. `modified_s`: time of the last
-    write by the store's clock, 0 if unknown. `named_s`: time when a file with several names last got or lost
-    a name. `is_compressed`: the file is stored compressed; `num_bytes` is its plain length."""
+    write to a file by the store's clock; 0 if unknown, and for a folder. `is_compressed`: the file is stored
+    compressed; `num_bytes` is its plain length."""
 
     name: str
     is_folder: bool
     num_bytes: int
     modified_s: float = field(default=0.0, compare=False)
-    named_s: float = field(default=0.0, compare=False, kw_only=True)
     is_compressed: bool = field(default=False, compare=False)
-
-    @property
-    def since_s(self) -> float:
-        """The latest time at which the file may have got this name; 0 if unknown."""
-        return self.modified_s and max(self.modified_s, self.named_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +119,6 @@ class Store(Protocol):
         """Check, before a run begins or resumes, that files can be created exclusively and removed here.
         Remove the files that the check writes. Raises OSError, or RunError if creation overwrites a file."""
 
-    def at_once(self, recent: str = "") -> Store:
-        """Return a view of this store for reading several files. Where requests are slow, the first access
-        below a folder lists the whole folder, and later accesses use this listing and the changes made
-        through the view. The listing of the folder `recent` may be some seconds old. Call `at_once` again for
-        a fresh listing. Use a view in one thread only."""
-
     def brief(self) -> Store:
         """Return this store with short timeouts: it retries failed requests for some seconds only."""
 
@@ -142,13 +130,10 @@ class Store(Protocol):
     def read(self, path: str, max_bytes: int) -> bytes:
         """Read a whole file. Raises FileNotFoundError, or DamagedError if it is longer than `max_bytes`."""
 
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Prefetch files that are read next, several at once, where each read costs a round trip. Skip
-        missing files and files longer than `max_bytes`."""
-
     def create(self, path: str, data: bytes) -> bool:
-        """Write a new file atomically and durably. Return False if the name is taken; the existing file is
-        then durable too. All files that were visible in the folder become durable before the new name."""
+        """Write a new file atomically and durably. Return False if the name is taken, perhaps by this call: a
+        server may get a request twice. The existing file is then durable too. All files that were visible in
+        the folder become durable before the new name."""
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
         """Replace a file atomically: a reader sees either the old or the new bytes. With `durable=False` a
@@ -163,10 +148,9 @@ class Store(Protocol):
         """Give a file a second name, durably, without reading its bytes. Return False if the store cannot do
         this or if `target` is taken."""
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
+    def list(self, folder: str) -> list[Entry]:
         """List all files and folders, sorted by name; skip links and all other kinds. Return an empty list if
-        the folder does not exist. Concurrent changes may or may not show. `named`: list only names that match
-        completely; it matches no shard. Names that do not match cost no further request."""
+        the folder does not exist. Concurrent changes may or may not show."""
 
     def exists(self, path: str) -> bool:
         """Whether a file has this name."""
@@ -176,16 +160,8 @@ class Store(Protocol):
         empty."""
 
     def remove_files(self, paths: Iterable[str]) -> None:
-        """Remove files, not durably (see `sync_removed`). Ignore missing files. Remove all files that can be
-        removed before raising the first error."""
-
-    def sync_removed(self, folder: str) -> None:
-        """Make removals from a folder durable. Do nothing if the folder is missing or if removals already are
-        durable."""
-
-    def remove_tree(self, path: str) -> None:
-        """Remove a folder with everything below it, if it exists. Remove links without following them. Remove
-        all that can be removed before raising the first error."""
+        """Remove files, not durably. Ignore missing files. After an error, remove the rest before raising
+        it."""
 
     # Shards
 
@@ -194,7 +170,7 @@ class Store(Protocol):
     ) -> Written:
         """Write an image of `layout` from memory to a new file. Bytes and name are durable on return; after
         an error no such file exists. `progress`: 0, or the address of a u64 to which the number of bytes done
-        is added. Raises FileExistsError if the name is taken."""
+        is added. Raises FileExistsError if another file has the name."""
 
     def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
         """Write a new file from pieces of any length with at most `most_bytes` in total. Otherwise like
@@ -216,9 +192,15 @@ class Store(Protocol):
         """Open a local file to be read and mapped; the caller closes it. Return None if the store's bytes are
         not on this machine. Raises LengthError for a file of another length."""
 
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        """Return a whole file as writable memory of this process, unverified: mapped copy-on-write if
-        possible, else read. Raises LengthError for a file of another length."""
+
+def write_once(store: Store, path: str, data: bytes) -> None:
+    """Create a file, unless it exists with the same bytes: then an earlier request of this call has made it,
+    or a process that writes the same. FileExistsError if another file has the name."""
+    if not store.create(path, data):
+        with suppress(DamagedError):
+            if store.read(path, len(data)) == data:
+                return
+        raise FileExistsError(errno.EEXIST, "another file has the name", path)
 
 
 def split(path: str) -> list[str]:
@@ -228,11 +210,6 @@ def split(path: str) -> list[str]:
         if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > _MAX_NAME_BYTES:
             raise ValueError(f"{path!r} is not a path inside a run")
     return names
-
-
-def matching(entries: list[Entry], named: re.Pattern[str] | None) -> list[Entry]:
-    """The entries that `Store.list` returns for `named`."""
-    return entries if named is None else [each for each in entries if named.fullmatch(each.name)]
 
 
 def too_long(path: str, num_bytes: int, max_bytes: int) -> DamagedError:

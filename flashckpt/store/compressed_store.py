@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, RunError
-from flashckpt.format.layout import DTYPES, PAGE, Layout, Leaf
+from flashckpt.format.layout import DTYPES, Layout, Leaf
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.options import Compress
 from flashckpt.store.base import (
@@ -41,7 +41,7 @@ from flashckpt.store.base import (
     Written,
     other_length,
 )
-from flashckpt.store.read_plan import ImageSums, add_pieces, cut, each_piece
+from flashckpt.store.read_plan import ImageSums, add_pieces
 
 _PIECE_BYTES = 8 << 20
 """Plain bytes that a thread reads and unpacks at once: a multiple of a frame."""
@@ -138,9 +138,6 @@ class CompressedStore:
     def check(self) -> None:
         self._store.check()
 
-    def at_once(self, recent: str = "") -> CompressedStore:
-        return CompressedStore(self._store.at_once(recent), self._compression, self._cache)
-
     def brief(self) -> CompressedStore:
         return CompressedStore(self._store.brief(), self._compression, self._cache)
 
@@ -151,9 +148,6 @@ class CompressedStore:
 
     def read(self, path: str, max_bytes: int) -> bytes:
         return self._store.read(path, max_bytes)
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        self._store.fetch(paths, max_bytes)
 
     def create(self, path: str, data: bytes) -> bool:
         return self._store.create(path, data)
@@ -177,9 +171,8 @@ class CompressedStore:
 
         return self._either(source, None, lambda: self._store.copy(source, target), copy)
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
-        # Only shards are compressed, and no pattern matches a shard's name.
-        return self._listed(folder)[0] if named is None else self._store.list(folder, named)
+    def list(self, folder: str) -> builtins.list[Entry]:
+        return self._listed(folder)[0]
 
     def _listed(self, folder: str) -> tuple[builtins.list[Entry], _Packed]:
         """Return the entries of a folder and its compressed files. Concurrent calls may have cached an older
@@ -211,12 +204,6 @@ class CompressedStore:
 
     def remove_files(self, paths: Iterable[str]) -> None:
         self._store.remove_files(self._files(paths))
-
-    def sync_removed(self, folder: str) -> None:
-        self._store.sync_removed(folder)
-
-    def remove_tree(self, path: str) -> None:
-        self._store.remove_tree(path)
 
     def _files(self, paths: Iterable[str]) -> Iterator[str]:
         """Yield each path and those of its compressed files. A listed folder is not listed again: the caller
@@ -287,18 +274,6 @@ class CompressedStore:
             return None
 
         return self._either(path, num_bytes, lambda: self._store.descriptor(path, num_bytes), compressed)
-
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        def compressed(file: _File) -> memoryview:
-            _check_length(path, file, num_bytes)
-            memory = memoryview(_native.Mapping(-(-max(1, num_bytes) // PAGE) * PAGE))[:num_bytes]
-            each_piece(
-                path, cut(num_bytes, _PIECE_BYTES), self._at_once(2),
-                lambda start, stop: self._unpack(path, file, start, memory[start:stop]),
-            )  # fmt: skip
-            return memory
-
-        return self._either(path, num_bytes, lambda: self._store.view(path, num_bytes), compressed)
 
     # ---- choice of the file
 

@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from typing import Any, TypeVar
@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
-from flashckpt.store.objects import Found
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
 # How often to retry when another process removes the folder because it is empty.
@@ -73,21 +72,16 @@ class FsspecClient:
         self._options = {**self._class._get_kwargs_from_urls(self._url), **options}
         self._idle.clear()
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
-        """Returns no version: modification times are too coarse."""
-        return "" if self._write(key, (data,), is_new=mark is not None) else None
-
-    def mark(self, key: str) -> str:
-        """No marks: `put` itself detects success after a lost answer."""
-        return ""
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        return self._write(key, (data,), is_new=is_new)
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         if not self._write(key, parts, is_new=True):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), key)
 
-    def get(self, key: str, max_bytes: int) -> tuple[bytes | int, str]:
+    def get(self, key: str, max_bytes: int) -> bytes | int:
         data = self.get_range(key, 0, max_bytes + 1)
-        return bytes(data) if len(data) <= max_bytes else self.size(key), ""
+        return bytes(data) if len(data) <= max_bytes else self.size(key)
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         return memoryview(
@@ -115,22 +109,6 @@ class FsspecClient:
             size, modified_s = (0, 0.0) if is_folder else (int(about["size"] or 0), _modified_s(about))
             entries.append(Entry(name, is_folder, size, modified_s))
         return entries
-
-    def keys(self, prefix: str) -> Iterator[str]:
-        """Includes folders, each after its contents."""
-        for entry in self.list(prefix):
-            key = f"{prefix}{entry.name}"
-            if entry.is_folder:
-                yield from self.keys(f"{key}/")
-            yield key
-
-    def walk(self, prefix: str) -> Iterator[Found]:
-        for entry in self.list(prefix):
-            key = f"{prefix}{entry.name}"
-            if entry.is_folder:
-                yield from self.walk(f"{key}/")
-            else:
-                yield Found(key, entry.num_bytes, entry.modified_s)
 
     def delete(self, keys: builtins.list[str]) -> None:
         for key in keys:

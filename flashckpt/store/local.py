@@ -10,9 +10,7 @@ from __future__ import annotations
 import builtins
 import ctypes
 import errno
-import mmap
 import os
-import re
 import secrets
 import stat
 from array import array
@@ -67,9 +65,6 @@ class LocalStore:
     def check(self) -> None:
         """Do nothing: the first write reports a problem, and a link or a rename never overwrites."""
 
-    def at_once(self, recent: str = "") -> LocalStore:
-        return self
-
     def brief(self) -> LocalStore:
         return self
 
@@ -83,9 +78,6 @@ class LocalStore:
             if num_bytes > max_bytes:
                 raise too_long(path, num_bytes, max_bytes)
             return _read_all(file, max_bytes)
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Do nothing: local reads need no prefetch."""
 
     def create(self, path: str, data: bytes) -> bool:
         def create_in(name: str, folder: int) -> bool:
@@ -156,22 +148,18 @@ class LocalStore:
 
         return self._in_folder(target, link_in)
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+    def list(self, folder: str) -> builtins.list[Entry]:
         entries = []
         try:
             with self._folder(split(folder)) as opened, os.scandir(opened) as found:
                 for entry in found:
-                    if named is not None and not named.fullmatch(entry.name):
-                        continue
-                    with suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            named_s = status.st_ctime if status.st_nlink > 1 else 0.0
-                            entries.append(
-                                Entry(entry.name, False, status.st_size, status.st_mtime, named_s=named_s)
-                            )
-                        elif stat.S_ISDIR(status.st_mode):
-                            entries.append(Entry(entry.name, True, 0, status.st_mtime))
+                    # The folder itself says what an entry is, and only a file costs a request of its own.
+                    if entry.is_dir(follow_symlinks=False):
+                        entries.append(Entry(entry.name, True, 0))
+                    elif entry.is_file(follow_symlinks=False):
+                        with suppress(FileNotFoundError):
+                            status = entry.stat(follow_symlinks=False)
+                            entries.append(Entry(entry.name, False, status.st_size, status.st_mtime))
         except FileNotFoundError:
             return []
         return sorted(entries, key=lambda entry: entry.name)
@@ -203,15 +191,6 @@ class LocalStore:
                 errors.append(error)
         if errors:
             raise errors[0]
-
-    def sync_removed(self, folder: str) -> None:
-        with suppress(FileNotFoundError), self._folder(split(folder)) as opened:
-            self._system.sync_folder(opened)
-
-    def remove_tree(self, path: str) -> None:
-        *folders, name = split(path)
-        with suppress(FileNotFoundError), self._folder(folders) as folder:
-            self._remove_tree(name, folder)
 
     # Shards
 
@@ -286,13 +265,6 @@ class LocalStore:
             if size != num_bytes:
                 raise other_length(path, size, num_bytes)
             return os.dup(file)
-
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        with self._opened(path) as (file, size):
-            if size != num_bytes:
-                raise other_length(path, size, num_bytes)
-            # Private and writable: users may change loaded tensors but not the file.
-            return memoryview(mmap.mmap(file, num_bytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
 
     # Folders, links and paths
 
@@ -496,29 +468,6 @@ class LocalStore:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-
-    def _remove_tree(self, name: str, folder: int) -> None:
-        try:
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-                raise
-            self._system.remove(name, folder)
-            return
-        errors = []
-        try:
-            for entry in os.listdir(inner):
-                try:
-                    self._remove_tree(entry, inner)
-                except FileNotFoundError:
-                    continue
-                except OSError as error:
-                    errors.append(error)
-        finally:
-            os.close(inner)
-        if errors:
-            raise errors[0]
-        self._system.remove_folder(name, folder)
 
 
 def _read_all(file: int, max_bytes: int) -> bytes:

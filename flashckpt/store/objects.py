@@ -9,137 +9,28 @@ from __future__ import annotations
 import builtins
 import errno
 import logging
-import math
 import os
-import re
 import secrets
 import threading
 import time
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
 from flashckpt import _native
-from flashckpt.errors import DamagedError, OptionError, RunError
-from flashckpt.format.layout import PAGE, Layout
+from flashckpt.errors import OptionError, RunError
+from flashckpt.format.layout import Layout
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
     Capabilities,
     Entry,
     MemoryRange,
     Written,
-    matching,
     other_length,
     split,
     too_long,
 )
-from flashckpt.store.read_plan import ImageSums, add_pieces, cut, each_piece
-
-# ---- listings below a folder, and a cache of small objects by version
-
-_MAX_BYTES = 4 << 20
-LARGEST_RECENT = 1 << 20
-"""Longest object that the cache keeps, in bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An object in a listing. `version` changes with its bytes; empty if the server has no versions."""
-
-    key: str
-    num_bytes: int
-    modified_s: float = 0.0
-    version: str = ""
-
-
-class Listing:
-    """Everything below `folder` at one moment. Changes need exclusive access."""
-
-    def __init__(self, folder: str, found: Iterable[Found]) -> None:
-        self._folder = folder
-        self._below: dict[str, dict[str, Found | None]] = defaultdict(dict)  # None for a folder
-        self.count = 0
-        for each in found:
-            self.add(each)
-
-    def copy(self) -> Listing:
-        made = Listing(self._folder, ())
-        made.count = self.count
-        made._below.update({folder: dict(names) for folder, names in self._below.items()})
-        return made
-
-    def covers(self, path: str) -> bool:
-        return f"{path}/".startswith(f"{self._folder}/")
-
-    def add(self, each: Found) -> None:
-        folder, _, name = each.key.rpartition("/")
-        self._below[folder][name] = each
-        self.count += 1
-        while folder != self._folder:
-            folder, _, name = folder.rpartition("/")
-            if name in self._below[folder]:
-                break
-            self._below[folder][name] = None
-
-    def get(self, path: str) -> Found | None:
-        folder, _, name = path.rpartition("/")
-        return self._below.get(folder, {}).get(name)
-
-    def remove(self, path: str) -> None:
-        folder, _, name = path.rpartition("/")
-        self._below.get(folder, {}).pop(name, None)
-        while folder != self._folder and folder in self._below and not self._below[folder]:
-            del self._below[folder]
-            folder, _, name = folder.rpartition("/")
-            self._below[folder].pop(name, None)
-
-    def paths(self, folder: str) -> list[str]:
-        """Paths of all files below a folder."""
-        found = []
-        for name, each in self._below.get(folder, {}).items():
-            found += [f"{folder}/{name}"] if each is not None else self.paths(f"{folder}/{name}")
-        return found
-
-    def entries(self, folder: str) -> list[Entry]:
-        return [
-            Entry(name, True, 0) if each is None else Entry(name, False, each.num_bytes, each.modified_s)
-            for name, each in sorted(self._below.get(folder, {}).items())
-        ]
-
-
-class RecentObjects:
-    """LRU cache of small objects by key and version, of a few MiB. Objects that a fresh listing names with
-    the same version need not be fetched again. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[str, bytes]] = OrderedDict()
-        self._num_bytes = 0
-
-    def get(self, key: str, version: str) -> bytes | None:
-        with self._lock:
-            found = self._kept.get(key)
-            if found is None or not version or found[0] != version:
-                return None
-            self._kept.move_to_end(key)
-            return found[1]
-
-    def put(self, key: str, version: str, data: bytes) -> None:
-        with self._lock:
-            _, before = self._kept.pop(key, ("", b""))
-            self._num_bytes -= len(before)
-            if not version or len(data) > LARGEST_RECENT:
-                return
-            self._kept[key] = version, data
-            self._num_bytes += len(data)
-            while self._num_bytes > _MAX_BYTES:
-                _, (_, oldest) = self._kept.popitem(last=False)
-                self._num_bytes -= len(oldest)
-
+from flashckpt.store.read_plan import ImageSums, add_pieces
 
 # ---- the limit of a node's upload rate to a store
 
@@ -197,22 +88,18 @@ COMPRESSED_PART_BYTES = 8 << 20
 """Part size of compressed uploads. Smaller, because their parts occupy memory of this process until sent."""
 _MOST_PARTS = 10_000
 _AT_ONCE = 8
-_TRIES = 8
-_MOST_WALKED = 1000
 _DELAY_S = 30.0
 """Time of several writes by a brief client with all retries: servers refuse a key that is written too often
 for many seconds."""
-RECENT_S = 2.0
-"""Largest age of a listing of a folder that the caller of `at_once` names as `recent`."""
 
 
 class ObjectClient(Protocol):
-    """Requests to one bucket. Keys are '/'-separated. Each request is retried by the client's policy, then
-    raises OSError: FileNotFoundError for a missing object only, PermissionError for a refusal, ENOSPC for a
-    full bucket, ENODEV for a missing bucket, EREMOTEIO for the rest. EIO would mean that a disk has lost
-    bytes (`LOST_BYTES`), which an error of a server does not imply.
+    """Requests to one bucket. Keys are '/'-separated. A client sends a request again, also after a lost
+    answer, until its deadline. Then it raises OSError, and the request may have been executed.
 
-    UncertainError means that a `put` may have been executed."""
+    FileNotFoundError is for a missing object only, PermissionError for a refusal, ENOSPC for a full bucket,
+    ENODEV for a missing bucket, EREMOTEIO for the rest. EIO would mean that a disk has lost bytes
+    (`LOST_BYTES`), which an error of a server does not imply."""
 
     @property
     def url(self) -> str:
@@ -237,18 +124,15 @@ class ObjectClient(Protocol):
         """Use these options from now on, also in clients from `brief`. Raises OptionError, and changes
         nothing, if they are invalid."""
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
-        """Write an object in one request. Return its version, empty if the server has none. With a mark,
-        create the object with this mark; return None if the object exists."""
-
-    def mark(self, key: str) -> str:
-        """Return an object's mark, or an empty string."""
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        """Write an object in one request. With `is_new`, return False and change nothing if the object
+        exists, perhaps by this call: a server may get its request twice."""
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         """Write an object in parts, a few at once. A failed upload leaves no object."""
 
-    def get(self, key: str, max_bytes: int) -> tuple[bytes | memoryview | int, str]:
-        """Return a whole object, or its length if that exceeds `max_bytes`; and its version, or ""."""
+    def get(self, key: str, max_bytes: int) -> bytes | memoryview | int:
+        """Return a whole object, or its length if that exceeds `max_bytes`."""
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         """Read a range. Return fewer bytes, or none, if the object ends before."""
@@ -258,27 +142,15 @@ class ObjectClient(Protocol):
     def list(self, prefix: str) -> builtins.list[Entry]:
         """List one level below a prefix, which is empty or ends with '/'. Return all pages."""
 
-    def keys(self, prefix: str) -> Iterator[str]:
-        """Yield all keys with this prefix."""
-
-    def walk(self, prefix: str) -> Iterator[Found]:
-        """Yield all objects below a prefix, which ends with '/', page by page."""
-
     def delete(self, keys: builtins.list[str]) -> None:
         """Delete objects; ignore missing ones."""
-
-
-class UncertainError(OSError):
-    """The answer to a request was lost: the request may have been executed."""
 
 
 class ObjectStore:
     """See Store in base.py."""
 
     def __init__(self, client: ObjectClient, rate: UploadRate | None = None) -> None:
-        self._client, self._rate, self._recent = client, rate or UploadRate(), RecentObjects()
-        # Time and result of the last complete listing of each top folder.
-        self._walked: dict[str, tuple[float, Listing]] = {}
+        self._client, self._rate = client, rate or UploadRate()
         self._brief: ObjectStore | None = None
 
     @property
@@ -301,14 +173,10 @@ class ObjectStore:
             trainable=self._client.is_trainable,
         )
 
-    def at_once(self, recent: str = "") -> ObjectStore:
-        return _ListedStore(self, recent)
-
     def brief(self) -> ObjectStore:
         if self._brief is None:
             brief = ObjectStore(self._client.brief(), self._rate)
-            brief._recent, brief._walked, brief._brief = self._recent, self._walked, brief
-            self._brief = brief
+            self._brief = brief._brief = brief
         return self._brief
 
     def place(self) -> str:
@@ -325,7 +193,9 @@ class ObjectStore:
             )
         key = f"probe-{secrets.token_hex(8)}"
         try:
-            if not self._create(key, memoryview(b"1")) or self._create(key, memoryview(b"2")):
+            # The first answer proves nothing, since a request may be sent twice.
+            self._client.put(key, memoryview(b"1"), is_new=True)
+            if self._client.put(key, memoryview(b"2"), is_new=True) or self.read(key, 1) != b"1":
                 raise RunError(
                     f"{self.url}: this server overwrites an existing object at creation (it ignores the "
                     "condition, If-None-Match on S3), so a commit there could overwrite another process's "
@@ -353,74 +223,43 @@ class ObjectStore:
     # Small files
 
     def read(self, path: str, max_bytes: int) -> bytes:
-        key = _key(path)
-        found, version = self._client.get(key, max_bytes)
+        found = self._client.get(_key(path), max_bytes)
         if isinstance(found, int):
             raise too_long(path, found, max_bytes)
-        data = bytes(found)
-        self._recent.put(key, version, data)
-        return data
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Do nothing: only a store from `at_once` knows versions and can reuse fetched objects."""
+        return bytes(found)
 
     def create(self, path: str, data: bytes) -> bool:
         self._rate.count(len(data))
-        return self._create(_key(path), memoryview(data))
+        return self._client.put(_key(path), memoryview(data), is_new=True)
 
-    def _create(self, key: str, data: memoryview) -> bool:
-        """Create an object; return False if it exists.
-
-        A mark distinguishes an object of this call, after a lost answer, from another process's object with
-        the same bytes: of two processes that create one version, only one may continue.
-        """
-        mark, is_uncertain = secrets.token_hex(8), False
-        for attempt in range(_TRIES):
-            try:
-                version = self._client.put(key, data, mark=mark)
-                if version is not None:
-                    if len(data) <= LARGEST_RECENT:
-                        self._recent.put(key, version, bytes(data))
-                    self._on_created(Found(key, len(data), version=version))
-                    return True
-                # The client retries too, so the existing object may be from this call.
-                return self._client.mark(key) == mark
-            except UncertainError:
-                is_uncertain = True
-                if attempt + 1 == _TRIES:
-                    raise
-            except FileNotFoundError:
-                # The existing object was removed before its mark was read. After a lost answer it may have
-                # been this call's object.
-                if is_uncertain or attempt + 1 == _TRIES:
-                    raise OSError(errno.EREMOTEIO, "the object was removed during creation", key) from None
-        raise AssertionError("unreachable: the last try returns or raises")
-
-    def _on_created(self, found: Found) -> None:
-        """Hook: called after an object was created."""
+    def _create_shard(self, key: str, data: memoryview) -> None:
+        """Create an object whose name has one writer. If the name is taken, the same bytes are from an
+        earlier request of this call. FileExistsError for other bytes."""
+        if not self._client.put(key, data, is_new=True) and self._client.get(key, len(data)) != data:
+            raise _taken(key)
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
         self._rate.count(len(data))
-        self._client.put(_key(path), memoryview(data), mark=None)
+        self._client.put(_key(path), memoryview(data))
 
     def append(self, path: str, data: bytes, max_bytes: int) -> bool:
         try:
-            before, _ = self._client.get(_key(path), max(0, max_bytes - len(data)))
+            before = self._client.get(_key(path), max(0, max_bytes - len(data)))
         except FileNotFoundError:
             before = b""
         if isinstance(before, int):
             return False
         self._rate.count(len(before) + len(data))
-        self._client.put(_key(path), memoryview(bytes(before) + data), mark=None)
+        self._client.put(_key(path), memoryview(bytes(before) + data))
         return True
 
     def copy(self, source: str, target: str) -> bool:
         _key(source), _key(target)
         return False
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+    def list(self, folder: str) -> builtins.list[Entry]:
         found = self._client.list(f"{_key(folder)}/" if folder else "")
-        return sorted(matching(found, named), key=lambda entry: entry.name)
+        return sorted(found, key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         try:
@@ -436,13 +275,6 @@ class ObjectStore:
         if keys := [_key(path) for path in paths]:
             self._client.delete(keys)
 
-    def sync_removed(self, folder: str) -> None:
-        pass  # a deletion is visible to all readers at once
-
-    def remove_tree(self, path: str) -> None:
-        key = _key(path)
-        self._client.delete([key, *self._client.keys(f"{key}/")])
-
     # Shards
 
     def write_shard(
@@ -454,12 +286,10 @@ class ObjectStore:
         sums, part_bytes = ImageSums(layout, CHUNK_BYTES), _part_bytes(num_bytes)
         parts = _parts(source, num_bytes, part_bytes, sums, progress, self._rate)
         if num_bytes <= part_bytes:
-            is_new = self._create(key, next(parts))
+            self._create_shard(key, next(parts))
             next(parts, None)
-        elif is_new := not self.exists(path):
-            self._client.upload(key, parts, part_bytes)
-        if not is_new:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        else:
+            self._upload(path, parts, part_bytes)
         return Written(digests=sums.digests(), checksums=sums.checksums())
 
     def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
@@ -470,11 +300,14 @@ class ObjectStore:
             if sum(map(len, first)) > part_bytes:
                 break
         if sum(map(len, first)) <= part_bytes:
-            is_new = self._create(key, memoryview(b"".join(first)))
-        elif is_new := not self.exists(path):
-            self._client.upload(key, map(memoryview, chain(first, rest)), part_bytes)
-        if not is_new:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            self._create_shard(key, memoryview(b"".join(first)))
+        else:
+            self._upload(path, map(memoryview, chain(first, rest)), part_bytes)
+
+    def _upload(self, path: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+        if self.exists(path):
+            raise _taken(path)
+        self._client.upload(_key(path), parts, part_bytes)
 
     def _throttled(self, parts: Iterable[bytes]) -> Iterator[bytes]:
         for part in parts:
@@ -497,16 +330,6 @@ class ObjectStore:
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         return None
 
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        self._check_length(path, num_bytes)
-        memory = memoryview(_native.Mapping(-(-max(1, num_bytes) // PAGE) * PAGE))[:num_bytes]
-
-        def fetch(start: int, stop: int) -> None:
-            memory[start:stop] = self._range(path, start, stop)
-
-        each_piece(path, cut(num_bytes, PART_BYTES), _AT_ONCE, fetch)
-        return memory
-
     def _check_length(self, path: str, num_bytes: int) -> None:
         if (size := self._client.size(_key(path))) != num_bytes:
             raise other_length(path, size, num_bytes)
@@ -518,105 +341,12 @@ class ObjectStore:
         return data
 
 
-class _ListedStore(ObjectStore):
-    """See `Store.at_once`. Answers from listings, each made at the first access below its folder and updated
-    by changes through this object. For one thread."""
-
-    def __init__(self, store: ObjectStore, recent: str) -> None:
-        self._client, self._rate = store._client, store._rate
-        self._recent, self._walked, self._brief = store._recent, store._walked, None
-        when, listing = self._walked.get(recent, (-math.inf, None))
-        is_recent = listing is not None and time.monotonic() - when < RECENT_S
-        self._listings = [listing] if listing is not None and is_recent else []
-        self._owns_listings = False
-
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
-        if not folder:
-            return super().list(folder, named)
-        return matching(self._listing(folder).entries(_key(folder)), named)
-
-    def exists(self, path: str) -> bool:
-        if "/" not in path:
-            return super().exists(path)
-        return self._listing(path.rpartition("/")[0]).get(_key(path)) is not None
-
-    def read(self, path: str, max_bytes: int) -> bytes:
-        if "/" not in path:
-            return super().read(path, max_bytes)
-        found = self._listing(path.rpartition("/")[0]).get(_key(path))
-        if found is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        if found.num_bytes > max_bytes:
-            raise too_long(path, found.num_bytes, max_bytes)
-        data = self._recent.get(found.key, found.version)
-        return super().read(path, max_bytes) if data is None else data
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        found = [self._listing(path.rpartition("/")[0]).get(_key(path)) for path in paths]
-        wanted = [each.key for each in found if each is not None and each.num_bytes <= max_bytes]
-
-        def fetch(key: str) -> None:
-            with suppress(FileNotFoundError, DamagedError):
-                self.read(key, max_bytes)
-
-        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fetch") as pool:
-            for each in [pool.submit(fetch, key) for key in wanted]:
-                each.result()
-
-    def _listing(self, folder: str) -> Listing:
-        for each in self._listings:
-            if each.covers(folder):
-                return each
-        key, began = _key(folder), time.monotonic()
-        found = Listing(key, self._client.walk(f"{key}/"))
-        self._listings.append(found)
-        self._owns_listings = False
-        if "/" not in key and found.count <= _MOST_WALKED:
-            self._walked[key] = began, found
-        return found
-
-    def _own_listings(self) -> builtins.list[Listing]:
-        """Return listings that may be changed: copy them once, since other threads may share them."""
-        if not self._owns_listings:
-            self._listings, self._owns_listings = [each.copy() for each in self._listings], True
-        return self._listings
-
-    def _on_created(self, found: Found) -> None:
-        for each in self._own_listings():
-            if each.covers(found.key):
-                each.add(found)
-
-    def _invalidate(self, path: str) -> None:
-        """Drop listings that cover `path`; the next access lists again."""
-        self._listings = [each for each in self._listings if not each.covers(path)]
-
-    def create(self, path: str, data: bytes) -> bool:
-        is_new = super().create(path, data)
-        if not is_new or (path.count("/") and self._listing(path.rpartition("/")[0]).get(path) is None):
-            self._invalidate(path)
-        return is_new
-
-    def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        self._invalidate(path)
-        super().replace(path, data, durable=durable)
-
-    def remove(self, path: str) -> None:
-        self._invalidate(path)
-        super().remove(path)
-
-    def remove_files(self, paths: Iterable[str]) -> None:
-        removed = [*paths]
-        super().remove_files(removed)
-        for path in removed:
-            for each in self._own_listings():
-                each.remove(path)
-
-    def remove_tree(self, path: str) -> None:
-        self.remove_files(self._listing(path).paths(path))
-
-
 def _key(path: str) -> str:
     return "/".join(split(path))
+
+
+def _taken(path: str) -> FileExistsError:
+    return FileExistsError(errno.EEXIST, "another file has the name", path)
 
 
 def _part_bytes(num_bytes: int, usual: int = PART_BYTES) -> int:

@@ -21,10 +21,8 @@ from urllib.request import getproxies_environment, proxy_bypass
 from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
-from flashckpt.store.objects import Found, UncertainError
 
 SCHEMES = frozenset({"s3", "gs", "az"})
-_MARK = "flashckptmark"  # Azure allows C# identifiers only, and some proxies drop an underscore
 
 # Retry policy of each request, also of each part of an upload.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
@@ -98,23 +96,16 @@ class ObstoreClient:
     def refusal(self) -> str:
         return ""
 
-    def put(self, key: str, data: memoryview, *, mark: str | None) -> str | None:
-        how: dict[str, Any] = {"use_multipart": False}
-        if mark is not None:
-            how |= {"mode": "create", "attributes": {_MARK: mark}}
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        how = {"use_multipart": False, "mode": "create" if is_new else "overwrite"}
         store = self._store if len(data) <= _SMALL else self._uploads
         with _translated(key, self._url, writes=True):
             try:
-                version = _version(self._obstore.put(store, key, data, **how))
-                self._has_bucket = True
-                return version
+                self._obstore.put(store, key, data, **how)
             except self._obstore.exceptions.AlreadyExistsError:
-                return None
-
-    def mark(self, key: str) -> str:
-        with _translated(key, self._url):
-            found = self._obstore.get(self._store, key, options={"head": True})
-            return str(found.attributes.get(_MARK, ""))
+                return False
+            self._has_bucket = True
+            return True
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         how: dict[str, Any] = {
@@ -146,12 +137,12 @@ class ObstoreClient:
             self._uploads = self._open(_DEADLINE_S, _LONGEST_PAUSE_S, timeout=limit_s)
             self._upload_s = limit_s
 
-    def get(self, key: str, max_bytes: int) -> tuple[memoryview | int, str]:
+    def get(self, key: str, max_bytes: int) -> memoryview | int:
         with _translated(key, self._url):
             found = self._obstore.get(self._store, key)
             size: int = found.meta["size"]
             self._has_bucket = True
-            return size if size > max_bytes else memoryview(found.bytes()), _version(found.meta)
+            return size if size > max_bytes else memoryview(found.bytes())
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         with _translated(key, self._url):
@@ -178,15 +169,6 @@ class ObstoreClient:
             for each in found["objects"]
         ]
         return folders + files
-
-    def keys(self, prefix: str) -> Iterator[str]:
-        return (each.key for each in self.walk(prefix))
-
-    def walk(self, prefix: str) -> Iterator[Found]:
-        with _translated(prefix, self._url):
-            for page in self._obstore.list(self._store, prefix.rstrip("/") or None, chunk_size=1000):
-                for each in page:
-                    yield Found(each["path"], each["size"], each["last_modified"].timestamp(), _version(each))
 
     def delete(self, keys: builtins.list[str]) -> None:
         with _translated(keys[0] if keys else "", self._url):
@@ -350,10 +332,10 @@ def _translated(key: str, url: str, *, writes: bool = False) -> Iterator[None]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key) from cause(error)
         if isinstance(error, OSError):
             raise
-        raise _as_os_error(error, key, writes) from cause(error)
+        raise _as_os_error(error, key) from cause(error)
 
 
-def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
+def _as_os_error(error: Exception, key: str) -> OSError:
     kind, text = type(error).__name__, str(error)
     status = re.search(r"status code: (\d{3})", text)
     code = status[1] if status else ""
@@ -366,8 +348,6 @@ def _as_os_error(error: Exception, key: str, writes: bool) -> OSError:
     # A batch of deletions succeeds as a whole and has an answer for each object.
     if is_refused or "(code: AccessDenied)" in text:
         return PermissionError(errno.EACCES, _first_line(error), key)
-    if writes and not code.startswith("4"):
-        return UncertainError(errno.EREMOTEIO, _first_line(error), key)
     return OSError(errno.EREMOTEIO, _first_line(error), key)
 
 
@@ -382,10 +362,6 @@ def _first_line(error: Exception) -> str:
         return f"{_MEANINGS[name]} ({name})"
     first = text.partition("\n")[0].partition("<?xml")[0].strip().rstrip(":")
     return escaped(redacted(f"{first} ({name})" if name else first))
-
-
-def _version(answer: Any) -> str:
-    return str(answer.get("e_tag") or "")
 
 
 def _last(path: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,7 +21,6 @@ from flashckpt.store.base import (
     MemoryRange,
     Store,
     Written,
-    matching,
     other_length,
     split,
     too_long,
@@ -64,9 +62,6 @@ class OverlayStore:
     def check(self) -> None:
         """Do nothing: whether the store takes writes shows only when it is written."""
 
-    def at_once(self, recent: str = "") -> OverlayStore:
-        return OverlayStore(self._base.at_once(recent), self._changes)
-
     def brief(self) -> OverlayStore:
         return OverlayStore(self._base.brief(), self._changes)
 
@@ -82,9 +77,6 @@ class OverlayStore:
         if len(data) > max_bytes:
             raise too_long(path, len(data), max_bytes)
         return data
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        self._base.fetch((path for path in paths if not self._is_changed(path)), max_bytes)
 
     def create(self, path: str, data: bytes) -> bool:
         if self.exists(path):
@@ -105,12 +97,12 @@ class OverlayStore:
     def copy(self, source: str, target: str) -> bool:
         return False
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
+    def list(self, folder: str) -> list[Entry]:
         key, now_s = _key(folder), time.time()
         prefix = f"{key}/" if key else ""
         entries = {
             entry.name: entry
-            for entry in self._base.list(folder, named)
+            for entry in self._base.list(folder)
             if f"{prefix}{entry.name}" not in self._changes.removed
         }
         for path, data in list(self._changes.files.items()):  # other threads write
@@ -119,7 +111,7 @@ class OverlayStore:
             name, _, below = path[len(prefix) :].partition("/")
             num_bytes = data if isinstance(data, int) else len(data)
             entries[name] = Entry(name, bool(below), 0 if below else num_bytes, now_s)
-        return sorted(matching([*entries.values()], named), key=lambda entry: entry.name)
+        return sorted(entries.values(), key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         return self._base.exists(path) if not self._is_changed(path) else _key(path) in self._changes.files
@@ -133,14 +125,6 @@ class OverlayStore:
     def remove_files(self, paths: Iterable[str]) -> None:
         for path in paths:
             self.remove(path)
-
-    def sync_removed(self, folder: str) -> None:
-        pass
-
-    def remove_tree(self, path: str) -> None:
-        for entry in self.list(path):
-            (self.remove_tree if entry.is_folder else self.remove)(f"{path}/{entry.name}")
-        self.remove(path)
 
     # Shards
 
@@ -186,10 +170,6 @@ class OverlayStore:
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         self._check_stored(path)
         return self._base.descriptor(path, num_bytes)
-
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        self._check_stored(path)
-        return self._base.view(path, num_bytes)
 
     # Changes
 

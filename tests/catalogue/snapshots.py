@@ -12,7 +12,7 @@ from flashckpt.catalogue.requests import Stores
 from flashckpt.format.catalogue import DATA, Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartHead, RankFiles, part_name
 from flashckpt.format.names import AttemptName, SnapshotId
-from flashckpt.store.base import Store
+from flashckpt.store.base import Store, write_once
 from tests.catalogue.processes import start_in
 
 RUN = "5eed" * 4
@@ -62,14 +62,14 @@ def write_part(
     """Write the shards of some ranks, and their part. Returns its name and head."""
     tag, files = nonce(), []
     if frozen is not None and frozen.base == folder:
-        assert store.create(f"{folder.path}/{frozen.name}", b"f" * frozen.num_bytes)
+        write_once(store, f"{folder.path}/{frozen.name}", b"f" * frozen.num_bytes)
     for rank in ranks:
         shard = File(f"rank-{rank:05d}-{tag}.safetensors", 10 + rank)
-        assert store.create(f"{folder.path}/{shard.name}", b"s" * shard.num_bytes)
+        write_once(store, f"{folder.path}/{shard.name}", b"s" * shard.num_bytes)
         files.append(RankFiles(rank, shard, frozen))
     head = PartHead(id=folder.id, step=folder.id.boundary, world=world, node=min(ranks), ranks=tuple(files))
     name = part_name(min(ranks), tag)
-    assert store.create(f"{folder.path}/{name}", head.to_bytes())
+    write_once(store, f"{folder.path}/{name}", head.to_bytes())
     return name, head
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -214,8 +213,8 @@ def test_nothing_is_committed_if_a_newer_attempt_begins_meanwhile(
     publish(store, 200, attempt)
 
     class OldListing(LocalStore):
-        def list(self, folder: str, named: re.Pattern[str] | None = None) -> list[Entry]:
-            found = super().list(folder, named)
+        def list(self, folder: str) -> list[Entry]:
+            found = super().list(folder)
             return [] if folder.startswith("data/") and not folder.endswith("100") else found
 
     def begins(passed: str) -> None:

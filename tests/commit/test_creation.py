@@ -92,7 +92,7 @@ def test_links_in_the_run_are_not_followed(tmp_path: Path) -> None:
     ):
         with pytest.raises((RunError, DamagedError), match="not followed|neither followed nor read"):
             act()
-    store.remove_tree("folder")
+    store.remove("folder")
     assert [entry.name for entry in store.list("")] == []
     assert (outside / "secret").read_bytes() == b"secret"
 

@@ -66,10 +66,6 @@ class Living(LocalStore):
         self._read()
         return super().read_bytes(*what)
 
-    def view(self, *what: Any) -> memoryview:
-        self._read()
-        return super().view(*what)
-
 
 def load(store: Living, step: int | None) -> None:
     found = load_leaves(store, step, rank=0, only=None)

@@ -178,7 +178,7 @@ class CatalogueContract:
         job = Job(store)
         for boundary in (1, 2):
             job.save(boundary)
-        store.remove_tree(CATALOGUE)
+        store.remove_files(files_of(store, CATALOGUE))
         with pytest.raises(UnusableRunError, match="flashckpt recover"):
             Job(store)
         made = job.run(HOME.rebuild(nonce()))
@@ -195,7 +195,7 @@ class CatalogueContract:
         later = Job(store)
         for boundary in (2, 3):
             later.save(boundary, Keep(last=3 if is_there else 2))
-        store.remove_tree(CATALOGUE)
+        store.remove_files(files_of(store, CATALOGUE))
         for path, data in backup.items():
             store.create(path, data)
         with pytest.raises(RunError, match="was deleted, or was replaced"):
@@ -218,8 +218,7 @@ class CatalogueContract:
     def test_another_run_in_its_place(self, store: Store) -> None:
         job = Job(store)
         job.save(1)
-        store.remove_tree(CATALOGUE)
-        store.remove_tree("data")
+        store.remove_files([*files_of(store, CATALOGUE), *files_of(store, "data")])
         other = Stores({"home": store})
         begun = other.run(start_in(HOME, "0" * 16, nonce()))
         other.run(HOME.update(partial(end, writer=begun.writer)))

@@ -11,7 +11,6 @@ import builtins
 import errno
 import mmap
 import os
-import re
 import secrets
 from array import array
 from collections.abc import Iterable
@@ -27,7 +26,6 @@ from flashckpt.store.base import (
     Entry,
     MemoryRange,
     Written,
-    matching,
     other_length,
     split,
     too_long,
@@ -122,9 +120,6 @@ class FlatStore:
             conditional_create=True, rename=False, is_shared=True, part_bytes=PART_BYTES, appends=False
         )
 
-    def at_once(self, recent: str = "") -> FlatStore:
-        return self
-
     def brief(self) -> FlatStore:
         return self
 
@@ -142,9 +137,6 @@ class FlatStore:
         if size > max_bytes:
             raise too_long(path, size, max_bytes)
         return self._bucket.get(_key(path))
-
-    def fetch(self, paths: Iterable[str], max_bytes: int) -> None:
-        """Do nothing."""
 
     def create(self, path: str, data: bytes) -> bool:
         return self._bucket.put(_key(path), _parts(data), only_if_new=True)
@@ -165,7 +157,7 @@ class FlatStore:
         _key(source), _key(target)
         return False
 
-    def list(self, folder: str, named: re.Pattern[str] | None = None) -> builtins.list[Entry]:
+    def list(self, folder: str) -> builtins.list[Entry]:
         prefix = f"{_key(folder)}/" if folder else ""
         entries, after = [], ""
         while page := self._bucket.page(prefix, after, "/"):
@@ -173,7 +165,7 @@ class FlatStore:
             for name, size, when in page:
                 is_folder = name.endswith("/")
                 entries.append(Entry(name.rstrip("/"), is_folder, 0 if is_folder else size, when))
-        return sorted(matching(entries, named), key=lambda entry: entry.name)
+        return sorted(entries, key=lambda entry: entry.name)
 
     def exists(self, path: str) -> bool:
         try:
@@ -188,17 +180,6 @@ class FlatStore:
     def remove_files(self, paths: Iterable[str]) -> None:
         for path in paths:
             self.remove(path)
-
-    def sync_removed(self, folder: str) -> None:
-        pass
-
-    def remove_tree(self, path: str) -> None:
-        prefix, after = f"{_key(path)}/", ""
-        while page := self._bucket.page(prefix, after, ""):
-            after = page[-1][0]
-            for name, _, _ in page:
-                self._bucket.delete(prefix + name)
-        self._bucket.delete(_key(path))
 
     def write_shard(
         self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
@@ -241,12 +222,6 @@ class FlatStore:
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         return None
-
-    def view(self, path: str, num_bytes: int) -> memoryview:
-        data = bytearray(self._bucket.get(_key(path)))
-        if len(data) != num_bytes:
-            raise other_length(path, len(data), num_bytes)
-        return memoryview(data)
 
 
 def _key(path: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import re
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.records import Contents, ShardRecord
-from flashckpt.store.base import Entry, LengthError, MemoryRange, Store
+from flashckpt.store.base import Entry, LengthError, MemoryRange, Store, write_once
 from flashckpt.store.read_plan import read_shard
 from tests.commit.runs import image_of
 
@@ -91,13 +90,11 @@ class StoreContract:
             for read in (
                 lambda: store.read(path, MAX),  # noqa: B023
                 lambda: store.read_bytes(path, 0, 1),  # noqa: B023
-                lambda: store.view(path, 1),  # noqa: B023
             ):
                 with pytest.raises(FileNotFoundError):
                     read()
             assert not store.exists(path)
             store.remove(path)
-            store.remove_tree(path)
         assert store.list("nothing") == []
         assert store.list("no/such") == []
 
@@ -126,19 +123,11 @@ class StoreContract:
         assert [each.name for each in found] == sorted(each.name for each in found)
         assert all(each.modified_s > 0 for each in found if not each.is_folder)
 
-    def test_lists_only_matching_names(self, store: Store) -> None:
-        for path in ("a/12", "a/123", "a/x12", "a/34/file"):
-            store.create(path, b"")
-        for look in (store, store.at_once()):
-            found = look.list("a", re.compile("[0-9]{2}"))
-            assert [(entry.name, entry.is_folder) for entry in found] == [("12", False), ("34", True)]
-            assert look.list("nothing", re.compile(".*")) == []
-
     def test_removes(self, store: Store) -> None:
         store.create("a/b/c/file", b"1")
         store.create("a/bc", b"1")
-        store.remove_tree("a/b")
-        store.remove_tree("a/b")
+        for path in ("a/b/c/file", "a/b/c", "a/b"):
+            store.remove(path)
         assert [entry.name for entry in store.list("a")] == ["bc"]
         store.remove("a")
         assert store.exists("a/bc"), "something is in it"
@@ -156,48 +145,6 @@ class StoreContract:
         store.remove_files(f"folder/{name}" for name in ("a", "missing", "c"))
         store.remove_files([])
         assert [entry.name for entry in store.list("folder")] == ["b"]
-
-    def test_a_listed_store_shows_files_and_its_own_changes(self, store: Store) -> None:
-        store.create("a/one/file", b"1")
-        store.create("a/two", b"22")
-        look = store.at_once()
-        assert look.list("a") == [Entry("one", True, 0), Entry("two", False, 2)]
-        look.fetch(["a/two", "a/one/file", "a/missing"], MAX)
-        assert (look.read("a/two", MAX), look.read("a/one/file", MAX)) == (b"22", b"1")
-        assert look.exists("a/one/file")
-        assert not look.exists("a/one")
-        assert not look.exists("b/none")
-        for path in ("a/none", "b/none"):
-            with pytest.raises(FileNotFoundError):
-                look.read(path, MAX)
-        with pytest.raises(DamagedError, match="at most 1"):
-            look.read("a/two", 1)
-        assert look.create("a/three", b"333")
-        assert not look.create("a/two", b"4")
-        look.replace("a/one/file", b"4444")
-        assert look.read("a/three", MAX) == b"333"
-        assert look.list("a/one") == [Entry("file", False, 4)]
-        assert look.read("a/one/file", MAX) == b"4444"
-        look.remove("a/two")
-        look.remove_files(["a/three"])
-        assert not look.exists("a/three")
-        assert [entry.name for entry in look.list("a")] == ["one"]
-        look.remove_tree("a")
-        assert look.list("a") == store.list("a") == []
-
-    def test_a_new_listed_store_shows_other_changes(self, store: Store, opener: Callable[[], Store]) -> None:
-        """Also for a name that is written again: each listed store reads the current bytes."""
-        other = opener()
-        other.create("a/file", b"")
-        for data in (b"a record", b"tombston", b"a record", b"another one"):
-            other.replace("a/file", data)
-            look = store.at_once()
-            assert look.list("a") == [Entry("file", False, len(data))]
-            assert look.read("a/file", MAX) == store.read("a/file", MAX) == data
-            other.replace("a/file", b"meanwhile")
-            assert look.read("a/file", MAX) in (data, b"meanwhile")
-        other.remove("a/file")
-        assert not store.at_once().exists("a/file")
 
     def test_copies_share_bytes_or_are_refused(self, store: Store) -> None:
         store.create("a/source", b"bytes")
@@ -221,13 +168,11 @@ class StoreContract:
         for act in (
             lambda: store.read(path, MAX),
             lambda: store.read_bytes(path, 0, 1),
-            lambda: store.view(path, 1),
             lambda: store.create(path, b""),
             lambda: store.replace(path, b""),
             lambda: store.append(path, b"", 1),
             lambda: store.exists(path),
             lambda: store.remove(path),
-            lambda: store.remove_tree(path),
             lambda: store.list(path),
             lambda: store.copy(path, "target"),
             lambda: store.copy("source", path),
@@ -249,12 +194,22 @@ class StoreContract:
         assert progress[0] == 5 + len(shard.image)
         assert store.list("data/1") == [Entry(SHARD, False, len(shard.image))]
         assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image
+
+    def test_a_shard_replaces_no_file(self, store: Store, shard: Shard) -> None:
+        store.create(IN_STEP, b"other")
         with pytest.raises(FileExistsError):
             store.write_shard(IN_STEP, shard.layout, shard.region)
-        view = store.view(IN_STEP, len(shard.image))
-        assert view == shard.image
-        view[0:4] = b"mine"
-        assert store.read_bytes(IN_STEP, 0, len(shard.image)) == shard.image, "the file is not"
+        with pytest.raises(FileExistsError):
+            store.write_parts(IN_STEP, [b"some", b"bytes"], 9)
+        assert store.read(IN_STEP, MAX) == b"other"
+
+    def test_a_file_is_written_once(self, store: Store) -> None:
+        for _ in range(2):
+            write_once(store, "part", b"mine")
+        for other in (b"else", b"longer", b"me"):
+            with pytest.raises(FileExistsError):
+                write_once(store, "part", other)
+        assert store.read("part", MAX) == b"mine"
 
     def test_a_failed_write_leaves_no_shard(self, store: Store, shard: Shard) -> None:
         longer = replace(shard.layout, num_bytes=shard.layout.num_bytes + (64 << 20))
@@ -288,8 +243,6 @@ class StoreContract:
         for into in (None, memoryview(bytearray(len(shard.image)))):
             with pytest.raises(LengthError, match="5 bytes, where"):
                 read_shard(store, "short", contents, into)
-        with pytest.raises(LengthError):
-            store.view("short", 6)
 
     def test_a_cancelled_read_stops(self, store: Store, shard: Shard) -> None:
         store.write_shard(SHARD, shard.layout, shard.region)

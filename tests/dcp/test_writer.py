@@ -31,6 +31,7 @@ from flashckpt.errors import (
 )
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
+from tests.contracts.flat_store import FlatStore
 from tests.dcp.states import copied, equal, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -317,7 +318,7 @@ def test_each_call_of_the_store_fails_once_in_a_save(
     assert len(files(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("method", ["exists", "read", "view"])
+@pytest.mark.parametrize("method", ["exists", "read", "descriptor"])
 def test_each_call_of_the_store_fails_once_in_a_load(
     tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +330,13 @@ def test_each_call_of_the_store_fails_once_in_a_load(
     assert equal(found, state(9))
     load(found, tmp_path)
     assert equal(found, state(1))
+
+
+def test_it_is_loaded_from_a_store_that_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "_PIECE_BYTES", 1000)
+    save(state(1), tmp_path)
+    monkeypatch.setattr(reader, "open_store", lambda path: FlatStore(f"flat://{path}"))
+    assert equal(loaded(tmp_path), state(1))
 
 
 def test_a_state_that_changes_while_it_is_saved_is_not_committed(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_a_run_made_concurrently_by_another_process_stays(source: Path, tmp_path
     with pytest.raises(RunError, match="Another process made .* a run"):
         import_checkpoint(source, tmp_path / "run", progress=become_a_run)
     assert flashckpt.steps(tmp_path / "run") == [0]
+    assert not (tmp_path / "run" / "data").exists(), "the imported files are removed"
 
 
 @pytest.mark.long

@@ -152,7 +152,11 @@ def contents(run: Path) -> dict[str, Any]:
         shards = [name for name in files if name.endswith(".safetensors")]
         found[f"{each.step}@{each.id}"] = sorted((run / name).read_bytes() for name in shards)
     committed = {each.folder for each in view.catalogue.checkpoints}
-    left = [each.path for each in folders_in(view.store) if view.store.list(each.path, PART)]
+    left = [
+        each.path
+        for each in folders_in(view.store)
+        if any(PART.fullmatch(file.name) for file in view.store.list(each.path))
+    ]
     found["uncommitted"] = sorted({*left} - {each.path for each in committed})
     for path in sorted(run.rglob("*")):
         name = str(path.relative_to(run))

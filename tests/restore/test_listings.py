@@ -3,8 +3,7 @@ rank 0 lists alone, the number does not grow with the ranks of the step."""
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,58 +18,29 @@ from flashckpt.format.catalogue import Folder
 from flashckpt.format.names import SnapshotId
 from flashckpt.restore.step_choice import AloneAgreement, Loaded, StepChoice
 from flashckpt.restore.step_tensors import TensorSlice
-from flashckpt.store.base import Entry, Store
+from flashckpt.store.base import Store
 from flashckpt.store.compressed_store import CompressedStore
-from flashckpt.store.objects import Found, ObjectStore
+from flashckpt.store.objects import ObjectStore
 from flashckpt.store.read_plan import ReadPlan
 from tests import run_view
 from tests.commit.runs import HOLDER
 from tests.restore.sharded import Held, begun, committed
-from tests.stores.memory_store import LiveServer, MemoryClient, version
+from tests.stores.memory_client import MemoryClient
 
 RANKS, RANKS_A_NODE = 2048, 8
 MOST_NAMES = 100
 
 
 class Bucket(MemoryClient):
-    """A bucket in memory that notes the prefix of a listing for each name that the listing has."""
-
-    def __init__(self) -> None:
-        self._objects = LiveServer()
-        self.listed: list[str] = []
-        super().__init__(self._objects, "run")
-
     def taken(self) -> list[str]:
-        """Since the last call."""
+        """The names that were listed since the last call, each as the prefix of its listing."""
         found, self.listed = self.listed, []
         return found
 
-    def walk(self, prefix: str) -> Iterator[Found]:
-        for each in self._below(prefix):
-            self.listed.append(prefix)
-            yield each
-
-    def list(self, prefix: str) -> builtins.list[Entry]:
-        found: dict[str, Entry] = {}
-        for each in self._below(prefix):
-            name, is_folder, _ = each.key[len(prefix) :].partition("/")
-            found[name] = Entry(name, bool(is_folder), 0 if is_folder else each.num_bytes, 1.0)
-        self.listed += [prefix] * len(found)
-        return [*found.values()]
-
     def copy(self, source: str, target: str) -> None:
         """All objects below a prefix, to below another one."""
-        there = self._objects.files
-        copies = {
-            path.replace(source, target, 1): file for path, file in there.items() if f"/{source}" in path
-        }
-        self._objects.files = {**there, **copies}
-
-    def _below(self, prefix: str) -> Iterator[Found]:
-        root = f"run/{prefix}"
-        for path, file in self._objects.files.items():
-            if file is not None and path.startswith(root):
-                yield Found(path.removeprefix("run/"), len(file.data), 1.0, version(file))
+        for key in [key for key in self.objects if key.startswith(source)]:
+            self.objects[key.replace(source, target, 1)] = self.objects[key]
 
 
 def trained(store: Store, ranks: int, *steps: int, ranks_a_node: int) -> run_view.Record:

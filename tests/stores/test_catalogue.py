@@ -23,6 +23,7 @@ from tests.contracts.catalogue_contract import CatalogueContract
 from tests.stores.azure_server import AzureServer
 from tests.stores.proxy import Proxy
 from tests.stores.s3_server import S3Server
+from tests.stores.test_faults import EachTwice
 from tests.stores.test_requests import Counted
 
 pytestmark = pytest.mark.process
@@ -36,6 +37,16 @@ class TestCatalogueOnS3(CatalogueContract):
     @pytest.fixture
     def opener(self, s3_server: S3Server, bucket: str) -> Callable[[], Store]:
         return partial(opened, f"s3://{bucket}/runs/one", s3_server.options())
+
+
+class TestCatalogueOnAServerThatLosesAnswers(CatalogueContract):
+    """Each creation is sent twice."""
+
+    @pytest.fixture
+    def opener(self, s3_server: S3Server, bucket: str) -> Iterator[Callable[[], Store]]:
+        with Proxy(s3_server.endpoint, EachTwice()) as proxy:
+            options = {**s3_server.options(), "endpoint": proxy.endpoint}
+            yield partial(opened, f"s3://{bucket}/runs/one", options)
 
 
 class TestCatalogueOnAzure(CatalogueContract):

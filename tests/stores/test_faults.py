@@ -15,17 +15,23 @@ import pytest
 import torch
 
 import flashckpt
+from flashckpt.commit import attempts
+from flashckpt.commit.assets import write_assets
+from flashckpt.commit.view import View
 from flashckpt.errors import OptionError, RunError
 from flashckpt.keeper.liveness import RunFolder
 from flashckpt.memory.runtime import identity_of
 from flashckpt.restore import step_choice
 from flashckpt.store import obstore_client, open_store
+from flashckpt.store.base import write_once
 from flashckpt.store.objects import PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.store.read_plan import read_shard
 from tests import run_view
+from tests.commit.runs import commit
 from tests.contracts.store_contract import Shard, shard
 from tests.persist.node import begun
+from tests.stores.memory_client import MemoryClient
 from tests.stores.proxy import Fault, Proxy, Request
 from tests.stores.s3_server import CephServer, S3Server
 
@@ -76,30 +82,118 @@ class First:
             return self._fault
 
 
+class EachTwice:
+    """The answer to the first request of a method for each object is lost, so the client sends it again."""
+
+    def __init__(self, method: str = "PUT") -> None:
+        self._seen, self._method, self._lock = set[str](), method, threading.Lock()
+
+    def __call__(self, request: Request) -> Fault:
+        with self._lock:
+            if request.method != self._method or request.path in self._seen:
+                return ""
+            self._seen.add(request.path)
+            return "lose answer"
+
+
+# ---- requests whose answer is lost, and that are sent again
+
+
 @pytest.mark.parametrize("fault", ["lose answer", "cut", "refuse"])
-def test_a_creator_knows_its_success_after_a_lost_answer(
-    store: ObjectStore, proxy: Proxy, fault: Fault
-) -> None:
+def test_a_creation_is_sent_again(store: ObjectStore, proxy: Proxy, fault: Fault) -> None:
+    """After a lost answer it finds its own object."""
     proxy.fault = First(1, fault)
-    assert store.create("run.json", b"mine"), "it is ours, whatever the last answer says"
+    assert store.create("run.json", b"mine") == (fault != "lose answer")
     assert len(puts(proxy)) == 2
     assert store.read("run.json", 100) == b"mine"
 
 
-def test_another_clients_object_with_the_same_bytes_is_distinguished(
-    store: ObjectStore, proxy: Proxy, s3_server: S3Server, bucket: str
+def test_a_creation_without_any_answer_is_an_error(
+    proxy: Proxy, s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.5)
+    proxy.fault = lambda request: "lose answer"
+    with pytest.raises(OSError, match="Error performing") as caught:
+        opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint).create("run.json", b"mine")
+    assert caught.value.errno == errno.EREMOTEIO
+
+
+def test_an_object_of_another_client_is_never_taken_for_ours(
+    store: ObjectStore, proxy: Proxy, s3_server: S3Server, bucket: str, shard: Shard
 ) -> None:
     other = opened(f"s3://{bucket}/run", s3_server)
-    lose = First(1, "cut")
+    lose, names = First(10, "cut"), set[str]()
 
     def fault(request: Request) -> Fault:
-        found = lose(request)
-        if found:
-            assert other.create("claim.json", b"the same bytes")
+        found, name = lose(request), request.path.partition("run/")[2]
+        if not found or name in names:
+            return ""
+        names.add(name)
+        assert other.create(name, b"theirs")
         return found
 
     proxy.fault = fault
-    assert not store.create("claim.json", b"the same bytes"), "two would both continue"
+    assert not store.create("claim.json", b"mine")
+    with pytest.raises(FileExistsError):
+        write_once(store, "part.json", b"mine")
+    with pytest.raises(FileExistsError):
+        store.write_shard("shard", shard.layout, shard.region)
+    for name in ("claim.json", "part.json", "shard"):
+        assert other.read(name, 100) == b"theirs"
+
+
+def test_a_small_shard_is_ours_after_a_lost_answer(store: ObjectStore, proxy: Proxy, shard: Shard) -> None:
+    proxy.fault = EachTwice()
+    assert len(shard.image) < PART_BYTES
+    store.write_shard("shard", shard.layout, shard.region)
+    store.write_parts("parts", [b"some", b"bytes"], 9)
+    assert len(puts(proxy)) == 4
+    assert not read_shard(store, "shard", shard.contents, None).bad_chunks
+    assert store.read("parts", 9) == b"somebytes"
+
+
+def test_a_run_whose_every_creation_is_sent_twice(store: ObjectStore, proxy: Proxy, bucket: str) -> None:
+    """Assets, a counter, frozen leaves, shards, parts, manifests and versions."""
+    proxy.fault = EachTwice()
+    run_view.make(store)
+    assert write_assets(store, {"config.json": b"{}"})
+    attempt = begun(store, 1)
+    for step in (1, 2):
+        assert commit(store, step, attempt, constants=True)
+    assert [each.step for each in run_view.visible(store)] == [1, 2]
+    assert run_view.verify(store).ok
+    name = attempts.next_attempt(View.of(store))
+    attempts.reserve(store, name)
+    assert attempts.is_reserved(store, name, exclusively=True)
+    names = [request.path for request in proxy.requests if request.method == "PUT"]
+    assert all(names.count(name) >= 2 for name in names)
+    absent = ObjectStore(ObstoreClient(f"s3://{bucket}/other", store.client.options))  # type: ignore[attr-defined]
+    assert not attempts.is_reserved(absent, name, exclusively=True)
+
+
+def test_the_check_of_a_server_stands_lost_answers(store: ObjectStore, proxy: Proxy) -> None:
+    for method in ("PUT", "GET", "POST"):
+        proxy.fault = First(1, "lose answer", method)
+        store.check()
+    lose = First(2, "lose answer")
+    proxy.fault = lambda request: lose(request) or "overwrite"
+    with pytest.raises(RunError, match="overwrites"):
+        store.check()
+
+
+class Sly(MemoryClient):
+    """It overwrites an object, and says that it has not."""
+
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        return super().put(key, data) and not is_new
+
+
+def test_the_check_of_a_server_reads_what_it_has_created() -> None:
+    with pytest.raises(RunError, match="overwrites"):
+        ObjectStore(Sly()).check()
+
+
+# ---- servers that fail
 
 
 def test_many_refusals_are_retried(store: ObjectStore, proxy: Proxy, shard: Shard) -> None:
@@ -241,7 +335,7 @@ def test_permanent_errors_are_raised_at_once(ceph_server: CephServer, bucket: st
         lambda: absent.read("a", 9),
         lambda: absent.list(""),
         lambda: absent.exists("a"),
-        lambda: absent.view("a", 9),
+        lambda: absent.read_bytes("a", 0, 9),
     ):
         with pytest.raises(OSError, match="the bucket of s3://no-such-bucket/run does not exist") as caught:
             act()

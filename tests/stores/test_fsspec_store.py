@@ -15,7 +15,7 @@ from fsspec.registry import _registry
 
 from flashckpt.errors import OptionError
 from flashckpt.store import objects, open_store
-from flashckpt.store.base import Entry, Store
+from flashckpt.store.base import Store
 from flashckpt.store.compressed_store import below
 from flashckpt.store.fsspec_client import FsspecClient
 from flashckpt.store.objects import PART_BYTES, ObjectStore, UploadRate
@@ -41,18 +41,6 @@ class TestMemoryFileSystem(OneProcessContract):
     @pytest.fixture
     def opener(self) -> Callable[[], Store]:
         return partial(opened, f"memory://{secrets.token_hex(8)}", {})
-
-
-def test_a_listed_store_does_not_change_another() -> None:
-    """Threads of a keeper share a listing while it is recent."""
-    store = opened(f"memory://{secrets.token_hex(8)}", {})
-    store.create("a/one", b"1")
-    store.at_once().list("a")
-    first, second = store.at_once("a"), store.at_once("a")
-    assert first.create("a/two", b"22")
-    first.remove_files(["a/one"])
-    assert first.list("a") == [Entry("two", False, 2)]
-    assert second.list("a") == [Entry("one", False, 1)]
 
 
 @pytest.mark.process

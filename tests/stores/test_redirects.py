@@ -73,12 +73,11 @@ def test_no_request_is_redirected_to_another_host(
         keys = {"access_key_id": "key", "secret_access_key": "secret", "session_token": "token"}
         client = ObstoreClient("s3://bucket/run", {"endpoint": endpoint, "region": "r", **keys}).brief()
         for request in (
-            lambda: client.put("name", memoryview(b"data"), mark="mark"),
-            lambda: client.put("name", memoryview(b"data"), mark=None),
+            lambda: client.put("name", memoryview(b"data"), is_new=True),
+            lambda: client.put("name", memoryview(b"data")),
             lambda: client.get("name", 100),
             lambda: client.size("name"),
             lambda: client.list(""),
-            lambda: list(client.walk("")),
             lambda: client.delete(["name"]),
         ):
             with pytest.raises(PermissionError, match="redirects requests"):

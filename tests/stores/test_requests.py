@@ -26,7 +26,7 @@ from flashckpt.persist.deletions import Deletions
 from flashckpt.persist.job import JobState
 from flashckpt.persist.ledger import Event, Ledger, lines_of
 from flashckpt.persist.writer import Writer
-from flashckpt.store import objects, open_store
+from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
@@ -71,9 +71,7 @@ class Counted:
 
 
 @pytest.fixture
-def run(s3_server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    # The keeper's scan of attempts each second is triggered by the test here.
-    monkeypatch.setattr(objects, "RECENT_S", 3600.0)
+def run(s3_server: S3Server, bucket: str) -> Iterator[Counted]:
     with Proxy(s3_server.endpoint) as proxy:
         found = Counted(proxy, s3_server, bucket)
         open_run(found.store, create=True)
