@@ -31,10 +31,11 @@ from torch.utils.data import DataLoader
 
 from benchmarks.machine import describe
 from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.manifest import COMPRESSED
 from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
 from flashckpt.options import Compress
 from flashckpt.store.base import Entry, MemoryRange, Store, Written
-from flashckpt.store.compressed_store import CompressedStore, compressing
+from flashckpt.store.compressed_file import is_worth, write_compressed
 from flashckpt.store.local import LocalStore
 from flashckpt.store.objects import ObjectStore, UploadRate
 from flashckpt.store.read_plan import read_shard
@@ -154,20 +155,25 @@ class Turn:
     stored_bytes: int
 
 
-def timed(store: Store, shard: Shard, threads: int) -> Turn:
+def write(store: Store, shard: Shard, how: Compress, threads: int) -> tuple[str, Written, int]:
+    """Write the shard as a copy does. Returns its name and length, too."""
+    if not is_worth(how, store, shard.layout, shard.range):
+        written = store.write_shard(_NAME, shard.layout, shard.range, threads=threads, replaces=True)
+        return _NAME, written, shard.layout.num_bytes
+    name = _NAME + COMPRESSED
+    return name, *write_compressed(store, name, shard.layout, shard.range, threads=threads, replaces=True)
+
+
+def timed(store: Store, shard: Shard, how: Compress, threads: int) -> Turn:
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    written = store.write_shard(_NAME, shard.layout, shard.range, threads=threads)
-    seconds, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    stored = shard.layout.num_bytes if written.stored_bytes is None else written.stored_bytes
-    return Turn(seconds, cpu_s, stored)
+    _, _, stored_bytes = write(store, shard, how, threads)
+    return Turn(time.perf_counter() - began_s, time.process_time() - began_cpu_s, stored_bytes)
 
 
 def sent(shard: Shard, rate: int, how: Compress, threads: int, rounds: int) -> dict[str, float]:
-    """Medians; with `auto` the first shard is that of which the rate is learnt, and does not count."""
-    store = compressing(ObjectStore(Sink(), UploadRate(rate * 10**6)), how)
-    if how == "auto":
-        timed(store, shard, threads)
-    turns = [timed(store, shard, threads) for _ in range(rounds)]
+    """Medians."""
+    store = ObjectStore(Sink(), UploadRate(rate * 10**6))
+    turns = [timed(store, shard, how, threads) for _ in range(rounds)]
     gib = shard.layout.num_bytes / 2**30
     return {
         "seconds": statistics.median(each.seconds for each in turns),
@@ -179,13 +185,13 @@ def sent(shard: Shard, rate: int, how: Compress, threads: int, rounds: int) -> d
 def read(shard: Shard, how: Compress, threads: int, rounds: int) -> dict[str, float]:
     """From a folder in memory, into memory that was touched already."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        below = LocalStore(folder)
-        written = compressing(below, how).write_shard(_NAME, shard.layout, shard.range, threads=threads)
+        store = LocalStore(folder)
+        name, written, _ = write(store, shard, how, threads)
         contents, into = shard.contents(written), memoryview(bytearray(shard.layout.num_bytes))
         seconds, cpu = array("d"), array("d")
         for _ in range(rounds):
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            found = read_shard(CompressedStore(below), _NAME, contents, into, threads=threads)
+            found = read_shard(store, name, contents, into, threads=threads)
             seconds.append(time.perf_counter() - began_s)
             cpu.append(time.process_time() - began_cpu_s)
             assert not found.bad_chunks

@@ -16,7 +16,7 @@ from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Copy, Files, Read, Steps
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import FROZEN_PREFIX, Catalogue, Checkpoint, Folder
-from flashckpt.format.manifest import FrozenFile, Manifest
+from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, plain_name
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +28,9 @@ def copy_checkpoint(
     another session has committed a newer one. Returns None if retention has removed the checkpoint from the
     home. SupersededError if another copier came, or another job uses the mirror as its home. DamagedError if
     the manifest at the home is damaged."""
-    there = yield from mirror.newest()
-    if there.has(checkpoint.id):
-        return there
+    before = yield from mirror.newest()
+    if before.has(checkpoint.id):
+        return before
     target = yield from mirror.follow(nonce, source)
     if target.has(checkpoint.id):
         return target
@@ -39,19 +39,25 @@ def copy_checkpoint(
         return None
     folder = Folder(target.writer, checkpoint.id)
     known = (yield from _frozen_files(mirror, target)) if manifest.frozen else {}
-    frozen = []
+    frozen, shards = [], []
     for each in manifest.frozen:
-        there_already = known.get(each.name)
-        if there_already is None or there_already.num_bytes != each.num_bytes:
-            if not (yield _copy(home, mirror, each.base, folder, each.name, each.num_bytes)):
+        name = plain_name(each.name)
+        there = known.get(name)
+        if there is None or (there.name == each.name and there.num_bytes != each.num_bytes):
+            made: File | None = yield _copy(home, mirror, each.base, folder, each)
+            if made is None:
                 return None
-            known[each.name] = FrozenFile(folder, each.name, each.num_bytes)
-        frozen.append(known[each.name])
-    for name, num_bytes in [(each.name, each.num_bytes) for each in (*manifest.parts, *manifest.shards)]:
-        if not (yield _copy(home, mirror, manifest.folder, folder, name, num_bytes)):
+            known[name] = FrozenFile(folder, *made)
+        frozen.append(known[name])
+    for part in manifest.parts:
+        if (yield _copy(home, mirror, manifest.folder, folder, part)) is None:
             return None
-    made = replace(manifest, folder=folder, frozen=tuple(sorted(frozen)))
-    committed = yield from mirror.publish(target, made)
+    for shard in manifest.shards:
+        if (made := (yield _copy(home, mirror, manifest.folder, folder, shard))) is None:
+            return None
+        shards.append(made)
+    copied = replace(manifest, folder=folder, shards=tuple(shards), frozen=tuple(sorted(frozen)))
+    committed = yield from mirror.publish(target, copied)
     target = yield from mirror.commit(target, target.writer, committed, keep)
     try:
         yield from mirror.collect(target)
@@ -62,8 +68,11 @@ def copy_checkpoint(
     return target
 
 
-def _copy(home: Home, mirror: Home, source: Folder, target: Folder, name: str, num_bytes: int) -> Copy:
-    return Copy(home.store, f"{source.path}/{name}", mirror.store, f"{target.path}/{name}", num_bytes)
+def _copy(
+    home: Home, mirror: Home, source: Folder, target: Folder, file: File | PartFile | FrozenFile
+) -> Copy:
+    there = f"{target.path}/{plain_name(file.name)}"
+    return Copy(home.store, f"{source.path}/{file.name}", mirror.store, there, file.num_bytes)
 
 
 def _frozen_files(mirror: Home, target: Catalogue) -> Steps[dict[str, FrozenFile]]:
@@ -73,5 +82,5 @@ def _frozen_files(mirror: Home, target: Catalogue) -> Steps[dict[str, FrozenFile
     for base in sorted(bases(target)):
         names: dict[str, int] = yield Files(mirror.store, base.path)
         frozen = ((name, size) for name, size in names.items() if name.startswith(FROZEN_PREFIX))
-        found |= {name: FrozenFile(base, name, size) for name, size in frozen}
+        found |= {plain_name(name): FrozenFile(base, name, size) for name, size in frozen}
     return found

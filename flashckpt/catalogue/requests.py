@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.checked_json import JsonRecord
-from flashckpt.format.manifest import PartHead
+from flashckpt.format.manifest import File, PartHead
 from flashckpt.format.names import DATA
 from flashckpt.store.base import LOST_BYTES, Store
 
@@ -97,7 +97,8 @@ class Delete(Request):
 
 @dataclass(frozen=True, slots=True)
 class Copy(Request):
-    """Copy a file to another store. The answer is False if the source does not exist."""
+    """Copy a file to another store. The answer is the file as it is stored there: `.zst` is behind its name
+    if it was compressed. None if the source does not exist."""
 
     path: str
     target: str
@@ -106,10 +107,10 @@ class Copy(Request):
 
 
 class Stores:
-    """Carries requests out. `copy` copies a file between two stores, and returns False if it is gone."""
+    """Carries requests out. `copy` copies a file between two stores."""
 
     def __init__(
-        self, stores: Mapping[str, Store], *, copy: Callable[[Store, Store, Copy], bool] | None = None
+        self, stores: Mapping[str, Store], *, copy: Callable[[Store, Store, Copy], File | None] | None = None
     ) -> None:
         self._stores, self._copy = stores, copy
 

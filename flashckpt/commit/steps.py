@@ -21,7 +21,7 @@ from flashckpt.errors import DamagedError, DivergedError, NoSuchStepError
 from flashckpt.format.catalogue import Checkpoint, Folder
 from flashckpt.format.checked_json import checked
 from flashckpt.format.layout import Leaf, Ranks, Replicas, count_of
-from flashckpt.format.manifest import PART, Manifest, PartFile, PartHead, are_alike
+from flashckpt.format.manifest import COMPRESSED, PART, Manifest, PartFile, PartHead, are_alike
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.store.base import Store
@@ -159,10 +159,12 @@ class FileLeaf(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """A checkpoint, read and validated: its manifest and its parts, all or those of some ranks. Large parts
-    are read again at each access: DamagedError if one is gone or has changed."""
+    are read again at each access: DamagedError if one is gone or has changed. `places`: the paths of shards
+    and frozen files, by their names in the parts."""
 
     name: CommitName
     manifest: Manifest
+    places: Mapping[str, str] = field(repr=False, compare=False)
     parts: StepParts = field(compare=False)
     store: Store = field(repr=False, compare=False)
 
@@ -199,16 +201,12 @@ class StepRecord:
 
     def shard_path(self, rank: int) -> str:
         """The path of a rank's shard in the store."""
-        return f"{self.folder}/{self.rank(rank).shard.file}"
+        return self.places[self.rank(rank).shard.file]
 
     def constants_path(self, rank: int) -> str | None:
-        """The path of a rank's frozen file in the store, None if it has none. The manifest says where it is:
-        in a mirror it is elsewhere than the part says."""
+        """The path of a rank's frozen file in the store, None if it has none."""
         constants = self.rank(rank).constants
-        if constants is None:
-            return None
-        file = next(each for each in self.manifest.frozen if each.name == constants.shard.file)
-        return f"{file.base.path}/{file.name}"
+        return None if constants is None else self.places[constants.shard.file]
 
     def files(self, rank: int) -> list[tuple[str, Contents]]:
         """A rank's shard, and its frozen file if it has one, each with its path in the store."""
@@ -353,15 +351,17 @@ def step_of(
         parts = _all_parts(store, manifest)
     else:
         parts = StepParts.of(_parts_of(store, manifest, ranks, with_writers=with_writers))
-    shards = set(manifest.shards)
-    frozen = {(each.name, each.num_bytes) for each in manifest.frozen}
+    rows = {(each.name, each.num_bytes) for each in manifest.shards}
+    rows |= {(each.name, each.num_bytes) for each in manifest.frozen}
+    compressed = {file for file, _ in rows if file.endswith(COMPRESSED)}
     for head in parts.heads:
-        named = {(each.name, each.num_bytes) for each in head.frozen}
-        if not (shards.issuperset(head.files) and frozen >= named):
+        named = {(each.name, each.num_bytes) for each in head.files}
+        named |= {(each.name, each.num_bytes) for each in head.frozen}
+        if not all(file + COMPRESSED in compressed for file, _ in named - rows):
             raise damaged(manifest.folder.path, "its manifest names other files than its parts", name.step)
     if ranks is None and not are_alike(parts.heads):
         raise damaged(manifest.folder.path, "its parts contradict each other about replicas", name.step)
-    return StepRecord(name=name, manifest=manifest, parts=parts, store=store)
+    return StepRecord(name=name, manifest=manifest, places=manifest.places(), parts=parts, store=store)
 
 
 def _all_parts(store: Store, manifest: Manifest) -> StepParts:

@@ -29,6 +29,8 @@ SHARD = re.compile(r"rank-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors(\.zst)?")
 FROZEN = re.compile(r"frozen-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors(\.zst)?")
 PART = re.compile(r"node-([0-9]{5,7})-[0-9a-f]{4,32}\.json")
 MAX_FILE_BYTES = 1 << 50
+COMPRESSED = ".zst"
+"""The end of the names of compressed files, which a copy may have. The rest is the name of the plain file."""
 
 
 def shard_name(rank: int, nonce: str) -> str:
@@ -46,8 +48,13 @@ def part_name(node: int, nonce: str) -> str:
     return f"node-{node:05d}-{nonce}.json"
 
 
+def plain_name(name: str) -> str:
+    """The name of a file before it was compressed."""
+    return name.removesuffix(COMPRESSED)
+
+
 class File(NamedTuple):
-    """A file in the folder of its record, as it is stored. `.zst` in its name: it is compressed."""
+    """A file in the folder of its record, as it is stored."""
 
     name: str
     num_bytes: int
@@ -209,10 +216,24 @@ class Manifest(JsonRecord):
             found.setdefault(each.base, {})[each.name] = each.num_bytes
         return found
 
+    def places(self) -> dict[str, str]:
+        """The paths of shards and frozen files, by their names in the parts: a copy may have compressed
+        them."""
+        found = {plain_name(each.name): f"{self.folder.path}/{each.name}" for each in self.shards}
+        return found | {plain_name(each.name): f"{each.base.path}/{each.name}" for each in self.frozen}
+
+    def paths(self) -> dict[str, int]:
+        """The lengths of all files by path."""
+        return {
+            f"{folder.path}/{name}": num_bytes
+            for folder, files in self.files().items()
+            for name, num_bytes in files.items()
+        }
+
     @property
     def num_bytes(self) -> int:
         """Of all its files."""
-        return sum(sum(files.values()) for files in self.files().values())
+        return sum(self.paths().values())
 
     def to_dict(self) -> dict[str, Any]:
         return {

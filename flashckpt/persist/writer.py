@@ -238,9 +238,14 @@ class Writer:
         return job.outcome is not None or first_ns <= self._began_ns or is_cached
 
     def _find_part(self, tried: _Try) -> None:
-        """Find a part of these ranks at rest, with its files: of an earlier try, or an earlier keeper."""
+        """Find a part of these ranks at rest, with its files: of an earlier try, or an earlier keeper. Remove
+        the files of these ranks that a killed keeper has not finished. One that lives writes its own again.
+        """
         job, ranks = tried.job, {each.rank for each in tried.contents}
         sizes = {each.name: each.num_bytes for each in self._store.list(tried.folder.path)}
+        partial = tuple(f".{name}-{rank:05d}-" for rank in ranks for name in ("rank", "frozen"))
+        unfinished = [each for each in sizes if each.startswith(partial) and each.endswith(".tmp")]
+        self._store.remove_files(f"{tried.folder.path}/{name}" for name in unfinished)
         for name, head in heads_at_rest(self._store, tried.folder).items():
             is_whole = all(sizes.get(each.name) == each.num_bytes for each in head.files)
             if is_whole and {each.rank for each in head.ranks} == ranks:
@@ -586,7 +591,6 @@ class FrozenFiles:
             os.close(descriptor)
         elif self._store.capabilities.part_bytes:
             return self._is_there(found)
-        # A local file without a descriptor is compressed.
         status, detail = verify_file(
             self._store, path, contents, threads=self._threads, progress_word=self._progress
         )

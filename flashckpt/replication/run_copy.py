@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from typing import Any
 
 from flashckpt import _native, crashpoints
 from flashckpt.catalogue.changes import Keep as Kept
@@ -41,15 +42,15 @@ from flashckpt.commit.steps import (
 from flashckpt.commit.verification import FileStatus, verify_file
 from flashckpt.commit.view import HOME, View, open_run
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
-from flashckpt.format.catalogue import Checkpoint
+from flashckpt.format.catalogue import Checkpoint, Folder
 from flashckpt.format.layout import PAGE
-from flashckpt.format.manifest import FrozenFile, Manifest
+from flashckpt.format.manifest import COMPRESSED, File, FrozenFile, Manifest, plain_name
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import CHUNK_BYTES, Contents, Part
 from flashckpt.options import Compress, Keep
 from flashckpt.store import are_apart
-from flashckpt.store.base import LengthError, MemoryRange, Read, Store, Written, write_once
-from flashckpt.store.compressed_store import compressing
+from flashckpt.store.base import LengthError, MemoryRange, Read, Store, write_once
+from flashckpt.store.compressed_file import is_worth, write_compressed
 from flashckpt.store.read_plan import read_shard
 from flashckpt.threads import start_thread
 
@@ -85,7 +86,7 @@ class Copied:
 
 class StepCopier:
     """Copies steps of one run. `progress`: 0, or the address of a u64 that grows by the bytes sent or found.
-    `compress`: see `Compression`. `repairs`: compare every byte in the target, and send damaged files again.
+    `compress`: see `is_worth`. `repairs`: compare every byte in the target, and send damaged files again.
     `may_supersede` raises if a job that lives trains the run in the target."""
 
     def __init__(
@@ -100,7 +101,7 @@ class StepCopier:
         keep: Keep = KEEP_ALL,
         may_supersede: Callable[[], object] = lambda: None,
     ) -> None:
-        self._source, self._target = source, compressing(target, compress)
+        self._source, self._target, self._compress = source, target, compress
         self._repairs, self._keep = repairs, keep
         self._word = array("Q", [0])
         self._progress = progress or _native.address_of(self._word)
@@ -171,17 +172,20 @@ class StepCopier:
         if there.attempt not in (None, here.attempt) and not there.catalogue.ended:
             self._may_supersede()
 
-    def _send(self, files: _Files, source: Store, target: Store, request: Copy) -> bool:
+    def _send(self, files: _Files, source: Store, target: Store, request: Copy) -> File:
         """Send one file, which has no name in the target yet."""
-        contents = files.contents.get(request.path)
+        contents, path = files.contents.get(request.path), request.target_path
         if contents is None:
             crashpoints.point("copy.files")
             data = files.part(request.path)
-            write_once(target, request.target_path, data)
+            write_once(target, path, data)
             crashpoints.point("copy.part")
-            return True
-        self._sent_bytes += self._write(request.path, request.target_path, contents, files.step)
-        return True
+            return File(path.rpartition("/")[2], len(data))
+        with self._image(request.path, contents, files.step) as image:
+            if is_worth(self._compress, target, contents.layout(), image):
+                path += COMPRESSED
+            num_bytes = self._write(request.path, path, contents, image, files.step)
+        return File(path.rpartition("/")[2], num_bytes)
 
     # ---- a checkpoint that the target has
 
@@ -200,11 +204,10 @@ class StepCopier:
         for place, row in enumerate(made.parts):
             path = f"{made.folder.path}/{row.name}"
             changed |= self._mend_part(path, record.part_bytes(place), name)
-        frozen = {each.name: f"{each.base.path}/{each.name}" for each in made.frozen}
+        places, lengths = made.places(), made.paths()
         for path, contents in files.contents.items():
-            file = contents.shard.file
-            there_path = frozen.get(file, f"{made.folder.path}/{file}")
-            changed |= self._mend(path, there_path, contents, name)
+            there_path = places[contents.shard.file]
+            changed |= self._mend(path, there_path, lengths[there_path], contents, name)
         changed |= self._mend_manifest(made, target, name)
         if self._repairs:
             change = partial(clear, checkpoint=target)
@@ -226,15 +229,25 @@ class StepCopier:
                 if _names(found) != _names(manifest):
                     raise self._is_whole_other(target.manifest_path, manifest.step)
                 return found
-        frozen = {each.name: each for each in manifest.frozen}
-        places = {name: FrozenFile(target.folder, name, each.num_bytes) for name, each in frozen.items()}
-        for base in target.bases:
-            names = {each.name for each in self._target.list(base.path)} & frozen.keys()
-            places |= {name: FrozenFile(base, name, frozen[name].num_bytes) for name in names}
+        compressed = dict[str, FrozenFile]()
+        bases = dict.fromkeys((plain_name(each.name) for each in manifest.frozen), target.folder)
+        for folder in {target.folder, *target.bases}:
+            for entry in self._target.list(folder.path):
+                name = plain_name(entry.name)
+                if name in bases:
+                    bases[name] = folder
+                if name != entry.name:
+                    compressed[name] = FrozenFile(folder, entry.name, entry.num_bytes)
+
+        def stored(row: File | FrozenFile, folder: Folder) -> FrozenFile:
+            name = plain_name(row.name)
+            return compressed.get(name, FrozenFile(folder, name, row.num_bytes))
+
         made = replace(
             manifest,
             folder=target.folder,
-            frozen=tuple(sorted(places.values())),
+            shards=tuple(File(*stored(each, target.folder)[1:]) for each in manifest.shards),
+            frozen=tuple(sorted(stored(each, bases[plain_name(each.name)]) for each in manifest.frozen)),
             lineage=ancestry(there.catalogue, target.id)[1:],
         )
         if checkpoint_of(made).manifest != target.manifest:
@@ -254,8 +267,7 @@ class StepCopier:
         except DamagedError as error:
             if not self._repairs:
                 raise self._is_not_whole(path, name) from error
-            self._target.remove(path)
-            self._target.create(path, data)
+            self._target.replace(path, data)
             return True
         raise self._is_whole_other(path, name.step)
 
@@ -266,13 +278,12 @@ class StepCopier:
         except DamagedError as error:
             if not self._repairs:
                 raise self._is_not_whole(target.manifest_path, name) from error
-            self._target.remove(target.manifest_path)
-        self._target.create(target.manifest_path, made.to_bytes())
+        self._target.replace(target.manifest_path, made.to_bytes())
         return True
 
-    def _mend(self, path: str, there: str, contents: Contents, name: CommitName) -> bool:
+    def _mend(self, path: str, there: str, num_bytes: int, contents: Contents, name: CommitName) -> bool:
         """Send a file that is missing in the target, or, when repairing, damaged there. A file that is there
-        is read: it may have rotted."""
+        is read: it may have rotted. `num_bytes`: the length that the target's manifest gives."""
         is_there = self._target.exists(there)
         if is_there:
             status, detail = self._verify(self._target, there, contents)
@@ -283,7 +294,16 @@ class StepCopier:
                 return False
             if not self._repairs:
                 raise self._is_not_whole(there, name)
-        self._sent_bytes += self._write(path, there, contents, name.step, replaces=is_there)
+        with self._image(path, contents, name.step) as image:
+            found = self._write(path, there, contents, image, name.step, replaces=True)
+        if found != num_bytes:
+            raise RunError(
+                f"{self._target.url}/{there} was compressed to {found} bytes, and {num_bytes} were written "
+                "first: another version of the package zstandard has made them. The step is not whole in the "
+                "target. Repair it with that version, or copy to another place.",
+                step=name.step,
+                path=there,
+            )
         return True
 
     # ---- files
@@ -291,56 +311,45 @@ class StepCopier:
     def _verify(self, store: Store, path: str, contents: Contents) -> tuple[FileStatus, str]:
         return verify_file(store, path, contents, threads=self._threads)
 
-    def _write(self, path: str, there: str, contents: Contents, step: int, *, replaces: bool = False) -> int:
-        """Send a file. Returns the number of bytes sent. `replaces`: remove the existing file once the new
-        one is there under another name, if the store has links."""
-        folder, _, file = there.rpartition("/")
-        is_beside = replaces and self._target.capabilities.rename
-        name = f"{folder}/.{file}.{secrets.token_hex(8)}.tmp" if is_beside else there
-        with self._image(path, contents, step) as descriptor:
-            if replaces and not is_beside:
+    def _write(
+        self,
+        path: str,
+        there: str,
+        contents: Contents,
+        image: MemoryRange,
+        step: int,
+        *,
+        replaces: bool = False,
+    ) -> int:
+        """Send the image of the file at `path`. Returns the length of the file, compressed if its name says
+        so."""
+        layout, num_bytes = contents.layout(), contents.shard.num_bytes
+        how: dict[str, Any] = {
+            "threads": self._threads, "progress": self._progress, "replaces": replaces
+        }  # fmt: skip
+        if there.endswith(COMPRESSED):
+            written, num_bytes = write_compressed(self._target, there, layout, image, **how)
+        else:
+            written = self._target.write_shard(there, layout, image, **how)
+        crashpoints.point("copy.written")
+        # Chunks of another size than today's are covered by the digests of their leaves.
+        is_alike = contents.shard.chunk_bytes != CHUNK_BYTES or written.checksums == contents.shard.checksums
+        if wrong := _words(Read(digests=written.digests, bad_chunks=[] if is_alike else [0]), contents):
+            with suppress(OSError):
                 self._target.remove(there)
-            written = self._target.write_shard(
-                name,
-                contents.layout(),
-                MemoryRange(descriptor, 0),
-                threads=self._threads,
-                progress=self._progress,
-            )
-            crashpoints.point("copy.written")
-            try:
-                if wrong := self._unlike(name, contents, written):
-                    raise _damaged(self._source, path, wrong, step)
-                if is_beside:
-                    self._target.remove(there)
-                    if not self._target.copy(name, there) and not self._target.exists(there):
-                        self._write_again(there, contents, descriptor)  # a store without links
-                    self._target.remove(name)
-            except BaseException:
-                with suppress(OSError):
-                    self._target.remove(name)
-                raise
-        return contents.shard.num_bytes if written.stored_bytes is None else written.stored_bytes
-
-    def _write_again(self, path: str, contents: Contents, descriptor: int) -> None:
-        """Write an image that was compared with its record just now."""
-        self._target.write_shard(path, contents.layout(), MemoryRange(descriptor, 0), threads=self._threads)
-
-    def _unlike(self, name: str, contents: Contents, written: Written) -> str:
-        """The difference between the written bytes and the record, in words; empty if they are equal."""
-        if contents.shard.chunk_bytes != CHUNK_BYTES:
-            return self._verify(self._target, name, contents)[1]
-        bad = [] if written.checksums == contents.shard.checksums else [0]
-        return _words(Read(digests=written.digests, bad_chunks=bad), contents)
+            raise _damaged(self._source, path, wrong, step)
+        self._sent_bytes += num_bytes
+        return num_bytes
 
     @contextmanager
-    def _image(self, path: str, contents: Contents, step: int) -> Iterator[int]:
-        """A file of the source as a descriptor: the local file, or a spool file with its bytes. All bytes
+    def _image(self, path: str, contents: Contents, step: int) -> Iterator[MemoryRange]:
+        """The image of a file of the source: the local file, or a spool file with its bytes. All bytes
         were compared with the record before: no damaged byte is sent, and a failing disk raises an error (in
         a mapping it would be a SIGBUS)."""
         num_bytes, wrong = contents.shard.num_bytes, ""
         try:
-            descriptor = self._source.descriptor(path, num_bytes)
+            is_plain = not path.endswith(COMPRESSED)
+            descriptor = self._source.descriptor(path, num_bytes) if is_plain else None
         except (LengthError, FileNotFoundError) as error:
             raise _damaged(self._source, path, str(error) or "it is missing", step) from error
         is_here = descriptor is not None
@@ -354,7 +363,7 @@ class StepCopier:
                     raise OSError(errno.EIO, wrong, f"{self._source.url}/{path}")
             if wrong:
                 raise _damaged(self._source, path, wrong, step)
-            yield descriptor
+            yield MemoryRange(descriptor, 0)
         finally:
             os.close(descriptor)
 
@@ -424,9 +433,9 @@ class _Files:
 
 
 def _names(manifest: Manifest) -> tuple[set[str], set[str], set[str]]:
-    """The names of its parts, shards and frozen files."""
+    """The names of its parts, shards and frozen files, as the parts have them."""
     rows = manifest.parts, manifest.shards, manifest.frozen
-    parts, shards, frozen = ({each.name for each in row} for row in rows)
+    parts, shards, frozen = ({plain_name(each.name) for each in row} for row in rows)
     return parts, shards, frozen
 
 
@@ -516,7 +525,7 @@ def copy_run(
 ) -> RunCopy:
     """Copy a committed step: the one that a resume would take, or `step`; with `all_steps` every visible one.
     `at`: the attempt or the snapshot of `step`. Existing files are not sent again. `compress`: see
-    `Compression`; `repairs`: see `StepCopier`.
+    `is_worth`; `repairs`: see `StepCopier`.
 
     For one step all errors are raised; with `all_steps` a damaged step is reported, and a step that is
     deleted meanwhile is left out. RunError if the target holds another run, was trained by itself, or one of

@@ -15,7 +15,6 @@ from flashckpt.options import storage_options, user_path
 from flashckpt.printable import redacted
 from flashckpt.store import objects
 from flashckpt.store.base import Store
-from flashckpt.store.compressed_store import CompressedStore
 from flashckpt.store.local import LocalStore
 from flashckpt.store.objects import UploadRate
 
@@ -55,7 +54,7 @@ def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] |
     text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
-    return CompressedStore(_open(text, options))
+    return _open(text, options)
 
 
 def _open(text: str, options: Mapping[str, Any] | None) -> Store:

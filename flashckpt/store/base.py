@@ -54,14 +54,12 @@ class Capabilities:
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a folder. `num_bytes`: length of a file, 0 for a folder. `modified_s`: time of the last
-    write to a file by the store's clock; 0 if unknown, and for a folder. `is_compressed`: the file is stored
-    compressed; `num_bytes` is its plain length."""
+    write to a file by the store's clock; 0 if unknown, and for a folder."""
 
     name: str
     is_folder: bool
     num_bytes: int
     modified_s: float = field(default=0.0, compare=False)
-    is_compressed: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +73,11 @@ class MemoryRange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """Sums of the bytes that were written. `digests`: one per leaf, in the layout's order. `checksums`: 16
-    bytes per chunk. `direct`: the write bypassed the page cache. `stored_bytes`: length of the compressed
-    file, None if the file is plain."""
+    bytes per chunk. `direct`: the write bypassed the page cache."""
 
     digests: array[int]
     checksums: bytes
     direct: bool = True
-    stored_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +97,8 @@ class Read:
 
 class Store(Protocol):
     """Files of one run. Every method may raise OSError, with errno. No method follows a link: a link in place
-    of a folder raises RunError, in place of a file DamagedError. `create`, `append`, `copy` and `write_shard`
-    make the folders they need; they raise FileNotFoundError if the run existed and has vanished."""
+    of a folder raises RunError, in place of a file DamagedError. `create`, `append` and `write_shard` make
+    the folders they need; they raise FileNotFoundError if the run existed and has vanished."""
 
     @property
     def url(self) -> str:
@@ -144,10 +140,6 @@ class Store(Protocol):
         """Append to a file, not durably. If an existing file would exceed `max_bytes`, append nothing and
         return False."""
 
-    def copy(self, source: str, target: str) -> bool:
-        """Give a file a second name, durably, without reading its bytes. Return False if the store cannot do
-        this or if `target` is taken."""
-
     def list(self, folder: str) -> list[Entry]:
         """List all files and folders, sorted by name; skip links and all other kinds. Return an empty list if
         the folder does not exist. Concurrent changes may or may not show."""
@@ -166,13 +158,23 @@ class Store(Protocol):
     # Shards
 
     def write_shard(
-        self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
+        self,
+        path: str,
+        layout: Layout,
+        source: MemoryRange,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        replaces: bool = False,
     ) -> Written:
-        """Write an image of `layout` from memory to a new file. Bytes and name are durable on return; after
-        an error no such file exists. `progress`: 0, or the address of a u64 to which the number of bytes done
-        is added. Raises FileExistsError if another file has the name."""
+        """Write an image of `layout` from memory to a new file. The name is seen once the bytes are durable,
+        and is durable on return; after an error no such file exists. `progress`: 0, or the address of a u64
+        to which the number of bytes done is added. `replaces`: replace a file that has the name, of which a
+        reader sees the old or the new bytes; else raise FileExistsError."""
 
-    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
+    def write_parts(
+        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
+    ) -> None:
         """Write a new file from pieces of any length with at most `most_bytes` in total. Otherwise like
         `write_shard`."""
 
@@ -180,7 +182,8 @@ class Store(Protocol):
         self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
     ) -> None:
         """Read the chunks of a shard that `plan` still needs, into the plan, which records damaged chunks.
-        Raises LengthError, before it reads anything, if the file has another length.
+        Raises LengthError, before it reads anything, if the file has another length. A name that ends with
+        `.zst` is a compressed file, whose plan is that of the plain one.
 
         `progress`: 0, or the address of a u64 to which the number of bytes done is added. `cancel`: 0, or the
         address of a u64; once it is not 0, start no further read and raise OSError (ECANCELED)."""

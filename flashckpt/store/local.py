@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from flashckpt import _native
 from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.layout import Layout
+from flashckpt.format.manifest import COMPRESSED
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
     Capabilities,
@@ -31,6 +32,7 @@ from flashckpt.store.base import (
     split,
     too_long,
 )
+from flashckpt.store.compressed_file import read_compressed
 
 _Found = TypeVar("_Found")
 
@@ -127,27 +129,6 @@ class LocalStore:
 
         return self._in_folder(path, append_in, durable=False)
 
-    def copy(self, source: str, target: str) -> bool:
-        *source_folders, source_name = split(source)
-
-        def link_in(name: str, folder: int) -> bool:
-            with self._folder(source_folders) as above:
-                if not stat.S_ISREG(os.stat(source_name, dir_fd=above, follow_symlinks=False).st_mode):
-                    raise self._not_a_file(source)
-                try:
-                    self._system.link(source_name, name, above, folder)
-                except FileExistsError:
-                    return False
-                except OSError as error:
-                    if error.errno in _NO_LINKS:
-                        return False
-                    raise
-            # A part may refer to the new link next.
-            self._system.sync_folder(folder)
-            return True
-
-        return self._in_folder(target, link_in)
-
     def list(self, folder: str) -> builtins.list[Entry]:
         entries = []
         try:
@@ -195,11 +176,18 @@ class LocalStore:
     # Shards
 
     def write_shard(
-        self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
+        self,
+        path: str,
+        layout: Layout,
+        source: MemoryRange,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        replaces: bool = False,
     ) -> Written:
-        def write_in(name: str, folder: int) -> Written:
+        def write(temporary: str) -> Written:
             digests, checksums, direct = self._system.write_shard(
-                os.path.join(self._root, path),
+                os.path.join(self._root, temporary),
                 source.descriptor,
                 source.offset,
                 layout.num_bytes,
@@ -209,36 +197,55 @@ class LocalStore:
                 threads=threads,
                 progress=progress,
             )
-            try:
-                # The bytes are durable; make the name durable too before a part refers to it.
-                self._system.sync_folder(folder)
-            except BaseException:
-                with suppress(OSError):
-                    self._system.remove(name, folder)
-                raise
             return Written(digests=array("Q", digests), checksums=checksums, direct=direct)
 
-        return self._in_folder(path, write_in)
+        return self._written(path, lambda path: self._in_folder(path, lambda *_: write(path)), replaces)
 
-    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
-        # The pieces can be iterated once only, so make the folder before taking the first.
-        file = self._in_folder(path, self._system.create)
+    def write_parts(
+        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
+    ) -> None:
+        def write(temporary: str) -> None:
+            # The pieces can be iterated once only, so make the folder before taking the first.
+            file = self._in_folder(temporary, self._system.create)
+            try:
+                for part in parts:
+                    self._write(file, part)
+                self._system.sync(file)
+            finally:
+                os.close(file)
+
+        self._written(path, write, replaces)
+
+    def _written(self, path: str, write: Callable[[str], _Found], replaces: bool) -> _Found:
+        """Write a file beside its place, by `write(its temporary path)`, and name it once its bytes are
+        durable. So what a killed process has left is a temporary file, and no file of the run."""
+        *folders, name = split(path)
+        temporary = f".{name}.{secrets.token_hex(8)}{_TEMPORARY}"
         try:
-            for part in parts:
-                self._write(file, part)
-            self._system.sync(file)
-            with self._folder(split(path)[:-1]) as folder:
-                self._system.sync_folder(folder)
-        except BaseException:
-            with suppress(OSError):
-                self.remove(path)
-            raise
+            found = write("/".join([*folders, temporary]))
+            with self._folder(folders) as folder:
+                if replaces:
+                    self._system.rename(temporary, name, folder)
+                elif not self._publish(temporary, name, b"", folder):
+                    raise FileExistsError(errno.EEXIST, "another file has the name", path)
+                try:
+                    self._system.sync_folder(folder)  # before a part refers to the name
+                except BaseException:
+                    with suppress(OSError):
+                        self._system.remove(name, folder)
+                    raise
+            return found
         finally:
-            os.close(file)
+            with suppress(FileNotFoundError):
+                self.remove("/".join([*folders, temporary]))
 
     def read_chunks(
         self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
     ) -> None:
+        if path.endswith(COMPRESSED):
+            with self._opened(path) as (_, stored_bytes):
+                read_compressed(self, path, stored_bytes, plan, max(1, threads), progress, cancel)
+            return
         self._check_length(path, plan.num_bytes)
         local = os.path.join(self._root, path)
         try:

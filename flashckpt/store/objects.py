@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from flashckpt import _native
 from flashckpt.errors import OptionError, RunError
 from flashckpt.format.layout import Layout
+from flashckpt.format.manifest import COMPRESSED
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
     Capabilities,
@@ -30,6 +31,7 @@ from flashckpt.store.base import (
     split,
     too_long,
 )
+from flashckpt.store.compressed_file import read_compressed
 from flashckpt.store.read_plan import ImageSums, add_pieces
 
 # ---- the limit of a node's upload rate to a store
@@ -232,10 +234,10 @@ class ObjectStore:
         self._rate.count(len(data))
         return self._client.put(_key(path), memoryview(data), is_new=True)
 
-    def _create_shard(self, key: str, data: memoryview) -> None:
-        """Create an object whose name has one writer. If the name is taken, the same bytes are from an
-        earlier request of this call. FileExistsError for other bytes."""
-        if not self._client.put(key, data, is_new=True) and self._client.get(key, len(data)) != data:
+    def _put_shard(self, key: str, data: memoryview, replaces: bool) -> None:
+        """Create an object whose name has one writer, or replace it. If the name is taken, the same bytes are
+        from an earlier request of this call. FileExistsError for other bytes."""
+        if not self._client.put(key, data, is_new=not replaces) and self._client.get(key, len(data)) != data:
             raise _taken(key)
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
@@ -252,10 +254,6 @@ class ObjectStore:
         self._rate.count(len(before) + len(data))
         self._client.put(_key(path), memoryview(bytes(before) + data))
         return True
-
-    def copy(self, source: str, target: str) -> bool:
-        _key(source), _key(target)
-        return False
 
     def list(self, folder: str) -> builtins.list[Entry]:
         found = self._client.list(f"{_key(folder)}/" if folder else "")
@@ -278,7 +276,14 @@ class ObjectStore:
     # Shards
 
     def write_shard(
-        self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
+        self,
+        path: str,
+        layout: Layout,
+        source: MemoryRange,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        replaces: bool = False,
     ) -> Written:
         key, num_bytes = _key(path), layout.num_bytes
         if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
@@ -286,13 +291,15 @@ class ObjectStore:
         sums, part_bytes = ImageSums(layout, CHUNK_BYTES), _part_bytes(num_bytes)
         parts = _parts(source, num_bytes, part_bytes, sums, progress, self._rate)
         if num_bytes <= part_bytes:
-            self._create_shard(key, next(parts))
+            self._put_shard(key, next(parts), replaces)
             next(parts, None)
         else:
-            self._upload(path, parts, part_bytes)
+            self._upload(path, parts, part_bytes, replaces)
         return Written(digests=sums.digests(), checksums=sums.checksums())
 
-    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
+    def write_parts(
+        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
+    ) -> None:
         key, part_bytes = _key(path), _part_bytes(most_bytes, COMPRESSED_PART_BYTES)
         rest, first = self._throttled(parts), list[bytes]()
         for part in rest:
@@ -300,12 +307,12 @@ class ObjectStore:
             if sum(map(len, first)) > part_bytes:
                 break
         if sum(map(len, first)) <= part_bytes:
-            self._create_shard(key, memoryview(b"".join(first)))
+            self._put_shard(key, memoryview(b"".join(first)), replaces)
         else:
-            self._upload(path, map(memoryview, chain(first, rest)), part_bytes)
+            self._upload(path, map(memoryview, chain(first, rest)), part_bytes, replaces)
 
-    def _upload(self, path: str, parts: Iterable[memoryview], part_bytes: int) -> None:
-        if self.exists(path):
+    def _upload(self, path: str, parts: Iterable[memoryview], part_bytes: int, replaces: bool) -> None:
+        if not replaces and self.exists(path):
             raise _taken(path)
         self._client.upload(_key(path), parts, part_bytes)
 
@@ -317,6 +324,10 @@ class ObjectStore:
     def read_chunks(
         self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
     ) -> None:
+        if path.endswith(COMPRESSED):
+            size = self._client.size(_key(path))
+            read_compressed(self, path, size, plan, max(threads, _AT_ONCE), progress, cancel)
+            return
         self._check_length(path, plan.num_bytes)
 
         def fetch(start: int, stop: int) -> memoryview:

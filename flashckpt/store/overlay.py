@@ -94,9 +94,6 @@ class OverlayStore:
         self._changes.put(path, before + data)
         return True
 
-    def copy(self, source: str, target: str) -> bool:
-        return False
-
     def list(self, folder: str) -> list[Entry]:
         key, now_s = _key(folder), time.time()
         prefix = f"{key}/" if key else ""
@@ -129,9 +126,17 @@ class OverlayStore:
     # Shards
 
     def write_shard(
-        self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
+        self,
+        path: str,
+        layout: Layout,
+        source: MemoryRange,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        replaces: bool = False,
     ) -> Written:
-        self._check_new(path)
+        if not replaces:
+            self._check_new(path)
         sums, num_bytes = ImageSums(layout, CHUNK_BYTES), layout.num_bytes
         piece = memoryview(bytearray(min(num_bytes, _PIECE_BYTES)))
         for start in range(0, num_bytes, _PIECE_BYTES):
@@ -149,8 +154,11 @@ class OverlayStore:
         self._changes.put(path, num_bytes)
         return Written(digests=sums.digests(), checksums=sums.checksums())
 
-    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
-        self._check_new(path)
+    def write_parts(
+        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
+    ) -> None:
+        if not replaces:
+            self._check_new(path)
         self._changes.put(path, sum(map(len, parts)))
 
     def read_chunks(

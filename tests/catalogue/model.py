@@ -26,6 +26,7 @@ from flashckpt.catalogue.requests import (
 )
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue
+from flashckpt.format.manifest import File
 
 World = Mapping[str, Any]
 """The content of each file, by STORE/PATH."""
@@ -182,8 +183,10 @@ class Store:
             return world, content if is_read else DamagedError(f"{path} is damaged.")
         if isinstance(request, Copy):
             if path not in world:
-                return world, False
-            return {**world, f"{request.target}/{request.target_path}": world[path]}, True
+                return world, None
+            there, content = request.target_path, world[path]
+            answer = File(there.rpartition("/")[2], size_of(content))
+            return {**world, f"{request.target}/{there}": content}, answer
         assert isinstance(request, (Create, Put)), request
         if isinstance(request.record, Catalogue):
             _round_trip(request.record)

@@ -88,7 +88,6 @@ def test_links_in_the_run_are_not_followed(tmp_path: Path) -> None:
         lambda: store.make_folder("folder/new"),
         lambda: store.local_path("folder/secret"),
         lambda: store.remove("folder/secret"),
-        lambda: store.copy("file", "copy"),
     ):
         with pytest.raises((RunError, DamagedError), match="not followed|neither followed nor read"):
             act()
@@ -136,7 +135,6 @@ def test_a_run_that_is_not_there_any_more_is_not_begun_anew(tmp_path: Path) -> N
     for act in (
         lambda: store.create("steps/1/manifest.json", b"{}"),
         lambda: store.append("events/log", b"line", 100),
-        lambda: store.copy("assets.json", "copy/assets.json"),
         lambda: write_shard(store, "steps/1/shard", image, layout),
     ):
         with pytest.raises(FileNotFoundError):

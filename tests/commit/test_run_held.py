@@ -192,7 +192,7 @@ def test_keepers_elsewhere_that_save_are_waited_for(
     beat(store, name, 1, saves=True)
     stuck = Beats(lambda count: count == 5 and beat(store, name, 2, saves=True))
     assert not is_held(store, me, never, stuck)
-    assert stuck.count < 2 * attempts.WATCH_S
+    assert stuck.count <= 2 * attempts.WATCH_S
 
 
 def test_an_attempt_that_begins_during_the_watch_is_looked_at(store: LocalStore, tmp_path: Path) -> None:

@@ -15,20 +15,20 @@ from flashckpt.catalogue.mirror import copy_checkpoint
 from flashckpt.catalogue.requests import Copy, Stores
 from flashckpt.errors import DamagedError, RunError, RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Checkpoint, Folder, version_path
-from flashckpt.format.manifest import FrozenFile
+from flashckpt.format.manifest import File, FrozenFile
 from flashckpt.format.names import SnapshotId
 from flashckpt.store.base import Store
 from tests.catalogue.processes import start_in
 from tests.catalogue.snapshots import HOME, RUN, Job, boundaries, faults, files_of, nonce, write_part
 
 
-def copied(source: Store, target: Store, request: Copy) -> bool:
+def copied(source: Store, target: Store, request: Copy) -> File | None:
     try:
         data = source.read(request.path, 1 << 20)
     except FileNotFoundError:
-        return False
+        return None
     target.create(request.target_path, data)
-    return True
+    return File(request.target_path.rpartition("/")[2], len(data))
 
 
 class CatalogueContract:

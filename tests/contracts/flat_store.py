@@ -19,6 +19,7 @@ from urllib.parse import quote, unquote
 
 from flashckpt import _native
 from flashckpt.format.layout import Layout
+from flashckpt.format.manifest import COMPRESSED
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store import ENTRY_POINTS
 from flashckpt.store.base import (
@@ -30,6 +31,7 @@ from flashckpt.store.base import (
     split,
     too_long,
 )
+from flashckpt.store.compressed_file import read_compressed
 
 PAGE_KEYS = 3
 PART_BYTES = 1 << 20
@@ -153,10 +155,6 @@ class FlatStore:
             return False
         return self._bucket.put(_key(path), _parts(before + data))
 
-    def copy(self, source: str, target: str) -> bool:
-        _key(source), _key(target)
-        return False
-
     def list(self, folder: str) -> builtins.list[Entry]:
         prefix = f"{_key(folder)}/" if folder else ""
         entries, after = [], ""
@@ -182,27 +180,39 @@ class FlatStore:
             self.remove(path)
 
     def write_shard(
-        self, path: str, layout: Layout, source: MemoryRange, *, threads: int = 2, progress: int = 0
+        self,
+        path: str,
+        layout: Layout,
+        source: MemoryRange,
+        *,
+        threads: int = 2,
+        progress: int = 0,
+        replaces: bool = False,
     ) -> Written:
         key, image = _key(path), _image(source, layout.num_bytes)
         digests = _digests(image, layout)
         chunks = [image[start : start + CHUNK_BYTES] for start in range(0, len(image), CHUNK_BYTES)]
-        if not self._bucket.put(key, _parts(image, progress), only_if_new=True):
+        if not self._bucket.put(key, _parts(image, progress), only_if_new=not replaces):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         return Written(digests=digests, checksums=b"".join(map(_native.xxh3_128, chunks)))
 
-    def write_parts(self, path: str, parts: Iterable[bytes], most_bytes: int) -> None:
+    def write_parts(
+        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
+    ) -> None:
         def cut() -> Iterable[bytes]:
             for part in parts:
                 yield from _parts(part)
 
-        if not self._bucket.put(_key(path), cut(), only_if_new=True):
+        if not self._bucket.put(_key(path), cut(), only_if_new=not replaces):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
     def read_chunks(
         self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
     ) -> None:
         key = _key(path)
+        if path.endswith(COMPRESSED):
+            read_compressed(self, path, self._bucket.head(key), plan, threads, progress, cancel)
+            return
         if (size := self._bucket.head(key)) != plan.num_bytes:
             raise other_length(path, size, plan.num_bytes)
         for first, last in plan.left():

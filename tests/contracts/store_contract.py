@@ -146,17 +146,6 @@ class StoreContract:
         store.remove_files([])
         assert [entry.name for entry in store.list("folder")] == ["b"]
 
-    def test_copies_share_bytes_or_are_refused(self, store: Store) -> None:
-        store.create("a/source", b"bytes")
-        store.create("taken", b"other")
-        assert not store.copy("a/source", "taken")
-        is_copied = store.copy("a/source", "b/target")
-        assert store.exists("b/target") == is_copied
-        store.remove("a/source")
-        if is_copied:
-            assert store.read("b/target", MAX) == b"bytes"
-        assert store.read("taken", MAX) == b"other"
-
     def test_a_place_identifies_a_run(self, store: Store) -> None:
         assert store.place() == store.place()
         assert 0 < len(store.place()) < 4096
@@ -174,8 +163,6 @@ class StoreContract:
             lambda: store.exists(path),
             lambda: store.remove(path),
             lambda: store.list(path),
-            lambda: store.copy(path, "target"),
-            lambda: store.copy("source", path),
             lambda: store.write_shard(path, shard.layout, shard.region),
             lambda: read_shard(store, path, shard.contents, None),
         ):
@@ -183,6 +170,19 @@ class StoreContract:
                 act()
 
     # Shards
+
+    def test_a_shard_is_replaced_only_if_asked(self, store: Store, shard: Shard) -> None:
+        store.create(IN_STEP, b"damaged")
+        with pytest.raises(FileExistsError):
+            store.write_shard(IN_STEP, shard.layout, shard.region)
+        with pytest.raises(FileExistsError):
+            store.write_parts(IN_STEP, [b"other"], 5)
+        assert store.read(IN_STEP, MAX) == b"damaged"
+        store.write_shard(IN_STEP, shard.layout, shard.region, replaces=True)
+        assert not read_shard(store, IN_STEP, shard.contents, None).bad_chunks
+        store.write_parts(IN_STEP, [b"ot", b"her"], 5, replaces=True)
+        assert store.read(IN_STEP, MAX) == b"other"
+        assert [each.name for each in store.list(IN_STEP.rpartition("/")[0])] == [IN_STEP.rpartition("/")[2]]
 
     def test_a_shard_is_written_and_audited(self, store: Store, shard: Shard) -> None:
         progress = array("Q", [5])

@@ -33,7 +33,7 @@ from flashckpt.format.owner import Alive
 from flashckpt.format.records import Part
 from flashckpt.memory import region as page
 from flashckpt.memory.slot import Slot
-from flashckpt.store.compressed_store import Widths, codec, read_table, table_bytes
+from flashckpt.store.compressed_file import Widths, codec, read_table, table_bytes
 from tests.format.replicated import part_of, rank_of, table
 from tests.hostile.made_run import make_run
 from tests.keeper.region import write_constants

@@ -19,7 +19,6 @@ from flashckpt.format.names import SnapshotId
 from flashckpt.restore.step_choice import AloneAgreement, Loaded, StepChoice
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Store
-from flashckpt.store.compressed_store import CompressedStore
 from flashckpt.store.objects import ObjectStore
 from flashckpt.store.read_plan import ReadPlan
 from tests import run_view
@@ -71,7 +70,7 @@ def chosen(store: Store, rank: int) -> Loaded:
 
 def test_a_start_lists_the_data_of_one_step_and_on_one_rank() -> None:
     bucket = Bucket()
-    store: Store = CompressedStore(ObjectStore(bucket))
+    store: Store = ObjectStore(bucket)
     record = trained(store, RANKS, 400, ranks_a_node=RANKS_A_NODE)
     newest, folder = record.name, f"{record.folder}/"
     catalogue, older = View.of(store).catalogue, []
@@ -123,13 +122,13 @@ def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
 
 def test_a_part_of_a_shard_is_read_without_a_listing() -> None:
     bucket = Bucket()
-    store = CompressedStore(ObjectStore(bucket))
+    store = ObjectStore(bucket)
     whole = np.arange(4096, dtype="int64")
     record = committed(store, [[Held("w", whole, TensorSlice((0,), whole.shape))]])
     [(path, contents)] = record.files(0)
     plan, into = ReadPlan(), memoryview(bytearray(8))
     bucket.taken()
     plan.copy(path, contents, contents.shard.data_start + 8 * 4000, 8, (), into, 0)
-    plan.run(CompressedStore(ObjectStore(bucket)), 1)
+    plan.run(ObjectStore(bucket), 1)
     assert into.cast("q")[0] == 4000
     assert not bucket.taken()

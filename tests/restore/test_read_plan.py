@@ -17,7 +17,6 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.store.base import Store
-from flashckpt.store.compressed_store import compressing
 from flashckpt.store.local import LocalStore
 from flashckpt.store.read_plan import MissingShardError, ReadPlan, read_shard
 from tests.commit.runs import contents_of, write_shard
@@ -27,7 +26,6 @@ from tests.waiting import until
 KINDS: dict[str, Callable[[Path], Store]] = {
     "local": lambda folder: LocalStore(str(folder)),
     "flat": lambda folder: FlatStore(f"flat://{folder}"),
-    "compressed": lambda folder: compressing(LocalStore(str(folder)), "zstd"),
 }
 NAMES = [f"rank-0000{number}-5f2c0a1b.safetensors" for number in range(3)]
 Files = dict[str, tuple[bytes, Contents]]

@@ -8,7 +8,6 @@ import os
 import tracemalloc
 from array import array
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,27 +20,24 @@ from flashckpt.errors import DamagedError, OptionError
 from flashckpt.format.layout import DTYPES, Layout, Leaf
 from flashckpt.format.records import CHUNK_BYTES, Contents, ShardRecord
 from flashckpt.options import checked_compress
-from flashckpt.store import compressed_store
-from flashckpt.store.base import Entry, LengthError, MemoryRange, Store
-from flashckpt.store.compressed_store import (
+from flashckpt.store.base import Entry, MemoryRange, Store, Written
+from flashckpt.store.compressed_file import (
     FRAME_BYTES,
     LARGEST_FRAME,
     Codec,
-    CompressedStore,
-    Compression,
     Widths,
-    compressed_name,
-    compressing,
     count_of,
+    is_worth,
     most_bytes,
-    plain_name,
     read_table,
     table_bytes,
+    write_compressed,
 )
 from flashckpt.store.local import LocalStore
-from flashckpt.store.read_plan import read_shard
+from flashckpt.store.read_plan import ReadPlan, read_shard
+from tests.contracts.flat_store import FlatStore
 
-NAME = "rank-00000-5f2c0a1b.safetensors"
+NAME = "rank-00000-5f2c0a1b.safetensors.zst"
 
 
 class Image:
@@ -69,11 +65,12 @@ class Image:
             ),
         )
 
-    def write(self, store: Store, name: str = NAME) -> Any:
+    def write(self, store: Store) -> tuple[Written, int]:
+        """Write it compressed."""
         descriptor = os.memfd_create("image")
         try:
             os.write(descriptor, self.bytes)
-            return store.write_shard(name, self.layout, MemoryRange(descriptor, 0))
+            return write_compressed(store, NAME, self.layout, MemoryRange(descriptor, 0))
         finally:
             os.close(descriptor)
 
@@ -134,12 +131,11 @@ def test_every_byte_round_trips(
     tmp_path_factory: pytest.TempPathFactory, image: Image, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    store = compressing(LocalStore(str(folder)), "zstd")
-    written = image.write(store)
+    store = LocalStore(str(folder))
+    written, stored_bytes = image.write(store)
     size = len(image.bytes)
-    assert written.stored_bytes == stored(folder).stat().st_size <= most_bytes(size)
-    assert store.list("") == [Entry(NAME, False, size)]
-    assert os.listdir(folder) == [f"{NAME}.{size}.zst"]
+    assert stored_bytes <= most_bytes(size)
+    assert store.list("") == [Entry(NAME, False, stored_bytes)]
     if image.contents.shard.chunk_bytes == CHUNK_BYTES:
         assert written.checksums == image.contents.shard.checksums
     assert tuple(written.digests) == image.contents.digests
@@ -153,9 +149,10 @@ def test_every_byte_round_trips(
     for _ in range(5):
         start = data.draw(st.integers(0, size))
         num_bytes = data.draw(st.integers(0, min(size - start, 3 * FRAME_BYTES)))
-        assert store.read_bytes(NAME, start, num_bytes) == image.bytes[start : start + num_bytes]
-    with pytest.raises(LengthError):
-        store.read_bytes(NAME, size, 1)
+        plan, piece = ReadPlan(), memoryview(bytearray(num_bytes))
+        plan.copy(NAME, image.contents, start, num_bytes, (), piece, 0)
+        plan.run(store, 1)
+        assert piece == image.bytes[start : start + num_bytes]
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
@@ -190,8 +187,8 @@ def test_weights_are_compressed(tmp_path: Path) -> None:
     for dtype, most in (("float32", 0.87), ("bfloat16", 0.72)):
         leaf = Leaf(name="w", dtype=dtype, shape=(3_000_000,))
         image = Image([leaf], trained(3_000_000, dtype))
-        written = image.write(compressing(LocalStore(str(tmp_path / dtype)), "zstd"))
-        assert written.stored_bytes < most * len(image.bytes)
+        _, stored_bytes = image.write(LocalStore(str(tmp_path / dtype)))
+        assert stored_bytes < most * len(image.bytes)
 
 
 def look(store: Store, image: Image) -> bool:
@@ -210,14 +207,14 @@ def look(store: Store, image: Image) -> bool:
 
 def test_any_byte_flipped(tmp_path: Path) -> None:
     image = small()
-    image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
-    path, store = stored(tmp_path), CompressedStore(LocalStore(str(tmp_path)))
+    image.write(LocalStore(str(tmp_path)))
+    path, store = stored(tmp_path), LocalStore(str(tmp_path))
     data = path.read_bytes()
     kept = set()
     for place in range(len(data)):
         flipped = data[place] ^ (1, 0x80, 0xFF)[place % 3]
         path.write_bytes(data[:place] + bytes([flipped]) + data[place + 1 :])
-        if look(CompressedStore(LocalStore(str(tmp_path))), image):
+        if look(LocalStore(str(tmp_path)), image):
             kept.add(place)
     assert len(kept) <= 8, "a header's spare bits at most"
     path.write_bytes(data)
@@ -226,15 +223,15 @@ def test_any_byte_flipped(tmp_path: Path) -> None:
 
 def test_cut_short_and_lengthened(tmp_path: Path) -> None:
     image = small()
-    image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
+    image.write(LocalStore(str(tmp_path)))
     path = stored(tmp_path)
     data = path.read_bytes()
     for size in (*range(0, len(data), 7), len(data) - 1):
         path.write_bytes(data[:size])
-        assert not look(CompressedStore(LocalStore(str(tmp_path))), image)
+        assert not look(LocalStore(str(tmp_path)), image)
     for more in (b"\0", data, data[-100:], bytes(100_000)):
         path.write_bytes(data + more)
-        assert not look(CompressedStore(LocalStore(str(tmp_path))), image)
+        assert not look(LocalStore(str(tmp_path)), image)
 
 
 def assembled(frames: list[bytes], num_bytes: int, widths: Widths, sizes: list[int] | None = None) -> bytes:
@@ -273,8 +270,8 @@ def lies(image: Image) -> dict[str, bytes]:
 def test_a_file_with_a_wrong_length_in_its_table(tmp_path: Path, lie: str) -> None:
     image = small()
     data = lies(image)[lie]
-    (tmp_path / compressed_name(NAME, len(image.bytes))).write_bytes(data)
-    store = CompressedStore(LocalStore(str(tmp_path)))
+    (tmp_path / NAME).write_bytes(data)
+    store = LocalStore(str(tmp_path))
     tracemalloc.start()
     try:
         with pytest.raises(DamagedError):
@@ -284,39 +281,17 @@ def test_a_file_with_a_wrong_length_in_its_table(tmp_path: Path, lie: str) -> No
         tracemalloc.stop()
 
 
-def test_a_file_with_a_wrong_length_in_its_name(tmp_path: Path) -> None:
-    """Whatever length the file claims, no more bytes are read or allocated than it has."""
-    image = small()
-    image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
-    stored(tmp_path).rename(tmp_path / compressed_name(NAME, 10**15))
-    store = CompressedStore(LocalStore(str(tmp_path)))
-    with pytest.raises(LengthError):
-        read_shard(store, NAME, image.contents, None)
-    with pytest.raises(DamagedError, match="table"):
-        store.read_bytes(NAME, 0, 8)
-
-
-def test_names() -> None:
-    assert plain_name(compressed_name(NAME, 4097)) == (NAME, 4097)
-    temporary = f".{NAME}.0123456789abcdef.tmp"
-    assert plain_name(compressed_name(temporary, 1)) == (temporary, 1)
-    numbers = ("", "0", "01", "-1", "+1", str(10**16), "1 ", "\u0663")
-    names = [NAME, "node-0.json.5.zst", ".safetensors.5.zst", *(f"{NAME}.{each}.zst" for each in numbers)]
-    for name in names:
-        assert plain_name(name) is None, name
-
-
 def test_no_file_exceeds_the_longest_length(tmp_path: Path) -> None:
     """For incompressible bytes, the bound that determines the parts of an upload holds."""
     image = Image([Leaf(name="noise", dtype="uint8", shape=(2 * FRAME_BYTES + 5,))], os.urandom(8_500_000))
-    written = image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
-    assert 2 * FRAME_BYTES + 5 < written.stored_bytes <= most_bytes(len(image.bytes))
-    assert look(CompressedStore(LocalStore(str(tmp_path))), image)
+    _, stored_bytes = image.write(LocalStore(str(tmp_path)))
+    assert 2 * FRAME_BYTES + 5 < stored_bytes <= most_bytes(len(image.bytes))
+    assert look(LocalStore(str(tmp_path)), image)
 
 
 def test_memory_is_bounded_by_threads_and_not_by_the_file(tmp_path: Path) -> None:
     image = Image([Leaf(name="w", dtype="float32", shape=(16 * FRAME_BYTES // 4,))], trained(300_000))
-    store, threads = compressing(LocalStore(str(tmp_path)), "zstd"), 2
+    store, threads = LocalStore(str(tmp_path)), 2
     tracemalloc.start()
     try:
         image.write(store)
@@ -328,107 +303,30 @@ def test_memory_is_bounded_by_threads_and_not_by_the_file(tmp_path: Path) -> Non
         tracemalloc.stop()
 
 
-def test_a_table_is_read_alone(tmp_path: Path) -> None:
-    """For a long file, only the table and the requested frames are read."""
-    image = Image([Leaf(name="w", dtype="float32", shape=(5_000_000,))], trained(200_000))
-    image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
-
-    class Counted(LocalStore):
-        num_bytes = 0
-
-        def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
-            found = super().read_bytes(path, offset, num_bytes)
-            self.num_bytes += len(found)
-            return found
-
-    below = Counted(str(tmp_path))
-    store = CompressedStore(below)
-    assert store.read_bytes(NAME, FRAME_BYTES + 5, 100) == image.bytes[FRAME_BYTES + 5 : FRAME_BYTES + 105]
-    assert below.num_bytes <= LARGEST_FRAME + 4 * count_of(len(image.bytes)) + 80
-    before = below.num_bytes
-    store.read_bytes(NAME, 3 * FRAME_BYTES, 10)
-    assert below.num_bytes - before <= LARGEST_FRAME, "the table is known"
-
-
-def test_a_file_written_again_with_other_frames(tmp_path: Path) -> None:
-    """Removed and compressed again by another version: cached entries of the old file are not used."""
-    image = Image([Leaf(name="w", dtype="float32", shape=(2_000_000,))], trained(200_000))
-    writer = compressing(LocalStore(str(tmp_path)), "zstd")
-    image.write(writer)
-    reader = CompressedStore(LocalStore(str(tmp_path)))
-    assert look(reader, image)
-    path = stored(tmp_path)
-    path.unlink()
-    frames = [
-        zstandard.ZstdCompressor(level=9).compress(image.bytes[start : start + FRAME_BYTES])
-        for start in range(0, len(image.bytes), FRAME_BYTES)
-    ]
-    size = len(image.bytes)
-    path.write_bytes(assembled(frames, size, Widths((size, size, size, size, size))))
-    assert look(reader, image)
-
-
 def test_zstandard_reads_the_whole_file(tmp_path: Path) -> None:
     image = Image([Leaf(name="w", dtype="uint8", shape=(FRAME_BYTES,))], b"abc")
-    image.write(compressing(LocalStore(str(tmp_path)), "zstd"))
+    image.write(LocalStore(str(tmp_path)))
     data = stored(tmp_path).read_bytes()
     found = zstandard.ZstdDecompressor().stream_reader(data, read_across_frames=True).read()
     assert found == image.bytes, "of bytes, which have no planes"
 
 
-def test_a_plain_and_compressed_file_is_listed_once(tmp_path: Path) -> None:
-    image, plain = small(), LocalStore(str(tmp_path))
-    image.write(compressing(plain, "zstd"))
-    image.write(plain)
-    store = CompressedStore(plain)
-    assert store.list("") == [Entry(NAME, False, len(image.bytes))]
-    assert not store.list("")[0].is_compressed
-    assert look(store, image)
-    store.remove(NAME)
-    assert os.listdir(tmp_path) == []
-    assert not store.exists(NAME)
-
-
-def test_the_plain_file_is_preferred_to_the_compressed_one(tmp_path: Path) -> None:
-    """Whatever happened to the other file, and whether the folder was listed before or not."""
-    image, plain = small(), LocalStore(str(tmp_path))
-    image.write(compressing(plain, "zstd"))
-    reader = CompressedStore(plain)
-    assert look(reader, image)
-    image.write(plain)
-    other = small()
-    other.bytes = other.bytes[:-4] + b"rot!"
-    stored(tmp_path).unlink()
-    other.write(compressing(CompressedStore(LocalStore(str(tmp_path / "other"))), "zstd"))
-    stored(tmp_path / "other").rename(tmp_path / compressed_name(NAME, len(image.bytes)))
-    for store in (reader, CompressedStore(plain)):
-        assert [each.is_compressed for each in store.list("") if not each.is_folder] == [False]
-        assert look(store, image)
-        assert store.read_bytes(NAME, 0, len(image.bytes)) == image.bytes
-
-
-def test_auto_chooses_what_arrives_earlier(tmp_path: Path) -> None:
-    image = Image([Leaf(name="w", dtype="bfloat16", shape=(6_000_000,))], trained(6_000_000, "bfloat16"))
+def test_auto_compresses_what_shrinks_on_its_way_to_a_server(tmp_path: Path) -> None:
+    weights = Image([Leaf(name="w", dtype="bfloat16", shape=(6_000_000,))], trained(6_000_000, "bfloat16"))
     noise = Image([Leaf(name="w", dtype="uint8", shape=(12_000_000,))], os.urandom(12_000_100))
-    descriptors = []
-    for each in (image, noise):
-        descriptors.append(os.memfd_create("image"))
-        os.write(descriptors[-1], each.bytes)
-
-    def is_worth(how: Compression, which: int, *, is_remote: bool) -> bool:
-        each = (image, noise)[which]
-        return how.is_worth(each.layout, MemoryRange(descriptors[which], 0), 1, is_remote=is_remote)
-
-    for rate, expected in ((None, True), (1e6, True), (1e13, False)):
-        how = Compression("auto")
-        if rate is not None:
-            how.sent(1 << 30, (1 << 30) / rate)
-        assert is_worth(how, 0, is_remote=True) is expected
-        assert not is_worth(how, 1, is_remote=True), "nothing is gained"
-    assert not is_worth(Compression("auto"), 0, is_remote=False), "a disk is faster until it is known"
-    assert is_worth(Compression("zstd"), 1, is_remote=False)
-    for each in descriptors:
-        os.close(each)
+    local, remote = LocalStore(str(tmp_path)), FlatStore(f"flat://{tmp_path}")
+    for image, how, store, expected in (
+        (weights, "auto", remote, True),
+        (noise, "auto", remote, False),
+        (small(), "auto", remote, False),
+        (weights, "auto", local, False),
+        (noise, "zstd", local, True),
+        (weights, "none", remote, False),
+    ):
+        descriptor = os.memfd_create("image")
+        os.write(descriptor, image.bytes)
+        assert is_worth(how, store, image.layout, MemoryRange(descriptor, 0)) is expected
+        os.close(descriptor)
 
 
 def test_other_compressions_are_refused() -> None:
@@ -444,4 +342,4 @@ def test_bounds_hold_for_the_library() -> None:
     assert math.ceil(FRAME_BYTES / 256) + FRAME_BYTES <= LARGEST_FRAME
     with pytest.raises(DamagedError):
         read_table(lambda offset, size: bytes(size), NAME, 10**6, FRAME_BYTES)
-    assert compressed_store.count_of(0) == 0
+    assert count_of(0) == 0

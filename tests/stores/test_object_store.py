@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flashckpt.store.base import Entry, Store
-from flashckpt.store.compressed_store import Codec, compressing
+from flashckpt.store.compressed_file import Codec, write_compressed
 from flashckpt.store.objects import COMPRESSED_PART_BYTES, ObjectStore
 from flashckpt.store.obstore_client import ObstoreClient
 from flashckpt.store.read_plan import read_shard
@@ -36,21 +36,20 @@ class TestS3Store(StoreContract):
     def test_a_compressed_shard_is_uploaded_in_parts(
         self, opener: Callable[[], Store], boto: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store, large = compressing(opener(), "zstd"), Shard(num_rows=8_000)
-        written = store.write_shard(SHARD, large.layout, large.region)
+        store, large, name = opener(), Shard(num_rows=8_000), f"{SHARD}.zst"
+        written, stored_bytes = write_compressed(store, name, large.layout, large.region)
         assert written.checksums == large.contents.shard.checksums
-        assert written.stored_bytes is not None
-        assert written.stored_bytes > 3 * COMPRESSED_PART_BYTES
-        assert not read_shard(store, SHARD, large.contents, None).bad_chunks
+        assert stored_bytes > 3 * COMPRESSED_PART_BYTES
+        assert not read_shard(store, name, large.contents, None).bad_chunks
         [entry] = store.list("")
-        assert entry == Entry(SHARD, False, len(large.image))
+        assert entry == Entry(name, False, stored_bytes)
         with pytest.raises(FileExistsError):
-            store.write_shard(SHARD, large.layout, large.region)
+            write_compressed(store, name, large.layout, large.region)
 
         count = iter(range(7))
         monkeypatch.setattr(Codec, "pack", _refusing(Codec.pack, count))
         with pytest.raises(OSError, match="no more"):
-            store.write_shard(f"other.{SHARD}", large.layout, large.region)
+            write_compressed(store, f"other.{name}", large.layout, large.region)
         assert store.list("") == [entry]
         assert not boto.list_multipart_uploads(Bucket=bucket).get("Uploads"), "its parts are paid for"
 

@@ -1,0 +1,410 @@
+"""Compressed shards of copies: how they are read and written, their format, and which shards are compressed.
+
+A compressed shard has the name of the plain one with `.zst` behind it. Callers see the lengths and ranges of
+the plain file: a plan reads it as any other. Every frame is unpacked again before it is sent, and digests and
+checksums are computed from the unpacked bytes, so a commit compares the bytes that a reader will get.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import sys
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, groupby, pairwise
+from operator import itemgetter
+from typing import Any, Protocol
+
+from flashckpt import _native
+from flashckpt.errors import DamagedError, RunError
+from flashckpt.format.layout import DTYPES, Layout, Leaf
+from flashckpt.format.records import CHUNK_BYTES
+from flashckpt.options import Compress
+from flashckpt.store.base import MemoryRange, Store, Written
+from flashckpt.store.read_plan import ImageSums, add_pieces
+
+_PIECE_BYTES = 8 << 20
+"""Plain bytes that a thread reads and unpacks at once: a multiple of a frame."""
+_FRAMES_AT_ONCE = 4
+
+
+# ---- reading
+
+
+class Bytes(Protocol):
+    """What reads ranges of files: a store."""
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        """See Store.read_bytes."""
+
+
+def read_compressed(
+    store: Bytes,
+    path: str,
+    stored_bytes: int,
+    plan: _native.FilePlan,
+    at_once: int,
+    progress: int = 0,
+    cancel: int = 0,
+) -> None:
+    """Read the chunks that a plan of the plain file still needs from the compressed file at `path`, which has
+    `stored_bytes`. `at_once`: how many pieces concurrently. DamagedError if the file is damaged, or is that
+    of another plain length; otherwise as `Store.read_chunks`."""
+    table = read_table(partial(store.read_bytes, path), path, stored_bytes, plan.num_bytes)
+
+    def fetch(start: int, stop: int) -> bytearray:
+        data = bytearray(stop - start)
+        _unpack(store, path, table, start, memoryview(data))
+        return data
+
+    add_pieces(path, plan, _PIECE_BYTES, at_once, fetch, progress, cancel)
+
+
+def _unpack(store: Bytes, path: str, table: Table, start: int, into: memoryview) -> None:
+    """Read bytes of the plain file from `start`, a few frames per request."""
+    frames = table.frames(start, start + len(into))
+    for first in frames[::_FRAMES_AT_ONCE]:
+        last = min(first + _FRAMES_AT_ONCE, frames.stop)
+        begin = table.offsets[first]
+        data = memoryview(store.read_bytes(path, begin, table.offsets[last] - begin))
+        for index in range(first, last):
+            frame = data[table.offsets[index] - begin : table.offsets[index + 1] - begin]
+            _unpack_frame(path, table, index, frame, start, into)
+
+
+def _unpack_frame(
+    path: str, table: Table, index: int, frame: memoryview, start: int, into: memoryview
+) -> None:
+    """Unpack a frame's share of the bytes from `start` into `into`, whose first byte is that at `start`."""
+    begin, end = table.frame_of(index)
+    low, high = max(begin, start), min(end, start + len(into))
+    is_whole = (low, high) == (begin, end)
+    target = into[low - start : high - start] if is_whole else memoryview(bytearray(end - begin))
+    try:
+        codec().unpack(table.widths, begin, frame, target)
+    except ValueError as error:
+        raise damaged(path, f"frame {index} cannot be unpacked: {error}") from error
+    if not is_whole:
+        into[low - start : high - start] = target[low - begin : high - begin]
+
+
+# ---- writing: whether compression is worth it, and the threads that compress
+
+log = logging.getLogger(__name__)
+
+_SAMPLES = 8
+_SAMPLE_BYTES = 1 << 20
+_LEAST_BYTES = 4 << 20
+"""`auto` sends shorter files plain: measuring them would cost more than compression saves."""
+_GAIN = 0.9
+"""`auto` compresses a shard if samples of it shrink below this share."""
+
+
+def is_worth(how: Compress, store: Store, layout: Layout, source: MemoryRange) -> bool:
+    """Whether to send a shard compressed. `auto`: to an object store, if samples of the shard shrink."""
+    if how != "auto":
+        return how == "zstd"
+    if layout.num_bytes < _LEAST_BYTES or not store.capabilities.part_bytes:
+        return False
+    ratio = _ratio(layout, source)
+    log.info("a shard of %d bytes shrinks to %.0f %%", layout.num_bytes, 100 * ratio)
+    return ratio < _GAIN
+
+
+def write_compressed(
+    store: Store,
+    path: str,
+    layout: Layout,
+    source: MemoryRange,
+    *,
+    threads: int = 2,
+    progress: int = 0,
+    replaces: bool = False,
+) -> tuple[Written, int]:
+    """As `Store.write_shard`, compressed. Returns the length of the file, too."""
+    if os.fstat(source.descriptor).st_size < source.offset + layout.num_bytes:
+        raise OSError(errno.EIO, "the memory region is shorter than the shard", path)
+    shard = _Frames(layout, source, threads, progress)
+    store.write_parts(path, shard.parts(), most_bytes(layout.num_bytes), replaces=replaces)
+    return Written(digests=shard.sums.digests(), checksums=shard.sums.checksums()), shard.sent_bytes
+
+
+class _Frames:
+    """A shard's frames, compressed a few at a time."""
+
+    def __init__(self, layout: Layout, source: MemoryRange, threads: int, progress: int) -> None:
+        self._num_bytes, self._source = layout.num_bytes, source
+        self._widths, self.sums = Widths.of(layout), ImageSums(layout, FRAME_BYTES)
+        self._threads, self._progress = max(1, threads), progress
+        self.sent_bytes = 0
+
+    def parts(self) -> Iterator[bytes]:
+        """Yield the file's bytes. A frame counts as done when the next one is requested."""
+        sizes, under_way = array("I"), deque[Future[bytes]]()
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="compress") as pool:
+            try:
+                for index in range(count_of(self._num_bytes) + self._threads):
+                    if index < count_of(self._num_bytes):
+                        under_way.append(pool.submit(self._frame, index))
+                    if index >= self._threads:
+                        frame = under_way.popleft().result()
+                        sizes.append(len(frame))
+                        yield frame
+                        self._count(index - self._threads)
+            finally:
+                for each in under_way:
+                    each.cancel()
+        yield (table := table_bytes(self._num_bytes, self._widths, sizes))
+        self.sent_bytes = sum(sizes) + len(table)
+
+    def _frame(self, index: int) -> bytes:
+        start = index * FRAME_BYTES
+        plain = _read(self._source, start, min(FRAME_BYTES, self._num_bytes - start))
+        frame = codec().pack(self._widths, start, plain)
+        codec().unpack(self._widths, start, frame, plain)
+        self.sums.add(start, plain)
+        return frame
+
+    def _count(self, index: int) -> None:
+        if self._progress:
+            num_bytes = min(FRAME_BYTES, self._num_bytes - index * FRAME_BYTES)
+            _native.fetch_add(self._progress, num_bytes)
+
+
+def _ratio(layout: Layout, source: MemoryRange) -> float:
+    """The share of their length to which samples spread over a shard shrink."""
+    widths = Widths.of(layout)
+    last = max(0, layout.num_bytes - _SAMPLE_BYTES) // _SAMPLE_BYTES
+    starts = sorted({_SAMPLE_BYTES * (last * i // (_SAMPLES - 1)) for i in range(_SAMPLES)})
+    plain_bytes = packed_bytes = 0
+    for start in starts:
+        plain = _read(source, start, min(_SAMPLE_BYTES, layout.num_bytes - start))
+        plain_bytes += len(plain)
+        packed_bytes += len(codec().pack(widths, start, plain))
+    return packed_bytes / plain_bytes
+
+
+def _read(source: MemoryRange, start: int, num_bytes: int) -> memoryview:
+    """Copy a piece into this thread's memory. Reading raises an error where a mapping would give SIGBUS."""
+    into, done = codec().plain[:num_bytes], 0
+    while done < num_bytes:
+        taken = os.preadv(source.descriptor, [into[done:]], source.offset + start + done)
+        if not taken:
+            raise OSError(errno.EIO, "the memory region is shorter than the shard")
+        done += taken
+    return into
+
+
+# ---- the format of compressed shards: frames of byte planes, then a table of frames (docs/format.md)
+
+FRAME_BYTES = CHUNK_BYTES
+"""Plain bytes of each frame except the last."""
+LARGEST_FRAME = FRAME_BYTES + (FRAME_BYTES >> 8) + 64
+"""Longest possible frame: zstandard's bound and its header."""
+
+_WIDTHS = 1, 8, 4, 2, 1
+"""Element size in bytes in each part of an image: its header, then parts of its leaves."""
+_MAGIC = b"flashpl1"
+# A skippable frame holds the table, so zstandard's own tools can read the whole file.
+_SKIPPED = struct.Struct("<II")
+_SKIPPED_MAGIC = 0x184D2A5E
+_TRAILER = struct.Struct("<8s5Q")
+_CHECKSUM_BYTES = 16
+_FIXED_BYTES = _SKIPPED.size + _TRAILER.size + _CHECKSUM_BYTES
+_SIZE_BYTES = 4
+
+# In byte planes single bytes repeat and longer strings hardly do. A small table of 7-byte matches is twice as
+# fast as level 1 with the same ratio.
+_HOW = {"strategy": 1, "window_log": 22, "hash_log": 6, "chain_log": 6, "search_log": 1, "min_match": 7}
+
+
+def _width(leaf: Leaf) -> int:
+    return min(DTYPES[leaf.dtype][0], 8)  # complex128 is a pair of 8 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Element sizes in a file. `stops`: the end of the part for each of _WIDTHS."""
+
+    stops: tuple[int, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Widths:
+        """Find the stops that give most bytes the width of their elements. Widths only fall along a file,
+        while an image may have each width several times (`image_order`)."""
+        end = layout.data_start
+        # For each width as the last so far: number of bytes with their own width, and the stops before it.
+        best = [(0, (end,) * place) for place in range(1, len(_WIDTHS))]
+        for width, leaves in groupby(layout.leaves, key=_width):
+            for place in range(1, len(best)):
+                fitting, stops = best[place - 1]
+                best[place] = max(best[place], (fitting, (*stops, end)))
+            num_bytes = sum(leaf.num_bytes for leaf in leaves)
+            best = [
+                (fitting + (num_bytes if each == width else 0), stops)
+                for each, (fitting, stops) in zip(_WIDTHS[1:], best, strict=True)
+            ]
+            end += num_bytes
+        _, stops = max(best, key=itemgetter(0))  # the widest among equals
+        return cls(stops + (end,) * (len(_WIDTHS) - len(stops)))
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the pieces of a range with one element size: start and stop relative to `start`, and the
+        size."""
+        begin = start
+        for end, width in zip(self.stops, _WIDTHS, strict=True):
+            if begin < (last := min(end, stop)):
+                yield begin - start, last - start, width
+                begin = last
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Positions of the frames in a compressed file. `offsets` has one entry more than there are frames."""
+
+    num_bytes: int
+    widths: Widths
+    offsets: array[int]
+
+    def frames(self, start: int, stop: int) -> range:
+        """Indices of the frames that hold a range of the plain file."""
+        return range(start // FRAME_BYTES, -(-stop // FRAME_BYTES) if stop > start else start // FRAME_BYTES)
+
+    def frame_of(self, index: int) -> tuple[int, int]:
+        """Start and stop of a frame in the plain file."""
+        return index * FRAME_BYTES, min((index + 1) * FRAME_BYTES, self.num_bytes)
+
+
+def count_of(num_bytes: int) -> int:
+    """Number of frames of a file with `num_bytes` plain bytes."""
+    return -(-num_bytes // FRAME_BYTES)
+
+
+def most_bytes(num_bytes: int) -> int:
+    """Longest possible compressed file for `num_bytes` plain bytes."""
+    return num_bytes + count_of(num_bytes) * (LARGEST_FRAME - FRAME_BYTES + _SIZE_BYTES) + _FIXED_BYTES
+
+
+def table_bytes(num_bytes: int, widths: Widths, sizes: array[int]) -> bytes:
+    """The bytes after the frames. `sizes` (array("I")): compressed lengths of the frames."""
+    data = _little(sizes).tobytes()
+    data = _SKIPPED.pack(_SKIPPED_MAGIC, len(data) + _FIXED_BYTES - _SKIPPED.size) + data
+    data += _TRAILER.pack(_MAGIC, num_bytes, *widths.stops[:-1])
+    return data + _native.xxh3_128(data)
+
+
+def read_table(read: Callable[[int, int], bytes], path: str, stored_bytes: int, num_bytes: int) -> Table:
+    """Read the table of a compressed file of `stored_bytes`, which has `num_bytes` plain bytes.
+    `read(offset, num_bytes)` returns bytes of the file; it is called once, for the table. Raises DamagedError
+    if the table is invalid."""
+    size = _SIZE_BYTES * count_of(num_bytes) + _FIXED_BYTES
+    if stored_bytes < size:
+        raise damaged(path, f"{stored_bytes} bytes, and its table alone has {size}")
+    data = read(stored_bytes - size, size)
+    if _native.xxh3_128(memoryview(data)[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
+        raise damaged(path, "its table does not have its checksum")
+    magic, found_bytes, *stops = _TRAILER.unpack_from(data, size - _TRAILER.size - _CHECKSUM_BYTES)
+    if (*_SKIPPED.unpack_from(data), magic) != (_SKIPPED_MAGIC, size - _SKIPPED.size, _MAGIC):
+        raise damaged(path, "its table is invalid")
+    widths = Widths((*stops, num_bytes))
+    if found_bytes != num_bytes or any(after < before for before, after in pairwise(widths.stops)):
+        raise damaged(path, "its table is that of another file")
+    sizes = array("I")
+    sizes.frombytes(memoryview(data)[_SKIPPED.size :][: size - _FIXED_BYTES])
+    offsets = array("Q", accumulate(_little(sizes), initial=0))
+    if offsets[-1] + size != stored_bytes or any(not 0 < each <= LARGEST_FRAME for each in sizes):
+        raise damaged(path, "its table does not match its frames")
+    return Table(num_bytes, widths, offsets)
+
+
+class Codec:
+    """Packs and unpacks frames. Owns buffers of three frames for one thread (see `codec`) and reuses them:
+    touching new memory would take a third of the time. `plain`: a buffer for a chunk to pack."""
+
+    def __init__(self) -> None:
+        self._library = library = _zstandard()
+        how = library.ZstdCompressionParameters(**_HOW, write_content_size=True, write_checksum=False)
+        self._compressor = library.ZstdCompressor(compression_params=how)
+        self._decompressor = library.ZstdDecompressor()
+        self.plain, self._split, self._joined = (memoryview(bytearray(FRAME_BYTES)) for _ in range(3))
+
+    def pack(self, widths: Widths, start: int, plain: memoryview) -> bytes:
+        """Return the frame of the plain file's bytes at `start`."""
+        planes = self._split[: len(plain)]
+        for begin, end, width in widths.runs(start, start + len(plain)):
+            _native.split_planes(plain[begin:end], width, planes[begin:end])
+        frame: bytes = self._compressor.compress(planes)
+        return frame
+
+    def unpack(self, widths: Widths, start: int, frame: memoryview | bytes, into: memoryview) -> None:
+        """Unpack a frame, whose bytes belong at `start` of the plain file, into memory of exactly their
+        length. Raises ValueError, and leaves the memory unchanged, if the frame is invalid."""
+        planes = self._joined[: len(into)]
+        try:
+            about = self._library.get_frame_parameters(frame)
+            # Check before unpacking: a few bytes may claim any length.
+            if about.content_size != len(into) or about.dict_id or about.window_size > LARGEST_FRAME:
+                raise ValueError(f"it does not hold {len(into)} bytes")
+            if _end_of(frame, self._library.frame_header_size(frame), about.has_checksum) != len(frame):
+                raise ValueError("it does not end where its table says")
+            found = self._decompressor.stream_reader(frame).readinto(planes)
+        except self._library.ZstdError as error:
+            raise ValueError(str(error)) from error
+        if found != len(into):
+            raise ValueError(f"it has {found} bytes instead of {len(into)}")
+        for begin, end, width in widths.runs(start, start + len(into)):
+            _native.join_planes(planes[begin:end], width, into[begin:end])
+
+
+def _end_of(frame: memoryview | bytes, at: int, has_checksum: bool) -> int:
+    """Find a frame's end by the headers of its blocks, the first at `at`; 0 if they exceed the frame."""
+    is_last = False
+    while not is_last:
+        if at + 3 > len(frame):
+            return 0
+        header = int.from_bytes(frame[at : at + 3], "little")
+        is_last, is_one_byte = bool(header & 1), header >> 1 & 3 == 1
+        at += 3 + (1 if is_one_byte else header >> 3)
+    return at + (4 if has_checksum else 0)
+
+
+_local = threading.local()
+
+
+def codec() -> Codec:
+    """This thread's codec. Raises RunError if zstandard is not installed."""
+    found: Codec | None = getattr(_local, "codec", None)
+    if found is None:
+        found = _local.codec = Codec()
+    return found
+
+
+def damaged(path: str, why: str) -> DamagedError:
+    """The error of reading a damaged compressed file."""
+    return DamagedError(f"its compressed file is damaged: {why}", path=path)
+
+
+def _little(sizes: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        sizes = sizes[:]
+        sizes.byteswap()
+    return sizes
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise RunError(
+            "Shards of this run are compressed, and the package zstandard is not installed. Nothing was "
+            "changed. Install it: pip install zstandard."
+        ) from error
+    return zstandard
