@@ -20,7 +20,7 @@ from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.choice import Choice, History, RankOffers, choose
 from flashckpt.commit.steps import is_whole
 from flashckpt.commit.tidying import tidy
-from flashckpt.commit.view import View, open_run
+from flashckpt.commit.view import View, check_writable, open_run
 from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, UnusableRunError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.options import Remote
@@ -50,6 +50,7 @@ def prepare(local: Store, remote: Store, run_id: str) -> tuple[str, int]:
     Raises, and changes nothing: OSError if the remote does not answer (see `check_unanswered`), RunError if
     it cannot be used or holds another run.
     """
+    check_writable(remote)
     with suppress(NoSuchStepError):
         # A read fails soon if no server answers: writes are retried more often.
         open_run(remote, create=False)
