@@ -116,8 +116,7 @@ class Shard:
 class Sink:
     """A bucket that forgets."""
 
-    url, server, refusal = "sink://", "", ""
-    is_trainable = True
+    url, server, is_read_only = "sink://", "", False
 
     def brief(self) -> Sink:
         return self

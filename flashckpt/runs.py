@@ -8,7 +8,7 @@ from typing import Any
 
 from flashckpt.commit import lineage, verification
 from flashckpt.commit.verification import Report
-from flashckpt.commit.view import open_run
+from flashckpt.commit.view import check_writable, open_run
 from flashckpt.errors import NoSuchStepError, OptionError
 from flashckpt.format.names import parse_at
 from flashckpt.recovery.node import lock_probe
@@ -59,6 +59,7 @@ def branch(path: Path, step: int, attempt: str | None = None) -> str:
     """
     _check_step(step)
     store = open_store(path)
+    check_writable(store)
     run = open_run(store, create=False)
     at = None if attempt is None else parse_at(attempt)
     if attempt is not None and at is None:

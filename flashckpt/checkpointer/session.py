@@ -34,7 +34,7 @@ from flashckpt.commit.choice import Choice
 from flashckpt.commit.commit_step import ALWAYS_KEPT, retain
 from flashckpt.commit.lineage import RemoteRun
 from flashckpt.commit.tidying import tidy
-from flashckpt.commit.view import View, check_trainable, open_run, writers_in
+from flashckpt.commit.view import View, check_writable, open_run, writers_in
 from flashckpt.errors import (
     FlashckptError,
     KeeperError,
@@ -311,7 +311,7 @@ def open_session(
     newest), KeeperError, OptionError for an unknown scheme and for a folder that is not the leader's.
     """
     store = open_store(path, options.storage_options)
-    check_trainable(store)
+    check_writable(store)
     if join is not None:
         _check_shared(store, join, known, environment, is_first=is_first)
     # The first rank of a node creates exclusively, too: a file server may still list none.

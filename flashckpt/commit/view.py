@@ -20,7 +20,7 @@ from flashckpt.catalogue.changes import (
 )
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Stores
-from flashckpt.errors import NoSuchStepError, RunError, UnusableRunError
+from flashckpt.errors import NoSuchStepError, UnusableRunError
 from flashckpt.format.catalogue import (
     CATALOGUE,
     EMPTY,
@@ -32,7 +32,7 @@ from flashckpt.format.catalogue import (
     folders_of,
 )
 from flashckpt.format.names import DATA, MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
-from flashckpt.store.base import Store
+from flashckpt.store.base import Store, read_only
 
 HOME = Home()
 
@@ -165,25 +165,15 @@ def has_run(store: Store) -> bool:
     return any(not each.is_folder for each in store.list(CATALOGUE))
 
 
-def check_trainable(store: Store) -> None:
-    """RunError if the storage is one that a run is not trained on."""
-    if not store.capabilities.trainable:
-        raise RunError(
-            f"{store.url}: runs are not trained on {store.url.partition(':')[0]}://. Nothing was changed. "
-            "Train in a folder, or on s3://, gs:// or az://, and give this URL as remote=: the keeper copies "
-            f"steps there. `flashckpt copy {store.url} RUN` copies the run that is there.",
-            path=store.url,
-        )
+def check_writable(store: Store) -> None:
+    """RunError if runs in this storage are only read. Sends no request."""
+    if not store.capabilities.conditional_create:
+        raise read_only(store.url)
 
 
 def check_place(store: Store) -> None:
     """Raise RunError or OSError if a run cannot be written to this storage."""
-    if not store.capabilities.conditional_create:
-        raise RunError(
-            f"{store.url}: this storage overwrites a file that is to be created, so a commit there could "
-            "overwrite another's. Nothing was changed. Use another storage for the run.",
-            path=store.url,
-        )
+    check_writable(store)
     store.check()
 
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from flashckpt import _native
-from flashckpt.commit.view import has_run
+from flashckpt.commit.view import check_writable, has_run
 from flashckpt.dcp.planners import SavePlanner, Stager
 from flashckpt.errors import DamagedError, NoSuchStepError, OptionError, PersistError
 from flashckpt.format.checked_json import Fields, dump, parse
@@ -109,6 +109,7 @@ class Writer(StorageWriter, Stager):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         store = open_store(self._folder)
+        check_writable(store)
         if has_run(store):
             raise OptionError(
                 f"{store.url} is a run, and readers would prefer a checkpoint of Writer there to the run. "

@@ -22,7 +22,7 @@ import torch
 from flashckpt import crashpoints
 from flashckpt.checkpointer.progress import ANY_LOOP, Progress
 from flashckpt.commit.commit_step import found_run, publish_part
-from flashckpt.commit.view import check_place, has_run
+from flashckpt.commit.view import check_place, check_writable, has_run
 from flashckpt.errors import FlashckptError, OptionError, RunError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Folder
 from flashckpt.format.checked_json import strict_loads
@@ -86,6 +86,7 @@ def import_checkpoint(
     hostile source), RunError (the place of the run is not free), OSError. After an error no run exists.
     """
     store = open_store(run)
+    check_writable(store)
     _check_free(store)
     source = open_source(path)
     content = content_of(source, mapped or Mapped())

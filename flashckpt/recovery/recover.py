@@ -23,7 +23,7 @@ from flashckpt.commit import attempts, lineage
 from flashckpt.commit.choice import Offer, Place, RankOffers
 from flashckpt.commit.needed import Survivor, needed_slots
 from flashckpt.commit.steps import is_whole
-from flashckpt.commit.view import HOME, View, open_run, writers_in
+from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -97,6 +97,9 @@ def recover(
     Raises RunHeldError while a job, or another recovery, has the run; NoSuchStepError and RunError if the
     folder is no run; KeeperError for a keeper that does not answer.
     """
+    for each in () if dry_run else (store, remote):
+        if each is not None:
+            check_writable(each)
     watcher = watcher or Watcher()
     run = _opened(store, dry_run=dry_run)
     watcher.stage("looking")

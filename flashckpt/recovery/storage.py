@@ -17,7 +17,7 @@ from flashckpt.commit.commit_step import collect, retain
 from flashckpt.commit.steps import heads_at_rest, is_whole
 from flashckpt.commit.tidying import temporary_files
 from flashckpt.commit.verification import Row, verify
-from flashckpt.commit.view import HOME, View, folders_in, open_run
+from flashckpt.commit.view import HOME, View, check_writable, folders_in, open_run
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import FROZEN_PREFIX, Folder
 from flashckpt.format.names import CommitName
@@ -241,6 +241,8 @@ def prune(store: Store, keep: Keep, *, dry_run: bool = False) -> Pruning:
     Raises RunHeldError while a job or a recovery has the run; NoSuchStepError if there is no run. OSError if
     a file could not be deleted.
     """
+    if not dry_run:
+        check_writable(store)
     run = open_run(store, create=False)
     with (view if dry_run else hold)(store, run) as held:
         store = held.store

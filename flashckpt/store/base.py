@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from flashckpt import _native
-from flashckpt.errors import DamagedError
+from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.layout import Layout
 from flashckpt.format.records import Contents
 
@@ -34,12 +34,12 @@ class LengthError(DamagedError):
 class Capabilities:
     """Properties in which stores differ.
 
-    conditional_create: `create` refuses a taken name even under concurrent calls; every run needs this.
+    conditional_create: `create` refuses a taken name even under concurrent calls. Without it a run is only
+    read.
     rename: the run may be moved while it is in use, and the store follows it. is_shared: other nodes see the
     same files; None if only a probe can tell. part_bytes: longer shards are sent in pieces of this size; 0 if
     the store has no pieces. appends: appending does not rewrite the file. delay_s: longest time for which a
-    busy server may delay or refuse the write of a small file; 0 if it does not. trainable: runs are trained
-    here, and not only copied or mirrored.
+    busy server may delay or refuse the write of a small file; 0 if it does not.
     """
 
     conditional_create: bool
@@ -48,7 +48,6 @@ class Capabilities:
     part_bytes: int
     appends: bool = True
     delay_s: float = 0.0
-    trainable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +212,17 @@ def split(path: str) -> list[str]:
         if name in ("", ".", "..") or "\0" in name or len(os.fsencode(name)) > _MAX_NAME_BYTES:
             raise ValueError(f"{path!r} is not a path inside a run")
     return names
+
+
+def read_only(url: str) -> RunError:
+    """The error of a write where no name is created exclusively."""
+    return RunError(
+        f"{url}: runs are only read here, since two jobs could overwrite each other's commits: this storage "
+        "does not promise to create a name once. Nothing was changed. Use a folder, s3://, gs:// or az://. "
+        "If the server has a folder, mount it and name the mounted folder; or copy the run to a folder with "
+        "`flashckpt copy`, and that folder to the server with scp or rsync.",
+        path=url,
+    )
 
 
 def too_long(path: str, num_bytes: int, max_bytes: int) -> DamagedError:

@@ -112,12 +112,8 @@ class ObjectClient(Protocol):
         """Identifies the server if the URL does not: buckets of one name on two servers differ."""
 
     @property
-    def is_trainable(self) -> bool:
-        """Whether a run may be trained there."""
-
-    @property
-    def refusal(self) -> str:
-        """Why nothing may be written there; empty if it may."""
+    def is_read_only(self) -> bool:
+        """Whether `put`, `upload` and `delete` raise RunError."""
 
     def brief(self) -> ObjectClient:
         """Return a client that retries for some seconds only."""
@@ -166,13 +162,12 @@ class ObjectStore:
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
-            conditional_create=True,  # see check
+            conditional_create=not self._client.is_read_only,  # see check
             rename=False,
             is_shared=True,
             part_bytes=PART_BYTES,
             appends=False,
             delay_s=_DELAY_S,
-            trainable=self._client.is_trainable,
         )
 
     def brief(self) -> ObjectStore:
@@ -187,12 +182,6 @@ class ObjectStore:
     def check(self) -> None:
         """Create a probe twice: some servers ignore the condition of a creation, so two processes could
         commit one step."""
-        if self._client.refusal:
-            raise RunError(
-                f"{self.url}: no run can be written there: {self._client.refusal}. Nothing was changed. "
-                "Existing files can be read. Use another storage.",
-                path=self.url,
-            )
         key = f"probe-{secrets.token_hex(8)}"
         try:
             # The first answer proves nothing, since a request may be sent twice.

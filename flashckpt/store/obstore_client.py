@@ -47,6 +47,8 @@ class ObstoreClient:
     the clouds' own tools use. Raises OptionError for invalid options, before any request.
     """
 
+    is_read_only = False
+
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, is_brief: bool = False) -> None:
         self._url, self._is_brief = url.rstrip("/"), is_brief
         self._brief: ObstoreClient | None = None
@@ -87,14 +89,6 @@ class ObstoreClient:
     @property
     def options(self) -> Mapping[str, Any]:
         return self._options
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def refusal(self) -> str:
-        return ""
 
     def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
         how = {"use_multipart": False, "mode": "create" if is_new else "overwrite"}

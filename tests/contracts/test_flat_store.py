@@ -30,10 +30,10 @@ class Overwriting(FlatStore):
         return replace(super().capabilities, conditional_create=False)
 
 
-def test_training_is_refused_where_a_commit_could_be_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_written_where_a_commit_could_be_overwritten(tmp_path: Path) -> None:
     """Also refused if the run exists, made by another client or a copy."""
     run = open_run(FlatStore(f"flat://{tmp_path}/run"), create=True)
     for name in ("run", "other"):
-        with pytest.raises(RunError, match="overwrites"):
+        with pytest.raises(RunError, match="only read here"):
             open_run(Overwriting(f"flat://{tmp_path}/{name}"), create=True)
     assert open_run(Overwriting(f"flat://{tmp_path}/run"), create=False) == run, "it can be read"

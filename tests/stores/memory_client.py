@@ -15,7 +15,7 @@ class MemoryClient:
     """See ObjectClient in flashckpt/store/objects.py. `listed`: the prefix of a listing, once for each name
     that the listing had."""
 
-    url, server, is_trainable, refusal = "memory://bucket", "", True, ""
+    url, server, is_read_only = "memory://bucket", "", False
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
