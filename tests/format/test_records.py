@@ -66,7 +66,7 @@ def part(**other: object) -> Part:
     return Part(**{**fields, **other})
 
 
-RECORDS = [Alive(count=5), Alive(count=5, ended="dead"), part()]
+RECORDS = [Alive(count=5), Alive(count=5, phase="dead"), part()]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.KIND)

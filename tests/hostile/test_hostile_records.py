@@ -267,7 +267,7 @@ def test_names_in_a_catalogue_never_leave_its_folders(name: object, place: tuple
         (CATALOGUE, put("damaged", 0, 1, "x" * 5000)),
         (CATALOGUE, put("damaged", 0, 1, None)),
         (Alive(count=5), put("count", "5")),
-        (Alive(count=5), put("ended", "maybe")),
+        (Alive(count=5), put("phase", "maybe")),
         (MANIFEST, put("parts", [])),
         (MANIFEST, put("parts", 0, [])),
         (MANIFEST, put("parts", 0, 1, 2**60)),

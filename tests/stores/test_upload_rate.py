@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from flashckpt.store.compressed_store import below
 
 from flashckpt.errors import OptionError
 from flashckpt.store import objects, open_store
@@ -47,7 +46,7 @@ def test_an_upload_keeps_the_rate_limit(shard: Shard) -> None:
 
 def test_all_stores_of_a_url_share_the_rate_limit() -> None:
     url, keys = "s3://bucket/run", {"region": "r", "access_key_id": "id", "secret_access_key": "key"}
-    one, two, other = (below(open_store(url, {**keys, objects.OPTION: rate << 20})) for rate in (1, 1, 2))
+    one, two, other = (open_store(url, {**keys, objects.OPTION: rate << 20}) for rate in (1, 1, 2))
     assert one._rate is two._rate  # type: ignore[attr-defined]
     assert other._rate is not one._rate  # type: ignore[attr-defined]
     for wrong in (1000, "10M", 1.5, True, -1):
