@@ -9,6 +9,7 @@ from re import Pattern
 
 import pytest
 
+from flashckpt.format.names import SnapshotId
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.job import JobState, Trainer
 from flashckpt.store.base import Entry
@@ -17,6 +18,7 @@ from tests.events import ledger
 from tests.keeper.jobs import failing_for
 from tests.persist.node import MakeNode, Node, files, is_whole, until_told
 from tests.persist.test_many_ranks import parts
+from tests.run_view import folder_for
 
 _LONG_S = 60.0
 
@@ -139,3 +141,26 @@ def test_a_rank_that_lives_and_has_not_spoken_yet_is_waited_for(nodes: MakeNode)
         assert is_whole(node.store, 5, node.attempt, 2)
     finally:
         unheard.close()
+
+
+def test_what_a_killed_keeper_had_not_finished_goes_with_the_next_try(
+    nodes: MakeNode,  # noqa: F811
+    store: LocalStore,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a keeper that is killed in each write fills the disk. Other nodes may be writing their files."""
+    node = nodes((0,), 1)
+    folder = folder_for(store, SnapshotId(node.attempt, 5)).path
+    unfinished = [f"{folder}/.rank-0000{rank}-5f2c.safetensors.{'0' * 16}.tmp" for rank in (0, 1)]
+    for path in unfinished:
+        store.create(path, b"half of it")
+    node.seal(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "create", failing_for(".json", store.create))
+        until_told(node, (5, JobState.FAILED))
+    assert [store.exists(path) for path in unfinished] == [True, True], (
+        "its snapshot is newer than its keeper"
+    )
+    until_told(node, (5, JobState.COMMITTED))
+    assert [store.exists(path) for path in unfinished] == [False, True]
+    assert is_whole(store, 5, node.attempt, 1)
