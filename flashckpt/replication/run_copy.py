@@ -294,7 +294,7 @@ class StepCopier:
         """Send a file. Returns the number of bytes sent. `replaces`: remove the existing file once the new
         one is there under another name, if the store has links."""
         folder, _, file = there.rpartition("/")
-        is_beside = replaces and self._target.capabilities.rename
+        is_beside = replaces and self._target.capabilities.is_folder
         name = f"{folder}/.{file}.{secrets.token_hex(8)}.tmp" if is_beside else there
         with self._image(path, contents, step) as descriptor:
             if replaces and not is_beside:

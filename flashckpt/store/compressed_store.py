@@ -226,7 +226,7 @@ class CompressedStore:
         how = self._compression
         if how is None:
             return self._store.write_shard(path, layout, source, threads=threads, progress=progress)
-        if not how.is_worth(layout, source, threads, is_remote=self.capabilities.part_bytes > 0):
+        if not how.is_worth(layout, source, threads, is_remote=not self.capabilities.is_folder):
             began_s = time.monotonic()
             written = self._store.write_shard(path, layout, source, threads=threads, progress=progress)
             how.sent(layout.num_bytes, time.monotonic() - began_s)
@@ -355,7 +355,7 @@ class CompressedStore:
                 _unpack_frame(path, table, index, frame, start, into)
 
     def _at_once(self, threads: int) -> int:
-        return max(1, threads, _AT_ONCE if self.capabilities.part_bytes else 1)
+        return max(1, threads, 1 if self.capabilities.is_folder else _AT_ONCE)
 
 
 def compressing(store: Store, how: Compress) -> Store:

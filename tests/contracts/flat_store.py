@@ -116,9 +116,7 @@ class FlatStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            conditional_create=True, rename=False, is_shared=True, part_bytes=PART_BYTES, appends=False
-        )
+        return Capabilities(conditional_create=True, is_folder=False)
 
     def brief(self) -> FlatStore:
         return self
