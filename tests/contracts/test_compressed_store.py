@@ -1,4 +1,4 @@
-"""A store whose shards may be compressed, against the contract: as opened, and with all shards compressed."""
+"""Stores with all shards compressed against the contract."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.store.compressed_store import compressing
 from flashckpt.store.local import LocalStore
@@ -24,12 +23,6 @@ def compressed_local(path: str) -> Store:
 
 def compressed_flat(path: str) -> Store:
     return compressing(FlatStore(f"flat://{path}"), "zstd")
-
-
-class TestOpened(OneProcessContract):
-    @pytest.fixture
-    def opener(self, tmp_path: Path) -> Callable[[], Store]:
-        return partial(open_store, str(tmp_path))
 
 
 class TestCompressedLocally(OneProcessContract):
