@@ -209,5 +209,5 @@ def _has_file(store: Store, path: str, num_bytes: int) -> bool:
 def _delete(store: Store, request: Delete) -> None:
     if request.names:
         store.remove_files(f"{request.folder}/{name}" for name in request.names)
-    if store.capabilities.rename and request.folder.startswith(f"{DATA}/"):
+    if store.capabilities.is_folder and request.folder.startswith(f"{DATA}/"):
         store.remove(request.folder)

@@ -460,7 +460,7 @@ class KeeperLink:
     def _check_superseded(self) -> None:
         """Set `superseded_by` if a newer attempt has begun. Where each listing costs a request, the
         keeper's answer is used, and the ranks of its node list less often."""
-        is_beside = self._has_answered and not self._session.store.capabilities.appends
+        is_beside = self._has_answered and not self._session.store.capabilities.is_folder
         newest = AttemptName.parse(self.status.superseded_by or "") if is_beside else None
         pause_s = _LISTED_BESIDE_KEEPER_S if is_beside else _LISTED_S
         if newest is None and not self._is_ended and time.monotonic() - self._attempts_listed_s >= pause_s:

@@ -63,7 +63,7 @@ def is_reserved(store: Store, name: AttemptName, *, exclusively: bool) -> bool:
     since a listing or a read by a file server may be old, and that of an object store is not; a counter that
     this creates in another store is removed."""
     path = alive_path(name)
-    if not exclusively or not store.capabilities.rename:
+    if not exclusively or not store.capabilities.is_folder:
         return store.exists(path)
     if store.create(path, Alive(count=0).to_bytes()):
         store.remove(path)

@@ -83,13 +83,13 @@ class RunFolder:
         return self._stands(self._store)
 
     def _stands(self, store: Store) -> bool:
-        if not self._store.capabilities.rename and time.monotonic() < self._stood_until:
+        if not self._store.capabilities.is_folder and time.monotonic() < self._stood_until:
             return True  # each check costs a request
         if self._is_ours(store):
             self._stood_until = time.monotonic() + _STANDS_S
             return True
         path = self._reported_path
-        if path is None or path == self._store.url or not self._store.capabilities.rename:
+        if path is None or path == self._store.url or not self._store.capabilities.is_folder:
             return False
         if not self._is_ours(open_store(path)):
             return False

@@ -211,7 +211,7 @@ class Writer:
             raise FileNotFoundError(errno.ENOENT, "the run is not there any more", self._store.url)
         may_be_at_rest = self._may_be_at_rest(job, contents)
         # Where each listing is a request, the last version shows the writer; the commit lists anyway.
-        is_known = self._known.attempt == job.attempt and not self._store.capabilities.rename
+        is_known = self._known.attempt == job.attempt and not self._store.capabilities.is_folder
         view = View(self._known, self._store) if is_known and not may_be_at_rest else self._view()
         if view.catalogue.has(job.id):
             return self._reported(job, self._committed(job, view))
@@ -589,7 +589,7 @@ class FrozenFiles:
             return False
         if descriptor is not None:
             os.close(descriptor)
-        elif self._store.capabilities.part_bytes:
+        elif not self._store.capabilities.is_folder:
             return self._is_there(found)
         status, detail = verify_file(
             self._store, path, contents, threads=self._threads, progress_word=self._progress

@@ -241,7 +241,7 @@ class StepChoice:
         self._fits, self._threads = fits, threads
         self._agreement = agreement or AloneAgreement()
         stores = [home.store] if remote is None else [home.store, remote.store]
-        self._downloads = any(each.capabilities.part_bytes > 0 for each in stores)
+        self._downloads = any(not each.capabilities.is_folder for each in stores)
         self._tried: Candidate | None = None
         self._mine = RankOffers(rank)
         self.choice = Choice()
@@ -378,7 +378,7 @@ class StepChoice:
         reading, store = begun.reading, self._store_of(candidate)
         source: Source = store
         if self._agreement.node and self._downloads:
-            is_remote = reading is not None and store.capabilities.part_bytes > 0
+            is_remote = reading is not None and not store.capabilities.is_folder
             files = reading.files if reading is not None and is_remote else {}
             source = closing.enter_context(
                 fetched(store, self._rank, files, self._agreement.exchange, self._threads)

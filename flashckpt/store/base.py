@@ -35,18 +35,13 @@ class Capabilities:
     """Properties in which stores differ.
 
     conditional_create: `create` refuses a taken name even under concurrent calls. Without it a run is only
-    read.
-    rename: the run may be moved while it is in use, and the store follows it. is_shared: other nodes see the
-    same files; None if only a probe can tell. part_bytes: longer shards are sent in pieces of this size; 0 if
-    the store has no pieces. appends: appending does not rewrite the file. delay_s: longest time for which a
+    read. is_folder: a folder of a file system, which may be moved while the run is in use; other stores send
+    requests, each with a round trip, and rewrite a file to append to it. delay_s: longest time for which a
     busy server may delay or refuse the write of a small file; 0 if it does not.
     """
 
     conditional_create: bool
-    rename: bool
-    is_shared: bool | None
-    part_bytes: int
-    appends: bool = True
+    is_folder: bool
     delay_s: float = 0.0
 
 

@@ -81,7 +81,7 @@ class FsspecClient:
     def list(self, prefix: str) -> builtins.list[Entry]:
         place = self._at(prefix.rstrip("/"))
         try:
-            found = self._call(prefix, lambda system: _listed(system, place))
+            found = self._call(prefix, lambda system: list(system.ls(place, detail=True)))
         except (FileNotFoundError, NotADirectoryError):
             return []
         entries = []
@@ -118,10 +118,8 @@ class FsspecClient:
             except OptionError:
                 raise
             except Exception as error:
-                known = _as_os_error(error, key, self._options)
-                if known is not None:
-                    if system is not None:
-                        self._idle.append(system)
+                if (known := _as_os_error(error, key, self._options)) is not None:
+                    self._idle += [] if system is None else [system]
                     raise known from cause(error, self._options)
                 self._idle.clear()  # connections to the same server may be dead too
                 if time.monotonic() + pause > deadline:
@@ -143,7 +141,7 @@ class FsspecClient:
                 f"{self._url} cannot be used: {_text(error, self._options)}. Nothing was changed. Check the "
                 "URL and its options."
             ) from cause(error, self._options)
-        # Disable the cache of listings: other processes write there too.
+        # Without a cache of listings: other processes write there.
         system.dircache = DirCache(use_listings_cache=False)
         if self._is_sftp:
             system.ftp.get_channel().settimeout(_SFTP_TIMEOUT_S)
@@ -172,11 +170,6 @@ def _file_system(url: str, scheme: str) -> Any:
         ) from error
 
 
-def _listed(system: Any, place: str) -> builtins.list[dict[str, Any]]:
-    system.invalidate_cache()
-    return list(system.ls(place, detail=True))
-
-
 def _modified_s(about: Mapping[str, Any]) -> float:
     for name in ("mtime", "modified", "LastModified", "last_modified", "updated", "created"):
         value = about.get(name)
@@ -188,7 +181,7 @@ def _modified_s(about: Mapping[str, Any]) -> float:
 
 
 _CODES = {
-    FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST, PermissionError: errno.EACCES,
+    FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES,
     NotADirectoryError: errno.ENOTDIR, IsADirectoryError: errno.EISDIR,
 }  # fmt: skip
 _NEVER = (TypeError, ValueError, AttributeError, NotImplementedError)
@@ -201,10 +194,9 @@ def _as_os_error(error: Exception, key: str, options: Mapping[str, Any]) -> OSEr
         return PermissionError(errno.EACCES, text, key)
     if isinstance(error, _NEVER):
         return OSError(errno.EREMOTEIO, f"{name}: {text}", key)
-    is_lost = isinstance(error, (ConnectionError, TimeoutError)) or "Socket is closed" in text
+    is_lost = isinstance(error, (ConnectionError, TimeoutError)) or name == "NoValidConnectionsError"
+    is_lost = is_lost or "Socket is closed" in text
     if not isinstance(error, OSError) or is_lost or error.errno in (errno.EIO, errno.EHOSTUNREACH):
-        return None
-    if name == "NoValidConnectionsError":
         return None
     # Some file systems raise an error class without errno, and some only a text.
     code = error.errno or next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)

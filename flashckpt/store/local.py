@@ -57,7 +57,7 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(conditional_create=True, rename=True, is_shared=None, part_bytes=0)
+        return Capabilities(conditional_create=True, is_folder=True)
 
     def place(self) -> str:
         """Device and inode of the folder: they identify it even if a backup's files are hard links."""
@@ -274,13 +274,6 @@ class LocalStore:
             return os.dup(file)
 
     # Folders, links and paths
-
-    def local_path(self, path: str) -> str:
-        """Return the path in the local file system. Raises RunError if a folder on the way is a link."""
-        *folders, _ = split(path)
-        with suppress(FileNotFoundError), self._folder(folders):
-            pass
-        return os.path.join(self._root, path)
 
     def make_folder(self, path: str) -> None:
         """Make the folder and its parents. Each is durable in its parent on return."""

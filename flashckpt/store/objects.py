@@ -163,10 +163,7 @@ class ObjectStore:
     def capabilities(self) -> Capabilities:
         return Capabilities(
             conditional_create=not self._client.is_read_only,  # see check
-            rename=False,
-            is_shared=True,
-            part_bytes=PART_BYTES,
-            appends=False,
+            is_folder=False,
             delay_s=_DELAY_S,
         )
 

@@ -22,8 +22,6 @@ from flashckpt.errors import OptionError
 from flashckpt.printable import cause, escaped, redacted
 from flashckpt.store.base import Entry
 
-SCHEMES = frozenset({"s3", "gs", "az"})
-
 # Retry policy of each request, also of each part of an upload.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _DEADLINE_S = 0.1, 5.0, 60.0
 _BRIEF_PAUSE_S, _BRIEF_DEADLINE_S = 0.5, 5.0

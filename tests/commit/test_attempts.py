@@ -105,7 +105,7 @@ def test_alive_and_how_it_ends(store: LocalStore) -> None:
     assert not View.of(store).catalogue.ended, "it is the newer one's to say"
     mark_ended(store, second, "closed")
     assert View.of(store).catalogue.ended
-    Path(store.local_path(alive_path(second))).unlink()
+    Path(store.url, alive_path(second)).unlink()
     assert attempts.ending(View.of(store), second) == "closed", "the catalogue says so, too"
     assert attempts.move_on(store, second, 1) is None
     assert not store.exists(alive_path(second)), "it is not written again"

@@ -141,7 +141,7 @@ def test_a_shard_that_is_not_there_is_never_named(
     store: LocalStore, attempt: AttemptName, damage: str
 ) -> None:
     part, name = part_of(store, 100, attempt), name_of(100, attempt)
-    path = Path(store.local_path(f"{folder_of(store, name.id).path}/{part.ranks[0].shard.file}"))
+    path = Path(store.url, f"{folder_of(store, name.id).path}/{part.ranks[0].shard.file}")
     whole = path.read_bytes()
 
     def harm() -> None:
@@ -290,7 +290,7 @@ def test_frozen_files_stay_as_long_as_a_step_names_them(store: LocalStore, attem
     assert path.startswith(Folder(attempt, name_of(100, attempt).id).path), "of a step that is gone"
     for step in (200, 300):
         assert is_whole(View.of(store), name_of(step, attempt))
-    Path(store.local_path(path)).unlink()
+    Path(store.url, path).unlink()
     for step in (200, 300):
         assert not is_whole(View.of(store), name_of(step, attempt))
 
@@ -312,7 +312,7 @@ def test_a_base_that_no_checkpoint_names_is_never_named(store: LocalStore, attem
 def test_a_damaged_manifest_is_no_whole_step(store: LocalStore, attempt: AttemptName, harm: str) -> None:
     runs.commit(store, 100, attempt)
     name = name_of(100, attempt)
-    path = Path(store.local_path(manifest_of(store, name.id)))
+    path = Path(store.url, manifest_of(store, name.id))
     whole = path.read_bytes()
     if harm == "gone":
         path.unlink()

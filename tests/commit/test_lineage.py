@@ -144,7 +144,7 @@ def test_a_step_number_of_two_attempts_is_the_newer_ones(store: Store) -> None:
     assert shown(store) == [(100, 1), (200, 1), (200, 2)]
     assert resolve(store, 200).attempt == second
     assert [each.id.attempt for each in next_start(View.of(store)).candidates] == [second, first, first]
-    Path(store.local_path(resolve(store, 200).shard_path(0))).unlink()
+    Path(store.url, resolve(store, 200).shard_path(0)).unlink()
     assert resolve(store, 200).attempt == first, "the other of that number is whole"
 
 
@@ -180,8 +180,8 @@ def test_damage_is_noted_and_changes_no_order(store: Store) -> None:
 def test_a_step_that_is_not_whole_is_passed_over_and_reported(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
-    Path(store.local_path(resolve(store, 300).shard_path(0))).unlink()
-    Path(store.local_path(manifest_of(store, name_of(200, first).id))).write_bytes(b"rot")
+    Path(store.url, resolve(store, 300).shard_path(0)).unlink()
+    Path(store.url, manifest_of(store, name_of(200, first).id)).write_bytes(b"rot")
     assert resolve(store).step == 100
     assert [(each.step, "missing" in why) for each, why in incomplete(store)] == [
         (300, True),
@@ -206,10 +206,10 @@ def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:
     assert next_start(View.of(store)).refusal is None
     train(store, first, 200)
     assert next_start(View.of(store)).refusal is None
-    Path(store.local_path(resolve(store, 200).shard_path(0))).unlink()
+    Path(store.url, resolve(store, 200).shard_path(0)).unlink()
     with pytest.raises(UnusableRunError, match="not taken for a fresh run"):
         resolve(store)
-    Path(store.local_path(manifest_of(store, name_of(200, first).id))).write_bytes(b"{}")
+    Path(store.url, manifest_of(store, name_of(200, first).id)).write_bytes(b"{}")
     with pytest.raises(UnusableRunError):
         resolve(store)
 

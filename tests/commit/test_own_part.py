@@ -61,7 +61,7 @@ def committed(store: Watched, attempt: AttemptName) -> Outcome:
 
 def place(store: Watched, attempt: AttemptName, name: str) -> Path:
     """The part whose name begins with this."""
-    folder = Path(store.local_path(folder_of(store, name_of(100, attempt).id).path))
+    folder = Path(store.url, folder_of(store, name_of(100, attempt).id).path)
     [found] = folder.glob(f"{name}-*")
     return found
 
@@ -145,7 +145,7 @@ def test_a_manifest_that_names_other_files_than_ones_part_is_refused(
     changed = replace(manifest, shards=tuple(shards), frozen=frozen)
     with pytest.raises(DamagedError, match="other files than its parts"):
         step_of(store, changed, {2})
-    path = Path(store.local_path(checkpoint.manifest_path))
+    path = Path(store.url, checkpoint.manifest_path)
     path.write_bytes(changed.to_bytes())
     with pytest.raises(DamagedError, match="the manifest of another checkpoint"):
         read_step(store, name_of(100, attempt), {2})

@@ -154,7 +154,7 @@ def test_elsewhere_the_counter_is_watched(
     assert moves.count == 1
     assert not is_held(store, me, never, still)
     assert still.count > 1
-    Path(store.local_path(alive_path(name))).write_bytes(b"")
+    Path(store.url, alive_path(name)).write_bytes(b"")
     assert not is_held(store, me, never, Beats()), "damaged, and it stands still"
     assert is_held(store, me, never, Beats(lambda count: count == 3 and beat(store, name, 1)))
 

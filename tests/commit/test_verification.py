@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,23 +52,23 @@ def test_a_whole_run(store: LocalStore) -> None:
     kinds = [row.file.split("/")[-1].split("-")[0] for row in report.rows]
     assert kinds == ["manifest", "node", "rank", "frozen", "manifest", "node", "rank"]
     assert report.num_bytes == sum(
-        Path(store.local_path(row.file)).stat().st_size for row in report.rows if row.num_bytes
+        Path(store.url, row.file).stat().st_size for row in report.rows if row.num_bytes
     )
 
 
 def frozen_of(store: LocalStore) -> str:
     path = resolve(store, 200).constants_path(0)
     assert path is not None
-    return store.local_path(path)
+    return os.path.join(store.url, path)
 
 
 def test_every_flipped_byte_is_found(store: LocalStore) -> None:
-    path = store.local_path(resolve(store, 200).shard_path(0))
+    path = os.path.join(store.url, resolve(store, 200).shard_path(0))
     size = Path(path).stat().st_size
     for byte in [0, 7, 8, 100, 2000, 4095, *range(4096, size, 23), size - 1]:
         flip(path, byte)
         (row,) = verify(store, 200).damaged
-        assert (row.status, store.local_path(row.file)) == ("damaged", path), byte
+        assert (row.status, os.path.join(store.url, row.file)) == ("damaged", path), byte
         flip(path, byte)
     assert verify(store, 200).ok
 
@@ -89,7 +90,7 @@ def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
 
     def replaced(store: LocalStore, folder: Folder, rank: int) -> tuple[Folder, Contents]:
         base, found = of_before(store, folder, 7)
-        Path(store.local_path(f"{base.path}/{found.shard.file}")).replace(path)
+        Path(store.url, f"{base.path}/{found.shard.file}").replace(path)
         first = Folder.parse(folder.writer, Path(path).parent.name)
         assert first is not None
         return first, replace(found, shard=replace(found.shard, file=Path(path).name))
@@ -103,7 +104,7 @@ def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
 
 def test_what_is_damaged_is_named(store: LocalStore) -> None:
     record = resolve(store, 200)
-    path, leaf = store.local_path(record.shard_path(0)), record.rank(0).leaves[1]
+    path, leaf = os.path.join(store.url, record.shard_path(0)), record.rank(0).leaves[1]
     flip(path, record.rank(0).shard.data_start + leaf.offset)
     (row,) = verify(store).damaged
     assert "chunk 0" in row.detail
@@ -123,7 +124,7 @@ def test_what_is_damaged_is_named(store: LocalStore) -> None:
 def test_files_that_are_gone_or_of_another_length(
     store: LocalStore, tmp_path: Path, harm: str, status: str
 ) -> None:
-    path = Path(store.local_path(resolve(store, 200).shard_path(0)))
+    path = Path(store.url, resolve(store, 200).shard_path(0))
     data = path.read_bytes()
     path.unlink()
     if harm == "link":
@@ -139,11 +140,11 @@ def test_files_that_are_gone_or_of_another_length(
 def test_records_that_are_damaged(store: LocalStore) -> None:
     record = resolve(store, 200)
     part, manifest = record.part_path(0), manifest_of(store, record.name.id)
-    flip(store.local_path(part), 50)
+    flip(os.path.join(store.url, part), 50)
     (row,) = verify(store).damaged
     assert row.file == part
-    flip(store.local_path(part), 50)
-    flip(store.local_path(manifest), 50)
+    flip(os.path.join(store.url, part), 50)
+    flip(os.path.join(store.url, manifest), 50)
     (row,) = verify(store).damaged
     assert (row.step, row.file) == (200, manifest)
 

@@ -1,5 +1,5 @@
-"""A store that behaves like an object store: no folders, links, renames or appending, exclusion only by
-conditional create, listings in pages, shards sent in parts. Its objects are files.
+"""An object store whose objects are files beside each other, so that several processes can use it without a
+server: no folders, links, renames or appending.
 
 `flat:///absolute/folder` names one, if the entry point that `installed` makes is on the import path. So
 trainers, keepers and the shell of a test find it like a package's store.
@@ -8,33 +8,17 @@ trainers, keepers and the shell of a test find it like a package's store.
 from __future__ import annotations
 
 import builtins
-import errno
-import mmap
 import os
 import secrets
-from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, unquote
 
-from flashckpt import _native
-from flashckpt.format.layout import Layout
-from flashckpt.format.manifest import COMPRESSED
-from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store import ENTRY_POINTS
-from flashckpt.store.base import (
-    Capabilities,
-    Entry,
-    MemoryRange,
-    Written,
-    other_length,
-    split,
-    too_long,
-)
-from flashckpt.store.compressed_file import read_compressed
-
-PAGE_KEYS = 3
-PART_BYTES = 1 << 20
+from flashckpt.store.base import Capabilities, Entry
+from flashckpt.store.objects import ObjectStore
 
 
 def installed(folder: Path) -> str:
@@ -48,210 +32,81 @@ def installed(folder: Path) -> str:
     return str(folder)
 
 
-class Bucket:
-    """The server: objects under keys, and five requests. Each object is a file beside all others."""
+class FlatClient:
+    """See ObjectClient in flashckpt/store/objects.py."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
+    server, is_read_only = "", False
 
-    def put(self, key: str, parts: Iterable[bytes], *, only_if_new: bool = False) -> bool:
-        os.makedirs(self.folder, exist_ok=True)
-        name, upload = self._file(key), f"{self.folder}/.upload-{secrets.token_hex(8)}"
+    def __init__(self, url: str) -> None:
+        self.url, self._folder = url, unquote(url.partition("://")[2])
+
+    def brief(self) -> FlatClient:
+        return self
+
+    def renew(self, options: Mapping[str, Any]) -> None:
+        raise AssertionError("it has no options")
+
+    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
+        return self._write(key, [data], is_new=is_new)
+
+    def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+        self._write(key, parts, is_new=False)
+
+    def _write(self, key: str, parts: Iterable[memoryview], *, is_new: bool) -> bool:
+        os.makedirs(self._folder, exist_ok=True)
+        upload = f"{self._folder}/.upload-{secrets.token_hex(8)}"
         try:
             with open(upload, "xb") as file:
-                for part in parts:
-                    assert len(part) <= PART_BYTES
-                    file.write(part)
-            if not only_if_new:
-                os.replace(upload, name)
-                return True
-            os.link(upload, name)
+                file.writelines(parts)
+            if is_new:
+                os.link(upload, self._file(key))
+            else:
+                os.replace(upload, self._file(key))
         except FileExistsError:
             return False
         finally:
             Path(upload).unlink(missing_ok=True)
         return True
 
-    def get(self, key: str, start: int = 0, num_bytes: int = -1) -> bytes:
+    def get(self, key: str, max_bytes: int) -> memoryview | int:
+        data = self.get_range(key, 0, max_bytes + 1)
+        return data if len(data) <= max_bytes else self.size(key)
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
         with open(self._file(key), "rb") as file:
             file.seek(start)
-            return file.read(num_bytes)
+            return memoryview(file.read(stop - start))
 
-    def head(self, key: str) -> int:
+    def size(self, key: str) -> int:
         return os.stat(self._file(key)).st_size
 
-    def delete(self, key: str) -> None:
-        Path(self._file(key)).unlink(missing_ok=True)
-
-    def page(self, prefix: str, after: str, delimiter: str) -> list[tuple[str, int, float]]:
-        """The next names after `after`, up to a limit, each complete or up to the delimiter."""
-        names = {}
-        try:
-            files = os.listdir(self.folder)
-        except FileNotFoundError:
-            return []
-        for file in files:
+    def list(self, prefix: str) -> builtins.list[Entry]:
+        found: dict[str, Entry] = {}
+        for file in os.listdir(self._folder) if os.path.isdir(self._folder) else ():
             key = unquote(file)
             if file.startswith(".upload-") or not key.startswith(prefix):
                 continue
-            inner, cut, _ = (
-                key[len(prefix) :].partition(delimiter) if delimiter else (key[len(prefix) :], "", "")
-            )
-            if inner + cut > after:
-                try:
-                    found = os.stat(f"{self.folder}/{file}")
-                except FileNotFoundError:
-                    continue
-                names[inner + cut] = found.st_size, found.st_mtime
-        return [(name, *names[name]) for name in sorted(names)[:PAGE_KEYS]]
+            name, is_folder, _ = key[len(prefix) :].partition("/")
+            try:
+                about = os.stat(f"{self._folder}/{file}")
+            except FileNotFoundError:
+                continue
+            size, modified_s = (0, 0.0) if is_folder else (about.st_size, about.st_mtime)
+            found[name] = Entry(name, bool(is_folder), size, modified_s)
+        return [*found.values()]
+
+    def delete(self, keys: builtins.list[str]) -> None:
+        for key in keys:
+            Path(self._file(key)).unlink(missing_ok=True)
 
     def _file(self, key: str) -> str:
-        return f"{self.folder}/{quote(key, safe='')}"
+        return f"{self._folder}/{quote(key, safe='')}"
 
 
-class FlatStore:
-    """See Store in flashckpt/store/base.py."""
-
+class FlatStore(ObjectStore):
     def __init__(self, url: str) -> None:
-        self.url = url
-        self._bucket = Bucket(unquote(url.partition("://")[2]))
+        super().__init__(FlatClient(url))
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            conditional_create=True, rename=False, is_shared=True, part_bytes=PART_BYTES, appends=False
-        )
-
-    def brief(self) -> FlatStore:
-        return self
-
-    def place(self) -> str:
-        return self.url
-
-    def check(self) -> None:
-        """Do nothing: a write reports a missing folder."""
-
-    def move_to(self, url: str) -> None:
-        raise AssertionError("it has no renames")
-
-    def read(self, path: str, max_bytes: int) -> bytes:
-        size = self._bucket.head(_key(path))
-        if size > max_bytes:
-            raise too_long(path, size, max_bytes)
-        return self._bucket.get(_key(path))
-
-    def create(self, path: str, data: bytes) -> bool:
-        return self._bucket.put(_key(path), _parts(data), only_if_new=True)
-
-    def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        self._bucket.put(_key(path), _parts(data))
-
-    def append(self, path: str, data: bytes, max_bytes: int) -> bool:
-        try:
-            before = self._bucket.get(_key(path))
-        except FileNotFoundError:
-            before = b""
-        if before and len(before) + len(data) > max_bytes:
-            return False
-        return self._bucket.put(_key(path), _parts(before + data))
-
-    def list(self, folder: str) -> builtins.list[Entry]:
-        prefix = f"{_key(folder)}/" if folder else ""
-        entries, after = [], ""
-        while page := self._bucket.page(prefix, after, "/"):
-            after = page[-1][0]
-            for name, size, when in page:
-                is_folder = name.endswith("/")
-                entries.append(Entry(name.rstrip("/"), is_folder, 0 if is_folder else size, when))
-        return sorted(entries, key=lambda entry: entry.name)
-
-    def exists(self, path: str) -> bool:
-        try:
-            self._bucket.head(_key(path))
-        except FileNotFoundError:
-            return False
-        return True
-
-    def remove(self, path: str) -> None:
-        self._bucket.delete(_key(path))
-
-    def remove_files(self, paths: Iterable[str]) -> None:
-        for path in paths:
-            self.remove(path)
-
-    def write_shard(
-        self,
-        path: str,
-        layout: Layout,
-        source: MemoryRange,
-        *,
-        threads: int = 2,
-        progress: int = 0,
-        replaces: bool = False,
-    ) -> Written:
-        key, image = _key(path), _image(source, layout.num_bytes)
-        digests = _digests(image, layout)
-        chunks = [image[start : start + CHUNK_BYTES] for start in range(0, len(image), CHUNK_BYTES)]
-        if not self._bucket.put(key, _parts(image, progress), only_if_new=not replaces):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        return Written(digests=digests, checksums=b"".join(map(_native.xxh3_128, chunks)))
-
-    def write_parts(
-        self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
-    ) -> None:
-        def cut() -> Iterable[bytes]:
-            for part in parts:
-                yield from _parts(part)
-
-        if not self._bucket.put(_key(path), cut(), only_if_new=not replaces):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-
-    def read_chunks(
-        self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
-    ) -> None:
-        key = _key(path)
-        if path.endswith(COMPRESSED):
-            read_compressed(self, path, self._bucket.head(key), plan, threads, progress, cancel)
-            return
-        if (size := self._bucket.head(key)) != plan.num_bytes:
-            raise other_length(path, size, plan.num_bytes)
-        for first, last in plan.left():
-            for start in range(first * plan.chunk_bytes, last * plan.chunk_bytes, plan.chunk_bytes):
-                if cancel and _native.load(cancel):
-                    raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED), path)
-                data = self._bucket.get(key, start, plan.chunk_bytes)
-                plan.add(start, data)
-                if progress:
-                    _native.fetch_add(progress, len(data))
-
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
-        data = self._bucket.get(_key(path), offset, num_bytes)
-        if len(data) != num_bytes:
-            raise other_length(path, offset + len(data), offset + num_bytes)
-        return data
-
-    def descriptor(self, path: str, num_bytes: int) -> int | None:
-        return None
-
-
-def _key(path: str) -> str:
-    return "/".join(split(path))
-
-
-def _parts(data: bytes | bytearray, progress: int = 0) -> Iterable[bytes]:
-    for start in range(0, len(data), PART_BYTES):
-        yield bytes(data[start : start + PART_BYTES])
-        if progress:
-            _native.fetch_add(progress, min(PART_BYTES, len(data) - start))
-
-
-def _image(source: MemoryRange, num_bytes: int) -> bytearray:
-    if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
-        raise OSError(errno.EIO, "the memory region is shorter than the shard")
-    with mmap.mmap(source.descriptor, source.offset + num_bytes, prot=mmap.PROT_READ) as memory:
-        return bytearray(memory[source.offset :])
-
-
-def _digests(image: bytearray, layout: Layout) -> array[int]:
-    address = _native.address_of(image) + layout.data_start
-    return array("Q", [_native.digest(address + leaf.offset, leaf.num_bytes) for leaf in layout.leaves])
+        return replace(super().capabilities, delay_s=0.0)

@@ -1,4 +1,4 @@
-"""The local store against the contract, with and without hard links."""
+"""The local store against the contract: as it is opened, and without hard links."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore, System
 from tests.contracts.store_contract import StoreContract, shard
@@ -19,7 +20,7 @@ __all__ = ["shard"]
 class TestLocalStore(StoreContract):
     @pytest.fixture
     def opener(self, tmp_path: Path) -> Callable[[], Store]:
-        return partial(LocalStore, str(tmp_path))
+        return partial(open_store, str(tmp_path))
 
 
 class NoLinks(System):

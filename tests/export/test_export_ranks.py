@@ -121,7 +121,7 @@ def test_only_a_part_of_the_state(store: LocalStore, tmp_path: Path) -> None:
 def test_a_flipped_byte_of_any_rank_leaves_no_file(store: LocalStore, tmp_path: Path) -> None:
     _, ranks = state()
     record = committed(store, ranks)
-    path = Path(store.local_path(record.shard_path(3)))
+    path = Path(store.url, record.shard_path(3))
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

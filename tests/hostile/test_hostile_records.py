@@ -341,7 +341,7 @@ def test_a_run_with_links_in_it_is_refused(tmp_path: Path) -> None:
     part = read_step(store, name).part_path(0)
     paths = (manifest_of(store, name.id), part, shard, folder_of(store, name.id), "catalogue", "data")
     for path in paths:
-        place = Path(store.local_path(path))
+        place = Path(store.url, path)
         place.rename(secret)
         place.symlink_to(secret)
         with pytest.raises(FlashckptError):

@@ -202,7 +202,7 @@ def test_damage_in_the_shard_of_another_rank_is_damage_of_the_step(
     persist(nodes)
     record = record_of(nodes)
     [writer, *_] = [by for by, _, _ in record.rank(0).elsewhere()]
-    path = Path(store.local_path(record.shard_path(writer)))
+    path = Path(store.url, record.shard_path(writer))
     data = bytearray(path.read_bytes())
     data[record.rank(writer).shard.data_start] ^= 1
     path.write_bytes(data)

@@ -34,12 +34,6 @@ def opened(url: str, options: dict[str, Any]) -> Store:
 
 
 class TestCatalogueOnS3(CatalogueContract):
-    @pytest.fixture
-    def opener(self, s3_server: S3Server, bucket: str) -> Callable[[], Store]:
-        return partial(opened, f"s3://{bucket}/runs/one", s3_server.options())
-
-
-class TestCatalogueOnAServerThatLosesAnswers(CatalogueContract):
     """Each creation is sent twice."""
 
     @pytest.fixture
