@@ -216,7 +216,7 @@ def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
     parent = None if snapshot is None else str(snapshot.attempt)
     name_of = None if snapshot is None else view.named(snapshot)
     found = None if name_of is None else lineage.damage(view, name_of)
-    reason = found[1] if found is not None and found[0] == lineage.this_host() else None
+    reason = None if found is None else found[1]
     if as_json:
         plain = {"boundary": None if snapshot is None else snapshot.boundary, "damage": reason}
         write_json({"run": store.url, "attempt": name, "step": target, "parent": parent, **plain})
@@ -225,11 +225,10 @@ def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
             f"The next start of {store.url} resumes from step {target} of attempt {parent}. Later steps stay "
             f"as another branch: `flashckpt ls {run} --all` shows them. (This branch is attempt {name}.)"
         )
-    if reason:
+    if found is not None:
         notices().print(
-            f"flashckpt: step {target} failed verification on this host: {reason}. A start here resumes "
-            "from an older step that has not. If its files are whole again, `flashckpt recover` says so in "
-            "the catalogue.",
+            f"flashckpt: step {target} failed verification on {found[0]}: {reason}. A start verifies it "
+            "again, and resumes from an older step if it is damaged.",
             style="yellow",
         )
     return ExitCode.WELL

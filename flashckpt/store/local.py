@@ -231,8 +231,9 @@ class LocalStore:
                 try:
                     self._system.sync_folder(folder)  # before a part refers to the name
                 except BaseException:
-                    with suppress(OSError):
-                        self._system.remove(name, folder)
+                    if not replaces:
+                        with suppress(OSError):
+                            self._system.remove(name, folder)
                     raise
             return found
         finally:

@@ -61,7 +61,10 @@ def test_a_run_that_went_on_from_a_remote_that_is_empty_now(
         return not gone.exists()
 
     until(removed, "it is gone")
-    why = {"all": "which it read in .* and which is not here", "catalogue": "snapshots and no catalogue"}
+    why = {
+        "all": "which it read in .* and which is not here",
+        "catalogue": "files of checkpoints here and no catalogue",
+    }
     with pytest.raises(flashckpt.UnusableRunError, match=why[lost]):
         attached(new, remote, Job())
 
@@ -83,7 +86,7 @@ def test_a_step_that_another_job_deletes_while_it_is_read_gives_way_to_no_older_
 ) -> None:
     store = LocalStore(str(remote))
     newest = run_view.visible(store)[-1]
-    where, name = (step_choice, "read_checkpoint") if when == "before its records" else (StepReading, "read")
+    where, name = (step_choice, "step_of") if when == "before its records" else (StepReading, "read")
     read = getattr(where, name)
 
     def deleted(*args: Any, **named: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer.session import KnownRun, Session, open_session
+from flashckpt.checkpointer.session import KnownRun, Session, Start, open_session
+from flashckpt.commit.choice import Choice
 from flashckpt.errors import OptionError, RunError, RunHeldError, SupersededError
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.keeper.client import KeeperClient
@@ -86,14 +87,19 @@ def counters(session: Session) -> list[str]:
     return [each.name for each in session.store.list("alive") if not each.name.startswith(".")]
 
 
+def start(session: Session, parent: SnapshotId | None = None, step: int = 0, tier: str = "local") -> None:
+    home = session.opened.catalogue
+    session.start(Start(parent=parent, step=step, tier=tier, choice=Choice(home=home, lead=home)))
+
+
 def test_one_leads_and_one_joins(node: Node) -> None:
     first = node.lead()
     second = node.join(first.attempt)
     assert (second.attempt, second.identity) == (first.attempt, first.identity)
     assert counters(first) == [str(first.attempt)], "one name, not two"
     assert node.known_ranks() == {rank: (str(first.attempt), WORLD) for rank in range(WORLD)}
-    first.start()
-    second.start()
+    start(first)
+    start(second)
     assert run_view.attempts(first.store) == [first.attempt]
     assert run_view.start_of(first.store, first.attempt) == (None, 0, WORLD)
     first.close()
@@ -105,23 +111,23 @@ def test_who_joins_goes_on_from_where_the_attempt_does(node: Node) -> None:
     first = node.lead()
     second = node.join(first.attempt)
     with pytest.raises(RunError, match="has not begun"):
-        second.start()
-    first.start()
+        start(second)
+    start(first)
     with pytest.raises(RunError, match=r"has loaded step 3 .* \(boundary 7\), and .* resumes from nothing"):
-        second.start(SnapshotId(first.attempt, 7), 3)
-    second.start()
+        start(second, SnapshotId(first.attempt, 7), 3)
+    start(second)
 
 
 def test_who_joins_goes_on_from_the_same_boundary_of_a_step(node: Node) -> None:
     earlier = node.lead()
-    earlier.start()
+    start(earlier)
     earlier.close()
     first = node.lead()
     second = node.join(first.attempt)
-    first.start(SnapshotId(earlier.attempt, 8), 3, tier="memory")
+    start(first, SnapshotId(earlier.attempt, 8), 3, tier="memory")
     with pytest.raises(RunError, match=r"\(boundary 7\), and .*\(boundary 8\)"):
-        second.start(SnapshotId(earlier.attempt, 7), 3, tier="memory")
-    second.start(SnapshotId(earlier.attempt, 8), 3)
+        start(second, SnapshotId(earlier.attempt, 7), 3, tier="memory")
+    start(second, SnapshotId(earlier.attempt, 8), 3)
 
 
 def test_an_attempt_without_a_counter_is_not_joined(node: Node) -> None:
@@ -139,10 +145,10 @@ def test_an_attempt_without_a_counter_is_not_joined(node: Node) -> None:
 
 def test_a_superseded_attempt_is_not_joined(node: Node) -> None:
     first = node.lead()
-    first.start()
+    start(first)
     first.close()
     second = node.lead()
-    second.start()
+    start(second)
     with pytest.raises(SupersededError):
         node.join(first.attempt)
     assert node.join(second.attempt).attempt == second.attempt

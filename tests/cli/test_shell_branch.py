@@ -88,15 +88,15 @@ def test_the_runtime_folder_is_not_made_by_asking(run: MadeRun, shell: Shell, tm
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_branch_at_a_step_that_this_host_passes_over_is_told(run: MadeRun, shell: Shell) -> None:
+def test_branch_at_a_step_that_failed_verification_is_told(run: MadeRun, shell: Shell) -> None:
     first = run.attempt()
     for step in (10, 20):
         run.commit(first, step)
     run_view.mark_damaged(run.store, CommitName(20, first, 20), why="a digest differs")
     ended = shell("branch", run.folder, 20)
     assert ended.code == 0
-    assert "failed verification on this host: a digest differs" in ended.err
-    assert run_view.resumed(run.store).step == 10, "as it says"
+    assert f"failed verification on {run_view.this_host()}: a digest differs" in ended.err
+    assert run_view.resumed(run.store).step == 20, "a start verifies it"
     assert shell("branch", run.folder, 20, "--json").json["damage"] == "a digest differs"
     ended = shell("branch", run.folder, 10, "--json")
     assert (ended.json["damage"], ended.err) == (None, "")

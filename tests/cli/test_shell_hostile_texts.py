@@ -102,8 +102,5 @@ def test_json_is_escaped_and_exact(hostile: MadeRun, shell: Shell) -> None:
 
 
 def test_errors_of_the_library_show_it_escaped(hostile: MadeRun) -> None:
-    [passed] = run_view.passed_over(hostile.store)
-    assert "failed verification" in passed
-    assert not CONTROL.search(passed)
     assert str(DamagedError(EVIL)) == str(DamagedError(str(DamagedError(EVIL))))
     assert not CONTROL.search(str(DamagedError(EVIL)))

@@ -242,7 +242,7 @@ class Life(RuleBasedStateMachine):
 
     def _load(self) -> CommitName | None:
         """A resume's rule: candidates in their order, each verified whole before it is taken."""
-        for each in [each.name for each in lineage.next_start(self.store).candidates]:
+        for each in [each.name for each in lineage.next_start(View.of(self.store)).candidates]:
             try:
                 leaves = flashckpt.load(self.path, each.step)
             except (DamagedError, NoSuchStepError) as error:

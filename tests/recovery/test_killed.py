@@ -56,11 +56,12 @@ def test_killed_while_it_writes_a_shard(tmp_path: Path, runtime: Path) -> None:
             break
     else:
         pytest.fail("it was never caught while it wrote")
-    assert len(list(folder.glob("rank-*"))) == 1
+    assert len(list(folder.glob(".rank-*.tmp"))) == 1
     assert rows(recovered(run)) == [("snapshot", "committed", 1)]
     assert committed(run) == [1]
     assert regions_of(crash.folder) == []
     assert len(list(folder.glob("node-*"))) == 1
+    assert not list(folder.glob(".*"))
 
 
 def test_an_interrupt_ends_it_though_storage_hangs(tmp_path: Path, runtime: Path) -> None:

@@ -59,17 +59,20 @@ def mirrored(source: Store, target: Store) -> StepCopier:
 def watch(target: Store, patch: pytest.MonkeyPatch, point: Callable[[str], None]) -> None:
     """Call `point` with the name of each crash point, and before and after the target gets a manifest or a
     version of its catalogue."""
-    create = target.create
 
-    def created(path: str, data: bytes) -> bool:
-        kind = next((kind for kind in ("catalogue/", "/manifest-") if kind in path), "")
-        point(f"{kind.strip('/-')}.creating")
-        is_new = create(path, data)
-        point(f"{kind.strip('/-')}.created")
-        return is_new
+    def watched(write: Callable[[str, bytes], bool | None]) -> Callable[[str, bytes], bool | None]:
+        def written(path: str, data: bytes) -> bool | None:
+            kind = next((kind for kind in ("catalogue/", "/manifest-") if kind in path), "")
+            point(f"{kind.strip('/-')}.creating")
+            done = write(path, data)
+            point(f"{kind.strip('/-')}.created")
+            return done
+
+        return written
 
     patch.setattr(crashpoints, "point", point)
-    patch.setattr(target, "create", created)
+    patch.setattr(target, "create", watched(target.create))
+    patch.setattr(target, "replace", watched(target.replace))
 
 
 def once_at(point: str, act: Callable[[], None]) -> Callable[[str], None]:
