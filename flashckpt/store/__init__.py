@@ -79,7 +79,7 @@ def _open(text: str, options: Mapping[str, Any] | None) -> Store:
         url = _canonical(text)
         if options:
             give_options(url, options)
-        return _factory(url, match[1].lower())(url)
+        return _store_at(url, match[1].lower())
     parts = urlsplit(text)
     if re.search(r"[?#\x00-\x1f]", text):
         raise OptionError(
@@ -156,20 +156,19 @@ def _registered(client: _Client) -> _Client:
     return client
 
 
-def _factory(url: str, scheme: str) -> Callable[[str], Store]:
+def _store_at(url: str, scheme: str) -> Store:
     # Late imports: most runs are folders.
+    from flashckpt.store.objects import ObjectStore
+
     if scheme in _BUCKETS:
-        from flashckpt.store.objects import ObjectStore
         from flashckpt.store.obstore_client import ObstoreClient
 
-        return lambda url: ObjectStore(_registered(ObstoreClient(url, _client_options(url))), _rate_of(url))
+        return ObjectStore(_registered(ObstoreClient(url, _client_options(url))), _rate_of(url))
     from importlib.metadata import entry_points
 
     for each in entry_points(group=ENTRY_POINTS, name=scheme):
         factory: Callable[[str], Store] = each.load()
-        return factory
+        return factory(url)
     from flashckpt.store.fsspec_client import FsspecClient
-    from flashckpt.store.objects import ObjectStore
 
-    client = _registered(FsspecClient(url, _client_options(url)))
-    return lambda url: ObjectStore(client, _rate_of(url))
+    return ObjectStore(_registered(FsspecClient(url, _client_options(url))))
