@@ -237,7 +237,8 @@ class Options:
         `access_key_id` …: the keywords of obstore). The client takes missing ones from the environment. They
         are never written to storage; the keeper gets them from the trainer that starts it.
     remote_storage_options: the same for `remote`. None takes `storage_options`.
-    remote_compress: compress shards in `remote`, without loss: "auto" if that is faster, "zstd" always.
+    remote_compress: compress shards in `remote`, without loss: "auto" on an object store if they shrink,
+        "zstd" always.
     cache_limit: the most that this run may take of the disk of `cache` on each node, in bytes or as text
         ("500GB"). None takes the free space except 5 % of the disk.
     """

@@ -433,7 +433,7 @@ def retain(catalogue: Catalogue, *, keep: Keep) -> Catalogue:
 
 
 def expired(catalogue: Catalogue, keep: Keep) -> set[SnapshotId]:
-    """The checkpoints that retention drops. Those of other branches stay until the user removes them."""
+    """The checkpoints that retention drops. Those of other branches stay."""
     seen = visible(catalogue)
     counted = [each.id for each in seen if each.id in keep.whole - catalogue.damaged_ids][-keep.last :]
     if len(counted) < keep.last:

@@ -53,7 +53,7 @@ CompressHow = Annotated[
     typer.Option(
         "--compress",
         metavar="auto|zstd|none",
-        help="Shards stand compressed there, without loss: where they arrive earlier so, always, or never.",
+        help="Compress shards there, without loss: on object stores if they shrink (auto), always, or never.",
     ),
 ]
 Repair = Annotated[
@@ -78,8 +78,8 @@ def copy(
     """Copy committed steps to another folder or object store: the same run there, for every command and for
     training.
 
-    Every byte is verified on the way, and a step is there whole or not at all. Existing files are not sent
-    again, so an interrupted copy can be continued. Ends with 1 if a step is damaged here.
+    Every byte is verified on the way, and a step is there whole or not at all. Steps that are there are not
+    sent again; an interrupted one is. Ends with 1 if a step is damaged here.
     """
     from flashckpt.recovery.node import refuse_if_trained
     from flashckpt.replication.run_copy import copy_run

@@ -25,12 +25,13 @@ from flashckpt.format.checked_json import MAX_INTEGER, Fields, JsonRecord, attem
 from flashckpt.format.layout import Ranks, has_rank, ranks_from_json, ranks_to_json
 from flashckpt.format.names import MAX_RANK, MAX_STEP, SnapshotId
 
-SHARD = re.compile(r"rank-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors(\.zst)?")
-FROZEN = re.compile(r"frozen-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors(\.zst)?")
+SHARD = re.compile(r"rank-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors")
+FROZEN = re.compile(r"frozen-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors")
 PART = re.compile(r"node-([0-9]{5,7})-[0-9a-f]{4,32}\.json")
 MAX_FILE_BYTES = 1 << 50
 COMPRESSED = ".zst"
 """The end of the names of compressed files, which a copy may have. The rest is the name of the plain file."""
+_STORED_SHARD, _STORED_FROZEN = (re.compile(rf"{each.pattern}(\.zst)?") for each in (SHARD, FROZEN))
 
 
 def shard_name(rank: int, nonce: str) -> str:
@@ -178,7 +179,7 @@ def _rank_files(row: Fields, world: int, tables: Sequence[tuple[Ranks, str]]) ->
     return RankFiles(
         rank=rank,
         shard=File(row.text("shard", pattern=SHARD), row.integer("num_bytes", 1, MAX_FILE_BYTES)),
-        frozen=_frozen_file(row, row.items("frozen")) if row.has("frozen") else None,
+        frozen=_frozen_file(row, row.items("frozen"), FROZEN) if row.has("frozen") else None,
         tables=indexes,
     )
 
@@ -266,8 +267,10 @@ class Manifest(JsonRecord):
                 for row in lineage
             ),
             parts=tuple(parts),
-            shards=tuple(File(*_file(fields, row, SHARD)) for row in _rows(fields, "shards", 2)),
-            frozen=tuple(_frozen_file(fields, row) for row in fields.items("frozen", MAX_RANK)),
+            shards=tuple(File(*_file(fields, row, _STORED_SHARD)) for row in _rows(fields, "shards", 2)),
+            frozen=tuple(
+                _frozen_file(fields, row, _STORED_FROZEN) for row in fields.items("frozen", MAX_RANK)
+            ),
         )
         check_lineage(fields, manifest.folder.id.attempt, manifest.lineage)
         names = [each.name for each in parts] + [each.name for each in manifest.shards]
@@ -318,14 +321,14 @@ def _frozen_row(file: FrozenFile) -> list[Any]:
     return [str(file.base.writer), file.base.name, file.name, file.num_bytes]
 
 
-def _frozen_file(fields: Fields, row: Any) -> FrozenFile:
+def _frozen_file(fields: Fields, row: Any, pattern: re.Pattern[str]) -> FrozenFile:
     if type(row) is not list or len(row) != 4:
         fields.refuse("a frozen file is not a list of 4 items")
     writer = attempt_of(Fields({"writer": row[0]}, fields.what), "writer")
     base = Folder.parse(writer, row[1]) if isinstance(row[1], str) else None
     if base is None:
         fields.refuse("a frozen file is in no folder of a snapshot")
-    return FrozenFile(base, *_file(fields, row[2:], FROZEN))
+    return FrozenFile(base, *_file(fields, row[2:], pattern))
 
 
 def _rows(fields: Fields, key: str, length: int) -> list[list[Any]]:

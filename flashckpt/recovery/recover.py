@@ -1,9 +1,9 @@
 """Recovering a run by hand: the keeper's queue, run to idle in this process, and a report.
 
-    save memory and cache → commit whole snapshots → verify, mark → delete garbage → free memory
+    delete garbage → commit whole snapshots → save memory and cache → verify, mark → free memory
     → find the next resume → copy the newest step to the remote, if one is named
 
-Memory comes first: a reboot would take it. A region is freed last, once its snapshot is whole at rest. The
+A region is freed last, once its snapshot is whole at rest. The
 next recovery repeats a stage that was killed. A dry run does the same on views of the store, the regions and
 the cache, which keep every change in this process.
 """

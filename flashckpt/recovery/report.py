@@ -99,7 +99,7 @@ class RemoteFate(str, Enum):
     COPIED = "copied"
     THERE = "there already"
     DELETED = "deleted there"
-    """The remote's retention is deleting the step."""
+    """Another copier has committed a newer step there."""
     MISSING = "missing"
     """In a dry run: it would be copied."""
     NOTHING = "no step"

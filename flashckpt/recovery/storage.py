@@ -110,8 +110,8 @@ def examine(store: Store, watcher: Watcher, *, read: bool) -> Examined:
 
 
 def quarantine(store: Store, examined: Examined, ledger: Ledger) -> None:
-    """Mark the damaged steps, which this host then tries last, and those that are whole again. If that fails,
-    their findings change: without the mark a resume finds the damage itself, and passes over the step."""
+    """Mark the damaged steps, and clear those that are whole again. If that fails, their findings change:
+    without the mark a resume finds the damage itself, and passes over the step."""
     for each in examined.whole:
         with suppress(OSError):
             _clear(store, each)

@@ -524,7 +524,7 @@ def copy_run(
     may_supersede: Callable[[], object] = lambda: None,
 ) -> RunCopy:
     """Copy a committed step: the one that a resume would take, or `step`; with `all_steps` every visible one.
-    `at`: the attempt or the snapshot of `step`. Existing files are not sent again. `compress`: see
+    `at`: the attempt or the snapshot of `step`. Steps that are there are not sent again. `compress`: see
     `is_worth`; `repairs`: see `StepCopier`.
 
     For one step all errors are raised; with `all_steps` a damaged step is reported, and a step that is

@@ -163,8 +163,8 @@ class Store(Protocol):
     ) -> Written:
         """Write an image of `layout` from memory to a new file. The name is seen once the bytes are durable,
         and is durable on return; after an error no such file exists. `progress`: 0, or the address of a u64
-        to which the number of bytes done is added. `replaces`: replace a file that has the name, of which a
-        reader sees the old or the new bytes; else raise FileExistsError."""
+        to which the number of bytes done is added. `replaces`: replace a file that has the name; a reader
+        sees the old or the new bytes. Else raise FileExistsError."""
 
     def write_parts(
         self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False

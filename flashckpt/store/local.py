@@ -421,6 +421,9 @@ class LocalStore:
         return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1
 
     def _holds(self, name: str, data: bytes, folder: int) -> bool:
+        """Whether the name has these bytes, for a small file."""
+        if not data:
+            return False
         try:
             file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
         except OSError:
