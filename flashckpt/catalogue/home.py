@@ -170,8 +170,9 @@ class Home(Versions):
         """Whether all files of a checkpoint are there."""
         try:
             manifest = yield Read(self.store, checkpoint.manifest_path, Manifest)
-            is_there = manifest is not None and manifest.folder == checkpoint.folder
-            return is_there and not (yield from self.missing(manifest))
+            if manifest is None or checkpoint_of(manifest).manifest_path != checkpoint.manifest_path:
+                return False
+            return not (yield from self.missing(manifest))
         except DamagedError:
             return False  # it cannot be read, or a folder is a link
 

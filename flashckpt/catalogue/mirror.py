@@ -15,7 +15,7 @@ from flashckpt.catalogue.changes import Keep, bases
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Copy, Files, Read, Steps
 from flashckpt.errors import DamagedError
-from flashckpt.format.catalogue import FROZEN_PREFIX, Catalogue, Checkpoint, Folder
+from flashckpt.format.catalogue import Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, plain_name
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,7 @@ def copy_checkpoint(
     frozen, shards = [], []
     for each in manifest.frozen:
         name = plain_name(each.name)
-        there = known.get(name)
-        if there is None or (there.name == each.name and there.num_bytes != each.num_bytes):
+        if name not in known:
             made: File | None = yield _copy(home, mirror, each.base, folder, each)
             if made is None:
                 return None
@@ -76,11 +75,17 @@ def _copy(
 
 
 def _frozen_files(mirror: Home, target: Catalogue) -> Steps[dict[str, FrozenFile]]:
-    """The frozen files that checkpoints of a mirror have, by name, and that are there. Names are unique in a
-    run."""
-    found: dict[str, FrozenFile] = {}
+    """The frozen files that checkpoints of a mirror name, by name, and that are there with their lengths.
+    Names are unique in a run."""
+    there, found = dict[Folder, dict[str, int]](), dict[str, FrozenFile]()
     for base in sorted(bases(target)):
-        names: dict[str, int] = yield Files(mirror.store, base.path)
-        frozen = ((name, size) for name, size in names.items() if name.startswith(FROZEN_PREFIX))
-        found |= {plain_name(name): FrozenFile(base, name, size) for name, size in frozen}
+        there[base] = yield Files(mirror.store, base.path)
+    for checkpoint in target.checkpoints if there else ():
+        try:
+            manifest: Manifest | None = yield Read(mirror.store, checkpoint.manifest_path, Manifest)
+        except DamagedError:
+            continue
+        for each in manifest.frozen if manifest is not None else ():
+            if there.get(each.base, {}).get(each.name) == each.num_bytes:
+                found[plain_name(each.name)] = each
     return found

@@ -117,7 +117,7 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
     branches are listed."""
     store = open_store(run)
     view = open_run(store, create=False)
-    choice = lineage.next_start(view)
+    choice = lineage.next_start(view, is_start=False)
     lost = "" if choice.refusal is None else str(choice.refusal)
     first = next((each.name for each in choice.candidates), None)
     rows, waits = step_rows(store, all_branches=all_branches or bool(lost)), waiting(store)

@@ -177,10 +177,16 @@ class Choice:
 
 
 def choose(
-    offers: Iterable[RankOffers], home: Stored, mirror: Stored | None = None, *, is_saved: bool = False
+    offers: Iterable[RankOffers],
+    home: Stored,
+    mirror: Stored | None = None,
+    *,
+    is_saved: bool = False,
+    is_start: bool = True,
 ) -> Choice:
     """Decide what the ranks that offer resume from. The order of the rows does not matter. `is_saved`: the
-    keepers of all nodes have saved what they can."""
+    keepers of all nodes have saved what they can. `is_start`: a job begins; else a command reads the home,
+    which may have a job."""
     rows = sorted(offers, key=lambda row: row.rank)
     answers = mirror if mirror is not None and not mirror.problem else None
     lead = home
@@ -199,9 +205,10 @@ def choose(
     if not candidates:
         refusal = _without_candidates(home, answers, lead.catalogue)
     if refusal is None and lead is home:
-        refusal, warnings = _behind_start(home, mirror, candidates)
-    elif refusal is None and not candidates:
-        warnings = (_trained_elsewhere(home, lead),)
+        refusal, warnings = _behind_start(home, mirror, candidates, is_start)
+    elif refusal is None:
+        warnings = _left_behind(rows, home, lead)
+        warnings += () if candidates else (_trained_elsewhere(home, lead),)
     return Choice(
         candidates=() if refusal is not None else tuple(candidates),
         passed_over=tuple(table.passed_over(candidates)),
@@ -318,6 +325,21 @@ def _without_candidates(home: Stored, mirror: Stored | None, lead: Catalogue) ->
     )
 
 
+def _left_behind(rows: Iterable[RankOffers], home: Stored, mirror: Stored) -> tuple[str, ...]:
+    """A warning of a snapshot in memory that the history of a mirror that leads does not have."""
+    ours, theirs = visibility(home.catalogue), visibility(mirror.catalogue)
+    offered = (each for row in rows for each in row.offers if ours(each.id) and not theirs(each.id))
+    newest = max(offered, key=lambda each: each.id, default=None)
+    if newest is None:
+        return ()
+    return (
+        f"memory or cache has step {newest.step} of attempt {newest.id.attempt}, and the mirror "
+        f"(remote={mirror.url}), where the run was trained further, does not: that snapshot is not resumed "
+        "from, and is freed once this attempt has committed. To resume from it, stop now, and start without "
+        "remote=",
+    )
+
+
 def _trained_elsewhere(home: Stored, mirror: Stored) -> str:
     return (
         f"the run was trained elsewhere, as attempt {mirror.catalogue.attempt}, and neither {home.url} nor "
@@ -327,7 +349,7 @@ def _trained_elsewhere(home: Stored, mirror: Stored) -> str:
 
 
 def _behind_start(
-    home: Stored, mirror: Stored | None, candidates: Sequence[Candidate]
+    home: Stored, mirror: Stored | None, candidates: Sequence[Candidate], is_start: bool
 ) -> tuple[RunError | None, tuple[str, ...]]:
     """Why a start would lose steps in a mirror that does not answer or was not named, and warnings if it
     loses no known step."""
@@ -344,7 +366,8 @@ def _behind_start(
             "resumed from. If the run was trained further elsewhere, stop and start again when the mirror "
             "answers",
         )
-    if read_from and is_behind and (mirror is None or first is None):
+    is_named = mirror is not None and mirror.url == read_from
+    if is_start and read_from and is_behind and (first is None or not is_named):
         return UnusableRunError(
             f"{home.url}: the run began its newest attempt from {parent}, which it read in {read_from}, its "
             "mirror, and which is not here. Nothing was loaded or changed. Start with remote= that names "

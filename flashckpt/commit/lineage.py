@@ -82,12 +82,13 @@ def next_start(
     remote: RemoteRun | None = None,
     *,
     is_saved: bool = True,
+    is_start: bool = True,
     damaged: Collection[SnapshotId] = (),
 ) -> Choice:
     """Choose what a start of the ranks that offer `rows` resumes from (None: one rank, with nothing in
     memory). A store from which some rank reads the first candidate has all files of it. `home`: a view that
-    was read just now. `damaged`: checkpoints of the home that cannot be used. OSError if a store does not
-    answer."""
+    was read just now. `is_start`: as of `choose`. `damaged`: checkpoints of the home that cannot be used.
+    OSError if the home does not answer."""
     rows = [RankOffers(0)] if rows is None else rows
     here = Stored(
         url=home.store.url, catalogue=home.catalogue, broken=dict.fromkeys(damaged, "it is damaged")
@@ -96,9 +97,12 @@ def next_start(
     if remote is not None:
         there = Stored(url=remote.store.url, catalogue=remote.known, problem=remote.problem)
         if not there.problem:
-            there = replace(there, catalogue=newest_version(remote.store, remote.known))
+            try:
+                there = replace(there, catalogue=newest_version(remote.store.brief(), remote.known))
+            except OSError as error:
+                there = replace(there, problem=str(error.strerror or error))
     while True:
-        choice = choose(rows, here, there, is_saved=is_saved)
+        choice = choose(rows, here, there, is_saved=is_saved, is_start=is_start)
         manifests: dict[Place, Manifest] = {}
         first = choice.candidates[0] if choice.candidates else None
         read = set() if first is None else {first.places(row)[0] for row in rows}
@@ -189,7 +193,7 @@ def until_stable(store: Store, find: Callable[[], list[_Found]]) -> list[_Found]
 
 def _chosen(store: Store, step: int | None, at: AttemptName | SnapshotId | None) -> CommitName:
     if step is None and at is None:
-        choice = next_start(View.of(store))
+        choice = next_start(View.of(store), is_start=False)
         if choice.refusal is not None:
             raise choice.refusal
         if not choice.candidates:

@@ -218,7 +218,7 @@ METADATA = "metadata.json"
 MAX_METADATA_BYTES = 1 << 30
 _FILE = re.compile(r"rank-\d{5,7}-[0-9a-f]{16}\.safetensors")
 # A store's temporary file from a commit that was killed.
-_TEMPORARY = r"\.metadata\.json\.[0-9a-f]{16}\.tmp"
+_TEMPORARY = rf"\.({_FILE.pattern}|metadata\.json)\.[0-9a-f]{{16}}\.tmp"
 _LEFT = re.compile(f"{_FILE.pattern}|{_TEMPORARY}")
 _MAX_BYTES = 1 << 60
 _PIECE_BYTES = 16 << 20

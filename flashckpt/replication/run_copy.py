@@ -33,6 +33,7 @@ from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import (
     StepRecord,
     committed,
+    damaged,
     is_whole,
     missing_files,
     read_checkpoint,
@@ -198,8 +199,9 @@ class StepCopier:
                 if not missing_files(self._target, target):
                     _native.fetch_add(self._progress, _num_bytes(manifest))
                     return self._result(name, Outcome.THERE, manifest, there)
-        record, made = step_of(self._source, manifest), self._as_there(manifest, there, target)
+        record = step_of(self._source, manifest)
         files = _Files(record)
+        made = self._as_there(manifest, files, there, target)
         changed = False
         for place, row in enumerate(made.parts):
             path = f"{made.folder.path}/{row.name}"
@@ -221,7 +223,7 @@ class StepCopier:
         num_bytes = _num_bytes(manifest)
         return Copied(name=name, outcome=outcome, num_bytes=num_bytes, sent_bytes=self._sent_bytes, view=view)
 
-    def _as_there(self, manifest: Manifest, there: View, target: Checkpoint) -> Manifest:
+    def _as_there(self, manifest: Manifest, files: _Files, there: View, target: Checkpoint) -> Manifest:
         """The manifest of the target, made again from that of the source if it cannot be read. RunError if
         the target has other files of this snapshot."""
         with suppress(DamagedError):
@@ -230,6 +232,7 @@ class StepCopier:
                     raise self._is_whole_other(target.manifest_path, manifest.step)
                 return found
         compressed = dict[str, FrozenFile]()
+        lengths = {each.shard.file: each.shard.num_bytes for each in files.contents.values()}
         bases = dict.fromkeys((plain_name(each.name) for each in manifest.frozen), target.folder)
         for folder in {target.folder, *target.bases}:
             for entry in self._target.list(folder.path):
@@ -241,7 +244,7 @@ class StepCopier:
 
         def stored(row: File | FrozenFile, folder: Folder) -> FrozenFile:
             name = plain_name(row.name)
-            return compressed.get(name, FrozenFile(folder, name, row.num_bytes))
+            return compressed.get(name, FrozenFile(folder, name, lengths[name]))
 
         made = replace(
             manifest,
@@ -289,7 +292,7 @@ class StepCopier:
             status, detail = self._verify(self._target, there, contents)
             if status == "unreadable":
                 raise OSError(errno.EIO, detail, f"{self._target.url}/{there}")
-            if status == "ok":
+            if status == "ok" and self._has(there, num_bytes):
                 _native.fetch_add(self._progress, contents.shard.num_bytes)
                 return False
             if not self._repairs:
@@ -305,6 +308,10 @@ class StepCopier:
                 path=there,
             )
         return True
+
+    def _has(self, path: str, num_bytes: int) -> bool:
+        folder, _, file = path.rpartition("/")
+        return any((each.name, each.num_bytes) == (file, num_bytes) for each in self._target.list(folder))
 
     # ---- files
 
@@ -429,6 +436,8 @@ class _Files:
         }
 
     def part(self, path: str) -> bytes:
+        if path not in self._parts:
+            raise damaged(path, "the manifest names it, and no part does", self.step)
         return self._record.part_bytes(self._parts[path])
 
 

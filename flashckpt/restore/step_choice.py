@@ -385,7 +385,9 @@ class StepChoice:
             )
         if reading is None:
             return begun
-        targets = self._targets(begun.snapshot)
+        # A step that failed verification may fail again, and must not spoil live tensors.
+        is_marked = not candidate.is_remote and candidate.name.id in self._home.damaged
+        targets = {} if is_marked else self._targets(begun.snapshot)
 
         def read() -> Loaded:
             nonlocal source

@@ -237,8 +237,8 @@ class LocalStore:
                     raise
             return found
         finally:
-            with suppress(FileNotFoundError):
-                self.remove("/".join([*folders, temporary]))
+            with suppress(FileNotFoundError), self._folder(folders) as folder:
+                self._system.remove(temporary, folder)
 
     def read_chunks(
         self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0

@@ -35,6 +35,7 @@ _SMALL = 1 << 20
 _UPLOAD_S = _CONCURRENCY * (16 << 20) / 100e3
 # On a faster line: this multiple of the measured time of a part, with a lower bound.
 _SLOWER, _LEAST_UPLOAD_S = 20.0, 120.0
+_CONFLICT_PAUSES_S = (0.1, 0.5, 2.0)
 
 
 class ObstoreClient:
@@ -91,13 +92,21 @@ class ObstoreClient:
     def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
         how = {"use_multipart": False, "mode": "create" if is_new else "overwrite"}
         store = self._store if len(data) <= _SMALL else self._uploads
-        with _translated(key, self._url, writes=True):
-            try:
-                self._obstore.put(store, key, data, **how)
-            except self._obstore.exceptions.AlreadyExistsError:
-                return False
-            self._has_bucket = True
-            return True
+        for pause_s in (*_CONFLICT_PAUSES_S, None):
+            with _translated(key, self._url, writes=True):
+                try:
+                    self._obstore.put(store, key, data, **how)
+                except self._obstore.exceptions.AlreadyExistsError as error:
+                    # S3: another creation was under way, and neither may exist now.
+                    if "ConditionalRequestConflict" not in str(error):
+                        return False
+                    if pause_s is None:
+                        raise OSError(errno.EREMOTEIO, "other creations of it are under way", key) from error
+                    time.sleep(pause_s)
+                    continue
+                self._has_bucket = True
+                return True
+        raise AssertionError("unreachable: the last try returns or raises")
 
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         how: dict[str, Any] = {

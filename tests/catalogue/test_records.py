@@ -44,7 +44,7 @@ HEAD = PartHead(
     node=0,
     ranks=(
         RankFiles(0, File("rank-00000-5f2c.safetensors", 4096), None, (0,)),
-        RankFiles(1, File("rank-00001-5f2c.safetensors.zst", 999), FROZEN, (0,)),
+        RankFiles(1, File("rank-00001-5f2c.safetensors", 999), FROZEN, (0,)),
     ),
     tables=(ALIKE,),
 )

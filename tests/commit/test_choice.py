@@ -219,6 +219,20 @@ def test_a_mirror_that_was_read_from_and_is_not_named_is_refused() -> None:
     assert boundaries(choose([row(0)], newer)) == [1]
 
 
+def test_another_mirror_than_the_one_that_was_read_from_is_refused() -> None:
+    ours = home(*committed(3), attempt=B, lineage=(id_of(5),), parent_url=THERE)
+    other = replace(mirror(), url="s3://bucket/other")
+    assert "which it read in" in refusal(choose([row(0)], ours, other))
+    assert boundaries(choose([row(0)], ours, is_start=False)) == [3], "a command reads what is there"
+
+
+def test_memory_that_the_history_of_a_leading_mirror_lacks_is_told() -> None:
+    there = mirror(*committed(3), *committed(4, attempt=B), attempt=B, lineage=(id_of(3),))
+    choice = choose([row(0, offer(7))], home(*committed(3)), there)
+    assert choice.candidates[0].id == id_of(4, B)
+    assert f"memory or cache has step 70 of attempt {A}" in choice.warnings[0]
+
+
 # ---- refusals
 
 
@@ -409,7 +423,8 @@ class Model:
         if self.is_silent:
             return first is None or is_behind
         read_from = self.ours.catalogue.parent_url if start not in self._ids(self.ours) else ""
-        return is_behind and bool(read_from) and (self.theirs is None or first is None)
+        is_named = self.theirs is not None and self.theirs.url == read_from
+        return is_behind and bool(read_from) and (first is None or not is_named)
 
 
 @given(_ROWS, stores(URL), st.none() | stores(THERE), st.randoms())

@@ -144,7 +144,7 @@ def test_names() -> None:
     assert part_name(3, "5f2c") == "node-00003-5f2c.json"
     for pattern, name in ((SHARD, shard_name(3, "5f2c")), (FROZEN, frozen_name(3, "5f2c"))):
         assert pattern.fullmatch(name)
-        assert pattern.fullmatch(f"{name}.zst")
+        assert not pattern.fullmatch(f"{name}.zst"), "the names of parts are those of plain files"
         assert not pattern.fullmatch(f"../{name}")
     assert not SHARD.fullmatch(frozen_name(3, "5f2c"))
     folder = Folder(B, SnapshotId(A, 12))

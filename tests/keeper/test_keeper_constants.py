@@ -357,10 +357,10 @@ def test_constants_that_were_written_without_the_pin_are_not_believed(
     monkeypatch.setattr(_native, "write_file", write_file)
     writer, asked = Writer(alone.store, "0123abcd"), order(alone, 1)
     assert writer.persist(asked).state is JobState.FAILED
-    assert ["/frozen-" in path for path in written] == [True]
+    assert ["/.frozen-" in path for path in written] == [True]
     assert files(alone) == []
     slot = snapshot_of(asked).slot
     assert slot.unpin(slot.state())
     assert writer.persist(asked).state is JobState.COMMITTED
-    assert ["/frozen-" in path for path in written] == [True, True, False]
+    assert ["/.frozen-" in path for path in written] == [True, True, False]
     assert committed(alone.run) == [1]

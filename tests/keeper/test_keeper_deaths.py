@@ -181,12 +181,13 @@ def test_a_keeper_killed_while_it_writes_is_replaced(tmp_path: Path, runtime: Pa
     step = caught_writing(trainer, lambda pid: end([pid]))
     assert step not in committed(trainer.run)
     folder = trainer.run / run_view.folder_of(trainer.store, SnapshotId(trainer.attempt, step))
-    [half] = folder.glob("rank-*")
+    [half] = folder.glob(".rank-*.tmp")
     restarts = trainer.client.restarts
     trainer.wait_committed(step)
     assert trainer.client.restarts == restarts + 1
     assert committed(trainer.run)[-1] == step
-    assert len({*folder.glob("rank-*")} - {half}) == 1, "it was written again under another name"
+    assert len([*folder.glob("rank-*")]) == 1, "it was written again under another name"
+    assert not half.exists()
     trainer.snapshot(100, persist=True)
     trainer.wait_committed(100)
     trainer.end()

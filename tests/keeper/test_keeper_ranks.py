@@ -221,7 +221,7 @@ def test_a_keeper_stays_for_a_restart_where_only_one_rank_has_died(ranks: MakeRa
     node.processes.pop(0).gone()
     told(tmp_path / "run", "close", 1)
     attempt = alive_path(node.attempt)
-    eventually(lambda: json.loads(node.store.read(attempt, 4096))["ended"] == "dead")
+    eventually(lambda: json.loads(node.store.read(attempt, 4096))["phase"] == "dead")
     again = ranks(range(2), 2)
     assert [[step for _, step in each] for each in again.do("survivors")] == [[1], [1]]
     assert keeper_pid(node.folder) == before
@@ -239,14 +239,14 @@ def test_the_end_of_an_attempt_is_written_down_once_no_node_has_a_trainer(
     path = alive_path(here.attempt)
 
     def ended() -> str:
-        found: str = json.loads(here.store.read(path, 4096))["ended"]
+        found: str = json.loads(here.store.read(path, 4096))["phase"]
         return found
 
     here.kill()
     told(run, "death", 1)
     until = time.monotonic() + 1
     while time.monotonic() < until:
-        assert ended() == "", "rank 1 trains"
+        assert ended() == "training", "rank 1 trains"
     there.kill()
     eventually(lambda: ended() == "dead")
 

@@ -95,7 +95,7 @@ def test_a_deletion_beside_it_keeps_the_frozen_leaves_that_are_written(
     def write_file(*arguments: Any, **named: Any) -> Any:
         result = write(*arguments, **named)
         collect(trainer.store, View.of(trainer.store).catalogue)
-        found.extend(path.name for path in trainer.run.glob("data/*/*/frozen-*"))
+        found.extend(path.name for path in trainer.run.glob("data/*/*/*frozen-*"))
         return result
 
     monkeypatch.setattr(_native, "write_file", write_file)

@@ -316,6 +316,11 @@ def test_a_keeper_that_saves_moves_the_counter_as_long_as_it_makes_progress(
     folder.round([], [], {attempt}, [attempt], 300)
     assert other.round([], [(attempt, "dead")], {attempt}).marked == (attempt,)
     assert attempts.alive(store, attempt).phase == "saving", "the keeper that saves writes the end"
+    third = RunFolder(store, "")
+    for _ in range(2):
+        assert third.round([], [(attempt, "dead")], {attempt}).marked == (), "it may be at a long request"
+    monkeypatch.setattr(attempts, "WATCH_S", 0.0)
+    assert third.round([], [(attempt, "dead")], {attempt}).marked == (attempt,)
 
 
 class Stopped(LocalStore):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flashckpt.commit.choice import Choice, Offer, RankOffers, Stored, choose
+from flashckpt.commit.view import View
 from flashckpt.errors import MismatchError, UnusableRunError
 from flashckpt.format.catalogue import Catalogue
 from flashckpt.format.names import AttemptName, SnapshotId
@@ -141,7 +142,7 @@ def test_steps_are_listed_once_the_keepers_of_all_nodes_have_saved(tmp_path: Pat
         if rank == 0:
             job.store = Heard(job.store, has_saved, has_spoken)
         return Listed(
-            store, [], rank, lambda snapshot: None, 1, RanksAgreement(job),
+            View.of(store), [], rank, lambda snapshot: None, 1, RanksAgreement(job),
             save=lambda: keeper_of(rank), unsaved=lambda: [name_of(200, attempt)] if rank == 1 else [],
         ).choose()  # fmt: skip
 

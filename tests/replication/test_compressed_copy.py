@@ -4,19 +4,22 @@ by code that knows nothing of it."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import zstandard
 
 from flashckpt.commit.steps import is_whole, missing_files, read_step
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View
-from flashckpt.errors import DamagedError
+from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.manifest import plain_name
 from flashckpt.format.names import CommitName
 from flashckpt.options import Compress
 from flashckpt.recovery.recover import recover
 from flashckpt.replication.run_copy import Outcome, StepCopier, copy_run
 from flashckpt.store.base import Store
+from flashckpt.store.compressed_file import Codec
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import attempt_at, name_of
 from tests.contracts.flat_store import FlatStore
@@ -217,3 +220,50 @@ def test_trained_on(source: Store, target: Store) -> None:
     assert visible(target) == [10, 20]
     assert verify(target).ok
     assert is_whole(View.of(target), name_of(20, second))
+
+
+def test_a_manifest_at_home_is_made_again_from_a_compressed_copy(source: Store, target: Store) -> None:
+    attempt = made(source, [10])
+    copied(source, target)
+    checkpoint = View.of(source).checkpoint(name_of(10, attempt).id)
+    assert checkpoint is not None
+    data = source.read(checkpoint.manifest_path, 1 << 20)
+    source.replace(checkpoint.manifest_path, data.replace(b"rank-", b"rank_"))
+    done = copy_run(target, source, 10, repairs=True)
+    assert [each.copied.outcome for each in done.steps if each.copied] == [Outcome.REPAIRED]
+    assert source.read(checkpoint.manifest_path, 1 << 20) == data
+
+
+def test_another_zstandard_is_told_at_each_repair(
+    source: Store, target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It makes other bytes, which the manifest does not name."""
+    attempt = made(source, [10])
+    copied(source, target)
+    path = file_of(tmp_path / "target", name_of(10, attempt).id, "rank-00001")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    pack = Codec.pack
+
+    def packed(codec: Any, *what: Any) -> bytes:
+        codec._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        return pack(codec, *what)
+
+    monkeypatch.setattr(Codec, "pack", packed)
+    for _ in range(2):
+        with pytest.raises(RunError, match="another version of the package zstandard"):
+            copy_run(source, target, 10, repairs=True)
+    assert missing(target, name_of(10, attempt)) == [read_step(target, name_of(10, attempt)).shard_path(1)]
+
+
+def test_a_frozen_file_that_was_cut_is_sent_again(source: Store, target: Store, tmp_path: Path) -> None:
+    attempt = made(source, [10])
+    copied(source, target)
+    path = file_of(tmp_path / "target", name_of(10, attempt).id, "frozen-")
+    path.write_bytes(path.read_bytes()[:-7])
+    add(source, 20, attempt)
+    copied_one = copy_run(source, target, 20, compress="zstd")
+    assert copied_one.ok
+    assert is_whole(View.of(target), name_of(20, attempt))
+    assert verify(target, 20).ok

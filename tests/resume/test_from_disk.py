@@ -306,7 +306,7 @@ def test_no_tensor_keeps_bytes_of_a_step_that_was_passed_over(
     with pytest.raises(flashckpt.StateError, match=r"into model\.cache before it proved damaged"):
         resumed(run, live)
     assert_poisoned(live)
-    again = More(7, 7.0)  # the damaged step was quarantined, and is not tried first again
+    again = More(7, 7.0)  # the damaged step is marked, and is read into other memory
     assert resumed(run, again) == "local"
     assert again.equals(Model(1))
     assert bool((again.cache == 7.0).all())

@@ -17,7 +17,6 @@ import torch
 import flashckpt
 from flashckpt.commit import attempts
 from flashckpt.commit.assets import write_assets
-from flashckpt.commit.view import View
 from flashckpt.errors import OptionError, RunError
 from flashckpt.keeper.liveness import RunFolder
 from flashckpt.memory.runtime import identity_of
@@ -162,7 +161,7 @@ def test_a_run_whose_every_creation_is_sent_twice(store: ObjectStore, proxy: Pro
         assert commit(store, step, attempt, constants=True)
     assert [each.step for each in run_view.visible(store)] == [1, 2]
     assert run_view.verify(store).ok
-    name = attempts.next_attempt(View.of(store))
+    name = run_view.next_name(store)
     attempts.reserve(store, name)
     assert attempts.is_reserved(store, name, exclusively=True)
     names = [request.path for request in proxy.requests if request.method == "PUT"]
