@@ -14,7 +14,6 @@ from flashckpt.catalogue.changes import (
     bases,
     files_without_catalogue,
     is_visible,
-    lineage_of,
     parent_of,
     visible,
 )
@@ -28,10 +27,9 @@ from flashckpt.format.catalogue import (
     Catalogue,
     Checkpoint,
     Folder,
-    Lineage,
     folders_of,
 )
-from flashckpt.format.names import DATA, MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import DATA, AttemptName, CommitName, SnapshotId
 from flashckpt.store.base import Store, read_only
 
 HOME = Home()
@@ -71,14 +69,6 @@ class View:
     def parent(self) -> SnapshotId | None:
         """The snapshot that the newest attempt has resumed, None for a fresh run."""
         return parent_of(self.catalogue)
-
-    @property
-    def lineage(self) -> Lineage:
-        """The newest attempt and its ancestors, each with its last visible boundary, newest first."""
-        attempt = self.attempt
-        if attempt is None:
-            return ()
-        return (SnapshotId(attempt, MAX_BOUNDARY), *lineage_of(self.catalogue, attempt))
 
     @property
     def checkpoints(self) -> tuple[CommitName, ...]:
