@@ -68,7 +68,7 @@ PHASES = {
     "before the commit": (before(dcp.Writer, "finish"), "older"),
     "inside the commit": (before(System, "rename"), "older"),
     "committed": (after(LocalStore, "replace"), "newer"),
-    "removing": (before(System, "remove"), "newer"),
+    "removing": (before(LocalStore, "remove_files"), "newer"),
     "after the commit": (after(dcp.Writer, "finish"), "newer"),
 }
 

@@ -158,6 +158,7 @@ def test_what_a_killed_keeper_had_not_finished_goes_with_the_next_try(
     with monkeypatch.context() as patch:
         patch.setattr(store, "create", failing_for(".json", store.create))
         until_told(node, (5, JobState.FAILED))
+    node.queue.try_again()
     until_told(node, (5, JobState.COMMITTED))
     assert [store.exists(path) for path in unfinished] == [False, True]
     assert is_whole(store, 5, node.attempt, 1)
