@@ -37,9 +37,10 @@ def _searches() -> list[object]:
     ]
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("scenario", "store"), _searches())
 def test_every_order_keeps_the_invariants(scenario: Scenario, store: Store) -> None:
-    found = scenario.search(store).run()
+    found = scenario.search(store, most_states=2_500_000).run()
     assert found.states > 100
     assert not found.fault, f"{scenario.name} on {store.name}: {found.fault}"
 
