@@ -300,8 +300,8 @@ def open_session(
     cache: CachePlace | None = None,
     seen: Catalogue = EMPTY,
 ) -> Session:
-    """Open the run and take part in an attempt: lead a new one, which makes the run if there is none and
-    raises if another job holds it; or `join` the one that the leader has named.
+    """Open the run and take part in an attempt. The leader begins a new attempt: this makes a run that does
+    not exist, and raises if another job holds the run. Other ranks `join` the attempt that the leader named.
 
     known: what the ranks have agreed on. is_first: of the ranks of its node that join, this one checks
     whether it sees the leader's folder. remote: where the keeper copies steps. cache: this node's disk for
@@ -370,8 +370,8 @@ def _enter_node(
 def newest_on_node(
     runtime: RuntimeFolder | None, identity: str, cache: CachePlace | None
 ) -> tuple[AttemptName, int] | None:
-    """Return the newest attempt with a snapshot in this node's memory or cache, and the snapshot's step; None
-    if there is none. runtime: None if the node has nothing of the run in memory."""
+    """Return the newest attempt with a snapshot in this node's memory or cache, and the snapshot's step.
+    Return None without a snapshot. runtime: None if the node has nothing of the run in memory."""
     found = [] if runtime is None else [newest_in_memory(runtime)]
     found += [] if cache is None else [_newest_in_cache(cache, identity)]
     return max((each for each in found if each is not None), default=None)
@@ -796,8 +796,8 @@ def _nothing() -> None:
 
 
 def _folder_state(path: str | os.PathLike[str], options: Options) -> tuple[Catalogue, int]:
-    """Return the run's catalogue in the folder that this node sees, EMPTY if there is none, and the highest
-    number of an attempt."""
+    """Return the run's catalogue in the folder that this node sees, and the highest number of an attempt.
+    Return EMPTY and 0 if the folder has no run."""
     store = open_store(path, options.storage_options)
     try:
         catalogue = open_run(store, create=False).catalogue

@@ -78,8 +78,9 @@ def copy(
     """Copy committed steps to another folder or object store: the same run there, for every command and for
     training.
 
-    Every byte is verified on the way, and a step is there whole or not at all. Steps that are there are not
-    sent again; an interrupted one is. Ends with 1 if a step is damaged here.
+    The command verifies every byte, and commits a step in the target after all its files have arrived. It
+    sends no step that the target has, and sends an interrupted step again. Ends with 1 if a step here is
+    damaged.
     """
     from flashckpt.recovery.node import refuse_if_trained
     from flashckpt.replication.run_copy import copy_run

@@ -560,7 +560,7 @@ def judged_until(settled: int, begun: int, *, is_begun: bool) -> int:
 
 class Snapshots:
     """The snapshots of the rank of a row. complete: (attempt number, boundary) of the newest that all ranks
-    have, with boundary 0 if there is none of this attempt; incomplete: those that may be overwritten."""
+    have, with boundary 0 if this attempt has no snapshot; incomplete: those that may be overwritten."""
 
     def __init__(
         self,

@@ -260,7 +260,7 @@ def test_of_two_jobs_the_one_that_is_too_late_is_told(
 def test_a_step_that_comes_after_another_job_has_gone_on_is_told_and_stays_here(
     tiers: Tiers, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """It is sent for an hour; the node is given up, and another goes on."""
+    """The keeper sends the step for an hour. Meanwhile a job on another node continues the run."""
     mirror = tiers.mirror()
     tiers.add(1)
     brought(mirror)
