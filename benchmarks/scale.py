@@ -135,7 +135,8 @@ class Simulation:
     def make(self) -> None:
         opened = attempts.settle(open_run(self.store, create=True))
         name = attempts.next_attempt(opened)
-        attempts.begin(opened.view, name, (), Launch(world=self.world, owner=local_owner()))
+        launch, after = Launch(world=self.world, owner=local_owner()), opened.view.catalogue.writer
+        attempts.begin(opened.view, name, (), launch, after=after)
         for step in STEPS:
             self._make_step(step, name)
 

@@ -226,7 +226,8 @@ def begin_as(
     """Begin an attempt of this name. `seen`: the view that its parent was chosen from; `lead`: the catalogue
     that has its history, if that is not this view's."""
     lineage = () if parent is None else ancestry(lead or seen.catalogue, parent)
-    return _attempts.begin(seen, name, lineage, Launch(world=world, owner=owner, parent_step=step))
+    launch = Launch(world=world, owner=owner, parent_step=step)
+    return _attempts.begin(seen, name, lineage, launch, after=seen.catalogue.writer)
 
 
 def end(store: Store, attempt: AttemptName, how: Literal["closed", "dead"] = "closed") -> None:

@@ -195,17 +195,19 @@ class Home(Versions):
         lineage: Lineage,
         launch: Launch,
         *,
+        after: AttemptName,
         is_here: bool,
     ) -> Steps[Catalogue]:
         """Begin an attempt whose ranks have loaded the first snapshot of `lineage`, which was chosen when
-        `seen` was the newest version, or later. `is_here`: they have read it from this store. RunHeldError if
+        `seen` was the newest version, or later. `after`: the writer that has no trainer any more, as this
+        start has found before. `is_here`: the ranks have read the snapshot from this store. RunHeldError if
         another attempt has begun since, if a newer checkpoint has come that the ranks did not know, or if the
         one that they have loaded was removed."""
         catalogue, parent = seen, next(iter(lineage), None)
         while True:
             catalogue, writers = yield from self.settle(catalogue)
             above = [each for each in (catalogue.writer, *writers) if each >= name]
-            if catalogue.writer != seen.writer or above:
+            if catalogue.writer != after or above:
                 raise RunHeldError(
                     f"Attempt {max([catalogue.writer, *above])} has started meanwhile. This start has begun "
                     "nothing. If another job trains this run, end it; then start again."

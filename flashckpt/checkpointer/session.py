@@ -43,7 +43,7 @@ from flashckpt.errors import (
     RunError,
     RunHeldError,
 )
-from flashckpt.format.catalogue import EMPTY, Catalogue
+from flashckpt.format.catalogue import EMPTY, NO_ATTEMPT, Catalogue
 from flashckpt.format.names import AttemptName, SnapshotId, alive_path
 from flashckpt.format.owner import Owner
 from flashckpt.keeper.client import KeeperClient, connect_or_start, newest_in_memory
@@ -113,8 +113,9 @@ class Session:
     """One rank of an attempt, connected to its keeper.
 
     identity: names the run on this node. leads: this rank begins the attempt, for all ranks of `group`.
-    owner: this process, of the leader. opened: the run when this rank has read it last. loaded: the snapshot
-    that the attempt resumed from. remote: where the keeper copies steps; remote_run: that store at the start.
+    owner: this process, of the leader. after: the catalogue's writer when the leader found that no trainer of
+    it lives. opened: the run when this rank has read it last. loaded: the snapshot that the attempt resumed
+    from. remote: where the keeper copies steps; remote_run: that store at the start.
     cache: this node's disk for slots at rest. complete: the newest snapshot that all ranks have at the start,
     as (number of the attempt, boundary); zeros in a world of one.
     """
@@ -135,6 +136,7 @@ class Session:
     complete: tuple[int, int] = (0, 0)
     run_id: str = ""
     owner: Owner | None = None
+    after: AttemptName = NO_ATTEMPT
     loaded: SnapshotId | None = None
     remote: Remote | None = None
     cache: CachePlace | None = None
@@ -214,6 +216,7 @@ class Session:
                 self.attempt,
                 () if parent is None else ancestry(choice.lead, parent),
                 launch,
+                after=self.after,
                 is_here=start.tier == "local",
             )
         except OSError as error:
@@ -325,11 +328,11 @@ def open_session(
     with contextlib.ExitStack() as undo:
         undo.callback(_give_back, place)
         runtime, life, stacks = _enter_node(environment, options, identity, undo)
-        attempt, leads, owner = join, join is None, None
+        attempt, leads, owner, after = join, join is None, None, NO_ATTEMPT
         if attempt is None:
             owner = _owner(environment, runtime, life)
             newest = newest_on_node(runtime, identity, cache)
-            attempt, opened = _reserve(opened, owner, runtime, known.above, newest, keep)
+            attempt, after, opened = _reserve(opened, owner, runtime, known.above, newest, keep)
             undo.callback(_withdraw, store, attempt)
         life_sign = LifeSign(store, attempt) if leads else None
         if life_sign is not None:
@@ -341,7 +344,7 @@ def open_session(
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
             stacks=stacks, life_sign=life_sign, run_id=run_id, remote=remote, cache=cache, owner=owner,
-            opened=opened,
+            after=after, opened=opened,
         )  # fmt: skip
         session.hello(keep, options)
         undo.pop_all()
@@ -428,18 +431,18 @@ def _reserve(
     above: int,
     in_memory: tuple[AttemptName, int] | None,
     keep: Keep,
-) -> tuple[AttemptName, View]:
+) -> tuple[AttemptName, AttemptName, View]:
     """Name the next attempt, once it is sure that no job trains the run, and commit the whole snapshots that
-    the one before has left. RunHeldError. The name is above number `above`, and above those `in_memory`, so
-    that the attempt's own snapshots are the newest there.
+    the one before has left. Return the name, the writer that has no trainer, and the run. RunHeldError. The
+    name is above number `above`, and above those `in_memory`, so that the attempt's own snapshots are the
+    newest there.
 
     For each step that is committed here, an older one that `keep` does not keep is deleted, unless the run
     has more steps than `keep` keeps. So a job that dies before each commit does not fill the storage, and a
     wrong `keep` costs no other step."""
     store = run.store
     with _writable(store):
-        judged = check_not_held(store, owner, lambda _, name: is_alive(runtime, name), run=run)
-        before = run if judged is run else View.of(store, run.catalogue)
+        before = check_not_held(store, owner, lambda _, name: is_alive(runtime, name), run=run)
         opened = attempts.settle(before)
         view, every = opened.view, keep.every_steps or 0
         counted = [each for each in before.visible() if not every or each.step % every]
@@ -454,7 +457,7 @@ def _reserve(
         name = attempts.next_attempt(opened, above)
         attempts.reserve(store, name)
     tidy(view, name)
-    return name, view
+    return name, before.catalogue.writer, view
 
 
 def _report_older_copy(opened: attempts.Opened, attempt: AttemptName, step: int) -> None:

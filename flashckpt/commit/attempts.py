@@ -78,15 +78,23 @@ def settle(view: View) -> Opened:
     return Opened(View(catalogue, view.store), writers)
 
 
-def begin(seen: View, name: AttemptName, lineage: Lineage, launch: Launch, *, is_here: bool = False) -> View:
+def begin(
+    seen: View,
+    name: AttemptName,
+    lineage: Lineage,
+    launch: Launch,
+    *,
+    after: AttemptName,
+    is_here: bool = False,
+) -> View:
     """Begin an attempt, whose ranks have all loaded the first snapshot of `lineage`. No older attempt can
-    change the run from here on. `seen`: the view that the snapshot was chosen from. `is_here`: the snapshot
-    was read from this store.
+    change the run from here on. `seen`: the view that the snapshot was chosen from. `after`: the catalogue's
+    writer when `check_not_held` found no trainer of it. `is_here`: the snapshot was read from this store.
 
     RunHeldError if another attempt has begun since, if a newer checkpoint was committed, or if the parent was
     removed.
     """
-    begun = HOME.begin(seen.catalogue, name, lineage, launch, is_here=is_here)
+    begun = HOME.begin(seen.catalogue, name, lineage, launch, after=after, is_here=is_here)
     return View(Stores({HOME.store: seen.store}).run(begun), seen.store)
 
 

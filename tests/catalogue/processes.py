@@ -119,7 +119,7 @@ def start_in(
         raise UnusableRunError("no checkpoint is whole")
     lineage = ancestry(lead, chosen[0]) if chosen else ()
     is_here = chosen is not None and chosen[1]
-    return (yield from home.begin(seen, mine, lineage, Launch(), is_here=is_here))
+    return (yield from home.begin(seen, mine, lineage, Launch(), after=opened.writer, is_here=is_here))
 
 
 def _chosen(

@@ -174,7 +174,7 @@ def attempt_at(store: Store, parent: CommitName | None = None, *, world: int = 1
     name = attempts.next_attempt(opened)
     lineage = () if parent is None else ancestry(opened.view.catalogue, parent.id)
     launch = Launch(world=world, owner=HOLDER, parent_step=0 if parent is None else parent.step)
-    attempts.begin(opened.view, name, lineage, launch)
+    attempts.begin(opened.view, name, lineage, launch, after=opened.view.catalogue.writer)
     attempts.reserve(store, name)
     return name
 

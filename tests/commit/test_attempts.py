@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from flashckpt.commit.attempts import beat, local_owner, mark_ended
 from flashckpt.commit.tidying import tidy
 from flashckpt.commit.view import View
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
+from flashckpt.format.catalogue import NO_ATTEMPT
 from flashckpt.format.names import MAX_ATTEMPT, AttemptName, alive_path
 from flashckpt.store.local import LocalStore
 from tests import run_view
@@ -55,7 +57,7 @@ def test_an_attempt_begins_with_its_parent_and_owner(store: LocalStore, tmp_path
     opened, mine = attempts.settle(View.of(store)), local_owner(str(tmp_path), "trainer-1", job_id="7")
     name, parent = attempts.next_attempt(opened), name_of(10, first).id
     launch = Launch(world=4, owner=mine, parent_step=10)
-    begun = attempts.begin(opened.view, name, (parent,), launch, is_here=True)
+    begun = attempts.begin(opened.view, name, (parent,), launch, after=first, is_here=True)
     assert begun == View.of(store)
     assert (begun.attempt, begun.parent) == (name, name_of(10, first).id)
     assert (begun.catalogue.world, begun.catalogue.parent_step, begun.catalogue.owner) == (4, 10, mine)
@@ -68,10 +70,11 @@ def test_an_attempt_begins_with_its_parent_and_owner(store: LocalStore, tmp_path
 def test_of_two_starts_one_begins(store: LocalStore) -> None:
     opened = attempts.settle(View.of(store))
     one, two = attempts.next_attempt(opened), attempts.next_attempt(opened)
-    attempts.begin(opened.view, one, (), Launch())
-    for name in (two, AttemptName(9, "0" * 8)):
+    attempts.begin(opened.view, one, (), Launch(), after=NO_ATTEMPT)
+    # A start that looked for its checkpoint after the other one had begun must not take its place, either.
+    for seen, name in itertools.product((opened.view, View.of(store)), (two, AttemptName(9, "0" * 8))):
         with pytest.raises(RunHeldError, match=f"{one} has started meanwhile"):
-            attempts.begin(opened.view, name, (), Launch())
+            attempts.begin(seen, name, (), Launch(), after=NO_ATTEMPT)
     assert View.of(store).attempt == one
 
 

@@ -19,6 +19,7 @@ from flashckpt.commit import attempts
 from flashckpt.commit.attempts import Probe, beat, check_not_held, local_owner, mark_ended
 from flashckpt.commit.view import View
 from flashckpt.errors import RunHeldError
+from flashckpt.format.catalogue import NO_ATTEMPT
 from flashckpt.format.names import AttemptName, alive_path
 from flashckpt.format.owner import Owner
 from flashckpt.options import Environment
@@ -70,7 +71,7 @@ def is_held(store: LocalStore, me: Owner, probe: Probe | None, sleep: Beats, mat
 def test_nobody_yet_and_nobody_that_trains(store: LocalStore, tmp_path: Path) -> None:
     assert not is_held(store, owner(tmp_path), never, Beats())
     opened, sleep = attempts.settle(View.of(store)), Beats()
-    attempts.begin(opened.view, attempts.next_attempt(opened), (), Launch())
+    attempts.begin(opened.view, attempts.next_attempt(opened), (), Launch(), after=NO_ATTEMPT)
     assert not is_held(store, owner(tmp_path), never, sleep)
     assert sleep.count == 0
 

@@ -16,7 +16,7 @@ import pytest
 
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.keeper.mirror_upload import MirrorUpload
 from flashckpt.keeper.protocol import RemoteStatus
 from flashckpt.options import Keep, Remote
@@ -205,7 +205,7 @@ def test_the_next_attempt_goes_on_with_the_remote(tmp_path: Path, runtime: Path,
     source, target = open_store(str(second.run)), open_store(str(there))
     there_now, here_now = View.of(target), View.of(source)
     assert there_now.visible()[-1] == here_now.visible()[-1] == CommitName(4, second.attempt, 4)
-    assert there_now.lineage == here_now.lineage
+    assert there_now.parent == here_now.parent == SnapshotId(AttemptName.parse(first.attempt), 3)
 
 
 def test_a_number_of_steps(tmp_path: Path, runtime: Path, there: Path) -> None:
