@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 from flashckpt._native import xxh3_128
 from flashckpt.catalogue.changes import (
@@ -57,6 +58,8 @@ from flashckpt.format.catalogue import (
 from flashckpt.format.manifest import PART, File, Manifest, PartHead, are_alike, manifest_of
 from flashckpt.format.names import DATA, AttemptName, SnapshotId
 
+_SHOWN = 20
+
 
 @dataclass(frozen=True)
 class Home(Versions):
@@ -75,14 +78,8 @@ class Home(Versions):
         different steps or worlds, DivergedError if replicas differ.
         """
         names: dict[str, int] = yield Files(self.store, folder.path)
-        heads = []
-        for name in sorted(filter(PART.fullmatch, names)):
-            head = known.get(name) if known else None
-            head = head or (yield from self._part(folder, File(name, names[name])))
-            if head is not None:
-                heads.append((File(name, names[name]), head))
-                if known is not None:
-                    known[name] = head
+        found = yield from self.heads(folder, names, known)
+        heads = [(File(name, names[name]), head) for name, head in found.items()]
         if len({(head.step, head.world) for _, head in heads}) > 1:
             raise DamagedError(
                 f"{folder.path}: its parts are of different steps or numbers of ranks. It is not committed; "
@@ -106,13 +103,21 @@ class Home(Versions):
                 return Hopeless.BASE_GONE if base != folder else None
         return manifest
 
-    def _part(self, folder: Folder, file: File) -> Steps[PartHead | None]:
-        """The head of a part, None if it is gone, damaged, or of another snapshot."""
-        try:
-            head = yield Read(self.store, f"{folder.path}/{file.name}", PartHead, file.num_bytes)
-        except DamagedError:
-            return None  # its shards may be whole: another part of the node can come
-        return head if head is not None and head.id == folder.id else None
+    def heads(
+        self, folder: Folder, names: Mapping[str, int], known: dict[str, PartHead] | None = None
+    ) -> Steps[dict[str, PartHead]]:
+        """The heads of the parts of a snapshot by name, without those that are damaged or of another one.
+        `names`: a listing of the folder. `known`: as of `gather`."""
+        known = {} if known is None else known
+        found = {}
+        for name in sorted(filter(PART.fullmatch, names)):
+            head = known.get(name)
+            if head is None:
+                with suppress(DamagedError):  # its shards may be whole: another part of the node can come
+                    head = yield Read(self.store, f"{folder.path}/{name}", PartHead, names[name])
+            if head is not None and head.id == folder.id:
+                known[name] = found[name] = head
+        return found
 
     def missing(self, manifest: Manifest) -> Steps[list[str]]:
         """The paths of the files that are not there with the lengths that a manifest gives."""
@@ -168,13 +173,23 @@ class Home(Versions):
 
     def is_whole(self, checkpoint: Checkpoint) -> Steps[bool]:
         """Whether all files of a checkpoint are there."""
+        return isinstance((yield from self.whole_or_why(checkpoint)), Manifest)
+
+    def whole_or_why(self, checkpoint: Checkpoint) -> Steps[Manifest | str]:
+        """The manifest of a checkpoint whose files are all there, or why it is not whole: its manifest cannot
+        be read, files are missing or of another length, or a folder is a link."""
+        path = checkpoint.manifest_path
         try:
-            manifest = yield Read(self.store, checkpoint.manifest_path, Manifest)
-            if manifest is None or checkpoint_of(manifest).manifest_path != checkpoint.manifest_path:
-                return False
-            return not (yield from self.missing(manifest))
-        except DamagedError:
-            return False  # it cannot be read, or a folder is a link
+            manifest = yield Read(self.store, path, Manifest)
+            if manifest is not None and checkpoint_of(manifest).manifest_path != path:
+                return f"{path} is the manifest of another checkpoint"
+            missing = [path] if manifest is None else (yield from self.missing(manifest))
+        except DamagedError as error:
+            return str(error)
+        if not missing:
+            return cast(Manifest, manifest)
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        return f"{', '.join(missing[:_SHOWN])}{more}: missing, or not as long as when it was written"
 
     # ---- new writers
 

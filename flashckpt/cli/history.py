@@ -20,9 +20,8 @@ from flashckpt.commit.steps import (
     StepRecord,
     committed,
     heads_at_rest,
-    missing_of,
-    read_checkpoint,
     step_of,
+    whole_or_why,
 )
 from flashckpt.commit.view import View, folders_in
 from flashckpt.errors import DamagedError, NoSuchStepError
@@ -127,11 +126,10 @@ def _rows(store: Store, all_branches: bool) -> Iterator[StepRow]:
 def _read(view: View, name: CommitName) -> tuple[StepRecord | None, str]:
     """The step, or why it cannot be read; neither if it is deleted meanwhile."""
     try:
-        manifest = read_checkpoint(view.store, committed(view, name))
-        missing = missing_of(view.store, manifest)
-        if not missing:
-            return step_of(view.store, manifest), ""
-        problem = f"missing or cut short: {', '.join(missing)}"
+        found = whole_or_why(view.store, committed(view, name))
+        if not isinstance(found, str):
+            return step_of(view.store, found), ""
+        problem = found
     except (DamagedError, NoSuchStepError, FileNotFoundError) as error:
         problem = str(error)
     return None, problem if View.of(view.store).has(name) else ""

@@ -15,16 +15,16 @@ from enum import Enum
 from flashckpt import crashpoints
 from flashckpt.catalogue.changes import Hopeless, expired, hopeless, is_newer
 from flashckpt.catalogue.changes import Keep as Kept
-from flashckpt.catalogue.requests import Stores, read_head
+from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.steps import check_alike
 from flashckpt.commit.view import HOME, View
-from flashckpt.errors import DamagedError, DivergedError, RunError, SupersededError
+from flashckpt.errors import DivergedError, RunError, SupersededError
 from flashckpt.format.catalogue import Catalogue, Folder
-from flashckpt.format.manifest import PART, File, Manifest, PartHead, part_name
+from flashckpt.format.manifest import File, Manifest, PartHead, part_name
 from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Part
 from flashckpt.options import Keep
-from flashckpt.store.base import Entry, Store, write_once
+from flashckpt.store.base import Store, write_once
 
 KEEP_ALL = Keep(last=10**9)
 """The retention of a process that deletes no checkpoint."""
@@ -148,16 +148,14 @@ def commit(
 def _read_heads(store: Store, folder: Folder, heads: dict[str, PartHead]) -> None:
     """Read the heads of parts that are not known yet. Those that cannot be read are read again by `gather`,
     which says why."""
-    entries = [each for each in store.list(folder.path) if PART.fullmatch(each.name)]
+    names = {each.name: each.num_bytes for each in store.list(folder.path)}
 
-    def read(entry: Entry) -> None:
-        with suppress(DamagedError, RunError, OSError):
-            head = read_head(store, f"{folder.path}/{entry.name}", entry.num_bytes)
-            if head.id == folder.id:
-                heads[entry.name] = head
+    def read(name: str) -> None:
+        with suppress(OSError):
+            Stores({HOME.store: store}).run(HOME.heads(folder, {name: names[name]}, heads))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for _ in pool.map(read, [each for each in entries if each.name not in heads]):
+        for _ in pool.map(read, names.keys() - heads.keys()):
             pass
 
 

@@ -19,10 +19,10 @@ from flashckpt.catalogue.changes import visible
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.attempts import Probe, check_not_held, local_owner
 from flashckpt.commit.choice import Choice, Place, RankOffers, Stored, choose
-from flashckpt.commit.steps import StepRecord, is_whole, missing_of, read_manifest, read_step
+from flashckpt.commit.steps import StepRecord, is_whole, read_step, whole_or_why
 from flashckpt.commit.view import HOME, View, name_of, newest_version, open_run
-from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
-from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint
+from flashckpt.errors import FlashckptError, NoSuchStepError
+from flashckpt.format.catalogue import EMPTY, Catalogue
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.owner import Owner
@@ -93,7 +93,7 @@ def next_start(
     here = Stored(
         url=home.store.url, catalogue=home.catalogue, broken=dict.fromkeys(damaged, "it is damaged")
     )
-    there = None
+    stores, stored = {Place.HOME: home.store}, {Place.HOME: here}
     if remote is not None:
         there = Stored(url=remote.store.url, catalogue=remote.known, problem=remote.problem)
         if not there.problem:
@@ -101,42 +101,32 @@ def next_start(
                 there = replace(there, catalogue=newest_version(remote.store.brief(), remote.known))
             except OSError as error:
                 there = replace(there, problem=str(error.strerror or error))
+        stores[Place.MIRROR], stored[Place.MIRROR] = remote.store, there
     while True:
-        choice = choose(rows, here, there, is_saved=is_saved, is_start=is_start)
-        manifests: dict[Place, Manifest] = {}
-        first = choice.candidates[0] if choice.candidates else None
-        read = set() if first is None else {first.places(row)[0] for row in rows}
-        if first is not None and first.home is not None and Place.HOME in read:
-            found = whole_or_why(home.store, first.home)
+        choice = choose(
+            rows, stored[Place.HOME], stored.get(Place.MIRROR), is_saved=is_saved, is_start=is_start
+        )
+        if not choice.candidates:
+            return choice
+        first, manifests = choice.candidates[0], dict[Place, Manifest]()
+        read = {first.places(row)[0] for row in rows}
+        at = {Place.HOME: first.home, Place.MIRROR: first.mirror}
+        looked_at = [(place, each) for place, each in at.items() if place in read and each is not None]
+        for place, checkpoint in looked_at:
+            found = whole_or_why(stores[place], checkpoint)
             if isinstance(found, str):
                 # It may be gone because a living job has committed newer ones.
-                newest = newest_version(home.store, here.catalogue)
-                here = replace(here, catalogue=newest, broken={**here.broken, first.id: found})
-                continue
-            manifests[Place.HOME] = found
-        if first is not None and first.mirror is not None and Place.MIRROR in read:
-            assert there is not None
-            assert remote is not None
-            found = whole_or_why(remote.store, first.mirror)
-            if isinstance(found, str):
-                newest = newest_version(remote.store, there.catalogue)
-                there = replace(there, catalogue=newest, broken={**there.broken, first.id: found})
-                continue
-            manifests[Place.MIRROR] = found
-        return replace(choice, manifests=manifests)
+                stored[place] = _without(stored[place], stores[place], first.id, found)
+            else:
+                manifests[place] = found
+        if len(manifests) == len(looked_at):
+            return replace(choice, manifests=manifests)
 
 
-def whole_or_why(store: Store, checkpoint: Checkpoint) -> Manifest | str:
-    """The manifest of a checkpoint whose files are all there, or why it is not whole: its manifest is
-    damaged, or files are missing or of another length."""
-    try:
-        manifest = read_manifest(store, checkpoint)
-        missing = [checkpoint.manifest_path] if manifest is None else missing_of(store, manifest)
-    except DamagedError as error:
-        return str(error)
-    if manifest is None or missing:
-        return f"{', '.join(missing[:_SHOWN])}: missing, or not as long as when it was written"
-    return manifest
+def _without(stored: Stored, store: Store, id: SnapshotId, why: str) -> Stored:
+    """What a store has now, without a checkpoint that is not whole."""
+    newest = newest_version(store, stored.catalogue)
+    return replace(stored, catalogue=newest, broken={**stored.broken, id: why})
 
 
 def incomplete(store: Store) -> list[tuple[CommitName, str]]:

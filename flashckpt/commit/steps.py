@@ -10,18 +10,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from flashckpt._native import xxh3_128
-from flashckpt.catalogue.requests import Stores, read_head
+from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.view import HOME, View
 from flashckpt.errors import DamagedError, DivergedError, NoSuchStepError
 from flashckpt.format.catalogue import Checkpoint, Folder
 from flashckpt.format.checked_json import checked
 from flashckpt.format.layout import Leaf, Ranks, Replicas, count_of
-from flashckpt.format.manifest import COMPRESSED, PART, Manifest, PartFile, PartHead, are_alike
+from flashckpt.format.manifest import COMPRESSED, Manifest, PartFile, PartHead, are_alike
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.store.base import Store
@@ -258,15 +257,6 @@ def read_manifest(store: Store, checkpoint: Checkpoint) -> Manifest | None:
     return manifest
 
 
-def missing_files(store: Store, checkpoint: Checkpoint) -> list[str]:
-    """The files of a checkpoint that are missing or have another length than its manifest says, the manifest
-    included. DamagedError if that cannot be read."""
-    manifest = read_manifest(store, checkpoint)
-    if manifest is None:
-        return [checkpoint.manifest_path]
-    return missing_of(store, manifest)
-
-
 def missing_of(store: Store, manifest: Manifest) -> list[str]:
     """The files of a manifest that are not in their folders with their lengths."""
     return Stores({HOME.store: store}).run(HOME.missing(manifest))
@@ -275,25 +265,19 @@ def missing_of(store: Store, manifest: Manifest) -> list[str]:
 def is_whole(view: View, name: CommitName) -> bool:
     """Whether a view has this checkpoint, its manifest is readable, and every file is there."""
     checkpoint = view.checkpoint(name.id)
-    if checkpoint is None:
-        return False
-    with suppress(DamagedError):
-        return not missing_files(view.store, checkpoint)
-    return False
+    return checkpoint is not None and not isinstance(whole_or_why(view.store, checkpoint), str)
+
+
+def whole_or_why(store: Store, checkpoint: Checkpoint) -> Manifest | str:
+    """The manifest of a checkpoint whose files are all there, or why it is not whole."""
+    return Stores({HOME.store: store}).run(HOME.whole_or_why(checkpoint))
 
 
 def heads_at_rest(store: Store, folder: Folder) -> dict[str, PartHead]:
     """The heads of the parts in a folder, committed or not, by name; without those that cannot be read or
     are of another snapshot."""
-    found = {}
-    for entry in store.list(folder.path):
-        if entry.is_folder or not PART.fullmatch(entry.name):
-            continue
-        with suppress(DamagedError, FileNotFoundError):
-            head = read_head(store, f"{folder.path}/{entry.name}", entry.num_bytes)
-            if head.id == folder.id:
-                found[entry.name] = head
-    return found
+    names = {each.name: each.num_bytes for each in store.list(folder.path) if not each.is_folder}
+    return Stores({HOME.store: store}).run(HOME.heads(folder, names))
 
 
 def missing_ranks(store: Store, folder: Folder, world: int) -> list[int]:

@@ -10,12 +10,13 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flashckpt import _native
 from flashckpt.commit.lineage import resolve, until_stable
-from flashckpt.commit.steps import StepRecord, read_step
+from flashckpt.commit.steps import StepRecord, missing_of, read_step
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -225,6 +226,10 @@ def _records(store: Store, name: CommitName) -> tuple[StepRecord | None, list[Ro
 def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -> Iterator[Row]:
     """Rows for the shards of a step. A frozen file that several steps name with the same record is read
     once; if it is not whole, each of them has a row for it."""
+    # A compressed file with the right bytes may have another length: then no start takes the step.
+    misfits = set[str]()
+    with suppress(DamagedError, OSError):  # reading the files says more
+        misfits |= set(missing_of(record.store, record.manifest))
     for rank in (rank.rank for head in record.parts.heads for rank in head.ranks):
         try:
             files = record.files(rank)
@@ -235,18 +240,15 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -
             continue
         for file, contents in files:
             claimed = file, contents.shard.num_bytes, contents.shard.checksums, contents.digests
-            if claimed not in known:
+            is_known = claimed in known
+            if not is_known:
                 state, detail = reading.file(file, contents)
-                known[claimed] = Row(
-                    name=record.name,
-                    file=file,
-                    status=state,
-                    detail=detail,
-                    num_bytes=contents.shard.num_bytes,
-                )
-                yield known[claimed]
-            elif known[claimed].status != "ok":
-                yield replace(known[claimed], name=record.name, num_bytes=0)
+                known[claimed] = Row(name=record.name, file=file, status=state, detail=detail)
+            row = replace(known[claimed], name=record.name)
+            if row.status == "ok" and file in misfits:
+                row = replace(row, status="damaged", detail="its length is not the one in the manifest")
+            if not is_known or row.status != "ok":
+                yield replace(row, num_bytes=0 if is_known else contents.shard.num_bytes)
 
 
 def _bytes_of(records: Iterable[StepRecord | None]) -> int:

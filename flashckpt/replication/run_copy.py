@@ -35,10 +35,10 @@ from flashckpt.commit.steps import (
     committed,
     damaged,
     is_whole,
-    missing_files,
     read_checkpoint,
     read_manifest,
     step_of,
+    whole_or_why,
 )
 from flashckpt.commit.verification import FileStatus, verify_file
 from flashckpt.commit.view import HOME, View, open_run
@@ -194,11 +194,9 @@ class StepCopier:
         """Leave a checkpoint of the target as it is if its files are there; send those that are missing, or,
         when repairing, damaged."""
         manifest = read_checkpoint(self._source, committed(here, name))
-        if not self._repairs:
-            with suppress(DamagedError):
-                if not missing_files(self._target, target):
-                    _native.fetch_add(self._progress, _num_bytes(manifest))
-                    return self._result(name, Outcome.THERE, manifest, there)
+        if not self._repairs and not isinstance(whole_or_why(self._target, target), str):
+            _native.fetch_add(self._progress, _num_bytes(manifest))
+            return self._result(name, Outcome.THERE, manifest, there)
         record = step_of(self._source, manifest)
         files = _Files(record)
         made = self._as_there(manifest, files, there, target)

@@ -13,9 +13,8 @@ from flashckpt import _native
 from flashckpt.catalogue.changes import Launch, ancestry
 from flashckpt.commit import attempts, commit_step
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome
-from flashckpt.commit.steps import missing_files, read_step
+from flashckpt.commit.steps import read_step, whole_or_why
 from flashckpt.commit.view import View, open_run
-from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.checked_json import TAIL_BYTES
 from flashckpt.format.layout import PAGE, Layout, Leaf
@@ -211,11 +210,9 @@ def half_steps(store: Store) -> list[str]:
     """What is wrong with checkpoints: one cannot be read, or names files that are not there."""
     faults, view = [], View.of(store)
     for each in view.catalogue.checkpoints:
-        try:
-            missing = missing_files(store, each)
-        except DamagedError as error:
-            faults.append(str(error))
-            continue
-        if missing and View.of(store).has(CommitName(each.step, each.id.attempt, each.id.boundary)):
-            faults.append(f"a manifest names what is not there: {missing}")
+        why = whole_or_why(store, each)
+        if isinstance(why, str) and View.of(store).has(
+            CommitName(each.step, each.id.attempt, each.id.boundary)
+        ):
+            faults.append(why)
     return faults
