@@ -1,4 +1,4 @@
-"""Leaves two parameter sets of each test that starts processes in `make test`; the others are `long`.
+"""Leaves the first parameter set of each test that starts processes in `make test`; the others are `long`.
 
 A plugin of pytest. `make test-all` runs every set. A test whose sets each guard a promise of their own has
 the mark `every_set`, and keeps all. A set that is named on the command line is run.
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-
-MOST = 2
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,12 +21,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if is_short and "process" in item.keywords and "every_set" not in item.keywords:
             functions[item.nodeid.partition("[")[0]].append(item)
     for sets in functions.values():
-        kept = kept_sets(len(sets))
-        for index, item in enumerate(sets):
-            if index not in kept:
-                item.add_marker(pytest.mark.long)
-
-
-def kept_sets(count: int) -> set[int]:
-    """Return the indices of at most two of `count` sets: the first and the last."""
-    return set(range(count)) if count <= MOST else {0, count - 1}
+        for item in sets[1:]:
+            item.add_marker(pytest.mark.long)

@@ -88,7 +88,15 @@ def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tup
     return found, list(device.handed)
 
 
-@pytest.mark.parametrize("way", ["small", "clone", "gate", "wait"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "small",
+        "gate",
+        pytest.param("clone", marks=pytest.mark.long),
+        pytest.param("wait", marks=pytest.mark.long),
+    ],
+)
 def test_operations_do_not_grow_with_the_number_of_leaves(
     ring: SlotRing, sealer: _native.Sealer, way: str
 ) -> None:

@@ -127,6 +127,7 @@ def received(state: dict[str, Any], answer: Any) -> None:
     answer.send((hooks_of(state), float(state["model"](torch.ones(2, 4)).sum().detach())))
 
 
+@pytest.mark.long
 def test_what_is_attached_can_be_sent_to_a_spawned_process(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

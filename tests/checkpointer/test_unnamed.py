@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -123,6 +122,8 @@ def test_one_line_names_what_is_forgotten(tmp_path: Path, caplog: pytest.LogCapt
     averaged = AveragedModel(model)
     ema = Average(model)
     critic_optimizer = Adam(critic.parameters())
+    import torchmetrics  # takes seconds
+
     accuracy = torchmetrics.MeanMetric()
     again = scaler  # noqa: F841 - one object is one entry
     flashckpt.attach(tmp_path, model=model, optimizer=optimizer).close()

@@ -12,7 +12,10 @@ from tests.contracts.flat_store import installed
 from tests.contracts.run_contract import RunContract, UrlTrainer
 
 
+@pytest.mark.long
 class TestFlatRun(RunContract):
+    """tests/stores/test_s3_run.py is the same on a real server."""
+
     @pytest.fixture
     def trainer(self, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> UrlTrainer:
         packages = installed(tmp_path / "packages")

@@ -282,7 +282,7 @@ def check(
     folder: Path,
     runtime: Path,
     *,
-    kills: int = 10,
+    kills: int = 5,
     seed: int = 1,
     ranks: int = 1,
     victims: Sequence[int] | None = None,

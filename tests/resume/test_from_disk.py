@@ -312,6 +312,7 @@ def test_no_tensor_keeps_bytes_of_a_step_that_was_passed_over(
     assert bool((again.cache == 7.0).all())
 
 
+@pytest.mark.long
 def test_modules_inside_and_what_is_compiled_are_poisoned_too(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

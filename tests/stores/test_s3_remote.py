@@ -23,6 +23,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_environment")
 def test_a_lost_node(bucket: str, tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]) -> None:
     url = f"s3://{bucket}/run"

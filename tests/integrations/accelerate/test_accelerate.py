@@ -87,7 +87,7 @@ def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, run
     ids=["shard", "seeded shard", "dispatched", "stream", "persistent workers"],
 )
 def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path, options: dict[str, Any]) -> None:
-    harness.check(TRAIN, framework, tmp_path, runtime, ranks=2, kills=7, **options)
+    harness.check(TRAIN, framework, tmp_path, runtime, ranks=2, **options)
 
 
 def test_random_numbers_in_the_workers_of_a_stateful_loader_are_warned_of(

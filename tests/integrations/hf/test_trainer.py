@@ -142,6 +142,7 @@ def _items(run: Run, ranks: int) -> list[tuple[int, int, list[int]]]:
     return found
 
 
+@pytest.mark.long
 def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
     """A run of 7 steps that is started again with 12 ends as one of 12 steps."""
     case = f"{CASES}:case_of_steps"
@@ -154,6 +155,7 @@ def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, run
     assert not harness.differences(plain.records, more.records)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("origin", "step", "kills"),
     [

@@ -70,6 +70,7 @@ def test_the_release_before(tmp_path: Path, runtime: Path) -> None:
     harness.check_older(releases, f"{CASES}:names", f"{CASES}:accumulated", tmp_path, runtime)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mode", "stream"),
     [
