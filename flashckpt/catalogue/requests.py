@@ -6,7 +6,6 @@ test can put the requests of several processes in every order, and fail or delay
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
@@ -17,7 +16,7 @@ from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.checked_json import JsonRecord
 from flashckpt.format.manifest import File, PartHead
 from flashckpt.format.names import DATA
-from flashckpt.store.base import LOST_BYTES, Store
+from flashckpt.store.base import LOST_BYTES, Store, write_once
 
 _T = TypeVar("_T")
 Steps = Generator["Request", Any, _T]
@@ -170,10 +169,10 @@ def _write(store: Store, request: Create | Put) -> bool:
     data, kind = request.record.to_bytes(), type(request.record)
     if kind.from_bytes(data, request.path) != request.record:
         raise ValueError(f"{request.path} would not be read back as it is written")
-    created = store.create(request.path, data)
-    if not created and isinstance(request, Put) and store.read(request.path, kind.MAX_BYTES) != data:
-        raise FileExistsError(errno.EEXIST, "another file has the name", request.path)
-    return created
+    if isinstance(request, Create):
+        return store.create(request.path, data)
+    write_once(store, request.path, data)
+    return True
 
 
 def _read(store: Store, request: Read) -> JsonRecord | None:

@@ -135,7 +135,9 @@ class Writer:
             outcome = replace(outcome, state=JobState.FAILED, message=PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
 
-    def _tried(self, operation: Callable[[], StepOutcome], job: StepJob) -> StepOutcome:
+    def _tried(
+        self, operation: Callable[[], StepOutcome], job: StepJob, *, is_again: bool = False
+    ) -> StepOutcome:
         attempt = str(job.attempt)
         try:
             return operation()
@@ -146,7 +148,10 @@ class Writer:
             pin, snapshot.pin = snapshot.pin, None
             return discard(snapshot.slot, pin, found, attempt)
         except SupersededError as error:
-            state = JobState.FAILED if self._was_resumed(job) else JobState.INCOMPLETE
+            was_resumed = self._was_resumed(job)
+            if was_resumed and not is_again:
+                return self._tried(operation, job, is_again=True)
+            state = JobState.FAILED if was_resumed else JobState.INCOMPLETE
             incomplete = None if state is JobState.FAILED else Incomplete.SUPERSEDED
             return StepOutcome(state, incomplete, attempt=attempt, message=str(error))
         except DivergedError as error:

@@ -106,6 +106,20 @@ def test_a_start_adopts_what_is_whole_and_then_all_are_told(
     assert visible_steps(node.store) == [4, 6]
 
 
+@pytest.mark.parametrize("point", ["audit.pinned", "write.begun", "part.checked", "part.linked"])
+def test_what_a_start_resumes_from_memory_meanwhile_is_written_anew_and_no_failure(
+    node: Node, at: At, point: str
+) -> None:
+    """Its folder is now that of the newer attempt."""
+    at(point, lambda: attempt_at(node.store, name_of(6, node.attempt)))
+    [slot] = node.seal(6)
+    node.run()
+    assert node.told[-1] == (6, JobState.COMMITTED)
+    assert JobState.FAILED not in [state for _, state in node.told]
+    assert is_said(slot)
+    assert visible_steps(node.store) == [4, 6]
+
+
 @pytest.mark.parametrize("point", ["audit.pinned", "write.begun", "part.checked"])
 def test_a_step_that_a_newer_attempt_went_on_without_is_not_committed(node: Node, at: At, point: str) -> None:
     """It begins before the step is whole, however fast that is."""
