@@ -12,19 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from flashckpt import _native
+from flashckpt.commit.file_check import FileStatus, verify_file
 from flashckpt.commit.lineage import resolve, until_stable
 from flashckpt.commit.steps import StepRecord, missing_of, read_step
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents
-from flashckpt.store.base import LengthError, Store
-from flashckpt.store.read_plan import read_shard
+from flashckpt.store.base import Store
 
-FileStatus = Literal["ok", "missing", "truncated", "damaged", "unreadable"]
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far, and the bytes to read in all."""
 
@@ -132,36 +131,6 @@ def _rows(
     return [row for row in rows if row.name not in gone]
 
 
-def verify_file(
-    store: Store,
-    path: str,
-    contents: Contents,
-    into: memoryview | None = None,
-    *,
-    threads: int = 2,
-    progress_word: int = 0,
-) -> tuple[FileStatus, str]:
-    """Compare one shard or frozen file with its record. Returns its status, and what is wrong. `into`:
-    the memory that it is read into; its bytes are the compared ones."""
-    try:
-        found = read_shard(store, path, contents, into, threads=threads, progress=progress_word)
-    except FileNotFoundError:
-        return "missing", "there is no such file"
-    except LengthError as error:
-        return "truncated", str(error)
-    except DamagedError as error:
-        return "damaged", str(error)
-    except OSError as error:
-        # The bytes may be right.
-        return "unreadable", str(error)
-    wrong = found.wrong_leaves(contents)
-    if found.bad_chunks or wrong:
-        return "damaged", _words(found.bad_chunks, wrong)
-    if found.header != contents.layout().header:
-        return "damaged", "its header is not the one that its part describes"
-    return "ok", ""
-
-
 class _Reading:
     """Reads files, and reports the progress while the native engine works."""
 
@@ -258,14 +227,3 @@ def _bytes_of(records: Iterable[StepRecord | None]) -> int:
         sizes |= {(manifest.folder.path, shard.name): shard.num_bytes for shard in manifest.shards}
         sizes |= {(each.base.path, each.name): each.num_bytes for each in manifest.frozen}
     return sum(sizes.values())
-
-
-def _words(bad_chunks: list[int], leaves: list[str]) -> str:
-    words = []
-    if bad_chunks:
-        chunks = ", ".join(map(str, bad_chunks[:_SHOWN])) + (" …" if len(bad_chunks) > _SHOWN else "")
-        words.append(f"chunk {chunks} does not have its checksum")
-    if leaves:
-        names = ", ".join(leaves[:_SHOWN]) + (" …" if len(leaves) > _SHOWN else "")
-        words.append(f"not the bytes that were captured: {names}")
-    return "; ".join(words)

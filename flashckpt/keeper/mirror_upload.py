@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 from flashckpt.errors import FlashckptError
 from flashckpt.format.names import AttemptName, CommitName
@@ -18,10 +19,12 @@ from flashckpt.keeper.protocol import RemoteStatus
 from flashckpt.options import Remote, duration_s
 from flashckpt.persist.job import Retry, Trainer
 from flashckpt.persist.ledger import Event, Ledger
-from flashckpt.replication.mirror import Mirror, Mirrored
-from flashckpt.replication.run_copy import Copied, Outcome
 from flashckpt.store.base import Store
 from flashckpt.threads import Worker
+
+if TYPE_CHECKING:
+    from flashckpt.replication.mirror import Mirror, Mirrored
+    from flashckpt.replication.run_copy import Copied
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +87,9 @@ class MirrorUpload:
             self._begin_anew()
             self._mirror = self._worker = None  # a worker that hangs in its store is abandoned
             if self._remote is not None and is_ours:
+                # Imported here: most keepers copy nothing, and start faster.
+                from flashckpt.replication.mirror import Mirror
+
                 self._mirror, self._worker = Mirror(self._store, self._remote), Worker("mirror", self._wake)
         elif newest.attempt != self._attempt:
             self._begin_attempt()
@@ -167,7 +173,7 @@ class MirrorUpload:
         if isinstance(remote.every, str):
             self._due_s = time.monotonic() - seconds + duration_s(remote.every, "remote_every")
         about = {"remote": remote.url, "step": copied.name.step}
-        if copied.outcome is Outcome.COPIED:
+        if copied.is_new:
             self._count("mirrored", 1)
             self._count("mirrored_bytes", copied.sent_bytes)
         sizes = {"num_bytes": copied.num_bytes, "sent_bytes": copied.sent_bytes}

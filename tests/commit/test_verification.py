@@ -12,8 +12,9 @@ import pytest
 
 from flashckpt.commit import commit_step
 from flashckpt.commit.commit_step import KEEP_ALL
+from flashckpt.commit.file_check import verify_file
 from flashckpt.commit.lineage import branch, resolve
-from flashckpt.commit.verification import verify, verify_file
+from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View
 from flashckpt.errors import NoSuchStepError, RunError
 from flashckpt.format.catalogue import Folder

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 
 from flashckpt import _native
 from flashckpt.commit import attempts
+from flashckpt.commit.file_check import verify_file
 from flashckpt.commit.steps import read_step
-from flashckpt.commit.verification import verify_file
 from flashckpt.commit.view import View, open_run
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage

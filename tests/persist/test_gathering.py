@@ -20,7 +20,9 @@ def test_of_a_few_nodes_all_gather_at_once(world: int, each: int) -> None:
     assert {polls_before(step, ranks, world) for step in STEPS for ranks in nodes_of(world, each)} == {0}
 
 
-@pytest.mark.parametrize(("world", "each"), [(1024, 8), (16384, 8), (1000, 10)])
+@pytest.mark.parametrize(
+    ("world", "each"), [(1024, 8), (1000, 10), pytest.param(16384, 8, marks=pytest.mark.long)]
+)
 def test_of_many_four_take_turns_and_then_all(world: int, each: int) -> None:
     nodes, first = nodes_of(world, each), Counter[int]()
     for step in STEPS:
