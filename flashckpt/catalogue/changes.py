@@ -419,7 +419,7 @@ def commit(catalogue: Catalogue, *, writer: AttemptName, checkpoint: Checkpoint,
     """
     if catalogue.has(checkpoint.id):
         return catalogue
-    _require_writer(catalogue, writer)
+    require_writer(catalogue, writer)
     if not is_committable(catalogue, checkpoint):
         return catalogue
     added = _with(catalogue, checkpoint)
@@ -471,11 +471,12 @@ def clear(catalogue: Catalogue, *, checkpoint: Checkpoint) -> Catalogue:
 
 def end(catalogue: Catalogue, *, writer: AttemptName) -> Catalogue:
     """Record that the job has ended in order. SupersededError if another may commit."""
-    _require_writer(catalogue, writer)
+    require_writer(catalogue, writer)
     return catalogue if catalogue.ended else _next(replace(catalogue, ended=True))
 
 
-def _require_writer(catalogue: Catalogue, writer: AttemptName) -> None:
+def require_writer(catalogue: Catalogue, writer: AttemptName) -> None:
+    """SupersededError if another writer may commit now."""
     if catalogue.writer != writer:
         raise SupersededError(
             f"{catalogue.writer} commits here now, and {writer} can no more: another job, or another copier, "

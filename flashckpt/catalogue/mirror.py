@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from flashckpt.catalogue.changes import Keep, bases
+from flashckpt.catalogue.changes import Keep, bases, require_writer
 from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Copy, Files, Read, Steps
 from flashckpt.errors import DamagedError
@@ -37,7 +37,29 @@ def copy_checkpoint(
     manifest = yield Read(home.store, checkpoint.manifest_path, Manifest)
     if manifest is None:
         return None
-    folder = Folder(target.writer, checkpoint.id)
+    try:
+        copied = yield from _copied_files(home, manifest, mirror, target)
+        if copied is None:
+            return None
+        committed = yield from mirror.publish(target, copied)
+    except FileNotFoundError:
+        # Another copier may have deleted the folder of this session, which it has superseded.
+        require_writer((yield from mirror.newest(target)), target.writer)
+        raise
+    target = yield from mirror.commit(target, target.writer, committed, keep)
+    try:
+        yield from mirror.collect(target)
+        yield from mirror.trim(target)
+    except (OSError, DamagedError) as error:
+        # The checkpoint is committed, and the next copy deletes the rest.
+        log.warning("files of expired steps in the mirror could not be deleted: %s", error)
+    return target
+
+
+def _copied_files(home: Home, manifest: Manifest, mirror: Home, target: Catalogue) -> Steps[Manifest | None]:
+    """Copy the files that a manifest names. Return the manifest for the mirror, None if a file is gone from
+    the home."""
+    folder = Folder(target.writer, manifest.folder.id)
     known = (yield from _frozen_files(mirror, target)) if manifest.frozen else {}
     frozen, shards = [], []
     for each in manifest.frozen:
@@ -55,16 +77,7 @@ def copy_checkpoint(
         if (made := (yield _copy(home, mirror, manifest.folder, folder, shard))) is None:
             return None
         shards.append(made)
-    copied = replace(manifest, folder=folder, shards=tuple(shards), frozen=tuple(sorted(frozen)))
-    committed = yield from mirror.publish(target, copied)
-    target = yield from mirror.commit(target, target.writer, committed, keep)
-    try:
-        yield from mirror.collect(target)
-        yield from mirror.trim(target)
-    except (OSError, DamagedError) as error:
-        # The checkpoint is committed, and the next copy deletes the rest.
-        log.warning("files of expired steps in the mirror could not be deleted: %s", error)
-    return target
+    return replace(manifest, folder=folder, shards=tuple(shards), frozen=tuple(sorted(frozen)))
 
 
 def _copy(

@@ -180,6 +180,31 @@ def test_copiers_at_once(pair: tuple[Store, Store], tmp_path: Path) -> None:
     assert verify(target).ok
 
 
+@pytest.mark.parametrize("is_superseded", [True, False])
+def test_a_folder_that_is_gone_is_told_as_what_it_is(
+    pair: tuple[Store, Store], monkeypatch: pytest.MonkeyPatch, is_superseded: bool
+) -> None:
+    """Another copier has superseded this one, and has deleted the folder that it writes into."""
+    source, target = pair
+    made(source, [10])
+    open_run(target, create=True, run_id=open_run(source, create=False).run_id)
+    write_shard, failing = target.write_shard, [True]
+
+    def fails_once(*arguments: Any, **named: Any) -> Any:
+        if not failing:
+            return write_shard(*arguments, **named)
+        failing.pop()
+        if is_superseded:
+            assert copy_run(source, target).ok
+        raise FileNotFoundError(errno.ENOENT, "no such file or directory")
+
+    monkeypatch.setattr(target, "write_shard", fails_once)
+    with pytest.raises(SupersededError if is_superseded else FileNotFoundError):
+        copy_run(source, target)
+    assert visible(target) == ([10] if is_superseded else [])
+    assert copy_run(source, target).ok
+
+
 HARMS: dict[str, Callable[[bytes], bytes | None]] = {
     "flipped": flipped,
     "cut": lambda data: data[:-1],
