@@ -15,7 +15,6 @@ PROGRAM, WARNING = (
 )
 
 
-@pytest.mark.long
 def test_error_feedback_that_is_named_goes_on_bit_for_bit(launcher: Launcher, tmp_path: Path) -> None:
     first = launcher.fork(PROGRAM, tmp_path / "run", 12, 1).finished()
     rest = launcher.fork(PROGRAM, tmp_path / "run", 20, 1).finished()

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.dist
 PROGRAM, DIFFERS = "tests.ranks.valued", "own differs from rank to rank in step"
 
 
-@pytest.mark.long
 def test_they_come_back_and_arrays_that_differ_are_said(launcher: Launcher, tmp_path: Path) -> None:
     ends, arrays = "", {0, 1}
     for steps, layout, ranks in ((3, "fsdp", 2), (6, "fsdp", 3), (9, "whole", 1)):

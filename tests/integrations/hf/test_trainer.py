@@ -155,7 +155,6 @@ def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, run
     assert not harness.differences(plain.records, more.records)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("origin", "step", "kills"),
     [
