@@ -18,10 +18,12 @@ from tests.descriptor_guard import nothing_stays_open
 from tests.folders import let_folders_go
 from tests.processes import end, keepers_of
 from tests.zygote import Zygote, close_shared, shared
+from tests.zygote.keepers import Keepers, fork_keepers
 
 __all__ = ["nothing_stays_open"]
 
 let_folders_go()
+_keepers: list[Keepers] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,10 +42,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"object storage: {servers_used()}")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Each full collection of garbage would go through torch and all tests, a million objects."""
     gc.collect()
     gc.freeze()
+    if any(item.get_closest_marker("process") for item in session.items):
+        _keepers.append(Keepers())
+        fork_keepers()
+
+
+def pytest_sessionfinish() -> None:
+    while _keepers:
+        _keepers.pop().close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -68,25 +68,12 @@ def start(run_path: str, runtime: RuntimeFolder) -> int:
         # On its stdin: not in what `ps` shows.
         "storage": options_of(run_path),
     }  # fmt: skip
-    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
     log_file = runtime.open_file(LOG_NAME, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     reading = writing = -1
     try:
         reading, writing = os.pipe()
         bound_log(runtime, log_file)
-        child = subprocess.Popen(
-            [sys.executable, "-I", program, run_path],
-            stdin=subprocess.PIPE,
-            stdout=log_file,
-            stderr=log_file,
-            cwd="/",
-            start_new_session=True,
-            close_fds=True,
-            # Never written: it is open as long as the keeper's process lives.
-            pass_fds=[writing],
-        )
-        with child:
-            _order(child, json.dumps(orders).encode())
+        _start_program(run_path, json.dumps(orders).encode(), log_file, writing)
     except BaseException as error:
         close_all([reading])
         if isinstance(error, OSError):
@@ -143,7 +130,25 @@ def survival_warnings(cgroup: str = "/proc/self/cgroup") -> list[str]:
     return warnings
 
 
-def _order(child: subprocess.Popen[bytes], orders: bytes) -> None:
+def _start_program(run_path: str, orders: bytes, log_file: int, held: int) -> None:
+    """Start the keeper's program and give it its orders. Raises KeeperError or OSError. held: a descriptor
+    that the program has open as long as it lives, and never writes."""
+    program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
+    child = subprocess.Popen(
+        [sys.executable, "-I", program, run_path],
+        stdin=subprocess.PIPE,
+        stdout=log_file,
+        stderr=log_file,
+        cwd="/",
+        start_new_session=True,
+        close_fds=True,
+        pass_fds=[held],
+    )
+    with child:
+        _give_orders(child, orders)
+
+
+def _give_orders(child: subprocess.Popen[bytes], orders: bytes) -> None:
     try:
         child.communicate(orders, timeout=_START_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:

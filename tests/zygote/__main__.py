@@ -8,29 +8,16 @@ has forked and not reaped is killed.
 from __future__ import annotations
 
 import contextlib
-import gc
-import importlib
 import json
 import os
-import random
 import runpy
 import signal
 import socket
 import sys
-import tempfile
 from typing import Any
 
-MESSAGE_BYTES = 1 << 18
-
-
-def preload(modules: list[str]) -> None:
-    for name in modules:
-        importlib.import_module(name)
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{len(threads)} threads run: nothing can be forked beside them"
-    # Else each child's collections, and above all its last, would go through all that was imported.
-    gc.collect()
-    gc.freeze()
+from tests.zygote.forking import MESSAGE_BYTES, forget, preload
+from tests.zygote.keepers import fork_keepers
 
 
 class Nursery:
@@ -84,20 +71,10 @@ class Nursery:
         self._asked.close()
         os.environ.clear()
         os.environ.update(environment)
-        _forget()
+        forget()
+        if "flashckpt.keeper.start" in sys.modules:
+            fork_keepers()
         return arguments
-
-
-def _forget() -> None:
-    """What imports have made of the environment, and of chance."""
-    from flashckpt import crashpoints
-    from flashckpt.options import crash_at
-
-    tempfile.tempdir = None
-    crashpoints.arm(crash_at())
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
 
 
 def main() -> None:
