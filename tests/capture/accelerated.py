@@ -133,6 +133,13 @@ class Accelerated:
         self.train()
         return self.boundary(**how)
 
+    def begin_copies(self) -> None:
+        """Train, and capture a boundary whose copies to the host stand still."""
+        self.train()
+        self.device.compute.drain()
+        self.device.side.hold()
+        assert self.boundary().captured
+
     def finish(self) -> None:
         """Finish all running work, and let the capture process the results."""
         self.device.side.release()
@@ -183,3 +190,10 @@ class Accelerated:
 
 
 Maker = Callable[..., Accelerated]
+
+
+def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:
+    for _ in range(boundaries):
+        loop.iterate()
+        assert loop.result() == "exact"
+    return loop

@@ -102,19 +102,6 @@ def newest(ring: SlotRing) -> Content:
     return Content(found[0])
 
 
-def audit(ring: SlotRing) -> list[str]:
-    """Audit the newest sealed snapshot as an idle keeper does, and discard it if it is torn."""
-    found = ring.newest_sealed()
-    assert found is not None
-    slot, sealed = found
-    content = Content(slot)
-    if content.torn:
-        names = [leaf.name for leaf in content.layout.leaves]
-        slot.set_torn(sealed.generation, [names.index(name) for name in content.torn])
-        assert slot.free(slot.state())
-    return content.torn
-
-
 @dataclass
 class Live:
     name: str

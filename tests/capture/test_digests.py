@@ -52,7 +52,7 @@ def digests_of(leaves: list[np.ndarray], most_blocks: int | None = None) -> list
     return [value % 2**64 for value in out.tolist()]
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 63, 64, 65, 1023, 1024, 1025, 40_960, 4096 * 900 + 13])
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 1023, 1025, 4096 * 900 + 13])
 def test_a_leaf_on_its_own(count: int) -> None:
     data = random_bytes(count)
     assert digests_of([data]) == [native(data)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -31,26 +30,6 @@ def dropping(*optimizers: torch.optim.Optimizer) -> StepHooks:
 def used_up(hooks: StepHooks, p: torch.nn.Parameter) -> bool:
     assert p.grad is not None
     return hooks.used_up(p, p.grad)
-
-
-def test_a_gradient_is_used_up_by_the_step_that_saw_it() -> None:
-    p = parameter()
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    hooks = dropping(optimizer)
-    backward(p)
-    assert not used_up(hooks, p)
-    optimizer.step()
-    assert used_up(hooks, p)
-
-
-def test_accumulation_after_the_step_makes_it_a_leaf_again() -> None:
-    p = parameter()
-    optimizer = torch.optim.SGD([p], lr=0.1)
-    hooks = dropping(optimizer)
-    backward(p)
-    optimizer.step()
-    backward(p)  # the same object, another version
-    assert not used_up(hooks, p)
 
 
 def test_another_gradient_in_its_place_is_not_used_up() -> None:
@@ -83,17 +62,6 @@ def test_gradients_are_not_kept_alive() -> None:
     gc.collect()
     assert gradient() is None
     assert hooks.fired
-
-
-def test_the_other_optimizers_gradients_are_its_own() -> None:
-    p, q = parameter(), parameter()
-    first, second = torch.optim.SGD([p], lr=0.1), torch.optim.SGD([q], lr=0.1)
-    hooks = dropping(first, second)
-    backward(p)
-    backward(q)
-    first.step()
-    assert used_up(hooks, p)
-    assert not used_up(hooks, q)
 
 
 def test_boundaries_qualify_when_some_optimizer_stepped() -> None:
@@ -209,11 +177,3 @@ def test_a_step_that_a_scaler_skips_is_no_step() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert hooks.boundary().qualifies
-
-
-def test_optimizers_can_still_be_copied() -> None:
-    optimizer = torch.optim.SGD([parameter()], lr=0.1)
-    hooks = StepHooks([optimizer])
-    copied = copy.deepcopy(optimizer)
-    assert copied.state_dict() == optimizer.state_dict()
-    hooks.close()

@@ -16,15 +16,14 @@ from flashckpt.capture.schedule import Pace
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 
+from .conftest import make_slot
 from .content import Content, State, bytes_of, exact, newest, resumed_dropping
 
 
-def model(frozen: bool = False) -> torch.nn.Module:
+def model() -> torch.nn.Module:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten())
     net.add_module("head", torch.nn.Linear(4 * 36, 3))
-    if frozen:
-        net.head.weight.requires_grad_(False)
     return net
 
 
@@ -76,18 +75,22 @@ def check(run: Run, ring: SlotRing) -> Content:
     return content
 
 
+def captured(run: Run, ring: SlotRing) -> Content:
+    """Capture the next boundary, and compare the snapshot with the state."""
+    assert run.iterate().captured
+    return check(run, ring)
+
+
 def test_every_boundary_holds_the_exact_state(run: Run, ring: SlotRing) -> None:
     for _ in range(6):
-        assert run.iterate().captured
-        check(run, ring)
+        captured(run, ring)
     assert run.state.walks <= 2  # one plan for all of them
 
 
 def test_an_image_is_a_stock_safetensors_file(run: Run, ring: SlotRing, tmp_path) -> None:
     from safetensors.torch import load
 
-    run.iterate()
-    content = check(run, ring)
+    content = captured(run, ring)
     loaded = load(content.image)
     for name, data in exact(run.state).items():
         assert bytes_of(loaded[name]) == data
@@ -113,8 +116,7 @@ def test_leaves_that_are_not_row_major_are_stored_row_major(run: Run, ring: Slot
         "t": torch.arange(12.0).view(3, 4).t(),
         "half": torch.ones(3, dtype=torch.bfloat16),
     }
-    run.iterate()
-    content = check(run, ring)
+    content = captured(run, ring)
     assert content.leaf("model.0.weight").stride == tuple(run.model[0].weight.stride())
     assert content.leaf("model.head.weight").stride is None
 
@@ -135,20 +137,17 @@ def test_a_slot_is_not_sealed_before_a_digest_is_there(ring: SlotRing, sealer: _
 
 
 def test_writes_without_version_counters_are_in_the_next_snapshot(run: Run, ring: SlotRing) -> None:
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
     weight = run.model.head.weight
     version = weight._version
     weight.data.mul_(2)
     weight.detach().numpy()[0, 0] = 77.0
     assert weight._version == version  # neither is seen by version counters
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
 
 
 def test_new_memory_under_the_same_parameter_is_followed(run: Run, ring: SlotRing) -> None:
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
     walks = run.state.walks
     run.model.head.weight.data = torch.randn_like(run.model.head.weight)
     run.iterate()
@@ -157,37 +156,29 @@ def test_new_memory_under_the_same_parameter_is_followed(run: Run, ring: SlotRin
 
 
 def test_another_tensor_in_the_same_place_is_followed(run: Run, ring: SlotRing) -> None:
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
     state = run.optimizer.state[run.model.head.weight]
     state["exp_avg"] = torch.randn_like(state["exp_avg"])
     run.boundary()
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
 
 
 def test_leaves_that_come_and_go_change_the_plan(run: Run, ring: SlotRing) -> None:
     more = run.state.named["more"] = {"a": torch.ones(3)}
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
     more["b"] = torch.zeros(5, dtype=torch.int64)
-    run.iterate()
-    assert "more.b" in check(run, ring).leaves
+    assert "more.b" in captured(run, ring).leaves
     del more["a"]
-    run.iterate()
-    assert "more.a" not in check(run, ring).leaves
+    assert "more.a" not in captured(run, ring).leaves
 
 
 def test_another_shape_in_place_changes_the_plan(run: Run, ring: SlotRing) -> None:
     more = run.state.named["more"] = {"a": torch.ones(4, 3)}
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
     more["a"].t_()
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
     more["a"].resize_(2, 2)
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
 
 
 def test_zero_size_and_scalar_leaves(run: Run, ring: SlotRing) -> None:
@@ -199,8 +190,7 @@ def test_zero_size_and_scalar_leaves(run: Run, ring: SlotRing) -> None:
         "bool": torch.tensor([True, False]),
         "f8": torch.ones(5).to(torch.float8_e4m3fn),
     }
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
 
 
 def test_without_slots_a_boundary_is_skipped_and_the_size_is_known(
@@ -213,8 +203,7 @@ def test_without_slots_a_boundary_is_skipped_and_the_size_is_known(
     assert needed is not None
     assert needed[1] >= sum(len(data) for data in exact(run.state).values())
     run.capture.set_slots(ring)
-    assert run.iterate().captured
-    check(run, ring)
+    captured(run, ring)
     run.capture.close()
 
 
@@ -254,15 +243,12 @@ def test_an_order_ignores_the_schedule(ring: SlotRing, sealer: _native.Sealer) -
 
 def test_slots_with_the_same_index_are_distinguished(sealer: _native.Sealer) -> None:
     """A keeper that adopts slots of its predecessor may hold two slots with the same index."""
-    from .conftest import make_slot
-
     ring = SlotRing([make_slot(0, 1 << 20, 16 << 20, nonce=nonce) for nonce in (7, 8, 9)])
     owners = {slot.name: owner for owner, slot in enumerate(ring.slots, 1)}
     run = Run(ring, sealer, owner=owners)
     written = set()
     for _ in range(6):
-        assert run.iterate().captured
-        check(run, ring)
+        captured(run, ring)
         found = ring.newest_sealed()
         assert found is not None
         written.add(found[0].name)
@@ -288,8 +274,6 @@ def test_a_save_before_the_loop_leaves_automatic_snapshots_on(
 
 
 def test_released_slots_are_not_read(run: Run, ring: SlotRing) -> None:
-    from .conftest import make_slot
-
     run.capture.order()
     assert run.iterate().captured
     fresh = SlotRing([make_slot(i, 1 << 20, 16 << 20) for i in range(3)])
@@ -297,8 +281,7 @@ def test_released_slots_are_not_read(run: Run, ring: SlotRing) -> None:
     for slot in ring.slots:
         slot.close()
     for _ in range(3):
-        assert run.iterate().captured
-        check(run, fresh)
+        captured(run, fresh)
     run.capture.close()
     for slot in fresh.slots:
         slot.close()
@@ -333,8 +316,7 @@ def test_a_host_leaf_that_is_written_while_it_is_copied_is_not_sealed(
 ) -> None:
     run = Run(ring, sealer)
     more = run.state.named["more"] = {"ema": torch.zeros(3000), "odd": torch.zeros(30, 50).t()}
-    run.iterate()
-    check(run, ring)
+    captured(run, ring)
     caplog.set_level("WARNING", "flashckpt")
     for times in (1, 2):
         with monkeypatch.context() as patched:
@@ -342,9 +324,8 @@ def test_a_host_leaf_that_is_written_while_it_is_copied_is_not_sealed(
             assert run.iterate().captured
         run.landed()
         assert newest(ring).step == run.step - 1
-        for _ in range(5):  # beyond the captures in which every leaf is checked
-            assert run.iterate().captured
-            check(run, ring)
+        for _ in range(4):  # beyond the captures in which every leaf is checked
+            captured(run, ring)
         assert run.capture.report()["snapshots_lost"] == times
     assert [r.getMessage().split(",")[0] for r in caplog.records] == [f"more.{leaf}"]
     run.capture.close()

@@ -34,7 +34,7 @@ def loads(of: dict[str, int], sizes: dict[str, int]) -> Counter[int]:
     return found
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SIZES, jobs(), st.randoms())
 def test_every_leaf_has_one_writer_and_a_holder_on_each_node(
     sizes: dict[str, int], job: tuple[list[list[int]], list[int]], luck: random.Random
@@ -58,7 +58,7 @@ def test_every_leaf_has_one_writer_and_a_holder_on_each_node(
         assert all(first.owners[name] == rank or rank not in node for name, rank in writers.items())
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SIZES, jobs())
 def test_no_rank_has_more_than_a_leaf_beyond_its_share(
     sizes: dict[str, int], job: tuple[list[list[int]], list[int]]

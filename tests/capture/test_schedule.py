@@ -86,10 +86,3 @@ def test_a_boundary_inside_an_accumulation_is_captured_at_its_end(
     schedule.qualifies()
     assert not schedule.due(8, 8)
     run.capture.close()
-
-
-def test_an_order_ignores_the_announcement(ring: SlotRing, sealer: _native.Sealer) -> None:
-    run, _ = following(ring, sealer, AnnouncedSchedule(1, 100, 1))
-    run.capture.order()
-    assert taken(run, 3) == [1]
-    run.capture.close()

@@ -1,10 +1,11 @@
-"""The capture of the real state tree: gradients, masks, several optimizers, dynamic leaves, DTensors."""
+"""The capture of the real state tree: gradients, masks, several optimizers, dynamic leaves, ties."""
 
 from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,37 +13,27 @@ import torch
 
 from flashckpt import _native
 from flashckpt.capture import Capture, Verdict
-from flashckpt.capture.plan import Plan, local
+from flashckpt.capture.plan import Plan
 from flashckpt.capture.schedule import Pace
 from flashckpt.errors import StateError
 from flashckpt.format.typed import encode_json
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 from flashckpt.state.tree import Tree
+from tests.state.image import capture as image_of
+from tests.state.image import restore
 
-from .content import Content, bytes_of, newest, resumed_dropping
+from .content import Content, Live, Walk, bytes_of, newest, resumed_dropping
 
 
-class Loop:
-    """Two linear layers, each with its own optimizer."""
+class Run:
+    """A state and its capture. Each snapshot is compared with the live leaves."""
 
     def __init__(self, ring: SlotRing, sealer: _native.Sealer, **named: Any) -> None:
-        torch.manual_seed(0)
-        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
-        self.one = torch.optim.AdamW(self.first.parameters())
-        self.two = torch.optim.SGD(self.second.parameters(), lr=0.1, momentum=0.9)
-        named = {"first": self.first, "second": self.second, "one": self.one, "two": self.two, **named}
         self.tree, self.ring, self.sealer, self.step = Tree(named), ring, sealer, 0
         optimizers = self.tree.optimizers
         self.capture = Capture(self.tree, ring, sealer, Options(), optimizers=optimizers, schedule=Pace(1))
         resumed_dropping(self.capture)
-
-    def backward(self) -> None:
-        self.second(self.first(torch.randn(3, 4))).sum().backward()
-
-    def zero_grad(self) -> None:
-        self.one.zero_grad()
-        self.two.zero_grad()
 
     def values(self) -> bytes:
         return encode_json(self.tree.values(self.capture.hooks.used_up))
@@ -60,11 +51,48 @@ class Loop:
         return content
 
 
+class Loop(Run):
+    """Two linear layers, each with its own optimizer."""
+
+    def __init__(self, ring: SlotRing, sealer: _native.Sealer, **named: Any) -> None:
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        self.one = torch.optim.AdamW(self.first.parameters())
+        self.two = torch.optim.SGD(self.second.parameters(), lr=0.1, momentum=0.9)
+        named = {"first": self.first, "second": self.second, "one": self.one, "two": self.two, **named}
+        super().__init__(ring, sealer, **named)
+
+    def backward(self) -> None:
+        self.second(self.first(torch.randn(3, 4))).sum().backward()
+
+    def train(self) -> None:
+        self.one.zero_grad()
+        self.two.zero_grad()
+        self.backward()
+        self.one.step()
+        self.two.step()
+
+
 @pytest.fixture
-def loop(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Loop]:
-    loop = Loop(ring, sealer)
-    yield loop
-    loop.capture.close()
+def start(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Callable[..., Any]]:
+    """Runs of a kind, whose captures are closed in the end."""
+    started: list[Run] = []
+
+    def begin(kind: type[Run] = Run, **named: Any) -> Run:
+        started.append(kind(ring, sealer, **named))
+        return started[-1]
+
+    yield begin
+    for run in started:
+        run.capture.close()
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def loop(start: Start) -> Loop:
+    return start(Loop)  # type: ignore[no-any-return]
 
 
 def gradients(content: Content) -> set[str]:
@@ -72,22 +100,7 @@ def gradients(content: Content) -> set[str]:
 
 
 def mask(content: Content) -> str:
-    text = json.loads(content.values)
-    found: list[str] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, dict):
-            if isinstance(value.get("kinds"), str):
-                found.append(value["kinds"])
-            for inner in value.values():
-                look(inner)
-        elif isinstance(value, list):
-            for inner in value:
-                look(inner)
-
-    look(text)
-    assert len(found) == 1, content.values
-    return found[0]
+    return str(json.loads(content.values)["gradients"]["kinds"])
 
 
 def test_gradients_of_the_optimizer_that_did_not_step_are_leaves(loop: Loop) -> None:
@@ -108,47 +121,21 @@ def test_an_ordered_snapshot_in_an_accumulation_has_every_gradient(loop: Loop) -
 
 
 def test_gradients_after_the_step_are_leaves_again(loop: Loop) -> None:
-    loop.backward()
-    loop.one.step()
-    loop.two.step()
+    loop.train()
     assert gradients(loop.boundary()) == set()
-    loop.zero_grad()
-    loop.backward()
-    loop.one.step()
-    loop.two.step()
+    loop.train()
     loop.backward()
     assert len(gradients(loop.boundary())) == 4
 
 
-def test_used_up_gradients_are_not_leaves(loop: Loop) -> None:
-    loop.backward()
-    loop.one.step()
-    loop.two.step()
-    assert gradients(loop.boundary()) == set()
-    loop.zero_grad()
-    loop.backward()
-    assert len(gradients(loop.boundary(ordered=True))) == 4
-    loop.one.step()
-    loop.two.step()
-    assert gradients(loop.boundary()) == set()
-
-
 def test_the_mask_is_that_of_this_boundary(loop: Loop) -> None:
     """An idle expert's decay depends on whether it has a gradient."""
-    loop.backward()
-    loop.one.step()
-    loop.two.step()
+    loop.train()
     assert mask(loop.boundary()) == "dddd"
-    loop.zero_grad()
-    loop.backward()
+    loop.train()
     loop.first.bias.grad = None
-    loop.one.step()
-    loop.two.step()
     assert mask(loop.boundary()) == "d-dd"
-    loop.zero_grad()
-    loop.backward()
-    loop.one.step()
-    loop.two.step()
+    loop.train()
     assert mask(loop.boundary()) == "dddd"
     loop.second.zero_grad()
     assert mask(loop.boundary(ordered=True)) == "dd--"
@@ -176,28 +163,60 @@ class Meter:
         self.total = state["total"]
 
 
-def test_leaves_created_at_each_read_are_those_of_this_boundary(
-    ring: SlotRing, sealer: _native.Sealer
-) -> None:
+def test_leaves_created_at_each_read_are_those_of_this_boundary(start: Start) -> None:
     meter = Meter()
-    loop = Loop(ring, sealer, meter=meter)
+    loop = start(Loop, meter=meter)
     for step in range(5):
         meter.total = torch.full((3 + step // 3,), float(step))
-        loop.backward()
-        loop.one.step()
-        loop.two.step()
-        content = loop.boundary()
-        assert content.leaves["meter.total"] == bytes_of(meter.total)
-    loop.capture.close()
+        loop.train()
+        assert loop.boundary().leaves["meter.total"] == bytes_of(meter.total)
 
 
-def test_optimizer_state_that_grows_changes_the_plan(ring: SlotRing, sealer: _native.Sealer) -> None:
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps tensors in a container that each step creates again, as SOAP does with its bases."""
+
+    def __init__(self, parameters: Iterable[Any], kept_in: type) -> None:
+        super().__init__(parameters, {})
+        self._kept_in = kept_in
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            now = torch.randn(4)
+            self.state[parameter]["bases"] = {"0": now} if self._kept_in is dict else self._kept_in([now])
+
+
+@pytest.mark.parametrize("kept_in", [list, tuple, deque, dict])
+def test_tensors_in_a_container_created_by_each_step_are_captured_and_restored(
+    start: Start, kept_in: type
+) -> None:
+    """Those of the plan's first step were captured, with good digests."""
+
+    def made() -> dict[str, Any]:
+        model = torch.nn.Linear(4, 4, bias=False)
+        return {"model": model, "optimizer": Preconditioned(model.parameters(), kept_in)}
+
+    def kept(named: dict[str, Any]) -> torch.Tensor:
+        bases = named["optimizer"].state[named["model"].weight]["bases"]
+        assert type(bases) is kept_in
+        [base] = bases.values() if kept_in is dict else bases
+        return base
+
+    named, other = made(), made()
+    run = start(**named)
+    for _ in range(4):
+        named["optimizer"].step()
+        content = run.boundary(ordered=True)
+        assert content.leaves["optimizer.state.model.weight.bases.0"] == bytes_of(kept(named))
+    restore(Tree(other), image_of(run.tree))
+    assert torch.equal(kept(other), kept(named))
+
+
+def test_optimizer_state_that_grows_changes_the_plan(start: Start) -> None:
     """LBFGS's history is a list that grows."""
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=4)
-    tree = Tree({"model": model, "optimizer": optimizer})
-    capture = Capture(tree, ring, sealer, Options(), optimizers=tree.optimizers, schedule=Pace(1))
-    inputs = torch.randn(8, 3)
+    run, inputs = start(model=model, optimizer=optimizer), torch.randn(8, 3)
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -206,34 +225,10 @@ def test_optimizer_state_that_grows_changes_the_plan(ring: SlotRing, sealer: _na
         return loss
 
     counts = []
-    for step in range(1, 5):
+    for _ in range(4):
         optimizer.step(closure)
-        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
-        assert sealer.drain(240)
-        content = newest(ring)
-        assert content.step == step
-        for live in tree.current.leaves:
-            assert content.leaves[live.name] == bytes_of(live.tensor)
-        counts.append(len(content.leaves))
+        counts.append(len(run.boundary().leaves))
     assert counts[-1] > counts[0]
-    capture.close()
-
-
-def test_an_ended_tie_is_detected(ring: SlotRing, sealer: _native.Sealer) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
-    model[1].weight = model[0].weight
-    tree = Tree({"model": model})
-    capture = Capture(tree, ring, sealer, Options(), schedule=Pace(1))
-    for step in (1, 2):
-        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
-        assert sealer.drain(240)
-    assert len(newest(ring).leaves) == 1
-    assert newest(ring).layout.leaves[0].aliases
-    model[1].weight = torch.nn.Parameter(torch.randn(3, 3))
-    assert capture.boundary(3, lambda: encode_json(tree.values())).captured
-    assert sealer.drain(240)
-    assert len(newest(ring).leaves) == 2
-    capture.close()
 
 
 class Average:
@@ -250,99 +245,61 @@ class Average:
         self.shadow = state["shadow"]
 
 
-def test_a_moved_tensor_of_a_state_dict_is_read_at_its_new_address(
-    ring: SlotRing, sealer: _native.Sealer
-) -> None:
+def test_a_moved_tensor_of_a_state_dict_is_read_at_its_new_address(start: Start) -> None:
     average = Average()
-    loop = Loop(ring, sealer, average=average)
-    held = []
+    loop, held = start(Loop, average=average), []
     for step in range(6):
         held.append(average.shadow.data)  # the old memory stays readable
         average.shadow.data = torch.full((3 + step // 3,), float(step))
-        loop.backward()
-        loop.one.step()
-        loop.two.step()
+        loop.train()
         assert loop.boundary().leaves["average.shadow"] == bytes_of(average.shadow)
-    loop.capture.close()
 
 
-def emptied(average: Average, box: dict[str, Any], way: str) -> None:
-    """A state object that holds no tensor any more."""
-    if way == "an object":
-        average.state_dict = dict  # type: ignore[method-assign, assignment]
-    else:
-        box["held"] = None
-
-
-@pytest.mark.parametrize("way", ["an object", "a nested list"])
-def test_a_tensor_removed_from_a_state_dict_is_not_a_leaf(
-    ring: SlotRing, sealer: _native.Sealer, way: str
-) -> None:
+@pytest.mark.parametrize("gone", ["average.shadow", "box.held.0"])
+def test_a_tensor_removed_from_a_state_dict_is_not_a_leaf(start: Start, gone: str) -> None:
     """A step with a leaf that no value refers to cannot be resumed."""
     average, box = Average(), {"held": [torch.zeros(2)]}
-    loop = Loop(ring, sealer, average=average, box=box)
+    loop = start(Loop, average=average, box=box)
     for step in range(3):
-        if step == 2:
-            emptied(average, box, way)
-        loop.backward()
-        loop.one.step()
-        loop.two.step()
+        if step == 2 and gone == "average.shadow":
+            average.state_dict = dict  # type: ignore[method-assign, assignment]
+        elif step == 2:
+            box["held"] = None  # type: ignore[assignment]
+        loop.train()
         content = loop.boundary()
-    name = "average.shadow" if way == "an object" else "box.held.0"
-    assert name not in content.leaves
-    assert len({"average.shadow", "box.held.0"} & content.leaves.keys()) == 1
-    loop.capture.close()
+    assert {"average.shadow", "box.held.0"} - content.leaves.keys() == {gone}
 
 
 @pytest.mark.parametrize("undone", [0, 1])
-def test_an_ended_tie_by_memory_is_detected(ring: SlotRing, sealer: _native.Sealer, undone: int) -> None:
-    """Two parameters over one memory, as `head.weight.data = embedding.weight.data` makes them."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
-    model[1].weight.data = model[0].weight.data
-    tree = Tree({"model": model})
-    capture = Capture(tree, ring, sealer, Options(), schedule=Pace(1))
-    for step in (1, 2):
-        if step == 2:
-            model[undone].weight.data = torch.randn(3, 3)
-        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
-        assert sealer.drain(240)
-    content = newest(ring)
+@pytest.mark.parametrize("by", ["object", "memory"])
+def test_an_ended_tie_is_detected(start: Start, by: str, undone: int) -> None:
+    """In either place; also of two parameters over one memory, as `head.weight.data = embedding.weight.data`
+    makes them."""
+    first, second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+    if by == "object":
+        second.weight = first.weight
+    else:
+        second.weight.data = first.weight.data
+    model = torch.nn.Sequential(first, second)
+    run = start(model=model)
+    [leaf] = run.boundary().layout.leaves
+    assert leaf.aliases
+    if by == "object":
+        model[undone].weight = torch.nn.Parameter(torch.randn(3, 3))
+    else:
+        model[undone].weight.data = torch.randn(3, 3)
+    content = run.boundary()
     for place in (0, 1):
         assert content.leaves[f"model.{place}.weight"] == bytes_of(model[place].weight)
-    capture.close()
 
 
-def test_a_tie_ended_in_its_first_place_is_detected(ring: SlotRing, sealer: _native.Sealer) -> None:
-    model = torch.nn.Module()
-    model.register_buffer("first", torch.zeros(3))
-    model.register_buffer("second", model.first)
-    tree = Tree({"model": model})
-    capture = Capture(tree, ring, sealer, Options(), schedule=Pace(1))
-    for step in (1, 2):
-        if step == 2:
-            model.first = torch.ones(3)
-        assert capture.boundary(step, lambda: encode_json(tree.values())).captured
-        assert sealer.drain(240)
-    content = newest(ring)
-    assert content.leaves["model.first"] == bytes_of(model.first)
-    assert content.leaves["model.second"] == bytes_of(model.second)
-    capture.close()
-
-
-def test_the_gradient_of_a_parameter_in_anothers_place_is_a_leaf(
-    ring: SlotRing, sealer: _native.Sealer
-) -> None:
+def test_the_gradient_of_a_parameter_in_anothers_place_is_a_leaf(start: Start) -> None:
     model = torch.nn.Linear(2, 2, bias=False)
-    tree = Tree({"model": model})
-    capture = Capture(tree, ring, sealer, Options(), schedule=Pace(1))
-    values = lambda: encode_json(tree.values(capture.hooks.used_up))  # noqa: E731
-    assert capture.boundary(1, values).captured
+    run = start(model=model)
+    run.boundary()
     model.weight = torch.nn.Parameter(torch.randn(2, 2))
     model(torch.ones(1, 2)).sum().backward()
-    assert capture.boundary(2, values).captured
-    assert sealer.drain(240)
-    assert newest(ring).leaves["gradients.model.weight"] == bytes_of(model.weight.grad)
-    capture.close()
+    assert run.boundary().leaves["gradients.model.weight"] == bytes_of(model.weight.grad)
 
 
 class Restless:
@@ -360,28 +317,24 @@ class Restless:
         self.calls = state["calls"]
 
 
-def test_values_and_tensors_belong_to_one_call(ring: SlotRing, sealer: _native.Sealer) -> None:
-    loop = Loop(ring, sealer, restless=Restless(renames=False))
+def test_values_and_tensors_belong_to_one_call(start: Start) -> None:
+    loop = start(restless=Restless(renames=False))
     for _ in range(2):
         content = loop.boundary(ordered=True)
         calls = json.loads(content.values)["entries"]["restless"]["state"]["calls"]
         assert content.leaves["restless.made"] == bytes_of(torch.tensor([calls]))
-    loop.capture.close()
 
 
-def test_a_state_that_changes_at_each_read_is_not_captured(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_a_state_that_changes_at_each_read_is_not_captured(start: Start, ring: SlotRing) -> None:
     """A sealed snapshot would refer to missing tensors, and no step of the run could be resumed."""
-    loop = Loop(ring, sealer, restless=Restless(renames=True))
+    loop = start(restless=Restless(renames=True))
     with pytest.raises(StateError, match="replaced at each read"):
         loop.capture.boundary(1, loop.values, ordered=True)
     assert ring.newest_sealed() is None
-    loop.capture.close()
 
 
 def test_a_tensor_moved_to_another_device_is_planned_again() -> None:
     """`model.cuda()` keeps the objects. A device pointer must never be read as a host pointer."""
-    from .content import Live, Walk
-
     box = {"w": torch.zeros(4)}
     plan = Plan(Walk([Live("w", box["w"], "buffer", None, box, "w")], [], []))
     torch.utils.swap_tensors(box["w"], torch.zeros(4, device="meta"))
@@ -389,42 +342,10 @@ def test_a_tensor_moved_to_another_device_is_planned_again() -> None:
     plan.release()
 
 
-class Sharded(torch.Tensor):
-    """Like a DTensor: a tensor without memory of its own around a local tensor."""
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Sharded:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made._local_tensor = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{func} must not be called: it could be a collective")
-
-
-def test_the_local_tensor_of_a_dtensor_is_copied_and_watched() -> None:
-    from .content import Live, Walk
-
-    sharded = Sharded(torch.arange(4.0))
-    box = {"w": sharded}
-    assert local(sharded).data_ptr() != 0
-    live = Live("w", sharded, "parameter", None, box, "w")
-    plan = Plan(Walk([live], [], []))
-    assert int(plan.addresses[0]) == sharded._local_tensor.data_ptr()
-    assert plan.update() == []
-    sharded._local_tensor = torch.arange(4.0) + 1
-    assert plan.update() == [0]
-    assert int(plan.addresses[0]) == sharded._local_tensor.data_ptr()
-    plan.release()
-
-
-def test_a_boundary_with_a_valid_plan_allocates_nothing(ring: SlotRing, sealer: _native.Sealer) -> None:
+def test_a_boundary_with_a_valid_plan_allocates_nothing(start: Start) -> None:
     """Small Python objects are temporary; no object stays, and none is as large as a leaf."""
-    loop = Loop(ring, sealer, more=torch.nn.Linear(500, 500))
-    loop.backward()
-    loop.one.step()
-    loop.two.step()
+    loop = start(Loop, more=torch.nn.Linear(500, 500))
+    loop.train()
     values = loop.values()
     for step in range(1, 6):
         assert loop.capture.boundary(step, lambda: values, ordered=True).captured
@@ -436,4 +357,3 @@ def test_a_boundary_with_a_valid_plan_allocates_nothing(ring: SlotRing, sealer: 
     tracemalloc.stop()
     assert after - before < 20_000
     assert peak - before < 100_000  # a leaf of the model has a million bytes
-    loop.capture.close()

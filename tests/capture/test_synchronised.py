@@ -11,16 +11,9 @@ from flashckpt.capture.copies import DeviceCopies
 from flashckpt.capture.devices import DigestTable
 from tests.capture.simulated import SimulatedMark, SimulatedStream
 
-from .accelerated import LARGE, Accelerated, Maker
+from .accelerated import LARGE, Accelerated, Maker, warm
 
 NO_ROOM = 0
-
-
-def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:
-    for _ in range(boundaries):
-        loop.iterate()
-        assert loop.result() == "exact"
-    return loop
 
 
 @pytest.fixture
@@ -44,10 +37,7 @@ def torn_on_wait(loop: Accelerated, rogue: SimulatedStream) -> torch.Tensor:
     teacher = loop.add("teacher", torch.randn(LARGE))
     warm(loop)
     assert loop.ways()["more.teacher"] == "wait"
-    loop.train()
-    loop.device.compute.drain()
-    loop.device.side.hold()
-    assert loop.boundary().captured
+    loop.begin_copies()
     loop.device.compute.settle()
     loop.kernel(lambda: teacher.add_(1), rogue)
     rogue.drain()

@@ -12,7 +12,6 @@ import torch
 
 from flashckpt import _native
 from flashckpt.memory.slot import SlotRing
-from tests.waiting import until
 
 from .content import exact, newest
 from .test_host import Run
@@ -81,8 +80,9 @@ def lost(run: Run) -> int:
     return int(run.capture.report()["snapshots_lost"])
 
 
-@pytest.mark.parametrize("leaf", ["small", "medium", "uneven"])
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    ("leaf", "share"), [("small", 1.0), ("medium", 0.4), ("uneven", 0.0), ("uneven", 0.4), ("uneven", 1.0)]
+)
 def test_every_byte_is_read_again_within_some_captures(
     run: Run, ring: SlotRing, thread: Thread, caplog: pytest.LogCaptureFixture, leaf: str, share: float
 ) -> None:
@@ -115,28 +115,10 @@ def test_the_sample_is_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_unwritten_state_is_never_refused(run: Run, ring: SlotRing, thread: Thread) -> None:
-    for _ in range(4 * BLOCKS // SAMPLED):
+    for _ in range(2 * BLOCKS // SAMPLED):
         assert lost(run) == 0
         assert newest(ring).step == run.step
     assert newest(ring).leaves == exact(run.state)
-
-
-def test_an_average_updated_by_a_thread_is_detected(run: Run) -> None:
-    """The thread starts during the loop and writes whenever it is scheduled."""
-    average, ends = run.state.named["more"]["uneven"], threading.Event()
-
-    def keep() -> None:
-        while not ends.is_set():
-            average.add_(1)
-
-    thread = threading.Thread(target=keep)
-    thread.start()
-    try:
-        until(lambda: lost(run), "a capture that was refused")
-    finally:
-        ends.set()
-        thread.join()
-    assert lost(run)
 
 
 def test_leaves_that_are_not_row_major_are_read_again_in_turn(

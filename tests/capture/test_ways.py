@@ -21,17 +21,10 @@ from flashckpt.memory.slot import SlotRing, SlotState
 from flashckpt.state.tree import Tree
 from tests.capture.simulated import SimulatedCopying, SimulatedDevice, SimulatedStream
 
-from .accelerated import LARGE, Accelerated, Maker
-from .content import Live, Walk, bytes_of, newest
+from .accelerated import LARGE, Maker, warm
+from .content import Walk, bytes_of, newest
 
 NO_ROOM = 0
-
-
-def warm(loop: Accelerated, boundaries: int = 3) -> Accelerated:
-    for _ in range(boundaries):
-        loop.iterate()
-        assert loop.result() == "exact"
-    return loop
 
 
 def test_a_clone_is_in_the_order_of_the_loops_kernels(make: Maker) -> None:
@@ -48,18 +41,18 @@ def test_the_copy_does_not_start_before_the_loops_kernels_are_done(make: Maker) 
     loop = warm(make(room=NO_ROOM))
     loop.device.compute.hold()
     assert loop.iterate().captured
-    waiting = loop.device.side.pending()
-    assert waiting > 1  # behind the wait for the compute stream
+    assert loop.device.side.pending() > 1  # behind the wait for the compute stream
     assert loop.result() == "exact"
 
 
-def test_a_gate_holds_the_next_step_back_until_the_copy_has_ended(make: Maker) -> None:
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_gate_holds_the_next_step_back_until_the_copy_has_ended(make: Maker, is_dropped: bool) -> None:
+    """Also of a plan that is dropped meanwhile, because ways are chosen again."""
     loop = warm(make(room=NO_ROOM))
     assert loop.ways()["model.a"] == loop.ways()["optimizer.0.momentum"] == "gate"
-    loop.train()
-    loop.device.compute.drain()
-    loop.device.side.hold()
-    assert loop.boundary().captured
+    loop.begin_copies()
+    if is_dropped:
+        loop.capture._planner.drop()
     loop.train()  # the host continues: forward, backward, step
     loop.device.compute.settle()
     assert loop.device.compute.pending() > 0  # the step waits on the device
@@ -74,10 +67,7 @@ def test_a_device_that_fails_before_its_gate_is_closed_raises_nothing_in_a_hook(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = warm(make(room=NO_ROOM))
-    loop.train()
-    loop.device.compute.drain()
-    loop.device.side.hold()
-    assert loop.boundary().captured
+    loop.begin_copies()
     monkeypatch.setattr(SimulatedCopying, "hold_writers", _fail)
     loop.train()
     loop.device.compute.drain()
@@ -115,20 +105,6 @@ def test_nothing_is_captured_from_a_device_that_has_failed(make: Maker) -> None:
     assert found[1].step == loop.step
 
 
-def test_a_dropped_plan_with_running_copies_closes_its_gate(make: Maker) -> None:
-    """Ways are chosen again (a leaf was torn, an optimizer's first hook fired)."""
-    loop = warm(make(room=NO_ROOM))
-    loop.train()
-    loop.device.compute.drain()
-    loop.device.side.hold()
-    assert loop.boundary().captured
-    loop.capture._planner.drop()
-    loop.train()
-    loop.device.compute.settle()
-    assert loop.device.compute.pending() > 0
-    assert loop.result() == "exact"
-
-
 def test_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
     """A compiled step, or a graph's replay, calls no hook before it writes parameters."""
     loop = warm(make(room=NO_ROOM))
@@ -138,15 +114,6 @@ def test_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
     loop.train(hooks=False)
     loop.device.compute.drain()
     assert loop.result() == "torn"
-
-
-def test_a_step_without_hooks_after_the_copy_does_no_harm(make: Maker) -> None:
-    loop = warm(make(room=NO_ROOM))
-    loop.iterate()
-    loop.finish()
-    loop.train(hooks=False)
-    loop.device.compute.drain()
-    assert loop.result() == "exact"
 
 
 def test_a_torn_leaf_gets_the_safer_way_and_is_exact(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
@@ -226,20 +193,6 @@ def test_new_memory_of_a_parameter_while_the_old_is_copied(make: Maker, room: in
     assert loop.result() == "exact"
 
 
-def test_another_parameter_in_the_modules_place(make: Maker) -> None:
-    """After an evaluation, some wrappers leave other parameters in modules than before."""
-    loop = warm(make())
-    own = loop.model.a
-    shown = torch.nn.Parameter(torch.randn(LARGE))
-    loop.device.adopt(shown)
-    loop.model._parameters["a"] = shown
-    loop.iterate()
-    assert loop.result() == "exact"
-    loop.model._parameters["a"] = own
-    loop.iterate()
-    assert loop.result() == "exact"
-
-
 def test_small_leaves_are_cloned_even_without_room(make: Maker) -> None:
     loop = warm(make(room=NO_ROOM))
     ways = loop.ways()
@@ -263,6 +216,20 @@ def test_leaves_that_are_not_row_major_are_made_so_on_the_device(make: Maker) ->
     for _ in range(4):
         loop.iterate()
         assert loop.result() == "exact"
+
+
+def test_a_leaf_that_moves_to_an_odd_address_keeps_its_own_digest(make: Maker) -> None:
+    """As a view into a flat buffer; leaves are digested and copied in place."""
+    loop = make(room=NO_ROOM)
+    half = torch.nn.Parameter(torch.randn(4 * LARGE).to(torch.bfloat16), requires_grad=False)
+    loop.model.register_parameter("early", half)
+    loop.device.adopt(half)
+    warm(loop, 2)
+    moved = torch.empty(4 * LARGE + 2, dtype=torch.bfloat16)[1:-1]
+    moved.copy_(half.data)
+    loop.device.adopt(moved)
+    half.data = moved
+    warm(loop)
 
 
 def test_the_second_digest_detects_an_unnamed_stream(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
@@ -350,14 +317,6 @@ def test_a_device_without_memory_skips_snapshots_and_the_run_continues(make: Mak
     warm(loop)
 
 
-def test_the_arena_is_dropped_when_memory_is_short(make: Maker) -> None:
-    loop = warm(make(), 4)
-    assert loop.ways()["model.a"] == "clone"
-    loop.device.room = -1
-    warm(loop, 2)
-    assert loop.ways()["model.a"] == "gate"
-
-
 def test_the_arena_is_released_after_each_copy_while_memory_is_short(make: Maker) -> None:
     """torch cannot use the memory of an allocated arena when it runs out."""
     loop = warm(make(), 4)
@@ -418,30 +377,10 @@ def test_without_the_kernel_large_leaves_are_waited_for(make: Maker) -> None:
     assert ways["model.small"] == ways["more.transposed"] == "clone"
 
 
-def test_a_failed_capture_leaves_no_slot_in_writing(
+def test_running_copies_end_before_the_slot_of_a_failed_capture_is_freed(
     make: Maker, ring: SlotRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the device itself cannot be waited for: its copies can."""
-    loop = warm(make())
-
-    def refuses(*args: object, **named: object) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.device, "synchronize", refuses)
-        patch.setattr(loop.capture._planner.current.host, "capture", refuses)
-        with pytest.raises(RuntimeError, match="illegal memory access"):
-            loop.iterate()
-        assert SlotState.WRITING not in [slot.state().state for slot in ring.slots]
-    loop.capture._planner.drop()
-    loop.iterate()
-    assert loop.result() == "exact"
-
-
-def test_running_copies_end_before_a_slot_is_freed(
-    make: Maker, ring: SlotRing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A late copy would write into the next snapshot."""
+    """A late copy would write into the next snapshot. If the device cannot be waited for, its copies can."""
     loop = warm(make())
     loop.train()
     loop.device.compute.drain()
@@ -454,12 +393,16 @@ def test_running_copies_end_before_a_slot_is_freed(
         raise MemoryError
 
     with monkeypatch.context() as patch:
+        patch.setattr(loop.device, "synchronize", _fail)
         patch.setattr(loop.capture._planner.current.host, "capture", refuses)
         with pytest.raises(MemoryError):
             loop.boundary()
     assert SlotState.WRITING in states
     assert loop.device.side.pending() == 0
     assert SlotState.WRITING not in [slot.state().state for slot in ring.slots]
+    loop.capture._planner.drop()
+    loop.iterate()
+    assert loop.result() == "exact"
 
 
 def test_leaves_of_the_host_that_lie_between_cloned_ones_keep_their_bytes(make: Maker) -> None:
@@ -485,46 +428,31 @@ def test_slots_are_registered_while_they_are_used(make: Maker, ring: SlotRing) -
     assert loop.device.registered == sizes
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_host_memory_that_the_device_writes_is_read_after_its_kernels(make: Maker, moved: bool) -> None:
-    """copy_(non_blocking=True) into pinned memory: the host is ahead of the bytes."""
-    loop = make()
+@pytest.mark.parametrize("case", ["compute stream", "moved", "named stream"])
+def test_host_memory_that_the_device_writes_is_read_after_its_kernels(make: Maker, case: str) -> None:
+    """copy_(non_blocking=True) into pinned memory, or an offloader's own stream: the host is ahead of the
+    bytes."""
+    named = SimulatedStream("offload")
+    loop = make(streams=(named,))
+    stream = named if case == "named stream" else loop.device.compute
     offloaded = torch.zeros(5000)
     loop.state.named["more"] = {"offloaded": offloaded}
-    if not moved:
+    if case != "moved":
         loop.device.pin(offloaded)
     warm(loop)
-    if moved:
+    if case == "moved":
         offloaded = loop.state.named["more"]["offloaded"] = torch.zeros(5000)
         loop.device.pin(offloaded)
-    loop.device.compute.hold()
-    loop.kernel(lambda: offloaded.add_(7))
-    released = threading.Timer(0.2, loop.device.compute.release)
-    released.start()
-    assert loop.iterate().captured
-    released.join()
-    loop.finish()
-    assert newest(loop.ring).leaves["more.offloaded"] == bytes_of(torch.full((5000,), 7.0))
-
-
-def test_host_memory_that_a_named_stream_writes_is_read_after_its_work(make: Maker) -> None:
-    """An offloader's own stream, independent of the compute stream."""
-    stream = SimulatedStream("offload")
-    loop = make(streams=(stream,))
-    offloaded = torch.zeros(5000)
-    loop.state.named["more"] = {"offloaded": offloaded}
-    loop.device.pin(offloaded)
-    warm(loop)
     loop.device.compute.drain()
     stream.hold()
     loop.kernel(lambda: offloaded.add_(7), stream)
-    released = threading.Timer(0.2, stream.release)
+    released = threading.Timer(0.1, stream.release)
     released.start()
     assert loop.boundary(ordered=True).captured
     released.join()
     loop.finish()
     assert newest(loop.ring).leaves["more.offloaded"] == bytes_of(torch.full((5000,), 7.0))
-    stream.close()
+    named.close()
 
 
 def test_without_a_hook_before_the_boundary_the_loop_waits_for_copies_of_gated_leaves(make: Maker) -> None:
@@ -539,25 +467,6 @@ def test_without_a_hook_before_the_boundary_the_loop_waits_for_copies_of_gated_l
     loop.device.compute.settle()
     assert loop.device.compute.pending() > 0, "the write waits for the copies"
     assert loop.result() == "exact"
-
-
-def test_leaves_of_an_optimizer_without_hooks_have_no_gate() -> None:
-    """For example, one of two optimizers is compiled and calls no hook, so nothing closes a gate before it
-    writes. The loop waits for a torn leaf."""
-    names, device = ("both", "one", "torn"), SimulatedDevice()
-    box = {name: torch.nn.Parameter(torch.zeros(LARGE)) for name in names}
-    device.adopt(*box.values())
-    plan = Plan(Walk([Live(name, box[name], "parameter", None, box, name) for name in names], [], []))
-    fires = torch.optim.SGD(box.values(), lr=0.1)
-    optimizers = [torch.optim.SGD([box["both"]], lr=0.1), fires]
-    policy = CopyPolicy(optimizers, Constants(optimizers, [device], 1, {}, (), None))
-    assert policy.tear("torn", Way.HOST)
-    assert not policy.tear("torn", Way.GATE), "there is no safer way"
-    ways = policy.choose(plan, [device] * 3, frozenset({id(fires)}), {})
-    found = {leaf.name: way.value for leaf, way in zip(plan.leaves, ways, strict=True)}
-    assert found == {"both": "wait", "one": "gate", "torn": "wait"}
-    plan.release()
-    device.shutdown()
 
 
 class Scaled(torch.Tensor):
@@ -588,8 +497,9 @@ class Scaled(torch.Tensor):
 
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore")
-def test_dtensors_of_an_optimizer_are_gated_like_plain_parameters() -> None:
-    """FSDP2's parameters, and those of a mesh; other wrapping tensors are not."""
+def test_leaves_of_optimizers_whose_hooks_were_seen_are_gated() -> None:
+    """Plain parameters, FSDP2's and those of a mesh; other wrapping tensors are not, nor what an optimizer
+    without hooks (a compiled one) writes too, nor a torn leaf."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -598,23 +508,26 @@ def test_dtensors_of_an_optimizer_are_gated_like_plain_parameters() -> None:
     device = SimulatedDevice()
     try:
         mesh, model = init_device_mesh("cpu", (1,)), torch.nn.Module()
-        for name in ("fires", "silent", "alone"):
+        for name in ("fires", "silent", "alone", "both", "torn"):
             part = distribute_tensor(torch.randn(LARGE), mesh, [Shard(0)])
             model.register_parameter(name, torch.nn.Parameter(part))
         model.scaled = torch.nn.Parameter(Scaled(torch.randn(LARGE), torch.randn(LARGE)))
         model.plain = torch.nn.Parameter(torch.randn(LARGE))
         model.fsdp = fully_shard(torch.nn.Linear(LARGE, 1, bias=False), mesh=mesh)
-        fires = torch.optim.SGD([*model.fsdp.parameters(), model.fires, model.scaled, model.plain], lr=0.1)
-        optimizers = [fires, torch.optim.SGD([model.silent], lr=0.1)]
+        owned = [model.fires, model.scaled, model.plain, model.both, model.torn, *model.fsdp.parameters()]
+        fires = torch.optim.SGD(owned, lr=0.1)
+        optimizers = [fires, torch.optim.SGD([model.silent, model.both], lr=0.1)]
         tree = Tree({"model": model, "optimizer": fires})
         plan = Plan(tree.walk(lambda *_: True))
         policy = CopyPolicy(optimizers, Constants(optimizers, [device], 1, {}, (), None))
+        assert policy.tear("model.torn", Way.HOST)
+        assert not policy.tear("model.torn", Way.GATE), "there is no safer way"
         ways = policy.choose(plan, [device] * len(plan.leaves), frozenset({id(fires)}), {})
         found = {leaf.name: way.value for leaf, way in zip(plan.leaves, ways, strict=True)}
         gated = ["model.fires", "model.fsdp.weight", "model.plain"]
         assert sorted(name for name, way in found.items() if way == "gate") == gated
-        waits = ["model.alone", "model.scaled.inner", "model.scaled.scale", "model.silent"]
-        assert sorted(name for name, way in found.items() if way == "wait") == waits
+        waits = ["alone", "both", "scaled.inner", "scaled.scale", "silent", "torn"]
+        assert sorted(name for name, way in found.items() if way == "wait") == [f"model.{n}" for n in waits]
         plan.release()
     finally:
         device.shutdown()

@@ -86,11 +86,9 @@ def save(job: Job, how: str, path: str) -> None:
     elif how == "writer":
         torch_dcp.save(state, storage_writer=dcp.Writer(path), planner=dcp.SavePlanner())
     else:
+        kind = AsyncCheckpointerType(how)
         torch_dcp.async_save(
-            state,
-            storage_writer=dcp.Writer(path),
-            planner=dcp.SavePlanner(),
-            async_checkpointer_type=AsyncCheckpointerType(how),
+            state, storage_writer=dcp.Writer(path), planner=dcp.SavePlanner(), async_checkpointer_type=kind
         ).result()
 
 
@@ -103,30 +101,18 @@ def load(job: Job, how: str, path: str) -> None:
     else:
         torch_dcp.load(state, storage_reader=dcp.Reader(path), planner=dcp.LoadPlanner())
     assert how in ("run", "bare") or repr(state["values"]) == repr(VALUES), state["values"]
-    set_state_dict(
-        job.model,
-        job.optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
+    model, optimizer = state["model"], state["optimizer"]
+    set_state_dict(job.model, job.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
 
 class Mortal(dcp.Writer):
-    """Kills one rank, or all, when a save comes to a phase."""
+    """Kills one rank when a save comes to a phase."""
 
-    phase, who = "", -1
+    phase, who = "", 0
 
     def _at(self, phase: str) -> None:
-        if phase == self.phase and self.who in (-1, dist.get_rank()):
+        if phase == self.phase and self.who == dist.get_rank():
             os.kill(os.getpid(), signal.SIGKILL)
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        self._at("local plan")
-        return super().prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        self._at("global plan")
-        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         resolve, left = planner.resolve_data, 2
@@ -139,9 +125,7 @@ class Mortal(dcp.Writer):
             return resolve(item)
 
         planner.resolve_data = resolved
-        result = super().write_data(plan, planner)
-        self._at("written")
-        return result
+        return super().write_data(plan, planner)
 
     def finish(self, metadata: Any, results: Any) -> None:
         self._at("before the commit")

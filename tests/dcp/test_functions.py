@@ -54,26 +54,9 @@ def test_changes_after_async_save_are_not_saved(tmp_path: Path) -> None:
     given["values"]["set"].add("more")
     second = dcp.async_save(given, checkpoint_id=tmp_path)
     assert isinstance(first, Future)
+    assert equal(loaded(tmp_path), given), "of the save that is still written"
     assert (first.result(), second.result()) == (1, 2)
     assert equal(loaded(tmp_path, step=1), before)
-    assert equal(loaded(tmp_path), given)
-
-
-def test_a_load_sees_the_save_that_is_still_written(tmp_path: Path) -> None:
-    dcp.async_save(state(4), checkpoint_id=tmp_path)
-    assert equal(loaded(tmp_path), state(4))
-
-
-def test_a_later_process_adds_steps_and_reads_none(tmp_path: Path, zygote: Zygote) -> None:
-    done = zygote.run(["tests.dcp.mortal", "functions", str(tmp_path)])
-    assert done.returncode == 0, done.stderr
-    # Another structure than the run's state, which is neither restored nor compared.
-    other = {"mine": torch.arange(3)}
-    assert dcp.save(other, checkpoint_id=tmp_path) == 3
-    found = {"mine": torch.zeros(3, dtype=torch.int64)}
-    dcp.load(found, checkpoint_id=tmp_path)
-    assert equal(found, other)
-    assert equal(loaded(tmp_path, step=2), state(2))
 
 
 def test_a_folder_for_each_save(tmp_path: Path) -> None:
@@ -111,15 +94,9 @@ def test_dcp_reads_a_run_of_attach(tmp_path: Path) -> None:
     found = {**states(*built(1)), "own": {"n": 0, "held": [torch.zeros(2), {"deep": ()}], 5: b""}}
     torch_dcp.load(found, storage_reader=dcp.Reader(tmp_path), planner=dcp.LoadPlanner(), no_dist=True)
     assert equal(found, {**states(model, optimizer), "own": own})
-
-
-def test_a_run_has_only_the_names_of_the_state(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    model.register_buffer("left_out", torch.ones(1), persistent=False)
-    with flashckpt.attach(tmp_path, every=None, model=model) as checkpointer:
-        checkpointer.save()
-    named = dcp.Reader(tmp_path).read_metadata().state_dict_metadata
-    assert sorted(named) == ["model.bias", "model.weight"]
+    names = dcp.Reader(tmp_path).read_metadata().state_dict_metadata
+    assert "model.0.weight" in names
+    assert not any("left_out" in name or name.startswith(("gradients", "rng")) for name in names)
 
 
 # Refused
@@ -206,4 +183,11 @@ def test_another_process_may_save_after_close(tmp_path: Path, zygote: Zygote) ->
     assert "RunHeldError" in held.stderr
     dcp.close()
     assert zygote.run(["tests.dcp.mortal", "functions", str(tmp_path)]).returncode == 0
-    assert flashckpt.steps(tmp_path) == [1, 2, 3]
+    # Another structure than that of the run's steps, which is neither restored nor compared.
+    other = {"mine": torch.arange(3)}
+    assert dcp.save(other, checkpoint_id=tmp_path) == 4
+    found = {"mine": torch.zeros(3, dtype=torch.int64)}
+    dcp.load(found, checkpoint_id=tmp_path)
+    assert equal(found, other)
+    assert flashckpt.steps(tmp_path) == [2, 3, 4]
+    assert equal(loaded(tmp_path, step=3), state(2))

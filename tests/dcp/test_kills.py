@@ -26,15 +26,9 @@ def test_a_process_that_is_killed_in_each_phase(zygote: Zygote, tmp_path: Path) 
     assert done.stdout.splitlines() == [*expected, "files 2"]
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "attempt.reserved", "start.written", "memory.given", "capture.copied:1", "capture.begun:2",
-        "capture.copied:2", "seal.submitting:2", "seal.submitted:2", "version.created", "end.marking",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("point", ["attempt.reserved", "capture.copied:2", "version.created"])
 def test_a_run_whose_processes_are_killed(zygote: Zygote, runtime: Path, tmp_path: Path, point: str) -> None:
-    """The keeper at the last two points, the trainer at the others."""
+    """The keeper at the last point, the trainer at the others."""
     run = str(tmp_path / "run")
     environment = {**os.environ, "FLASHCKPT_CRASH_AT": point}
     done = zygote.run(["tests.dcp.mortal", "functions", run], env=environment)
@@ -60,13 +54,7 @@ def test_a_run_whose_processes_are_killed(zygote: Zygote, runtime: Path, tmp_pat
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("phase", "who", "which"),
-    [
-        ("local plan", 1, "first"),
-        ("writing", 1, "first"),
-        ("written", 0, "first"),
-        ("before the commit", 0, "first"),
-        ("after the commit", 0, "second"),
-    ],
+    [("writing", 1, "first"), ("before the commit", 0, "first"), ("after the commit", 0, "second")],
 )
 def test_ranks_that_are_killed(launcher: Launcher, tmp_path: Path, phase: str, who: int, which: str) -> None:
     path, program = str(tmp_path / "it"), "tests.dcp.sharded"

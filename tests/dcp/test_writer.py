@@ -28,7 +28,7 @@ from flashckpt.errors import (
     PersistError,
     RunError,
     StateError,
-)
+)  # fmt: skip
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.contracts.flat_store import FlatStore
@@ -41,6 +41,25 @@ def save(value: dict[str, Any], path: Path, made: dcp.Writer | None = None, plan
     torch_dcp.save(
         value, storage_writer=made or dcp.Writer(path), planner=planner or dcp.SavePlanner(), no_dist=True
     )
+
+
+def begin(seed: int, made: dcp.Writer, planner: Any = None, **folder: Path) -> Any:
+    """An asynchronous save."""
+    planner = planner or dcp.SavePlanner()
+    return torch_dcp.async_save(state(seed), storage_writer=made, planner=planner, no_dist=True, **folder)
+
+
+class Slow(dcp.SavePlanner):
+    """Says when a save has begun, and lets it end when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.begun.set()
+        assert self.may_end.wait(60)
+        return super().resolve_data(write_item)
 
 
 def load(value: dict[str, Any], path: Path, made: dcp.Reader | None = None, planner: Any = None) -> None:
@@ -76,14 +95,10 @@ def test_a_state_dict_round_trips_bit_for_bit(tmp_path: Path, monkeypatch: pytes
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a pickle")
 
-    for module, name in [
-        (torch, "save"),
-        (torch, "load"),
-        (pickle, "dumps"),
-        (pickle, "loads"),
-        (pickle, "dump"),
-    ]:
-        monkeypatch.setattr(module, name, never)
+    for name in ("save", "load"):
+        monkeypatch.setattr(torch, name, never)
+    for name in ("dumps", "loads", "dump"):
+        monkeypatch.setattr(pickle, name, never)
     given = state(3)
     save(given, tmp_path)
     assert equal(loaded(tmp_path), given)
@@ -127,19 +142,11 @@ def test_one_writer_saves_again_and_leaves_one_checkpoint(tmp_path: Path) -> Non
 
 
 def test_a_checkpoint_id_names_the_folder(tmp_path: Path) -> None:
-    made, read = dcp.Writer(), dcp.Reader()
+    made: dict[str, Any] = {"storage_writer": dcp.Writer(), "planner": dcp.SavePlanner()}
     for seed in (1, 2):
-        torch_dcp.save(
-            state(seed),
-            checkpoint_id=tmp_path / str(seed),
-            storage_writer=made,
-            planner=dcp.SavePlanner(),
-            no_dist=True,
-        )
-    found = state(9)
-    torch_dcp.load(
-        found, checkpoint_id=tmp_path / "1", storage_reader=read, planner=dcp.LoadPlanner(), no_dist=True
-    )
+        torch_dcp.save(state(seed), checkpoint_id=tmp_path / str(seed), no_dist=True, **made)
+    found, made = state(9), {"storage_reader": dcp.Reader(), "planner": dcp.LoadPlanner()}
+    torch_dcp.load(found, checkpoint_id=tmp_path / "1", no_dist=True, **made)
     assert equal(found, state(1))
 
 
@@ -164,13 +171,9 @@ class Custom:
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [
-        (Custom(), "Custom"),
-        ((1, torch.zeros(2)), "Tensor"),
-        (torch.zeros(3).to_sparse(), "layout"),
-        (torch.zeros(3, device="meta"), "meta"),
-    ],
-)
+    [(Custom(), "Custom"), ((1, torch.zeros(2)), "Tensor"), (torch.zeros(3).to_sparse(), "layout"),
+     (torch.zeros(3, device="meta"), "meta")],
+)  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_unsupported_values_are_refused_by_name_before_anything_is_written(
     tmp_path: Path, value: object, said: str
@@ -182,10 +185,9 @@ def test_unsupported_values_are_refused_by_name_before_anything_is_written(
     assert "mine.odd" in text
     assert said in text
     assert files(tmp_path) == before
+    made: dict[str, Any] = {"storage_writer": dcp.Writer(tmp_path), "planner": dcp.SavePlanner()}
     with pytest.raises(StateError, match=r"mine\.odd"):
-        torch_dcp.async_save(
-            given, storage_writer=dcp.Writer(tmp_path), planner=dcp.SavePlanner(), no_dist=True
-        )
+        torch_dcp.async_save(given, no_dist=True, **made)
     with pytest.raises(StateError, match=r"mine\.odd"):
         dcp.Stager().stage(given)
     assert equal(loaded(tmp_path), state(1))
@@ -216,68 +218,6 @@ def test_missing_names_are_listed_and_nothing_is_loaded(tmp_path: Path) -> None:
 
 
 # Failures
-
-
-class Failing:
-    """One method of a writer or reader fails once."""
-
-    method = ""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == object.__getattribute__(self, "method"):
-            self.method = ""
-            raise OSError(errno.EIO, f"{name} fails")
-        return object.__getattribute__(self, name)
-
-
-class FailingWriter(Failing, dcp.Writer):
-    pass
-
-
-class FailingReader(Failing, dcp.Reader):
-    pass
-
-
-@pytest.mark.parametrize(
-    "method",
-    ["reset", "storage_meta", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan",
-     "write_data", "finish"],
-)  # fmt: skip
-def test_each_call_of_a_writer_fails_once(tmp_path: Path, method: str) -> None:
-    made = FailingWriter(tmp_path)
-    given: dict[str, Any] = {"storage_writer": made, "planner": dcp.SavePlanner(), "no_dist": True}
-    torch_dcp.save(state(1), checkpoint_id=tmp_path, **given)
-    made.method = method
-    with pytest.raises((CheckpointException, OSError), match=f"{method} fails"):
-        torch_dcp.save(state(2), checkpoint_id=tmp_path, **given)
-    assert made.method == ""
-    assert equal(loaded(tmp_path), state(1))
-    torch_dcp.save(state(3), checkpoint_id=tmp_path, **given)
-    assert equal(loaded(tmp_path), state(3))
-    assert len(files(tmp_path)) == 1
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "reset",
-        "read_metadata",
-        "set_up_storage_reader",
-        "prepare_local_plan",
-        "prepare_global_plan",
-        "read_data",
-    ],
-)
-def test_each_call_of_a_reader_fails_once(tmp_path: Path, method: str) -> None:
-    save(state(1), tmp_path)
-    made, found = FailingReader(tmp_path), state(9)
-    given: dict[str, Any] = {"storage_reader": made, "planner": dcp.LoadPlanner(), "no_dist": True}
-    made.method = method
-    with pytest.raises((CheckpointException, OSError), match=f"{method} fails"):
-        torch_dcp.load(found, checkpoint_id=tmp_path, **given)
-    assert equal(found, state(9))
-    torch_dcp.load(found, checkpoint_id=tmp_path, **given)
-    assert equal(found, state(1))
 
 
 class FailingStore:
@@ -369,12 +309,14 @@ def test_a_file_that_the_coordinator_does_not_see_is_not_committed(tmp_path: Pat
 # Damage
 
 
-def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+def test_a_flipped_byte_and_a_cut_file_are_found(tmp_path: Path) -> None:
     save({"a": torch.arange(4), "b": {"n": 3}}, tmp_path)
     for file in tmp_path.iterdir():
         good = file.read_bytes()
-        start = 8 + int.from_bytes(good[:8], "little") if file.suffix == ".safetensors" else 0
-        for at in range(start, len(good)):
+        # Of tensors and values each byte, of the metadata, which have a checksum, every seventh.
+        is_shard = file.suffix == ".safetensors"
+        start = 8 + int.from_bytes(good[:8], "little") if is_shard else 0
+        for at in range(start, len(good), 1 if is_shard else 7):
             file.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
             found = {"a": torch.zeros(4, dtype=torch.int64), "b": {"n": 0}}
             refused(lambda found=found: load(found, tmp_path), DamagedError)
@@ -439,12 +381,11 @@ def test_a_staged_state_shares_nothing(tmp_path: Path) -> None:
 def test_a_tensor_may_change_once_async_save_has_returned(tmp_path: Path) -> None:
     given = state(2)
     before = copied(given)
-    done = torch_dcp.async_save(
-        given, storage_writer=dcp.Writer(tmp_path), planner=dcp.SavePlanner(), no_dist=True
-    )
+    made: dict[str, Any] = {"storage_writer": dcp.Writer(tmp_path), "planner": dcp.SavePlanner()}
+    done: Any = torch_dcp.async_save(given, no_dist=True, **made)
     given["model"]["weight"].zero_()
     given["values"]["list"].append(4)
-    done.result()  # type: ignore[union-attr]
+    done.result()
     assert equal(loaded(tmp_path), before)
 
 
@@ -581,76 +522,40 @@ def test_an_overtaken_save_removes_no_file_of_the_other(
 
 def test_one_writer_in_two_saves_at_once_gives_each_its_folder(tmp_path: Path) -> None:
     """torch runs each async_save in a thread of its own: the second begins while the first writes."""
-    begun, may_end = threading.Event(), threading.Event()
-
-    class Slow(dcp.SavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            begun.set()
-            assert may_end.wait(60)
-            return super().resolve_data(write_item)
-
-    made, done = dcp.Writer(), []
-    for number, planner in ((1, Slow()), (2, dcp.SavePlanner())):
-        done.append(
-            torch_dcp.async_save(
-                state(number),
-                checkpoint_id=tmp_path / str(number),
-                storage_writer=made,
-                planner=planner,
-                no_dist=True,
-            )
-        )
-        assert begun.wait(60)
-    done[1].result()
-    may_end.set()
-    done[0].result()
-    for number in (1, 2):
-        assert equal(loaded(tmp_path / str(number)), state(number))
+    made, slow = dcp.Writer(), Slow()
+    first = begin(1, made, slow, checkpoint_id=tmp_path / "1")
+    assert slow.begun.wait(60)
+    begin(2, made, checkpoint_id=tmp_path / "2").result()
+    slow.may_end.set()
+    first.result()
+    assert [equal(loaded(tmp_path / str(number)), state(number)) for number in (1, 2)] == [True, True]
 
 
 def test_a_save_keeps_its_folder_when_the_writer_gets_another(tmp_path: Path) -> None:
-    begun, may_end = threading.Event(), threading.Event()
-
-    class Slow(dcp.SavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            begun.set()
-            assert may_end.wait(60)
-            return super().resolve_data(write_item)
-
-    made = dcp.Writer(tmp_path / "1")
-    first = torch_dcp.async_save(state(1), storage_writer=made, planner=Slow(), no_dist=True)
-    assert begun.wait(60)
-    torch_dcp.save(
-        state(2),
-        checkpoint_id=tmp_path / "2",
-        storage_writer=made,
-        planner=dcp.SavePlanner(),
-        no_dist=True,
-    )
-    may_end.set()
-    first.result()  # type: ignore[union-attr]
-    for number in (1, 2):
-        assert equal(loaded(tmp_path / str(number)), state(number))
+    made, slow = dcp.Writer(tmp_path / "1"), Slow()
+    first = begin(1, made, slow)
+    assert slow.begun.wait(60)
+    made.reset(tmp_path / "2")
+    save(state(2), tmp_path, made)
+    slow.may_end.set()
+    first.result()
+    assert [equal(loaded(tmp_path / str(number)), state(number)) for number in (1, 2)] == [True, True]
 
 
 def test_a_thread_that_has_saved_before_saves_to_the_newest_folder(tmp_path: Path) -> None:
     made = dcp.Writer(tmp_path / "1")
 
-    def save_in_thread(number: int) -> None:
-        torch_dcp.save(state(number), storage_writer=made, planner=dcp.SavePlanner(), no_dist=True)
-
     with ThreadPoolExecutor(1) as pool:
         for number in (1, 2):
             made.reset(tmp_path / str(number))
-            pool.submit(save_in_thread, number).result()
-    for number in (1, 2):
-        assert equal(loaded(tmp_path / str(number)), state(number))
+            pool.submit(save, state(number), tmp_path, made).result()
+    assert [equal(loaded(tmp_path / str(number)), state(number)) for number in (1, 2)] == [True, True]
 
 
 def test_a_folder_that_is_set_before_an_async_save_is_the_one(tmp_path: Path) -> None:
     made = dcp.Writer(tmp_path / "a")
     made.reset(tmp_path / "b")
-    torch_dcp.async_save(state(1), storage_writer=made, planner=dcp.SavePlanner(), no_dist=True).result()  # type: ignore[union-attr]
+    begin(1, made).result()
     assert equal(loaded(tmp_path / "b"), state(1))
     assert not (tmp_path / "a").exists()
     assert pickle.loads(pickle.dumps(dcp.Writer())).path is None

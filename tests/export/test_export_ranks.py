@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import flashckpt
-from flashckpt.errors import DamagedError, MismatchError, NoSuchStepError
+from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.export.step import export
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.restore.whole_tensors import WholeTensors, pieces
@@ -131,17 +131,8 @@ def test_a_flipped_byte_of_any_rank_leaves_no_file(store: LocalStore, tmp_path: 
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_boxes_with_a_hole_are_refused_by_name(store: LocalStore, tmp_path: Path) -> None:
-    _, ranks = state()
-    del ranks[1][0]
-    committed(store, ranks)
-    with pytest.raises(MismatchError, match=r"model\.rows"):
-        export(store, str(tmp_path / "out"))
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_tensor_larger_than_the_memory_of_an_export(store: LocalStore, tmp_path: Path) -> None:
-    tensor = np.arange(32 * MIB, dtype="float32").reshape(-1, 1024)
+    tensor = np.arange(24 * MIB, dtype="float32").reshape(-1, 1024)
     committed(store, [[Held("model.large", tensor, rows(tensor, rank))] for rank in range(WORLD)])
     tracemalloc.start()
     try:
@@ -156,13 +147,13 @@ def test_a_tensor_larger_than_the_memory_of_an_export(store: LocalStore, tmp_pat
 
 @pytest.mark.parametrize("by", ["rows", "columns"])
 def test_a_tensor_in_several_slices(store: LocalStore, tmp_path: Path, by: str) -> None:
-    tensor = np.arange(6 * MIB, dtype="float32").reshape(-1, 1024)
+    tensor = np.arange(2 * MIB, dtype="float32").reshape(-1, 1024)
     columns = [TensorSlice((0, 256 * rank), (tensor.shape[0], 256)) for rank in range(WORLD)]
     regions = columns if by == "columns" else [rows(tensor, rank) for rank in range(WORLD)]
     record = committed(store, [[Held("model.large", tensor, region)] for region in regions])
     whole = WholeTensors(record)
     leaf = whole.leaves[0]
-    found = [piece for _, piece in pieces(store, [(leaf, whole.parts(leaf))], 2, MIB)]
+    found = [piece for _, piece in pieces(store, [(leaf, whole.parts(leaf))], 2, MIB // 4)]
     assert len(found) > 5
     assert b"".join(found) == tensor.tobytes()
     export(store, str(tmp_path / "out"))

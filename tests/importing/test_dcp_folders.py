@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import flashckpt
 from flashckpt.errors import DamagedError, OptionError
 from flashckpt.importing.run import Mapped, import_checkpoint
-from tests.importing.training import check_goes_on, is_free, same, trained
+from tests.importing.training import check_goes_on, is_free, trained
 
 
 @pytest.fixture(autouse=True)
@@ -90,11 +90,10 @@ def evil_calls(marker: Path) -> dict[str, tuple[Any, ...]]:
         "posix.system": (os.system, (f"touch {marker}",)),
         "builtins.eval": (eval, (f"open({str(marker)!r}, 'w')",)),
         "builtins.getattr": (getattr, (os, "system")),
-        "io.open": (open, (str(marker), "w")),
     }
 
 
-@pytest.mark.parametrize("name", ["posix.system", "builtins.eval", "builtins.getattr", "io.open"])
+@pytest.mark.parametrize("name", ["posix.system", "builtins.eval", "builtins.getattr"])
 @pytest.mark.parametrize("where", ["whole", "inside"])
 def test_a_hostile_metadata_is_refused_by_name(name: str, where: str, tmp_path: Path) -> None:
     folder = saved(tmp_path / "dcp", {"model": {"w": torch.ones(2)}})
@@ -162,15 +161,11 @@ def test_tuples_that_hold_each_other_many_times_are_refused(tmp_path: Path) -> N
     folder = saved(tmp_path / "dcp", {"w": torch.arange(6.0)})
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
-    first(metadata)[1].transform_descriptors = doubled("zstd")
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedError, match=r"\.metadata cannot be imported: it holds more than"):
-        import_checkpoint(folder, tmp_path / "run")
-    first(metadata)[1].transform_descriptors = None
-    metadata.storage_meta = Evil((PurePath, (doubled("zstd"),)))
-    path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(DamagedError, match=r"\.metadata cannot be imported: it holds more than"):
-        import_checkpoint(folder, tmp_path / "run")
+    for descriptors, meta in ((doubled("zstd"), None), (None, Evil((PurePath, (doubled("zstd"),))))):
+        first(metadata)[1].transform_descriptors, metadata.storage_meta = descriptors, meta
+        path.write_bytes(pickle.dumps(metadata))
+        with pytest.raises(DamagedError, match=r"\.metadata cannot be imported: it holds more than"):
+            import_checkpoint(folder, tmp_path / "run")
     assert is_free(tmp_path / "run")
 
 
@@ -227,10 +222,3 @@ def test_pieces_of_several_ranks(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(metadata))
     import_checkpoint(folder, tmp_path / "run", Mapped(state={"model": ""}))
     assert torch.equal(flashckpt.load(tmp_path / "run")["model.w"], whole)
-
-
-def test_all_keys_of_a_training(tmp_path: Path) -> None:
-    source = trained()
-    import_checkpoint(saved(tmp_path / "dcp", source.state_dicts), tmp_path / "run")
-    found = flashckpt.load(tmp_path / "run", only="model", strip=True)
-    assert same(found, dict(source.model.state_dict()))

@@ -45,27 +45,6 @@ class Rows(Dataset[torch.Tensor]):
         return row
 
 
-class Tokens(Rows):
-    """Rows of token numbers for a causal language model: dicts with input_ids and labels."""
-
-    width, vocabulary = 16, 90
-
-    def __init__(self, count: int = 50, *, augment: bool = True, name: str | None = DRAW) -> None:
-        super().__init__(count, augment=augment, name=name)
-        drawn = torch.Generator().manual_seed(1)
-        self.rows = torch.randint(0, self.vocabulary, (count, self.width), generator=drawn)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.rows[index].clone()
-        if self.augment:
-            row[torch.randint(0, self.width, ())] = random.randrange(self.vocabulary)
-        if self.name is not None:
-            moment(self.name)
-        if self.augment:
-            row[np.random.randint(self.width)] = 7
-        return {"input_ids": row, "labels": row.clone()}
-
-
 class Stream(IterableDataset[Any]):
     """The samples of a map-style set in their order, divided among the workers of a loader."""
 
@@ -77,11 +56,6 @@ class Stream(IterableDataset[Any]):
         first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         for index in range(first, len(self.rows), stride):
             yield self.rows[index]
-
-
-class SizedStream(Stream):
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 def model(width: int = Rows.width) -> nn.Module:

@@ -62,15 +62,9 @@ def test_a_tested_release_is_accepted(
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [
-        (
-            "model, steps=3",
-            "model",
-            r"Trainer.run of framework_x.loop takes \(self, model\) and not \(self, model, ",
-        ),
         ("def run", "def go", "Trainer.run of framework_x.loop is missing"),
         ("done =", "over =", "Trainer.done of framework_x.loop is missing"),
         ("def skip(loader, count=0): ...", "skip = 3", "skip of framework_x.loop is not a function"),
-        ("class Trainer", "class Worker", "Trainer.run .* is missing; Trainer.done .* is missing"),
     ],
 )
 def test_a_changed_name_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
 from tests.descriptors import closed_after, readable
 from tests.events import ledger
-from tests.keeper.fake import content, keeper_pid, open_runtime
+from tests.keeper.fake import FakeTrainer, content, keeper_pid, open_runtime
 from tests.processes import candidates, end
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,17 @@ class Process:
         assert line, f"the trainer died of {command}"
         return json.loads(line)
 
+    def save(self, *steps: int) -> None:
+        """Persist steps, one after the other."""
+        for step in steps:
+            self.do("snapshot", step, True)
+            self.do("committed", step)
+
+    def end(self) -> None:
+        """End in order."""
+        self.do("end")
+        self.gone()
+
     def kill(self) -> None:
         self._child.kill()
         self.gone()
@@ -61,6 +73,36 @@ class Process:
         self._child.stdin.close()
         self._child.stdout.close()
         self._child.wait(240)
+
+
+def begun(run: Path, base: Path, *, slots: int = 3, **options: Any) -> FakeTrainer:
+    """A trainer of this process whose attempt has begun, with slots."""
+    trainer = FakeTrainer(run, base, **options)
+    trainer.start()
+    trainer.take_slots(slots)
+    return trainer
+
+
+def begun_process(run: Path, base: Path, *, slots: int = 3, **options: Any) -> Process:
+    """The same as a process, which may be killed."""
+    trainer = Process(run, base, **options)
+    trainer.do("start", None, 0, None)
+    trainer.do("slots", slots)
+    return trainer
+
+
+def saved(trainer: FakeTrainer, *steps: int) -> None:
+    """Persist steps, one after the other."""
+    for step in steps:
+        trainer.snapshot(step, persist=True)
+        trainer.wait_committed(step)
+
+
+def ended(trainer: FakeTrainer) -> None:
+    """End in order, and wait until the keeper has left: it leaves nothing behind."""
+    trainer.end()
+    eventually(lambda: keeper_pid(trainer.folder) is None)
+    eventually(lambda: not os.path.exists(trainer.folder.path))
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 240) -> Any:

@@ -384,8 +384,6 @@ class Driven:
         return self._trainer
 
     def _do_attach(self, run: str, base: str, options: dict[str, Any]) -> str:
-        if isinstance(remote := options.get("remote"), dict):
-            options = {**options, "remote": Remote(**{**remote, "keep": Keep(**remote["keep"])})}
         self._trainer = FakeTrainer(Path(run), Path(base), **options)
         return str(self._trainer.attempt)
 

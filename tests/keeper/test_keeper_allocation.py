@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -97,17 +98,31 @@ def node(runtime: Path) -> Iterator[Callable[[int], Node]]:
         each.close()
 
 
-@pytest.mark.parametrize(
-    ("room", "count", "given"),
-    [(6 * EACH, 0, 3), (6 * EACH - 1, 0, 2), (2 * EACH, 0, 2), (5 * EACH, 5, 5), (5 * EACH - 1, 5, 2),
-     (EACH, 1, 1)],
-)  # fmt: skip
-def test_as_many_as_fit_into_half_or_as_the_user_said_else_two(
-    node: Callable[[int], Node], room: int, count: int, given: int
+def test_as_many_as_fit_into_half_or_as_the_user_said_else_two(runtime: Path) -> None:
+    for room, count, given in (
+        (6 * EACH, 0, 3), (6 * EACH - 1, 0, 2), (2 * EACH, 0, 2), (5 * EACH, 5, 5), (5 * EACH - 1, 5, 2),
+        (EACH, 1, 1),
+    ):  # fmt: skip
+        with closing(Node(runtime, room)) as alone:
+            alone.ask(0, count=count)
+            assert alone.answered() == {0: given}, (room, count)
+
+
+def test_others_are_served_while_memory_is_taken(
+    node: Callable[[int], Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = node(room)
-    alone.ask(0, count=count)
-    assert alone.answered() == {0: given}
+    alone, make, may_go_on = node(6 * EACH), Regions.make, threading.Event()
+
+    def slow(*arguments: Any, **named: Any) -> Any:
+        assert may_go_on.wait(240)
+        return make(*arguments, **named)
+
+    monkeypatch.setattr(Regions, "make", slow)
+    alone.ask(0)
+    alone.allocation.next()
+    assert (alone.allocation.busy, alone.answers) == (True, {})
+    may_go_on.set()
+    assert alone.answered() == {0: 3}
 
 
 def test_with_room_for_one_there_is_none(node: Callable[[int], Node]) -> None:

@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from flashckpt.format.layout import SlotImage
-from tests.keeper.driver import committed, eventually
-from tests.keeper.fake import FakeTrainer, layout_for
+from tests.keeper.driver import begun, committed, eventually
+from tests.keeper.fake import layout_for
 from tests.keeper.faulty import faulty_keeper
 
 
 def test_an_audit_ends_where_something_is_to_be_persisted(tmp_path: Path, runtime: Path) -> None:
     run, faults = tmp_path / "run", tmp_path / "faults"
     with faulty_keeper(run, runtime, faults):
-        trainer = FakeTrainer(run, runtime, kib=4096)
-        trainer.start()
-        trainer.take_slots()
+        trainer = begun(run, runtime, kib=4096)
         (faults / "audit.pause").touch()
         trainer.snapshot(1)
         eventually(lambda: (faults / "audit.paused").exists())
@@ -39,9 +37,7 @@ def test_a_slot_that_is_let_go_while_it_is_audited(tmp_path: Path, runtime: Path
     """Its memory goes: an audit that looks at it afterwards is the keeper's death."""
     run, faults = tmp_path / "run", tmp_path / "faults"
     with faulty_keeper(run, runtime, faults) as keeper:
-        trainer = FakeTrainer(run, runtime, kib=16)
-        trainer.start()
-        trainer.take_slots()
+        trainer = begun(run, runtime, kib=16)
         before, names = trainer.slots, [grant.name for grant in trainer.grants]
 
         def left() -> list[str]:

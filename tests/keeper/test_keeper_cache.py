@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,18 @@ import pytest
 
 from flashckpt import _native
 from flashckpt.format.names import AttemptName, SnapshotId
-from flashckpt.memory.cache_folder import LOCK_NAME, CacheFolder, cached_paths, open_cached
+from flashckpt.memory.cache_folder import CacheFolder, cached_paths, open_cached
 from tests.events import ledger
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
+from tests.keeper.driver import (
+    begun,
+    begun_process,
+    committed,
+    eventually,
+    kill_keeper,
+    runtime_of,
+    saved,
+    told,
+)
 from tests.keeper.fake import FakeTrainer, content, keeper_pid, layout_for
 from tests.keeper.faulty import faulty_keeper
 
@@ -32,11 +41,8 @@ def cache() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def attached(run: Path, runtime: Path, cache: Path, *, slots: int = 3, **options: Any) -> FakeTrainer:
-    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), **options)
-    trainer.start()
-    trainer.take_slots(slots)
-    return trainer
+def attached(run: Path, runtime: Path, cache: Path, **options: Any) -> FakeTrainer:
+    return begun(run, runtime, kib=KIB, cache=str(cache), **options)
 
 
 def files_of(run: Path, runtime: Path, cache: Path) -> list[Path]:
@@ -80,6 +86,46 @@ def reboot(runtime: Path) -> None:
     for entry in runtime.rglob("*"):
         if not entry.is_dir():
             entry.unlink(missing_ok=True)
+
+
+def left_in_the_cache(
+    run: Path, runtime: Path, cache: Path, faults: Path, *steps: int, home: bool = True, **options: Any
+) -> tuple[AttemptName | None, dict[int, Path]]:
+    """An attempt that died, and that has steps in the cache alone. Its name, and the file of each step."""
+    found = dict[int, Path]()
+    with faulty_keeper(run, runtime, faults):
+        (faults / "write.pause").touch()
+        job = begun_process(run, runtime, kib=KIB, cache=str(cache), **options)
+        for step in steps:
+            job.do("snapshot", step, True, home)
+            eventually(lambda step=step: step in steps_in(run, runtime, cache))
+            new = set(files_of(run, runtime, cache)) - {*found.values()}
+            [found[step]] = [path for path in new if "constants" not in path.name]
+        job.kill()
+    reboot(runtime)
+    return AttemptName.parse(job.attempt), found
+
+
+def cached_steps(trainer: FakeTrainer) -> list[int]:
+    """Of what survived in the cache."""
+    slots = [grant.open() for grant in trainer.client.surviving() if grant.kind == "cache"]
+    found = [each.sealed() for each in slots if not each.header.holds_constants]
+    for slot in slots:
+        slot.close()
+    return sorted(each.step for each in found if each is not None)
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def limit_for(slots: int) -> int:
+    """Bytes for so many slots, and for no other."""
+    return slots * (2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)) + 100
 
 
 def test_snapshots_leave_memory_while_the_home_hangs(
@@ -159,48 +205,13 @@ def test_what_is_not_asked_for_at_home_holds_no_slot_without_the_cache(
     tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
-    trainer = attached(run, runtime, _as_a_file(cache))
+    (cache / "file").touch()
+    trainer = attached(run, runtime, cache / "file")
     for step in range(1, 9):
         trainer.snapshot(step, persist=True, home=False)
     assert trainer.client.status().waiting == ()
-    trainer.snapshot(9, persist=True)
-    trainer.wait_committed(9)
+    saved(trainer, 9)
     assert committed(run) == [9]
-    trainer.end()
-
-
-def test_what_is_not_asked_for_at_home_holds_no_slot_in_a_cache_that_hangs(
-    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    (faults / "cache.pause").touch()
-    trainer = attached(run, runtime, cache, slots=2)
-    for step in range(1, 6):
-        trainer.snapshot(step, persist=True, home=False)
-    trainer.snapshot(6, persist=True)
-    trainer.wait_committed(6)
-    assert committed(run) == [6]
-    (faults / "cache.pause").unlink()
-    trainer.end()
-
-
-def test_what_is_not_asked_for_at_home_holds_no_slot_once_its_file_is_gone(
-    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    (faults / "write.pause").touch()
-    trainer = attached(run, runtime, cache)
-    trainer.snapshot(1, persist=True)
-    for step in (2, 3, 4):
-        trainer.snapshot(step, persist=True, home=False)
-    wait_cached(trainer, 1, 2, 3, 4)
-    shutil.rmtree(cache)
-    eventually(lambda: passed_by(run))
-    for step in range(5, 10):
-        trainer.snapshot(step, persist=True, home=False)
-    (faults / "write.pause").unlink()
-    trainer.wait_committed(1)  # from its file, which is open
-    assert committed(run) == [1]
     trainer.end()
 
 
@@ -227,12 +238,10 @@ def test_a_commit_from_memory_makes_what_is_older_in_the_cache_useless(
     keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
-    one = 2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)
-    trainer = attached(run, runtime, cache, cache_limit=one + 100)
+    trainer = attached(run, runtime, cache, cache_limit=limit_for(1))
     trainer.snapshot(1, persist=True, home=False)
     wait_cached(trainer, 1)
-    trainer.snapshot(2, persist=True)
-    trainer.wait_committed(2)
+    saved(trainer, 2)
     assert "cache_limit" in passed_by(run)[0]
     eventually(lambda: not files_of(run, runtime, cache))
     trainer.end()
@@ -244,60 +253,15 @@ def test_the_newest_goes_home_after_a_reboot(
 ) -> None:
     """Also where nobody has asked for it there: another layout may need it."""
     run = tmp_path / "run"
-    with faulty_keeper(run, runtime, faults):
-        job = Process(run, runtime, kib=KIB, cache=str(cache))
-        job.do("start", "", 0, None)
-        job.do("slots")
-        for step in (1, 2, 3):
-            job.do("snapshot", step, True, False)
-        eventually(lambda: steps_in(run, runtime, cache) == [1, 2, 3])
-        reboot(runtime)
-        job.kill()
+    attempt, _ = left_in_the_cache(run, runtime, cache, faults, 1, 2, 3, home=False)
+    assert committed(run) == []
     trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache))
     assert cached_steps(trainer)[-1] == 3
     eventually(lambda: committed(run) == [3])
-    eventually(lambda: steps_in(run, runtime, cache) == [3])
-    trainer.start(AttemptName.parse(job.attempt), 3, "cache")
-    trainer.wait_committed(3)
-    trainer.end()
-
-
-@pytest.mark.parametrize("is_rebooted", [False, True])
-def test_what_was_cached_outlives_trainer_keeper_and_memory(
-    faults: Path, tmp_path: Path, runtime: Path, cache: Path, is_rebooted: bool
-) -> None:
-    run = tmp_path / "run"
-    with faulty_keeper(run, runtime, faults) as process:
-        (faults / "write.pause").touch()
-        job = Process(run, runtime, kib=KIB, cache=str(cache))
-        job.do("start", "", 0, None)
-        job.do("slots")
-        for step in (1, 2, 3, 4, 5):
-            job.do("snapshot", step, True)
-        eventually(lambda: steps_in(run, runtime, cache) == [1, 2, 3, 4, 5])
-        job.kill()
-        process.kill()
-        process.wait()
-    if is_rebooted:
-        reboot(runtime)
-    assert committed(run) == []
-    assert steps_in(run, runtime, cache) == [1, 2, 3, 4, 5]
-    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=10)
-    slots = []
-    for grant in trainer.client.surviving():
-        with contextlib.suppress(FileNotFoundError):  # a newer one is committed by now
-            slots.append(grant.open(map_image=False))
-    found = [each.sealed() for each in slots]
-    assert max(each.step for each in found if each is not None and each.slot.is_cached) == 5
-    assert all(each.is_cached for each in slots) is is_rebooted
-    for slot in slots:
-        slot.close()
-    trainer.start(AttemptName.parse(job.attempt), 5, "cache")
-    eventually(lambda: committed(run)[-1:] == [5])
     assert [line for line in told(run, "adopt", 1) if line["kind"] == "cache"]
-    trainer.take_slots()
-    trainer.snapshot(6, persist=True)
-    trainer.wait_committed(6)
+    eventually(lambda: steps_in(run, runtime, cache) == [3])
+    trainer.start(attempt, 3, "cache")
+    trainer.wait_committed(3)
     trainer.end()
 
 
@@ -318,50 +282,32 @@ def test_a_keeper_that_comes_after_another_goes_on_from_the_cache(
     assert committed(run)[-1] == 5
 
 
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-
-
 @pytest.mark.parametrize("harm", ["flipped", "cut"])
-@pytest.mark.parametrize("is_in_memory", [True, False])
-def test_damage_in_the_cache_never_reaches_the_home(
-    faults: Path, tmp_path: Path, runtime: Path, cache: Path, harm: str, is_in_memory: bool
+def test_what_is_damaged_in_the_cache_goes_home_from_memory(
+    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path, harm: str
 ) -> None:
     run = tmp_path / "run"
-    with faulty_keeper(run, runtime, faults):
-        (faults / "write.pause").touch()
-        trainer = attached(run, runtime, cache, keep=10)
-        trainer.snapshot(1, persist=True)
-        eventually((faults / "write.paused").exists)
-        first = set(files_of(run, runtime, cache))
-        slot, generation = trainer.snapshot(2, persist=True)
-        wait_cached(trainer, 1, 2)
-        (path,) = set(files_of(run, runtime, cache)) - first
-        if harm == "flipped":
-            flip(path, slot.image_offset + trainer.layout.data_start + 5)
-        else:
-            os.truncate(path, slot.image_offset + 4096)
-        if not is_in_memory:
-            for step in (3, 4, 5):
-                trainer.snapshot(step, persist=True)
-        (faults / "write.pause").unlink()
-        if is_in_memory:
-            eventually(lambda: slot.persisted == generation)
-            assert committed(run) == [1, 2]
-            assert trainer.client.status().torn == ()
-        else:
-            trainer.wait_committed(5)
-            assert committed(run) == [1, 3, 4, 5]
-            assert [each.step for each in trainer.client.status().torn] == [2]
-        eventually(lambda: any("is damaged" in each for each in passed_by(run)))
-        trainer.end()
+    (faults / "write.pause").touch()
+    trainer = attached(run, runtime, cache, keep=10)
+    trainer.snapshot(1, persist=True)
+    eventually((faults / "write.paused").exists)
+    first = set(files_of(run, runtime, cache))
+    slot, generation = trainer.snapshot(2, persist=True)
+    wait_cached(trainer, 1, 2)
+    (path,) = set(files_of(run, runtime, cache)) - first
+    if harm == "flipped":
+        flip(path, slot.image_offset + trainer.layout.data_start + 5)
+    else:
+        os.truncate(path, slot.image_offset + 4096)
+    (faults / "write.pause").unlink()
+    eventually(lambda: slot.persisted == generation)
+    assert committed(run) == [1, 2]
+    assert trainer.client.status().torn == ()
+    eventually(lambda: any("is damaged" in each for each in passed_by(run)))
+    trainer.end()
 
 
-def test_a_request_for_the_home_ends_when_its_only_copy_is_lost(
+def test_a_request_for_the_home_ends_when_its_only_copy_is_damaged(
     keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
@@ -380,26 +326,8 @@ def test_a_request_for_the_home_ends_when_its_only_copy_is_lost(
     (faults / "write.pause").unlink()
     order = trainer.attempt.number, 2
     eventually(lambda: all(slot.home_ended == order for slot in trainer.slots))
+    assert [each.step for each in trainer.client.status().torn] == [2]
     assert committed(run) == [1]
-    trainer.end()
-
-
-def test_a_cached_image_that_cannot_be_read_is_dropped(
-    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    (faults / "write.pause").touch()
-    trainer = attached(run, runtime, cache, keep=10)
-    trainer.snapshot(1, persist=True)
-    eventually((faults / "write.paused").exists)
-    trainer.snapshot(2, persist=True)
-    wait_cached(trainer, 1, 2)
-    (faults / "cache.eio").touch()
-    (faults / "write.pause").unlink()
-    trainer.wait_committed(2)  # from memory
-    eventually(lambda: any("cannot be read" in each for each in passed_by(run)))
-    assert committed(run) == [1, 2]
-    assert keeper_pid(trainer.folder) == keeper
     trainer.end()
 
 
@@ -408,12 +336,12 @@ def test_a_cache_that_hangs_is_passed_by(
 ) -> None:
     run = tmp_path / "run"
     (faults / "cache.pause").touch()
-    trainer = attached(run, runtime, cache, keep=10)
-    for step in (1, 2, 3, 4, 5):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+    trainer = attached(run, runtime, cache, slots=2, keep=10)
+    for step in range(1, 6):  # none of them holds a slot
+        trainer.snapshot(step, persist=True, home=False)
+    saved(trainer, 6, 7)
     eventually(lambda: any("nothing for" in each for each in passed_by(run)))
-    assert committed(run) == [1, 2, 3, 4, 5]
+    assert committed(run) == [6, 7]
     (faults / "cache.pause").unlink()
 
     def is_cached() -> bool:
@@ -437,10 +365,12 @@ def test_a_disk_that_fails_for_a_moment_does_not_lose_the_newest(
     (faults / "write.pause").unlink()
     trainer.wait_committed(1)  # it was being written
     trainer.wait_committed(7)  # from memory
+    eventually(lambda: any("cannot be read" in each for each in passed_by(run)))
     (faults / "cache.eio").unlink()
     eventually(lambda: trainer.client.status(awaited=True).waiting == ())
     assert {1, 7} <= {*committed(run)}
     assert trainer.client.status().torn == ()
+    assert keeper_pid(trainer.folder) == keeper
     trainer.end()
 
 
@@ -503,9 +433,8 @@ def test_a_step_may_be_cached_on_one_rank_and_passed_by_on_another(
     keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
-    one = 2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)
     (faults / "write.pause").touch()
-    ranks = Ranks(run, runtime, cache, cache_limit=3 * one + 100)
+    ranks = Ranks(run, runtime, cache, cache_limit=limit_for(3))
     ranks.begin()
     ranks.snapshot(1)
     ranks.snapshot(2)
@@ -517,31 +446,6 @@ def test_a_step_may_be_cached_on_one_rank_and_passed_by_on_another(
     assert committed(run) == [1, 2]
     for trainer in ranks.trainers:
         assert {slot.persisted for slot in trainer.slots} >= {slot.asked for slot in trainer.slots}
-        trainer.end()
-
-
-def test_files_of_several_ranks_may_go_while_a_step_is_gathered(
-    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    (faults / "write.pause").touch()
-    ranks = Ranks(run, runtime, cache)
-    ranks.begin()
-    for step in (1, 2, 3):
-        ranks.snapshot(step)
-    wait_cached(ranks.trainers[0], 1, 2, 3)
-    ranks.trainers[0].snapshot(4, persist=True)  # it is pinned until the other rank has it
-    eventually(lambda: steps_in(run, runtime, cache).count(4) == 1)
-    for path in files_of(run, runtime, cache):
-        path.unlink()
-    eventually(lambda: passed_by(run))
-    (faults / "write.pause").unlink()
-    ranks.trainers[1].snapshot(4, persist=True)
-    for step in (1, 2, 3, 4):
-        ranks.trainers[0].wait_committed(step)
-    assert keeper_pid(ranks.trainers[0].folder) == keeper
-    assert committed(run) == [1, 2, 3, 4]
-    for trainer in ranks.trainers:
         trainer.end()
 
 
@@ -557,8 +461,7 @@ def test_what_can_never_be_committed_leaves_the_cache(
     ranks.trainers[1].snapshot(2, persist=True)
     eventually(lambda: slot.failed[0] == generation)
     eventually(lambda: slot.cached == 0)
-    ranks.trainers[0].snapshot(2, persist=True)
-    ranks.trainers[0].wait_committed(2)
+    saved(ranks.trainers[0], 2)
     assert committed(run) == [2]
     eventually(lambda: steps_in(run, runtime, cache) == [2, 2])
     assert slot.failed[0] == generation
@@ -639,63 +542,38 @@ def test_what_waits_for_another_node_goes_once_a_newer_step_is_committed(
     assert committed(run) == [2]
     for trainer in (first, second):
         trainer.end()
-    eventually(lambda: not list(cache.glob("*/*/*")))
 
 
-@pytest.mark.parametrize("place", ["header", "record", "metadata", "short"])
+@pytest.mark.parametrize("place", ["record", "short"])
 def test_a_damaged_file_is_not_taken_up(
     faults: Path, tmp_path: Path, runtime: Path, cache: Path, place: str
 ) -> None:
     run = tmp_path / "run"
-    with faulty_keeper(run, runtime, faults):
-        (faults / "write.pause").touch()
-        job = Process(run, runtime, kib=KIB, cache=str(cache))
-        job.do("start", "", 0, None)
-        job.do("slots")
-        job.do("snapshot", 1, True)
-        eventually(lambda: steps_in(run, runtime, cache) == [1])
-        (first,) = files_of(run, runtime, cache)
-        job.do("snapshot", 2, True)
-        eventually(lambda: steps_in(run, runtime, cache) == [1, 2])
-        job.kill()
-    reboot(runtime)
+    attempt, files = left_in_the_cache(run, runtime, cache, faults, 1, 2)
     if place == "short":
-        os.truncate(first, first.stat().st_size - 1)
+        os.truncate(files[1], files[1].stat().st_size - 1)
     else:
-        flip(first, {"header": 20, "record": 800, "metadata": 4096 + 70}[place])
+        flip(files[1], 800)
     trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=10)
-    grants = trainer.client.surviving()
-    assert [grant.kind for grant in grants] == ["cache"]
-    assert not first.exists()
-    trainer.start(AttemptName.parse(job.attempt), 2, "cache")
+    assert [grant.kind for grant in trainer.client.surviving()] == ["cache"]
+    assert not files[1].exists()
+    trainer.start(attempt, 2, "cache")
     trainer.wait_committed(2)
     assert committed(run) == [2]
     trainer.end()
 
 
-@pytest.mark.parametrize("offset", [320, 384, 672])
-def test_a_flipped_word_keeps_nothing_from_the_home(
-    faults: Path, tmp_path: Path, runtime: Path, cache: Path, offset: int
+def test_flipped_words_keep_nothing_from_the_home(
+    faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     """Of what a file says beside its record nothing is believed: asked for, persisted, newest complete."""
     run = tmp_path / "run"
-    with faulty_keeper(run, runtime, faults):
-        (faults / "write.pause").touch()
-        job = Process(run, runtime, kib=KIB, cache=str(cache))
-        job.do("start", "", 0, None)
-        job.do("slots")
-        job.do("snapshot", 1, True)
-        eventually(lambda: steps_in(run, runtime, cache) == [1])
-        before = files_of(run, runtime, cache)
-        job.do("snapshot", 2, True)
-        eventually(lambda: steps_in(run, runtime, cache) == [1, 2])
-        (path,) = set(files_of(run, runtime, cache)) - set(before)
-        job.kill()
-    reboot(runtime)
-    flip(path, offset)  # its generation is 1
+    attempt, files = left_in_the_cache(run, runtime, cache, faults, 1, 2)
+    for offset in (320, 384, 672):
+        flip(files[2], offset)  # its generation is 1
     trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache))
     eventually(lambda: committed(run)[-1:] == [2])
-    trainer.start(AttemptName.parse(job.attempt), 2, "cache")
+    trainer.start(attempt, 2, "cache")
     trainer.end()
     assert committed(run)[-1:] == [2]
 
@@ -706,25 +584,24 @@ def test_the_cache_may_go_while_it_is_used(
     run = tmp_path / "run"
     (faults / "write.pause").touch()
     trainer = attached(run, runtime, cache, keep=20)
-    for step in range(1, 6):
-        trainer.snapshot(step, persist=True)
-    wait_cached(trainer, 1, 2, 3, 4, 5)
+    for step in range(1, 7):
+        trainer.snapshot(step, persist=True, home=step < 4)
+    wait_cached(trainer, *range(1, 7))
     shutil.rmtree(cache)
     eventually(lambda: passed_by(run))
+    for step in range(7, 12):  # what is not asked for at home holds no slot
+        trainer.snapshot(step, persist=True, home=False)
     (faults / "write.pause").unlink()
-    for step in range(1, 6):  # some of them have no file any more, but one that is open
+    for step in (1, 2, 3):  # their files have no name any more, and are open
         trainer.wait_committed(step)
-    for step in range(6, 9):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
-    assert committed(run) == [*range(1, 9)]
+    saved(trainer, 12)
+    assert committed(run) == [1, 2, 3, 12]
     cache.mkdir(exist_ok=True)
-    step = 9
+    step = 13
 
     def is_cached_again() -> bool:
         nonlocal step
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+        saved(trainer, step)
         step += 1
         return bool(files_of(run, runtime, cache))
 
@@ -732,37 +609,12 @@ def test_the_cache_may_go_while_it_is_used(
     trainer.end()
 
 
-def test_with_the_limit_reached_what_is_committed_goes_then_it_is_passed_by(
-    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    one = 2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)
-    trainer = attached(run, runtime, cache, keep=20, cache_limit=2 * one + 100)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
-    eventually(lambda: steps_in(run, runtime, cache) == [1])
-    (faults / "write.pause").touch()
-    trainer.snapshot(2, persist=True)
-    trainer.snapshot(3, persist=True)
-    eventually(lambda: steps_in(run, runtime, cache) == [2, 3])
-    slot, generation = trainer.snapshot(4, persist=True)
-    eventually(lambda: passed_by(run))
-    assert "cache_limit" in passed_by(run)[0]
-    assert slot.cached != generation
-    (faults / "write.pause").unlink()
-    for step in (1, 2, 3, 4):
-        trainer.wait_committed(step)
-    assert committed(run) == [1, 2, 3, 4]
-    trainer.end()
-
-
 def test_the_newest_has_the_space_of_older_ones_that_are_not_asked_for_at_home(
     keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
-    one = 2 * 4096 + 4096 * (layout_for(KIB).num_bytes // 4096 + 1)
     (faults / "write.pause").touch()
-    trainer = attached(run, runtime, cache, keep=20, cache_limit=3 * one + 100)
+    trainer = attached(run, runtime, cache, keep=20, cache_limit=limit_for(3))
     trainer.snapshot(1, persist=True)
     for step in range(2, 8):
         trainer.snapshot(step, persist=True, home=False)
@@ -774,88 +626,15 @@ def test_the_newest_has_the_space_of_older_ones_that_are_not_asked_for_at_home(
     trainer.end()
 
 
-def _as_a_file(cache: Path) -> Path:
-    (cache / "file").touch()
-    return cache / "file"
-
-
-def _with_a_link(cache: Path) -> Path:
-    (cache / "other").mkdir()
-    (cache / f"flashckpt-{os.geteuid()}").symlink_to(cache / "other")
-    return cache
-
-
-def _with_another_mode(cache: Path) -> Path:
-    (cache / f"flashckpt-{os.geteuid()}").mkdir(0o755)
-    return cache
-
-
-def _not_there(cache: Path) -> Path:
-    """As below the mount point of a disk that is not mounted."""
-    return cache / "cache"
-
-
-@pytest.mark.parametrize("made", [_as_a_file, _with_a_link, _with_another_mode, _not_there])
-def test_a_cache_that_is_none_is_passed_by(
-    tmp_path: Path, runtime: Path, cache: Path, made: Callable[[Path], Path]
-) -> None:
-    run = tmp_path / "run"
-    trainer = attached(run, runtime, made(cache))
-    for step in (1, 2):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
-    assert committed(run) == [1, 2]
-    eventually(lambda: passed_by(run))
-    status = trainer.client.status()
-    assert status.cache is not None
-    assert status.cache.error
-    trainer.end()
-
-
 def test_a_cache_on_the_home_s_disk_is_passed_by(tmp_path: Path, runtime: Path) -> None:
     run, beside = tmp_path / "run", tmp_path / "cache"
     beside.mkdir()
     trainer = attached(run, runtime, beside)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     eventually(lambda: passed_by(run))
     assert "same disk" in passed_by(run)[0]
     assert not list(beside.iterdir())
     trainer.end()
-
-
-def test_a_keeper_whose_folder_another_one_holds_passes_it_by(
-    faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    identity = os.path.basename(runtime_of(run, runtime).path)
-    other = CacheFolder.open(str(cache), identity)
-    faults.mkdir()
-    (faults / "cache.impatient").touch()
-    with faulty_keeper(run, runtime, faults):
-        trainer = attached(run, runtime, cache)
-        trainer.snapshot(1, persist=True)
-        trainer.wait_committed(1)
-        eventually(lambda: passed_by(run))
-        assert "Another keeper" in passed_by(run)[0]
-        assert os.listdir(other.path) == [LOCK_NAME]
-        other.close()
-
-        def is_cached() -> bool:
-            trainer.snapshot(trainer.wait_for(lambda status: True).newest_committed + 1, persist=True)
-            return bool(files_of(run, runtime, cache))
-
-        eventually(is_cached)
-        trainer.end()
-
-
-def cached_steps(trainer: FakeTrainer) -> list[int]:
-    """Of what survived in the cache."""
-    slots = [grant.open() for grant in trainer.client.surviving() if grant.kind == "cache"]
-    found = [each.sealed() for each in slots if not each.header.holds_constants]
-    for slot in slots:
-        slot.close()
-    return sorted(each.step for each in found if each is not None)
 
 
 def test_a_start_waits_for_a_lock_that_is_let_go(
@@ -863,18 +642,18 @@ def test_a_start_waits_for_a_lock_that_is_let_go(
 ) -> None:
     """Of a keeper that is ending."""
     run = tmp_path / "run"
-    job, path = left_in_the_cache(run, runtime, cache, faults)
-    other = CacheFolder.open(str(cache), path.parent.name)
+    attempt, files = left_in_the_cache(run, runtime, cache, faults, 1)
+    other = CacheFolder.open(str(cache), files[1].parent.name)
     trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache))
     found: list[int] = []
     asking = threading.Thread(target=lambda: found.extend(cached_steps(trainer)))
     asking.start()
-    asking.join(1)
+    asking.join(0.3)
     assert asking.is_alive()
     other.close()
     asking.join()
     assert found == [1]
-    trainer.start(AttemptName.parse(job), 1, "cache")
+    trainer.start(attempt, 1, "cache")
     trainer.wait_committed(1)
     trainer.end()
 
@@ -883,13 +662,14 @@ def test_a_cache_that_is_taken_up_late_asks_for_nothing_of_a_run_that_trains(
     faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
-    _, path = left_in_the_cache(run, runtime, cache, faults)
+    _, files = left_in_the_cache(run, runtime, cache, faults, 1)
     (faults / "cache.impatient").touch()
-    other = CacheFolder.open(str(cache), path.parent.name)
+    other = CacheFolder.open(str(cache), files[1].parent.name)
     with faulty_keeper(run, runtime, faults):
         trainer = attached(run, runtime, cache)
         slot, generation = trainer.snapshot(5)
         eventually(lambda: passed_by(run))
+        assert "Another keeper" in passed_by(run)[0]
         other.close()
         eventually(lambda: any(line.get("kind") == "cache" for line in ledger(run)))
         assert trainer.client.status().waiting in ((), (1,))
@@ -897,40 +677,24 @@ def test_a_cache_that_is_taken_up_late_asks_for_nothing_of_a_run_that_trains(
         trainer.end()
 
 
-def left_in_the_cache(run: Path, runtime: Path, cache: Path, faults: Path) -> tuple[str, Path]:
-    """An attempt that died, of which the cache alone has something: step 1. Its name, and the file."""
-    with faulty_keeper(run, runtime, faults):
-        (faults / "write.pause").touch()
-        job = Process(run, runtime, kib=KIB, cache=str(cache))
-        job.do("start", "", 0, None)
-        job.do("slots")
-        job.do("snapshot", 1, True)
-        eventually(lambda: steps_in(run, runtime, cache) == [1])
-        job.kill()
-    reboot(runtime)
-    (path,) = files_of(run, runtime, cache)
-    return job.attempt, path
-
-
 def test_a_file_of_another_version_is_left_alone(
     faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
-    _, path = left_in_the_cache(run, runtime, cache, faults)
-    with open(path, "r+b") as file:
+    _, files = left_in_the_cache(run, runtime, cache, faults, 1)
+    with open(files[1], "r+b") as file:
         head = bytearray(file.read(256))
         head[8] = 2
         head[240:] = _native.xxh3_128(bytes(head[:240]))
         file.seek(0)
         file.write(head)
     trainer = attached(run, runtime, cache)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     eventually(lambda: any("version 2" in each for each in passed_by(run)))
     folder = trainer.folder
     trainer.end()
     eventually(lambda: keeper_pid(folder) is None)
-    assert files_of(run, runtime, cache) == [path]
+    assert files_of(run, runtime, cache) == [files[1]]
 
 
 def test_constants_whose_file_was_removed_are_cached_again(
@@ -952,8 +716,7 @@ def test_constants_whose_file_was_removed_are_cached_again(
     def is_there_again() -> bool:
         nonlocal step
         step += 1
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+        saved(trainer, step)
         return constants.exists()
 
     eventually(is_there_again)
@@ -966,8 +729,7 @@ def test_constants_whose_record_is_damaged_end_no_keeper(
 ) -> None:
     run = tmp_path / "run"
     trainer = attached(run, runtime, cache, constants_kib=32)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     for path in files_of(run, runtime, cache):
         path.unlink()
     eventually(lambda: passed_by(run))
@@ -996,8 +758,7 @@ def test_the_cache_stays_while_it_has_what_waits_for_another_node(
 def test_two_runs_share_a_cache(tmp_path: Path, runtime: Path, cache: Path) -> None:
     trainers = [attached(tmp_path / name, runtime, cache) for name in ("one", "two")]
     for trainer in trainers:
-        trainer.snapshot(1, persist=True)
-        trainer.wait_committed(1)
+        saved(trainer, 1)
     for trainer in trainers:
         assert steps_in(trainer.run, runtime, cache) == [1]
     trainers[0].end()
@@ -1010,22 +771,12 @@ def test_constants_are_cached_once_and_come_back(
     faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
-    with faulty_keeper(run, runtime, faults):
-        (faults / "write.pause").touch()
-        job = Process(run, runtime, kib=KIB, cache=str(cache), constants_kib=32)
-        job.do("start", "", 0, None)
-        job.do("slots")
-        for step in (1, 2, 3):
-            job.do("snapshot", step, True)
-        eventually(lambda: steps_in(run, runtime, cache) == [1, 2, 3])
-        assert sum("constants" in path.name for path in files_of(run, runtime, cache)) == 1
-        job.kill()
-    reboot(runtime)
+    attempt, _ = left_in_the_cache(run, runtime, cache, faults, 1, 2, constants_kib=32)
+    assert sum("constants" in path.name for path in files_of(run, runtime, cache)) == 1
     trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=10)
     assert [grant.holds_constants for grant in trainer.client.surviving()].count(True) == 1
-    trainer.start(AttemptName.parse(job.attempt), 3, "cache")
-    trainer.wait_committed(3)
-    eventually(lambda: committed(run)[-1:] == [3])
+    trainer.start(attempt, 2, "cache")
+    eventually(lambda: committed(run)[-1:] == [2])
     trainer.end()
 
 
@@ -1045,8 +796,7 @@ def test_a_keeper_killed_around_the_copy_loses_nothing(
     assert committed(run) == [1]
     # The next keeper may have persisted it from memory, before it was told of a cache.
     assert steps_in(run, runtime, cache) in ([], [1])
-    trainer.snapshot(2, persist=True)
-    trainer.wait_committed(2)
+    saved(trainer, 2)
     eventually(lambda: steps_in(run, runtime, cache) == [2])
     (folder,) = {path.parent for path in files_of(run, runtime, cache)}
     assert len(os.listdir(folder)) == 2
@@ -1057,12 +807,8 @@ def test_after_a_death_the_folder_stays_and_what_is_committed_is_not_written_aga
     tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     run = tmp_path / "run"
-    job = Process(run, runtime, kib=KIB, cache=str(cache), keep=1, linger_s=0.1)
-    job.do("start", "", 0, None)
-    job.do("slots")
-    for step in (1, 2):
-        job.do("snapshot", step, True)
-        job.do("committed", step)
+    job = begun_process(run, runtime, kib=KIB, cache=str(cache), keep=1, linger_s=0.1)
+    job.save(1, 2)
     eventually(lambda: steps_in(run, runtime, cache) == [2])
     job.kill()
     folder = runtime_of(run, runtime)
@@ -1076,26 +822,4 @@ def test_after_a_death_the_folder_stays_and_what_is_committed_is_not_written_aga
         assert slot.persisted == slot.state().generation
     trainer.start(AttemptName.parse(job.attempt), 2, "cache")
     assert len([line for line in ledger(run) if line["event"] == "persist"]) == 2
-    trainer.end()
-
-
-def test_the_keeper_says_what_its_cache_holds(
-    keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    (faults / "write.pause").touch()
-    trainer = attached(run, runtime, cache, cache_limit=1 << 30)
-    for step in (1, 2):
-        trainer.snapshot(step, persist=True)
-    wait_cached(trainer, 1, 2)
-    found = trainer.client.call({"op": "describe"})["keeper"]
-    said = found["cache"]
-    (path,) = {str(each.parent) for each in files_of(run, runtime, cache)}
-    num_bytes = said.pop("num_bytes")
-    assert said == {"path": path, "newest_step": 2, "unsaved": [1, 2]}
-    assert num_bytes >= 2 * layout_for(KIB).num_bytes
-    assert found["is_saving"] is True
-    assert [row["step"] for row in found["regions"] if row["kind"] == "cache"] == [1, 2]
-    (faults / "write.pause").unlink()
-    trainer.wait_committed(2)
     trainer.end()

@@ -12,32 +12,12 @@ from pathlib import Path
 import pytest
 
 from flashckpt.format.layout import PAGE
-from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
-from flashckpt.memory.runtime import RuntimeFolder, enter, trainer_lock_name
+from flashckpt.memory.runtime import RuntimeFolder
 from tests.conftest import keepers_of
-from tests.descriptors import closed_after
 from tests.events import ledger
-from tests.keeper.driver import Process, committed, eventually, runtime_of
-from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
-
-
-def test_of_two_started_at_once_one_stays(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    _, identity = open_runtime(run, runtime)
-    folder, life = enter(str(runtime), identity, trainer_lock_name(0))
-    closed_after(folder)
-    for _ in range(4):
-        os.close(start.start(str(run), folder))
-    pid = eventually(lambda: keeper_pid(folder))
-    eventually(lambda: keepers_of(runtime) == [pid])
-    trainers = [Process(run, runtime) for _ in range(2)]
-    assert keepers_of(runtime) == [pid]
-    for trainer in trainers:
-        trainer.do("end")
-        trainer.gone()
-    eventually(lambda: keepers_of(runtime) == [])
-    life.release(folder)
+from tests.keeper.driver import Process, begun_process, committed, eventually, runtime_of, saved, the_keeper
+from tests.keeper.fake import FakeTrainer, keeper_pid
 
 
 def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(tmp_path: Path, runtime: Path) -> None:
@@ -48,8 +28,7 @@ def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(tmp_path: 
         trainer = FakeTrainer(tmp_path / "run", runtime)
     finally:
         os.sched_setaffinity(0, range(4096))
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
+    pid = the_keeper(trainer.folder)
     os.close(writing)
     # Were the keeper to hold the pipe's other end, `train | tee` would never end.
     assert os.read(reading, 1) == b""
@@ -67,13 +46,11 @@ def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(tmp_path: 
 
 
 def test_the_keeper_stays_small_and_maps_no_image(tmp_path: Path, runtime: Path) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime, kib=128 << 10)
+    trainer = FakeTrainer(tmp_path / "run", runtime, kib=64 << 10)  # larger than what it may take up
     trainer.start()
     trainer.take_slots()
-    for step in range(1, 4):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
-    trainer.snapshot(4)
+    saved(trainer, 1)
+    trainer.snapshot(2)
     trainer.wait_for(lambda status: status.counts.get("audited"))
     pid = keeper_pid(trainer.folder)
     maps = Path(f"/proc/{pid}/maps").read_text()
@@ -90,7 +67,7 @@ def test_the_keeper_stays_small_and_maps_no_image(tmp_path: Path, runtime: Path)
     trainer.end()
 
 
-def test_twenty_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
+def test_many_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
     """Descriptors, regions, processes, mappings: none grows, here or in the runtime folder."""
     import gc
 
@@ -99,13 +76,12 @@ def test_twenty_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
         return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("slot-00000")
 
     before = None
-    for cycle in range(20):
+    for cycle in range(6):
         run = tmp_path / "run"
         trainer = FakeTrainer(run, runtime)
         trainer.start(None, 0)
         trainer.take_slots()
-        trainer.snapshot(cycle + 1, persist=True)
-        trainer.wait_committed(cycle + 1)
+        saved(trainer, cycle + 1)
         trainer.end()
         trainer.folder.close()
         # The keeper closes its side of connections by itself.
@@ -119,7 +95,7 @@ def test_twenty_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
 def test_many_attempts_on_one_keeper_reuse_its_slots(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     parent, pid, regions = None, None, None
-    for cycle in range(8):
+    for cycle in range(4):
         trainer = Process(run, runtime)
         trainer.do("start", parent, cycle, None)
         trainer.do("slots", 3)
@@ -140,9 +116,7 @@ def test_many_attempts_on_one_keeper_reuse_its_slots(tmp_path: Path, runtime: Pa
 
 def test_it_lingers_after_a_death_and_not_after_a_close(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime, linger_s=1.0)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime, linger_s=1.0)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
     pid = keeper_pid(folder)
@@ -155,13 +129,10 @@ def test_it_lingers_after_a_death_and_not_after_a_close(tmp_path: Path, runtime:
 
 def test_what_a_closed_trainer_left_is_saved_though_nobody_asked(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime, linger_s=3600)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime, linger_s=3600)
     trainer.do("snapshot", 1, True)
     trainer.do("snapshot", 2, False)
-    trainer.do("end")
-    trainer.gone()
+    trainer.end()
     eventually(lambda: keepers_of(runtime) == [])
     assert committed(run)[-1] == 2
 
@@ -174,8 +145,7 @@ def test_an_attempt_that_was_swept_before_its_end_was_noted_keeps_no_keeper(
     first = Process(run, runtime, linger_s=0.1)
     first.do("start", None, 0, None)
     folder = runtime_of(run, runtime)
-    pid = keeper_pid(folder)
-    assert pid is not None
+    pid = the_keeper(folder)
     os.kill(pid, signal.SIGSTOP)
     first.kill()
     (run / "alive" / first.attempt).unlink()
@@ -191,9 +161,7 @@ def is_deleted(run: Path) -> bool:
 
 def test_a_run_that_is_deleted_takes_its_keeper_along(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime, linger_s=3600)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime, linger_s=3600)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
     trainer.kill()
@@ -206,21 +174,17 @@ def test_a_run_that_is_deleted_takes_its_keeper_along(tmp_path: Path, runtime: P
 
 def test_a_disk_that_is_away_at_the_end_takes_no_snapshot_along(tmp_path: Path, runtime: Path) -> None:
     run, away = tmp_path / "run", tmp_path / "away"
-    trainer = Process(run, runtime, linger_s=3600)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime, linger_s=3600)
     folder = runtime_of(run, runtime)
-    pid = keeper_pid(folder)
-    assert pid is not None
+    pid = the_keeper(folder)
     os.kill(pid, signal.SIGSTOP)
     name, _ = trainer.do("snapshot", 1, True)
     run.rename(away)
     os.kill(pid, signal.SIGCONT)
-    trainer.do("end")
-    trainer.gone()
+    trainer.end()
     gone = eventually(lambda: [pid] if "Errno 2" in log_of(folder) else None)
     with pytest.raises(AssertionError):
-        eventually(lambda: name not in folder.names() or keepers_of(runtime) != gone, timeout_s=5)
+        eventually(lambda: name not in folder.names() or keepers_of(runtime) != gone, timeout_s=2.5)
     away.rename(run)
     eventually(lambda: keepers_of(runtime) == [])
     assert committed(run) == [1]
@@ -228,15 +192,12 @@ def test_a_disk_that_is_away_at_the_end_takes_no_snapshot_along(tmp_path: Path, 
 
 def test_a_run_that_is_gone_for_good_leaves_what_was_committed_nowhere(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime, linger_s=0)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime, linger_s=0)
     folder = runtime_of(run, runtime)
     trainer.do("snapshot", 1, False)
     name, _ = trainer.do("snapshot", 2, False)
     shutil.rmtree(run)
-    trainer.do("end")
-    trainer.gone()
+    trainer.end()
     eventually(lambda: keepers_of(runtime) == [])
     assert [each for each in folder.names() if is_region_name(each)] == [name]
 
@@ -247,11 +208,8 @@ def log_of(folder: RuntimeFolder) -> str:
 
 def test_a_schedulers_signal_ends_the_lingering_not_the_work(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime, linger_s=3600)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
-    pid = keeper_pid(runtime_of(run, runtime))
-    assert pid is not None
+    trainer = begun_process(run, runtime, linger_s=3600)
+    pid = the_keeper(runtime_of(run, runtime))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(pid, number)
     trainer.do("snapshot", 1, False)
@@ -264,8 +222,7 @@ def test_who_asks_it_to_go_knew_of_no_later_trainer(tmp_path: Path, runtime: Pat
     """It was to end with the trainer of then: it lingers for the one that came afterwards."""
     run = tmp_path / "run"
     first = Process(run, runtime, linger_s=3600)
-    pid = keeper_pid(runtime_of(run, runtime))
-    assert pid is not None
+    pid = the_keeper(runtime_of(run, runtime))
     os.kill(pid, signal.SIGTERM)
     second = Process(run, runtime, linger_s=3600)
     first.kill()
@@ -275,38 +232,7 @@ def test_who_asks_it_to_go_knew_of_no_later_trainer(tmp_path: Path, runtime: Pat
     second.kill()
     eventually(lambda: committed(run) == [1])
     with pytest.raises(AssertionError):
-        eventually(lambda: keepers_of(runtime) != [pid], timeout_s=5)
-
-
-def test_a_keeper_killed_at_its_birth_is_started_again(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    python, killed = tmp_path / "python", tmp_path / "killed"
-    python.write_text(f'#!/bin/sh\nmkdir "{killed}" 2>&- && kill -9 $$\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(python))
-    trainer = FakeTrainer(tmp_path / "run", runtime)
-    assert killed.exists()
-    trainer.start()
-    trainer.take_slots()
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
-    trainer.end()
-    eventually(lambda: keeper_pid(trainer.folder) is None)
-
-
-def test_a_keeper_that_nobody_speaks_to_ends(tmp_path: Path, runtime: Path) -> None:
-    """`python -m flashckpt.keeper` in the foreground: a second one returns at once."""
-    run = tmp_path / "run"
-    trainer = FakeTrainer(run, runtime)
-    second = subprocess.run(
-        [sys.executable, "-m", "flashckpt.keeper", str(run), trainer.folder.path],
-        timeout=240,
-        capture_output=True,
-    )
-    assert second.returncode == 0
-    assert second.stderr == b""
-    trainer.end()
+        eventually(lambda: keepers_of(runtime) != [pid], timeout_s=2.5)
 
 
 def test_the_import_path_of_the_trainer_is_the_keepers(tmp_path: Path, runtime: Path) -> None:
@@ -356,11 +282,9 @@ def test_trainers_of_which_no_keeper_heard_leave_no_names(tmp_path: Path, runtim
         "_, life = enter(sys.argv[1], sys.argv[2], trainer_lock_name(0));"
         "print(life.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    names = []
-    for _ in range(3):
-        command = [sys.executable, "-c", code, str(runtime), Path(trainer.folder.path).name]
-        names.append(subprocess.run(command, capture_output=True, text=True).stdout.strip())
-    assert all(name.startswith("trainer-") for name in names)
-    eventually(lambda: not set(names) & set(trainer.folder.names()))
+    command = [sys.executable, "-c", code, str(runtime), Path(trainer.folder.path).name]
+    name = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    assert name.startswith("trainer-")
+    eventually(lambda: name not in trainer.folder.names())
     assert trainer.life.stands(trainer.folder)
     trainer.end()

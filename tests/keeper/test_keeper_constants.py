@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,17 @@ import pytest
 from flashckpt import _native
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Contents
+from flashckpt.memory.slot import SlotState
 from flashckpt.persist.job import Incomplete, JobState, StepJob, StepOutcome
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import newest_of
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
+from tests.keeper.driver import committed, eventually, saved, the_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import job_of, snapshot_of
-from tests.processes import end
-
-LARGE_KIB = 32 << 10
 
 
 def attached(run: Path, base: Path, *, filled: bool = True, **options: object) -> FakeTrainer:
@@ -44,11 +41,6 @@ def next_attempt(before: FakeTrainer, base: Path, step: int, **options: object) 
     trainer.start(before.attempt, step)
     trainer.take_slots()
     return trainer
-
-
-def saved(trainer: FakeTrainer, step: int) -> None:
-    trainer.snapshot(step, persist=True)
-    trainer.wait_committed(step)
 
 
 def files(trainer: FakeTrainer) -> list[Path]:
@@ -81,8 +73,7 @@ def constant_leaves(trainer: FakeTrainer) -> Iterator[object]:
 def alone(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
     """A trainer whose keeper stands still, so that a test's own drain is the only one."""
     trainer = attached(tmp_path / "run", runtime)
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
+    pid = the_keeper(trainer.folder)
     os.kill(pid, signal.SIGSTOP)
     yield trainer
     os.kill(pid, signal.SIGCONT)
@@ -103,15 +94,13 @@ def order(
 
 def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, runtime: Path) -> None:
     first = attached(tmp_path / "run", runtime)
-    for step in (1, 2):
-        saved(first, step)
+    saved(first, 1, 2)
     [old] = files(first)
     sizes = [line["num_bytes"] for line in told(first.run, "persist", 2)]
     first.end()
     assert sizes == [first.layout.num_bytes + old.stat().st_size, first.layout.num_bytes]
     second = next_attempt(first, runtime, 2)
-    for step in (3, 4):
-        saved(second, step)
+    saved(second, 3, 4)
     sizes = [line["num_bytes"] for line in told(first.run, "persist", 4)[2:]]
     assert sizes == [second.layout.num_bytes] * 2
     assert files(second) == []
@@ -126,113 +115,24 @@ def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, ru
     third.end()
 
 
-def test_constants_stay_as_long_as_a_later_attempt_names_them(tmp_path: Path, runtime: Path) -> None:
-    first = attached(tmp_path / "run", runtime, keep=1)
-    for step in (1, 2):
-        saved(first, step)
-    first.end()
-    second = next_attempt(first, runtime, 2, keep=1)
-    saved(second, 3)
-    eventually(lambda: committed(first.run) == [2, 3])
-    for step in (4, 5, 6):
-        saved(second, step)
-    eventually(lambda: committed(first.run) == [5, 6])
-    assert len(files(first)) == 1
-    assert verify(open_store(str(first.run))).ok
-    second.without_constants()
-    for step in (7, 8, 9):
-        saved(second, step)
-    eventually(lambda: committed(first.run) == [8, 9])
-    eventually(lambda: not files(first))
-    assert verify(open_store(str(first.run))).ok
-    second.end()
-
-
-@pytest.mark.parametrize("at", ["constants", "shard"])
-def test_a_keeper_killed_before_its_part_is_replaced(tmp_path: Path, runtime: Path, at: str) -> None:
-    for tried in range(8):
-        run = tmp_path / f"run-{tried}"
-        trainer = attached(run, runtime, constants_kib=LARGE_KIB, kib=LARGE_KIB)
-        struck = struck_at(trainer, at)
-        if struck:
-            break
-        trainer.end()
-    assert struck, "the keeper was never caught"
-    trainer.wait_committed(1)
-    assert committed(run) == [1]
-    assert verify(open_store(str(run))).ok
+def test_a_keeper_killed_before_its_part_is_replaced(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHCKPT_CRASH_AT", "write.written")
+    trainer = attached(tmp_path / "run", runtime)
+    monkeypatch.delenv("FLASHCKPT_CRASH_AT")
+    pid = keeper_pid(trainer.folder)
+    saved(trainer, 1)
+    assert keeper_pid(trainer.folder) != pid
     # The dead keeper's file stays in the folder, unnamed: the next step names the one that stands.
-    written = files(trainer)
-    [file] = [each.name for each in written if each.name == named(run, 1).shard.file]
+    written, file = files(trainer), named(trainer.run, 1).shard.file
+    assert file in [each.name for each in written]
     saved(trainer, 2)
-    assert named(run, 2).shard.file == file
+    assert named(trainer.run, 2).shard.file == file
     assert files(trainer) == written
-    assert committed(run) == [1, 2]
-    trainer.end()
-
-
-def struck_at(trainer: FakeTrainer, at: str) -> bool:
-    """Kill the keeper as soon as the file is there. False where its part was there already."""
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
-    data = trainer.run / "data"
-    trainer.snapshot(1, persist=True)
-    until = time.monotonic() + 240
-    while not (files(trainer) if at == "constants" else list(data.glob("*/*/rank-*"))):
-        assert time.monotonic() < until
-    end([pid])
-    assert len(files(trainer)) == 1, "a shard is written after the constants"
-    return not list(data.glob("*/*/node-*"))
-
-
-def test_a_stopped_keeper_that_wakes_up_harms_nothing(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime, constants_kib=LARGE_KIB, timeout_s=5.0)
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
-    trainer.snapshot(1, persist=True)
-    eventually(lambda: files(trainer))
-    os.kill(pid, signal.SIGSTOP)
-    trainer.wait_committed(1)
-    for step in (2, 3, 4):
-        saved(trainer, step)
-    os.kill(pid, signal.SIGCONT)
-    eventually(lambda: not Path(f"/proc/{pid}").exists())
-    saved(trainer, 5)
-    assert committed(trainer.run) == [1, 2, 3, 4, 5]
+    assert committed(trainer.run) == [1, 2]
     assert verify(open_store(str(trainer.run))).ok
     trainer.end()
-
-
-def test_what_a_dead_trainer_and_a_dead_keeper_left_is_saved_whole(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    first = Process(run, runtime, constants_kib=64)
-    first.do("start", None, 0, None)
-    first.do("slots", 3)
-    first.do("snapshot", 1, True)
-    first.do("committed", 1)
-    first.do("snapshot", 2, False)
-    kill_keeper(runtime_of(run, runtime))
-    first.kill()
-    second = FakeTrainer(run, runtime, constants_kib=64)
-    [(name, step)] = [each for each in second.survivors() if each[1] == 2]
-    second.start(AttemptName.parse(first.attempt), step, name)
-    eventually(lambda: 2 in committed(run))
-    second.take_slots()
-    saved(second, 3)
-    assert committed(run) == [1, 2, 3]
-    assert len(list(run.glob("data/*/*/frozen-*"))) == 1, "nothing was written again"
-    assert verify(open_store(str(run))).ok
-    second.end()
-
-
-def test_a_flipped_constant_is_never_written(alone: FakeTrainer) -> None:
-    spoiled = order(alone, 1, lambda: flip_constant(alone))
-    outcome = Writer(alone.store, "0123abcd").persist(spoiled)
-    assert (outcome.incomplete, [name for _, name in outcome.leaves]) == (Incomplete.TORN, ["base.weight"])
-    spoilt = snapshot_of(spoiled)
-    assert spoilt.slot.torn == (spoilt.generation, (alone.image.leaves.index(*constant_leaves(alone)),))
-    assert files(alone) == []
-    assert not list(alone.run.glob("data/*/*/*"))
 
 
 def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer) -> None:
@@ -248,14 +148,15 @@ def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer)
 def test_the_audit_of_an_idle_keeper_covers_the_constants(tmp_path: Path, runtime: Path) -> None:
     trainer = attached(tmp_path / "run", runtime)
     saved(trainer, 1)
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
     slot, generation = trainer.snapshot(2)
+    trainer.wait_for(lambda status: status.counts.get("audited"))
+    assert (slot.torn, slot.state().state) == ((0, ()), SlotState.SEALED), "sound"
     flip_constant(trainer)
-    os.kill(pid, signal.SIGCONT)
+    slot, generation = trainer.snapshot(3)
     eventually(lambda: slot.torn[0] == generation)
-    assert [step for _, step in trainer.survivors()] == [1]
+    [line] = told(trainer.run, "torn", 1)
+    assert line["leaves"] == ["base.weight"]
+    assert 3 not in [step for _, step in trainer.survivors()]
     trainer.end()
 
 

@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts
-from flashckpt.commit.view import View
 from flashckpt.errors import KeeperError
-from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.names import AttemptName
 from flashckpt.keeper import client
 from flashckpt.keeper.liveness import TrainerRegistry
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
-from flashckpt.keeper.start import Pauses
+from flashckpt.keeper.start import AWAITED_PAUSE_S, Pauses
 from flashckpt.memory.region import Region, SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks
 from flashckpt.memory.slot import SlotState
 from flashckpt.persist.job import Trainer
-from flashckpt.store import open_store
-from tests import run_view
 from tests.descriptors import closed_after, readable
 from tests.events import ledger
 from tests.keeper.driver import (
     InProcess,
     Process,
+    begun,
+    begun_process,
     committed,
+    ended,
     eventually,
     kill_keeper,
     runtime_of,
+    saved,
     the_keeper,
     told,
 )
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 from tests.memory.mounts import small_tmpfs
-from tests.processes import end
-
-
-def attached(run: Path, base: Path, **options: object) -> FakeTrainer:
-    trainer = FakeTrainer(run, base, **options)  # type: ignore[arg-type]
-    trainer.start()
-    trainer.take_slots()
-    return trainer
-
-
-def caught_writing(trainer: FakeTrainer, strike: Callable[[int], None]) -> int:
-    """Strike the keeper while it writes a shard that no part names yet. Returns the step. One that was faster
-    is let go on, or replaced where it is dead, and the next step is tried: how often that happens is up to
-    the machine."""
-    for step in range(10, 200):
-        folder = trainer.run / run_view.folder_of(trainer.store, SnapshotId(trainer.attempt, step))
-        pid = eventually(lambda: keeper_pid(trainer.folder))
-        trainer.snapshot(step, persist=True)
-        eventually(lambda folder=folder: folder.is_dir() and os.listdir(folder))
-        strike(pid)
-        if not any(name.startswith("node-") for name in os.listdir(folder)):
-            return step
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-        trainer.wait_committed(step)
-    raise AssertionError("the keeper was never caught while it wrote")
 
 
 def stop(pid: int) -> None:
@@ -89,9 +61,7 @@ def test_killed_before_a_seal_loses_that_snapshot_and_no_other(
     tmp_path: Path, runtime: Path, command: str
 ) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 2)
+    trainer = begun_process(run, runtime, slots=2)
     trainer.do("snapshot", 1, False)
     name, generation = trainer.do(command, 2)
     trainer.kill()
@@ -104,56 +74,43 @@ def test_killed_before_a_seal_loses_that_snapshot_and_no_other(
     assert second.do("snapshot", 2, True)[:2] == [name, generation + 1]
     second.do("committed", 2)
     assert committed(run) == [1, 2]
-    second.do("end")
-    second.gone()
+    second.end()
 
 
 def test_what_is_not_confirmed_is_not_persisted_until_it_is(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
-    trainer.do("snapshot", 1, True)
-    trainer.do("committed", 1)
+    trainer = begun_process(run, runtime)
+    trainer.save(1)
     trainer.do("leave unconfirmed", 2)
-    until = time.monotonic() + 1
+    until = time.monotonic() + 0.4
     while time.monotonic() < until:
         trainer.do("status")
     assert committed(run) == [1]
     assert trainer.do("confirm")
     eventually(lambda: committed(run) == [1, 2])
-    trainer.do("end")
-    trainer.gone()
+    trainer.end()
 
 
 def test_what_is_confirmed_after_a_newer_commit_is_given_up(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime)
     trainer.do("leave unconfirmed", 1)
-    trainer.do("snapshot", 2, True)
-    trainer.do("committed", 2)
+    trainer.save(2)
     assert trainer.do("confirm")
     [line] = told(run, "error", 1)
     assert (line["step"], line["what"]) == (1, "superseded")
-    trainer.do("snapshot", 3, True)
-    trainer.do("committed", 3)
+    trainer.save(3)
     assert committed(run) == [2, 3]
-    trainer.do("end")
-    trainer.gone()
+    trainer.end()
 
 
 def test_a_torn_newest_falls_back_to_the_one_before(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = Process(run, runtime)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
     # The keeper is stopped so that it does not see the tear before the trainer is dead.
-    pid = keeper_pid(folder)
-    assert pid is not None
+    pid = the_keeper(folder)
     os.kill(pid, signal.SIGSTOP)
     name, _ = trainer.do("snapshot", 2, False)
     flip_image(Path(folder.path) / name)
@@ -171,26 +128,6 @@ def flip_image(path: Path) -> None:
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 0x10]))
-
-
-def test_a_keeper_killed_while_it_writes_is_replaced(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime, kib=32 << 10)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
-
-    step = caught_writing(trainer, lambda pid: end([pid]))
-    assert step not in committed(trainer.run)
-    folder = trainer.run / run_view.folder_of(trainer.store, SnapshotId(trainer.attempt, step))
-    [half] = folder.glob(".rank-*.tmp")
-    restarts = trainer.client.restarts
-    trainer.wait_committed(step)
-    assert trainer.client.restarts == restarts + 1
-    assert committed(trainer.run)[-1] == step
-    assert len([*folder.glob("rank-*")]) == 1, "it was written again under another name"
-    assert not half.exists()
-    trainer.snapshot(100, persist=True)
-    trainer.wait_committed(100)
-    trainer.end()
 
 
 def test_keepers_that_die_over_and_over_are_started_after_pauses() -> None:
@@ -223,46 +160,15 @@ def refusal(trainer: FakeTrainer) -> KeeperError | None:
 
 
 def test_a_pause_is_told_and_ends(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime)
-    refused = None
-    for _ in range(14):  # on a machine where a start takes longer than the first pauses
-        kill_keeper(trainer.folder)
-        if (refused := refusal(trainer)) is not None:
-            break
-    assert "the next has to wait" in str(refused)
+    trainer = begun(tmp_path / "run", runtime)
+    for _ in range(20):  # as if so many keepers had died
+        trainer.client._pauses.started()
+    kill_keeper(trainer.folder)
+    assert "the next has to wait" in str(refusal(trainer))
     trainer.snapshot(1, persist=True)
+    trainer.client.longest_pause_s = AWAITED_PAUSE_S
     eventually(lambda: refusal(trainer) is None)
     trainer.wait_committed(1)
-    trainer.end()
-
-
-@pytest.mark.long
-def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime, kib=32 << 10, timeout_s=5.0)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
-    stopped: list[int] = []
-
-    def strike(pid: int) -> None:
-        stop(pid)
-        stopped[:] = [pid]
-
-    step = caught_writing(trainer, strike)
-    trainer.wait_committed(step)
-    assert keeper_pid(trainer.folder) not in (None, stopped[0])
-    # Its slot is written anew before it wakes: what it still reads is of another step.
-    for later in range(200, 206):
-        trainer.snapshot(later, persist=True)
-    trainer.wait_committed(205)
-    eventually(lambda: len(committed(trainer.run)) == 3)
-    before = committed(trainer.run)
-    os.kill(stopped[0], signal.SIGCONT)
-    eventually(lambda: not Path(f"/proc/{stopped[0]}").exists())
-    assert committed(trainer.run) == before
-    trainer.snapshot(300, persist=True)
-    trainer.wait_committed(300)
-    assert committed(trainer.run)[-1] == 300
-    assert trainer.client.status().counts.get("torn", 0) == 0
     trainer.end()
 
 
@@ -270,15 +176,13 @@ def test_a_stopped_keeper_goes_on_after_its_replacement_wrote(tmp_path: Path, ru
 def test_a_keeper_without_a_socket_is_found_again_or_replaced(
     tmp_path: Path, runtime: Path, stopped: bool
 ) -> None:
-    trainer = attached(tmp_path / "run", runtime, timeout_s=5.0)
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
+    trainer = begun(tmp_path / "run", runtime, timeout_s=5.0)
+    pid = the_keeper(trainer.folder)
     if stopped:
         os.kill(pid, signal.SIGSTOP)
     trainer.folder.remove(SOCKET_NAME)
     trainer.client.close()
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     assert (keeper_pid(trainer.folder) != pid) == stopped
     os.kill(pid, signal.SIGCONT)
     trainer.end()
@@ -315,9 +219,7 @@ def test_a_keeper_whose_starter_ended_before_it_came_waits_for_nobody(
 def test_a_death_before_the_first_snapshot_leaves_no_keeper(tmp_path: Path, runtime: Path) -> None:
     """It would linger for an hour, with nothing to resume from."""
     run = tmp_path / "run"
-    trainer = Process(run, runtime, linger_s=3600.0)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime, linger_s=3600.0)
     folder = runtime_of(run, runtime)
     assert keeper_pid(folder) is not None
     trainer.kill()
@@ -345,16 +247,8 @@ def test_whether_a_starter_lives_is_known_without_proc(
     starter = subprocess.Popen([sys.executable, "-c", ""])
     starter.wait()
     pid = starter.pid if has_ended else os.getpid()
-    command = [
-        "unshare",
-        "-m",
-        sys.executable,
-        "-c",
-        _WITHOUT_PROC,
-        str(tmp_path / "run"),
-        folder.path,
-        str(pid),
-    ]
+    arguments = [_WITHOUT_PROC, str(tmp_path / "run"), folder.path, str(pid)]
+    command = ["unshare", "-m", sys.executable, "-c", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == f"{has_ended}\n", done.stderr
 
@@ -377,7 +271,7 @@ def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Pat
 def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     with small_tmpfs(1 << 20) as base:
-        trainer = attached(run, base, kib=2048)
+        trainer = begun(run, base, kib=2048)
         assert {grant.kind for grant in trainer.grants} == {"memfd"}
         assert not any(grant.outlives_both for grant in trainer.grants)
         trainer.snapshot(1)
@@ -408,9 +302,7 @@ def test_memfds_of_a_keeper_that_is_silent_are_taken_over_by_the_next_start(
 ) -> None:
     run = tmp_path / "run"
     with small_tmpfs(1 << 20) as base:
-        first = Process(run, base, kib=2048)
-        first.do("start", None, 0, None)
-        first.do("slots", 3)
+        first = begun_process(run, base, kib=2048)
         pid = the_keeper(runtime_of(run, base))
         stop(pid)
         first.do("snapshot", 7, False)
@@ -424,8 +316,7 @@ def test_memfds_of_a_keeper_that_is_silent_are_taken_over_by_the_next_start(
         os.kill(pid, signal.SIGCONT)
         eventually(lambda: not Path(f"/proc/{pid}").exists())
         assert committed(run) == [7]
-        second.end()
-        eventually(lambda: keeper_pid(second.folder) is None)
+        ended(second)
 
 
 def test_memfds_of_a_dead_rank_are_taken_over_by_a_rank_that_trains(tmp_path: Path, runtime: Path) -> None:
@@ -497,85 +388,30 @@ def test_a_keeper_that_another_trainer_started_meanwhile_is_not_replaced(
     first.end()
 
 
-def test_a_trainer_killed_with_its_keeper_stopped_is_found_when_it_wakes(
-    tmp_path: Path, runtime: Path
-) -> None:
-    run = tmp_path / "run"
-    trainer = Process(run, runtime)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
-    pid = keeper_pid(runtime_of(run, runtime))
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    trainer.do("snapshot", 4, True)
-    trainer.kill()
-    os.kill(pid, signal.SIGCONT)
-    eventually(lambda: committed(run) == [4])
-    attempt = AttemptName.parse(trainer.attempt)
-    assert attempt is not None
-    store = open_store(str(run))
-    ended = eventually(lambda: (found := attempts.alive(store, attempt)) and found.ended)
-    assert ended == "dead"
-
-
-def test_the_slot_that_was_loaded_is_committed_for_the_new_attempt(tmp_path: Path, runtime: Path) -> None:
-    with small_tmpfs(3 << 20) as disk:
-        run = disk / "run"
-        first = Process(run, runtime)
-        first.do("start", None, 0, None)
-        first.do("slots", 3)
-        (disk / "filler").write_bytes(bytes(disk_room(disk) - (200 << 10)))
-        first.do("snapshot", 9, False)
-        first.kill()
-        # The keeper cannot save it: the disk is full. The next attempt goes on from memory. (While it tries,
-        # its half-written shard leaves no room for a version.)
-        eventually(lambda: any(line.get("what") == "persist" for line in ledger(run)))
-        second = FakeTrainer(run, runtime)
-        [(name, step)] = second.survivors()
-        assert step == 9
-        second.start(AttemptName.parse(first.attempt), 9, name)
-        (disk / "filler").unlink()
-        second.wait_committed(9)
-        visible = View.of(open_store(str(run))).visible()
-        assert [(each.step, each.attempt) for each in visible] == [(9, AttemptName.parse(first.attempt))]
-        assert committed(run) == [9]
-        second.end()
-
-
-def disk_room(folder: Path) -> int:
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
 def test_what_a_superseded_attempt_left_is_never_committed_and_goes(tmp_path: Path, runtime: Path) -> None:
     """Its keeper was stopped when it died; the next attempt began afresh elsewhere meanwhile."""
     run = tmp_path / "run"
-    first = Process(run, runtime, linger_s=0.5)
-    first.do("start", None, 0, None)
-    first.do("slots", 3)
+    first = begun_process(run, runtime, linger_s=0.5)
     folder = runtime_of(run, runtime)
-    pid = keeper_pid(folder)
-    assert pid is not None
+    pid = the_keeper(folder)
     os.kill(pid, signal.SIGSTOP)
     first.do("snapshot", 50, True)
     first.kill()
     elsewhere = runtime / "elsewhere"
     elsewhere.mkdir()
-    second = attached(run, elsewhere)
+    second = begun(run, elsewhere)
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: keeper_pid(folder) is None)
     assert committed(run) == []
     assert "superseded" in [line.get("what") for line in ledger(run)]
     # Nothing of the newer attempt is committed: what the older one left may yet be wanted.
     assert any(is_region_name(name) for name in folder.names())
-    second.snapshot(1, persist=True)
-    second.wait_committed(1)
+    saved(second, 1)
     third = FakeTrainer(run, runtime, linger_s=0.5)
     third.start(second.attempt, 1)
     assert [step for _, step in third.survivors()] == [50]
     third.take_slots()
-    third.snapshot(51, persist=True)
-    third.wait_committed(51)
+    saved(third, 51)
     assert [step for _, step in third.survivors()] == [51]
     third.end()
     second.end()
@@ -583,7 +419,7 @@ def test_what_a_superseded_attempt_left_is_never_committed_and_goes(tmp_path: Pa
 
 def test_a_half_made_region_is_removed_and_a_foreign_one_left(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    trainer = attached(run, runtime)
+    trainer = begun(run, runtime)
     trainer.snapshot(1)
     folder: RuntimeFolder = trainer.folder
     half = "slot-00000-7-00000000000000aa"
@@ -603,29 +439,10 @@ def test_a_half_made_region_is_removed_and_a_foreign_one_left(tmp_path: Path, ru
 
 @pytest.mark.parametrize("pinned_by", ["keeper-dead.lock", "trainer-00000-1-dead.lock"])
 def test_a_pin_of_the_dead_is_taken_away(tmp_path: Path, runtime: Path, pinned_by: str) -> None:
-    trainer = attached(tmp_path / "run", runtime)
+    trainer = begun(tmp_path / "run", runtime)
     slot, generation = trainer.snapshot(1)
     index = slot.enroll(1, pinned_by, lambda name: True)
     assert slot.pin(index, slot.state()) is not None
     eventually(lambda: slot.state().state is SlotState.SEALED)
     assert slot.state().generation == generation
-    trainer.end()
-
-
-def test_slots_stay_until_the_trainer_releases_them(tmp_path: Path, runtime: Path) -> None:
-    """It takes larger ones up later than it is given them, and a keeper may be started anew meanwhile."""
-    trainer = attached(tmp_path / "run", runtime)
-    old = [slot.name for slot in trainer.slots]
-    larger = trainer.layout.num_bytes * 2
-    kill_keeper(trainer.folder)
-    for grant in trainer.client.slots(3, SlotSize(8192, larger)):
-        grant.open().close()
-    for step in (1, 2, 3, 4):
-        slot, generation = trainer.snapshot(step, persist=step == 4)
-    trainer.wait_committed(4)
-    assert slot.persisted == generation
-    assert set(old) <= set(trainer.folder.names())
-    trainer.client.release(old)
-    eventually(lambda: len(set(old) & set(trainer.folder.names())) == 1)
-    assert slot.name in trainer.folder.names(), "the newest stays until a newer one is sealed"
     trainer.end()

@@ -7,19 +7,14 @@ import signal
 import time
 from pathlib import Path
 
-from flashckpt.catalogue.versions import KEEP_VERSIONS
-from flashckpt.format.catalogue import CATALOGUE
 from tests import run_view
 from tests.events import ledger
-from tests.keeper.driver import committed, eventually, kill_keeper
+from tests.keeper.driver import begun, committed, ended, eventually, kill_keeper, saved
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 
-def begun(tmp_path: Path, runtime: Path, **options: float) -> FakeTrainer:
-    trainer = FakeTrainer(tmp_path / "run", runtime, keep=2, **options)  # type: ignore[arg-type]
-    trainer.start()
-    trainer.take_slots()
-    return trainer
+def beginning(tmp_path: Path, runtime: Path, **options: float) -> FakeTrainer:
+    return begun(tmp_path / "run", runtime, keep=2, **options)
 
 
 def shards(run: Path) -> set[str]:
@@ -31,45 +26,33 @@ def unfinished(run: Path) -> list[Path]:
     return [*run.glob("data/*/*/.rank-*.tmp")]
 
 
-def end(trainer: FakeTrainer) -> None:
-    trainer.end()
-    eventually(lambda: keeper_pid(trainer.folder) is None)
-    eventually(lambda: not Path(trainer.folder.path).exists())  # nothing stays behind
-
-
 def test_a_slow_deletion_does_not_delay_the_next_commit(
     tmp_path: Path, runtime: Path, faults: Path, keeper: int
 ) -> None:
-    trainer = begun(tmp_path, runtime)
+    trainer = beginning(tmp_path, runtime)
     (faults / "remove.pause").touch()
-    for step in (1, 2, 3):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+    saved(trainer, 1, 2, 3)
     eventually(lambda: (faults / "remove.paused").exists())
-    for step in (4, 5, 6):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+    saved(trainer, 4, 5, 6)
     assert keeper_pid(trainer.folder) == keeper
     assert committed(trainer.run) == [5, 6]
     assert len(shards(trainer.run)) > 2
     (faults / "remove.pause").unlink()
     eventually(lambda: len(shards(trainer.run)) == 2)
     assert [line["steps"] for line in ledger(trainer.run) if line["event"] == "prune"] == [[1], [2], [3], [4]]
-    end(trainer)
+    ended(trainer)
 
 
 def test_a_keeper_does_not_leave_in_the_middle_of_a_deletion(
     tmp_path: Path, runtime: Path, faults: Path, keeper: int
 ) -> None:
-    trainer = begun(tmp_path, runtime)
+    trainer = beginning(tmp_path, runtime)
     (faults / "remove.pause").touch()
-    for step in (1, 2, 3):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+    saved(trainer, 1, 2, 3)
     eventually(lambda: (faults / "remove.paused").exists())
     trainer.end()
     eventually(lambda: run_view.has_ended(trainer.store, trainer.attempt))
-    until = time.monotonic() + 1.0
+    until = time.monotonic() + 0.5
     while time.monotonic() < until:
         assert keeper_pid(trainer.folder) == keeper
     (faults / "remove.pause").unlink()
@@ -78,25 +61,11 @@ def test_a_keeper_does_not_leave_in_the_middle_of_a_deletion(
     assert len(shards(trainer.run)) == 2, "the deletion came to its end"
 
 
-def test_commits_leave_nothing_that_grows(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path, runtime)
-    last = KEEP_VERSIONS + 10
-    for step in range(1, last + 1):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
-    eventually(lambda: len(list((trainer.run / "data" / str(trainer.attempt)).iterdir())) == 2)
-    # Old versions are listed, and go, once in 32 commits.
-    assert len(list((trainer.run / CATALOGUE).iterdir())) <= KEEP_VERSIONS + 32
-    assert committed(trainer.run) == [last - 1, last]
-    end(trainer)
-
-
 def test_what_a_killed_keeper_left_half_written_goes(
     tmp_path: Path, runtime: Path, faults: Path, keeper: int
 ) -> None:
-    trainer = begun(tmp_path, runtime)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    trainer = beginning(tmp_path, runtime)
+    saved(trainer, 1)
     [first] = shards(trainer.run)
     (faults / "write.pause").touch()
     trainer.snapshot(2, persist=True)
@@ -107,19 +76,17 @@ def test_what_a_killed_keeper_left_half_written_goes(
     assert committed(trainer.run) == [1, 2], "what the dead keeper had published stays"
     assert first in shards(trainer.run)
     assert not orphan.exists(), "it goes with the next try"
-    for step in (3, 4):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+    saved(trainer, 3, 4)
     eventually(lambda: len(shards(trainer.run)) == 2)
     assert committed(trainer.run) == [3, 4]
-    end(trainer)
+    ended(trainer)
 
 
 def test_what_a_stopped_keeper_writes_is_never_committed(
     tmp_path: Path, runtime: Path, faults: Path, keeper: int
 ) -> None:
     """It lives and may go on at any time: its file has no name then."""
-    trainer = begun(tmp_path, runtime, timeout_s=5.0)
+    trainer = beginning(tmp_path, runtime, timeout_s=5.0)
     (faults / "write.pause").touch()
     trainer.snapshot(1, persist=True)
     eventually(lambda: (faults / "write.paused").exists())
@@ -133,10 +100,8 @@ def test_what_a_stopped_keeper_writes_is_never_committed(
     os.kill(keeper, signal.SIGCONT)
     eventually(lambda: " (zombie)" in Path(f"/proc/{keeper}/status").read_text())
     assert committed(trainer.run) == [1]
-    for step in (2, 3):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+    saved(trainer, 2, 3)
     eventually(lambda: len(shards(trainer.run)) == 2)
     assert not unfinished(trainer.run)
     assert committed(trainer.run) == [2, 3]
-    end(trainer)
+    ended(trainer)

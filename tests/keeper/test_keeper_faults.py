@@ -20,16 +20,23 @@ from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from tests.descriptors import closed_after
 from tests.events import ledger
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
+from tests.keeper.driver import (
+    begun,
+    begun_process,
+    committed,
+    ended,
+    eventually,
+    kill_keeper,
+    runtime_of,
+    saved,
+)
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs
 
 
 @pytest.fixture
 def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
-    made = FakeTrainer(tmp_path / "run", runtime)
-    made.start()
-    made.take_slots()
+    made = begun(tmp_path / "run", runtime)
     yield made
     made.end()
 
@@ -63,8 +70,7 @@ def test_a_flipped_bit_is_never_persisted(trainer: FakeTrainer, offset: str) -> 
     assert [layout.leaves[index].name for index in slot.torn[1]] == list(names)
     assert committed(trainer.run) == []
     assert shards(trainer.run) == []
-    trainer.snapshot(6, persist=True)
-    trainer.wait_committed(6)
+    saved(trainer, 6)
     assert committed(trainer.run) == [6]
 
 
@@ -94,9 +100,7 @@ def test_a_damaged_record_discards_the_snapshot(trainer: FakeTrainer) -> None:
 
 def test_a_full_disk_is_told_and_the_next_try_works(tmp_path: Path, runtime: Path) -> None:
     with small_tmpfs(4 << 20) as disk:
-        trainer = FakeTrainer(disk / "run", runtime, kib=1024)
-        trainer.start()
-        trainer.take_slots()
+        trainer = begun(disk / "run", runtime, kib=1024, slots=2)
         filler = fill(disk, left=512 << 10)
         slot, generation = trainer.snapshot(1, persist=True)
         status = trainer.wait_for(lambda status: status.failures)
@@ -105,35 +109,18 @@ def test_a_full_disk_is_told_and_the_next_try_works(tmp_path: Path, runtime: Pat
         assert slot.failed == (generation, errno.ENOSPC)
         assert status.waiting == (1,)
         assert shards(trainer.run) == [], "what was begun is removed"
-        # Training goes on: slots come free although nothing is persisted.
+        # Training goes on: of two slots one comes free although nothing is persisted.
         for step in range(2, 12):
             trainer.snapshot(step, persist=step % 3 == 0)
         filler.unlink()
-        trainer.snapshot(12, persist=True)
-        trainer.wait_committed(12)
+        saved(trainer, 12)
         status = trainer.wait_for(lambda status: not status.waiting)
         assert status.failures == status.failing == ()
         assert status.counts["failed"] >= 1
         assert committed(trainer.run)[-1] == 12
         first = [line for line in ledger(trainer.run) if line["event"] == "error" and line["step"] == 1]
         assert len(first) <= 1, "said once, counted always"
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
-
-
-def test_a_snapshot_that_failed_is_tried_again_by_itself(tmp_path: Path, runtime: Path) -> None:
-    with small_tmpfs(4 << 20) as disk:
-        trainer = FakeTrainer(disk / "run", runtime, kib=1024)
-        trainer.start()
-        trainer.take_slots()
-        filler = fill(disk, left=512 << 10)
-        trainer.snapshot(1, persist=True)
-        trainer.wait_for(lambda status: status.failures)
-        filler.unlink()
-        trainer.wait_committed(1)
-        assert committed(trainer.run) == [1]
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
+        ended(trainer)
 
 
 def test_a_snapshot_that_failed_and_is_superseded_then_is_said_to_be_given_up(
@@ -143,9 +130,7 @@ def test_a_snapshot_that_failed_and_is_superseded_then_is_said_to_be_given_up(
     elsewhere = runtime / "elsewhere"
     elsewhere.mkdir()
     with small_tmpfs(4 << 20) as disk:
-        trainer = FakeTrainer(disk / "run", runtime, kib=1024)
-        trainer.start()
-        trainer.take_slots()
+        trainer = begun(disk / "run", runtime, kib=1024)
         filler = fill(disk, left=512 << 10)
         trainer.snapshot(1, persist=True)
         trainer.wait_for(lambda status: status.failures)
@@ -161,14 +146,12 @@ def test_a_snapshot_that_failed_and_is_superseded_then_is_said_to_be_given_up(
 
 
 def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Path) -> None:
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     elsewhere = runtime / "elsewhere"
     elsewhere.mkdir()
     other = FakeTrainer(trainer.run, elsewhere)
     # It has a name and has not begun.
-    trainer.snapshot(2, persist=True)
-    trainer.wait_committed(2)
+    saved(trainer, 2)
     assert trainer.client.status().superseded_by is None
     other.start(trainer.attempt, 2)
     status = trainer.wait_for(lambda status: status.superseded_by)
@@ -189,8 +172,7 @@ def test_too_little_memory_says_how_much_and_leaves_nothing(trainer: FakeTrainer
     assert raised.value.needed > 2 << 45
     assert 0 < raised.value.available < 1 << 45
     assert trainer.folder.names() == before, "the slots it had are still its own"
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
 
 
 def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
@@ -217,14 +199,10 @@ def test_a_ledger_that_cannot_be_written_harms_nothing(tmp_path: Path, runtime: 
     run = tmp_path / "run"
     run.mkdir()
     (run / "events").write_text("in the way")
-    trainer = FakeTrainer(run, runtime)
-    trainer.start()
-    trainer.take_slots()
+    trainer = begun(run, runtime)
     trainer.client.event({"event": "plan", "leaves": 3, "nested": {"attempt": "x", "self": 1}})
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
-    trainer.end()
-    eventually(lambda: keeper_pid(trainer.folder) is None)
+    saved(trainer, 1)
+    ended(trainer)
     assert (run / "events").read_text() == "in the way"
 
 
@@ -247,9 +225,7 @@ def test_events_of_the_trainer_stand_in_the_ledger(trainer: FakeTrainer) -> None
 
 def test_no_commit_comes_twice_and_what_is_done_is_found_done(tmp_path: Path, runtime: Path) -> None:
     """A keeper that dies between the version and its report: the next one finds the step committed."""
-    trainer = FakeTrainer(tmp_path / "run", runtime)
-    trainer.start()
-    trainer.take_slots()
+    trainer = begun(tmp_path / "run", runtime)
     slot, generation = trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
     eventually(lambda: slot.state().state is SlotState.SEALED)
@@ -280,29 +256,12 @@ def test_the_counter_moves_while_a_trainer_lives_and_says_closed(tmp_path: Path,
     eventually(lambda: attempts.alive(trainer.store, trainer.attempt).ended == "closed")  # type: ignore[union-attr]
 
 
-def test_two_slots_and_a_dead_disk_do_not_stop_training(tmp_path: Path, runtime: Path) -> None:
-    with small_tmpfs(4 << 20) as disk:
-        trainer = FakeTrainer(disk / "run", runtime, kib=1024)
-        trainer.start()
-        trainer.take_slots(2)
-        filler = fill(disk, left=512 << 10)
-        for step in range(1, 8):
-            trainer.snapshot(step, persist=True)
-        filler.unlink()
-        trainer.wait_committed(7)
-        assert committed(trainer.run)[-1] == 7
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
-
-
 def test_a_killed_trainer_on_a_full_disk_keeps_its_keeper_and_its_snapshot(
     tmp_path: Path, runtime: Path
 ) -> None:
     with small_tmpfs(3 << 20) as disk:
         run = disk / "run"
-        trainer = Process(run, runtime, linger_s=0.1)
-        trainer.do("start", None, 0, None)
-        trainer.do("slots", 2)
+        trainer = begun_process(run, runtime, linger_s=0.1, slots=2)
         filler = fill(disk, left=200 << 10)
         trainer.do("snapshot", 3, False)
         folder = runtime_of(run, runtime)
@@ -319,20 +278,16 @@ def test_a_killed_trainer_on_a_full_disk_keeps_its_keeper_and_its_snapshot(
 def test_a_trainer_is_told_of_its_own_attempts_commits_only(tmp_path: Path, runtime: Path) -> None:
     """A branch trains on from an older step: the old attempt's later steps are not what it waits for."""
     run = tmp_path / "run"
-    first = Process(run, runtime)
-    first.do("start", None, 0, None)
-    first.do("slots", 3)
+    first = begun_process(run, runtime)
     first.do("snapshot", 5, True)
-    first.do("snapshot", 90, True)
-    first.do("committed", 90)
+    first.save(90)
     first.kill()
     second = FakeTrainer(run, runtime)
     parent = AttemptName.parse(first.attempt)
     second.start(parent, 5)
     second.take_slots()
     assert second.client.status().newest_committed is None
-    second.snapshot(6, persist=True)
-    second.wait_committed(6)
+    saved(second, 6)
     assert second.client.status().newest_committed == 6
     # The next keeper has committed nothing itself, and still says what is.
     kill_keeper(second.folder)

@@ -8,26 +8,17 @@ from pathlib import Path
 from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.region import RECORD_OFFSET, SlotSize
 from flashckpt.memory.slot import SlotRing
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
-from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.keeper.driver import Process, begun, committed, ended, eventually, kill_keeper, runtime_of, saved
 from tests.memory.mounts import small_tmpfs
 
 MIB = 1 << 20
-
-
-def begun(run: Path, base: Path, **options: object) -> FakeTrainer:
-    trainer = FakeTrainer(run, base, **options)  # type: ignore[arg-type]
-    trainer.start()
-    trainer.take_slots()
-    return trainer
 
 
 def test_a_memfd_is_let_go_only_once_a_keeper_has_it(tmp_path: Path, runtime: Path) -> None:
     """The state has outgrown its slots, and the keeper is dead when they are given back."""
     with small_tmpfs(MIB) as base:
         trainer = begun(tmp_path / "run", base, kib=2048)
-        trainer.snapshot(1, persist=True)
-        trainer.wait_committed(1)
+        saved(trainer, 1)
         kill_keeper(trainer.folder)
         trainer.snapshot(2, persist=True)
         trainer.client.release([slot.name for slot in trainer.slots])
@@ -36,15 +27,13 @@ def test_a_memfd_is_let_go_only_once_a_keeper_has_it(tmp_path: Path, runtime: Pa
         assert trainer.client._held.held == {}
         eventually(lambda: committed(trainer.run) == [1, 2])
         trainer.slots = []
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
+        ended(trainer)
 
 
 def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(tmp_path: Path, runtime: Path) -> None:
     trainer = begun(tmp_path / "run", runtime)
     old = {slot.name for slot in trainer.slots}
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     trainer.client.release(sorted(old))
     # The newest stays until a newer one is sealed.
     eventually(lambda: len(old & set(trainer.folder.names())) == 1)
@@ -55,8 +44,7 @@ def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(tmp_path: Pa
     trainer.slots = [grant.open() for grant in trainer.grants]
     trainer.owners = {grant.name: grant.owner for grant in trainer.grants}
     trainer.ring = SlotRing(trainer.slots)
-    trainer.snapshot(2, persist=True)
-    trainer.wait_committed(2)
+    saved(trainer, 2)
     assert committed(trainer.run) == [1, 2]
     eventually(lambda: not old & set(trainer.folder.names()))
     trainer.end()
@@ -65,8 +53,7 @@ def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(tmp_path: Pa
 def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(tmp_path: Path, runtime: Path) -> None:
     with small_tmpfs(MIB) as base:
         trainer = begun(tmp_path / "run", base, kib=2048)
-        trainer.snapshot(1, persist=True)
-        trainer.wait_committed(1)
+        saved(trainer, 1)
         slot, _ = trainer.snapshot(2)
         [damaged] = [each for each in trainer.slots if each.state().state.name == "FREE"]
         os.pwrite(damaged.descriptor, b"\xff", 40)
@@ -74,8 +61,7 @@ def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(tmp_path: Path, runtime: 
         assert eventually(trainer.client.tend)
         slot.request_persist(slot.state().generation)
         trainer.wait_committed(2)
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
+        ended(trainer)
 
 
 def test_nobody_releases_what_another_living_trainer_has(tmp_path: Path, runtime: Path) -> None:
@@ -121,7 +107,6 @@ def test_the_log_is_bounded_while_a_keeper_lives(tmp_path: Path, runtime: Path) 
     with open(log, "ab") as file:
         file.write(b"a line of weeks of a disk that is full\n" * (MIB // 20))
     eventually(lambda: log.stat().st_size < MIB)
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     assert log.stat().st_size < MIB
     trainer.end()

@@ -18,7 +18,7 @@ from flashckpt.commit.attempts import check_not_held, local_owner
 from flashckpt.errors import RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.liveness import TrainerRegistry
-from flashckpt.keeper.protocol import PROTOCOL, SOCKET_NAME, receive
+from flashckpt.keeper.protocol import SOCKET_NAME, receive
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks, is_alive
 from flashckpt.persist.job import Trainer
 from flashckpt.store import open_store
@@ -26,6 +26,7 @@ from tests import run_view
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
+from tests.keeper.test_keeper_refusals import HELLO
 
 # A round of the keeper is a second or more, and it sweeps several times between two. The first count after a
 # moment may be of a round before it, so the sweep between the second and the third is the first that is not.
@@ -115,8 +116,7 @@ def test_it_takes_its_lock_again_and_loses_it_again(job: Job) -> None:
     job.folder.remove(job.lock())
     job.judged()
     assert job.deaths() == []
-    job.trainer.do("end")
-    job.trainer.gone()
+    job.trainer.end()
     eventually(lambda: keeper_pid(job.folder) is None)
     assert not os.path.exists(job.folder.path), "nothing stays behind"
 
@@ -126,11 +126,7 @@ def said_by_another(job: Job, lock: str) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     peer.settimeout(30)
     peer.connect(job.folder.reachable(SOCKET_NAME))
-    hello = {
-        "op": "hello", "protocol": PROTOCOL, "rank": 0, "world": 1, "attempt": str(job.attempt), "lock": lock,
-        "ranks": [0], "keep_last": 3, "keep_every": 0, "linger_s": 30.0, "grace_s": 1.0, "environment": {},
-        "stacks_signal": 0, "kill_when_stuck": False,
-    }  # fmt: skip
+    hello = {**HELLO, "attempt": str(job.attempt), "lock": lock, "linger_s": 30.0}
     peer.send(json.dumps(hello).encode())
     assert receive(peer)[0] == {"ok": True}
     return peer
@@ -173,8 +169,7 @@ def test_a_process_that_lives_says_nothing_for_who_does_not(job: Job) -> None:
             peer.close()
         released.child.kill()
     eventually(lambda: job.keeper_descriptors() == open_before)
-    job.trainer.do("end")
-    job.trainer.gone()
+    job.trainer.end()
 
 
 class LateRenewal(RuntimeFolder):

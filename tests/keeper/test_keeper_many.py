@@ -13,7 +13,7 @@ from flashckpt.keeper.client import HeldDescriptors, SlotGrant
 from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
 from flashckpt.memory.held_regions import MAX_REGIONS
 from flashckpt.memory.region import SlotSize, is_region_name
-from tests.keeper.driver import committed, kill_keeper
+from tests.keeper.driver import begun, committed, kill_keeper, saved
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 MOST = 16
@@ -43,9 +43,7 @@ def one_more(trainer: FakeTrainer, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["slots", "constants"])
 def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Path, what: str) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime, kib=4, constants_kib=4)
-    trainer.start()
-    trainer.take_slots(3)
+    trainer = begun(tmp_path / "run", runtime, kib=4, constants_kib=4, slots=3)
     pid = keeper_pid(trainer.folder)
     for larger in range(MAX_REGIONS // MOST - 1):
         grown(trainer, (16 + larger) << 12)
@@ -56,8 +54,7 @@ def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Pa
     with pytest.raises(KeeperError, match=f"already holds {MAX_REGIONS}"):
         one_more(trainer, what)
     assert region_files(trainer) == MAX_REGIONS, "nothing is left of what it could not take"
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     assert committed(trainer.run) == [1]
     assert keeper_pid(trainer.folder) == pid
     trainer.end()
@@ -76,8 +73,7 @@ def test_memfds_are_handed_over_however_many_they_are(tmp_path: Path, small_disk
     assert len(held) == 2 * MOST + 1 > MAX_DESCRIPTORS
     kill_keeper(trainer.folder)
     assert trainer.client.tend()
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     assert committed(trainer.run) == [1]
     trainer.end()
 
@@ -98,7 +94,7 @@ def test_what_is_let_go_meanwhile_is_not_handed_over() -> None:
     user = threading.Thread(target=use)
     user.start()
     try:
-        for _ in range(10000):
+        for _ in range(2000):
             given = held.nameless()
             assert {os.fstat(each).st_ino for each in given} <= {os.fstat(region).st_ino}
             close_all(given)

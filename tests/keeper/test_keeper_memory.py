@@ -13,14 +13,23 @@ from typing import Any
 
 import pytest
 
-from flashckpt.errors import KeeperError, OutOfSpaceError
+from flashckpt.errors import KeeperError
 from flashckpt.format.layout import PAGE
 from flashckpt.keeper import client
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME, close_all
 from flashckpt.memory.region import SlotSize
 from tests.descriptors import readable
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
+from tests.keeper.driver import (
+    Process,
+    committed,
+    ended,
+    eventually,
+    kill_keeper,
+    runtime_of,
+    saved,
+    the_keeper,
+)
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs
 from tests.memory.policies import DEFAULT, PREFERRED, policy_of
@@ -29,7 +38,7 @@ MIB = 1 << 20
 SIZE = SlotSize(PAGE, MIB)
 
 
-def begun(run: Path, runtime: Path, **options: object) -> FakeTrainer:
+def beginning(run: Path, runtime: Path, **options: object) -> FakeTrainer:
     trainer = FakeTrainer(run, runtime, **options)  # type: ignore[arg-type]
     trainer.start()
     return trainer
@@ -65,9 +74,7 @@ def stop_at(trainer: FakeTrainer, point: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("FLASHCKPT_CRASH_AT", f"{point}:1:stop")
     trainer.client.tend()
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
-    pid = keeper_pid(trainer.folder)
-    assert pid is not None
-    return pid
+    return the_keeper(trainer.folder)
 
 
 def is_stopped(pid: int) -> bool:
@@ -76,7 +83,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def test_what_a_trainer_has_is_never_given_to_it_again(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = beginning(tmp_path / "run", runtime)
     first = names(trainer.client.slots(2, SIZE))
     assert len(first) == 2
     more = names(trainer.client.slots(3, SIZE, have=sorted(first)))
@@ -91,7 +98,7 @@ def test_what_a_trainer_has_is_never_given_to_it_again(tmp_path: Path, runtime: 
 
 
 def test_room_to_grow_is_given_where_there_is_room(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = beginning(tmp_path / "run", runtime)
     [grant] = trainer.client.slots(1, SIZE, SlotSize(PAGE, 3 * MIB))
     assert grant.num_bytes == 2 * PAGE + 3 * MIB
     names([grant])
@@ -99,7 +106,7 @@ def test_room_to_grow_is_given_where_there_is_room(tmp_path: Path, runtime: Path
 
 
 def test_new_memory_prefers_the_node_that_the_trainer_names(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = beginning(tmp_path / "run", runtime)
     [near] = trainer.client.slots(1, SIZE, node=0)
     [other] = trainer.client.slots(2, SIZE, have=[near.name])
     shared = trainer.client.constants(SIZE, node=0)
@@ -113,7 +120,7 @@ def test_new_memory_prefers_the_node_that_the_trainer_names(tmp_path: Path, runt
 def test_a_keeper_that_dies_meanwhile_is_replaced_and_its_successor_answers(
     point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = beginning(tmp_path / "run", runtime)
     pid = stop_at(trainer, point, monkeypatch)
     thread, found = asked(trainer, 3, SIZE)
     eventually(lambda: is_stopped(pid))
@@ -135,8 +142,7 @@ def test_what_was_made_for_a_trainer_that_died_meanwhile_goes(
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
     first.do("start", None, 0, None)
     folder = runtime_of(tmp_path / "run", runtime)
-    pid = keeper_pid(folder)
-    assert pid is not None
+    pid = the_keeper(folder)
     first.do("ask", 3, MIB)
     eventually(lambda: is_stopped(pid))
     first.kill()
@@ -149,7 +155,7 @@ def test_what_was_made_for_a_trainer_that_died_meanwhile_goes(
 def test_who_lets_its_run_go_waits_no_longer(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = beginning(tmp_path / "run", runtime)
     pid = stop_at(trainer, "slots.taken", monkeypatch)
     thread, found = asked(trainer, 3, SIZE)
     eventually(lambda: is_stopped(pid))
@@ -168,7 +174,7 @@ def test_a_keeper_that_comes_as_another_answers_has_what_was_given(
     """Between the answer's arrival and the moment at which this trainer holds what came with it."""
     heard = client.receive
     with small_tmpfs(MIB) as small:
-        trainer = begun(tmp_path / "run", small if kind == "memfd" else runtime, kib=2048)
+        trainer = beginning(tmp_path / "run", small if kind == "memfd" else runtime, kib=2048)
 
         def another_comes(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
             answer = heard(peer)
@@ -186,11 +192,9 @@ def test_a_keeper_that_comes_as_another_answers_has_what_was_given(
         told = trainer.client.call({"op": "describe"})["keeper"]["regions"]
         assert {slot.name for slot in trainer.slots} <= {row["name"] for row in told}
         assert len(told) == 3, "nothing is given twice"
-        trainer.snapshot(1, persist=True)
-        trainer.wait_committed(1)
+        saved(trainer, 1)
         assert committed(trainer.run) == [1]
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
+        ended(trainer)
 
 
 @pytest.mark.parametrize("point", ["slots.taken", "memory.made"])
@@ -198,7 +202,7 @@ def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
     point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was stopped while it made slots, and goes on once another has given them."""
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = beginning(tmp_path / "run", runtime)
     pid = stop_at(trainer, point, monkeypatch)
     thread, found = asked(trainer, 3, SIZE)
     eventually(lambda: is_stopped(pid))
@@ -221,7 +225,7 @@ def test_memory_is_had_though_another_keeper_was_elected_as_one_was_connected_to
     tmp_path: Path, runtime: Path
 ) -> None:
     """Its lock was looked at before that, and its socket found after it."""
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = beginning(tmp_path / "run", runtime)
     assert trainer.client._known is not None
     trainer.client._known = ((0, 0), trainer.client._known[1])
     assert len(names(trainer.client.slots(3, SIZE))) == 3
@@ -231,7 +235,7 @@ def test_memory_is_had_though_another_keeper_was_elected_as_one_was_connected_to
 def test_an_answer_that_nobody_took_answers_no_other_question(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = beginning(tmp_path / "run", runtime)
     heard = client.receive
 
     def interrupted(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -242,23 +246,4 @@ def test_an_answer_that_nobody_took_answers_no_other_question(
     with pytest.raises(KeyboardInterrupt):
         trainer.client.tend()
     assert trainer.client.status().keeper
-    trainer.end()
-
-
-def test_others_are_served_while_memory_is_taken(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path / "run", runtime)
-    thread, found = asked(trainer, 3, SlotSize(PAGE, 256 * MIB))
-    while thread.is_alive():
-        trainer.client.status()
-    assert isinstance(found[0], set)
-    trainer.end()
-
-
-def test_a_refusal_says_what_was_needed_and_leaves_nothing(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path / "run", runtime)
-    with pytest.raises(OutOfSpaceError) as raised:
-        trainer.client.slots(3, SlotSize(PAGE, 1 << 45))
-    assert raised.value.needed == 2 * SlotSize(PAGE, 1 << 45).region_bytes
-    assert 0 < raised.value.available < 1 << 45
-    assert not regions(trainer)
     trainer.end()

@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.keeper.mirror_upload import MirrorUpload
 from flashckpt.keeper.protocol import RemoteStatus
 from flashckpt.options import Keep, Remote
@@ -28,8 +28,8 @@ from flashckpt.store.base import Store
 from tests.commit.runs import name_of
 from tests.events import ledger
 from tests.folders import contents
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, told
-from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.keeper.driver import begun, committed, ended, eventually, kill_keeper, saved, told
+from tests.keeper.fake import FakeTrainer
 from tests.replication.test_mirror import Tiers
 
 pytestmark = pytest.mark.process
@@ -40,17 +40,8 @@ def there(tmp_path: Path) -> Path:
     return tmp_path / "remote"
 
 
-def begun(tmp_path: Path, runtime: Path, remote: Remote | None, **options: Any) -> FakeTrainer:
-    trainer = FakeTrainer(tmp_path / "run", runtime, **{"keep": 2, "remote": remote, **options})
-    trainer.start()
-    trainer.take_slots()
-    return trainer
-
-
-def saved(trainer: FakeTrainer, *steps: int) -> None:
-    for step in steps:
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
+def mirrored(tmp_path: Path, runtime: Path, remote: Remote, **options: Any) -> FakeTrainer:
+    return begun(tmp_path / "run", runtime, keep=2, remote=remote, **options)
 
 
 def status_of(trainer: FakeTrainer) -> RemoteStatus:
@@ -63,12 +54,6 @@ def arrived(trainer: FakeTrainer, step: int) -> None:
     trainer.wait_for(lambda status: status.remote.newest == step and not status.remote.waits)
 
 
-def ended(trainer: FakeTrainer) -> None:
-    trainer.end()
-    eventually(lambda: keeper_pid(trainer.folder) is None)
-    eventually(lambda: not Path(trainer.folder.path).exists())
-
-
 def of(remote: Path) -> list[int]:
     """What a resume from the remote would see, all of it whole."""
     store = open_store(str(remote))
@@ -79,7 +64,7 @@ def of(remote: Path) -> list[int]:
 def test_each_commit_is_copied_and_the_last_before_the_keeper_leaves(
     tmp_path: Path, runtime: Path, there: Path
 ) -> None:
-    trainer = begun(tmp_path, runtime, Remote(url=str(there), keep=Keep(last=3), compress="zstd"))
+    trainer = mirrored(tmp_path, runtime, Remote(url=str(there), keep=Keep(last=3), compress="zstd"))
     for step in (1, 2, 3, 4):
         saved(trainer, step)
         arrived(trainer, step)
@@ -102,7 +87,7 @@ def test_each_commit_is_copied_and_the_last_before_the_keeper_leaves(
 def test_a_slow_remote_gets_whole_steps_and_holds_up_nothing(
     tmp_path: Path, runtime: Path, faults: Path, there: Path, keeper: int
 ) -> None:
-    trainer = begun(tmp_path, runtime, Remote(url=str(there)))
+    trainer = mirrored(tmp_path, runtime, Remote(url=str(there)))
     (faults / "copy.pause").touch()
     saved(trainer, 1)
     eventually(lambda: (faults / "copy.paused").exists())
@@ -122,7 +107,7 @@ def test_a_slow_remote_gets_whole_steps_and_holds_up_nothing(
 def test_a_keeper_that_is_killed_in_a_copy(
     tmp_path: Path, runtime: Path, faults: Path, there: Path, keeper: int
 ) -> None:
-    trainer = begun(tmp_path, runtime, Remote(url=str(there)))
+    trainer = mirrored(tmp_path, runtime, Remote(url=str(there)))
     saved(trainer, 1)
     arrived(trainer, 1)
     (faults / "copy.pause").touch()
@@ -139,13 +124,12 @@ def test_a_keeper_that_is_killed_in_a_copy(
 
 def test_a_remote_that_hangs(tmp_path: Path, runtime: Path, silent: str) -> None:
     options = {"endpoint": silent, "access_key_id": "a", "secret_access_key": "geheim", "region": "eu"}
-    trainer = begun(tmp_path, runtime, Remote(url="s3://bucket/run", options=options), grace_s=0.5)
+    trainer = mirrored(tmp_path, runtime, Remote(url="s3://bucket/run", options=options), grace_s=0.5)
     saved(trainer, *range(1, 6))
     assert status_of(trainer).waits
     eventually(lambda: committed(trainer.run) == [4, 5])
     began = time.monotonic()
-    trainer.end()
-    eventually(lambda: keeper_pid(trainer.folder) is None)
+    ended(trainer)
     assert time.monotonic() - began >= 0.5
     [line] = [line for line in told(trainer.run, "error", 1) if line["what"] == "mirror"]
     assert line["step"] == 5
@@ -155,7 +139,7 @@ def test_a_remote_that_hangs(tmp_path: Path, runtime: Path, silent: str) -> None
 
 def test_a_remote_that_takes_nothing_and_then_does(tmp_path: Path, runtime: Path, there: Path) -> None:
     there.write_text("a disk that is not mounted")
-    trainer = begun(tmp_path, runtime, Remote(url=str(there)))
+    trainer = mirrored(tmp_path, runtime, Remote(url=str(there)))
     saved(trainer, 1, 2)
     trainer.wait_for(lambda status: status.counts.get("mirror_failed", 0) >= 2)
     assert "NotADirectory" in status_of(trainer).error
@@ -167,50 +151,24 @@ def test_a_remote_that_takes_nothing_and_then_does(tmp_path: Path, runtime: Path
     ended(trainer)
 
 
-def test_a_remote_that_is_full_and_gets_room(tmp_path: Path, runtime: Path, small_disk: Path) -> None:
-    there, filler = small_disk / "remote", small_disk / "filler"
-    trainer = begun(tmp_path, runtime, Remote(url=str(there), keep=Keep(last=2)), kib=512)
-    saved(trainer, 1)
-    arrived(trainer, 1)
-    with open(filler, "wb", buffering=0) as file, suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    saved(trainer, 2, 3, 4)
-    trainer.wait_for(lambda status: status.counts.get("mirror_failed", 0) >= 2)
-    assert "No space" in status_of(trainer).error
-    assert committed(trainer.run) == [3, 4], "retention here waits for no copy either"
-    assert of(there) == [1]
-    filler.unlink()
-    arrived(trainer, 4)
-    assert (status_of(trainer).error, of(there)) == ("", [1, 4])
-    assert not [path for path in there.rglob("*.tmp")]
-    ended(trainer)
-
-
 def test_the_next_attempt_goes_on_with_the_remote(tmp_path: Path, runtime: Path, there: Path) -> None:
-    remote = {"url": str(there), "keep": {"last": 9}}
-    first = Process(tmp_path / "run", runtime, keep=9, remote=remote)
-    first.do("start", "", 0, 0)
-    first.do("slots")
-    for step in (1, 2, 3):
-        first.do("snapshot", step, True)
-        first.do("committed", step)
-    first.kill()
-    second = FakeTrainer(tmp_path / "run", runtime, keep=9, remote=Remote(url=str(there), keep=Keep(last=9)))
-    second.start(AttemptName.parse(first.attempt), 3)
+    remote = Remote(url=str(there), keep=Keep(last=9))
+    first = mirrored(tmp_path, runtime, remote)
+    saved(first, 1, 2)
+    ended(first)
+    second = FakeTrainer(tmp_path / "run", runtime, remote=remote)
+    second.start(first.attempt, 2)
     second.take_slots()
-    saved(second, 4)
-    arrived(second, 4)
+    saved(second, 3)
     ended(second)
-    source, target = open_store(str(second.run)), open_store(str(there))
-    there_now, here_now = View.of(target), View.of(source)
-    assert there_now.visible()[-1] == here_now.visible()[-1] == CommitName(4, second.attempt, 4)
-    assert there_now.parent == here_now.parent == SnapshotId(AttemptName.parse(first.attempt), 3)
+    there_now, here_now = View.of(open_store(str(there))), View.of(second.store)
+    assert there_now.visible()[-1] == here_now.visible()[-1] == CommitName(3, second.attempt, 3)
+    assert there_now.parent == here_now.parent == SnapshotId(first.attempt, 2)
 
 
 def test_a_number_of_steps(tmp_path: Path, runtime: Path, there: Path) -> None:
     """The first that is committed at each multiple or after it, and the last of all."""
-    trainer = begun(tmp_path, runtime, Remote(url=str(there), every=10, keep=Keep(last=9)))
+    trainer = mirrored(tmp_path, runtime, Remote(url=str(there), every=10, keep=Keep(last=9)))
     for step, due in [(4, None), (12, 12), (18, None), (20, 20), (29, None), (45, 45), (47, None)]:
         saved(trainer, step)
         if due is not None:
@@ -221,7 +179,7 @@ def test_a_number_of_steps(tmp_path: Path, runtime: Path, there: Path) -> None:
 
 def test_a_duration(tmp_path: Path, runtime: Path, there: Path) -> None:
     """The first at once, and then none for a day, but the last of all."""
-    trainer = begun(tmp_path, runtime, Remote(url=str(there), every="1d"))
+    trainer = mirrored(tmp_path, runtime, Remote(url=str(there), every="1d"))
     saved(trainer, 1)
     eventually(lambda: status_of(trainer).newest == 1)
     saved(trainer, 2, 3)
@@ -230,7 +188,7 @@ def test_a_duration(tmp_path: Path, runtime: Path, there: Path) -> None:
 
 
 def test_a_remote_that_another_job_has_taken(tmp_path: Path, runtime: Path, there: Path) -> None:
-    trainer = begun(tmp_path, runtime, Remote(url=str(there)), grace_s=86_400.0)
+    trainer = mirrored(tmp_path, runtime, Remote(url=str(there)), grace_s=86_400.0)
     saved(trainer, 1)
     arrived(trainer, 1)
     shutil.rmtree(there)
@@ -242,13 +200,6 @@ def test_a_remote_that_another_job_has_taken(tmp_path: Path, runtime: Path, ther
     lines = [line for line in ledger(trainer.run) if line["event"] == "error"]
     assert "holds another run" in lines[0]["message"]
     assert "did not reach" in lines[-1]["message"]
-
-
-def test_who_names_none_copies_nothing(tmp_path: Path, runtime: Path, there: Path) -> None:
-    trainer = begun(tmp_path, runtime, None)
-    saved(trainer, 1)
-    assert trainer.client.status().remote is None
-    ended(trainer)
 
 
 def test_of_several_nodes_that_of_rank_0_copies_and_deletes(

@@ -18,7 +18,7 @@ from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import half_steps
 from tests.events import ledger
-from tests.keeper.driver import Process, committed, eventually, runtime_of
+from tests.keeper.driver import begun, begun_process, committed, eventually, runtime_of, saved
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 
@@ -27,9 +27,7 @@ def killed_with_its_snapshot_in_memory(run: Path, runtime: Path, **options: floa
     the keeper's process. It is the run's second: to a fresh run in its place it would be the newest."""
     store, _ = open_runtime(run, runtime)
     run_view.end(store, run_view.begin(store))
-    trainer = Process(run, runtime, **options)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
+    trainer = begun_process(run, runtime, **options)
     trainer.do("snapshot", 7, False)
     folder = runtime_of(run, runtime)
     keeper = eventually(lambda: keeper_pid(folder))
@@ -46,11 +44,8 @@ def test_another_run_in_its_place_is_never_written_to(tmp_path: Path, runtime: P
         run.rename(aside)
     else:
         shutil.rmtree(run)
-    fresh = FakeTrainer(run, runtime)
-    fresh.start()
-    fresh.take_slots()
-    fresh.snapshot(1, persist=True)
-    fresh.wait_committed(1)
+    fresh = begun(run, runtime)
+    saved(fresh, 1)
     os.kill(keeper, signal.SIGCONT)
     # It has had every chance once it has left: what it holds it has tried to save, or given up.
     eventually(lambda: not Path(f"/proc/{keeper}").exists())
@@ -75,8 +70,7 @@ def test_a_run_that_was_moved_is_followed(tmp_path: Path, runtime: Path) -> None
     assert [step for _, step in again.survivors()] == [7]
     again.start()
     again.take_slots()
-    again.snapshot(8, persist=True)
-    again.wait_committed(8)
+    saved(again, 8)
     assert keeper_pid(again.folder) == keeper, "the keeper that had the slots has kept them"
     again.end()
     assert 8 in committed(moved)
@@ -96,14 +90,12 @@ def test_recover_finds_what_a_keeper_holds_of_a_moved_run(tmp_path: Path, runtim
     assert not run.exists()
 
 
+@pytest.mark.long
 def test_a_run_that_was_deleted_put_back_and_is_away_now_is_waited_for(tmp_path: Path, runtime: Path) -> None:
     """What the kernel told of its first folder says nothing of the copy."""
     run, copy, away = tmp_path / "run", tmp_path / "copy", tmp_path / "away"
-    trainer = Process(run, runtime, linger_s=3600)
-    trainer.do("start", None, 0, None)
-    trainer.do("slots", 3)
-    trainer.do("snapshot", 3, True)
-    trainer.do("committed", 3)
+    trainer = begun_process(run, runtime, linger_s=3600)
+    trainer.save(3)
     folder, attempt = runtime_of(run, runtime), AttemptName.parse(trainer.attempt)
     assert attempt is not None
 

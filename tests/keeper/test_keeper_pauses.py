@@ -21,7 +21,7 @@ from flashckpt.memory.region import is_region_name
 from flashckpt.persist.job import pause_s
 from flashckpt.store import open_store
 from tests import run_view
-from tests.keeper.driver import eventually, kill_keeper
+from tests.keeper.driver import eventually, kill_keeper, the_keeper
 from tests.keeper.fake import keeper_pid
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of
@@ -95,8 +95,7 @@ def stopped(checkpointer: flashckpt.Checkpointer) -> Iterator[int]:
     client._timeout_s = 1e6
     until(lambda: client._peer is not None, "a connection")
     client._peer.settimeout(1e6)  # type: ignore[union-attr]
-    pid = keeper_pid(client._runtime)
-    assert pid is not None
+    pid = the_keeper(client._runtime)
     os.kill(pid, signal.SIGSTOP)
     try:
         yield pid
@@ -144,30 +143,24 @@ def test_a_run_that_was_closed_stays_ended(
     assert ended() == "closed"
 
 
-def test_a_trainer_in_a_pause_is_seen_to_live(tmp_path: Path, runtime: Path) -> None:
+def test_a_trainer_in_a_pause_is_seen_to_live_and_sees_who_takes_its_run_over(
+    tmp_path: Path, runtime: Path
+) -> None:
     """From another machine there is only the counter: it must not stand still while somebody trains."""
     run = tmp_path / "run"
-    store = open_store(str(run))
-    with attached(run) as checkpointer:
-        name = AttemptName.parse(str(checkpointer._session.attempt))
-        assert name is not None
+    store, checkpointer = open_store(str(run)), attached(run)
+    name = AttemptName.parse(str(checkpointer._session.attempt))
+    assert name is not None
 
-        def count() -> int:
-            found = attempts.alive(store, name)
-            return 0 if found is None else found.count
+    def count() -> int:
+        found = attempts.alive(store, name)
+        return 0 if found is None else found.count
 
-        in_a_pause(checkpointer)
-        for _ in range(3):
-            before = count()
-            until(lambda before=before: count() > before, "the counter")  # type: ignore[misc]
-            assert keeper_pid(checkpointer._session.runtime) is None
-
-
-def test_a_trainer_in_a_pause_sees_who_takes_its_run_over(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    checkpointer = attached(run)
     in_a_pause(checkpointer)
-    newer = run_view.begin(open_store(str(run)))
+    for _ in range(2):
+        before = count()
+        until(lambda before=before: count() > before, "the counter")  # type: ignore[misc]
+    newer = run_view.begin(store)
     until(lambda: checkpointer._keeper_link.superseded_by == str(newer), "the newer attempt")
     assert keeper_pid(checkpointer._session.runtime) is None
     abandon(checkpointer)

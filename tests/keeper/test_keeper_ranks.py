@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +13,7 @@ import pytest
 
 from flashckpt.commit import attempts
 from flashckpt.commit.steps import read_step
-from flashckpt.format.names import AttemptName, CommitName, alive_path
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.store.base import Store
@@ -57,6 +54,11 @@ class Ranks:
         with ThreadPoolExecutor(len(asked)) as threads:
             return list(threads.map(lambda process: process.do(*command), asked))
 
+    def save(self, step: int) -> None:
+        """Persist a step of all ranks."""
+        self.do("snapshot", step, True)
+        self.do("committed", step)
+
     def begin(self, parent: AttemptName | None = None, step: int = 0) -> Ranks:
         """With slots, and where the attempt goes on from written down."""
         before = None if parent is None else str(parent)
@@ -70,10 +72,6 @@ class Ranks:
         """How many regions there are of each rank."""
         names = [rank_of(name) for name in self.folder.names() if is_region_name(name)]
         return {rank: names.count(rank) for rank in sorted(set(names))}
-
-    def failures(self, rank: int) -> set[str]:
-        status = self.processes[rank].do("status")
-        return {each["message"] for each in status["failures"]}
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks or list(self.processes):
@@ -133,27 +131,13 @@ def test_a_keeper_that_was_started_for_nothing_serves_all_ranks_when_the_first_d
     node = ranks(range(2), 2).begin()
     first = the_keeper(node.folder)
     late = _begun_and_stopped(node)
-    node.do("snapshot", 1, True)
-    node.do("committed", 1)
+    node.save(1)
     end([first])
     os.kill(late, signal.SIGCONT)
     eventually(lambda: keeper_pid(node.folder) == late)
-    node.do("snapshot", 2, True)
-    node.do("committed", 2)
+    node.save(2)
     assert is_whole(node.store, 2, node.attempt, 2)
     assert keeper_pid(node.folder) == late
-
-
-def test_who_kills_the_keeper_is_not_surprised_by_one_that_is_on_its_way(ranks: MakeRanks) -> None:
-    node = ranks(range(1), 1).begin()
-    first = the_keeper(node.folder)
-    late = _begun_and_stopped(node)
-    threading.Timer(0.3, os.kill, (late, signal.SIGCONT)).start()
-    assert kill_keeper(node.folder) == first
-    eventually(lambda: not os.path.exists(f"/proc/{late}"))
-    assert keeper_pid(node.folder) is None
-    node.do("tend")
-    assert the_keeper(node.folder) not in (first, late)
 
 
 def _begun_and_stopped(node: Ranks) -> int:
@@ -168,19 +152,6 @@ def _begun_and_stopped(node: Ranks) -> int:
 
     pid: int = eventually(begun)
     return pid
-
-
-def test_who_waits_for_a_rank_that_dies_is_told_which(ranks: MakeRanks) -> None:
-    node = ranks(range(3), 3).begin()
-    node.do("snapshot", 1, True)
-    node.do("committed", 1)
-    node.do("snapshot", 2, True, only=[0, 2])
-    assert node.failures(0) == set()
-    node.kill(1)
-    why = "rank 1 of this node ended before a snapshot of it was sealed"
-    eventually(lambda: node.failures(0) == node.failures(2) == {why})
-    assert 2 not in node.processes[0].do("status")["waiting"], "nobody tries it again"
-    assert files(node.store, 2, node.attempt) == []
 
 
 def test_of_ranks_that_are_killed_the_newest_that_all_have_is_saved(ranks: MakeRanks) -> None:
@@ -203,64 +174,6 @@ def test_slots_of_a_rank_that_the_node_has_no_more_go_once_a_newer_step_is_commi
     eventually(lambda: is_committed(before.store, 3, before.attempt))
     after = ranks([0], 1).begin(before.attempt, 3)
     eventually(lambda: after.slots()[1] == 1)  # what it had sealed, and of the empty ones none
-    after.do("snapshot", 4, True)
-    after.do("committed", 4)
+    after.save(4)
     eventually(lambda: 1 not in after.slots())
     assert read_step(after.store, CommitName(4, after.attempt, 4)).world == 1
-
-
-def test_a_keeper_stays_for_a_restart_where_only_one_rank_has_died(ranks: MakeRanks, tmp_path: Path) -> None:
-    """The launcher stops the others, which end in order: their slots are what all of them go on from."""
-    node = ranks(range(2), 2).begin()
-    node.do("snapshot", 1, True)
-    node.do("committed", 1)
-    before = keeper_pid(node.folder)
-    node.kill(1)
-    told(tmp_path / "run", "death", 1)
-    node.do("end", only=[0])
-    node.processes.pop(0).gone()
-    told(tmp_path / "run", "close", 1)
-    attempt = alive_path(node.attempt)
-    eventually(lambda: json.loads(node.store.read(attempt, 4096))["phase"] == "dead")
-    again = ranks(range(2), 2)
-    assert [[step for _, step in each] for each in again.do("survivors")] == [[1], [1]]
-    assert keeper_pid(node.folder) == before
-
-
-def test_the_end_of_an_attempt_is_written_down_once_no_node_has_a_trainer(
-    ranks: MakeRanks, tmp_path: Path, runtime: Path, other_node: Path
-) -> None:
-    run = tmp_path / "run"
-    here = ranks([0], 2).begin()
-    there = Ranks(run, other_node, [1], 2, here.attempt).begin()
-    here.do("snapshot", 1, True)
-    there.do("snapshot", 1, True)
-    here.do("committed", 1)
-    path = alive_path(here.attempt)
-
-    def ended() -> str:
-        found: str = json.loads(here.store.read(path, 4096))["phase"]
-        return found
-
-    here.kill()
-    told(run, "death", 1)
-    until = time.monotonic() + 1
-    while time.monotonic() < until:
-        assert ended() == "training", "rank 1 trains"
-    there.kill()
-    eventually(lambda: ended() == "dead")
-
-
-def test_two_nodes_commit_and_each_hears_of_it(ranks: MakeRanks, tmp_path: Path, other_node: Path) -> None:
-    here = ranks([0, 1], 4).begin()
-    there = Ranks(tmp_path / "run", other_node, [2, 3], 4, here.attempt).begin()
-    for step in (1, 2, 3):
-        for node in (here, there):
-            node.do("snapshot", step, True)
-    for node in (here, there):
-        node.do("committed", 3)
-    assert keeper_pid(here.folder) != keeper_pid(there.folder)
-    for step in (1, 2, 3):
-        assert is_whole(here.store, step, here.attempt, 4)
-    assert files(here.store, 3, here.attempt)[:3] == ["manifest", "node-00000", "node-00002"]
-    there.kill()

@@ -21,7 +21,7 @@ from flashckpt.keeper.client import connect_or_start
 from flashckpt.keeper.server import Server
 from flashckpt.memory.runtime import RuntimeFolder, enter, trainer_lock_name
 from tests.descriptors import closed_after
-from tests.keeper.driver import eventually
+from tests.keeper.driver import begun, eventually, saved
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 HELLO = {
@@ -36,13 +36,10 @@ REMOTE = {
 
 @pytest.fixture
 def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
-    made = FakeTrainer(tmp_path / "run", runtime)
-    made.start()
-    made.take_slots()
+    made = begun(tmp_path / "run", runtime)
     yield made
     # Whatever was thrown at the keeper, it still serves its trainer.
-    made.snapshot(1, persist=True)
-    made.wait_committed(1)
+    saved(made, 1)
     assert made.client.restarts == 0
     made.end()
 
@@ -81,39 +78,42 @@ MALFORMED: list[bytes] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("data", MALFORMED, ids=lambda data: data[:40].decode(errors="replace"))
-def test_a_malformed_message_closes_its_connection_and_no_other(trainer: FakeTrainer, data: bytes) -> None:
-    peer, pid = connected(trainer), keeper_pid(trainer.folder)
-    peer.send(data)
-    told = answer(peer)
-    assert told is None or told["ok"] is False
-    assert told is None or answer(peer) is None
-    peer.close()
-    trainer.client.status()
-    assert keeper_pid(trainer.folder) == pid, "it is the same keeper that still serves"
+def test_a_malformed_message_closes_its_connection_and_no_other(trainer: FakeTrainer) -> None:
+    pid = keeper_pid(trainer.folder)
+    for data in MALFORMED:
+        peer = connected(trainer)
+        peer.send(data)
+        told = answer(peer)
+        assert told is None or told["ok"] is False, data[:40]
+        assert told is None or answer(peer) is None, data[:40]
+        peer.close()
+        trainer.client.status()
+        assert keeper_pid(trainer.folder) == pid, f"another keeper serves after {data[:40]!r}"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"count": -1}, {"count": 10**9}, {"purpose": 3}, {"purpose": "to have it"}, {"have": "slot"},
-     {"have": [1]}, {"have": ["x"] * 65}, *({"wanted": [1, size]} for size in (0, 1 << 62, 1.5)),
-     *({"needed": sizes} for sizes in (None, 1, [1], [1, 0], [1, True])),
-     {"node": -2}, {"node": 1024}, {"node": None}],
-)  # fmt: skip
-def test_a_request_for_slots_is_bounded(trainer: FakeTrainer, change: dict[str, Any]) -> None:
-    peer = connected(trainer)
-    hello = {**HELLO, "lock": trainer.life.name, "attempt": str(trainer.attempt)}
-    peer.send(json.dumps(hello).encode())
-    assert answer(peer) == {"ok": True}
+BEYOND: list[dict[str, Any]] = [
+    {"count": -1}, {"count": 10**9}, {"purpose": 3}, {"purpose": "to have it"}, {"have": "slot"},
+    {"have": [1]}, {"have": ["x"] * 65}, *({"wanted": [1, size]} for size in (0, 1 << 62, 1.5)),
+    *({"needed": sizes} for sizes in (None, 1, [1], [1, 0], [1, True])),
+    {"node": -2}, {"node": 1024}, {"node": None},
+]  # fmt: skip
+
+
+def test_a_request_for_slots_is_bounded(trainer: FakeTrainer) -> None:
     sizes = {"needed": [1, 1], "wanted": [1, 1]}
     asked = {"op": "memory", "purpose": "slots", "count": 3, **sizes, "have": [], "node": -1}
-    peer.send(json.dumps(asked).encode())
-    assert "slots" in (answer(peer) or {}), "without the change it is a request"
-    peer.send(json.dumps({**asked, **change}).encode())
-    told = answer(peer)
-    assert told is not None
-    assert told["ok"] is False
-    peer.close()
+    for change in BEYOND:
+        peer = connected(trainer)
+        hello = {**HELLO, "lock": trainer.life.name, "attempt": str(trainer.attempt)}
+        peer.send(json.dumps(hello).encode())
+        assert answer(peer) == {"ok": True}
+        peer.send(json.dumps(asked).encode())
+        assert "slots" in (answer(peer) or {}), "without the change it is a request"
+        peer.send(json.dumps({**asked, **change}).encode())
+        told = answer(peer)
+        assert told is not None, change
+        assert told["ok"] is False, change
+        peer.close()
 
 
 def test_descriptors_that_nobody_asked_for_are_closed(trainer: FakeTrainer) -> None:

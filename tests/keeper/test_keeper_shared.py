@@ -17,9 +17,19 @@ from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from flashckpt.store import open_store
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of, told
+from tests.keeper.driver import (
+    Process,
+    committed,
+    ended,
+    eventually,
+    kill_keeper,
+    runtime_of,
+    saved,
+    the_keeper,
+    told,
+)
 from tests.keeper.fake import FakeTrainer, keeper_pid
-from tests.keeper.test_keeper_constants import attached, files, named, saved
+from tests.keeper.test_keeper_constants import attached, files, named
 from tests.memory.mounts import small_tmpfs
 
 MIB = 1 << 20
@@ -62,26 +72,11 @@ def process(run: Path, base: Path, *, filled: bool = True) -> Process:
     return trainer
 
 
-def test_the_shard_is_written_once_whatever_step_names_the_region(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime)
-    for step in range(1, 6):
-        saved(trainer, step)
-    [file] = files(trainer)
-    sizes = [line["num_bytes"] for line in told(trainer.run, "persist", 5)]
-    own = trainer.layout.num_bytes
-    assert sizes == [own + file.stat().st_size, own, own, own, own]
-    assert {named(trainer.run, step).shard.file for step in range(1, 6)} == {file.name}
-    assert committed(trainer.run) == [1, 2, 3, 4, 5]
-    assert verify(open_store(str(trainer.run))).ok
-    trainer.end()
-
-
 def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     first = process(run, runtime)
     folder = runtime_of(run, runtime)
-    first.do("snapshot", 1, True)
-    first.do("committed", 1)
+    first.save(1)
     slot, _ = first.do("snapshot", 2, False)
     [name] = regions(folder)
     first.kill()
@@ -93,8 +88,7 @@ def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: 
     second.start(AttemptName.parse(first.attempt), 2, slot)
     assert second.keep_region(name) == name
     second.take_slots()
-    for step in (3, 4, 5, 6):
-        saved(second, step)
+    saved(second, 3, 4, 5, 6)
     # No snapshot in memory is the first attempt's any more: the region is the second's now.
     assert regions(folder) == [name]
     [old] = run.glob(f"data/{first.attempt}/*/frozen-*")
@@ -113,8 +107,7 @@ def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: 
     run = tmp_path / "run"
     first = process(run, runtime)
     folder = runtime_of(run, runtime)
-    first.do("snapshot", 1, True)
-    first.do("committed", 1)
+    first.save(1)
     [name] = regions(folder)
     first.kill()
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
@@ -123,8 +116,7 @@ def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: 
     image = second.image
     second.without_constants()
     second.take_slots()
-    for step in (2, 3, 4):
-        saved(second, step)
+    saved(second, 2, 3, 4)
     assert second.region is not None
     assert not any(sealed.record.constants_nonce for slot in second.slots if (sealed := slot.sealed()))
     swept(folder)
@@ -153,8 +145,7 @@ def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(
     """Its trainer has let go of it, and goes on without constants."""
     trainer = attached(tmp_path / "run", runtime)
     [name] = regions(trainer.folder)
-    for step in (1, 2):
-        saved(trainer, step)
+    saved(trainer, 1, 2)
     assert trainer.region is not None
     trainer.client.release([name])
     trainer.region.close()
@@ -176,35 +167,15 @@ def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(
     trainer.end()
 
 
-def test_it_outlives_its_trainer_for_what_is_still_to_be_persisted(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    trainer = process(run, runtime)
-    folder = runtime_of(run, runtime)
-    trainer.do("snapshot", 1, False)
-    trainer.kill()
-    eventually(lambda: committed(run) == [1])
-    assert len(regions(folder)) == 1, "a new attempt may resume from memory"
-    kill_keeper(folder)
-    assert len(regions(folder)) == 1
-
-
-@pytest.mark.parametrize("end", ["closed", "killed"])
-def test_a_region_that_was_never_sealed_goes_with_its_trainer(
-    tmp_path: Path, runtime: Path, end: str
-) -> None:
+def test_a_region_that_was_never_sealed_goes_with_its_trainer(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     trainer = process(run, runtime, filled=False)
     folder = runtime_of(run, runtime)
     name = trainer.do("ask region")
     assert regions(folder) == [name]
-    trainer.do("snapshot", 1, True)
-    trainer.do("committed", 1)
+    trainer.save(1)
     assert regions(folder) == [name], "its trainer lives and may fill it"
-    if end == "closed":
-        trainer.do("end")
-        trainer.gone()
-    else:
-        trainer.kill()
+    trainer.end()
     eventually(lambda: not os.path.exists(folder.path) or regions(folder) == [])
     assert committed(run) == [1]
 
@@ -222,19 +193,6 @@ def test_a_region_that_its_trainer_died_writing_goes(tmp_path: Path, runtime: Pa
     trainer.kill()
     eventually(lambda: regions(folder) == [])
     eventually(lambda: committed(run) == [1])
-
-
-def test_a_new_keeper_has_the_named_region_again(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime)
-    [name] = regions(trainer.folder)
-    kill_keeper(trainer.folder)
-    trainer.snapshot(1, persist=True)
-    assert trainer.client.tend()
-    trainer.wait_committed(1)
-    assert regions(trainer.folder) == [name]
-    assert committed(trainer.run) == [1]
-    assert len(files(trainer)) == 1
-    trainer.end()
 
 
 def test_a_new_keeper_keeps_a_region_that_no_snapshot_names_yet(tmp_path: Path, runtime: Path) -> None:
@@ -265,8 +223,7 @@ def test_a_new_keeper_is_handed_a_region_without_a_name(tmp_path: Path, runtime:
         assert held_memfds(pid, "constants-") == 1  # type: ignore[arg-type]
         assert committed(trainer.run) == [1]
         assert len(files(trainer)) == 1
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
+        ended(trainer)
 
 
 def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(
@@ -276,8 +233,7 @@ def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(
         trainer = attached(tmp_path / "run", base, filled=False)
         grant = trainer.ask_region()
         os.close(grant.descriptor)
-        pid = keeper_pid(trainer.folder)
-        assert pid is not None
+        pid = the_keeper(trainer.folder)
         assert held_memfds(pid, grant.name) == held_memfds(os.getpid(), grant.name) == 1
         trainer.client.release([grant.name])
         eventually(lambda: held_memfds(pid, grant.name) == 0)
@@ -285,16 +241,14 @@ def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(
         assert held_memfds(os.getpid(), grant.name) == 0
         saved(trainer, 1)
         assert committed(trainer.run) == [1]
-        trainer.end()
-        eventually(lambda: keeper_pid(trainer.folder) is None)
+        ended(trainer)
 
 
 def test_what_both_left_with_a_named_region_is_persisted_whole(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     first = process(run, runtime)
     folder = runtime_of(run, runtime)
-    pid = keeper_pid(folder)
-    assert pid is not None
+    pid = the_keeper(folder)
     os.kill(pid, signal.SIGSTOP)
     slot, _ = first.do("snapshot", 1, False)
     [name] = regions(folder)

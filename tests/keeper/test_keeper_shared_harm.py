@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.verification import verify
+from flashckpt.format import metadata
+from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotState
@@ -16,12 +18,21 @@ from flashckpt.persist.job import Incomplete, StepJob
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests.events import ledger
-from tests.keeper.driver import Process, committed, eventually, kill_keeper, runtime_of
+from tests.keeper.driver import (
+    Process,
+    begun,
+    committed,
+    eventually,
+    kill_keeper,
+    runtime_of,
+    saved,
+    the_keeper,
+)
 from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
 from tests.keeper.jobs import job_of
 from tests.keeper.region import write_constants
 from tests.keeper.test_keeper_constants import alone as alone
-from tests.keeper.test_keeper_constants import attached, files, named, saved
+from tests.keeper.test_keeper_constants import attached, files
 from tests.keeper.test_keeper_shared import process, regions
 
 
@@ -47,11 +58,8 @@ def last_error(run: Path) -> str:
 def left(run: Path, base: Path, *, committed_steps: tuple[int, ...] = ()) -> tuple[str, str, RuntimeFolder]:
     """Both are killed with step 7 in memory and nowhere else. Returns its attempt and its slot's name."""
     first, folder = process(run, base), runtime_of(run, base)
-    for step in committed_steps:
-        first.do("snapshot", step, True)
-        first.do("committed", step)
-    pid = keeper_pid(folder)
-    assert pid is not None
+    first.save(*committed_steps)
+    pid = the_keeper(folder)
     os.kill(pid, signal.SIGSTOP)
     slot, _ = first.do("snapshot", 7, False)
     first.kill()
@@ -74,41 +82,6 @@ def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
     trainer.fill_region()
     saved(trainer, 2)
     assert committed(trainer.run) == [2]
-    trainer.end()
-
-
-def test_a_byte_flipped_once_the_shard_stands_stops_no_step(tmp_path: Path, runtime: Path) -> None:
-    """The digests of its boundary are those of the file: what the file holds is what the step had."""
-    trainer = attached(tmp_path / "run", runtime)
-    saved(trainer, 1)
-    flip_of(trainer)
-    for step in (2, 3):
-        saved(trainer, step)
-    [file] = files(trainer)
-    assert {named(trainer.run, step).shard.file for step in (1, 2, 3)} == {file.name}
-    assert committed(trainer.run) == [1, 2, 3]
-    assert verify(open_store(str(trainer.run))).ok
-    trainer.end()
-
-
-def test_the_audit_of_an_idle_keeper_looks_into_the_region(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime)
-    saved(trainer, 1)
-    flip_of(trainer)
-    slot, generation = trainer.snapshot(2)
-    eventually(lambda: slot.torn[0] == generation)
-    [line] = eventually(lambda: [line for line in ledger(trainer.run) if line["event"] == "torn"])
-    assert line["leaves"] == ["base.weight"]
-    trainer.end()
-
-
-def test_the_audit_of_an_idle_keeper_finds_a_sound_region_sound(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime)
-    slot, generation = trainer.snapshot(1)
-    trainer.wait_for(lambda status: status.counts.get("audited"))
-    assert slot.torn == (0, ())
-    assert slot.state().generation == generation
-    assert slot.state().state is SlotState.SEALED
     trainer.end()
 
 
@@ -177,15 +150,6 @@ def order(trainer: FakeTrainer, step: int, region: Slot) -> StepJob:
     return job_of(trainer, slot, region)
 
 
-def test_a_header_that_is_none_is_never_written(alone: FakeTrainer) -> None:
-    region = alone.region
-    assert region is not None
-    region.image_view[20] ^= 1
-    outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, region))
-    assert outcome.incomplete is Incomplete.TORN
-    assert files(alone) == []
-
-
 def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
     """Its bytes may be right by chance; who wrote them has not said that they are."""
     region = alone.region
@@ -241,3 +205,51 @@ def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runt
     eventually(lambda: keeper_pid(folder) is None)
     assert slot in folder.names(), "it is not for a keeper to say that nobody has the region"
     assert committed(run) == []
+
+
+@pytest.mark.parametrize("persist", [True, False], ids=["persisted", "audited"])
+def test_of_the_constants_only_those_that_differ_are_named(
+    tmp_path: Path, runtime: Path, persist: bool
+) -> None:
+    trainer = begun(tmp_path / "run", runtime, kib=16, constants_kib=16)
+    slot, generation = trainer.write(1) or pytest.fail("no slot")
+    names = [leaf.name for leaf in trainer.image.leaves]
+    changed = names.index("base.scale")
+    place = metadata.geometry(*trainer.sizes()).table + 8 * changed
+    slot.metadata_view[place : place + 8] = bytes(8)
+    if persist:
+        slot.request_persist(generation)
+    trainer.seal(slot, generation)
+    eventually(lambda: slot.torn[0] == generation)
+    assert slot.torn[1] == (changed,)
+    trainer.end()
+
+
+def kinds(trainer: FakeTrainer) -> set[str]:
+    return {grant.kind for grant in trainer.grants}
+
+
+@pytest.mark.usefixtures("runtime")
+def test_slots_do_not_outlive_the_region_that_they_name(tmp_path: Path, small_disk: Path) -> None:
+    """Small ones would have room where the region has none, and be found without it."""
+    trainer = begun(tmp_path / "run", small_disk, kib=16, constants_kib=9000)
+    assert (kinds(trainer), trainer.region_kind) == ({"memfd"}, "memfd")
+    saved(trainer, 1)
+    trainer.end()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_named_slots_of_before_are_not_given_beside_a_region_without_a_name(
+    tmp_path: Path, small_disk: Path
+) -> None:
+    """They would be found without it, once all processes are dead."""
+    first = begun(tmp_path / "run", small_disk, kib=16)
+    assert kinds(first) == {"named"}
+    saved(first, 1)
+    first.client.release([slot.name for slot in first.slots])
+    first.constants = constants_for(9000)
+    first.image = SlotImage(first.layout, first.constants)
+    first.take_slots()
+    assert (kinds(first), first.region_kind) == ({"memfd"}, "memfd")
+    saved(first, 2)
+    first.end()

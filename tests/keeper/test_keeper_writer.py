@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,66 +13,35 @@ import pytest
 from flashckpt import _native
 from flashckpt.commit.commit_step import collect
 from flashckpt.commit.view import View
-from flashckpt.format.names import SnapshotId
-from flashckpt.memory.slot import Slot, Word
-from flashckpt.persist.job import JobState, StepOutcome
+from flashckpt.persist.job import JobState
 from flashckpt.persist.writer import Writer
-from tests import run_view
-from tests.events import ledger
-from tests.keeper.driver import committed, eventually
+from tests.keeper.driver import begun, committed
 from tests.keeper.fake import FakeTrainer
 from tests.keeper.jobs import job_of
 
 
 @pytest.fixture
 def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
-    made = FakeTrainer(tmp_path / "run", runtime, keep=1)
-    made.start()
-    made.take_slots()
+    made = begun(tmp_path / "run", runtime, keep=1)
     yield made
     made.end()
-
-
-def persisted(
-    trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch, after_write: Callable[[Slot, Word], object]
-) -> StepOutcome:
-    """Persist step 1, with something that happens when its bytes are on the disk for the first time."""
-    slot, _ = trainer.snapshot(1)
-    write = _native.write_file
-    happened: list[bool] = []
-
-    def write_file(*arguments: Any, **named: Any) -> Any:
-        result = write(*arguments, **named)
-        if not happened:
-            happened.append(True)
-            after_write(slot, slot.state())
-        return result
-
-    monkeypatch.setattr(_native, "write_file", write_file)
-    # Pinned in this trainer's name: the node's keeper takes no pin away whose owner lives.
-    return Writer(trainer.store, "0123abcd").persist(job_of(trainer, slot))
-
-
-def test_a_snapshot_that_the_next_attempt_resumes_from_meanwhile_is_committed(
-    trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshot = SnapshotId(trainer.attempt, 1)
-
-    def restart(slot: Slot, pinned: Word) -> None:
-        run_view.begin(trainer.store, snapshot, 1)
-
-    outcome = persisted(trainer, monkeypatch, restart)
-    # It was written again, into the folder of the new attempt.
-    assert outcome.state is JobState.COMMITTED, outcome.message
-    assert [each.id for each in View.of(trainer.store).visible()] == [snapshot]
-    assert committed(trainer.run) == [1]
 
 
 def test_what_was_not_pinned_to_the_end_is_not_published(
     trainer: FakeTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A keeper that was stopped: another one took the pin away, and the trainer wrote the slot anew."""
-    outcome = persisted(trainer, monkeypatch, lambda slot, pinned: slot.unpin(pinned))
+    slot, _ = trainer.snapshot(1)
+    write = _native.write_file
+
+    def write_file(*arguments: Any, **named: Any) -> Any:
+        result = write(*arguments, **named)
+        slot.unpin(slot.state())
+        return result
+
+    monkeypatch.setattr(_native, "write_file", write_file)
+    # Pinned in this trainer's name: the node's keeper takes no pin away whose owner lives.
+    outcome = Writer(trainer.store, "0123abcd").persist(job_of(trainer, slot))
     assert outcome.state is JobState.FAILED
     assert all(slot.persisted == 0 for slot in trainer.slots)
     assert committed(trainer.run) == []
@@ -82,9 +51,7 @@ def test_what_was_not_pinned_to_the_end_is_not_published(
 def test_a_deletion_beside_it_keeps_the_frozen_leaves_that_are_written(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime, constants_kib=16)
-    trainer.start()
-    trainer.take_slots()
+    trainer = begun(tmp_path / "run", runtime, constants_kib=16)
     trainer.fill_region()
     slot, _ = trainer.snapshot(1)
     writer, write, found = Writer(trainer.store, "0123abcd"), _native.write_file, list[str]()
@@ -117,16 +84,3 @@ def test_nothing_is_safe_where_the_run_was_before_it_was_moved(trainer: FakeTrai
     assert slot.persisted == 0
     assert not trainer.run.exists()
     away.rename(trainer.run)
-
-
-def test_old_steps_go_after_the_commit_was_told(trainer: FakeTrainer) -> None:
-    for step in range(1, 5):
-        trainer.snapshot(step, persist=True)
-        trainer.wait_committed(step)
-    eventually(lambda: committed(trainer.run) == [3, 4])
-    steps = eventually(
-        lambda: sum((line["steps"] for line in ledger(trainer.run) if line["event"] == "prune"), [])
-    )
-    events = [line["event"] for line in ledger(trainer.run)]
-    assert events.index("prune") > events.index("commit")
-    assert steps[0] == 1

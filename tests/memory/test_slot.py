@@ -209,7 +209,7 @@ def test_two_processes_begin_one_slot_once(slot: Slot) -> None:
         "import sys; from flashckpt.memory.slot import Slot; owner=int(sys.argv[2]);"
         "slot=Slot.open(int(sys.argv[1]), map_image=False); won=[];"
         "print('ready', flush=True); sys.stdin.read(1)\n"
-        "while len(won) < 20000:\n"
+        "while len(won) < 5000:\n"
         "    g = slot.begin(owner)\n"
         "    if g is not None:\n"
         "        won.append(g); assert slot.abandon(owner, g)\n"
@@ -230,7 +230,7 @@ def test_two_processes_begin_one_slot_once(slot: Slot) -> None:
         child.stdin.write("x")
         child.stdin.flush()
     won = [int(each) for child in children for each in child.communicate(timeout=240)[0].split()]
-    assert sorted(won) == list(range(1, 40001))
+    assert sorted(won) == list(range(1, 10001))
 
 
 def test_owners_are_given_indexes_and_the_dead_are_replaced(slot: Slot) -> None:
@@ -268,6 +268,8 @@ def test_words_between_trainer_and_keeper(slot: Slot) -> None:
     assert slot.complete == (999_999_999, 2**34 - 1)
     assert slot.heartbeat == (12, 13, 2, 14)
     assert page.TORN_LEAVES_OFFSET + 8 * page.TORN_LEAVES <= page.BOUNDARIES_OFFSET
+    assert page.RECORD_OFFSET + page.RECORD_BYTES <= page.OWNERS_OFFSET
+    assert page.OWNERS_OFFSET + page.OWNERS * page.OWNER_BYTES <= mmap.PAGESIZE
 
 
 class TestRing:
@@ -413,7 +415,9 @@ class TestMetadata:
         return block
 
     def test_lengths_beyond_the_room_are_refused(self) -> None:
-        for lengths in ((1 << 62, 2, 7), (10, 1 << 61, 7), (10, 2, 1 << 62), (10, 2, 1 << 20)):
+        for lengths in (
+            (1 << 62, 2, 7), (10, 1 << 61, 7), (10, 2, 1 << 62), (10, 2, 1 << 20), (10, 2, 7, 1 << 62)
+        ):  # fmt: skip
             block = self.block()
             block[:64] = metadata.header(*lengths)
             with pytest.raises(DamagedError):
@@ -432,44 +436,6 @@ class TestMetadata:
         with pytest.raises(DamagedError):
             metadata.Metadata.unpack(block[:63])
 
-    def with_constants(self, constants: Layout, flags: int = 0) -> bytearray:
-        plan, fixed = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(constants)
-        count = len(LAYOUT.leaves) + len(constants.leaves)
-        places = metadata.geometry(len(plan), count, len(VALUES), len(fixed))
-        block = bytearray(places.num_bytes)
-        block[:64] = metadata.header(len(plan), count, len(VALUES), len(fixed))
-        block[12] = flags
-        block[places.plan : places.plan + len(plan)] = plan
-        block[places.constants : places.constants + len(fixed)] = fixed
-        block[places.table : places.values] = array("Q", range(count)).tobytes()
-        block[places.values :] = VALUES
-        return block
-
-    def test_constants_come_back_behind_the_leaves(self) -> None:
-        constants = Layout.of([Leaf(name="z", dtype="int64", shape=(2,), aliases=("y",))])
-        found = metadata.Metadata.unpack(self.with_constants(constants))
-        assert (found.layout, found.constants, found.values) == (LAYOUT, constants, VALUES)
-        assert found.leaves == LAYOUT.leaves + constants.leaves
-        assert list(found.digests) == list(range(len(found.leaves)))
-        without = metadata.Metadata.unpack(self.block())
-        assert (without.constants, without.image.constants_bytes) == (None, 0)
-
-    def test_constants_that_cannot_be_are_refused(self) -> None:
-        own = LAYOUT.leaves[0]
-        for constants, why in (
-            (Layout.of([own]), "outdated"),
-            (Layout.of([Leaf(name="z", dtype="int64", shape=(2,), aliases=(own.name,))]), "another leaf"),
-            (Layout.of([]), "outdated"),
-        ):
-            with pytest.raises(DamagedError, match=why):
-                metadata.Metadata.unpack(self.with_constants(constants))
-        with pytest.raises(DamagedError, match="flags"):
-            metadata.Metadata.unpack(self.with_constants(Layout.of([own]), flags=2))
-        block = self.block()
-        block[40:48] = (1 << 62).to_bytes(8, "little")
-        with pytest.raises(DamagedError, match="bounds"):
-            metadata.Metadata.unpack(block)
-
     def test_strides_and_aliases_come_back(self) -> None:
         leaf = Leaf(name="ä", dtype="complex64", shape=(2, 2), stride=(1, 2), aliases=("z", "y"))
         layout = Layout.of([leaf, replace(leaf, name="0d", shape=(), stride=None, aliases=())])
@@ -480,10 +446,3 @@ class TestMetadata:
 def flip(slot: Slot, offset: int, bit: int = 1) -> None:
     byte = os.pread(slot.descriptor, 1, offset)[0]
     os.pwrite(slot.descriptor, bytes([byte ^ bit]), offset)
-
-
-def test_the_page_is_a_page() -> None:
-    assert page.OWNERS_OFFSET + page.OWNERS * page.OWNER_BYTES <= mmap.PAGESIZE
-    assert page.RECORD_OFFSET + page.RECORD_BYTES <= page.OWNERS_OFFSET
-    assert re.fullmatch(r"slot-\d{5}-\d+-[0-9a-f]{16}", region.region_name(1, 2, 3))
-    assert not region.is_region_name("slot-00001-2-3")

@@ -85,7 +85,7 @@ EDGES = {"pp": 2, "pp of one": 1, "pp of three": 3}
 
 
 def built(kind: str, world: int, *, is_tied: bool = True) -> Live:
-    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "fsdp1", "fsdp1 flat", "tp", "hsdp",
+    """A state whose tensors hold nothing yet. kind: "whole", "fsdp", "fsdp1", "fsdp1 flat", "hsdp",
     "fsdp+tp", or of EDGES."""
     model = Net(is_tied=is_tied)
     if kind == "fsdp":
@@ -97,8 +97,6 @@ def built(kind: str, world: int, *, is_tied: bool = True) -> Live:
         return live_of(model, flat(model, use_orig_params=True))
     elif kind == "fsdp1 flat":
         return live_of(model, flat(model, use_orig_params=False))
-    elif kind == "tp":
-        _in_columns(model, init_device_mesh("cpu", (world,)))
     elif kind == "hsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s")))
     elif kind == "fsdp+tp":
@@ -198,71 +196,49 @@ def _walk(live: Live) -> Any:
 GRADIENT = 5.0
 
 
-def accumulated(live: Live, *, zeros: bool = False) -> None:
-    """Gradients of a micro-batch that no step has used yet, or zeros in their place; FSDP1 has none of what
-    it has nothing of on this rank."""
-    for parameter in live.model.parameters():
-        if local(parameter).numel():
-            parameter.grad = torch.full_like(parameter, 0.0 if zeros else GRADIENT)
-
-
-def saved_between_steps(store: Store, kind: str, world: int, *, zeros: bool) -> run_view.Record:
-    """A committed step of that layout that has gradients."""
-    ranks, values = [], []
-    for rank in range(world):
-        with one_of(world, rank):
-            live = built(kind, world)
-            stepped(live)
-            fill(live, rank)
-            accumulated(live, zeros=zeros)
-            walk = live.tree.walk(lambda parameter, gradient: False)
-            ranks.append([held for leaf in walk.leaves if (held := _held(leaf, True))])
-            torch.manual_seed(rank)
-            values.append(_encoded(live.tree.values(lambda parameter, gradient: False), world))
-    return committed(store, ranks, values=values)
-
-
 def saved(
     store: Store,
     kind: str,
     world: int,
     *,
-    shares: bool = True,
     is_tied: bool = True,
+    gradient: float | None = None,
     seed: Callable[[int], int] = int,
 ) -> run_view.Record:
-    """A committed step of that layout. shares: what is declared to be alike is written once. seed: that of
-    the random numbers of a rank."""
+    """A committed step of that layout. gradient: all values of the gradients of a micro-batch that no step
+    has used yet. seed: that of the random numbers of a rank."""
+
+    def is_used_up(parameter: object, of: object) -> bool:
+        return gradient is None
+
     ranks, values = [], []
     for rank in range(world):
         with one_of(world, rank):
             live = built(kind, world, is_tied=is_tied)
             stepped(live)
             fill(live, rank)
-            ranks.append([held for leaf in _walk(live).leaves if (held := _held(leaf, shares))])
-            values.append(_values(live, seed(rank), world))
+            for parameter in live.model.parameters():
+                if gradient is not None and local(parameter).numel():
+                    parameter.grad = torch.full_like(parameter, gradient)
+            ranks.append([_held(leaf) for leaf in live.tree.walk(is_used_up).leaves])
+            torch.manual_seed(seed(rank))
+            values.append(_encoded(live.tree.values(is_used_up), world))
     return committed(store, ranks, values=values)
 
 
-def _held(leaf: LiveLeaf, shares: bool) -> Held:
+def _held(leaf: LiveLeaf) -> Held:
     here, region = local(leaf.tensor).detach(), region_of(leaf)
     whole = np.zeros(whole_shape(leaf), here.numpy().dtype)
     index = tuple(slice(at, at + n) for at, n in zip(region.start, region.shape, strict=True))
     whole[index] = here.numpy()
-    writer = None
-    if shares and leaf.replicas:
-        writer = leaf.replicas[zlib.crc32(leaf.name.encode()) % len(leaf.replicas)]
-    return Held(leaf.name, whole, region, tuple(leaf.aliases), writer, leaf.replicas if shares else ())
+    # What is declared to be alike is written once.
+    writer = leaf.replicas[zlib.crc32(leaf.name.encode()) % len(leaf.replicas)] if leaf.replicas else None
+    return Held(leaf.name, whole, region, tuple(leaf.aliases), writer, leaf.replicas)
 
 
 def held_by(live: Live) -> dict[str, bytes]:
     """All bytes of a live state, by name."""
     return {leaf.name: local(leaf.tensor).detach().numpy().tobytes() for leaf in _walk(live).leaves}
-
-
-def _values(live: Live, seed: int, world: int) -> Mapping[str, Any]:
-    torch.manual_seed(seed)
-    return _encoded(live.tree.values(lambda parameter, gradient: True), world)
 
 
 def values_of(entries: Mapping[str, Any], world: int = 2) -> Mapping[str, Any]:

@@ -81,21 +81,6 @@ def zeroed(tree: Tree) -> None:
             leaf.tensor.detach().zero_()
 
 
-@pytest.mark.parametrize("count", [1, 100, 3000])
-def test_the_host_waits_once_whatever_the_number_of_leaves(make: Callable[..., Counting], count: int) -> None:
-    tree = Tree({"held": held([11 + index % 7 for index in range(count)])})
-    snapshot, expected = snapshot_of(tree)
-    zeroed(tree)
-    device = make(tree)
-    fill(tree, snapshot, 1, [device])
-    assert now(tree) == expected
-    assert device.synchronised == 1
-    assert len(device.pinned) <= 3
-    # Each leaf is one copy, or two where it crosses the end of a buffer; a mark for each full buffer.
-    turns = sum(map(len, expected.values())) // BUFFER
-    assert count <= device.compute.enqueued <= count + 2 * turns
-
-
 def test_nothing_of_a_full_buffer_is_waited_for_before_its_next_turn(
     make: Callable[..., Counting],
 ) -> None:

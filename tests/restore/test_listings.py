@@ -26,7 +26,7 @@ from tests.commit.runs import HOLDER
 from tests.restore.sharded import Held, begun, committed
 from tests.stores.memory_client import MemoryClient
 
-RANKS, RANKS_A_NODE = 2048, 8
+RANKS, RANKS_A_NODE = 512, 8
 MOST_NAMES = 100
 
 

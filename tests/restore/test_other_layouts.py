@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.restore.step_tensors import Parts, StepRanks, TensorSlice, overlapping
-from flashckpt.restore.whole_tensors import WholeTensors, pieces, plan_of
+from flashckpt.restore.whole_tensors import WholeTensors, plan_of
 from flashckpt.runs import load
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
@@ -137,41 +136,16 @@ def test_a_flipped_bit_is_found_where_its_chunk_is_needed_and_there_alone(store:
         flip(store, path, chunk * CHUNK_BYTES + 5)
 
 
-def test_a_file_that_is_missing_or_cut_short_is_said(store: LocalStore) -> None:
-    record = committed(store, [[Held("w", WHOLE, rows(3 * r, 3 * r + 3))] for r in range(2)])
-    path = Path(store.url) / record.shard_path(1)
-    data = path.read_bytes()
-    path.write_bytes(data[:-1])
-    with pytest.raises(DamagedError, match="bytes, where"):
-        read(record, {"w": rows(0, 6)})
-    path.unlink()
-    with pytest.raises(DamagedError, match="missing"):
-        read(record, {"w": rows(0, 6)})
-    assert read(record, {"w": rows(0, 3)})["w"] == WHOLE[:3].tobytes()
-
-
-@settings(max_examples=25, deadline=None)
-@given(data=st.data())
-def test_a_piece_that_is_taken_whole_has_its_digest(data: st.DataObject) -> None:
+def test_a_piece_that_is_taken_whole_has_its_digest(store: LocalStore) -> None:
     """The checksums are right, and what was captured was something else."""
-    whole = data.draw(tensors().filter(lambda each: each.size > 0))
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        region = TensorSlice((0,) * whole.ndim, whole.shape)
-        before = Held("a", np.zeros(data.draw(st.integers(0, 5000)), "complex128"), TensorSlice((0,), (0,)))
-        before.region = TensorSlice((0,), before.whole.shape)
-        record = committed(new_run(f"{folder}/run"), [[before, Held("w", whole, region)]])
-        assert read(record, {"w": region})["w"] == whole.tobytes()
-        rank = record.rank(0)
-        leaves = [leaf.name for leaf in rank.leaves]
-        digests = list(rank.digests)
-        digests[leaves.index("w")] ^= 1
-        object.__setattr__(rank, "digests", tuple(digests))
-        with pytest.raises(DamagedError, match="w is not what was captured"):
-            read(record, {"w": region})
-
-
-def bytes_of(record: run_view.Record, tensors: WholeTensors, leaf: Leaf) -> bytes:
-    return b"".join(piece for _, piece in pieces(record.store, [(leaf, tensors.parts(leaf))], 1))
+    other = Held("a", WHOLE[:2], rows(0, 2, WHOLE[:2]))
+    record = committed(store, [[other, Held("w", WHOLE, rows(0, 6))]])
+    assert read(record, {"w": rows(0, 6)})["w"] == WHOLE.tobytes()
+    rank = record.rank(0)
+    digests = [each ^ (leaf.name == "w") for each, leaf in zip(rank.digests, rank.leaves, strict=True)]
+    object.__setattr__(rank, "digests", tuple(digests))
+    with pytest.raises(DamagedError, match="w is not what was captured"):
+        read(record, {"w": rows(0, 6)})
 
 
 def unsaid(record: run_view.Record, region: TensorSlice, *words: str) -> list[str]:
@@ -283,11 +257,10 @@ def on_mesh(rank: int, mesh: Mesh, order: tuple[int, ...], shape: tuple[int, int
 
 @pytest.mark.parametrize(
     ("mesh", "now"),
-    [((1, 64, 1), (1, 32, 1)), ((1, 16, 4), (1, 8, 4)), ((4, 16, 1), (2, 16, 1)), ((1, 64, 1), (1, 1, 8)),
-     ((4, 16, 1), (1, 32, 1)), ((2, 8, 4), (1, 4, 2))],
+    [((1, 64, 1), (1, 1, 8)), ((4, 16, 1), (1, 32, 1)), ((2, 8, 4), (1, 4, 2))],
     ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 0, 1)], ids=str)
+)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=str)
 def test_a_rank_reads_the_parts_that_it_needs_and_few_others(
     store: LocalStore, mesh: Mesh, now: Mesh, order: tuple[int, ...]
 ) -> None:
@@ -350,7 +323,7 @@ def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) 
         load(store.url)
 
 
-@pytest.mark.parametrize("sizes", [(2,), (3,), (2, 3), (3, 2), (3, 5, 2), (2, 2, 4), (7, 3)])
+@pytest.mark.parametrize("sizes", [(3,), (3, 5, 2), (2, 2, 4)])
 def test_ranks_are_read_that_are_apart_in_each_dimension_of_any_mesh(sizes: tuple[int, ...]) -> None:
     world = int(np.prod(sizes))
     whole = np.zeros(1, "float32")

@@ -75,6 +75,7 @@ def expected(files: Files) -> Iterator[bytes]:
     yield files[NAMES[1]][0]
 
 
+@pytest.mark.parametrize("store", ["local"], indirect=True)
 def test_a_signal_ends_a_read_before_its_end(store: Store, files: Files) -> None:
     class Endless:
         """Storage that answers after the read was cancelled."""
@@ -95,6 +96,7 @@ def test_a_signal_ends_a_read_before_its_end(store: Store, files: Files) -> None
     assert endless.is_cancelled
 
 
+@pytest.mark.parametrize("store", ["local"], indirect=True)
 def test_a_signal_after_an_error_is_raised_once_no_thread_writes(store: Store, files: Files) -> None:
     class Halting:
         """One file fails; another is still read, while a signal's handler raises."""
@@ -149,7 +151,7 @@ def test_a_wrong_byte_of_any_chunk_is_found(files: Files, store: Store) -> None:
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_wrong_digest_of_any_leaf_is_found(files: Files, store: Store, number: int) -> None:
     image, contents = files[NAMES[number]]
-    for index in range(0, len(contents.leaves), 500):
+    for index in range(0, len(contents.leaves), 2000):
         digests = list(contents.digests)
         digests[index] ^= 1
         plan, _ = plan_of({**files, NAMES[number]: (image, replace(contents, digests=tuple(digests)))})

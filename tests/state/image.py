@@ -77,6 +77,25 @@ def restore(tree: Tree, image: Image) -> None:
         assert raw_bytes(live) == raw_bytes(saved.tensor(name)), name
 
 
+def check_continues(
+    build: Callable[[int], Any],
+    train: Callable[..., object],
+    before: range = range(3),
+    after: range = range(3, 6),
+    used_up: Callable[[Any, Tensor], bool] = all_used_up,
+) -> None:
+    """Check that training continues from bytes alone like an uninterrupted one. `build` takes a seed; it
+    returns a tree and what `train` trains. What `train` returns must be equal, too."""
+    tree, *parts = build(0)
+    train(*parts, before)
+    image = capture(tree, used_up)
+    expected = train(*parts, after)
+    again, *others = build(9)
+    restore(again, image)
+    assert train(*others, after) == expected
+    assert_same(tree, again)
+
+
 def contents(tree: Tree, used_up: Callable[[Any, Tensor], bool] = none_used_up) -> dict[str, object]:
     """Return the whole content of a state, to compare two states."""
     walk = tree.walk(used_up)

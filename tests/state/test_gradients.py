@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flashckpt.format.typed import encode_json
 from flashckpt.state.tree import Tree
-from tests.state.image import Image, all_used_up, assert_same, capture, none_used_up, restore
+from tests.state.image import all_used_up, capture, check_continues, none_used_up, restore
 
 UsedUp = Callable[[Any, Tensor], bool]
 
@@ -27,18 +26,11 @@ class Experts(nn.Module):
         return self.experts[which](x)
 
 
-def build(seed: int = 0) -> tuple[Tree, nn.Module, torch.optim.Optimizer]:
+def build(seed: int) -> tuple[Tree, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Experts()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5, momentum=0.9)
     return Tree({"model": model, "optimizer": optimizer}), model, optimizer
-
-
-def train(model: nn.Module, optimizer: Any, steps: range, to_none: bool, which: Callable[[int], int]) -> None:
-    for step in steps:
-        optimizer.zero_grad(set_to_none=to_none)
-        model(torch.full((2, 3), float(step)), which(step)).square().mean().backward()
-        optimizer.step()
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -46,17 +38,13 @@ def test_an_idle_expert_decays_as_before_the_snapshot(to_none: bool) -> None:
     """Expert 0 is used only before the snapshot: with a gradient of zeros it still decays, without a gradient
     it does not."""
 
-    def which(step: int) -> int:
-        return int(step >= 2)
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad(set_to_none=to_none)
+            model(torch.full((2, 3), float(step)), int(step >= 2)).square().mean().backward()
+            optimizer.step()
 
-    tree, model, optimizer = build()
-    train(model, optimizer, range(3), to_none, which)
-    image = capture(tree)
-    train(model, optimizer, range(3, 6), to_none, which)
-    again, model2, optimizer2 = build(seed=9)
-    restore(again, image)
-    train(model2, optimizer2, range(3, 6), to_none, which)
-    assert_same(tree, again)
+    check_continues(build, train)
 
 
 def test_accumulation_continues_in_the_middle() -> None:
@@ -67,28 +55,7 @@ def test_accumulation_continues_in_the_middle() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    tree, model, optimizer = build()
-    micro(model, optimizer, range(4))
-    image = capture(tree, none_used_up)
-    micro(model, optimizer, range(4, 9))
-    again, model2, optimizer2 = build(seed=9)
-    restore(again, image)
-    micro(model2, optimizer2, range(4, 9))
-    assert_same(tree, again)
-
-
-def test_gradients_that_no_optimizer_owns_are_leaves() -> None:
-    """clip_grad_norm_ over all parameters reads them."""
-    tree, model, _ = build()
-    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
-    model.scale.grad = torch.tensor([3.0, 4.0])
-    owned = {id(p) for p in model.experts.parameters()}
-    walk = tree.walk(lambda p, g: id(p) in owned)
-    assert [leaf.name for leaf in walk.leaves if leaf.kind == "gradient"] == ["gradients.model.scale"]
-    image = Image.of(walk)
-    model.scale.grad = None
-    restore(tree, image)
-    assert model.scale.grad.tolist() == [3.0, 4.0]
+    check_continues(build, micro, range(4), range(4, 9), none_used_up)
 
 
 def test_a_parameter_named_grad_is_not_a_gradient() -> None:
@@ -126,22 +93,9 @@ def test_sparse_gradients(coalesced: bool, used_up: UsedUp) -> None:
         assert torch.equal(got._values(), expected._values())
 
 
-def test_gradients_keep_their_layout() -> None:
-    def build() -> tuple[Tree, nn.Conv2d]:
-        torch.manual_seed(0)
-        conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
-        return Tree({"conv": conv}), conv
-
-    for used_up in (all_used_up, none_used_up):
-        tree, conv = build()
-        conv(torch.ones(1, 2, 4, 4)).sum().backward()
-        conv.weight.grad = conv.weight.grad.contiguous()
-        again, conv2 = build()
-        restore(again, capture(tree, used_up))
-        assert conv2.weight.grad.stride() == conv.weight.grad.stride() != conv.weight.stride()
-
-
-def test_new_gradients_and_state_have_the_strides_they_had() -> None:
+@pytest.mark.parametrize("used_up", [all_used_up, none_used_up])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_new_gradients_and_state_have_the_strides_they_had(layout: Any, used_up: UsedUp) -> None:
     def build() -> tuple[Tree, nn.Conv2d, torch.optim.Optimizer]:
         torch.manual_seed(0)
         conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
@@ -151,35 +105,17 @@ def test_new_gradients_and_state_have_the_strides_they_had() -> None:
     tree, conv, optimizer = build()
     conv(torch.ones(1, 2, 4, 4)).sum().backward()
     optimizer.step()
-    conv.weight.grad = conv.weight.grad.contiguous(memory_format=torch.channels_last)
+    conv.weight.grad = conv.weight.grad.contiguous(memory_format=layout)
     again, conv2, optimizer2 = build()
-    restore(again, capture(tree, none_used_up))
+    restore(again, capture(tree, used_up))
     strides = conv.weight.stride()
-    assert strides != conv.weight.contiguous().stride()
-    assert conv2.weight.grad.stride() == strides
+    assert (conv.weight.grad.stride() == strides) == (layout is torch.channels_last)
+    assert conv2.weight.grad.stride() == conv.weight.grad.stride()
     assert optimizer2.state[conv2.weight]["exp_avg"].stride() == strides
 
 
-def test_the_mask_is_read_again_between_walks() -> None:
-    tree, model, optimizer = build()
-    train(model, optimizer, range(2), True, lambda step: step % 2)
-    first = tree.walk(all_used_up)
-    assert first.value["gradients"]["kinds"] == "--dd"
-    train(model, optimizer, range(2, 3), True, lambda step: 0)
-    kinds = tree.values(all_used_up)["gradients"]["kinds"]
-    assert kinds == "dd--"
-    assert tree.current is first
-    value = tree.values(none_used_up)
-    assert tree.current is not first
-    assert value["gradients"]["kinds"] == "LL--"
-    assert encode_json(tree.values(none_used_up)) == encode_json(value)
-    second = tree.current
-    assert tree.values(all_used_up)["gradients"]["kinds"] == "dd--"
-    assert tree.current is not second, "gradients that are leaves no more leave the plan"
-
-
 def test_gradients_of_parameters_that_only_an_optimizer_knows() -> None:
-    def build() -> tuple[Tree, Tensor, torch.optim.Optimizer]:
+    def build(seed: int) -> tuple[Tree, Tensor, torch.optim.Optimizer]:
         w = torch.ones(3, requires_grad=True)
         optimizer = torch.optim.Adam([w], lr=0.1)
         return Tree({"optimizer": optimizer}), w, optimizer
@@ -191,7 +127,7 @@ def test_gradients_of_parameters_that_only_an_optimizer_knows() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    tree, w, optimizer = build()
+    tree, w, optimizer = build(0)
     steps(w, optimizer, range(3))
     walk = tree.walk(none_used_up)
     assert {leaf.name for leaf in walk.leaves} == {
@@ -201,9 +137,4 @@ def test_gradients_of_parameters_that_only_an_optimizer_knows() -> None:
         "optimizer.state.group0[0].exp_avg_sq",
         "gradients.optimizer.params.group0[0]",
     }
-    image = Image.of(walk)
-    steps(w, optimizer, range(3, 6))
-    again, w2, optimizer2 = build()
-    restore(again, image)
-    steps(w2, optimizer2, range(3, 6))
-    assert_same(tree, again)
+    check_continues(build, steps, used_up=none_used_up)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from flashckpt.errors import StateError
 from flashckpt.state.tree import Tree
 from tests.restore.layouts import one_of
-from tests.state.image import all_used_up, assert_same, capture, restore
+from tests.state.image import all_used_up, assert_same, capture, check_continues, restore
 
 Make = Callable[[list[Tensor]], Optimizer]
 
@@ -21,52 +21,46 @@ O = torch.optim  # noqa: E741
 
 
 def variants() -> Iterator[tuple[str, Make]]:
-    yield "Adadelta", lambda p: O.Adadelta(p)
-    yield "Adadelta-foreach", lambda p: O.Adadelta(p, foreach=True, weight_decay=0.1)
+    yield "Adadelta", lambda p: O.Adadelta(p, weight_decay=0.1)
     yield "Adafactor", lambda p: O.Adafactor(p)
     yield "Adagrad", lambda p: O.Adagrad(p, lr_decay=0.1, initial_accumulator_value=0.2)
-    yield "Adagrad-fused", lambda p: O.Adagrad(p, fused=True)
     yield "Adam", lambda p: O.Adam(p)
     yield "Adam-amsgrad", lambda p: O.Adam(p, amsgrad=True, maximize=True)
-    yield "Adam-foreach", lambda p: O.Adam(p, foreach=True)
     yield "Adam-fused", lambda p: O.Adam(p, fused=True)
     yield "Adam-tensor-lr", lambda p: O.Adam(p, lr=torch.tensor(0.01), foreach=False)
-    yield "AdamW", lambda p: O.AdamW(p, weight_decay=0.1)
-    yield "AdamW-amsgrad-foreach", lambda p: O.AdamW(p, amsgrad=True, foreach=True)
+    yield "AdamW-foreach", lambda p: O.AdamW(p, amsgrad=True, foreach=True)
     yield "Adamax", lambda p: O.Adamax(p)
     yield "ASGD", lambda p: O.ASGD(p, t0=2)
-    yield "ASGD-foreach", lambda p: O.ASGD(p, t0=2, foreach=True)
     yield "LBFGS", lambda p: O.LBFGS(p, lr=0.1, max_iter=4, history_size=3)
     yield "LBFGS-wolfe", lambda p: O.LBFGS(p, max_iter=3, history_size=2, line_search_fn="strong_wolfe")
+    if hasattr(O, "Muon"):
+        yield "Muon", lambda p: O.Muon(p, lr=0.1)
     yield "NAdam", lambda p: O.NAdam(p, decoupled_weight_decay=True, weight_decay=0.1)
     yield "RAdam", lambda p: O.RAdam(p)
     yield "RMSprop", lambda p: O.RMSprop(p, centered=True, momentum=0.9)
     yield "Rprop", lambda p: O.Rprop(p)
     yield "SGD", lambda p: O.SGD(p, lr=0.1)
     yield "SGD-momentum", lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True)
-    yield "SGD-fused", lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True)
-    yield "SGD-tensor-lr", lambda p: O.SGD(p, lr=torch.tensor(0.1), momentum=0.9)
     yield "groups", lambda p: O.AdamW([{"params": p[:1], "lr": 0.1}, {"params": p[1:], "betas": (0.5, 0.6)}])
 
 
 CASES = dict(variants())
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 class Net(nn.Module):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype: torch.dtype, bias: bool) -> None:
         super().__init__()
-        self.first = nn.Linear(5, 7, dtype=dtype)
-        self.second = nn.Linear(7, 3, dtype=dtype)
+        self.first = nn.Linear(5, 7, dtype=dtype, bias=bias)
+        self.second = nn.Linear(7, 3, dtype=dtype, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.tanh(self.first(x)))
 
 
-def build(make: Make, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tree, Net, Optimizer]:
+def build(case: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[Tree, Net, Optimizer]:
     torch.manual_seed(seed)
-    net = Net(dtype)
-    optimizer = make(list(net.parameters()))
+    net = Net(dtype, bias=case != "Muon")  # which takes only matrices
+    optimizer = CASES[case](list(net.parameters()))
     return Tree({"model": net, "optimizer": optimizer}), net, optimizer
 
 
@@ -87,29 +81,21 @@ def train(net: nn.Module, optimizer: Optimizer, steps: range, dtype: torch.dtype
 
 @pytest.mark.parametrize("case", CASES)
 def test_training_continues_from_bytes_alone(case: str) -> None:
-    tree, net, optimizer = build(CASES[case])
-    train(net, optimizer, range(3))
-    image = capture(tree)
-    train(net, optimizer, range(3, 6))
-
-    again, net2, optimizer2 = build(CASES[case], seed=9)
-    restore(again, image)
-    train(net2, optimizer2, range(3, 6))
-    assert_same(tree, again)
+    check_continues(lambda seed: build(case, seed=seed), train)
 
 
-@pytest.mark.parametrize("case", ["Adam", "SGD-momentum", "Adagrad", "Adafactor"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_state_keeps_its_dtype(case: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("case", ["Adam", "SGD-momentum", "Adafactor"])
+def test_state_keeps_its_dtype(case: str) -> None:
     """float32 state of bfloat16 parameters (a common choice) is not cast to the parameter's dtype."""
-    tree, net, optimizer = build(CASES[case], dtype)
+    dtype = torch.bfloat16
+    tree, net, optimizer = build(case, dtype)
     train(net, optimizer, range(2), dtype)
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dtype is torch.bfloat16:
                 state[key] = value.float() + 1e-6
     image = capture(tree)
-    again, net2, optimizer2 = build(CASES[case], dtype, seed=9)
+    again, net2, optimizer2 = build(case, dtype, seed=9)
     restore(again, image)
     assert_same(tree, again, all_used_up)
     for p, q in zip(net.parameters(), net2.parameters(), strict=True):
@@ -118,20 +104,20 @@ def test_state_keeps_its_dtype(case: str, dtype: torch.dtype) -> None:
 
 
 def test_a_restore_replaces_the_whole_trained_state() -> None:
-    tree, net, optimizer = build(CASES["Adam-amsgrad"])
+    tree, net, optimizer = build("Adam-amsgrad")
     train(net, optimizer, range(2))
     image = capture(tree)
     train(net, optimizer, range(2, 5))
     kept = optimizer.state[net.first.weight]["exp_avg"]
     restore(tree, image)
     assert optimizer.state[net.first.weight]["exp_avg"] is kept, "filled in place"
-    again, _, _ = build(CASES["Adam-amsgrad"], seed=9)
+    again, _, _ = build("Adam-amsgrad", seed=9)
     restore(again, image)
     assert_same(tree, again, all_used_up)
 
 
 def test_state_missing_from_the_snapshot_is_removed() -> None:
-    fresh, net, optimizer = build(CASES["Adam"])
+    fresh, net, optimizer = build("Adam")
     image = capture(fresh)
     train(net, optimizer, range(2))
     restore(fresh, image)
@@ -139,7 +125,8 @@ def test_state_missing_from_the_snapshot_is_removed() -> None:
 
 
 def test_sparse_adam() -> None:
-    def make() -> tuple[Tree, nn.Embedding, Optimizer]:
+    def make(seed: int) -> tuple[Tree, nn.Embedding, Optimizer]:
+        torch.manual_seed(seed)
         table = nn.Embedding(10, 3, sparse=True)
         optimizer = O.SparseAdam(list(table.parameters()))
         return Tree({"table": table, "optimizer": optimizer}), table, optimizer
@@ -150,45 +137,13 @@ def test_sparse_adam() -> None:
             table(torch.tensor([step, 2 * step])).square().sum().backward()
             optimizer.step()
 
-    tree, table, optimizer = make()
-    steps(table, optimizer, range(3))
-    image = capture(tree)
-    steps(table, optimizer, range(3, 5))
-    again, table2, optimizer2 = make()
-    restore(again, image)
-    steps(table2, optimizer2, range(3, 5))
-    assert_same(tree, again)
-
-
-@pytest.mark.skipif(not hasattr(O, "Muon"), reason="this torch has no Muon")
-def test_muon() -> None:
-    def make() -> tuple[Tree, nn.Linear, Optimizer]:
-        net = nn.Linear(5, 3, bias=False)
-        optimizer = O.Muon(net.parameters(), lr=0.1)
-        return Tree({"model": net, "optimizer": optimizer}), net, optimizer
-
-    tree, net, optimizer = make()
-    train(net, optimizer, range(3))
-    image = capture(tree)
-    train(net, optimizer, range(3, 6))
-    again, net2, optimizer2 = make()
-    restore(again, image)
-    train(net2, optimizer2, range(3, 6))
-    assert_same(tree, again)
+    check_continues(make, steps, after=range(3, 5))
 
 
 def test_every_optimizer_of_torch_is_tested() -> None:
     kinds = {k for k, v in vars(O).items() if isinstance(v, type) and issubclass(v, Optimizer)}
-    tested = {name.split("-")[0] for name in CASES} | {"SparseAdam", "Muon", "Optimizer"}
+    tested = {name.split("-")[0] for name in CASES} | {"SparseAdam", "Optimizer"}
     assert kinds <= tested
-
-
-def test_names_follow_the_module_that_owns_the_parameter() -> None:
-    tree, net, optimizer = build(CASES["Adam"])
-    train(net, optimizer, range(1))
-    names = {leaf.name for leaf in tree.walk(all_used_up).leaves}
-    assert "optimizer.state.model.first.weight.exp_avg" in names
-    assert "model.second.bias" in names
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing it

@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from flashckpt.errors import DamagedError, MismatchError, StateError
-from flashckpt.format.layout import Box
-from flashckpt.state.tensors import Meshes, TensorBox, leaf_of
+from flashckpt.format.layout import Box, Leaf
+from flashckpt.state.tensors import Meshes, TensorBox, fits, leaf_of
 from flashckpt.state.tree import Tree
 from tests.coverage_of_boxes import check_coverage
 from tests.state.image import capture, contents
@@ -59,7 +59,7 @@ def check_cut(whole: Tensor, tensor: Any, piece: TensorBox) -> None:
 
 
 PLACEMENTS = [
-    *[((world,), [Shard(0)]) for world in (1, 2, 3, 5, 9)],
+    *[((world,), [Shard(0)]) for world in (1, 2, 5)],
     ((3,), [Shard(1)]),
     ((3,), [Replicate()]),
     ((2, 3), [Replicate(), Shard(0)]),
@@ -106,8 +106,8 @@ def place(rank: int, shape: Sequence[int], placements: Sequence[Any]) -> list[in
     return found
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (4, 2), (2, 3), (3, 4)])
-@pytest.mark.parametrize("rows", [1, 5, 9, 16])
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize("rows", [1, 9, 16])
 def test_fsdp_over_tensor_parallelism_has_a_box(data: int, tensor: int, rows: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -173,6 +173,19 @@ def test_the_ranks_of_a_mesh() -> None:
 # Slices of another rank
 
 
+def test_a_box_fills_only_the_same_box() -> None:
+    here, empty = Box(shape=(8, 4), start=(2, 0)), torch.empty(2, 4)
+    whole = Leaf(name="w", dtype="float32", shape=(2, 4))
+    piece = replace(whole, box=here)
+    assert fits(whole, empty)
+    assert fits(piece, empty, here)
+    for box in (None, Box(shape=(8, 4), start=(4, 0)), Box(shape=(9, 4), start=(2, 0))):
+        assert not fits(piece, empty, box)
+    assert not fits(whole, empty, here)
+    assert not fits(piece, torch.empty(8, 4))
+    assert not fits(piece, torch.empty(2, 4, dtype=torch.int32), here)
+
+
 def stepped(rank: int, world: int) -> Tree:
     """Return FSDP2's state on one rank after a step of its optimizer."""
     from torch.distributed.fsdp import fully_shard
@@ -227,11 +240,11 @@ def test_state_with_another_slice_than_its_parameter_does_not_fit(is_there: bool
 
 def test_invalid_placements_of_a_snapshot_are_refused() -> None:
     name = "optimizer.state.net.weight.exp_avg"
-    for codes in (["S7"], ["S0", "R"], ["X"], [3], "S0", ["S0/0/1"]):
-        with rank_of(0, 2):
-            tree = stepped(0, 2)
-            parameter = tree.optimizers[0].param_groups[0]["params"][0]
-            leaf = capture(tree).saved().leaves[name]
+    with rank_of(0, 2):
+        tree = stepped(0, 2)
+        parameter = tree.optimizers[0].param_groups[0]["params"][0]
+        leaf = capture(tree).saved().leaves[name]
+        for codes in (["S7"], ["S0", "R"], ["X"], [3], "S0", ["S0/0/1"]):
             about = {"shape": (5, 4), "stride": (4, 1), "context": codes}
             with pytest.raises(DamagedError):
                 Meshes().to_make(about, leaf, parameter, name)

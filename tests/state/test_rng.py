@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def scramble(number: int) -> None:
 
 
 # In the middle of a Mersenne Twister block and of a pair of normal numbers: both are state.
-@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
+@pytest.mark.parametrize("drawn_before", [0, 1, 700])
 def test_the_same_numbers_again(drawn_before: int) -> None:
     scramble(1)
     for _ in range(drawn_before):
@@ -46,7 +46,7 @@ def test_the_same_numbers_again(drawn_before: int) -> None:
     assert draws() == expected
 
 
-@pytest.mark.parametrize("drawn_before", [0, 1, 2, 3, 700])
+@pytest.mark.parametrize("drawn_before", [0, 1, 700])
 def test_a_record_is_immune_to_later_draws(drawn_before: int) -> None:
     own = {
         "torch": torch.Generator(), "python": random.Random(1), "state": np.random.RandomState(1),
@@ -105,12 +105,6 @@ def _copy_of(state: object) -> np.random.RandomState:
     return made
 
 
-def test_states_are_plain_and_compact() -> None:
-    state = rng.capture_cpu()
-    assert all(type(value) is bytes for value in state.values())
-    assert sum(len(value) for value in state.values()) < 8192
-
-
 def test_capture_draws_nothing() -> None:
     assert rng.capture() == rng.capture()
 
@@ -138,42 +132,25 @@ def test_another_bit_generator_behind_numpys_global_functions() -> None:
         np.random.set_bit_generator(before)
 
 
-@pytest.mark.parametrize(
-    "generator",
-    [
-        torch.Generator().manual_seed(1),
-        random.Random(1),
-        np.random.RandomState(1),
-        np.random.default_rng(1),
-        np.random.Generator(np.random.MT19937(1)),
-        np.random.Generator(np.random.Philox(1)),
-    ],
-    ids=["torch", "python", "numpy legacy", "pcg64", "mt19937", "philox"],
-)
-def test_a_single_generator(generator: object) -> None:
-    def draw() -> list[float]:
+def test_a_single_generator() -> None:
+    def draw(generator: Any) -> list[float]:
         if isinstance(generator, torch.Generator):
             return torch.randn(5, generator=generator).tolist()
         name = "gauss" if isinstance(generator, random.Random) else "normal"
         return [float(getattr(generator, name)(0, 1)) for _ in range(5)]
 
-    draw()
-    assert rng.is_generator(generator)
-    assert not rng.is_global(generator)
-    state = rng.capture_one(generator)
-    expected = draw()
-    rng.restore_one(generator, state)
-    assert draw() == expected
-
-
-def test_the_global_generators_are_recognised() -> None:
-    for generator in (torch.default_generator, random._inst, np.random.mtrand._rand):  # type: ignore[attr-defined]
-        assert rng.is_generator(generator)
-        assert rng.is_global(generator)
+    bits = (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    others = (torch.Generator(), random.Random(1), np.random.RandomState(1))
+    for generator in (*others, *(np.random.Generator(kind(1)) for kind in bits)):
+        draw(generator)
+        state = rng.capture_one(generator)
+        expected = draw(generator)
+        rng.restore_one(generator, state)
+        assert draw(generator) == expected
 
 
 @pytest.mark.parametrize("name", ["python", "numpy", "torch"])
-@pytest.mark.parametrize("wrong", [b"", b"x" * 100, 5, None, "text"])
+@pytest.mark.parametrize("wrong", [b"x" * 100, None])
 def test_a_wrong_state_changes_no_generator(name: str, wrong: object) -> None:
     before = rng.capture()
     with pytest.raises(DamagedError, match="Resume from an older step"):
@@ -205,6 +182,13 @@ class Holder:
 
 def found_in(root: object) -> int:
     return len(rng.Generators({"root": root}).capture())
+
+
+def test_generators_are_found_once_without_the_global_ones() -> None:
+    held: dict[str, Any] = {"first": torch.Generator()}
+    held["nested"] = Holder([held["first"], held])
+    held["global"] = (torch.default_generator, random._inst, np.random.mtrand._rand)  # type: ignore[attr-defined]
+    assert list(rng.Generators({"sampler": Holder(held)}).capture()) == ["sampler.held.first"]
 
 
 def test_generators_are_found_in_what_a_data_set_holds() -> None:

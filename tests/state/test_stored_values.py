@@ -113,21 +113,15 @@ def test_a_value_that_grows_is_followed_between_walks() -> None:
     assert tree.current.leaves == []
 
 
-def test_another_type_of_as_many_bytes_is_followed() -> None:
+def test_another_type_of_as_many_bytes_is_followed_and_may_grow() -> None:
     own: dict[str, Any] = {"buffer": bytes(LARGE_BYTES + 8)}
     tree = Tree({"own": own})
     tree.walk(lambda p, g: True)
     own["buffer"] = bytearray(own["buffer"])
     value = decode_json(encode_json(tree.values()))
     assert value["entries"]["own"]["state"]["buffer"].about == {"value": ["bytearray"]}
-
-
-def test_a_bytearray_may_grow_after_it_was_captured() -> None:
-    own = {"buffer": bytearray(LARGE_BYTES + 1)}
-    tree = Tree({"own": own})
-    tree.walk(lambda p, g: True)
-    own["buffer"] += b"more"
-    assert len(own["buffer"]) == LARGE_BYTES + 5
+    own["buffer"] += b"more"  # a bytearray that something holds the memory of could not
+    assert len(own["buffer"]) == LARGE_BYTES + 12
 
 
 def test_large_values_of_an_object_and_of_extra_state() -> None:

@@ -25,7 +25,7 @@ from tests.integrations.job import (
     Job,
     gradients,
     random_numbers,
-)
+)  # fmt: skip
 
 
 class Average:

@@ -17,30 +17,18 @@ from tests.zygote import Zygote
 MODULE = "tests.integrations.accelerate.cases"
 TRAIN, OLDER = f"{MODULE}:train", "1.14"
 CASES: dict[str, dict[str, Any]] = {
+    "dispatched": {"accumulated": 2, "stream": True},
     "seeded": {"seedable": True},
     "workers": {"accumulated": 3, "workers": 2},
-    "accumulated": {"accumulated": 2},
-    "dispatched": {"accumulated": 2, "stream": True},
     "stream": {"accumulated": 2, "stream": True, "dispatch": False},
     "stateful": {"accumulated": 2, "stateful": True},
     "stateful stream": {"accumulated": 2, "stateful": True, "stream": True},
     # Random numbers that are drawn inside of its workers are lost, as in a plain loop; the order of a shuffle
     # is drawn in prepare().
-    "stateful workers": {
-        "accumulated": 2,
-        "stateful": True,
-        "workers": 2,
-        "augment": False,
-        "ordered": True,
-    },
+    "stateful workers": {"accumulated": 2, "stateful": True, "workers": 2, "augment": False, "ordered": True},
     "left early": {"accumulated": 2, "leave_after": 4, "seedable": True},
     "plain loop": {"accumulated": 1, "plain_loop": True, "seedable": True},
 }
-IN_SHORT = ("dispatched", "plain loop")
-
-
-def _marks(name: str) -> Any:
-    return pytest.param(name, marks=[] if name in IN_SHORT else [pytest.mark.long])
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +36,7 @@ def framework() -> Iterator[Zygote]:
     yield from harness.framework(MODULE)
 
 
-@pytest.mark.parametrize("name", [_marks(name) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_a_run_continues_after_kills(framework: Zygote, tmp_path: Path, runtime: Path, name: str) -> None:
     _, killed = harness.check(TRAIN, framework, tmp_path, runtime, **CASES[name])
     assert sum(killed.iterations(number)[:1] == [1] for number in range(len(killed.ends))) < 4
@@ -71,20 +59,18 @@ def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, run
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "options",
     [
         {"accumulated": 2, "rows": 40},
-        pytest.param({"accumulated": 2, "rows": 40, "seedable": True, "workers": 1}, marks=pytest.mark.long),
         # The last batch of an epoch has three rows for two ranks.
-        pytest.param({"accumulated": 2, "rows": 43, "stream": True}, marks=pytest.mark.long),
-        pytest.param({"rows": 40, "stream": True, "dispatch": False}, marks=pytest.mark.long),
-        pytest.param(
-            {"rows": 43, "dispatch": True, "workers": 2, "persistent": True}, marks=pytest.mark.long
-        ),
+        {"accumulated": 2, "rows": 43, "stream": True},
+        {"rows": 40, "stream": True, "dispatch": False},
+        {"rows": 43, "dispatch": True, "workers": 2, "persistent": True},
     ],
-    ids=["shard", "seeded shard", "dispatched", "stream", "persistent workers"],
+    ids=["shard", "dispatched", "stream", "persistent workers"],
 )
 def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path, options: dict[str, Any]) -> None:
     harness.check(TRAIN, framework, tmp_path, runtime, ranks=2, **options)

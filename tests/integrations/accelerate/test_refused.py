@@ -65,9 +65,8 @@ def test_a_wrong_object_and_an_accelerator_without_a_model_are_refused(tmp_path:
 
 
 @pytest.mark.usefixtures("runtime")
-@pytest.mark.parametrize("plain", [False, True])
 def test_only_what_the_accelerator_does_not_hold_is_unnamed(
-    accelerator: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, plain: bool
+    accelerator: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = torch.nn.Linear(4, 4)
     optimizer: Any = torch.optim.Adam(model.parameters())
@@ -75,12 +74,7 @@ def test_only_what_the_accelerator_does_not_hold_is_unnamed(
     loader = DataLoader(list(torch.ones(8, 4)), 4)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     ema = torch.optim.swa_utils.AveragedModel(model)
-    if plain:
-        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler.scheduler}
-        run = flashckpt.attach(tmp_path, every=1, **parts)
-    else:
-        run = attach(accelerator, tmp_path, every=1)
-    with run:
+    with attach(accelerator, tmp_path, every=1) as run:
         for batch in run.batches(loader):
             accelerator.backward(model(batch).square().mean())
             optimizer.step()
@@ -88,7 +82,7 @@ def test_only_what_the_accelerator_does_not_hold_is_unnamed(
             ema.update_parameters(model)
     (line,) = [each for each in caplog.messages if "not saved" in each]
     assert line.startswith("not saved, because no name covers it: ema (AveragedModel). After")
-    assert ("attach(…, ema=ema)" if plain else 'attach(…, state={"ema": ema})') in line
+    assert 'attach(…, state={"ema": ema})' in line
 
 
 def test_a_loader_that_skips_batches_is_refused(accelerator: Any) -> None:
@@ -124,10 +118,6 @@ def test_switched_off_it_returns_the_loops_unchanged(accelerator: Any, tmp_path:
 
 def test_overridden_names_are_those_of_the_installed_release() -> None:
     extras.check_overridden("accelerate", "accelerate", TESTED, OVERRIDDEN)
-
-
-def test_the_public_name() -> None:
-    assert flashckpt.accelerate.__all__ == ["attach"]
 
 
 @pytest.mark.process

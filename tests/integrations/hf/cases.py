@@ -29,7 +29,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
     set_seed,
-)
+)  # fmt: skip
 from transformers.trainer_callback import ExportableState
 
 import flashckpt
@@ -46,7 +46,7 @@ from tests.integrations.job import (
     gradients,
     moment,
     random_numbers,
-)
+)  # fmt: skip
 from tests.waiting import until
 
 Make = Callable[[Path], Trainer]
@@ -94,25 +94,22 @@ def model() -> GPT2LMHeadModel:
 
 def options(folder: Path, **changed: Any) -> dict[str, Any]:
     return {
-        "output_dir": str(folder / "out"),
-        "per_device_train_batch_size": 4,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 3,
-        "report_to": [],
-        "use_cpu": True,
-        "seed": 0,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 3,
-        "dataloader_pin_memory": False,
-        **changed,
-    }
+        "output_dir": str(folder / "out"), "per_device_train_batch_size": 4, "num_train_epochs": 2,
+        "learning_rate": 1e-2, "logging_steps": 3, "report_to": [], "use_cpu": True, "seed": 0,
+        "disable_tqdm": True, "save_strategy": "no", "lr_scheduler_type": "cosine", "warmup_steps": 3,
+        "dataloader_pin_memory": False, **changed,
+    }  # fmt: skip
 
 
 def arguments(folder: Path, **changed: Any) -> TrainingArguments:
     return TrainingArguments(**options(folder, **changed))
+
+
+def trainer_of(folder: Path, data: Any, callbacks: Any = None, **changed: Any) -> Trainer:
+    """It evaluates where it is given a strategy for that."""
+    held = Sentences(6, False) if "eval_strategy" in changed else None
+    args = arguments(folder, **changed)
+    return Trainer(model(), args, train_dataset=data, eval_dataset=held, callbacks=callbacks)
 
 
 def lora() -> peft.LoraConfig:
@@ -141,72 +138,30 @@ def texts(number: int, seed: int = 0) -> list[str]:
 
 def evaluates_and_saves(folder: Path) -> Trainer:
     """Its own checkpoints, the best model, a callback with state."""
-    args = arguments(
-        folder,
-        eval_strategy="steps",
-        eval_steps=4,
-        save_strategy="steps",
-        save_steps=4,
-        save_total_limit=2,
-        load_best_model_at_end=True,
+    return trainer_of(
+        folder, Sentences(40), [EarlyStoppingCallback(50)], eval_strategy="steps", eval_steps=4,
+        save_strategy="steps", save_steps=4, save_total_limit=2, load_best_model_at_end=True,
         eval_on_start=True,
-    )
-    stopping = EarlyStoppingCallback(50)
-    return Trainer(
-        model(), args, train_dataset=Sentences(40), eval_dataset=Sentences(6, False), callbacks=[stopping]
-    )
+    )  # fmt: skip
 
 
 def stops_early(folder: Path) -> Trainer:
-    args = arguments(
-        folder,
-        num_train_epochs=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_strategy="best",
-        load_best_model_at_end=True,
-        metric_for_best_model="loss",
-        save_only_model=True,
-        save_total_limit=1,
-        learning_rate=0.2,
-    )
-    stopping = EarlyStoppingCallback(2)
-    return Trainer(
-        model(), args, train_dataset=Sentences(28), eval_dataset=Sentences(6, False), callbacks=[stopping]
-    )
+    return trainer_of(
+        folder, Sentences(28), [EarlyStoppingCallback(2)], num_train_epochs=4, eval_strategy="steps",
+        eval_steps=2, save_strategy="best", load_best_model_at_end=True, metric_for_best_model="loss",
+        save_only_model=True, save_total_limit=1, learning_rate=0.2,
+    )  # fmt: skip
 
 
 def accumulates_in_workers(folder: Path) -> Trainer:
-    args = arguments(
-        folder,
-        gradient_accumulation_steps=3,
-        dataloader_num_workers=2,
-        eval_strategy="epoch",
+    return trainer_of(
+        folder, Sentences(46), gradient_accumulation_steps=3, dataloader_num_workers=2, eval_strategy="epoch",
         logging_steps=2,
-    )
-    return Trainer(model(), args, train_dataset=Sentences(46), eval_dataset=Sentences(6, False))
-
-
-def persistent_workers(folder: Path) -> Trainer:
-    args = arguments(
-        folder,
-        gradient_accumulation_steps=2,
-        dataloader_num_workers=2,
-        dataloader_persistent_workers=True,
-        num_train_epochs=3,
-        eval_strategy="epoch",
-    )
-    return Trainer(model(), args, train_dataset=Sentences(34), eval_dataset=Sentences(6, False))
+    )  # fmt: skip
 
 
 def stream(folder: Path) -> Trainer:
-    args = arguments(folder, max_steps=11, gradient_accumulation_steps=2)
-    return Trainer(model(), args, train_dataset=Stream(38))
-
-
-def stream_of_steps(folder: Path) -> Trainer:
-    args = arguments(folder, max_steps=14, eval_strategy="steps", eval_steps=3)
-    return Trainer(model(), args, train_dataset=Stream(24), eval_dataset=Sentences(6, False))
+    return trainer_of(folder, Stream(38), max_steps=11, gradient_accumulation_steps=2)
 
 
 class OwnLoader(Trainer):
@@ -242,68 +197,42 @@ def own_loader(folder: Path) -> Trainer:
 
 def steps_in_bf16(folder: Path) -> Trainer:
     """Ends in the middle of an epoch."""
-    args = arguments(folder, max_steps=15, bf16=True, include_num_input_tokens_seen=True)
-    return Trainer(model(), args, train_dataset=Sentences(40))
+    return trainer_of(folder, Sentences(40), max_steps=15, bf16=True, include_num_input_tokens_seen=True)
 
 
 def compiled(folder: Path) -> Trainer:
-    args = arguments(folder, torch_compile=True, torch_compile_backend="aot_eager")
-    return Trainer(model(), args, train_dataset=Sentences(36))
+    return trainer_of(folder, Sentences(36), torch_compile=True, torch_compile_backend="aot_eager")
 
 
 def plateau(folder: Path) -> Trainer:
-    args = arguments(
-        folder,
-        neftune_noise_alpha=5.0,
-        optim="sgd",
-        lr_scheduler_type="reduce_lr_on_plateau",
-        eval_strategy="steps",
-        eval_steps=3,
-        metric_for_best_model="loss",
-    )
-    return Trainer(model(), args, train_dataset=Sentences(36), eval_dataset=Sentences(6, False))
-
-
-def adapter(folder: Path) -> Trainer:
-    args = arguments(folder, save_strategy="steps", save_steps=7)
-    return Trainer(peft.get_peft_model(model(), lora()), args, train_dataset=Sentences(36))
+    return trainer_of(
+        folder, Sentences(36), neftune_noise_alpha=5.0, optim="sgd", lr_scheduler_type="reduce_lr_on_plateau",
+        eval_strategy="steps", eval_steps=3, metric_for_best_model="loss",
+    )  # fmt: skip
 
 
 # ---- trainers of trl
 
 
+def of_trl(folder: Path, **changed: Any) -> dict[str, Any]:
+    return options(folder, bf16=False, gradient_checkpointing=False, **changed)
+
+
 def sft(folder: Path) -> Trainer:
-    given = options(
-        folder, gradient_accumulation_steps=2, max_length=8, bf16=False, gradient_checkpointing=False
-    )
+    given = trl.SFTConfig(**of_trl(folder, gradient_accumulation_steps=2, max_length=8))
     data = datasets.Dataset.from_list([{"text": text} for text in texts(56)])
     return trl.SFTTrainer(
-        model(),
-        trl.SFTConfig(**given),
-        train_dataset=data,
-        processing_class=tokenizer(),
-        peft_config=lora(),
+        model(), given, train_dataset=data, processing_class=tokenizer(), peft_config=lora()
     )
 
 
 def dpo(folder: Path) -> Trainer:
-    given = options(
-        folder,
-        max_length=16,
-        bf16=False,
-        gradient_checkpointing=False,
-        sync_ref_model=True,
-        ref_model_sync_steps=4,
-        num_train_epochs=1,
-    )
+    given = of_trl(folder, max_length=16, sync_ref_model=True, ref_model_sync_steps=4, num_train_epochs=1)
     rows = zip(texts(40, 1), texts(40, 2), texts(40, 3), strict=True)
     data = datasets.Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in rows])
+    args = trl.DPOConfig(**given)
     return trl.DPOTrainer(
-        model(),
-        ref_model=model(),
-        args=trl.DPOConfig(**given),
-        train_dataset=data,
-        processing_class=tokenizer(),
+        model(), ref_model=model(), args=args, train_dataset=data, processing_class=tokenizer()
     )
 
 
@@ -315,23 +244,14 @@ def even_words(completions: list[str], **_: Any) -> list[float]:
 
 def grpo(folder: Path) -> Trainer:
     """Generates once for several steps."""
-    given = options(
-        folder,
-        num_generations=2,
-        max_completion_length=4,
-        bf16=False,
-        gradient_checkpointing=False,
-        num_iterations=2,
-        steps_per_generation=2,
+    given = of_trl(
+        folder, num_generations=2, max_completion_length=4, num_iterations=2, steps_per_generation=2,
         num_train_epochs=1,
-    )
+    )  # fmt: skip
     data = datasets.Dataset.from_list([{"prompt": text} for text in texts(12, 4)])
+    args = trl.GRPOConfig(**given)
     return trl.GRPOTrainer(
-        model(),
-        reward_funcs=even_words,
-        args=trl.GRPOConfig(**given),
-        train_dataset=data,
-        processing_class=tokenizer(),
+        model(), reward_funcs=even_words, args=args, train_dataset=data, processing_class=tokenizer()
     )
 
 
@@ -412,35 +332,23 @@ def case_of(make: Make) -> Case:
 
 
 def two_ranks(folder: Path) -> Trainer:
-    args = arguments(
-        folder,
-        gradient_accumulation_steps=2,
-        eval_strategy="epoch",
-        ddp_backend="gloo",
+    return trainer_of(
+        folder, Sentences(60), gradient_accumulation_steps=2, eval_strategy="epoch", ddp_backend="gloo",
         dataloader_num_workers=1,
-    )
-    return Trainer(model(), args, train_dataset=Sentences(60), eval_dataset=Sentences(8, False))
+    )  # fmt: skip
 
 
-def stream_on_ranks(folder: Path) -> Trainer:
-    """Each rank draws its own batches."""
-    args = arguments(folder, max_steps=9, ddp_backend="gloo", accelerator_config={"dispatch_batches": False})
-    return Trainer(model(), args, train_dataset=Stream(41))
+def dispatched(folder: Path) -> Trainer:
+    """Rank 0 draws for both; the last batch of an epoch of 3 steps has one row for two ranks."""
+    return trainer_of(folder, Stream(41), max_steps=9, ddp_backend="gloo", gradient_accumulation_steps=2)
 
 
 def saves(folder: Path) -> Trainer:
-    args = arguments(folder, save_strategy="steps", save_steps=6)
-    return Trainer(model(), args, train_dataset=Sentences(40))
+    return trainer_of(folder, Sentences(40), save_strategy="steps", save_steps=6)
 
 
 def saves_with_workers(folder: Path) -> Trainer:
-    args = arguments(folder, save_strategy="steps", save_steps=3, dataloader_num_workers=2)
-    return Trainer(model(), args, train_dataset=Sentences(40))
-
-
-def saves_in_a_stream(folder: Path) -> Trainer:
-    args = arguments(folder, save_strategy="steps", save_steps=6, max_steps=10)
-    return Trainer(model(), args, train_dataset=Stream(40))
+    return trainer_of(folder, Sentences(40), save_strategy="steps", save_steps=3, dataloader_num_workers=2)
 
 
 class Counts(TrainerCallback):
@@ -471,18 +379,6 @@ class Commits(TrainerCallback):
             self.job._checkpointer.save()
         elif state.global_step == 2:
             self.job._checkpointer.wait()
-
-
-def case_dispatched(job: Job) -> dict[str, Any]:
-    """Rank 0 draws for both; the last batch of an epoch of 3 steps has one row for two ranks. Options of the
-    job: `commits`."""
-
-    def make(folder: Path) -> Trainer:
-        args = arguments(folder, max_steps=9, ddp_backend="gloo", gradient_accumulation_steps=2)
-        callbacks = [Commits(job)] if job.options.get("commits") else []
-        return Trainer(model(), args, train_dataset=Stream(41), callbacks=callbacks)
-
-    return train(job, make)
 
 
 class Numbered(Dataset[dict[str, torch.Tensor]]):
@@ -520,11 +416,9 @@ def case_on_other_ranks(job: Job) -> dict[str, Any]:
 
 
 def case_of_steps(job: Job) -> dict[str, Any]:
-    steps = int(job.options["steps"])
-
     def make(folder: Path) -> Trainer:
-        args = arguments(folder, max_steps=steps, lr_scheduler_type="constant", warmup_steps=0)
-        return Trainer(model(), args, train_dataset=Sentences(40))
+        how = {"max_steps": int(job.options["steps"]), "lr_scheduler_type": "constant", "warmup_steps": 0}
+        return trainer_of(folder, Sentences(40), **how)
 
     # Its last log is of each start.
     return {name: value for name, value in train(job, make).items() if name not in ("history", "returned")}
@@ -661,9 +555,8 @@ def case_ended_by_a_callback(job: Job) -> dict[str, Any]:
 
 
 MAKES: tuple[Make, ...] = (
-    evaluates_and_saves, stops_early, accumulates_in_workers, persistent_workers, stream, stream_of_steps,
-    own_loader, steps_in_bf16, compiled, plateau, adapter, sft, dpo, grpo, two_ranks, stream_on_ranks, saves,
-    saves_with_workers, saves_in_a_stream,
+    evaluates_and_saves, accumulates_in_workers, stream, own_loader, steps_in_bf16,
+    compiled, plateau, sft, dpo, grpo, two_ranks, dispatched, saves, saves_with_workers,
 )  # fmt: skip
 # The harness finds a case by its name in this module.
 globals().update({f"case_{make.__name__}": case_of(make) for make in MAKES})

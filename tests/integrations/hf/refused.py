@@ -67,7 +67,7 @@ def replaced_modules(job: Job) -> dict[str, Any]:
     trainer = trainer_of(job)
     trainer.add_callback(Replaces())
     with pytest.raises(flashckpt.OptionError, match="A callback made Replaces-net"):
-        flashckpt.transformers.train(trainer, job.run)
+        flashckpt.transformers.train(trainer, f"{job.run}-replaced")
     return {}
 
 
@@ -106,4 +106,10 @@ def names(job: Job) -> dict[str, Any]:
     assert flashckpt.transformers.__all__ == ["assets_of", "export", "keep_config", "train"]
     taken = inspect.signature(flashckpt.transformers.train).parameters
     assert list(taken) == ["trainer", "path", "own", "initial", "options"]
+    return {}
+
+
+def all_of_it(job: Job) -> dict[str, Any]:
+    for each in (trainers, releases, names, replaced_modules, other_integrations):
+        assert each(job) == {}
     return {}

@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
-)
+)  # fmt: skip
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.tuner import Tuner
@@ -38,7 +38,7 @@ from tests.integrations.job import (
     Job,
     gradients,
     random_numbers,
-)
+)  # fmt: skip
 
 Loader = Callable[[], Any]
 TERMINATED = 7
@@ -49,12 +49,7 @@ class Model(lp.LightningModule):
     """Logs means, a maximum, and a value of some batches alone; validates with random numbers."""
 
     def __init__(
-        self,
-        loader: Loader,
-        *,
-        schedule: str = "step",
-        manual: bool = False,
-        metric: bool = False,
+        self, loader: Loader, *, schedule: str = "step", manual: bool = False, metric: bool = False
     ) -> None:
         super().__init__()
         self.net, self.loader, self.schedule = data.model(), loader, schedule
@@ -151,6 +146,16 @@ class Ends(Callback):
         pl_module.job.moment(BETWEEN)
 
 
+def trainer_of(job: Job, callbacks: list[Any], **options: Any) -> lp.Trainer:
+    """Silent, on one CPU; it writes checkpoints where a callback does."""
+    named: dict[str, Any] = {
+        "max_epochs": 3, "accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 2,
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": job.folder,
+        "enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in callbacks),
+    }  # fmt: skip
+    return lp.Trainer(callbacks=callbacks, **{**named, **options})
+
+
 def fit(
     job: Job,
     model: Model,
@@ -165,12 +170,7 @@ def fit(
     every = [*callbacks, Ends()]
     if job.flashckpt:
         every.append(flashckpt.lightning.Checkpoint(job.run, own=own, every=1, persist_every=5))
-    named: dict[str, Any] = {
-        "max_epochs": 3, "accelerator": "cpu", "devices": 1, "logger": Log(model), "log_every_n_steps": 2,
-        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": job.folder,
-        "enable_checkpointing": any(isinstance(each, ModelCheckpoint) for each in callbacks),
-    }  # fmt: skip
-    trainer = lp.Trainer(callbacks=every, **{**named, **options})
+    trainer = trainer_of(job, every, **{"logger": Log(model), **options})
     if before is not None:
         before(trainer)
     job.moments_in(trainer.strategy, "save_checkpoint", SAVE)
@@ -183,6 +183,7 @@ def fit(
 
 def record(trainer: Any, model: Model, callbacks: Any) -> dict[str, Any]:
     folder = Path(trainer.default_root_dir, "theirs")
+    held = [each for callback in callbacks for each in vars(callback).values()]
     return {
         "model": model.state_dict(),
         # Lightning drops them before it makes others: a resume brings back which there are, not their values.
@@ -196,12 +197,7 @@ def record(trainer: Any, model: Model, callbacks: Any) -> dict[str, Any]:
         "epoch": trainer.current_epoch,
         "loops": trainer.fit_loop.state_dict(),
         "callbacks": [_named(each.state_dict()) for each in callbacks],
-        "averages": [
-            each.state_dict()
-            for callback in callbacks
-            for each in vars(callback).values()
-            if isinstance(each, nn.Module)
-        ],
+        "averages": [each.state_dict() for each in held if isinstance(each, nn.Module)],
         "files": sorted(os.listdir(folder)) if folder.exists() else [],
     }
 
@@ -246,11 +242,6 @@ def accumulated(job: Job) -> Any:
     return fit(job, model, accumulate_grad_batches=3, val_check_interval=2)
 
 
-def persistent_workers(job: Job) -> Any:
-    data.seed()
-    return fit(job, Model(rows(num_workers=2, persistent_workers=True)))
-
-
 def plateau(job: Job) -> Any:
     """ModelCheckpoint and EarlyStopping, which ends the run."""
     data.seed()
@@ -269,11 +260,6 @@ def manual(job: Job) -> Any:
 def stream(job: Job) -> Any:
     data.seed()
     return fit(job, Model(rows(stream=True)))
-
-
-def plain_stream(job: Job) -> Any:
-    data.seed()
-    return fit(job, Model(rows(stream=True, augment=False)), limit_train_batches=5)
 
 
 def max_steps(job: Job) -> Any:
@@ -343,16 +329,6 @@ def rate_searched_in_fit(job: Job) -> Any:
     return fit(job, Searched(rows()), LearningRateFinder(num_training_steps=5, attr_name="rate"))
 
 
-def size_searched(job: Job) -> Any:
-    data.seed()
-    model = Searched(rows())
-
-    def search(trainer: Any) -> None:
-        Tuner(trainer).scale_batch_size(model, steps_per_trial=1, max_trials=2)
-
-    return fit(job, model, before=search)
-
-
 class Raises(Callback):
     def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
         if trainer.global_step == 9:
@@ -364,11 +340,7 @@ def failed(job: Job) -> Any:
     _jobs.append(job)
     data.seed()
     model, checkpoint = Model(rows()), flashckpt.lightning.Checkpoint(job.run, every=1)
-    trainer = lp.Trainer(
-        callbacks=[Raises(), checkpoint], max_epochs=3, accelerator="cpu", devices=1, logger=Log(model),
-        log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
-        default_root_dir=job.folder, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = trainer_of(job, [Raises(), checkpoint], logger=Log(model))
     try:
         trainer.fit(model)
     except ValueError:
@@ -392,12 +364,7 @@ def switched_off(job: Job) -> Any:
             checkpoint.checkpointer.save()
             found.append([checkpoint.checkpointer.stopping, checkpoint.checkpointer.resumed])
 
-    trainer = lp.Trainer(
-        callbacks=[Asks(), checkpoint], max_epochs=1, accelerator="cpu", devices=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=job.folder,
-        enable_checkpointing=False,
-    )  # fmt: skip
-    trainer.fit(Model(rows(8)))
+    trainer_of(job, [Asks(), checkpoint], max_epochs=1).fit(Model(rows(8)))
     return {"found": found, "made": os.path.exists(job.run)}
 
 
@@ -496,19 +463,12 @@ def continued(job: Job) -> Any:
         def state_dict(self) -> dict[str, Any]:
             return {"at": 9}
 
-    def trainer_of(model: Model, *callbacks: Callback) -> lp.Trainer:
-        return lp.Trainer(
-            callbacks=[*callbacks, checkpoint], max_epochs=2, accelerator="cpu", devices=1, logger=Log(model),
-            log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=job.folder, enable_checkpointing=False,
-        )  # fmt: skip
-
     model = Model(rows())
-    trainer = trainer_of(model, Stop())
+    trainer = trainer_of(job, [Stop(), checkpoint], max_epochs=2, logger=Log(model))
     trainer.fit(model)
     stopped = trainer.global_step, trainer.state.status.value, checkpoint.checkpointer.stop_reason
     model = Model(rows())
-    trainer = trainer_of(model)
+    trainer = trainer_of(job, [checkpoint], max_epochs=2, logger=Log(model))
     trainer.fit(model)
     ended = trainer.global_step
     trainer.validate(model, verbose=False)
@@ -563,11 +523,7 @@ def refused(job: Job) -> Any:
     def attempt(name: str, *callbacks: Callback, model: Any = None, how: Any = None, **named: Any) -> None:
         data.seed()
         checkpoint = flashckpt.lightning.Checkpoint(f"{job.run}-{name}", every=1, **named)
-        trainer = lp.Trainer(
-            callbacks=[*callbacks, checkpoint], max_epochs=1, accelerator="cpu", devices=1, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=job.folder,
-            enable_checkpointing=False,
-        )  # fmt: skip
+        trainer = trainer_of(job, [*callbacks, checkpoint], max_epochs=1)
         try:
             trainer.fit(Model(rows()) if model is None else model, **(how or {}))
         except Exception as error:
@@ -575,10 +531,7 @@ def refused(job: Job) -> Any:
             found[name] = f"{type(error).__name__}: {error} {'Made a run.' if made else ''}"
 
     theirs = job.folder / "theirs.ckpt"
-    trainer = lp.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, default_root_dir=job.folder,
-    )  # fmt: skip
+    trainer = trainer_of(job, [], max_epochs=1)
     trainer.fit(Model(rows()))
     trainer.save_checkpoint(theirs)
     attempt("two", flashckpt.lightning.Checkpoint(f"{job.run}-two"))

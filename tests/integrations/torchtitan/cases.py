@@ -26,7 +26,7 @@ from tests.integrations.job import (
     gradients,
     moment,
     random_numbers,
-)
+)  # fmt: skip
 from tests.integrations.torchtitan import STEPS
 
 VOCABULARY = 90

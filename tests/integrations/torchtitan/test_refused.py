@@ -66,7 +66,3 @@ def test_a_manager_that_is_not_enabled_does_nothing(tmp_path: Path) -> None:
 
 def test_overridden_names_are_those_of_the_installed_release() -> None:
     extras.check_overridden("torchtitan", "torchtitan", titan.TESTED, titan.OVERRIDDEN)
-
-
-def test_the_public_name() -> None:
-    assert titan.__all__ == ["FlashCheckpointManager"]

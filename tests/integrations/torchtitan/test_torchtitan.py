@@ -26,11 +26,10 @@ def framework() -> Iterator[Zygote]:
     "options",
     [
         {"accumulated": 3},
-        pytest.param({}, marks=pytest.mark.long),
         # Random numbers that are drawn inside of torchdata's workers are lost, as in a plain loop.
         pytest.param({"accumulated": 2, "workers": 2, "noise": False}, marks=pytest.mark.long),
     ],
-    ids=["accumulated", "one batch", "workers"],
+    ids=["accumulated", "workers"],
 )
 def test_a_run_continues_after_kills(
     framework: Zygote, tmp_path: Path, runtime: Path, options: dict[str, Any]

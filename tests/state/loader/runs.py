@@ -21,8 +21,6 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     Sampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from flashckpt.format.typed import check_roundtrip, decode_json, encode_json
@@ -180,23 +178,13 @@ def _shuffled_own(loads: str, workers: int, **options: Any) -> Any:
     return loader(Items(loads), workers, shuffle=True, generator=owned(7), **options)
 
 
-def _replacing(**options: Any) -> RandomSampler:
-    return RandomSampler(range(ITEMS), replacement=True, num_samples=40, **options)
-
-
 Make = Callable[[str], Any]
 LOADERS: dict[str, Make] = {
     "main": lambda loads: loader(Items(loads), 0),
     "main, shuffled": lambda loads: loader(Items(loads), 0, shuffle=True),
     "main, shuffled by its own": lambda loads: _shuffled_own(loads, 0),
-    "main, own replacement": lambda loads: loader(
-        Items(loads), 0, sampler=_replacing(generator=owned(8))
-    ),
     "main, replacement": lambda loads: loader(
-        Items(loads), 0, sampler=_replacing()
-    ),
-    "main, weighted": lambda loads: loader(
-        Items(loads), 0, sampler=WeightedRandomSampler([1.0 + i for i in range(ITEMS)], 19)
+        Items(loads), 0, sampler=RandomSampler(range(ITEMS), replacement=True, num_samples=40)
     ),
     "main, eager": lambda loads: loader(Items(loads), 0, sampler=Eager()),
     "main, uneven batches": lambda loads: loader(Items(loads), 0, batch_sampler=EagerBatches()),
@@ -208,12 +196,6 @@ LOADERS: dict[str, Make] = {
     "1 worker": lambda loads: loader(Items(loads), 1, shuffle=True),
     "2 workers": lambda loads: loader(Items(loads), 2),
     "2 workers, shuffled": lambda loads: loader(Items(loads), 2, shuffle=True, prefetch_factor=1),
-    "2 workers, shuffled by its own": lambda loads: _shuffled_own(loads, 2),
-    "2 workers, drop last": lambda loads: loader(Items(loads), 2, shuffle=True, drop_last=True),
-    "2 workers, weighted": lambda loads: loader(
-        Items(loads), 2, sampler=WeightedRandomSampler([1.0 + i for i in range(ITEMS)], 19)
-    ),
-    "2 workers, subset": lambda loads: loader(Items(loads), 2, sampler=SubsetRandomSampler(range(3, 21))),
     "2 workers, distributed": lambda loads: loader(
         Items(loads, 30), 2, batch_size=3, sampler=DistributedSampler(range(30), num_replicas=2, rank=1)
     ),
@@ -227,7 +209,6 @@ LOADERS: dict[str, Make] = {
     "2 workers, transformed": lambda loads: loader(
         Transformed(loads), 2, shuffle=True, collate_fn=Collate(), worker_init_fn=reseed
     ),
-    "3 workers, shuffled": lambda loads: loader(Items(loads), 3, shuffle=True),
     "2 persistent": lambda loads: loader(Items(loads, 18), 2, shuffle=True, persistent_workers=True),
     "2 persistent, transformed": lambda loads: loader(
         Transformed(loads), 2, shuffle=True, collate_fn=Collate(), persistent_workers=True
@@ -240,7 +221,6 @@ LOADERS: dict[str, Make] = {
     "2 persistent, eager": lambda loads: loader(
         Items(loads), 2, sampler=Eager(), persistent_workers=True, worker_init_fn=reseed
     ),
-    "3 persistent": lambda loads: loader(Items(loads), 3, persistent_workers=True, prefetch_factor=3),
     "3 persistent, one idle": lambda loads: loader(
         Items(loads, 6), 3, shuffle=True, persistent_workers=True, worker_init_fn=reseed
     ),
@@ -330,6 +310,19 @@ def resume(make: Callable[[], Any], position: bytes, epochs: range, **options: A
     if saved["epoch"] != epochs.start:
         rng.restore(saved["now"]["global"])
     return run(source, epochs, saved, **options)
+
+
+def first_epoch(cut: Key) -> int:
+    """Return the epoch with which a run continues after a boundary."""
+    return cut[0] + (cut[1] == "after")
+
+
+def rest(record: Record, cut: Key, last: int = 1 << 30) -> dict[Key, Any]:
+    """Return the record of the whole run after a boundary, until the epoch `last`."""
+    order = list(record.seen)
+    place = (cut[0] + 1, 0) if cut[1] == "after" else cut if cut in record.seen else (cut[0], "end")
+    found = order[order.index(place) :] if place in order else []
+    return {key: record.seen[key] for key in found if key[0] <= last}
 
 
 def bare(loader: Any, epochs: range) -> dict[Key, Any]:
