@@ -29,7 +29,7 @@ import torch
 from flashckpt import crashpoints
 from flashckpt.catalogue.changes import Launch, ancestry, highest_number
 from flashckpt.commit import attempts
-from flashckpt.commit.attempts import check_not_held, local_owner, move_on
+from flashckpt.commit.attempts import check_not_held, local_owner
 from flashckpt.commit.choice import Choice
 from flashckpt.commit.commit_step import ALWAYS_KEPT, retain
 from flashckpt.commit.lineage import RemoteRun
@@ -131,7 +131,6 @@ class Session:
     group: Group
     opened: View
     stacks: Stacks | None = None
-    life_sign: LifeSign | None = None
     closed: bool = False
     complete: tuple[int, int] = (0, 0)
     run_id: str = ""
@@ -256,8 +255,6 @@ class Session:
         self.closed = True
         self.group.close()
         self.keeper.close()
-        if self.life_sign is not None:
-            self.life_sign.close()
         if self.stacks is not None:
             self.stacks.close(self.runtime)
         self.life.release(self.runtime)
@@ -334,16 +331,14 @@ def open_session(
             newest = newest_on_node(runtime, identity, cache)
             attempt, after, opened = _reserve(opened, owner, runtime, known.above, newest, keep)
             undo.callback(_withdraw, store, attempt)
-        life_sign = LifeSign(store, attempt) if leads else None
-        if life_sign is not None:
-            undo.callback(life_sign.close)
+        if leads:
             crashpoints.point("attempt.reserved")
         keeper = connect(store.url, runtime, life)
         undo.callback(keeper.close)
         group = group or Alone(environment)
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
-            stacks=stacks, life_sign=life_sign, run_id=run_id, remote=remote, cache=cache, owner=owner,
+            stacks=stacks, run_id=run_id, remote=remote, cache=cache, owner=owner,
             after=after, opened=opened,
         )  # fmt: skip
         session.hello(keep, options)
@@ -623,34 +618,6 @@ def _free() -> int:
         if not used >> (number - 1) & 1:
             return number
     return 0
-
-
-_CLOSE_S = 2.0
-
-
-class LifeSign:
-    """Moves the attempt's counter while no keeper does: reads it every STAND_IN_S, and moves it if it has not
-    changed. A keeper that is stopped or swapped out must not make its trainer look dead to other nodes. Owns
-    one thread of the leading rank, from its start until the run is closed. Timing: `commit.attempts`."""
-
-    def __init__(self, store: Store, attempt: AttemptName) -> None:
-        self._store, self._attempt = store.brief(), attempt
-        self._closed = threading.Event()
-        self._thread = start_thread("flashckpt-life", self._run)
-
-    def close(self) -> None:
-        """End the thread, and wait for its write: one that came after the keeper has recorded the attempt's
-        end would make the next job watch a dead attempt."""
-        self._closed.set()
-        self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        moved_to: int | None = None
-        while not self._closed.wait(attempts.STAND_IN_S):
-            try:
-                moved_to = move_on(self._store, self._attempt, moved_to)
-            except (OSError, FlashckptError) as error:
-                log.debug("the counter of %s could not be moved: %s", self._attempt, error)
 
 
 # How long a remote is asked before the start.

@@ -126,16 +126,6 @@ def beat(store: Store, name: AttemptName, count: int, *, saves: bool = False) ->
     store.brief().replace(alive_path(name), found.to_bytes(), durable=False)
 
 
-def move_on(store: Store, name: AttemptName, last: int | None) -> int | None:
-    """Increment the counter if it is still `last`. Returns its value; None if it cannot be read: a newer
-    attempt may have removed it, and it is not written again."""
-    found = alive(store, name)
-    if found is None or found.count != last:
-        return None if found is None else found.count
-    beat(store, name, last + 1)
-    return last + 1
-
-
 def mark_ended(store: Store, name: AttemptName, how: Literal["closed", "dead"]) -> None:
     """Record that no trainer of this attempt lives, so that the next attempt need not watch it. `how`:
     "closed" is written to the catalogue, too."""
@@ -170,16 +160,12 @@ log = logging.getLogger(__name__)
 Probe = Callable[[str, str], bool]
 """Whether a living process holds the lock of this name in this runtime folder."""
 
-# The timing of the alive counter. A keeper increments it every BEAT_S. The leading trainer reads it every
-# STAND_IN_S and increments it if it has not changed. So the counter of a living attempt pauses for at most
-# 2 * STAND_IN_S while its keeper is stopped, and for longer only while trainer and keeper both pause (a node
-# that swaps, a paused virtual machine) or storage delays their writes (a store's `delay_s`).
+# The timing of the alive counter. A keeper increments it every BEAT_S. A trainer replaces a keeper that is
+# silent for 30 s, and waits 20 s at most before it starts another after many that died. So the counter of a
+# living attempt pauses for less than WATCH_S, unless the whole node pauses for longer.
 BEAT_S = 1.0
-STAND_IN_S = 2.0
-# How long a keeper whose trainers have ended watches the counter for other nodes: longer than 2 * STAND_IN_S.
-STILL_S = 6.0
-# How long a job elsewhere watches the counter before it takes over a run: 15 times the longest pause while a
-# trainer runs, so that a node may pause for up to a minute.
+# How long a job elsewhere, or a keeper whose trainers have ended, watches the counter before it takes the
+# attempt for dead.
 WATCH_S = 60.0
 # The watching job reads the counter this often, so that a pause of its own is not taken for one of the
 # counter.

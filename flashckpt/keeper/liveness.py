@@ -180,9 +180,7 @@ class RunFolder:
         before, since_s = self._still.setdefault(attempt, (count, time.monotonic()))
         if count != before:
             return True
-        is_saving = found is not None and found.phase == "saving"
-        still_s = attempts.WATCH_S if is_saving else attempts.STILL_S
-        return False if now - since_s >= still_s + self._store.capabilities.delay_s else None
+        return False if now - since_s >= attempts.WATCH_S + self._store.capabilities.delay_s else None
 
     def _next_count(self, attempt: AttemptName) -> int:
         """The count after that of an earlier keeper: it must neither stand still nor go back."""

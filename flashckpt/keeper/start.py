@@ -26,13 +26,13 @@ _MAX_LOG_BYTES = 1 << 20
 _STARTS_AT_ONCE = 8
 # The longest pause in general, while a trainer waits, and at the end of a run, after which none would be
 # started.
-LONGEST_PAUSE_S, AWAITED_PAUSE_S, NO_PAUSE_S = 30.0, 1.0, 0.0
+LONGEST_PAUSE_S, AWAITED_PAUSE_S, NO_PAUSE_S = 20.0, 1.0, 0.0
 _LIVED_S = 60.0
 _MOST_DOUBLINGS = 10
 
 
 class Pauses:
-    """When a keeper may be started again: at once after occasional deaths; after 1, 2, 4 … 30 s if keepers
+    """When a keeper may be started again: at once after occasional deaths; after 1, 2, 4 … 20 s if keepers
     die over and over (no memory for them, an installation that broke during a run), since each begins its
     write again, on storage that the training needs, too."""
 

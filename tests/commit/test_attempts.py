@@ -97,8 +97,6 @@ def test_alive_and_how_it_ends(store: LocalStore) -> None:
     first = attempt_at(store)
     beat(store, first, 7)
     assert run_view.signs_of_life(store, first) == 7
-    assert attempts.move_on(store, first, 6) == 7, "another has moved it"
-    assert attempts.move_on(store, first, 7) == 8
     assert attempts.ending(View.of(store), first) == ""
     mark_ended(store, first, "dead")
     assert attempts.ending(View.of(store), first) == "dead"
@@ -110,8 +108,6 @@ def test_alive_and_how_it_ends(store: LocalStore) -> None:
     assert View.of(store).catalogue.ended
     Path(store.url, alive_path(second)).unlink()
     assert attempts.ending(View.of(store), second) == "closed", "the catalogue says so, too"
-    assert attempts.move_on(store, second, 1) is None
-    assert not store.exists(alive_path(second)), "it is not written again"
     tidy(View.of(store), AttemptName(9, "0" * 8))
     assert store.list("alive") == []
 

@@ -139,12 +139,12 @@ def test_keepers_that_die_over_and_over_are_started_after_pauses() -> None:
         pauses.started()
         waited.append(max(pauses.left_s(), 0.0))
         now += waited[-1]
-    assert waited == [0] * 7 + [1, 2, 4, 8, 16, 30, 30, 30, 30]
+    assert waited == [0] * 7 + [1, 2, 4, 8, 16, 20, 20, 20, 20]
     for _ in range(5000):  # a weekend of them
         pauses.started()
-        assert pauses.left_s() == 30
+        assert pauses.left_s() == 20
         assert pauses.left_s(longest_s=1.0) == 1, "somebody waits"
-        now += 30
+        now += 20
     now += 60
     pauses.started()
     assert pauses.left_s() <= 0, "that one had its time to live"
