@@ -11,7 +11,7 @@ from flashckpt.catalogue.home import Home
 from flashckpt.catalogue.requests import Stores
 from flashckpt.format.catalogue import DATA, Catalogue, Checkpoint, Folder
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartHead, RankFiles, part_name
-from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.names import SnapshotId
 from flashckpt.store.base import Store, write_once
 from tests.catalogue.processes import start_in
 
@@ -99,7 +99,3 @@ def files_of(store: Store, folder: str) -> list[str]:
 
 def boundaries(catalogue: Catalogue) -> list[int]:
     return [each.id.boundary for each in visible(catalogue)]
-
-
-def attempts(catalogue: Catalogue) -> list[AttemptName]:
-    return [attempt for attempt, _ in catalogue.lineages]

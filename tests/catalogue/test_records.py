@@ -1,10 +1,8 @@
-"""The records of the catalogue: their bytes, their names, and bytes made to harm."""
+"""The records of the catalogue: their bytes and names. Bytes made to harm: tests/hostile/."""
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from flashckpt.format.manifest import (
     PartFile,
     PartHead,
     RankFiles,
-    are_alike,
     part_name,
 )
 from flashckpt.format.names import AttemptName, SnapshotId
@@ -86,63 +83,6 @@ def test_round_trip(record: JsonRecord) -> None:
     for other in {type(each) for each in RECORDS} - {type(record)}:
         with pytest.raises(DamagedError):
             other.from_bytes(data, "file")
-
-
-def test_a_head_is_read_from_the_first_bytes() -> None:
-    data = HEAD.to_bytes()
-    end = data.index(b'"head"') + 42
-    assert PartHead.from_prefix(data[:end], "file") == HEAD
-    assert PartHead.from_prefix(data[: end - 20], "file") is None
-
-
-@_by_kind
-def test_each_flipped_byte_is_found(record: JsonRecord) -> None:
-    data = record.to_bytes()
-    for place in range(len(data)):
-        bad = bytearray(data)
-        bad[place] ^= 1
-        with pytest.raises(DamagedError):
-            type(record).from_bytes(bytes(bad), "file")
-    for cut in range(len(data)):
-        with pytest.raises(DamagedError):
-            type(record).from_bytes(data[:cut], "file")
-
-
-JUNK: list[Any] = [
-    None, -1, 2**70, 1.5, True, "", "x" * 5000, "../x", "000001-7fa3c1d2\n", [], [[]], [0], {}, {"a": 1},
-    10**9 ]  # fmt: skip
-
-
-def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of each value in a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in items:
-        yield (*path, key)
-        yield from _places(inner, (*path, key))
-
-
-@_by_kind
-def test_no_sealed_bytes_do_harm(record: JsonRecord) -> None:
-    """Each value of the record is replaced by each of some others, under a right checksum: the record is
-    refused, or is one that could be written."""
-    obj = parse(record.to_bytes(), what="file", max_bytes=1 << 20)
-    after = {} if isinstance(record, PartHead) else None
-    obj.pop("head", None)
-    refused = 0
-    for path in _places(obj):
-        for junk in JUNK:
-            changed = copy.deepcopy(obj)
-            inner: Any = changed
-            for key in path[:-1]:
-                inner = inner[key]
-            inner[path[-1]] = junk
-            try:
-                found = type(record).from_bytes(dump(changed, after), "file")
-            except DamagedError:
-                refused += 1
-                continue
-            assert type(record).from_bytes(found.to_bytes(), "file") == found
-    assert refused > 100
 
 
 @pytest.mark.parametrize(
@@ -206,34 +146,13 @@ def test_names() -> None:
         version_path(0, run)
 
 
-def test_replicas_are_alike_if_all_ranks_have_one_table() -> None:
-    def head(rank: int, checksum: str) -> PartHead:
-        files = RankFiles(rank, File(f"rank-{rank:05d}-5f2c.safetensors", 1), None, (0,))
-        table = (range(2),), checksum
-        return PartHead(id=ID, step=7, world=2, node=rank, ranks=(files,), tables=(table,))
+def test_ten_thousand_checkpoints_are_small() -> None:
+    def made(n: int) -> Checkpoint:
+        id, bases = SnapshotId(A, n << 24), frozenset({BASE})
+        return Checkpoint(id=id, step=n, writer=A, manifest="5f2c0a1b", num_bytes=1 << 40, bases=bases)
 
-    assert are_alike([head(0, "ab"), head(1, "ab")])
-    assert not are_alike([head(0, "ab"), head(1, "cd")])
-    assert not are_alike([head(0, "ab")])
-
-
-def test_ten_thousand_checkpoints_are_small_and_fast() -> None:
-    bases = frozenset({BASE})
-    checkpoints = tuple(
-        Checkpoint(
-            id=SnapshotId(A, n << 24), step=n, writer=A, manifest="5f2c0a1b", num_bytes=1 << 40, bases=bases
-        )
-        for n in range(10_000)
-    )
-    catalogue = Catalogue(
-        run_id="5eed" * 4, version=9, writer=A, attempt=A, checkpoints=checkpoints, lineages=((A, ()),)
-    )
-    seconds = []
-    for _ in range(5):
-        began = time.process_time()
-        data = catalogue.to_bytes()
-        assert Catalogue.from_bytes(data, "file") == catalogue
-        seconds.append(time.process_time() - began)
+    checkpoints = tuple(map(made, range(10_000)))
+    catalogue = replace(CATALOGUE, checkpoints=checkpoints, lineages=((A, ()), (B, ())), damaged=())
+    data = catalogue.to_bytes()
     assert len(data) < 2_000_000
-    print(f"{len(data)} bytes, written and read in {min(seconds):.3f} s of CPU")
-    assert min(seconds) < 2
+    assert Catalogue.from_bytes(data, "file") == catalogue

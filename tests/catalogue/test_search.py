@@ -66,11 +66,10 @@ def test_each_rule_is_needed(mutation: Mutation) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "backup",
         "frozen file twice",
         *(
             pytest.param(each, marks=pytest.mark.long)
-            for each in ("frozen file dropped", "start adopts", "keepers")
+            for each in ("backup", "frozen file dropped", "start adopts", "keepers")
         ),
     ],
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,10 @@ from made_runs import Ended, MadeRun
 
 from flashckpt.store import open_store
 from tests import run_view
+from tests.zygote import Zygote
+
+# What takes long to import, of what the commands import; no torch, as in a shell.
+IMPORTED = ("flashckpt.cli.main", "flashckpt.commit.verification", "flashckpt.recovery.recover")
 
 
 @pytest.fixture
@@ -21,15 +24,21 @@ def run(tmp_path: Path) -> MadeRun:
     return MadeRun(tmp_path / "run", store)
 
 
+@pytest.fixture(scope="session")
+def forking() -> Iterator[Zygote]:
+    process = Zygote(IMPORTED, {"COLUMNS": "200"})
+    yield process
+    process.close()
+
+
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ended]:
+def shell(forking: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Ended]:
     """Runs `flashckpt` with these arguments in a process of its own."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("FLASHCKPT_RUNTIME", str(tmp_path))
+    own = {} if "runtime" in request.fixturenames else {"FLASHCKPT_RUNTIME": str(tmp_path)}
 
     def call(*arguments: object) -> Ended:
-        command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        command = ["tests.contracts.shell", *map(str, arguments)]
+        done = forking.run(command, env={**os.environ, "COLUMNS": "200", **own})
         return Ended(done.returncode, done.stdout, done.stderr)
 
     return call

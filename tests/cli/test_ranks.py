@@ -36,7 +36,7 @@ def test_a_box_is_told_as_python_writes_it() -> None:
     assert box_text(box_of(Leaf(name="s", dtype="float32", shape=())), ()) == ""
 
 
-@pytest.mark.parametrize("world", [4, 8, 1000])
+@pytest.mark.parametrize("world", [4, 1000])
 def test_a_slow_rank_is_far_from_the_others_whatever_their_noise(world: int) -> None:
     noise = random.Random(world)
     values = {rank: 1.0 + noise.gauss(0, 0.02) for rank in range(world)}
@@ -47,15 +47,10 @@ def test_a_slow_rank_is_far_from_the_others_whatever_their_noise(world: int) -> 
     assert far_above(values | dict.fromkeys(slow, 40.0)) == slow
 
 
-def test_who_is_faster_is_not_pointed_at_nor_who_is_a_little_slower() -> None:
+def test_who_is_faster_or_a_little_slower_is_not_pointed_at() -> None:
     values = dict.fromkeys(range(8), 1.0)
-    assert far_above(values | {3: 0.01}) == set()
-    assert far_above(values | {3: 1.4}) == set()
+    assert far_above(values | {3: 0.01}) == far_above(values | {3: 1.4}) == set()
     assert far_above(values | {3: 1.6}) == {3}
-    # Fractions of a millisecond are nobody's fault.
+    # Fractions of a millisecond are nobody's fault; of three ranks none is far from the others.
     assert far_above(dict.fromkeys(range(8), 1e-4) | {3: 9e-4}) == set()
-
-
-def test_of_three_ranks_none_is_far_from_the_others() -> None:
-    assert far_above({0: 1.0, 1: 1.0, 2: 9.0}) == set()
-    assert far_above({}) == set()
+    assert far_above({0: 1.0, 1: 1.0, 2: 9.0}) == far_above({}) == set()

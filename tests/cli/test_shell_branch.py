@@ -29,10 +29,13 @@ sys.stdin.read()
 """
 
 
-def test_branch_at_an_older_step_and_back(run: MadeRun, shell: Shell) -> None:
+def test_branch_at_an_older_step_and_back(run: MadeRun, shell: Shell, tmp_path: Path) -> None:
+    """Nothing is deleted, and no runtime folder is made by asking for its locks."""
     first = run.attempt()
     for step in (10, 20, 30):
         run.commit(first, step)
+    before = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file()}
+    beside = sorted(tmp_path.iterdir())
     ended = shell("branch", run.folder, 20, "--json")
     assert ended.code == 0
     assert (ended.json["step"], ended.json["parent"]) == (20, str(first))
@@ -44,6 +47,8 @@ def test_branch_at_an_older_step_and_back(run: MadeRun, shell: Shell) -> None:
     assert back.code == 0
     assert "resumes from step 30" in back.out
     assert run_view.steps(run.store) == [10, 20, 30]
+    assert {path: path.read_bytes() for path in before} == before
+    assert sorted(tmp_path.iterdir()) == beside
 
 
 def test_branch_deletes_nothing(run: MadeRun, shell: Shell) -> None:

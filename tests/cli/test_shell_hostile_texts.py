@@ -59,17 +59,20 @@ COMMANDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_no_text_of_a_checkpoint_commands_a_terminal(
-    hostile: MadeRun, shell: Shell, tmp_path: Path, command: list[str]
-) -> None:
-    name, *more = [str(tmp_path / EVIL) if each == "OUT" else each for each in command]
-    ended = shell(name, hostile.folder, *more)
-    for text in (ended.out, ended.err):
-        assert not CONTROL.search(text), ascii(text)
-    if name in ("show", "ls"):
-        assert "\\x1b[2J" in ended.out, "it is shown all the same"
-        assert "[red]vil[/red]" in re.sub(r"\s", "", ended.out)
+def test_no_text_of_a_checkpoint_commands_a_terminal(hostile: MadeRun, shell: Shell, tmp_path: Path) -> None:
+    for command in COMMANDS:
+        name, *more = [str(tmp_path / f"{command[0]}{EVIL}") if each == "OUT" else each for each in command]
+        ended = shell(name, hostile.folder, *more)
+        for text in (ended.out, ended.err):
+            assert not CONTROL.search(text), ascii(text)
+        if name in ("show", "ls"):
+            assert "\\x1b[2J" in ended.out, "it is shown all the same"
+            assert "[red]vil[/red]" in re.sub(r"\s", "", ended.out)
+    ended = shell("show", hostile.folder, "2", "--json")
+    assert not CONTROL.search(ended.out)
+    assert [leaf["name"] for leaf in ended.json["leaves"]] == [f"{EVIL}.weight"], "JSON is exact"
+    assert str(DamagedError(EVIL)) == str(DamagedError(str(DamagedError(EVIL))))
+    assert not CONTROL.search(str(DamagedError(EVIL)))
 
 
 def test_on_a_terminal_the_only_escapes_are_its_own_colours(hostile: MadeRun) -> None:
@@ -93,14 +96,3 @@ def test_on_a_terminal_the_only_escapes_are_its_own_colours(hostile: MadeRun) ->
     assert OWN_STYLES.search(text), "a terminal has colours"
     assert not CONTROL.search(OWN_STYLES.sub("", text)), ascii(text)
     assert "\\x1b[31m" in text
-
-
-def test_json_is_escaped_and_exact(hostile: MadeRun, shell: Shell) -> None:
-    ended = shell("show", hostile.folder, "2", "--json")
-    assert not CONTROL.search(ended.out)
-    assert [leaf["name"] for leaf in ended.json["leaves"]] == [f"{EVIL}.weight"]
-
-
-def test_errors_of_the_library_show_it_escaped(hostile: MadeRun) -> None:
-    assert str(DamagedError(EVIL)) == str(DamagedError(str(DamagedError(EVIL))))
-    assert not CONTROL.search(str(DamagedError(EVIL)))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,24 @@ from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
 from tests.processes import keepers_of
 
-
-def keepers(*arguments: object) -> Ended:
-    command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", "keepers"]
-    done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=240)
-    return Ended(done.returncode, done.stdout, done.stderr)
+Keepers = Callable[..., Ended]
+Listed = Callable[[], list[dict[str, Any]]]
 
 
-def listed() -> list[dict[str, Any]]:
-    done = keepers("--json")
-    assert done.code == 0, done.err
-    found: list[dict[str, Any]] = json.loads(done.out)["keepers"]
-    return found
+@pytest.fixture
+def keepers(shell: Callable[..., Ended], runtime: Path) -> Keepers:
+    return partial(shell, "keepers")
+
+
+@pytest.fixture
+def listed(keepers: Keepers) -> Listed:
+    def rows() -> list[dict[str, Any]]:
+        done = keepers("--json")
+        assert done.code == 0, done.err
+        found: list[dict[str, Any]] = done.json["keepers"]
+        return found
+
+    return rows
 
 
 def trains(run: Path, runtime: Path) -> Process:
@@ -46,28 +51,13 @@ def trains(run: Path, runtime: Path) -> Process:
     return trainer
 
 
-def left_behind(run: Path, runtime: Path) -> dict[str, Any]:
-    """The row of what is there after keeper and trainer were killed, with step 3 in memory alone."""
-    trainer = trains(run, runtime)
-    trainer.do("snapshot", 3, False)
-    (pid,) = keepers_of(runtime)
-    os.kill(pid, signal.SIGKILL)
-    trainer.kill()
-    eventually(lambda: keepers_of(runtime) == [])
-    (row,) = listed()
-    return row
-
-
 def regions(runtime: Path) -> list[Path]:
     return [path for path in runtime.rglob("slot-*") if is_region_name(path.name)]
 
 
-def test_there_is_none(runtime: Path) -> None:
-    assert listed() == []
-    assert "No keeper" in keepers().err
-
-
-def test_one_of_a_living_trainer_is_listed_and_not_ended(tmp_path: Path, runtime: Path) -> None:
+def test_one_of_a_living_trainer_is_listed_and_not_ended(
+    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+) -> None:
     trainer = trains(tmp_path / "run", runtime)
     trainer.do("snapshot", 3, True)
     eventually(lambda: committed(tmp_path / "run") == [3])
@@ -89,15 +79,16 @@ def test_one_of_a_living_trainer_is_listed_and_not_ended(tmp_path: Path, runtime
     trainer.gone()
 
 
-@pytest.mark.parametrize("by", ["run", "pid"])
-def test_one_that_lingers_saves_what_it_has_and_ends(tmp_path: Path, runtime: Path, by: str) -> None:
+def test_one_that_lingers_saves_what_it_has_and_ends(
+    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+) -> None:
     trainer = trains(tmp_path / "run", runtime)
     trainer.do("snapshot", 3, False)
     (pid,) = keepers_of(runtime)
     os.kill(pid, signal.SIGSTOP)  # it has not begun to save when it is told to end
     trainer.kill()
     os.kill(pid, signal.SIGCONT)
-    done = keepers("--end", tmp_path / "run" if by == "run" else pid)
+    done = keepers("--end", tmp_path / "run")
     assert done.code == 0, done.err
     assert committed(tmp_path / "run") == [3]
     assert keepers_of(runtime) == []
@@ -105,39 +96,7 @@ def test_one_that_lingers_saves_what_it_has_and_ends(tmp_path: Path, runtime: Pa
     assert listed() == []
 
 
-@pytest.mark.long
-def test_one_that_cannot_save_stays_unless_its_memory_is_given_up(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    trainer = trains(run, runtime)
-    trainer.do("snapshot", 3, False)
-    run.rename(tmp_path / "away")  # as with a disk that is away
-    trainer.kill()
-    (pid,) = keepers_of(runtime)
-    done = keepers("--end", pid)
-    assert done.code == 4
-    assert "step 3 could not be saved" in done.err
-    (row,) = listed()
-    assert (row["pid"], row["state"], row["newest_sealed"]) == (pid, "saving", 3)
-    (tmp_path / "away").rename(run)
-    done = keepers("--end", pid)
-    # It was asked before: it may have saved the step and left by itself.
-    assert done.code == 0 or keepers_of(runtime) == [], done.err
-    assert committed(run) == [3]
-
-
-def test_memory_is_given_up_where_that_is_asked_for(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    trainer = trains(run, runtime)
-    trainer.do("snapshot", 3, False)
-    run.rename(tmp_path / "away")
-    trainer.kill()
-    done = keepers("--end", keepers_of(runtime)[0], "--discard")
-    assert done.code == 0, done.err
-    assert keepers_of(runtime) == []
-    assert regions(runtime) == []
-
-
-def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Path) -> None:
+def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Path, keepers: Keepers) -> None:
     """Not even the trainer's end can be written down there."""
     trainer = Process(small_disk / "run", runtime, linger_s=3600, kib=4096)
     trainer.do("start", None, 0, None)
@@ -158,7 +117,9 @@ def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Pa
 
 
 @pytest.mark.long
-def test_one_that_waits_for_another_node_has_nothing_left_to_do(tmp_path: Path, runtime: Path) -> None:
+def test_one_that_waits_for_another_node_has_nothing_left_to_do(
+    tmp_path: Path, runtime: Path, listed: Listed
+) -> None:
     """Its own part is on disk, that of the other node never comes. Its memory stays, the keeper need not."""
     run = tmp_path / "run"
     trainer = Process(run, runtime, linger_s=3600, world=2)
@@ -180,13 +141,10 @@ def test_one_that_waits_for_another_node_has_nothing_left_to_do(tmp_path: Path, 
     assert len(regions(runtime)) == 1
 
 
-def test_what_no_keeper_looks_after_is_listed(tmp_path: Path, runtime: Path) -> None:
-    row = left_behind(tmp_path / "run", runtime)
-    assert (row["state"], row["pid"], row["slots"]) == ("left", None, 3)
-
-
 @pytest.mark.long
-def test_one_that_does_not_answer_is_listed(tmp_path: Path, runtime: Path) -> None:
+def test_one_that_does_not_answer_is_listed(
+    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+) -> None:
     trainer = trains(tmp_path / "run", runtime)
     (pid,) = keepers_of(runtime)
     os.kill(pid, signal.SIGSTOP)
@@ -199,8 +157,9 @@ def test_one_that_does_not_answer_is_listed(tmp_path: Path, runtime: Path) -> No
     os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.long
-def test_what_is_left_of_a_run_that_was_deleted_is_freed(tmp_path: Path, runtime: Path) -> None:
+def test_what_is_left_of_a_run_that_was_deleted_is_freed(
+    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+) -> None:
     run = tmp_path / "run"
     trainer = trains(run, runtime)
     trainer.do("snapshot", 3, False)
@@ -222,11 +181,18 @@ def test_what_is_left_of_a_run_that_was_deleted_is_freed(tmp_path: Path, runtime
     assert list(runtime.rglob("*-*.lock")) == list(runtime.rglob("slot-*")) == []
 
 
-@pytest.mark.long
-def test_what_is_left_is_not_freed_under_who_trains_again(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    row = left_behind(run, runtime)
-    again = Process(run, runtime)
+def test_what_is_left_is_listed_and_not_freed_under_who_trains_again(
+    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+) -> None:
+    trainer = trains(tmp_path / "run", runtime)
+    trainer.do("snapshot", 3, False)
+    (pid,) = keepers_of(runtime)
+    os.kill(pid, signal.SIGKILL)
+    trainer.kill()
+    eventually(lambda: keepers_of(runtime) == [])
+    (row,) = listed()
+    assert (row["state"], row["pid"], row["slots"]) == ("left", None, 3)
+    again = Process(tmp_path / "run", runtime)
     done = keepers("--end", row["folder"], "--discard")
     assert done.code == 3
     assert f"process {again.pid}" in done.err
@@ -235,20 +201,8 @@ def test_what_is_left_is_not_freed_under_who_trains_again(tmp_path: Path, runtim
     again.gone()
 
 
-def test_wrong_usage(tmp_path: Path, runtime: Path) -> None:
+def test_none_and_wrong_usage(tmp_path: Path, keepers: Keepers, listed: Listed) -> None:
+    assert listed() == []
+    assert "No keeper" in keepers().err
     assert keepers("--discard").code == 2
     assert keepers("--end", tmp_path / "nothing").code == 4
-
-
-def test_the_keeper_of_a_run_that_was_deleted_ends(tmp_path: Path, runtime: Path) -> None:
-    """Nothing can be saved there any more: it does not wait for an hour whether a disk comes back."""
-    run = tmp_path / "run"
-    trainer = trains(run, runtime)
-    (pid,) = keepers_of(runtime)
-    os.kill(pid, signal.SIGSTOP)
-    trainer.do("snapshot", 3, True)
-    shutil.rmtree(run)
-    os.kill(pid, signal.SIGCONT)
-    trainer.kill()
-    eventually(lambda: keepers_of(runtime) == [], timeout_s=120)
-    assert not run.exists()

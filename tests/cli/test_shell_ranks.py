@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from made_runs import Ended, MadeRun, leaves_of, tensors_of
-from safetensors.numpy import load_file
 
-import flashckpt
 from flashckpt.format.names import EVENTS, AttemptName
 from flashckpt.persist.ledger import file_names
 
@@ -121,32 +118,3 @@ def test_the_ranks_that_a_step_waits_for_are_named(made: tuple[MadeRun, AttemptN
     run.publish(attempt, 90, NODES[1], WORLD)
     run.commit_nodes(attempt, 300, *NODES)
     assert shell("ls", run.folder, "--json").json["waiting"] == []
-
-
-def test_weights_of_many_ranks_are_exported_and_loaded_by_one(
-    made: tuple[MadeRun, AttemptName], shell: Shell, tmp_path: Path
-) -> None:
-    run, _ = made
-    ended = shell("export", run.folder, tmp_path / "out", "--only", "model", "--json")
-    assert (ended.code, ended.json["leaves"]) == (0, 4)
-    found, loaded = load_file(tmp_path / "out"), flashckpt.load(run.folder, 100)
-    for name in ("model.weight", "model.head", "model.bias"):
-        expected = tensors_of(100)[name]
-        assert found[name].tobytes() == loaded[name].numpy().tobytes() == expected.tobytes()
-    assert found["model.seen"].tolist() == loaded["model.seen"].tolist() == [100, 0]
-    assert shell("export", run.folder, tmp_path / "folder", "--by-rank").code == 0
-    assert len(list((tmp_path / "folder").glob("*.safetensors"))) == WORLD
-
-
-def test_every_file_of_every_rank_is_verified(made: tuple[MadeRun, AttemptName], shell: Shell) -> None:
-    run, _ = made
-    ended = shell("verify", run.folder, "--json")
-    assert (ended.code, len(ended.json["files"])) == (0, 1 + len(NODES) + WORLD)
-    [path] = run.folder.glob("data/*/*/rank-00003-*")
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    ended = shell("verify", run.folder, "--json")
-    assert ended.code == 1
-    [row] = [row for row in ended.json["files"] if row["status"] != "ok"]
-    assert Path(row["file"]).name == path.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -45,22 +44,11 @@ def branched(run: MadeRun) -> MadeRun:
     return run
 
 
-def test_ls_lists_the_visible_steps_newest_last(branched: MadeRun, shell: Shell) -> None:
-    ended = shell("ls", branched.folder, "--json")
-    assert ended.code == 0
-    rows = ended.json["steps"]
-    assert [row["step"] for row in rows] == [10, 20, 30]
-    assert [row["attempt"][:6] for row in rows] == ["000001", "000001", "000002"]
-    assert all(row["visible"] and row["leaves"] == len(LEAVES) and not row["problem"] for row in rows)
-    shard = next(branched.folder.glob("data/000002*/*00030/rank-*"))
-    assert rows[2]["num_bytes"] == shard.stat().st_size
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", rows[2]["committed_at"])
-
-
-def test_ls_all_shows_the_other_branch_too(branched: MadeRun, shell: Shell) -> None:
+def test_ls_lists_the_steps_of_this_branch_and_with_all_those_of_others(
+    branched: MadeRun, shell: Shell
+) -> None:
     rows = shell("ls", branched.folder, "--all", "--json").json["steps"]
-    seen = [(row["step"], row["attempt"][:6], row["visible"]) for row in rows]
-    assert seen == [
+    assert [(row["step"], row["attempt"][:6], row["visible"]) for row in rows] == [
         (10, "000001", True),
         (20, "000001", True),
         (30, "000001", False),
@@ -69,42 +57,38 @@ def test_ls_all_shows_the_other_branch_too(branched: MadeRun, shell: Shell) -> N
     table = shell("ls", branched.folder, "--all").out
     assert len(re.findall(r"\bother\b", table)) == 1
     assert len(re.findall(r"\bthis\b", table)) == 3
-
-
-def test_ls_shows_damage_that_was_found_and_stays_well(branched: MadeRun, shell: Shell) -> None:
-    first = shell("ls", branched.folder, "--json").json["steps"][0]
-    attempt = next(a for a in run_view.attempts(branched.store) if str(a) == first["attempt"])
-    run_view.mark_damaged(branched.store, CommitName(10, attempt, 10), "node7", "a digest differs")
     ended = shell("ls", branched.folder, "--json")
     assert ended.code == 0
-    assert ended.json["steps"][0]["damage"] == {"host": "node7", "reason": "a digest differs"}
-    assert "damaged, found on node7: a digest differs" in shell("ls", branched.folder).out
+    assert ended.json["steps"] == [row | {"visible": True} for row in rows if row["visible"]]
+    rows = ended.json["steps"]
+    assert all(row["leaves"] == len(LEAVES) and not row["problem"] for row in rows)
+    shard = next(branched.folder.glob("data/000002*/*00030/rank-*"))
+    assert rows[2]["num_bytes"] == shard.stat().st_size
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", rows[2]["committed_at"])
 
 
-def test_ls_marks_what_a_start_resumes_from_and_says_what_it_passes_over(
-    branched: MadeRun, shell: Shell
-) -> None:
+def test_ls_marks_what_a_start_resumes_from_and_says_what_is_wrong(branched: MadeRun, shell: Shell) -> None:
+    [first, *_] = run_view.attempts(branched.store)
+    run_view.mark_damaged(branched.store, CommitName(10, first, 10), "node7", "a digest differs")
     ended = shell("ls", branched.folder, "--json")
+    assert ended.code == 0, "damage that was found before changes no exit code"
+    assert ended.json["steps"][0]["damage"] == {"host": "node7", "reason": "a digest differs"}
     assert [row["step"] for row in ended.json["steps"] if row["next"]] == [30]
     assert ended.json["passed_over"] == []
-    next(branched.folder.glob("data/000002*/*00030/rank-*")).unlink()
+    shard = next(branched.folder.glob("data/000002*/*00030/rank-*"))
+    shard.unlink()
     ended = shell("ls", branched.folder, "--json")
+    assert ended.code == 1
+    [row] = [row for row in ended.json["steps"] if row["problem"]]
+    assert (row["step"], row["visible"]) == (30, True), "the catalogue lists it"
+    assert shard.name in row["problem"]
     assert [row["step"] for row in ended.json["steps"] if row["next"]] == [20]
     [passed] = ended.json["passed_over"]
     assert passed.startswith("step 30 of attempt 000002")
     ended = shell("ls", branched.folder)
+    assert "damaged, found on node7: a digest differs" in ended.out
     assert "a start resumes from it" in ended.out
     assert "Passed over: step 30" in ended.err
-
-
-def test_ls_ends_with_1_where_a_shard_is_gone_and_says_which(branched: MadeRun, shell: Shell) -> None:
-    shard = next(branched.folder.glob("data/*/*00020/rank-*"))
-    shard.unlink()
-    ended = shell("ls", branched.folder, "--json")
-    assert ended.code == 1
-    (row,) = [row for row in ended.json["steps"] if row["problem"]]
-    assert (row["step"], row["visible"]) == (20, True), "the catalogue lists it"
-    assert shard.name in row["problem"]
 
 
 def test_ls_of_a_run_without_steps(run: MadeRun, shell: Shell) -> None:
@@ -114,45 +98,34 @@ def test_ls_of_a_run_without_steps(run: MadeRun, shell: Shell) -> None:
     assert shell("ls", run.folder, "--json").json["steps"] == []
 
 
-def test_show_describes_the_newest_step(branched: MadeRun, shell: Shell) -> None:
+def test_show_describes_the_newest_step_or_that_of_another_branch(branched: MadeRun, shell: Shell) -> None:
     shown = shell("show", branched.folder, "--json").json
     assert (shown["step"], shown["attempt"][:6], shown["visible"]) == (30, "000002", True)
     assert shown["environment"] == ENVIRONMENT
-    assert [(each["attempt"][:6], each["step"]) for each in shown["lineage"]] == [
-        ("000002", 20),
-        ("000001", 0),
-    ]
+    lineage = [(each["attempt"][:6], each["step"]) for each in shown["lineage"]]
+    assert lineage == [("000002", 20), ("000001", 0)]
     found = {each["name"]: (each["dtype"], each["shape"], each["num_bytes"]) for each in shown["leaves"]}
     assert found == {leaf.name: (leaf.dtype, list(leaf.shape), leaf.num_bytes) for leaf in LEAVES}
     text = shell("show", branched.folder).out
     for expected in ("model.weight", "= model.tied", "64 × 3", "scalar", "resumed from step 20", "2.13.0"):
         assert expected in text
-
-
-def test_show_takes_a_step_of_another_branch(branched: MadeRun, shell: Shell) -> None:
-    first = next(str(a) for a in run_view.attempts(branched.store) if str(a).startswith("000001"))
+    first = str(run_view.attempts(branched.store)[0])
     shown = shell("show", branched.folder, f"30@{first}", "--json").json
     assert (shown["attempt"], shown["visible"]) == (first, False)
 
 
-def test_verify_reads_visible_steps_and_all_of_them(branched: MadeRun, shell: Shell) -> None:
-    ended = shell("verify", branched.folder, "--json")
-    assert (ended.code, ended.json["ok"]) == (0, True)
-    assert {row["step"] for row in ended.json["files"]} == {10, 20, 30}
+def test_verify_reads_visible_steps_or_all_and_finds_one_flipped_bit(branched: MadeRun, shell: Shell) -> None:
+    assert shell("verify", branched.folder).out.startswith("whole: ")
     every = shell("verify", branched.folder, "--all", "--json").json["files"]
-    assert len([row for row in every if row["step"] == 30]) == 2 * len(
-        [row for row in every if row["step"] == 10]
-    )
+    assert [row["step"] for row in every].count(30) == 2 * [row["step"] for row in every].count(10)
     one = shell("verify", branched.folder, 20, "--json").json["files"]
     assert {row["step"] for row in one} == {20}
-    assert shell("verify", branched.folder).out.startswith("whole: ")
 
-
-def test_verify_finds_one_flipped_bit_and_ends_with_1(branched: MadeRun, shell: Shell) -> None:
     shard = next(branched.folder.glob("data/*/*00020/rank-*"))
     flip(shard, shard.stat().st_size - 1)
     ended = shell("verify", branched.folder, "--json")
     assert (ended.code, ended.json["ok"]) == (1, False)
+    assert {row["step"] for row in ended.json["files"]} == {10, 20, 30}
     (row,) = [row for row in ended.json["files"] if row["status"] != "ok"]
     assert (row["step"], row["status"], Path(row["file"]).name) == (20, "damaged", shard.name)
     text = shell("verify", branched.folder)
@@ -161,38 +134,37 @@ def test_verify_finds_one_flipped_bit_and_ends_with_1(branched: MadeRun, shell: 
     assert shell("verify", branched.folder, 10).code == 0
 
 
-@pytest.mark.parametrize("command", ["ls", "show", "verify"])
-def test_a_folder_that_is_no_run_ends_with_3_in_one_paragraph(
-    command: str, tmp_path: Path, shell: Shell
-) -> None:
-    ended = shell(command, tmp_path)
-    assert (ended.code, ended.out) == (3, "")
-    assert ended.err.startswith("flashckpt: ")
-    assert ended.err.count("\n") == 1
-    assert "Traceback" not in ended.err
-    assert shell(command, tmp_path, "--json").json["error"]["kind"] == "NoSuchStepError"
+def test_a_folder_that_is_no_run_ends_with_3_in_one_paragraph(tmp_path: Path, shell: Shell) -> None:
+    folder = tmp_path / "[bold]runs[/bold]"
+    folder.mkdir(parents=True)
+    for command in ("ls", "show", "verify"):
+        ended = shell(command, folder)
+        assert (ended.code, ended.out) == (3, "")
+        assert ended.err.startswith("flashckpt: ")
+        assert ended.err.count("\n") == 1
+        assert str(folder) in ended.err, "a name is never taken for markup"
+        assert "Traceback" not in ended.err
+        assert shell(command, folder, "--json").json["error"]["kind"] == "NoSuchStepError"
 
 
-@pytest.mark.parametrize("command", ["show", "verify", "branch"])
-def test_a_step_that_is_not_there_ends_with_3_and_says_what_is(
-    command: str, branched: MadeRun, shell: Shell
-) -> None:
-    ended = shell(command, branched.folder, 25, "--json")
-    assert ended.code == 3
-    assert ended.json["error"]["kind"] == "NoSuchStepError"
-    assert ended.json["error"]["step"] == 25
-    assert "30, 20, 10" in ended.err
+def test_a_step_that_is_not_there_ends_with_3_and_says_what_is(branched: MadeRun, shell: Shell) -> None:
+    for command in ("show", "verify", "branch"):
+        ended = shell(command, branched.folder, 25, "--json")
+        assert ended.code == 3
+        assert ended.json["error"]["kind"] == "NoSuchStepError"
+        assert ended.json["error"]["step"] == 25
+        assert "30, 20, 10" in ended.err
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("show", "RUN", "12a"), ("show", "RUN", "30@x"), ("show", "RUN", "-1"), ("ls",), ("ls", "RUN", "--no"),
-     ("no-such-command",), ("ls", "gopher://bucket/run"), ("branch", "RUN")],
-)  # fmt: skip
-def test_wrong_usage_ends_with_2(arguments: tuple[str, ...], run: MadeRun, shell: Shell) -> None:
-    ended = shell(*(str(run.folder) if each == "RUN" else each for each in arguments))
-    assert ended.code == 2
-    assert "Traceback" not in ended.err
+def test_wrong_usage_ends_with_2(run: MadeRun, shell: Shell) -> None:
+    path = str(run.folder)
+    for arguments in (
+        ("show", path, "12a"), ("show", path, "30@x"), ("show", path, "-1"), ("ls",), ("ls", path, "--no"),
+        ("no-such-command",), ("ls", "gopher://bucket/run"), ("branch", path),
+    ):  # fmt: skip
+        ended = shell(*arguments)
+        assert ended.code == 2, arguments
+        assert "Traceback" not in ended.err
 
 
 def test_a_newer_format_ends_with_3(run: MadeRun, shell: Shell) -> None:
@@ -231,11 +203,6 @@ def test_a_reader_that_goes_away_is_no_damage(branched: MadeRun) -> None:
     assert done.stderr == ""
 
 
-def test_names_are_never_taken_for_markup(tmp_path: Path, shell: Shell) -> None:
-    ended = shell("ls", tmp_path / "[bold]runs[/bold]")
-    assert "[bold]runs[/bold]" in ended.err
-
-
 def test_a_progress_bar_appears_only_when_it_takes_long_and_only_on_a_terminal() -> None:
     def drawn(*, terminal: bool, after_s: float) -> str:
         stream = io.StringIO()
@@ -250,50 +217,18 @@ def test_a_progress_bar_appears_only_when_it_takes_long_and_only_on_a_terminal()
     assert drawn(terminal=False, after_s=0.0) == ""
 
 
-def test_on_a_terminal_the_table_fits_its_width(branched: MadeRun) -> None:
-    parent, child = pty.openpty()
-    command = [
-        sys.executable,
-        "-c",
-        "from flashckpt.cli.main import main; main()",
-        "ls",
-        str(branched.folder),
-    ]
-    with os.fdopen(parent, "rb", closefd=True) as terminal:
-        done = subprocess.run(
-            command, stdin=child, stdout=child, stderr=child, env={**os.environ, "COLUMNS": "70"}, timeout=240
-        )
-        os.close(child)
-        text = b""
-        while chunk := _read(terminal.fileno()):
-            text += chunk
-    assert done.returncode == 0
-    plain = re.sub(rb"\x1b\[[0-9;]*m", b"", text).decode()
-    assert "000002" in plain
-    assert max(len(line.rstrip()) for line in plain.splitlines()) <= 70
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:
-        return b""
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["ls"], ["show"], ["verify"], ["recover"], ["prune", "--keep-last", "2"], ["export"], ["branch"]],
-    ids=lambda command: command[0],
-)
-def test_a_file_in_a_runs_place_is_no_run(tmp_path: Path, shell: Shell, command: list[str]) -> None:
+def test_a_file_in_a_runs_place_is_no_run(tmp_path: Path, shell: Shell) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("no run")
-    more = {"export": [tmp_path / "out"], "branch": [1]}.get(command[0], [])
-    for path in (file, file / "gpt"):
-        ended = shell(command[0], path, *command[1:], *more)
-        assert ended.code == 3, ended.err
-        assert f"{path} is no run: it is a file" in ended.err
-        assert "Errno" not in ended.err
+    for name, *more in (
+        ["ls"], ["show"], ["verify"], ["recover"], ["prune", "--keep-last", "2"], ["branch", 1],
+        ["export", tmp_path / "out"],
+    ):  # fmt: skip
+        for path in (file, file / "gpt"):
+            ended = shell(name, path, *more)
+            assert ended.code == 3, ended.err
+            assert f"{path} is no run: it is a file" in ended.err
+            assert "Errno" not in ended.err
 
 
 def test_what_to_do_about_a_damaged_catalogue_works(branched: MadeRun, shell: Shell) -> None:
@@ -321,37 +256,22 @@ def test_what_the_system_refuses_is_said_with_the_run_and_what_it_means(
     assert "Committed steps are as whole as they were" in message
 
 
-def test_a_terminal_that_lacks_a_letter_is_told_the_rest(
-    branched: MadeRun, shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    ended = shell("show", branched.folder)
-    assert (ended.code, ended.err) == (0, "")
-    assert "model.weight" in ended.out
+def test_a_terminal_that_lacks_a_letter_is_told_the_rest(branched: MadeRun, shell: Shell) -> None:
+    command = [sys.executable, "-m", "tests.contracts.shell", "show", str(branched.folder)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "model.weight" in done.stdout
     odd = branched.folder.with_name("w\udcff")
     branched.folder.rename(odd)
-    monkeypatch.delenv("PYTHONIOENCODING")
-    for command in ("ls", "show", "verify"):
-        ended = shell(command, odd)
+    for name in ("ls", "show", "verify"):
+        ended = shell(name, odd)
         assert ended.code == 0, ended.err
 
 
-def test_export_gives_a_module_its_own_names_in_shards(branched: MadeRun, shell: Shell) -> None:
+def test_options_of_an_export_and_those_that_are_refused_by_name(branched: MadeRun, shell: Shell) -> None:
     out = branched.folder.parent / "out"
-    options = ["--only", "model", "--dtype", "bf16", "--max-shard-size", "1B"]
-    ended = shell("export", branched.folder, out, *options, "--json")
-    assert ended.code == 0, ended.err
-    files = {row["file"] for row in ended.json["files"]}
-    assert "model.safetensors.index.json" in files
-    assert files < set(os.listdir(out))
-    ended = shell("export", branched.folder, out, *options)
-    assert ended.code == 2
-    assert "is not empty" in ended.err
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+    for options, said in (
         (["--format", "hf", "--only", "model"], "has no model config"),
         (["--format", "hf", "--by-rank"], "--by-rank is not for"),
         (["--config", "."], "--config is for"),
@@ -359,16 +279,14 @@ def test_export_gives_a_module_its_own_names_in_shards(branched: MadeRun, shell:
         (["--max-shard-size", "much"], "a size like 5GB"),
         (["--format", "dcp", "--by-rank"], "one of safetensors, torch"),
         (["--only", "modle"], "It has: "),
-    ],
-)
-def test_exports_that_are_refused_by_name(
-    branched: MadeRun, shell: Shell, options: list[str], said: str
-) -> None:
-    out = branched.folder.parent / "out"
-    ended = shell("export", branched.folder, out, *options)
-    assert ended.code != 0
-    assert said in " ".join(ended.err.split())
-    assert not out.exists()
+    ):
+        ended = shell("export", branched.folder, out, *options)
+        assert ended.code != 0
+        assert said in " ".join(ended.err.split())
+        assert not out.exists()
+    options = ["--only", "model", "--dtype", "bf16", "--max-shard-size", "1B", "--json"]
+    files = {row["file"] for row in shell("export", branched.folder, out, *options).json["files"]}
+    assert {"model.safetensors.index.json"} < files < {*os.listdir(out)}
 
 
 def test_verify_finds_damaged_assets(branched: MadeRun, shell: Shell) -> None:

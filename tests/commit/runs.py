@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from array import array
 from collections.abc import Mapping
 
 import numpy as np
@@ -200,10 +199,6 @@ def of_format(version: int, data: bytes) -> bytes:
     """The bytes of a record without a head as another format of the library would have written them."""
     head = data[:-TAIL_BYTES].replace(b'"format":1', b'"format":%d' % version)
     return head + b',"checksum":"' + _native.xxh3_128(head).hex().encode() + b'"}\n'
-
-
-def u64(values: tuple[int, ...]) -> array[int]:
-    return array("Q", values)
 
 
 def half_steps(store: Store) -> list[str]:

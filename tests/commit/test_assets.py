@@ -18,7 +18,7 @@ from flashckpt.replication.mirror import Mirror
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, commit, new_run, of_format
+from tests.commit.runs import attempt_at, commit, new_run
 
 FILES = {"config.json": b'{"model_type": "gpt2"}', "tokenizer.model": bytes(range(256)), "other/a.json": b""}
 
@@ -108,7 +108,7 @@ def refuse(source: Store, target: Store) -> bool:
     raise PermissionError(errno.EACCES, "the remote takes no such name")
 
 
-@pytest.mark.parametrize("why", ["", "damaged", "of another format", "refused"])
+@pytest.mark.parametrize("why", ["", "damaged", "refused"])
 def test_a_remote_has_them_also_where_they_come_after_the_start(
     store: LocalStore, tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,8 +119,6 @@ def test_a_remote_has_them_also_where_they_come_after_the_start(
     write_assets(store, FILES)
     if why == "damaged":
         flip(tmp_path / "run")
-    elif why == "of another format":
-        store.replace(ASSETS, of_format(2, dump({"files": []})))
     elif why == "refused":
         monkeypatch.setattr("flashckpt.replication.mirror.copy_assets", refuse)
     parent = resolve(store).name

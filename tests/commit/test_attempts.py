@@ -17,7 +17,7 @@ from flashckpt.format.catalogue import NO_ATTEMPT
 from flashckpt.format.names import MAX_ATTEMPT, AttemptName, alive_path
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.commit.runs import attempt_at, commit, name_of, new_run, publish
+from tests.commit.runs import attempt_at, commit, name_of, new_run
 
 
 @pytest.fixture
@@ -78,21 +78,6 @@ def test_of_two_starts_one_begins(store: LocalStore) -> None:
     assert View.of(store).attempt == one
 
 
-def test_a_start_settles_what_the_attempt_before_left(store: LocalStore) -> None:
-    first = attempt_at(store)
-    for step in (10, 20):
-        publish(store, step, first)
-    publish(store, 30, first, world=2)
-    assert [each.step for each in attempts.settle(View.of(store)).view.visible()] == [10, 20]
-    assert attempts.settle(View.of(store)).view == View.of(store)
-    second = attempt_at(store, name_of(20, first))
-    publish(store, 30, first, ranks=(1,), world=2)
-    assert [each.step for each in attempts.settle(View.of(store)).view.visible()] == [10, 20], (
-        "it is too late"
-    )
-    assert View.of(store).attempt == second
-
-
 def test_alive_and_how_it_ends(store: LocalStore) -> None:
     first = attempt_at(store)
     beat(store, first, 7)
@@ -110,24 +95,3 @@ def test_alive_and_how_it_ends(store: LocalStore) -> None:
     assert attempts.ending(View.of(store), second) == "closed", "the catalogue says so, too"
     tidy(View.of(store), AttemptName(9, "0" * 8))
     assert store.list("alive") == []
-
-
-def test_starts_at_one_step_are_counted(store: LocalStore) -> None:
-    """Until one is closed in order or saves a step."""
-
-    def failed() -> int:
-        return View.of(store).catalogue.failed_starts
-
-    first = attempt_at(store)
-    commit(store, 10, first)
-    for count in range(3):
-        newest = attempt_at(store, name_of(10, first))
-        assert failed() == count
-    mark_ended(store, newest, "closed")
-    newest = attempt_at(store, name_of(10, first))
-    assert failed() == 0
-    attempt_at(store, name_of(10, first))
-    assert failed() == 1
-    commit(store, 20, View.of(store).catalogue.attempt)
-    attempt_at(store, name_of(10, first))
-    assert failed() == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -73,60 +73,23 @@ def boundaries(choice: Choice) -> list[int]:
     return [each.id.boundary for each in choice.candidates]
 
 
-def places(choice: Choice, *rows: RankOffers) -> list[list[tuple[Place, ...]]]:
-    return [[each.places(row) for row in rows] for each in choice.candidates]
+# ---- what a start says (what it takes: the model below)
 
 
-def refusal(choice: Choice) -> str:
-    assert choice.refusal is not None
-    assert choice.candidates == ()
-    return str(choice.refusal)
-
-
-# ---- what all ranks can read
-
-
-def test_the_newest_that_every_rank_can_read_comes_first_and_each_reads_the_nearest() -> None:
+def test_each_rank_reads_the_nearest_and_is_told_why_newer_ones_do_not_count() -> None:
     rows = row(0, offer(7), offer(6), offer(6, place=CACHE)), row(1, offer(6), offer(5))
     choice = choose(rows, home(*committed(6, 4)), is_saved=True)
     assert boundaries(choice) == [6, 4]
-    assert places(choice, *rows) == [[(MEMORY, CACHE, HOME), (MEMORY, HOME)], [(HOME,), (HOME,)]]
+    found = [[each.places(row) for row in rows] for each in choice.candidates]
+    assert found == [[(MEMORY, CACHE, HOME), (MEMORY, HOME)], [(HOME,), (HOME,)]]
     assert [str(each) for each in choice.passed_over] == [
         f"step 70 of attempt {A} (boundary 7): rank 1 cannot read it: its node does not have it, and it is "
         "not committed"
     ]
-
-
-def test_memory_of_one_rank_and_cache_of_another_make_a_candidate_without_a_commit() -> None:
-    rows = row(0, offer(7)), row(1, offer(7, place=CACHE))
-    choice = choose(rows, home())
-    assert boundaries(choice) == [7]
-    assert places(choice, *rows) == [[(MEMORY,), (CACHE,)]]
-
-
-def test_boundaries_of_one_step_are_two_snapshots() -> None:
-    rows = row(0, offer(7, step=60)), row(1, offer(6))
-    assert boundaries(choose(rows, home(), is_saved=True)) == []
-
-
-def test_an_offer_with_a_problem_is_not_read_and_its_reason_is_given() -> None:
     rows = row(0, offer(7)), row(1, offer(7, problem="rank 3 has lost its part"))
     choice = choose(rows, home(*committed(6)), is_saved=True)
     assert boundaries(choice) == [6]
     assert "rank 1 cannot read it: rank 3 has lost its part" in choice.passed_over[0].why
-
-
-def test_the_lineage_bounds_what_counts_and_orders_it() -> None:
-    ids = committed(4, 5, 6) + committed(1, attempt=B) + committed(9, attempt=C)
-    rows = row(0, offer(8), offer(2, B)), row(1, offer(8), offer(2, B))
-    choice = choose(rows, home(*ids, attempt=B, lineage=(id_of(5),)))
-    assert [each.id for each in choice.candidates] == [id_of(2, B), id_of(1, B), id_of(5), id_of(4)]
-    assert choice.home is choice.lead
-
-
-def test_no_rank_at_all_reads_storage_alone() -> None:
-    assert boundaries(choose([], home(*committed(4, 5)))) == [5, 4]
-    assert choose([], home()) == Choice()
 
 
 def test_what_is_marked_as_damaged_is_tried_as_any_other() -> None:
@@ -134,150 +97,77 @@ def test_what_is_marked_as_damaged_is_tried_as_any_other() -> None:
     assert boundaries(choose([row(0)], ours)) == [6, 5]
 
 
-# ---- the mirror
+def test_a_branch_of_the_home_is_not_overruled() -> None:
+    """The newest attempt in the mirror is one of this home that committed nothing: after the branch, the home
+    has forgotten it."""
+    ours = home(*committed(1, 2), attempt=C, lineage=(id_of(1),))
+    choice = choose([row(0)], ours, mirror(*committed(1, 2), attempt=B, lineage=(id_of(2),)))
+    assert choice.lead is ours.catalogue
+    assert boundaries(choice) == [1, 1]
 
 
-def test_the_mirror_is_read_last_and_then_once_more_by_all() -> None:
-    rows = row(0, offer(6)), row(1)
-    choice = choose(rows, home(*committed(6)), mirror(*committed(5, 6)))
-    assert [(each.id.boundary, each.from_mirror) for each in choice.candidates] == [
-        (6, False), (6, True), (5, False),
-    ]  # fmt: skip
-    assert places(choice, *rows) == [
-        [(MEMORY, HOME, MIRROR), (HOME, MIRROR)], [(MIRROR,), (MIRROR,)], [(MIRROR,), (MIRROR,)],
-    ]  # fmt: skip
+AT_5: dict[str, Any] = {"attempt": B, "lineage": (id_of(5),)}
+READ_THERE: dict[str, Any] = {**AT_5, "parent_url": THERE}
+BROKEN = home(*committed(3), broken={id_of(3): "shard-00000 is missing"})
+AWAY = mirror(problem="timeout")
+FAR = committed(9, attempt=C)
+_BRANCHES_ALONE = f"has committed steps (90@{C}:9), and its newest attempt began from none"
 
 
-def test_a_mirror_that_was_trained_further_gives_the_history() -> None:
-    there = mirror(*committed(3), *committed(4, 5, attempt=B), attempt=B, lineage=(id_of(3),))
-    choice = choose([row(0, offer(7))], home(*committed(3)), there)
-    assert choice.lead is there.catalogue
-    assert [str(each.id) for each in choice.candidates] == [f"{B}:5", f"{B}:4", f"{A}:3", f"{A}:3"]
+@pytest.mark.parametrize(
+    ("offers", "ours", "theirs", "text"),
+    [
+        ([], home(*committed(4, attempt=B), attempt=B, lineage=(id_of(3),)),
+         mirror(*committed(3, attempt=C), attempt=C, lineage=(id_of(2),)),
+         f"{URL} and its mirror (remote={THERE}): The home and the mirror have diverged: step 40 of attempt "
+         f"{B} is in the history of the home alone, and step 30 of attempt {C} in that of the mirror alone"),
+        ([], Stored(url=URL), AWAY,
+         f"has no step, and the mirror (remote={THERE}) cannot be read (timeout)"),
+        ([], home(*committed(3), **AT_5), AWAY, f"has step 30, which is older than {A}:5"),
+        ([offer(3)], home(*committed(3), **AT_5), AWAY, f"has step 30, which is older than {A}:5"),
+        ([], home(*committed(3), **READ_THERE), None, f"which it read in {THERE}, its mirror"),
+        ([], home(**READ_THERE), None, "which it read in"),
+        ([], home(**READ_THERE), mirror(), "which it read in"),
+        ([], home(*committed(3), **READ_THERE), replace(mirror(), url="s3://bucket/other"), "which it read"),
+        ([], BROKEN, None, "files of every one are missing"),
+        ([], home(*FAR), mirror(), _BRANCHES_ALONE),
+        ([], home(), mirror(*FAR), _BRANCHES_ALONE),
+    ],
+)  # fmt: skip
+def test_no_start_guesses(offers: list[Offer], ours: Stored, theirs: Stored | None, text: str) -> None:
+    choice = choose([row(0, *offers)], ours, theirs, is_saved=True)
+    assert type(choice.refusal) is (RunError if theirs is AWAY else UnusableRunError)
+    assert text in str(choice.refusal)
+    assert choice.candidates == ()
 
 
-def test_an_empty_home_takes_the_runs_mirror() -> None:
-    choice = choose([row(0)], Stored(url=URL), mirror(*committed(3)))
-    assert choice.lead is not EMPTY
-    assert boundaries(choice) == [3]
-    assert choice.warnings == ()
-
-
-def test_home_and_mirror_that_were_both_trained_further_are_refused() -> None:
-    ours = home(*committed(4, attempt=B), attempt=B, lineage=(id_of(3),))
-    choice = choose([row(0)], ours, mirror(*committed(3, attempt=C), attempt=C, lineage=(id_of(2),)))
-    assert isinstance(choice.refusal, UnusableRunError)
-    assert f"{URL} and its mirror (remote={THERE}): " in refusal(choice)
-    assert "have diverged" in refusal(choice)
-    assert not choice.needs_save
-
-
-def test_an_attempt_without_a_checkpoint_yields() -> None:
-    ours = home(*committed(2), attempt=B, lineage=(id_of(2),))
-    there = mirror(*committed(2), *committed(3, attempt=C), attempt=C, lineage=(id_of(2),))
-    assert choose([row(0)], ours, there).lead is there.catalogue
-    assert choose([row(0)], replace(there, url=URL), replace(ours, url=THERE)).lead is there.catalogue
-
-
-def test_a_run_without_a_step_that_was_trained_elsewhere_begins_with_a_warning() -> None:
-    choice = choose([row(0)], Stored(url=URL), mirror())
-    assert boundaries(choice) == []
-    assert f"the run was trained elsewhere, as attempt {A}" in choice.warnings[0]
-
-
-def test_a_mirror_that_does_not_answer_beside_an_empty_home_is_refused() -> None:
-    silent = mirror(problem="connection refused")
-    choice = choose([row(0)], Stored(url=URL), silent)
-    assert type(choice.refusal) is RunError
-    text = f"has no step, and the mirror (remote={THERE}) cannot be read (connection refused)"
-    assert text in refusal(choice)
-    choice = choose([row(0)], home(*committed(3)), silent)
-    assert boundaries(choice) == [3]
-    assert "step 30 is resumed from" in choice.warnings[0]
-
-
-@pytest.mark.parametrize("offers", [[], [offer(3)]])
-def test_a_mirror_that_does_not_answer_beside_what_is_older_than_the_newest_start_is_refused(
-    offers: list[Offer],
-) -> None:
-    ours = home(*committed(3), attempt=B, lineage=(id_of(5),))
-    choice = choose([row(0, *offers)], ours, mirror(problem="timeout"))
-    assert f"has step 30, which is older than {A}:5" in refusal(choice)
-    at_start = home(*committed(5), attempt=B, lineage=(id_of(5),))
-    assert boundaries(choose([row(0)], at_start, mirror(problem="timeout"))) == [5]
-
-
-def test_a_mirror_that_was_read_from_and_is_not_named_is_refused() -> None:
-    begun: dict[str, Any] = {"attempt": B, "lineage": (id_of(5),)}
-    ours = home(*committed(3), **begun, parent_url=THERE)
-    assert f"which it read in {THERE}, its mirror" in refusal(choose([row(0)], ours))
-    assert boundaries(choose([row(0)], ours, mirror(*committed(3)))) == [3, 3]
-    assert boundaries(choose([row(0)], home(*committed(3), **begun))) == [3], "memory had it, and is lost"
-    nothing = home(**begun, parent_url=THERE)
-    assert "which it read in" in refusal(choose([row(0)], nothing))
-    assert "which it read in" in refusal(choose([row(0)], nothing, mirror()))
-    newer = home(*committed(1, attempt=B), **begun, parent_url=THERE)
+def test_what_is_here_is_taken_although_a_mirror_is_away_or_not_named() -> None:
+    assert boundaries(choose([row(0)], home(*committed(5), **AT_5), AWAY)) == [5]
+    assert boundaries(choose([row(0)], home(*committed(3), **READ_THERE), mirror(*committed(3)))) == [3, 3]
+    assert boundaries(choose([row(0)], home(*committed(3), **AT_5))) == [3], "memory had it, and is lost"
+    newer = home(*committed(1, attempt=B), **READ_THERE)
     assert boundaries(choose([row(0)], newer)) == [1]
+    command = choose([row(0)], home(*committed(3), **READ_THERE), is_start=False)
+    assert boundaries(command) == [3], "a command reads what is there"
+    assert boundaries(choose([row(0, offer(3))], BROKEN)) == [3]
 
 
-def test_another_mirror_than_the_one_that_was_read_from_is_refused() -> None:
-    ours = home(*committed(3), attempt=B, lineage=(id_of(5),), parent_url=THERE)
-    other = replace(mirror(), url="s3://bucket/other")
-    assert "which it read in" in refusal(choose([row(0)], ours, other))
-    assert boundaries(choose([row(0)], ours, is_start=False)) == [3], "a command reads what is there"
-
-
-def test_memory_that_the_history_of_a_leading_mirror_lacks_is_told() -> None:
-    there = mirror(*committed(3), *committed(4, attempt=B), attempt=B, lineage=(id_of(3),))
-    choice = choose([row(0, offer(7))], home(*committed(3)), there)
-    assert choice.candidates[0].id == id_of(4, B)
-    assert f"memory or cache has step 70 of attempt {A}" in choice.warnings[0]
-
-
-# ---- refusals
-
-
-def test_committed_steps_of_which_none_is_whole_are_no_fresh_run() -> None:
-    broken = {id_of(3): "shard-00000 is missing"}
-    choice = choose([row(0)], home(*committed(3), broken=broken), is_saved=True)
-    assert "files of every one are missing" in refusal(choice)
-    assert choice.passed_over[0].why == (
-        f"in {URL}: shard-00000 is missing; rank 0 cannot read it: its node does not have it"
-    )
-    assert boundaries(choose([row(0, offer(3))], home(*committed(3), broken=broken))) == [3]
-
-
-@pytest.mark.parametrize("where", ["home", "mirror"])
-def test_committed_steps_of_other_branches_alone_are_no_fresh_run(where: str) -> None:
-    far = committed(9, attempt=C)
-    here, there = (far, ()) if where == "home" else ((), far)
-    choice = choose([row(0)], home(*here), mirror(*there))
-    assert f"has committed steps (90@{C}:9), and its newest attempt began from none" in refusal(choice)
-
-
-def test_memory_that_not_all_ranks_have_is_a_fresh_run_once_it_could_not_be_saved() -> None:
-    rows = row(0, offer(1)), row(1)
-    assert choose(rows, home()).needs_save
-    choice = choose(rows, home(), is_saved=True)
-    assert boundaries(choice) == []
-    assert "rank 1" in choice.passed_over[0].why
-
-
-# ---- a round in which keepers save
-
-
-def needs_save(*offers: tuple[Offer, ...], commits: Sequence[int] = (4,)) -> bool:
-    rows = [row(rank, *each) for rank, each in enumerate(offers)]
-    return choose(rows, home(*committed(*commits))).needs_save
-
-
-def test_keepers_save_first_where_memory_is_newer_than_all_can_read() -> None:
-    assert needs_save((offer(7),), ())
-    assert needs_save((offer(7, problem="its rank runs elsewhere"),), ())
-    assert not needs_save((offer(7),), (offer(7),))
-    assert not needs_save((offer(7), offer(6)), (offer(7),)), "older than what all can read"
-    assert needs_save((offer(7, place=CACHE),), ()), "its keeper saves what is in the cache, too"
-    assert not needs_save((offer(7),), (), commits=(7,))
-    assert not needs_save((offer(7, C),), ()), "of another branch"
+@pytest.mark.parametrize(
+    ("offers", "ours", "theirs", "taken", "text"),
+    [
+        ([], home(*committed(3)), AWAY, [3], "step 30 is resumed from"),
+        ([], Stored(url=URL), mirror(), [], f"the run was trained elsewhere, as attempt {A}"),
+        ([offer(7)], home(*committed(3)),
+         mirror(*committed(3), *committed(4, attempt=B), attempt=B, lineage=(id_of(3),)), [4, 3, 3],
+         f"memory or cache has step 70 of attempt {A}"),
+    ],
+)  # fmt: skip
+def test_what_may_be_lost_is_a_warning(
+    offers: list[Offer], ours: Stored, theirs: Stored, taken: list[int], text: str
+) -> None:
+    choice = choose([row(0, *offers)], ours, theirs)
+    assert boundaries(choice) == taken
+    assert text in choice.warnings[0]
 
 
 # ---- bounds

@@ -6,25 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit import attempts
-from flashckpt.commit.attempts import local_owner
-from flashckpt.commit.choice import Offer, Place, RankOffers
 from flashckpt.commit.lineage import (
     branch,
-    damage,
     incomplete,
     next_start,
-    quarantine,
     resolve,
     steps,
-    this_host,
 )
 from flashckpt.commit.view import View
-from flashckpt.errors import NoSuchStepError, RunHeldError, UnusableRunError
+from flashckpt.errors import NoSuchStepError, UnusableRunError
 from flashckpt.format.names import AttemptName
 from flashckpt.store.base import Store
 from tests.commit.runs import attempt_at, commit, name_of, new_run, publish
-from tests.run_view import begin, manifest_of
+from tests.run_view import manifest_of
 
 
 @pytest.fixture
@@ -39,39 +33,6 @@ def shown(store: Store) -> list[tuple[int, int]]:
 def train(store: Store, attempt: AttemptName, *at: int) -> None:
     for step in at:
         assert commit(store, step, attempt)
-
-
-def test_a_restart_goes_on(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, 100, 200)
-    assert shown(store) == [(100, 1), (200, 1)]
-    second = attempt_at(store, name_of(200, first))
-    assert shown(store) == [(100, 1), (200, 1)]
-    train(store, second, 300)
-    assert shown(store) == [(100, 1), (200, 1), (300, 2)]
-    assert steps(store) == [100, 200, 300]
-
-
-def test_an_attempt_that_never_started_is_as_if_it_had_never_been(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, 100)
-    lost = attempts.next_attempt(attempts.settle(View.of(store)))
-    attempts.reserve(store, lost)
-    assert shown(store) == [(100, 1)]
-    second = attempt_at(store, name_of(100, first))
-    train(store, second, 200)
-    assert shown(store) == [(100, 1), (200, 2)]
-
-
-def test_going_back_hides_what_came_after(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, 100, 200, 300)
-    second = branch(store, 200, watch_s=0)
-    assert shown(store) == [(100, 1), (200, 1)]
-    third = attempt_at(store, name_of(200, first))
-    train(store, third, 300)
-    assert shown(store) == [(100, 1), (200, 1), (300, 3)]
-    assert View.of(store).attempt == third != second
 
 
 def test_branches_twice_over(store: Store) -> None:
@@ -104,16 +65,6 @@ def test_attempts_are_bound_by_boundary_and_not_by_step(store: Store) -> None:
     assert steps(store) == [100]
 
 
-def test_a_snapshot_in_memory_is_in_the_lineage_by_its_boundary(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, 100, 200)
-    second = attempt_at(store, name_of(150, first))
-    survived = [name_of(150, first), name_of(160, first), name_of(170, second)]
-    rows = [RankOffers(0, tuple(Offer(id=each.id, step=each.step) for each in survived))]
-    found = [(each.step, each.places(rows[0])) for each in next_start(View.of(store), rows).candidates]
-    assert found == [(170, (Place.MEMORY,)), (150, (Place.MEMORY,)), (100, (Place.HOME,))]
-
-
 def test_a_branch_that_was_left_comes_back_only_by_name(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
@@ -127,15 +78,6 @@ def test_a_branch_that_was_left_comes_back_only_by_name(store: Store) -> None:
         branch(store, 301, first, watch_s=0)
 
 
-def test_branch_respects_the_holder(store: Store) -> None:
-    name = begin(store, owner=local_owner("/", "trainer-1"))
-    train(store, name, 100)
-    with pytest.raises(RunHeldError):
-        branch(store, 100, me=local_owner("/"), probe=lambda runtime, lock: True, watch_s=0)
-    assert View.of(store).attempt == name
-    assert branch(store, 100, me=local_owner("/"), probe=lambda runtime, lock: False, watch_s=0).number == 2
-
-
 def test_a_step_number_of_two_attempts_is_the_newer_ones(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200)
@@ -146,35 +88,6 @@ def test_a_step_number_of_two_attempts_is_the_newer_ones(store: Store) -> None:
     assert [each.id.attempt for each in next_start(View.of(store)).candidates] == [second, first, first]
     Path(store.url, resolve(store, 200).shard_path(0)).unlink()
     assert resolve(store, 200).attempt == first, "the other of that number is whole"
-
-
-def test_steps_are_listed_by_the_catalogue_alone(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, *range(1, 6))
-    read = []
-
-    class Counting(type(store)):  # type: ignore[misc]
-        def read(self, path: str, max_bytes: int) -> bytes:
-            read.append(path)
-            return super().read(path, max_bytes)  # type: ignore[no-any-return]
-
-        def list(self, folder: str) -> object:
-            assert not folder.startswith("data")
-            return super().list(folder)
-
-    assert steps(Counting(store.url)) == [1, 2, 3, 4, 5]
-    assert {path.partition("/")[0] for path in read} == {"catalogue"}
-
-
-def test_damage_is_noted_and_changes_no_order(store: Store) -> None:
-    """The mark may come from a host whose memory is at fault: the bytes are verified at each start."""
-    first = attempt_at(store)
-    train(store, first, 100, 200)
-    quarantine(store, name_of(200, first), this_host(), "chunk 3")
-    assert [each.step for each in next_start(View.of(store)).candidates] == [200, 100]
-    assert resolve(store).step == 200
-    assert damage(View.of(store), name_of(200, first)) == (this_host(), "chunk 3")
-    assert damage(View.of(store), name_of(100, first)) is None
 
 
 def test_a_step_that_is_not_whole_is_passed_over_and_reported(store: Store) -> None:
@@ -190,13 +103,6 @@ def test_a_step_that_is_not_whole_is_passed_over_and_reported(store: Store) -> N
     for step in (200, 300):
         with pytest.raises(NoSuchStepError, match=f"no visible committed step {step}"):
             resolve(store, step)
-
-
-def test_steps_that_the_newest_attempt_did_not_resume_from_are_no_fresh_start(store: Store) -> None:
-    train(store, attempt_at(store), 100)
-    attempt_at(store)
-    with pytest.raises(UnusableRunError, match="100@000001"):
-        resolve(store)
 
 
 def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:

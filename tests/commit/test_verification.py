@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,16 +12,15 @@ import pytest
 from flashckpt.commit import commit_step
 from flashckpt.commit.commit_step import KEEP_ALL
 from flashckpt.commit.file_check import verify_file
-from flashckpt.commit.lineage import branch, resolve
+from flashckpt.commit.lineage import resolve
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View
-from flashckpt.errors import NoSuchStepError, RunError
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.store.local import LocalStore
 from tests.commit import runs
 from tests.commit.runs import attempt_at, commit, contents_of, folder_of, name_of, new_run, put
-from tests.run_view import delete, manifest_of
+from tests.run_view import manifest_of
 
 
 @pytest.fixture
@@ -57,12 +55,6 @@ def test_a_whole_run(store: LocalStore) -> None:
     )
 
 
-def frozen_of(store: LocalStore) -> str:
-    path = resolve(store, 200).constants_path(0)
-    assert path is not None
-    return os.path.join(store.url, path)
-
-
 def test_every_flipped_byte_is_found(store: LocalStore) -> None:
     path = os.path.join(store.url, resolve(store, 200).shard_path(0))
     size = Path(path).stat().st_size
@@ -74,19 +66,11 @@ def test_every_flipped_byte_is_found(store: LocalStore) -> None:
     assert verify(store, 200).ok
 
 
-def test_a_damaged_frozen_instance_is_reported_of_every_step_that_names_it(store: LocalStore) -> None:
-    path = frozen_of(store)
-    flip(path, Path(path).stat().st_size - 1)
-    rows = verify(store).damaged
-    assert [(row.step, row.status) for row in rows] == [(200, "damaged"), (100, "damaged")]
-    assert [row.num_bytes for row in rows] == [Path(path).stat().st_size, 0], "read once"
-
-
 def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that was lost, and another that was written under its name: steps disagree about its bytes."""
-    path = frozen_of(store)
+    path = os.path.join(store.url, str(resolve(store, 200).constants_path(0)))
     of_before = runs.constants_of
 
     def replaced(store: LocalStore, folder: Folder, rank: int) -> tuple[Folder, Contents]:
@@ -100,6 +84,7 @@ def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
     commit(store, 300, resolve(store, 200).attempt, constants=True)
     report = verify(store)
     assert [(row.step, row.status) for row in report.damaged] == [(200, "damaged"), (100, "damaged")]
+    assert [row.num_bytes > 0 for row in report.damaged] == [True, False], "read once"
     assert verify(store, 300).ok
 
 
@@ -117,8 +102,6 @@ def test_what_is_damaged_is_named(store: LocalStore) -> None:
     [
         ("unlink", "missing"),
         ("cut", "truncated"),
-        ("grow", "truncated"),
-        ("empty", "truncated"),
         ("link", "damaged"),
     ],
 )
@@ -131,8 +114,8 @@ def test_files_that_are_gone_or_of_another_length(
     if harm == "link":
         (tmp_path / "elsewhere").write_bytes(data)
         path.symlink_to(tmp_path / "elsewhere")
-    elif harm != "unlink":
-        path.write_bytes({"cut": data[:-1], "grow": data + b"x", "empty": b""}[harm])
+    elif harm == "cut":
+        path.write_bytes(data[:-1])
     for report in (verify(store), verify(store, 200)):
         assert [row.status for row in report.damaged] == [status]
         assert not report.ok
@@ -176,69 +159,3 @@ def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
     shard = replace(contents.shard, checksums=bytes(len(contents.shard.checksums)))
     status, detail = verify_file(store, record.shard_path(0), replace(contents, shard=shard))
     assert (status, detail) == ("damaged", "chunk 0 does not have its checksum")
-
-
-def test_a_header_that_is_not_the_parts(store: LocalStore) -> None:
-    """Checksums and digests agree with the file; only the names in its header are not the part's."""
-    attempt = attempt_at(store, resolve(store).name)
-    image, contents = contents_of("rank-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0)})
-    _, other = contents_of(contents.shard.file, {"b": np.arange(4.0)})
-    path = f"{folder_of(store, name_of(300, attempt).id).path}/{contents.shard.file}"
-    runs.write_shard(store, path, image, contents.layout())
-    rank = RankRecord(rank=0, shard=contents.shard, leaves=other.leaves, digests=contents.digests, values={})
-    committed(store, Part(id=name_of(300, attempt).id, step=300, world=1, node=0, ranks=(rank,)))
-    (row,) = verify(store).damaged
-    assert "not the one that its part describes" in row.detail
-
-
-def test_branches_are_read_when_asked(store: LocalStore) -> None:
-    branch(store, 100, watch_s=0)
-    assert {row.step for row in verify(store).rows} == {100}
-    assert {row.step for row in verify(store, all_steps=True).rows} == {100, 200}
-    with pytest.raises(NoSuchStepError):
-        verify(store, 200)
-    [hidden] = {row.name for row in verify(store, all_steps=True).rows if row.step == 200}
-    for at in (hidden.attempt, hidden.id):
-        assert {row.step for row in verify(store, 200, at=at).rows} == {200}
-
-
-def test_progress_reaches_the_total(store: LocalStore) -> None:
-    seen: list[tuple[int, int]] = []
-    report = verify(store, progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (report.num_bytes, report.num_bytes)
-    assert sorted(seen) == seen
-
-
-class Pruned(LocalStore):
-    """A run whose job deletes the older step as soon as somebody reads a file of that name in it."""
-
-    at = ""
-
-    def read(self, path: str, max_bytes: int) -> bytes:
-        self._strike(path)
-        return super().read(path, max_bytes)
-
-    def read_chunks(self, path: str, *what: Any, **how: Any) -> None:
-        self._strike(path)
-        super().read_chunks(path, *what, **how)
-
-    def _strike(self, path: str) -> None:
-        if self.at and f".{100:020d}/" in path and path.rpartition("/")[2].startswith(self.at):
-            self.at = ""
-            delete(self, name_of(100, resolve(self, 300).attempt))
-
-
-@pytest.mark.parametrize("at", ["node-", "rank-", "manifest-"])
-def test_a_step_that_is_deleted_meanwhile_is_no_damage(store: LocalStore, at: str) -> None:
-    commit(store, 300, resolve(store, 200).attempt)
-    living = Pruned(store.url)
-    living.at = at
-    report = verify(living)
-    assert living.at == ""
-    assert report.ok
-    assert {row.step for row in report.rows} == {200, 300}
-
-
-def test_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no run"):
-        verify(LocalStore(str(tmp_path / "nothing")))

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from flashckpt.cli.command import ExitCode
 from flashckpt.cli.recovery import exit_code_of
 from flashckpt.commit.attempts import mark_ended
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, Resume
 from tests.commit.runs import attempt_at, commit, new_run
+from tests.zygote import shared
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "recovery.md"
@@ -32,8 +31,7 @@ ROW = ["kind", "outcome", "step", "attempt", "place", "num_bytes", "damage", "de
 
 
 def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+    return shared().run(["tests.contracts.shell", *map(str, arguments)])
 
 
 def finding(outcome: Fate, *, damage: bool = False) -> Finding:
@@ -64,17 +62,6 @@ def test_the_words() -> None:
 @pytest.mark.parametrize("word", sorted(KINDS | OUTCOMES))
 def test_the_document_has_every_word(word: str) -> None:
     assert re.search(rf"^\| `{word}` \|", DOCUMENT.read_text(), re.MULTILINE)
-
-
-def test_the_codes_of_the_shell() -> None:
-    assert {each.name: int(each) for each in ExitCode} == {
-        "WELL": 0,
-        "DAMAGED": 1,
-        "USAGE": 2,
-        "UNUSABLE_RUN": 3,
-        "FAILED": 4,
-        "INTERRUPTED": 130,
-    }
 
 
 @pytest.mark.parametrize(
@@ -122,7 +109,9 @@ def test_errors_are_json_too(tmp_path: Path, runtime: Path) -> None:
         assert json.loads(done.stdout)["error"]["kind"] == "NoSuchStepError"
 
 
-def test_the_shape_of_the_json_of_prune_and_export(tmp_path: Path, runtime: Path) -> None:
+def test_the_shape_of_the_json_of_prune_and_export_and_texts_for_people(
+    tmp_path: Path, runtime: Path
+) -> None:
     store = new_run(tmp_path / "run")
     attempt = attempt_at(store)
     mark_ended(store, attempt, "closed")
@@ -140,21 +129,11 @@ def test_the_shape_of_the_json_of_prune_and_export(tmp_path: Path, runtime: Path
     assert shell("prune", store.url).returncode == 2, "what to keep must be said"
     assert shell("prune", store.url, "--keep-last", 0).returncode == 2
 
-
-def test_texts_for_people(tmp_path: Path, runtime: Path) -> None:
-    store = new_run(tmp_path / "run")
-    attempt = attempt_at(store)
-    mark_ended(store, attempt, "closed")
-    for step in (1, 2, 3):
-        commit(store, step, attempt)
-    done = shell("recover", store.url)
+    done = shell("recover", store.url, "--dry-run")
     assert done.returncode == 0
     assert f"training resumes from step 3 of attempt {attempt}, from storage" in done.stdout
     assert "at rest: 3 steps whole" in done.stdout
-    dry = shell("recover", store.url, "--dry-run")
-    assert "nothing was changed" in dry.stdout
+    assert "nothing was changed" in done.stdout
     pruned = shell("prune", store.url, "--keep-last", 2)
     assert "deleted 1 step" in pruned.stdout
     assert "kept: 2, 3" in pruned.stdout
-    shown = shell("show", store.url)
-    assert shown.returncode == 0

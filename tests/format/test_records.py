@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.layout import DTYPES, Box, Layout, Leaf
-from flashckpt.format.manifest import FROZEN, SHARD, PartHead, frozen_name, part_name, shard_name
+from flashckpt.format.manifest import FROZEN, SHARD, frozen_name, part_name, shard_name
 from flashckpt.format.names import AttemptName, SnapshotId, parse_at
 from flashckpt.format.owner import Alive
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
@@ -74,13 +73,9 @@ def test_round_trip(record: object) -> None:
     data = record.to_bytes()
     assert type(record).from_bytes(data, "file") == record
     assert type(record).from_bytes(data, "file").to_bytes() == data
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.KIND)
-def test_no_record_is_taken_for_another(record: object) -> None:
     for other in {type(each) for each in RECORDS} - {type(record)}:
         with pytest.raises(DamagedError, match="instead of a"):
-            other.from_bytes(record.to_bytes(), "file")
+            other.from_bytes(data, "file")
 
 
 def test_a_box_gives_the_position_in_the_whole_tensor() -> None:
@@ -100,29 +95,6 @@ def test_the_only_rank_has_no_boxes() -> None:
     assert Part.from_bytes(both.to_bytes(), "file") == both
     with pytest.raises(DamagedError, match="no rank has the rest"):
         Part.from_bytes(Part(id=ID, step=1, world=1, node=0, ranks=(rank,)).to_bytes(), "file")
-
-
-def test_ten_thousand_leaves_are_about_a_megabyte() -> None:
-    many = [
-        Leaf(
-            name=f"model.transformer.blocks.{i // 8}.attention.qkv.weight.{i % 8}.exp_avg",
-            dtype="float32",
-            shape=(64, 64),
-        )
-        for i in range(10_000)
-    ]
-    held = contents("rank-00000-5f2c.safetensors", many)
-    rank = RankRecord(rank=0, shard=held.shard, leaves=held.leaves, digests=held.digests, values={})
-    data = Part(id=ID, step=1, world=1, node=0, ranks=(rank,)).to_bytes()
-    shard_checksums = 2 * len(held.shard.checksums)
-    assert len(data) - shard_checksums < 1_500_000
-    assert Part.from_bytes(data, "file").ranks[0].leaves == held.leaves
-
-
-def test_layout_follows_from_a_part() -> None:
-    rank = Part.from_bytes(part().to_bytes(), "file").ranks[0]
-    assert rank.layout() == Layout.of(leaves())
-    assert [leaf.offset for leaf in rank.leaves] == [leaf.offset for leaf in rank.layout().leaves]
 
 
 def test_names() -> None:
@@ -156,22 +128,7 @@ def test_names() -> None:
 
 
 def test_parts_are_checked_as_a_whole() -> None:
-    assert part().to_bytes()
-    assert len(xxh3_128(part().to_bytes())) == 16
     with pytest.raises(DamagedError, match="a rank twice"):
         Part.from_bytes(part(ranks=part().ranks * 2).to_bytes(), "file")
     with pytest.raises(DamagedError, match="'node'"):
         Part.from_bytes(part(world=1).to_bytes(), "file")
-
-
-def test_a_head_is_read_from_the_first_bytes_of_a_part() -> None:
-    data, head = part().to_bytes(), part().head()
-    assert PartHead.from_bytes(data, "file") == head
-    assert PartHead.from_prefix(data[: len(data) // 2], "file") == head
-    assert PartHead.from_prefix(data[:100], "file") is None
-    assert [each.base for each in head.frozen] == [BASE]
-
-
-def test_no_leaf_has_the_name_reserved_by_safetensors() -> None:
-    with pytest.raises(ValueError, match="__metadata__"):
-        Layout.of([Leaf(name="__metadata__", dtype="uint8", shape=(1,))])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashckpt.errors import DamagedError
-from flashckpt.format.checked_json import Fields, parse
+from flashckpt.format.checked_json import Fields
 from flashckpt.format.layout import (
     Leaf,
     Replicas,
@@ -45,11 +45,6 @@ def test_a_set_of_ranks_there_and_back(members: set[int]) -> None:
     assert ranks_from_json(Fields({"r": ranks_to_json(ranks)}, "file"), "r", 41) == ranks
 
 
-def test_ranks_of_a_mesh_are_few_runs() -> None:
-    assert ranks_of(range(16384)) == (range(16384),)
-    assert len(ranks_of(range(5, 16384, 8))) == 1
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -70,6 +65,10 @@ def test_ranks_with_equal_replicas_share_one_table() -> None:
     assert found == part
     assert found.to_bytes() == part.to_bytes()
     assert len({id(rank.replicas[0]) for rank in found.ranks}) == 1
+    data = part.to_bytes()
+    end = data.index(b',"head":"') + 42
+    assert PartHead.from_prefix(data[:end], "file") == PartHead.from_bytes(data, "file") == part.head()
+    assert PartHead.from_prefix(data[: end - 1], "file") is None
     assert found.head().tables == ((TABLE.ranks, TABLE.checksum()), (other.ranks, other.checksum()))
     assert [rank.tables for rank in found.head().ranks] == [(0, 1), (0,), (0,)]
 
@@ -107,25 +106,6 @@ def test_a_constant_that_changed_may_be_written_by_another_rank() -> None:
     assert [(by, leaf.name, digest) for by, leaf, digest in found.elsewhere()] == [(1, "model.weight", 99)]
 
 
-def test_the_head_alone_has_what_a_committer_needs() -> None:
-    part = two_ranks()
-    data = part.to_bytes()
-    end = data.index(b',"head":"') + 42
-    head = PartHead.from_prefix(data[:end], "file")
-    assert head == part.head()
-    assert end < 1000
-    assert PartHead.from_prefix(data[: end - 1], "file") is None
-
-
-def test_ten_ranks_of_a_thousand_leaves_are_little_more_than_one() -> None:
-    many = [Leaf(name=f"model.blocks.{i}.weight", dtype="float32", shape=(8, 8)) for i in range(1000)]
-    wide = table(range(10), {leaf.name: i % 10 for i, leaf in enumerate(many)}, leaves=many)
-    alone = part_of(rank_of(0, wide), world=10)
-    part = part_of(*(rank_of(rank, wide) for rank in range(10)), world=10)
-    assert len(part.to_bytes()) < 3 * len(alone.to_bytes())
-    assert Part.from_bytes(part.to_bytes(), "file") == part
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -134,24 +114,17 @@ def test_ten_ranks_of_a_thousand_leaves_are_little_more_than_one() -> None:
         put("replicas", 0, "ranks", [[0, 2, 1]]),
         put("replicas", 0, "ranks", [[0, 9, 1]]),
         put("replicas", 0, "writers", []),
-        put("replicas", 0, "writers", None),
-        put("replicas", 0, "writers", [0, 0, 0, 0]),
         put("replicas", 0, "writers", 0, 3),
         put("replicas", 0, "writers", 0, True),
-        put("replicas", 0, "writers", 0, []),
         put("replicas", 0, "writers", 0, "1"),
         put("replicas", 0, "digests", "0" * 64),
-        put("replicas", 0, "digests", "0"),
         put("replicas", 0, "leaves", "names", 0, "other"),
-        put("replicas", 0, "leaves", "names", []),
         put("tables", []),
         put("tables", 0, 0, [[0, 2, 1]]),
         put("tables", 0, 1, "0" * 32),
-        put("tables", 0, 1, "x"),
         put("files", 0, 4, [1]),
         put("files", 0, 4, [0, 0]),
         put("files", 0, 4, [True]),
-        put("files", 0, 4, [-1]),
         put("files", 0, 0, 3),
     ],
 )
@@ -182,19 +155,12 @@ def test_files_that_contradict_the_tables() -> None:
     other_box = [replace(leaf, shape=(2, 2)) if leaf.name == "model.weight" else leaf for leaf in SHARED]
     elsewhere = table((0, 1, 2), WRITERS, leaves=other_box)
     assert "files do not have it" in refusal(part_of(replace(first, replicas=(elsewhere,)), world=4))
-
-
-def test_a_rank_has_one_table_per_set() -> None:
     one = table((0, 1), {"model.weight": 1}, leaves=SHARED[:1])
     two = table((0, 1), {"optimizer.step": 1}, leaves=SHARED[2:3])
     assert "two tables" in refusal(part_of(rank_of(0, one, two), world=2))
-
-
-def test_in_a_world_of_one_there_are_no_replicas() -> None:
     assert "from 1 to 1" in refusal(part_of(rank_of(0, table((0, 1), {})), world=1))
 
 
 def test_a_table_may_have_further_keys() -> None:
     data = changed(two_ranks(), lambda obj: obj["replicas"][0].update(further=1))
     assert Part.from_bytes(data, "file") == two_ranks()
-    assert parse(data, what="file", max_bytes=1 << 20)["replicas"][0]["further"] == 1

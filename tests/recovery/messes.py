@@ -9,8 +9,6 @@ from pathlib import Path
 
 from flashckpt.commit.lineage import branch
 from flashckpt.store import open_store
-from tests import run_view
-from tests.commit.runs import name_of
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.scene import Crash
 
@@ -44,7 +42,7 @@ def left_branch(run: Path, runtime: Path) -> Crash:
     crash.seal(7)
     crash.both_killed()
     crash.half_written(6)
-    branch(open_store(str(run)), 1)
+    branch(open_store(str(run)), 1, watch_s=0)
     return crash
 
 
@@ -62,23 +60,6 @@ def asked_for(run: Path, runtime: Path) -> None:
     crash.seal(5, persist=True)
     crash.seal(6)
     crash.both_killed()
-
-
-def damaged_at_rest(run: Path, runtime: Path) -> None:
-    """The newest step is damaged at rest and whole in memory."""
-    crash = Crash(run, runtime, kib=64).slots().commit(1, 2)
-    crash.both_killed()
-    flip_image(next(crash.data(2).glob("rank-*")))
-
-
-def resumed_from(run: Path, runtime: Path) -> None:
-    """A second attempt went on from a slot and died before it had committed anything."""
-    first = Crash(run, runtime, kib=64).slots()
-    first.seal(4)
-    first.both_killed()
-    store = open_store(str(run))
-    second = run_view.begin(store, name_of(4, first.name).id, 4)
-    run_view.end(store, second, "dead")
 
 
 def no_slots(run: Path, runtime: Path) -> None:
@@ -101,7 +82,5 @@ MESSES: list[Callable[[Path, Path], object]] = [
     left_branch,
     overtaken_branch,
     asked_for,
-    damaged_at_rest,
-    resumed_from,
     no_slots,
 ]

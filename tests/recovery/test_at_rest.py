@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit import commit_step
 from flashckpt.commit.lineage import branch, damage
 from flashckpt.commit.view import View
-from flashckpt.errors import NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName
-from flashckpt.options import Keep
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Kind
 from flashckpt.store.local import LocalStore, System
@@ -64,38 +61,19 @@ def part_file_of(run: Path, step: int, attempt: AttemptName) -> Path:
 # Commits that were not finished
 
 
-def test_parts_that_are_all_there_are_committed(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    commit(store, 1, attempt)
-    publish(store, 2, attempt)
-    report = recovered(run)
-    assert rows(report) == [("parts", "committed", 2)]
-    assert visible(store) == [1, 2]
-    assert is_whole(store, 2, attempt)
-    assert report.resume is not None
-    assert report.resume.step == 2
-
-
 def test_parts_of_several_keepers(store: LocalStore, run: Path) -> None:
     attempt = begun(store, world=4)
-    publish(store, 3, attempt, ranks=(0, 1), world=4)
-    publish(store, 3, attempt, ranks=(2, 3), world=4)
-    publish(store, 4, attempt, ranks=(0, 1), world=4)
+    for step, ranks in ((2, (0, 1)), (3, (0, 1)), (3, (2, 3)), (4, (0, 1))):
+        publish(store, step, attempt, ranks=ranks, world=4)
     report = recovered(run)
-    assert rows(report) == [("parts", "kept", 4), ("parts", "committed", 3)]
+    assert rows(report, "parts") == [("parts", "kept", 4), ("parts", "committed", 3)]
     assert not report.failed
     assert visible(store) == [3]
+    assert is_whole(store, 3, attempt)
+    assert report.resume is not None
+    assert report.resume.step == 3
     assert part_file_of(run, 4, attempt).exists()
-
-
-def test_parts_that_a_newer_step_has_overtaken_go(store: LocalStore, run: Path) -> None:
-    attempt = begun(store, world=4)
-    publish(store, 2, attempt, ranks=(0, 1), world=4)
-    publish(store, 3, attempt, ranks=(0, 1, 2, 3), world=4)
-    report = recovered(run)
-    assert rows(report) == [("parts", "committed", 3), *[("orphans", "removed", None)] * 3]
-    assert visible(store) == [3]
-    assert not folder_of(run, 2, attempt).exists()
+    assert not folder_of(run, 2, attempt).exists(), "a newer step has overtaken it"
 
 
 def test_parts_of_a_branch_that_was_left_are_not_committed(store: LocalStore, run: Path) -> None:
@@ -117,10 +95,13 @@ def test_parts_of_a_branch_that_was_left_are_not_committed(store: LocalStore, ru
 
 
 def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path) -> None:
+    """And of a damaged part the shard stays: a checkpoint may need it."""
     attempt = begun(store)
     commit(store, 1, attempt)
     publish(store, 2, attempt)
+    publish(store, 3, attempt)
     flip(shard_of(run, 2, attempt), 4200)
+    flip(part_file_of(run, 3, attempt), 60)
     report = recovered(run)
     assert rows(report) == [("parts", "committed", 2), ("step", "quarantined", 2)]
     assert report.damaged
@@ -128,19 +109,7 @@ def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path
     assert report.resume is not None
     assert report.resume.step == 1
     assert shard_of(run, 2, attempt).exists()
-
-
-def test_a_damaged_part_keeps_its_shards(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    commit(store, 1, attempt)
-    publish(store, 2, attempt)
-    flip(part_file_of(run, 2, attempt), 60)
-    report = recovered(run)
-    assert rows(report) == []
-    assert visible(store) == [1]
-    assert shard_of(run, 2, attempt).exists(), "a checkpoint may need it"
-    assert report.resume is not None
-    assert report.resume.step == 1
+    assert shard_of(run, 3, attempt).exists()
 
 
 def flip(path: Path, byte: int) -> None:
@@ -156,6 +125,7 @@ def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore,
     attempt = begun(store)
     for step in (1, 2):
         commit(store, step, attempt)
+    data = shard_of(run, 2, attempt).read_bytes()
     flip_image(shard_of(run, 2, attempt))
     files = {path for path in run.rglob("*") if path.is_file()}
     report = recovered(run)
@@ -169,22 +139,13 @@ def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore,
     assert again.damaged
     assert len(View.of(store).damaged) == 1
 
-
-def test_a_marked_step_that_is_whole_again_is_said(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    for step in (1, 2):
-        commit(store, step, attempt)
-    shard = shard_of(run, 2, attempt)
-    data = shard.read_bytes()
-    flip_image(shard)
-    recovered(run)
-    shard.write_bytes(data)
-    report = recovered(run)
-    assert rows(report) == [("step", "was quarantined", 2)]
-    assert "whole now" in report.findings[0].detail
-    assert not report.damaged
-    assert report.resume is not None
-    assert report.resume.step == 2, "it counts again"
+    shard_of(run, 2, attempt).write_bytes(data)
+    mended = recovered(run)
+    assert rows(mended) == [("step", "was quarantined", 2)]
+    assert "whole now" in mended.findings[0].detail
+    assert not mended.damaged
+    assert mended.resume is not None
+    assert mended.resume.step == 2, "it counts again"
     assert not View.of(store).damaged
     assert rows(recovered(run)) == []
 
@@ -208,82 +169,52 @@ def test_a_missing_shard_is_named_and_not_marked(store: LocalStore, run: Path) -
     assert whole.resume.step == 2, "put back, it is the newest again"
 
 
-class BadSector(LocalStore):
-    """Gives no bytes of the shards in one folder."""
+class Failing(LocalStore):
+    """Gives no bytes of the files whose paths begin so."""
 
-    def __init__(self, url: str, folder: str) -> None:
+    def __init__(self, url: str, bad: str) -> None:
         super().__init__(url)
-        self._bad = folder
+        self._bad = bad
 
-    def read_chunks(self, path: str, *args: Any, **how: Any) -> None:
+    def _look(self, path: str) -> None:
         if path.startswith(self._bad):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def read_chunks(self, path: str, *args: Any, **how: Any) -> None:
+        self._look(path)
         super().read_chunks(path, *args, **how)
+
+    def read(self, path: str, max_bytes: int) -> bytes:
+        self._look(path)
+        return super().read(path, max_bytes)
+
+    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
+        self._look(path)
+        return super().read_bytes(path, offset, num_bytes)
 
 
 def test_storage_that_fails_quarantines_nothing(store: LocalStore, run: Path) -> None:
     attempt = begun(store)
     for step in (1, 2):
         commit(store, step, attempt)
-    report = recover(BadSector(store.url, str(folder_of(run, 2, attempt).relative_to(run))))
+    report = recover(Failing(store.url, f"{folder_of(run, 2, attempt).relative_to(run)}/rank-"))
     assert rows(report) == [("step", "failed", 2)]
     assert report.failed
     assert "may be whole" in report.findings[0].detail
     assert View.of(store).damaged == {}
 
 
-class BadPart(LocalStore):
-    """Gives no bytes of the parts in one folder."""
-
-    def __init__(self, url: str, folder: str) -> None:
-        super().__init__(url)
-        self._bad = f"{folder}/node-"
-
-    def read(self, path: str, max_bytes: int) -> bytes:
-        if path.startswith(self._bad):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return super().read(path, max_bytes)
-
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
-        if path.startswith(self._bad):
-            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-        return super().read_bytes(path, offset, num_bytes)
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_a_part_that_cannot_be_read_stays_and_hinders_nothing_else(
-    store: LocalStore, run: Path, dry_run: bool
-) -> None:
+def test_a_part_that_cannot_be_read_stays_and_hinders_nothing_else(store: LocalStore, run: Path) -> None:
     attempt = begun(store)
     publish(store, 1, attempt)
     publish(store, 2, attempt)
     bad = folder_of(run, 2, attempt)
-    files = whole_tree(bad)
-    report = recover(BadPart(store.url, str(bad.relative_to(run))), dry_run=dry_run)
-    assert (1, "sound" if dry_run else "committed") in {
-        (each.boundary, each.outcome.value) for each in report.findings
-    }
-    assert visible(store) == ([] if dry_run else [1])
-    assert whole_tree(bad) == files
-
-
-def test_a_run_of_which_nothing_can_be_used(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    commit(store, 1, attempt)
-    shard_of(run, 1, attempt).unlink()
-    report = recovered(run)
-    assert report.resume is None
-    assert "not taken for a fresh run" in report.resume_problem
-
-
-def test_a_run_of_which_all_steps_are_damaged(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    commit(store, 1, attempt)
-    flip_image(shard_of(run, 1, attempt))
-    report = recovered(run)
-    assert rows(report) == [("step", "quarantined", 1)]
-    assert report.resume is None
-    assert "files of every one are missing, cut short or damaged" in report.resume_problem
+    files, failing = whole_tree(bad), Failing(store.url, f"{bad.relative_to(run)}/node-")
+    for dry_run, outcome, steps in ((True, "sound", []), (False, "committed", [1])):
+        report = recover(failing, dry_run=dry_run)
+        assert (1, outcome) in {(each.boundary, each.outcome.value) for each in report.findings}
+        assert visible(store) == steps
+        assert whole_tree(bad) == files
 
 
 def test_constants_that_rotted_are_damage_of_every_step(store: LocalStore, run: Path) -> None:
@@ -298,6 +229,8 @@ def test_constants_that_rotted_are_damage_of_every_step(store: LocalStore, run: 
         ("step", "quarantined", 1),
     ]
     assert (report.whole, report.resume) == (0, None)
+    shard_of(run, 3, attempt).unlink()
+    assert "not taken for a fresh run" in recovered(run).resume_problem
     assert "files of every one are missing, cut short or damaged" in report.resume_problem
 
 
@@ -347,26 +280,6 @@ def test_what_the_newest_attempt_has_begun_stays(store: LocalStore, run: Path) -
     part_of(store, 3, attempt, ranks=(1,), world=2)
     assert rows(recovered(run)) == []
     assert shard_of(run, 3, attempt).exists()
-
-
-def test_an_interrupted_deletion_is_ended(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    for step in (1, 2, 3):
-        commit(store, step, attempt)
-    folder = folder_of(run, 1, attempt)
-    commit_step.retain(View.of(store), Keep(last=2))  # and its files go next
-    assert folder.exists()
-    assert {row[:2] for row in rows(recovered(run))} == {("orphans", "removed")}
-    assert not folder.exists()
-    assert visible(store) == [2, 3]
-
-
-def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, runtime: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    before = whole_tree(tmp_path, runtime)
-    with pytest.raises(NoSuchStepError):
-        recovered(tmp_path)
-    assert whole_tree(tmp_path, runtime) == before
 
 
 class ReadOnly(System):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -70,59 +69,40 @@ def held_at(run: Path, stage: str) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_a_running_job_is_named_and_not_touched(tmp_path: Path, runtime: Path, dry_run: bool) -> None:
-    run = tmp_path / "run"
-    crash = Crash(run, runtime).slots().commit(1)
-    with pytest.raises(RunHeldError) as refused:
-        recovered(run, dry_run=dry_run)
-    assert str(crash.trainer.pid) in str(refused.value)
-    assert crash.attempt in str(refused.value)
-    with pytest.raises(RunHeldError, match=str(crash.trainer.pid)):
-        prune(open_store(str(run)), Keep(last=1), dry_run=dry_run)
-    assert node.RECOVERY_LOCK not in crash.folder.names()
-    crash.commit(2)
-    crash.both_killed()
-
-
-def test_a_job_that_has_been_overtaken_still_runs(tmp_path: Path, runtime: Path) -> None:
-    """Its attempt is not the newest any more, and it lives: so it is not recovered under its feet."""
+def test_a_running_job_is_named_and_not_touched(tmp_path: Path, runtime: Path) -> None:
+    """Also if its attempt is not the newest any more: it is not recovered under its feet."""
     run = tmp_path / "run"
     crash = Crash(run, runtime).slots().commit(1)
     store = open_store(str(run))
-    run_view.end(store, run_view.supersede(store))
-    with pytest.raises(RunHeldError, match=str(crash.trainer.pid)):
-        recovered(run)
+    for is_overtaken in (False, True):
+        if is_overtaken:
+            run_view.end(store, run_view.supersede(store))
+        for dry_run in (True, False):
+            with pytest.raises(RunHeldError, match=str(crash.trainer.pid)) as refused:
+                recovered(run, dry_run=dry_run)
+            assert is_overtaken or crash.attempt in str(refused.value)
+            with pytest.raises(RunHeldError, match=str(crash.trainer.pid)):
+                prune(store, Keep(last=1), dry_run=dry_run)
+    assert node.RECOVERY_LOCK not in crash.folder.names()
     crash.both_killed()
 
 
-def test_of_two_recoveries_one_is_refused(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    crash = Crash(run, runtime).slots()
-    crash.seal(1)
-    crash.both_killed()
-    with held_at(run, "draining") as first:
-        with pytest.raises(RunHeldError, match=str(first.pid)):
-            recovered(run)
-        with pytest.raises(RunHeldError, match=str(first.pid)):
-            prune(open_store(str(run)), Keep(last=1))
-        out, err = first.communicate("\n", timeout=240)
-    assert out.endswith("done\n"), err
-    assert committed(run) == [1]
-    assert rows(recovered(run)) == []
-
-
-def test_one_that_was_killed_holds_nobody_up(tmp_path: Path, runtime: Path) -> None:
+def test_of_two_recoveries_one_is_refused_until_the_other_is_dead(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     crash = Crash(run, runtime).slots()
     crash.seal(1)
     crash.both_killed()
     with held_at(run, "clearing") as first:
+        with pytest.raises(RunHeldError, match=str(first.pid)):
+            recovered(run)
+        with pytest.raises(RunHeldError, match=str(first.pid)):
+            prune(open_store(str(run)), Keep(last=1))
         end([first.pid])
         report = recovered(run)
     assert report.resume is not None
     assert report.resume.step == 1
     assert not os.path.exists(crash.folder.path)
+    assert rows(recovered(run)) == []
 
 
 @pytest.mark.parametrize("stage", ["draining", "committing", "clearing"])
@@ -161,14 +141,18 @@ def lingers(tmp_path: Path, runtime: Path) -> Crash:
     return crash
 
 
-def go_on(crash: Crash) -> None:
-    os.kill(crash._stopped, signal.SIGCONT)
+def test_a_keeper_that_lingers_saves_what_it_has_and_stays_until_it_is_asked_to_go(
+    lingers: Crash, runtime: Path
+) -> None:
+    before, pid = whole_tree(lingers.run, runtime), lingers._stopped
+    looked = recovered(lingers.run, dry_run=True)
+    assert whole_tree(lingers.run, runtime) == before
+    assert looked.keeper == pid
+    assert ("snapshot", "sound", 2) in rows(looked)
 
-
-def test_a_keeper_that_lingers_saves_what_it_has_and_stays(lingers: Crash) -> None:
-    go_on(lingers)
+    lingers.wake()
     report = recovered(lingers.run)
-    assert report.keeper == keeper_pid(lingers.folder) == lingers._stopped
+    assert report.keeper == keeper_pid(lingers.folder) == pid
     assert ("snapshot", "was committed", 2) in rows(report)
     assert committed(lingers.run) == [1, 2]
     assert report.resume is not None
@@ -176,11 +160,16 @@ def test_a_keeper_that_lingers_saves_what_it_has_and_stays(lingers: Crash) -> No
     assert len(regions_of(lingers.folder)) == 3, "its memory is as near as it was"
     assert node.RECOVERY_LOCK not in lingers.folder.names()
 
+    assert recovered(lingers.run, discard=True).keeper is None
+    assert committed(lingers.run) == [1, 2]
+    assert keeper_pid(lingers.folder) is None
+    assert regions_of(lingers.folder) == []
+
 
 def test_what_a_keeper_found_torn_is_told(lingers: Crash) -> None:
     newest = max(regions_of(lingers.folder), key=lambda name: step_in(lingers.folder, name))
     flip_image(Path(lingers.folder.path) / newest)
-    go_on(lingers)
+    lingers.wake()
     report = recovered(lingers.run)
     assert ("snapshot", "torn", 2) in rows(report)
     assert report.damaged
@@ -191,22 +180,13 @@ def step_in(folder: RuntimeFolder, name: str) -> int:
     return max([each.step for each in sealed_in(folder) if each.slot.name == name], default=-1)
 
 
-def test_with_discard_it_is_asked_to_go(lingers: Crash) -> None:
-    go_on(lingers)
-    report = recovered(lingers.run, discard=True)
-    assert report.keeper is None
-    assert committed(lingers.run) == [1, 2]
-    assert keeper_pid(lingers.folder) is None
-    assert regions_of(lingers.folder) == []
-
-
 def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, runtime: Path) -> None:
     crash = Crash(small_disk / "run", runtime, kib=1024, linger_s=600).slots()
     crash.seal(2)
     room = os.statvfs(small_disk)
     (small_disk / "filler").write_bytes(bytes(room.f_bavail * room.f_frsize - (256 << 10)))
     crash.trainer.kill()
-    go_on(crash)
+    crash.wake()
     report = recovered(crash.run)
     assert rows(report, "snapshot") == [("snapshot", "failed", 2)]
     assert "No space left" in report.findings[0].detail
@@ -220,8 +200,8 @@ def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, run
 
 def test_what_a_keeper_may_not_save_any_more_is_kept_and_no_failure(lingers: Crash) -> None:
     store = open_store(str(lingers.run))
-    branch(store, 1)
-    go_on(lingers)
+    branch(store, 1, watch_s=0)
+    lingers.wake()
     eventually(lambda: any(line["event"] == "error" for line in ledger(lingers.run)))
     report = recovered(lingers.run)
     assert ("snapshot", "kept", 2) in rows(report)
@@ -240,31 +220,15 @@ def test_a_keeper_that_does_not_answer_is_named(lingers: Crash, monkeypatch: pyt
         recovered(lingers.run)
     assert committed(lingers.run) == [1]
     assert len(regions_of(lingers.folder)) == 3
-    go_on(lingers)
+    lingers.wake()
     eventually(lambda: committed(lingers.run) == [1, 2])
 
 
-def test_a_dry_run_beside_it_touches_nothing(lingers: Crash, runtime: Path) -> None:
-    before = whole_tree(lingers.run, runtime)
-    report = recovered(lingers.run, dry_run=True)
-    assert whole_tree(lingers.run, runtime) == before
-    assert report.keeper == lingers._stopped
-    assert ("snapshot", "sound", 2) in rows(report)
-
-
-def test_locks_of_dead_trainers_that_never_spoke_are_not_waited_for(
-    lingers: Crash, monkeypatch: pytest.MonkeyPatch
+def test_the_keeper_sees_its_trainers_death_before_it_is_believed(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "_DEATHS_S", 0.5)
-    (Path(lingers.folder.path) / "trainer-00000-1-deadbeef.lock").touch(mode=0o600)
-    go_on(lingers)
-    report = recovered(lingers.run)
-    assert report.resume is not None
-    assert report.resume.step == 2
-
-
-def test_the_keeper_sees_its_trainers_death_before_it_is_believed(tmp_path: Path, runtime: Path) -> None:
-    """A keeper that has not seen it yet has nothing to save, and says so: that is not taken for done."""
+    """A keeper that has not seen it yet has nothing to save, and says so: that is not taken for done. The
+    lock of a trainer that never spoke to the keeper is not waited for without end."""
     folder = closed_after(RuntimeFolder.open(str(runtime), "0" * 32))
     election = LifeLock.acquire(folder, ELECTION_LOCK)
     assert election is not None
@@ -279,4 +243,7 @@ def test_the_keeper_sees_its_trainers_death_before_it_is_believed(tmp_path: Path
 
     keepers._wait_for_deaths(folder, guard)
     assert looks == [True, True, True], "it looked until the keeper had removed the lock, and no longer"
+    dead.touch(mode=0o600)
+    monkeypatch.setattr(keepers, "_DEATHS_S", 0.2)
+    keepers._wait_for_deaths(folder, lambda: None)
     election.release(folder)

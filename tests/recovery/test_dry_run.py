@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.recovery.report import Kind, RecoveryReport, RemoteFate
 from flashckpt.store.local import LocalStore
-from tests.descriptors import closed_after
+from tests import run_view
 from tests.recovery.messes import MESSES, everything, left_branch
 from tests.recovery.scene import Crash, recovered, rows, whole_tree
 
@@ -48,17 +45,19 @@ def test_nothing_is_touched_and_the_real_run_finds_what_was_said(
     assert said.resume.step == done.resume.step
 
 
-@pytest.mark.parametrize("mess", [everything, left_branch], ids=lambda mess: mess.__name__)
-def test_the_same_with_discard(tmp_path: Path, runtime: Path, mess: Callable[[Path, Path], object]) -> None:
+def test_the_same_with_discard(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
-    mess(run, runtime)
+    left_branch(run, runtime)
     before = whole_tree(run, runtime)
     said = recovered(run, dry_run=True, discard=True)
     assert whole_tree(run, runtime) == before
     assert_found(said, recovered(run, discard=True))
 
 
-def test_without_a_runtime_folder_none_is_made(tmp_path: Path, runtime: Path) -> None:
+def test_without_a_runtime_folder_none_is_made(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_view.watch_for(0.0, monkeypatch.setattr)
     run = tmp_path / "run"
     everything(run, runtime)
     for path in runtime.iterdir():
@@ -82,30 +81,3 @@ def test_it_names_the_step_that_would_be_copied_to_the_remote(tmp_path: Path, ru
     assert done is not None
     assert (done.outcome, done.step) == (RemoteFate.COPIED, 2)
     assert (said.outcome, said.step, said.attempt) == (RemoteFate.MISSING, 2, done.attempt)
-
-
-def test_words_of_a_view_stay_in_this_process(tmp_path: Path, runtime: Path) -> None:
-    """A dry run pins slots and marks them: no other process sees a word of it."""
-    crash = Crash(tmp_path / "run", runtime, kib=64).slots()
-    [name] = crash.seal(1)
-    crash.both_killed()
-    folder = closed_after(RuntimeFolder.at(crash.folder.path))
-    path = Path(folder.path) / name
-    before = path.read_bytes()
-    regions = Regions(folder, LifeLock("keeper-00000000.lock", (0, 0), -1), is_view=True)
-    [held] = [each for each in regions.adopt_named() if each.slot.name == name]
-    slot, sealed = held.slot, held.sealed()
-    assert sealed is not None
-    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if name in line]
-    assert [line[1] for line in mapped] == ["rw-p"]
-    flags = Path(f"/proc/self/fdinfo/{slot.descriptor}").read_text().split("flags:")[1].split()[0]
-    assert int(flags, 8) & os.O_ACCMODE == os.O_RDONLY
-    pinned = slot.pin(regions.own_index(slot), sealed.word)
-    assert pinned is not None
-    slot.set_persisted(sealed.generation)
-    assert slot.unpin(pinned)
-    regions.remove(held)
-    assert path.read_bytes() == before
-    for each in regions.everything():
-        each.slot.close()
-    folder.close()

@@ -30,22 +30,19 @@ def crowded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("crowded")
-def test_what_lies_in_memory_is_saved(tmp_path: Path, runtime: Path) -> None:
+def test_what_lies_in_memory_is_saved_and_a_keeper_that_lives_is_asked_to_go(
+    tmp_path: Path, runtime: Path
+) -> None:
     crash = Crash(tmp_path / "run", runtime).slots()
     crash.seal(1, 2)
     crash.both_killed()
     assert ("snapshot", "committed", 2) in rows(recovered(crash.run))
-    assert committed(crash.run) == [2]
-
-
-@pytest.mark.usefixtures("crowded")
-def test_a_keeper_that_lives_is_asked_to_go(tmp_path: Path, runtime: Path) -> None:
-    crash = Crash(tmp_path / "run", runtime, linger_s=600).slots().commit(1)
-    crash.trainer.kill()
-    report = recovered(crash.run, discard=True)
-    assert report.keeper is None
-    assert keeper_pid(crash.folder) is None
-    assert regions_of(crash.folder) == []
+    again = Crash(crash.run, runtime, parent=crash.attempt, step=2, linger_s=600).slots().commit(3)
+    again.trainer.kill()
+    assert recovered(crash.run, discard=True).keeper is None
+    assert keeper_pid(again.folder) is None
+    assert regions_of(again.folder) == []
+    assert committed(crash.run) == [2, 3]
 
 
 @pytest.mark.usefixtures("crowded")

@@ -5,26 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 import flashckpt
-from flashckpt.store.local import LocalStore
-from tests import run_view
-from tests.folders import data_of
+from tests.contracts.test_recover_contract import shell
 from tests.processes import end, keepers_of
-from tests.resume.training import ROOT, Trainer, last_of_each
-from tests.waiting import until
-
-
-def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
+from tests.resume.training import Trainer, last_of_each
 
 
 def kill_both_in_step(job: Trainer, runtime: Path, step: int) -> None:
@@ -38,18 +27,17 @@ def kill_both_in_step(job: Trainer, runtime: Path, step: int) -> None:
     end([keeper])
 
 
-@pytest.mark.parametrize("recipe", ["plain"])
 def test_training_goes_on_bit_for_bit_from_what_was_recovered(
-    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None], recipe: str
+    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
 ) -> None:
     (tmp_path / "reference").mkdir()
-    reference = Trainer(tmp_path / "reference", runtime, recipe)
+    reference = Trainer(tmp_path / "reference", runtime, "plain")
     reference.finish()
     kill_keepers(remove_regions=True)
     # A keeper that is killed as it leaves may leave its folder.
     of_reference = set(runtime.glob("flashckpt-*/*/"))
 
-    job = Trainer(tmp_path, runtime, recipe, persist_every=3)
+    job = Trainer(tmp_path, runtime, "plain", persist_every=3)
     kill_both_in_step(job, runtime, 8)
     before = flashckpt.steps(job.run)
     done = shell("recover", job.run, "--json")
@@ -69,40 +57,3 @@ def test_training_goes_on_bit_for_bit_from_what_was_recovered(
     ours, theirs = flashckpt.load(job.run), flashckpt.load(reference.run)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_it_resumes_from_what_the_report_said_where_a_step_is_damaged(tmp_path: Path, runtime: Path) -> None:
-    job = Trainer(tmp_path, runtime, "plain", persist_every=3)
-    kill_both_in_step(job, runtime, 8)
-    assert shell("recover", job.run).returncode == 0
-    newest = flashckpt.steps(job.run)[-1]
-    # The keeper that was killed may have left a shard that no checkpoint names.
-    store = LocalStore(str(job.run))
-    record = run_view.read(store, run_view.visible(store)[-1])
-    [shard] = [
-        data_of(job.run, newest) / each.name
-        for head in record.parts.heads
-        for each in head.files
-        if each.name.startswith("rank-")
-    ]
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    done = shell("recover", job.run, "--json")
-    assert done.returncode == 1
-    said = json.loads(done.stdout)["resume"]["step"]
-    assert said < newest
-    job.finish()
-    assert job.resumed_steps() == [said]
-
-
-def test_beside_a_job_the_shell_names_its_process(tmp_path: Path, runtime: Path) -> None:
-    job = Trainer(tmp_path, runtime, "plain")
-    process = job.start(hold_at=5)
-    assert process.stdout is not None
-    process.stdout.readline()
-    done = shell("recover", job.run)
-    job.kill(process)
-    assert done.returncode == 3
-    assert f"process {process.pid}" in done.stderr
-    until(lambda: flashckpt.steps(job.run), "the job's own keeper to save what it had")

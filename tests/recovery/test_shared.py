@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from flashckpt.commit.verification import verify
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
@@ -31,16 +29,15 @@ def details(report: RecoveryReport) -> list[str]:
     return [each.detail for each in report.findings if each.kind.value == "snapshot"]
 
 
-@pytest.mark.parametrize("discard", [False, True])
-def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path, discard: bool) -> None:
+def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     crash = shared(run, runtime)
     crash.seal(2, 3)
     crash.both_killed()
     before = whole_tree(run, runtime)
-    said = recovered(run, dry_run=True, discard=discard)
+    said = recovered(run, dry_run=True)
     assert whole_tree(run, runtime) == before
-    done = recovered(run, discard=discard)
+    done = recovered(run)
     assert rows(said) == [("snapshot", "sound", 3), ("snapshot", "dropped", 2)]
     assert rows(done) == [("snapshot", "committed", 3), ("snapshot", "dropped", 2)]
     assert committed(run) == [3]
@@ -48,19 +45,6 @@ def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path, di
     assert verify(open_store(str(run))).ok
     assert not os.path.exists(crash.folder.path), "nothing is left in memory, not even the folder"
     assert rows(recovered(run)) == []
-
-
-def test_what_stands_on_storage_is_not_written_again(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    crash = shared(run, runtime, 1)
-    crash.seal(2)
-    crash.both_killed()
-    [file] = run.glob("data/*/*/frozen-*")
-    assert ("snapshot", "committed", 2) in rows(recovered(run))
-    assert list(run.glob("data/*/*/frozen-*")) == [file]
-    [line] = [line for line in ledger(run) if line["event"] == "persist" and line.get("by") == "recover"]
-    assert line["num_bytes"] < file.stat().st_size + (256 << 10), "the ordinary leaves alone"
-    assert committed(run) == [1, 2]
 
 
 def test_a_flipped_byte_is_named_and_never_written(tmp_path: Path, runtime: Path) -> None:
@@ -80,17 +64,20 @@ def test_a_flipped_byte_is_named_and_never_written(tmp_path: Path, runtime: Path
     assert not os.path.exists(crash.folder.path)
 
 
-@pytest.mark.parametrize("harm", [flip, os.unlink], ids=["flipped", "gone"])
-def test_a_region_is_not_needed_where_its_shard_stands(tmp_path: Path, runtime: Path, harm: object) -> None:
+def test_a_region_is_not_needed_where_its_file_stands(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     crash = shared(run, runtime, 1)
     crash.seal(2)
-    harm(region_of(crash))  # type: ignore[operator]
+    flip(region_of(crash))
     crash.both_killed()
+    [file] = run.glob("data/*/*/frozen-*")
     said = recovered(run, dry_run=True)
     done = recovered(run)
     assert rows(said) == [("snapshot", "sound", 2), ("snapshot", "was committed", 1)]
     assert rows(done) == [("snapshot", "committed", 2), ("snapshot", "was committed", 1)]
+    assert list(run.glob("data/*/*/frozen-*")) == [file]
+    [line] = [line for line in ledger(run) if line["event"] == "persist" and line.get("by") == "recover"]
+    assert line["num_bytes"] < file.stat().st_size + (256 << 10), "the ordinary leaves alone"
     assert committed(run) == [1, 2]
     assert verify(open_store(str(run))).ok
     assert not os.path.exists(crash.folder.path)
@@ -114,22 +101,6 @@ def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runti
     said = recovered(run, dry_run=True, discard=True)
     done = recovered(run, discard=True)
     assert rows(said) == rows(done) == [("snapshot", "discarded", 3), ("snapshot", "discarded", 2)]
-    assert not os.path.exists(crash.folder.path)
-
-
-def test_a_region_stays_as_long_as_what_could_not_be_saved(small_disk: Path, runtime: Path) -> None:
-    run = small_disk / "run"
-    crash = Crash(run, runtime, kib=1024, constants_kib=64).slots()
-    [slot] = crash.seal(2)
-    crash.both_killed()
-    filler, room = small_disk / "filler", os.statvfs(small_disk)
-    filler.write_bytes(bytes(room.f_bavail * room.f_frsize - (256 << 10)))
-    name = region_of(crash).name
-    assert rows(recovered(run), "snapshot") == [("snapshot", "failed", 2)]
-    assert sorted(crash.regions()) == sorted([slot, name])
-    filler.unlink()
-    assert rows(recovered(run)) == [("snapshot", "committed", 2)]
-    assert committed(run) == [2]
     assert not os.path.exists(crash.folder.path)
 
 

@@ -25,8 +25,11 @@ from tests.keeper.driver import committed
 from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
 
 
-def test_a_copy_of_hard_links_is_another_run(tmp_path: Path, runtime: Path) -> None:
+def test_a_copy_of_hard_links_is_another_run(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `cp -al` and `rsync --link-dest` make it: a backup shares each of its files with the run."""
+    run_view.watch_for(0.0, monkeypatch.setattr)
     run, backup = tmp_path / "run", tmp_path / "backup"
     Crash(run, runtime, kib=64).slots().commit(1).both_killed()
     shutil.copytree(run, backup, copy_function=lambda source, target: Path(target).hardlink_to(source))
@@ -48,8 +51,7 @@ def test_a_copy_of_hard_links_is_another_run(tmp_path: Path, runtime: Path) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sees another user's memory")
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_another_users_memory_is_told_and_nothing_done(tmp_path: Path, runtime: Path, dry_run: bool) -> None:
+def test_another_users_memory_is_told_and_nothing_done(tmp_path: Path, runtime: Path) -> None:
     """Root would see nothing in memory, say so, and leave files that the owner perhaps cannot read."""
     run = tmp_path / "run"
     crash = Crash(run, runtime, kib=64).slots().commit(1)
@@ -62,10 +64,11 @@ def test_another_users_memory_is_told_and_nothing_done(tmp_path: Path, runtime: 
     for path in (run / CATALOGUE).iterdir():
         os.chown(path, 12345, 12345)
     before = whole_tree(run, runtime)
-    with pytest.raises(RunHeldError, match="user 12345"):
-        recovered(run, dry_run=dry_run)
-    with pytest.raises(RunHeldError, match="user 12345"):
-        prune(open_store(str(run)), Keep(last=1), dry_run=dry_run)
+    for dry_run in (True, False):
+        with pytest.raises(RunHeldError, match="user 12345"):
+            recovered(run, dry_run=dry_run)
+        with pytest.raises(RunHeldError, match="user 12345"):
+            prune(open_store(str(run)), Keep(last=1), dry_run=dry_run)
     assert whole_tree(run, runtime) == before
 
 

@@ -14,15 +14,13 @@ from flashckpt.commit import attempts, commit_step
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import RunError, RunHeldError
-from flashckpt.format.manifest import shard_name
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.options import Keep, Remote
 from flashckpt.replication.mirror import Mirror, Mirrored
 from flashckpt.replication.run_copy import Copied, StepCopier
-from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import HOLDER, attempt_at, folder_of, name_of
+from tests.commit.runs import HOLDER, attempt_at, name_of
 from tests.replication.copied import add, delete, files, of_step, visible
 from tests.run_view import begin_as, next_name
 
@@ -81,34 +79,6 @@ def test_the_newest_is_copied_and_what_is_old_there_goes(tiers: Tiers) -> None:
     assert brought(mirror).copied is None
     theirs = of_step(tiers.run)
     assert of_step(tiers.there).items() <= theirs.items()
-
-
-def test_what_a_killed_copy_left_there_goes_once_newer_steps_are_kept(tiers: Tiers) -> None:
-    tiers.add(4)
-    brought(tiers.mirror(keep=2))
-    left = tiers.there / folder_of(tiers.target, name_of(5, tiers.attempt).id).path
-    left.mkdir()
-    (left / shard_name(0, "5f2c0a1b")).write_bytes(b"cut off")
-    mirror = tiers.mirror(keep=2)
-    for step in (6, 7, 8):
-        tiers.add(step)
-        brought(mirror)
-    assert tiers.steps() == [7, 8]
-    assert not left.exists()
-
-
-def test_a_remote_of_compressed_shards(tiers: Tiers) -> None:
-    remote = Remote(url=str(tiers.there), keep=Keep(last=2), compress="zstd")
-    mirror, tiers.target = Mirror(tiers.source, remote), open_store(tiers.there)
-    for step in (1, 2, 3):
-        tiers.add(step)
-        assert brought(mirror).newest == name_of(step, tiers.attempt)
-    assert tiers.steps() == [2, 3]
-    names = [path.name for path in tiers.there.rglob("*") if ".safetensors" in path.name]
-    assert len(names) == 2 * 2 + 2, "of two steps and two ranks; constants"
-    assert all(name.endswith(".zst") for name in names)
-    back = Mirror(tiers.target, Remote(url=str(tiers.there.parent / "back")))
-    assert brought(back).newest == name_of(3, tiers.attempt)
 
 
 def test_a_step_that_is_not_due_is_not_copied(tiers: Tiers) -> None:
@@ -174,23 +144,6 @@ def test_retention_spares_the_step_that_is_copied_and_no_other(
     assert brought(mirror).newest == name_of(2, tiers.attempt)
     assert tiers.steps() == [2]
     assert prune() == [2]
-
-
-def test_attempts_that_follow_are_known_there_though_nothing_was_due(tiers: Tiers) -> None:
-    """Many restarts between two copies: the records of the first are swept here, and it is one history."""
-    mirror = tiers.mirror()
-    tiers.add(1)
-    brought(mirror)
-    for step in range(2, 40):
-        before = tiers.attempt
-        tiers.attempt = attempt_at(tiers.source, name_of(step - 1, before), world=2)
-        tiers.add(step)
-        attempts.mark_ended(tiers.source, before, "dead")
-        after, _ = commit_step.retain(View.of(tiers.source), Keep(last=2))
-        commit_step.collect(tiers.source, after.catalogue)
-        mirror.bring(None, lambda last, step: step == 39)
-    assert tiers.steps() == [1, 39]
-    assert View.of(tiers.target).visible()[1:] == View.of(tiers.source).visible()[1:]
 
 
 def test_a_remote_that_was_deleted_is_begun_anew(tiers: Tiers) -> None:
