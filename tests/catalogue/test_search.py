@@ -75,7 +75,10 @@ def test_each_rule_is_needed(mutation: Mutation) -> None:
 )
 def test_merging_of_states_loses_none(name: str, store: Store) -> None:
     """A search that tells processes apart by all answers that they were given reaches the same ends."""
-    merged, every = (scenarios()[name].search(store, by_answers=by_answers) for by_answers in (False, True))
+    merged, every = (
+        scenarios()[name].search(store, most_states=2_500_000, by_answers=by_answers)
+        for by_answers in (False, True)
+    )
     found, wanted = merged.run(), every.run()
     assert not found.fault, found.fault
     assert not wanted.fault, wanted.fault

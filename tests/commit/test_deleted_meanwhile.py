@@ -98,10 +98,15 @@ def remote(store: Living, step: int | None) -> None:
     assert choice.refusal is None
 
 
-READERS = [*product([load, look, take_out], [None, NEWEST]), *product([listed, remote], [None])]
+READERS = [
+    *product([load], [None, NEWEST]),
+    *(
+        pytest.param(read, step, marks=pytest.mark.long)
+        for read, step in [*product([look, take_out], [None, NEWEST]), (listed, None), (remote, None)]
+    ),
+]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("read", "step"), READERS)
 def test_a_step_that_goes_at_any_reading_is_whole_or_not_there(
     read: Callable[[Living, int | None], None], step: int | None, tmp_path: Path
