@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,7 @@ from tests.cache.home import Home, cached_steps, files_in
 from tests.cache.loop import Training
 from tests.contracts.run_contract import UrlTrainer
 from tests.processes import keepers_of
-from tests.resume.test_resume_exact import References, references
-from tests.resume.training import last_of_each
 from tests.waiting import until
-
-__all__ = ["references"]
 
 pytestmark = pytest.mark.process
 
@@ -45,30 +40,6 @@ def ended(process: zygote.Program) -> int:
     return status
 
 
-@pytest.mark.long
-def test_a_signal_ends_a_run_whose_home_takes_nothing(
-    home: Home, tmp_path: Path, runtime: Path, cache: Path, kill_keepers: Callable[..., None],
-    references: References,
-) -> None:  # fmt: skip
-    home.shut()
-    trainer = UrlTrainer(home.url, tmp_path, runtime)
-    trainer.options |= {"persist_every": 1, "cache": str(cache), "grace": "10s"}
-    assert ended(signalled(trainer, tmp_path, 9)) == -signal.SIGTERM
-    said = Path(tmp_path / "err").read_text()
-    assert f"is in the cache of its nodes ({cache}); their keepers write it to {home.url}" in said
-    assert "not everything is persisted" not in said
-    last = cached_steps(cache)[-1]
-    assert last == 10, "the boundary after the iteration in which the signal came"
-    # Its keeper stays for what is not at home, and is killed here by a reboot.
-    assert keepers_of(runtime)
-    kill_keepers(remove_regions=True)
-    home.open()
-    trainer.finish()
-    [resumed] = trainer.events("resume")
-    assert (resumed["tier"], resumed["step"]) == ("cache", last)
-    assert last_of_each(trainer.records()) == references("workers")
-
-
 def test_a_signal_waits_for_a_home_that_opens_within_the_grace(
     home: Home, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
@@ -84,16 +55,20 @@ def test_a_signal_waits_for_a_home_that_opens_within_the_grace(
     assert "is in the cache of its nodes" not in Path(tmp_path / "err").read_text()
 
 
-def test_the_keeper_brings_home_what_a_signal_has_left_in_the_cache(
+def test_a_signal_ends_a_run_whose_home_takes_nothing_and_the_keeper_brings_home_what_is_cached(
     home: Home, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
     home.shut()
     trainer = UrlTrainer(home.url, tmp_path, runtime)
-    trainer.options |= {"persist_every": 1, "cache": str(cache), "grace": "10s"}
-    assert ended(signalled(trainer, tmp_path, 9)) == -signal.SIGTERM
+    trainer.options |= {"persist_every": 1, "cache": str(cache), "grace": "4s"}
+    assert ended(signalled(trainer, tmp_path, 3)) == -signal.SIGTERM
+    said = Path(tmp_path / "err").read_text()
+    assert f"is in the cache of its nodes ({cache}); their keepers write it to {home.url}" in said
+    assert "not everything is persisted" not in said
+    assert cached_steps(cache)[-1] == 4, "the boundary after the iteration in which the signal came"
     home.open()
     until(lambda: not keepers_of(runtime), "the keeper's end")
-    assert home.steps[-1] == 10
+    assert home.steps[-1] == 4
     assert flashckpt.verify(home.url).ok
     assert files_in(cache) == []
 
@@ -104,7 +79,7 @@ def test_wait_and_close_mean_the_home(home: Home, cache: Path, runtime: Path) ->
     home.shut()
     run.made.save()
     until(lambda: 2 in cached_steps(cache), "the step in the cache")
-    opening = threading.Timer(1.0, home.open)
+    opening = threading.Timer(0.3, home.open)
     opening.start()
     run.made.wait()
     assert 2 in home.steps

@@ -17,16 +17,21 @@ CSRC = HERE.parents[1] / "csrc"
 FLAGS = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-Wno-unknown-pragmas"]
 
 
+def build_kernel(folder: Path) -> Path:
+    made, source = folder / "kernel.o", HERE / "emulated_digest.cpp"
+    subprocess.run(["g++", *FLAGS, "-c", "-fPIC", "-I", CSRC, source, "-o", made], check=True)
+    return made
+
+
 class EmulatedKernel:
     """Launches of the kernel, and what the last one did to memory."""
 
-    def __init__(self, folder: Path) -> None:
-        made = folder / "kernel.so"
-        source = HERE / "emulated_digest.cpp"
-        subprocess.run(["g++", *FLAGS, "-shared", "-fPIC", "-I", CSRC, source, "-o", made], check=True)
+    def __init__(self, kernel_object: Path) -> None:
+        made = kernel_object.with_name("kernel.so")
+        subprocess.run(["g++", "-shared", kernel_object, "-o", made], check=True)
         self._launch = ctypes.CDLL(str(made)).emulate_digest
         self._launch.restype = None
-        self.loaded_bytes = self.stored_bytes = self.atomic_adds = 0
+        self.loaded_bytes = self.stored_bytes = 0
 
     def launch(self, table: bytes, num_entries: int, *, blocks: int = 2, seed: int = 0) -> list[int]:
         memory = np.frombuffer(table, np.uint8).copy()
@@ -37,7 +42,7 @@ class EmulatedKernel:
         self._launch(
             pointers[0], count, pointers[1], ctypes.c_uint(blocks), ctypes.c_uint64(seed), pointers[2]
         )
-        self.loaded_bytes, self.stored_bytes, self.atomic_adds = did.tolist()
+        self.loaded_bytes, self.stored_bytes, _ = did.tolist()
         return digests.tolist()  # type: ignore[no-any-return]
 
 

@@ -1,19 +1,17 @@
-"""What the digest must see: the page's numbers, structured changes, single bits, keys without weak ones."""
+"""What the digest must see: the page's numbers, structured changes, single bits."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
-from reference_digest import FIRST, HALF, KEYS, SECOND, block_hashes, numpy_digest, reference_digest
+from reference_digest import KEYS, block_hashes, numpy_digest, reference_digest
 
 from flashckpt import _native
 
@@ -54,37 +52,8 @@ def test_the_numbers_of_the_format_page() -> None:
         assert [KEYS[int(first)], KEYS[int(last)]] == [int(value, 16) for value in values]
 
 
-def test_keys_have_no_empty_half_and_little_in_common() -> None:
-    """A half of zero would hide the other half of a word; halves with a large common factor would let small
-    changes of two words cancel."""
-    assert len(set(KEYS)) == len(KEYS)
-    for key in KEYS:
-        assert min(key & HALF, key >> 32) > 1 << 20
-    for table in (FIRST, SECOND):
-        for lane in range(8):
-            keys = table[lane::8]
-            assert max(math.gcd(a >> 32, b >> 32) for a, b in combinations(keys, 2)) < 1 << 14
-            assert max(math.gcd(a & HALF, b & HALF) for a, b in combinations(keys, 2)) < 1 << 14
-
-
-# From one word on, with odd tails; 2**24 words stand below.
-SIZES = [
-    4,
-    8,
-    60,
-    64,
-    68,
-    1020,
-    1024,
-    1028,
-    2048,
-    4096,
-    4100,
-    1 << 16,
-    (1 << 16) + 4,
-    1 << 20,
-    (1 << 22) + 12,
-]
+# From one word on, with odd tails.
+SIZES = (4, 60, 68, 1024, 4100, (1 << 16) + 4, 1 << 20)
 
 
 def values_of(num_bytes: int) -> dict[str, Leaf]:
@@ -173,15 +142,6 @@ def test_no_structured_change_collides(num_bytes: int) -> None:
     assert collisions(num_bytes) == []
 
 
-@pytest.mark.parametrize("num_words", [2048 * 1024, 1 << 24])
-def test_scaling_by_powers_of_two_changes_the_digest(num_words: int) -> None:
-    weights = np.resize(np.random.default_rng(1).standard_normal(99_991, np.float32), num_words)
-    ones = np.ones(num_words, np.float32)
-    changed = [weights, weights * 2, weights / 2, weights * 16, -weights]
-    changed += [ones * np.float32(factor) for factor in (1, -1, 2, 0, -0.0)]
-    assert len({digest_of(leaf) for leaf in changed}) == len(changed)
-
-
 def test_every_bit_of_a_block_counts() -> None:
     data = np.random.default_rng(2).integers(0, 256, 3 * BLOCK + 5, np.uint8)
     found = {digest_of(data)}
@@ -193,44 +153,7 @@ def test_every_bit_of_a_block_counts() -> None:
     assert len(found) == len(bits) + 1
 
 
-def test_small_integers_that_collided_with_one_product() -> None:
-    """Constructed against one product with the keys of that draft: the second one must not agree."""
-    background = (np.arange(128) % 11).reshape(16, 8).astype(np.int64)
-    one, other = background.copy(), background.copy()
-    one[:, 2] = [4, 7, 5, 3, 4, 7, 6, 5, 1, 2, 5, 5, 6, 5, 1, 2]
-    other[:, 2] = [7, 4, 7, 6, 6, 5, 6, 0, 2, 0, 4, 2, 6, 0, 6, 7]
-    assert digest_of(one) == 0xFC7E6ACF8FE1D03B
-    assert digest_of(other) == 0x128B95100273FE9C
-
-
-@pytest.mark.parametrize("lane", [0, 5])
-def test_no_two_columns_of_small_integers_collide(lane: int) -> None:
-    """Meet in the middle over one lane with constant high halves, where products are linear: sums over eight
-    words against sums over the other eight."""
-    draw = np.random.default_rng(lane)
-    choices = draw.integers(0, 8, (1 << 14, 16), dtype=np.uint64)
-
-    def sums(words: slice, keys: list[int]) -> np.ndarray:
-        keyed = choices[:, words] ^ np.array(keys[lane::8][words], np.uint64)
-        return ((keyed & np.uint64(HALF)) * (keyed >> np.uint64(32))).sum(axis=1)
-
-    sides = []
-    for words in (slice(0, 8), slice(8, 16)):
-        plain = choices[:, words].sum(axis=1)
-        sides.append(np.stack([sums(words, FIRST), sums(words, SECOND), plain], axis=1))
-    for side, words in zip(sides, (slice(0, 8), slice(8, 16)), strict=True):
-        # On one side: the same sums only for the same words.
-        assert len(np.unique(side, axis=0)) == len(np.unique(choices[:, words], axis=0))
-    # Over both, differences of the left side against those of the right: 2**28 pairs by sorted lists.
-    left, right = (side - np.roll(side, 1, axis=0) for side in sides)
-    factor = np.uint64(0x9E3779B97F4A7C15)
-    mixed = [each[:, 0] ^ (each[:, 1] * factor) for each in (left, np.uint64(0) - right)]
-    met = np.intersect1d(mixed[0], mixed[1])
-    zero = mixed[0][(left == 0).all(axis=1)]
-    assert set(met.tolist()) <= set(zero.tolist())
-
-
-@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 40_000, (3 << 20) + 77])
+@pytest.mark.parametrize("size", [0, 1023, 1025, (3 << 20) + 77])
 def test_pieces_of_whole_blocks_add_up(size: int) -> None:
     draw = np.random.default_rng(size)
     data = draw.integers(0, 256, size, np.uint8)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from fake_cuda import build_driver, check_program, run
+from fake_cuda import run
 
 from flashckpt import _native
 
@@ -33,11 +32,6 @@ memory.close()
 small.close()
 other.close()
 """
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 def test_calls_of_the_driver(driver: Path) -> None:
@@ -89,19 +83,6 @@ with memoryview(region) as view:
     base = _native.address_of(view)
 print(base, file=open(os.environ["FAKE_CUDA_LOG"] + ".base", "w"))
 """
-
-
-def test_a_large_region_is_registered_in_runs_that_end_at_whole_gibibytes(driver: Path) -> None:
-    lines = run(driver, LARGE + "region.register(0)\nregion.close()", 1)
-    base, size = int((driver / "log.base").read_text()), (3 << 30) + 8192
-    runs = [(int(a), int(n)) for what, n, a, *_ in map(str.split, lines) if what == "register"]
-    assert len(runs) == 4
-    assert runs[0][0] == base
-    assert all(address + num_bytes == after for (address, num_bytes), (after, _) in pairwise(runs))
-    assert runs[-1][0] + runs[-1][1] == base + size
-    assert all(after % (1 << 30) == 0 for after, _ in runs[1:])
-    gone = [int(a) for what, _, a, *_ in map(str.split, lines) if what == "unregister"]
-    assert gone == [address for address, _ in runs]
 
 
 def test_a_refused_run_stays_pageable_and_no_copy_spans_two_runs(driver: Path) -> None:
@@ -301,65 +282,23 @@ lane.close()
     assert len(copies) == 1, "those of the parent"
 
 
-def test_whether_a_graph_is_being_captured(driver: Path) -> None:
-    program = (
-        LANE
-        + """
-answers = [_native.cuda_capturing(u64(*streams), 0) for streams in ((0, 7), (7, 5), (6,))]
-with open(os.environ["FAKE_CUDA_LOG"], "a") as log:
-    print("answers", answers, file=log)
-"""
-    )
-    assert run(driver, program, 2)[-1] == "answers [False, True, True]"
-
-
-def test_a_refused_registration_is_reported_once_with_the_drivers_reason(driver: Path) -> None:
-    program = """
-import logging
-from flashckpt import _native
-from flashckpt.capture.devices import CudaDevice
-said = []
-handler = logging.Handler()
-handler.emit = lambda record: said.append(record.getMessage())
-logging.getLogger("flashckpt").addHandler(handler)
-device = CudaDevice(0)
-for _ in range(2):
-    memory = _native.Mapping(13)  # refused
-    for _ in range(2):
-        device.register(memory)
-    memory.close()
-[text] = [each for each in said if "pageable" in each]
-assert "page-lock 13 of 13 bytes of host memory: ALREADY (registered already)" in text, text
-"""
-    check_program(driver, program, 1)
-
-
-def test_the_pci_address_of_a_device(driver: Path) -> None:
-    program = """
-from flashckpt import _native
-from flashckpt.capture import devices
-assert _native.cuda_pci_address(0) == (0, 0x1A, 3)
-asked = []
-devices.node_of_pci = lambda *address: asked.append(address) or 1
-assert devices.CudaDevice(1).numa_node == 1
-assert asked == [(0, 0x1B, 3)]
-"""
-    check_program(driver, program, 2)
-
-
 @pytest.mark.parametrize(("refuses", "seconds"), [("", "0.25"), ("elapsed", "None")])
-def test_the_time_between_events_is_queried_in_relaxed_mode(driver: Path, refuses: str, seconds: str) -> None:
+def test_graphs_and_the_time_between_events_are_queried_in_relaxed_mode(
+    driver: Path, refuses: str, seconds: str
+) -> None:
     """A query in any other mode makes a graph invalid that another thread captures."""
     program = (
         LANE
         + """
-answers = [_native.cuda_elapsed_s(7, end, 1) for end in (8, 9)]
+capturing = [_native.cuda_capturing(u64(*streams), 0) for streams in ((0, 7), (7, 5), (6,))]
+elapsed = [_native.cuda_elapsed_s(7, end, 1) for end in (8, 9)]
 with open(os.environ["FAKE_CUDA_LOG"], "a") as log:
-    print("answers", answers, file=log)
+    print("answers", capturing, elapsed, file=log)
 """
     )
     there = "context=1001 mode=2"
-    asked = [f"elapsed 7 8 {there}", f"elapsed 7 9 {there}", f"answers [{seconds}, None]"]
+    answers = f"answers [False, True, True] [{seconds}, None]"
+    asked = [f"elapsed 7 8 {there}", f"elapsed 7 9 {there}", answers]
     assert run(driver, program, 2, refuses)[-3:] == asked
 
 
@@ -382,18 +321,14 @@ def mapping(num_bytes=8192):
         "it.close(); it.close()",
         "del it",
         "view = memoryview(it)\ntry:\n    it.close()\nexcept BufferError:\n    del it, view",
-        "view = memoryview(it)\ndel it\nview.release(); del view",
-        "import traceback\ntry:\n    raise ValueError(it)\nexcept ValueError:\n    del it",
-        "it = mapping(); it.register(1); del it",
     ],
 )
 def test_registered_memory_is_unregistered_before_it_is_unmapped(driver: Path, ending: str) -> None:
     """If pages stayed registered at a reused address, later copies would go to freed memory."""
     program = MAPPING + "it = mapping()\nit.register(1)\nit.register(0)\n" + ending + "\ngc.collect()\n"
     lines = [line.split()[:2] for line in run(driver, program, 2)]
-    times = ending.count("register(1)") + 1
     assert lines[0] == ["retain", "1"]
-    assert sorted(lines[1:]) == [["register", "8192"]] * times + [["unregister", "1"]] * times
+    assert sorted(lines[1:]) == [["register", "8192"], ["unregister", "1"]]
 
 
 def test_a_refused_or_unregistered_mapping_unregisters_nothing(driver: Path) -> None:
@@ -424,11 +359,6 @@ del one, other
     )
     lines = [line.split()[:2] for line in run(driver, program, 2)]
     assert [line for line in lines if "unregister" in line] == [["unregister", "1"]]
-
-
-def test_a_driver_without_devices(driver: Path) -> None:
-    program = "from flashckpt import _native; assert not _native.cuda_available()"
-    assert run(driver, program, 0) == []
 
 
 def test_without_a_driver() -> None:

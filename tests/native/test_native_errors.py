@@ -61,21 +61,8 @@ class Slot:
         return _native.load(_native.address_of(self.words) + 8)
 
 
-def test_a_failed_seal_has_a_reason_when_it_is_decided() -> None:
-    sealer, event = _native.Sealer(), _native.HostEvent()
-    for _ in range(300):
-        slot = Slot()
-        event.reset()
-        slot.submit(sealer, event)
-        event.set()
-        while not slot.done:
-            pass
-        assert len(sealer.failures()) == 1
-    sealer.close()
-
-
 def test_two_concurrent_closes_both_return() -> None:
-    for _ in range(200):
+    for _ in range(50):
         sealer, event, slots = _native.Sealer(), _native.HostEvent(), [Slot() for _ in range(50)]
         for slot in slots:
             slot.submit(sealer, event)

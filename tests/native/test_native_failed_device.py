@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cuda import build_driver, run
+from fake_cuda import run
 
 import flashckpt
 from tests.keeper.driver import told
@@ -127,11 +127,6 @@ for call in (checkpointer.wait, checkpointer.close):
     else:
         raise AssertionError("a waiter must get the error")
 """
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.mark.parametrize("strike", ["hook", "loop", "reading", "marking", "copying", "save"])

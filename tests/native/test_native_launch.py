@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_cuda import build_driver, run
+from fake_cuda import run
 from reference_digest import numpy_digest
 
 pytestmark = pytest.mark.process
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 # What is refused when the kernel is tried, the first before there is memory.
@@ -74,27 +69,6 @@ for wrong in ((table + 8, 4, out), (table, 4, out + 4), (0, 4, out), (table, 4, 
     a_launch = [f"fill 32 177 {there}", f"fill 64 177 {there}", f"launch 6 177 {there}"]
     assert [line for line in lines if " 177 " in line] == a_launch * 2
     assert len([line for line in lines if " 178 " in line]) == 6
-
-
-def test_a_kernel_is_tested_on_its_own_stream(driver: Path) -> None:
-    lines = run(driver, DIGESTS + "assert _native.cuda_digests_usable(0) == ''", 2)
-    what = [line.split(" context")[0] for line in lines if not line.startswith("module")]
-    fills = ["fill 280 77", "fill 560 77", "launch 4 77"]
-    copies = [line for line in what if line.startswith(("copy", "synchronize"))]
-    assert what == ["retain 0 0", *fills, *copies, "memory gone 0 0", "stream gone 77 0"]
-    assert len(copies) == 5
-
-
-def test_kernels_are_loaded_once_per_device(driver: Path) -> None:
-    program = """
-for device in (0, 1, 0, 1):
-    assert _native.cuda_digests_usable(device) == ""
-    _native.cuda_digest_launch(177, table, 4, out, device)
-"""
-    lines = [line.split() for line in run(driver, DIGESTS + program, 2)]
-    assert [line[-2] for line in lines if line[0] == "module"] == ["context=1000", "context=1001"]
-    assert [line[1] for line in lines if line[0] == "launch" and line[2] == "177"] == ["4", "6"] * 2
-    assert len([line for line in lines if line[0] == "launch"]) == 6
 
 
 @pytest.mark.parametrize(

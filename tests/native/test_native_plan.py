@@ -128,23 +128,6 @@ def test_a_flipped_byte_is_found_before_its_chunk_is_copied(
         assert found == file.data[:first] + bytes(last - first) + file.data[last:]
 
 
-def test_another_leaf_has_another_digest(tmp_path: Path) -> None:
-    """Whatever bytes stand in the file, and in which chunks the leaf lies."""
-    leaves = [(0, 5), (5, 3 * CHUNK), (3 * CHUNK + 5, CHUNK), (4 * CHUNK + 100, 3000)]
-    file = File.of(5 * CHUNK)
-    for harmed in range(-1, len(leaves)):
-        data = bytearray(file.data)
-        if harmed >= 0:
-            data[leaves[harmed][0] + leaves[harmed][1] // 2] ^= 1
-        (tmp_path / "file").write_bytes(data)
-        digests = _native.LeafDigests(array("Q", [size for _, size in leaves]))
-        parts = [n for i, (at, size) in enumerate(leaves) for n in (at, at + size, i, 0)]
-        File(bytes(data)).plan(parts=parts, digests=digests).read(tmp_path / "file")
-        expected = [reference_digest(file.data[at : at + size]) for at, size in leaves]
-        wrong = [i for i, each in enumerate(array("Q", digests.digests())) if each != expected[i]]
-        assert wrong == ([harmed] if harmed >= 0 else [])
-
-
 def test_slices_of_a_leaf_in_several_plans_have_its_digest() -> None:
     file, size = File.of(6 * CHUNK + 9), 5 * CHUNK + 9
     digests = _native.LeafDigests(array("Q", [size]))
@@ -187,16 +170,6 @@ def test_one_byte_is_copied_to_several_places(tmp_path: Path, direct: bool) -> N
     copies = [n for each in into for n in (0, _native.address_of(each), 3 * CHUNK, 0)]
     file.plan(copies=copies, direct=direct).read(tmp_path / "file")
     assert [bytes(each) for each in into] == [file.data] * 2
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 2 * CHUNK, 9 * CHUNK + 4, 9 * CHUNK + 6])
-def test_a_file_of_another_length_is_refused(tmp_path: Path, num_bytes: int) -> None:
-    file, into = File.of(9 * CHUNK + 5), bytearray(CHUNK)
-    (tmp_path / "file").write_bytes((file.data + b"more")[:num_bytes])
-    plan = file.plan(copies=[0, _native.address_of(into), CHUNK, 0])
-    with pytest.raises(ValueError, match=f"has {num_bytes} bytes"):
-        plan.read(tmp_path / "file")
-    assert (plan.left(), any(into)) == ([(0, 1)], False)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fake_cuda import HERE, build_driver, check_program, run
+from fake_cuda import HERE, check_program, run
 
 pytestmark = pytest.mark.process
 
@@ -77,11 +77,6 @@ assert all("not known" in said(ticket) for ticket in bad[:-64]), "never taken fo
 assert "not known" in said(good)
 lane.close()
 """
-
-
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 def test_an_old_leaf_is_not_taken_for_a_new_one(driver: Path) -> None:

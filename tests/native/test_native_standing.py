@@ -22,15 +22,12 @@ class Plain:
 
 
 class Key:
-    """Hashed and compared by code of Python, as a Parameter is; counts how often."""
-
-    hashed = 0
+    """Hashed and compared by code of Python, as a Parameter is."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name
 
     def __hash__(self) -> int:
-        Key.hashed += 1
         return hash(self.name)
 
     def __eq__(self, other: object) -> bool:
@@ -49,18 +46,9 @@ class Reversing(list[Any]):
         return super().__getitem__(-1 - index)
 
 
-def anchored(container: Any, key: Any) -> _native.Standing:
-    by_name = isinstance(key, str) and not isinstance(container, dict)
-    return _native.Standing([], [(container, key, getattr(container, key) if by_name else container[key])])
-
-
 def the_rule(container: Any, key: Any, value: object) -> bool:
-    """What is asked, in Python."""
-    by_name = isinstance(key, str) and not isinstance(container, dict)
-    try:
-        return (getattr(container, key) if by_name else container[key]) is value
-    except (LookupError, AttributeError):
-        return False
+    """What is asked, in Python. Some dicts make an entry when they are asked."""
+    return (not isinstance(container, dict) or key in container) and container[key] is value
 
 
 DICTS = (
@@ -72,37 +60,6 @@ DICTS = (
 )
 
 
-@pytest.mark.parametrize("make", DICTS)
-@pytest.mark.parametrize("keys", [("a", "b", "c"), (Key("a"), Key("b"), Key("c")), (1, (2, "x"), None)])
-def test_items_of_a_dict(make: Callable[[Any], dict[Any, Any]], keys: tuple[Any, ...]) -> None:
-    values = [Plain(), None, Plain()]
-    held = make(zip(keys, values, strict=True))
-    standing = _native.Standing([(held, 3)], [(held, *pair) for pair in zip(keys, values, strict=True)])
-    assert standing.stands()
-    for key, value in zip(keys, values, strict=True):
-        held[key] = Plain()
-        assert not standing.stands()
-        held[key] = value
-        assert standing.stands()
-        loose = _native.Standing([], [(held, key, value)])
-        del held[key]
-        assert not loose.stands()
-        assert not standing.stands()
-        assert key not in held  # asking made no entry
-        held[key] = value  # behind the others now
-        assert standing.stands()
-    held["more"] = Plain()
-    assert not standing.stands()
-
-
-def test_an_absent_key_differs_from_none() -> None:
-    held: dict[Any, Any] = {"none": None, Key("none"): None}
-    standings = [anchored(held, key) for key in held]
-    assert all(standing.stands() for standing in standings)
-    held.clear()
-    assert not any(standing.stands() for standing in standings)
-
-
 def test_equal_objects_are_not_identical() -> None:
     first, same = Key("a"), Key("a")
     held = {first: [1.0]}
@@ -111,38 +68,22 @@ def test_equal_objects_are_not_identical() -> None:
     assert not _native.Standing([], [([[1.0]], 0, [1.0])]).stands()
 
 
-@pytest.mark.parametrize("key", [0, 1, -1, -2, True])
-def test_items_of_lists_and_other_sequences(key: int) -> None:
-    for make in (list, Reversing, deque):
-        held: Any = make([Plain(), Plain()])
-        value = held[key]
-        standing = _native.Standing([], [(held, key, value)])
-        assert standing.stands()
-        held.reverse()
-        assert not standing.stands()
-        held.reverse()
-        held.append(Plain())  # an index from the end means another place now, and so does a reversed one
-        assert standing.stands() is the_rule(held, key, value) is (key >= 0 and make is not Reversing) or (
-            make is Reversing and key < 0
-        )
-        held.clear()
-        assert not standing.stands()
-
-
 def test_every_answer_follows_the_rule() -> None:
     """Any kind of container, changed in any way between two questions."""
     chance = random.Random(7)
-    values = [Plain() for _ in range(4)]
+    values = [None, *(Plain() for _ in range(3))]
     for _ in range(300):
-        keys: list[Any] = [Key(str(i)) for i in range(6)]
+        keys: list[Any] = [*(Key(str(i)) for i in range(3)), "a", (2, "x"), None]
         containers: list[Any] = [
             chance.choice(DICTS)((key, chance.choice(values)) for key in keys),
             {key: chance.choice(values) for key in reversed(keys)},
-            [chance.choice(values) for _ in keys],
+            chance.choice((list, Reversing))(chance.choice(values) for _ in keys),
             deque(chance.choice(values) for _ in keys),
         ]
         places = [
-            (held, i if n > 1 else key) for n, held in enumerate(containers) for i, key in enumerate(keys)
+            (held, chance.choice((i, i - len(keys))) if n > 1 else key)
+            for n, held in enumerate(containers)
+            for i, key in enumerate(keys)
         ]
         chance.shuffle(places)
         anchors = [(held, key, held[key]) for held, key in places]
@@ -151,28 +92,16 @@ def test_every_answer_follows_the_rule() -> None:
         for _ in range(3):
             held = chance.choice(containers)
             key = chance.choice(keys) if isinstance(held, dict) else chance.randrange(len(keys))
-            held[key] = chance.choice(values)
-            if isinstance(held, dict) and chance.random() < 0.5:
+            kind = chance.random()
+            if isinstance(held, dict) and kind < 0.2:
+                held.pop(key, None)
+            elif isinstance(held, dict) and kind < 0.6 and key in held:
                 held[key] = held.pop(key)  # the last in order
+            else:
+                held[key] = chance.choice(values)
+            sizes = [len(each) for each in containers]
             assert standing.stands() is all(the_rule(*anchor) for anchor in anchors)
-
-
-def test_a_dict_of_parameters_is_iterated_without_lookups() -> None:
-    keys = [Key(str(i)) for i in range(100)]
-    held = {key: Plain() for key in keys}
-    others = [{"shared": held[key]} for key in keys]
-    anchors: list[tuple[Any, Any, object]] = []
-    for index in (*range(1, 50), *range(51, 100)):  # some are left out
-        anchors.append((held, keys[index], held[keys[index]]))
-        anchors.append((others[index], "shared", held[keys[index]]))  # another container between any two
-    standing = _native.Standing([], anchors)
-    Key.hashed = 0
-    assert standing.stands()
-    assert Key.hashed == 0
-    held[keys[3]] = held.pop(keys[3])
-    Key.hashed = 0
-    assert standing.stands()
-    assert 0 < Key.hashed < 100
+            assert [len(each) for each in containers] == sizes, "asking made no entry"
 
 
 def test_attributes_and_items_of_other_objects() -> None:
@@ -318,14 +247,3 @@ def test_references_are_neither_lost_nor_kept() -> None:
     owner.place = value
     del standing, anchors
     assert [sys.getrefcount(each) for each in everything] == before
-
-
-def test_invalid_arguments() -> None:
-    with pytest.raises(ValueError, match="container, length"):
-        _native.Standing([([], 0, 1)], [])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="container, key, object"):
-        _native.Standing([], [([], 0)])  # type: ignore[list-item]
-    with pytest.raises(TypeError):
-        _native.Standing([([], "0")], [])  # type: ignore[list-item]
-    with pytest.raises(OverflowError):
-        _native.Standing([], [([], 1 << 70, None)])

@@ -61,7 +61,7 @@ class Other(torch.Tensor):
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter, Other])
-@pytest.mark.parametrize("num_extents", range(8))
+@pytest.mark.parametrize("num_extents", [0, 3, 7])
 def test_a_storage_that_has_shrunk(kind: type, num_extents: int) -> None:
     """Most likely where it was before, so that only its size tells. Records of tensors with many extents have
     these elsewhere."""
@@ -188,18 +188,6 @@ def test_release_and_the_garbage_collector_free_objects() -> None:
         del module
         gc.collect()
         assert seen() is None
-
-
-def test_invalid_arguments() -> None:
-    tensor = torch.ones(1)
-    with pytest.raises(ValueError, match="differ in length"):
-        _native.Watch([({}, "a")], [])
-    with pytest.raises(ValueError, match="container, key"):
-        _native.Watch([({}, "a", 1)], [tensor])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="shorter"):
-        _native.Watch([({}, "a")], [tensor]).changed(array("Q"))
-    with pytest.raises(BufferError):
-        _native.Watch([({}, "a")], [tensor]).changed(memoryview(bytes(8)).cast("Q"))
 
 
 class Unseen:

@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 from flashckpt.format.names import AttemptName
+from flashckpt.persist import queue
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
 from tests.persist.node import MakeNode, Node, begun
+
+
+@pytest.fixture(autouse=True)
+def _polls_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test waits long between two looks for the parts of other nodes."""
+    monkeypatch.setattr(queue, "poll_pause_s", lambda polls: 0.02)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ class Node:
             Worker("writer", self._wake),
             self.ledger,
             notify=self._told,
-            pauses=few_pauses_s,
+            pauses=lambda tries: None if few_pauses_s(tries) is None else 0.01,
         )
         self.trainers = [
             Trainer(lock=f"{rank}", rank=rank, world=world, ranks=ranks, attempt=attempt) for rank in ranks

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.commit_step import KEEP_ALL
 from flashckpt.commit.view import View
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
@@ -197,16 +196,6 @@ def test_a_file_that_cannot_be_removed_keeps_no_other(
     assert deletions.counts == [("prune_failed", 1)] * 2
 
 
-def test_what_an_older_attempt_left_uncommitted_goes(store: LocalStore, deletions: Counted) -> None:
-    first = attempt_at(store)
-    saved(deletions, store, 10, first)
-    publish(store, 50, first, world=2)
-    second = attempt_at(store, name_of(10, first))
-    for step in (200, 300):
-        saved(deletions, store, step, second, TWO)
-    assert snapshots(store) == [name_of(step, second).id for step in (200, 300)]
-
-
 def test_the_parent_that_was_resumed_from_memory_is_kept_and_dropped_like_others(
     store: LocalStore, deletions: Counted, tmp_path: Path
 ) -> None:
@@ -222,11 +211,3 @@ def test_the_parent_that_was_resumed_from_memory_is_kept_and_dropped_like_others
         saved(deletions, store, step, second, TWO)
     assert snapshots(store) == [name_of(step, second).id for step in (200, 300)]
     assert not list((tmp_path / "run" / "data").glob(f"{first}/*")), "its folder in the older attempt's"
-
-
-def test_no_step_is_dropped_that_all_are_to_be_kept(store: LocalStore, deletions: Counted) -> None:
-    attempt = attempt_at(store)
-    for step in (1, 2, 3, 4):
-        saved(deletions, store, step, attempt, KEEP_ALL)
-    assert visible_steps(store) == boundaries(store) == [1, 2, 3, 4]
-    assert deletions.counts == []

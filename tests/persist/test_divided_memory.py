@@ -195,19 +195,6 @@ def test_what_is_compared_follows_each_new_plan_and_each_new_boundary(
     assert before.digest == 0
 
 
-def test_ranks_that_hold_whole_copies_need_no_other(node: Node, ranks: list[SharingRank]) -> None:
-    for rank in ranks:
-        rank.capture.hold_whole()
-        size = rank.capture.memory_needed(ordered=True)
-        assert size is not None
-        assert size.image_bytes > rank.slots[0].size.image_bytes, "slots grow with it"
-        rank.have_slots(node.regions, range(3, 6))
-        rank.snapshot(STEP + 1)
-        assert in_slot(rank).keys() == rank.live().keys()
-        assert loaded(rank.held()) == rank.live()
-    assert tables(ranks) == [Table(step=STEP + 1)] * 3
-
-
 def board_of_the_node() -> NodeState:
     node_state = NodeState(bytearray(NodeState.num_bytes(3)), NODE)
     node_state.format()
@@ -258,6 +245,7 @@ def test_after_leaves_have_diverged_each_rank_has_its_own_copy(node: Node, ranks
         rank.have_slots(node.regions, range(3, 6))
         rank.again(STEP + 2)
         assert in_slot(rank).keys() == rank.live().keys()
+    assert tables(ranks) == [Table(step=STEP + 2)] * 3, "nothing is compared any more"
     assert counts(2)
     for rank in ranks:
         assert loaded(rank.held()) == rank.live(), "each has its own bits"

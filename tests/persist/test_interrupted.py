@@ -11,13 +11,12 @@ import pytest
 
 from flashckpt.format.names import SnapshotId
 from flashckpt.memory.slot import SlotState
-from flashckpt.persist.job import JobState, Trainer
+from flashckpt.persist.job import JobState
 from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.events import ledger
 from tests.keeper.jobs import failing_for
-from tests.persist.node import MakeNode, Node, files, is_whole, until_told
-from tests.persist.test_many_ranks import parts
+from tests.persist.node import MakeNode, Node, is_whole, until_told
 from tests.run_view import folder_for
 
 _LONG_S = 60.0
@@ -32,7 +31,7 @@ def run_in_time(node: Node) -> None:
     node.queue.run_to_idle(watch)
 
 
-def test_a_slot_that_another_process_has_pinned_is_left_to_it(nodes: MakeNode) -> None:  # noqa: F811
+def test_a_slot_that_another_process_has_pinned_is_left_to_it(nodes: MakeNode) -> None:
     node = nodes((0,), 1)
     [slot] = node.seal(5)
     pinned = slot.pin(9, slot.state())
@@ -45,39 +44,9 @@ def test_a_slot_that_another_process_has_pinned_is_left_to_it(nodes: MakeNode) -
     assert is_whole(node.store, 5, node.attempt, 1)
 
 
-def test_a_part_that_another_published_meanwhile_harms_nothing(
-    nodes: MakeNode,  # noqa: F811
-    store: LocalStore,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A keeper that was taken for dead publishes its part just before this one does, and dies."""
-    node = nodes((0,), 1)
-    other = nodes((0,), 1, node.attempt)
-    other.seal(5)
-    [slot] = node.seal(5)
-    create, begun = store.create, []
-
-    def late(path: str, data: bytes) -> bool:
-        if "/node-00000-" in path and not begun:
-            begun.append(path)
-            monkeypatch.setattr(store, "create", failing_for("catalogue/", create))
-            other.run()
-            monkeypatch.setattr(store, "create", create)
-        return create(path, data)
-
-    monkeypatch.setattr(store, "create", late)
-    node.run()
-    assert begun
-    assert node.told == [(5, JobState.COMMITTED)]
-    assert slot.persisted == slot.state().generation
-    assert is_whole(store, 5, node.attempt, 1)
-    there = files(store, 5, node.attempt)
-    assert there.count("node-00000") == there.count("rank-00000") == 2, "each has its own files"
-
-
 def test_what_fails_after_it_has_waited_is_said(
-    nodes: MakeNode,  # noqa: F811
-    store: LocalStore,  # noqa: F811
+    nodes: MakeNode,
+    store: LocalStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,7 +70,7 @@ def test_what_fails_after_it_has_waited_is_said(
     assert [line["what"] for line in lines if line["event"] == "error"] == ["persist"]
 
 
-def test_a_rank_that_lets_go_of_its_slot_harms_nothing_that_is_at_rest(nodes: MakeNode) -> None:  # noqa: F811
+def test_a_rank_that_lets_go_of_its_slot_harms_nothing_that_is_at_rest(nodes: MakeNode) -> None:
     """The step waits for another node; the other ranks' slots learn of its commit."""
     first, second = nodes((0, 1), 4), nodes((2, 3), 4)
     slots = first.seal(5)
@@ -118,34 +87,9 @@ def test_a_rank_that_lets_go_of_its_slot_harms_nothing_that_is_at_rest(nodes: Ma
     assert is_whole(first.store, 5, first.attempt, 4)
 
 
-def test_who_waits_for_a_step_that_will_not_come_is_told(nodes: MakeNode) -> None:  # noqa: F811
-    node = nodes((0, 1), 2)
-    node.seal(5, 0)
-    node.seal(6)
-    node.run()
-    assert node.told == [(5, JobState.INCOMPLETE), (6, JobState.COMMITTED)]
-
-
-def test_a_rank_that_lives_and_has_not_spoken_yet_is_waited_for(nodes: MakeNode) -> None:  # noqa: F811
-    """A new keeper: one rank has asked, the other has sealed nothing, and neither has said who it is."""
-    node = nodes((0, 1), 2)
-    unheard = Node(node.store, Path(node.folder.path) / "new", node.attempt, (0, 1), 2, known=False)
-    try:
-        unheard.queue.set_trainers([Trainer(lock=str(rank), rank=rank) for rank in (0, 1)])
-        unheard.seal(5, 0)
-        unheard.run()
-        assert parts(unheard, 5) == []
-        unheard.queue.set_trainers(unheard.trainers)
-        unheard.seal(5, 1)
-        unheard.run()
-        assert is_whole(node.store, 5, node.attempt, 2)
-    finally:
-        unheard.close()
-
-
 def test_what_a_killed_keeper_had_not_finished_goes_with_the_next_try(
-    nodes: MakeNode,  # noqa: F811
-    store: LocalStore,  # noqa: F811
+    nodes: MakeNode,
+    store: LocalStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a keeper that is killed in each write fills the disk. Other nodes may be writing their files."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.steps import read_step
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.memory.slot import Sealed, SlotState
 from flashckpt.persist.job import JobState
@@ -76,21 +75,11 @@ def test_a_step_that_a_rank_has_passed_over_is_void(nodes: MakeNode) -> None:
     assert files(node.store, 5, node.attempt) == []
     assert is_whole(node.store, 6, node.attempt, 2)
     assert slot.state().state is SlotState.SEALED, "it may be overwritten"
+    assert node.told == [(5, JobState.INCOMPLETE), (6, JobState.COMMITTED)]
     assert not node.queue.is_pending()
     # It takes no slot away for ever.
     for step in range(7, 12):
         node.seal(step, persist=False)
-
-
-def test_a_rank_that_died_is_not_waited_for(nodes: MakeNode) -> None:
-    node = nodes((0, 1), 2)
-    [slot] = node.seal(5, 0)
-    node.queue.next()
-    node.queue.set_trainers(node.trainers[:1])
-    assert not node.queue.is_pending()
-    node.run()
-    assert slot.state().state is SlotState.SEALED
-    assert files(node.store, 5, node.attempt) == []
 
 
 def test_of_what_the_dead_left_the_newest_that_all_hold_is_saved(nodes: MakeNode) -> None:
@@ -104,22 +93,6 @@ def test_of_what_the_dead_left_the_newest_that_all_hold_is_saved(nodes: MakeNode
     node.run()
     assert visible_steps(node.store) == [5]
     assert is_whole(node.store, 5, node.attempt, 2)
-
-
-def test_of_a_job_on_several_nodes_the_newest_complete_goes_first(nodes: MakeNode) -> None:
-    """All trainers are dead: only the control pages say which step the other nodes have, too."""
-    node = nodes((0, 1), 4)
-    slots = [slot for rank in node.ranks.values() for slot in rank.slots]
-    for step in (4, 5, 6):
-        node.seal(step, persist=False)
-    for slot in slots:
-        slot.set_complete(node.attempt.number, 5)
-    node.queue.set_trainers([])
-    for rank in node.ranks:
-        node.queue.rescue(rank)
-    node.run()
-    assert node.told[:2] == [(5, JobState.PART_WRITTEN), (6, JobState.PART_WRITTEN)]
-    assert files(node.store, 4, node.attempt) == [], "a newer one is complete"
 
 
 def test_what_a_torn_rank_has_is_published_by_nobody(nodes: MakeNode) -> None:
@@ -288,17 +261,6 @@ def test_a_later_boundary_than_an_attempt_resumed_from_is_void(nodes: MakeNode, 
     assert files(store, 9, node.attempt) == []
 
 
-def test_ranks_with_different_boundaries_of_a_step_make_no_part(nodes: MakeNode) -> None:
-    node = nodes((0, 1), 2)
-    node.seal(5, 0, boundary=8)
-    node.seal(5, 1, boundary=9)
-    node.run()
-    assert files(node.store, 8, node.attempt) == files(node.store, 9, node.attempt) == []
-    node.seal(6, boundary=10)
-    node.run()
-    assert is_whole(node.store, 6, node.attempt, 2, 10)
-
-
 def test_ranks_that_count_a_boundary_as_different_steps_are_named(nodes: MakeNode) -> None:
     """One of them knows the end of an epoch before the other does, say. Nobody waits for what never comes."""
     node = nodes((0, 1), 2)
@@ -323,62 +285,6 @@ def test_nodes_that_count_a_boundary_as_different_steps_are_told(nodes: MakeNode
     assert second.told == [(6, JobState.INCOMPLETE)]
     assert all("step 5 on rank 0, step 6 on rank 1" in node.whys[-1] for node in (first, second))
     assert visible_steps(store) == []
-
-
-@pytest.mark.parametrize("later", [(), (6, 7)])
-def test_a_rank_that_seals_while_it_is_looked_for_counts_as_the_others_do(
-    nodes: MakeNode, monkeypatch: pytest.MonkeyPatch, later: tuple[int, ...]
-) -> None:
-    """One that has sealed `later` boundaries, too, has not passed this one by."""
-    node = nodes((0, 1), 2)
-    node.seal(5, 1, boundary=5)
-    node.queue.next()
-    look, looks = node.regions.sealed, iter(range(100))
-
-    def sealed_between_two_looks(rank: int | None = None) -> list[Sealed]:
-        found = look(rank)
-        if next(looks) == 0:
-            node.seal(5, 0, boundary=5)
-            for step in later:
-                node.seal(step, 0, persist=False)
-        return found
-
-    [job] = node.queue._jobs
-    monkeypatch.setattr(node.regions, "sealed", sealed_between_two_looks)
-    node.queue._refresh()
-    monkeypatch.undo()
-    assert not job.lacks
-    node.run()
-    assert is_whole(node.store, 5, node.attempt, 2)
-
-
-def test_nodes_with_different_boundaries_of_a_step_make_no_step(nodes: MakeNode, store: LocalStore) -> None:
-    """All trainers died, and each node saves the newest that its own ranks hold."""
-    first, second = nodes((0,), 2), nodes((1,), 2)
-    first.seal(5, boundary=8)
-    second.seal(5, boundary=9)
-    for node in (first, second):
-        node.run()
-        assert node.told == [(5, JobState.PART_WRITTEN)]
-        assert not node.queue.is_pending()
-    for node in (first, second):
-        node.seal(6, boundary=10)
-        node.run()
-    assert visible_steps(store) == [6]
-    assert is_whole(store, 6, first.attempt, 2, 10)
-
-
-def test_the_same_content_in_other_slots_is_committed_already(nodes: MakeNode, store: LocalStore) -> None:
-    first = nodes((0, 1), 2)
-    first.seal(5)
-    first.run()
-    before = read_step(store, name_of(5, first.attempt))
-    again = nodes((0, 1), 2, first.attempt)
-    slots = again.seal(5)
-    again.run()
-    assert again.told == [(5, JobState.COMMITTED)]
-    assert all(slot.persisted for slot in slots)
-    assert read_step(store, name_of(5, first.attempt)) == before
 
 
 def test_a_run_to_idle_polls_once_for_other_nodes(nodes: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:

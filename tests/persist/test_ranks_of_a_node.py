@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flashckpt.commit import attempts
-from flashckpt.commit.steps import missing_ranks, read_step
+from flashckpt.commit.steps import read_step
 from flashckpt.format.names import AttemptName, SnapshotId, alive_path
 from flashckpt.keeper import liveness
 from flashckpt.keeper.liveness import ExitRule, RunFolder, TrainerRegistry
@@ -19,7 +19,6 @@ from flashckpt.persist import queue
 from flashckpt.persist.job import JobState, Trainer
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.commit.runs import folder_of
 from tests.persist.node import (
     MakeNode,
     Node,
@@ -42,7 +41,10 @@ def alive(nodes: MakeNode) -> Iterator[Node]:
     lock.release(node.folder)
 
 
-def test_a_rank_that_lives_and_has_not_spoken_is_waited_for(alive: Node) -> None:
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_rank_that_lives_and_has_not_spoken_is_waited_for(alive: Node, is_connected: bool) -> None:
+    if is_connected:
+        alive.queue.set_trainers([Trainer(lock=str(rank), rank=rank) for rank in (0, 1)])
     alive.seal(5, 0)
     alive.run()
     assert files(alive.store, 5, alive.attempt) == [], "a part of rank 0 alone would stand for the node's"
@@ -61,26 +63,30 @@ def test_a_rank_that_lives_in_another_attempt_is_not_waited_for(alive: Node) -> 
     assert files(alive.store, 5, alive.attempt) == ["node-00000", "rank-00000"]
 
 
-def test_a_rank_that_seals_while_it_is_looked_for_and_ends_has_sealed_it(
-    nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("later", [None, (), (6, 7)])
+def test_a_rank_that_seals_while_it_is_looked_for_has_sealed_it(
+    nodes: MakeNode, monkeypatch: pytest.MonkeyPatch, later: tuple[int, ...] | None
 ) -> None:
-    """The keeper has just come, and knows of it by its lock alone."""
-    node = nodes((0, 1), 2, known=False)
-    lock = LifeLock.acquire(node.folder, trainer_lock_name(1))
-    assert lock is not None
+    """It has sealed `later` boundaries, too, and has not passed this one by. None: it ends at once, and a
+    keeper that has just come knows of it by its lock alone."""
+    node = nodes((0, 1), 2, known=later is not None)
+    lock = LifeLock.acquire(node.folder, trainer_lock_name(1)) if later is None else None
     node.seal(5, 0)
     node.queue.next()
     look, looks = node.regions.sealed, iter(range(100))
 
-    def sealed_and_ended(rank: int | None = None) -> list[Sealed]:
+    def sealed_between_two_looks(rank: int | None = None) -> list[Sealed]:
         found = look(rank)
         if next(looks) == 0:
             node.seal(5, 1)
-            lock.release(node.folder)
+            for step in later or ():
+                node.seal(step, 1, persist=False)
+            if lock is not None:
+                lock.release(node.folder)
         return found
 
     [job] = node.queue._jobs
-    monkeypatch.setattr(node.regions, "sealed", sealed_and_ended)
+    monkeypatch.setattr(node.regions, "sealed", sealed_between_two_looks)
     node.queue._refresh()
     monkeypatch.undo()
     assert not job.lacks
@@ -98,6 +104,7 @@ def test_who_waits_is_told_which_rank_has_ended(nodes: MakeNode) -> None:
     assert node.whys == ["rank 1 of this node ended before a snapshot of it was sealed"]
     assert slot.state().state is SlotState.SEALED
     assert slot.failed[0] == slot.state().generation, "it may be overwritten"
+    assert files(node.store, 5, node.attempt) == []
 
 
 def test_what_a_dead_rank_had_sealed_and_not_asked_for_is_not_lost(nodes: MakeNode) -> None:
@@ -212,9 +219,12 @@ def test_nothing_older_than_what_is_committed_is_saved_of_the_dead(nodes: MakeNo
     assert node.told == []
 
 
-def test_the_complete_one_goes_first_where_nobody_ever_spoke_to_the_keeper(nodes: MakeNode) -> None:
-    """Keeper and trainers died together: of the world only the catalogue knows, not read for this."""
-    node = nodes((0, 1), 4, known=False)
+@pytest.mark.parametrize("known", [False, True])
+def test_of_what_the_dead_left_the_step_that_is_complete_goes_first(nodes: MakeNode, known: bool) -> None:
+    """Only the control pages say which step the other nodes have, too. Not `known`: keeper and trainers died
+    together."""
+    node = nodes((0, 1), 4, known=known)
+    node.queue.set_trainers([])
     for step in (4, 5, 6):
         node.seal(step, persist=False)
     for rank in node.ranks.values():
@@ -236,15 +246,6 @@ def test_what_fewer_ranks_went_on_from_keeps_the_ranks_that_made_it(
     node.run()
     assert is_whole(store, 5, node.attempt, 2, 8)
     assert read_step(store, name_of(5, node.attempt, 8)).world == 2
-
-
-def test_whose_part_a_step_waits_for(nodes: MakeNode, store: LocalStore) -> None:
-    first, second = nodes((0, 3), 5), nodes((2,), 5)
-    assert missing_ranks(store, folder_of(store, SnapshotId(first.attempt, 5)), 5) == [0, 1, 2, 3, 4]
-    for node in (first, second):
-        node.seal(5)
-        node.run()
-    assert missing_ranks(store, folder_of(store, SnapshotId(first.attempt, 5)), 5) == [1, 4]
 
 
 # The end of an attempt
@@ -294,7 +295,7 @@ def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(
     assert end() == ""
     assert there.round([], ended, {attempt}).marked == ()
     assert end() == ""
-    monkeypatch.setattr(attempts, "STILL_S", 0.0)
+    monkeypatch.setattr(attempts, "WATCH_S", 0.0)
     assert there.round([], ended, {attempt}).marked == (attempt,)
     assert end() == "dead"
 
@@ -310,7 +311,6 @@ def test_a_keeper_that_saves_moves_the_counter_as_long_as_it_makes_progress(
         found.append(attempts.alive(store, attempt))
     assert [each.count for each in found if each is not None] == [1, 2, 2, 3]
     assert {each.phase for each in found if each is not None} == {"saving"}
-    monkeypatch.setattr(attempts, "STILL_S", 0.0)
     other = RunFolder(store, "")
     assert other.round([], [(attempt, "dead")], {attempt}).marked == ()
     folder.round([], [], {attempt}, [attempt], 300)

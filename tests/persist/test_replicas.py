@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from flashckpt.commit import attempts
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import open_run
 from flashckpt.errors import DamagedError
-from flashckpt.export.step import export
 from flashckpt.memory.runtime import identity_of
 from flashckpt.persist.audit import differing
 from flashckpt.persist.job import JobState, SealedSnapshot
@@ -25,7 +23,7 @@ from flashckpt.restore.memory_tier import load
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
 from tests.persist.node import Node, begun, is_committed, name_of
-from tests.persist.sharing import SharingRank, bytes_of
+from tests.persist.sharing import SharingRank
 from tests.recovery.scene import recovered
 from tests.restore.snapshots import content, read
 
@@ -210,14 +208,6 @@ def test_damage_in_the_shard_of_another_rank_is_damage_of_the_step(
         read(record, 0)
 
 
-def test_an_export_has_every_leaf_once(make_nodes: Make, tmp_path: Path) -> None:
-    nodes = make_nodes()
-    persist(nodes)
-    export(nodes[0].store, str(tmp_path / "out.safetensors"))
-    live, found = ranks_of(nodes)[0].live(), load_file(tmp_path / "out.safetensors")
-    assert {name: bytes_of(found[name]) for name in live} == live
-
-
 def test_what_a_dead_job_left_in_memory_is_recovered(
     store: LocalStore, tmp_path: Path, runtime: Path
 ) -> None:
@@ -233,16 +223,3 @@ def test_what_a_dead_job_left_in_memory_is_recovered(
     record = read_step(store, name_of(STEP, attempt))
     assert {rank: read(record, rank) for rank in live} == live
     assert any(record.rank(rank).elsewhere() for rank in live)
-
-
-def test_a_rank_that_dies_before_its_part_leaves_no_step(make_nodes: Make) -> None:
-    """The others' parts name leaves that only it would have written."""
-    nodes = make_nodes()
-    for node in nodes:
-        node.seal(STEP)
-    nodes[0].run()
-    assert not is_committed(nodes[0].store, STEP, nodes[0].attempt)
-    nodes[1].run()
-    nodes[0].run()
-    assert is_committed(nodes[0].store, STEP, nodes[0].attempt)
-    assert read(record_of(nodes), 0) == ranks_of(nodes)[0].live()

@@ -6,10 +6,8 @@
 `freeze_at`: in that iteration the node's keeper is stopped, `harm_at`: [rank, step], in which that rank
 changes a parameter for itself, `hold_at`: in that iteration a rank prints "held N" and stands still, to be
 killed, `holds`: of worlds of so many ranks (as text) that iteration and the nodes, null for all, whose ranks
-do so, `holds_once`: not in a run that was resumed, `wait_at`: an iteration that begins with wait(), of which
-it prints "unsafe N" each time that it raises and "safe N", `grace`: the option, `cache`: a folder in which
-each node has its cache, `begins_on`: how many ranks begin a run, fewer stand still; `log`: what the package
-logs is told; and `deaths`: of each incarnation of the group the rank that dies in it, and at which of the
+do so, `cache`: a folder in which each node has its cache, `begins_on`: how many ranks begin a run, fewer
+stand still; and `deaths`: of each incarnation of the group the rank that dies in it, and at which of the
 package's crash points.
 """
 
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -98,8 +95,6 @@ def train(run: str, orders: dict[str, Any]) -> None:
     if world < orders.get("begins_on", 1) and not Path(run).exists():
         signal.pause()  # until the launcher has heard of the other node, and starts its ranks again
     options = {"every": 1, "persist_every": None} | orders.get("options", {})
-    if "grace" in orders:
-        options["options"] = flashckpt.Options(grace=orders["grace"])
     if "cache" in orders:
         node = os.path.basename(os.environ["FLASHCKPT_RUNTIME"])
         options["cache"] = os.path.join(orders["cache"], node)
@@ -115,7 +110,6 @@ def train(run: str, orders: dict[str, Any]) -> None:
     )
     resumed = looped.checkpointer.resumed
     print(f"resumed {resumed.step} {resumed.tier}" if resumed is not None else "began", flush=True)
-    held = None if resumed is not None and orders.get("holds_once") else held
     for x, y, which in looped:
         if options.get("enabled", True):
             until_slots(looped.checkpointer)
@@ -123,8 +117,6 @@ def train(run: str, orders: dict[str, Any]) -> None:
         if looped.completed == orders.get("freeze_at"):
             for pid in keepers_of(Path(os.environ["FLASHCKPT_RUNTIME"])):
                 os.kill(pid, signal.SIGSTOP)
-        if looped.completed == orders.get("wait_at"):
-            wait(looped.checkpointer, looped.completed)
         if looped.completed == held:
             print(f"held {looped.completed}", flush=True)
             signal.pause()
@@ -142,18 +134,6 @@ def train(run: str, orders: dict[str, Any]) -> None:
     print(f"state {state_of(net, optimizer)}", flush=True)
 
 
-def wait(checkpointer: flashckpt.Checkpointer, completed: int) -> None:
-    """Until what there is is safe."""
-    while True:
-        try:
-            checkpointer.wait()
-        except flashckpt.PersistError:
-            print(f"unsafe {completed}", flush=True)
-        else:
-            print(f"safe {completed}", flush=True)
-            return
-
-
 def die(deaths: Sequence[tuple[int, str]]) -> None:
     """Arm what kills this rank, if it is its turn."""
     restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -165,8 +145,6 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     orders = json.loads(sys.argv[2])
-    if orders.get("log"):
-        logging.basicConfig(level=logging.INFO)
     die(orders.get("deaths", []))
     try:
         train(sys.argv[1], orders)

@@ -55,27 +55,8 @@ class Launch:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def pid_of(self, rank: int) -> int:
-        """The process of a rank that lives, waited for."""
-        if self.forked:
-            return self.forked[rank].pid
-        parents, wanted = {each.pid for each in self.launchers.values()}, f"RANK={rank}".encode()
-        found: list[int] = []
-
-        def look() -> bool:
-            # Of its own forks (workers of a loader) a rank is the parent, not a launcher.
-            found[:] = [
-                pid
-                for pid, words in _environments(f"{LAUNCH}={self.name}")
-                if wanted in words and _parent(pid) in parents
-            ]
-            return bool(found)
-
-        self._until(look, f"rank {rank}")
-        return found[0]
-
-    def kill_rank(self, rank: int) -> None:
-        """SIGKILL for one rank; what follows is its launcher's."""
-        end([self.pid_of(rank)])
+        """The process of a forked rank."""
+        return self.forked[rank].pid
 
     def kill(self) -> None:
         """SIGKILL for launchers and ranks, not for keepers: as a node that is let go at once."""
@@ -321,19 +302,18 @@ class Launcher:
         }
 
 
-def _environments(word: str) -> list[tuple[int, list[bytes]]]:
-    """The processes whose environment, as they were started, has this word, and all of its words."""
+def _processes(word: str) -> list[int]:
+    """The processes whose environment, as they were started, has this word."""
     found = []
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb", buffering=0) as file:
-            words = file.read().split(b"\0")
-            if word.encode() in words:
-                found.append((pid, words))
+            if word.encode() in file.read().split(b"\0"):
+                found.append(pid)
     return found
 
 
 def _trainers(word: str) -> list[int]:
-    return [pid for pid, _ in _environments(word) if not _is_keeper(pid)]
+    return [pid for pid in _processes(word) if not _is_keeper(pid)]
 
 
 def _is_keeper(pid: int) -> bool:
@@ -345,7 +325,7 @@ def _is_keeper(pid: int) -> bool:
 
 
 def _end_all(word: str) -> None:
-    while left := [pid for pid, _ in _environments(word)]:
+    while left := _processes(word):
         end(left)
 
 

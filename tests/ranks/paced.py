@@ -1,20 +1,17 @@
-"""What the ranks of the tests of the pace train: a tiny model whose gradients all ranks share in each step.
+"""What the ranks of these tests train: a tiny model whose gradients all ranks share in each step.
 
 `python -m tests.ranks.rank tests.ranks.paced RUN ORDERS-JSON`. Prints "resumed N" or "began", "step N HASH"
-after each step, "ended N REASON" and "committed [...]" at the end. Orders, all optional: `steps`; `step_s`,
-by rank; `options` of the loop, `more` of Options; `stop_at`: [rank, step] that calls stop(); `save_at`,
-`wait_at`: {rank: steps}, save() or wait() in the iteration after; `epochs`: as many, and `save_after`: {rank:
-epochs}, save() in the own code of these; `apart`: they share nothing; `save_outside`: ranks that call it
-before the loop; `skips`: {rank: share} of the boundaries that find no slot there; `late`: {rank: step} until
-which it hears of no schedule; `call_timeout_s`: of save() outside; `die_at`: [rank, step], in the iteration
-after which it dies.
+after each step, "ended N REASON", "closed N" and "committed [...]" at the end. Orders, all optional: `steps`;
+`options` of `attach`; `by_hand`: boundaries are marked by step(); `stop_at`: [rank, step] that calls stop();
+`save_at`, `wait_at`: {rank: steps}, save() or wait() in the iteration after; `epochs`: as many, and
+`save_after`: {rank: epochs}, save() in the own code of these; `save_outside`: ranks that call it before the
+loop; `call_timeout_s`: of that call; `misses_last`: a rank that finds no slot at a boundary from step 20 on,
+after which the loop ends.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import random
 import signal
 import sys
 import time
@@ -28,89 +25,87 @@ from torch import nn
 import flashckpt
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.ranks import joint_coordination
-from flashckpt.ranks.coordination import SnapshotSlots
 from tests.ranks.ddp import state_of
 
-
-def arrange(rank: int, orders: dict[str, Any]) -> None:
-    """What goes wrong on this rank."""
-    skips = orders.get("skips", {}).get(str(rank), 0.0)
-    if skips:
-        chance, take = random.Random(rank), SlotRing.take
-
-        def taken(ring: SlotRing) -> Slot | None:
-            return None if chance.random() < skips else take(ring)
-
-        SlotRing.take = taken  # type: ignore[method-assign]
+HAS_MISSED = torch.zeros(1)
 
 
-def deaf_until(checkpointer: flashckpt.Checkpointer, step: int) -> None:
-    own = checkpointer._coordination
-    poll = own.poll
+def miss_one(checkpointer: flashckpt.Checkpointer) -> None:
+    """One boundary finds no slot on this rank."""
+    take = SlotRing.take
 
-    def polls(slots: SnapshotSlots) -> None:
-        if checkpointer.completed >= step:
-            poll(slots)
+    def taken(ring: SlotRing) -> Slot | None:
+        if checkpointer.completed < 20 or HAS_MISSED:
+            return take(ring)
+        HAS_MISSED[0] = 1.0
+        return None
 
-    own.poll = polls  # type: ignore[method-assign]
+    SlotRing.take = taken  # type: ignore[method-assign]
+
+
+def steps_by_hand(checkpointer: flashckpt.Checkpointer, orders: dict[str, Any]) -> Iterator[float]:
+    while checkpointer.completed < orders["steps"] and not checkpointer.stopping:
+        yield float(checkpointer.completed)
+        checkpointer.step()
+        if "misses_last" in orders:
+            dist.all_reduce(HAS_MISSED)
+            if HAS_MISSED:
+                break
+
+
+def batches(checkpointer: flashckpt.Checkpointer, orders: dict[str, Any]) -> Iterator[float]:
+    saves = orders.get("save_after", {}).get(str(dist.get_rank()), ())
+    for epoch in checkpointer.epochs(orders["epochs"]) if "epochs" in orders else [0]:
+        x = None
+        for x in checkpointer.batches([float(each) for each in range(orders["steps"])]):
+            yield x
+        if "epochs" in orders and not checkpointer.stopping:
+            assert x is not None, "the code after the batches has none of them"
+            print(f"epoch {epoch} {x}", flush=True)
+        if epoch in saves:
+            checkpointer.save()
 
 
 def train(run: str, orders: dict[str, Any]) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    arrange(rank, orders)
+    rank = dist.get_rank()
     joint_coordination.CALL_TIMEOUT_S = orders.get("call_timeout_s", joint_coordination.CALL_TIMEOUT_S)
     torch.manual_seed(3)
     net = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     torch.manual_seed(100 + rank)
     options = {"every": 1, "persist_every": None} | orders.get("options", {})
-    more = {"options": flashckpt.Options(**orders["more"])} if "more" in orders else {}
-    checkpointer = flashckpt.attach(run, model=net, optimizer=optimizer, **options, **more)
-    if str(rank) in orders.get("late", {}):
-        deaf_until(checkpointer, orders["late"][str(rank)])
+    checkpointer = flashckpt.attach(run, model=net, optimizer=optimizer, **options)
+    if rank == orders.get("misses_last"):
+        miss_one(checkpointer)
     resumed = checkpointer.resumed
-    print(f"resumed {resumed.step} {resumed.tier}" if resumed is not None else "began", flush=True)
-    if orders.get("save_outside"):
-        outside(checkpointer, rank, orders)
-    step_s = orders.get("step_s", [0.02] * world)[rank]
-    epochs = checkpointer.epochs(orders["epochs"]) if "epochs" in orders else [0]
-
-    def batches() -> Iterator[torch.Tensor]:
-        data = [torch.tensor([float(each)]) for each in range(orders.get("steps", 200))]
-        for epoch in epochs:
-            x = None
-            for x in checkpointer.batches(data):
-                yield x
-            if "epochs" in orders and not checkpointer.stopping:
-                assert x is not None, "the code after the batches has none of them"
-                if [rank, epoch] == orders.get("die_after"):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                print(f"epoch {epoch} {float(x)}", flush=True)
-            if epoch in orders.get("save_after", {}).get(str(rank), ()):
-                checkpointer.save()
-
-    for x in batches():
-        time.sleep(step_s)
+    print(f"resumed {resumed.step}" if resumed is not None else "began", flush=True)
+    if rank in orders.get("save_outside", ()):
+        try:
+            checkpointer.save()
+        except flashckpt.FlashckptError as error:
+            print(f"not saved {type(error).__name__} {error}", flush=True)
+    looped = steps_by_hand if "by_hand" in orders else batches
+    for x in looped(checkpointer, orders):
+        time.sleep(0.02)
         if [rank, checkpointer.completed] == orders.get("stop_at"):
             checkpointer.stop()
-        if [rank, checkpointer.completed] == orders.get("die_at"):
-            os.kill(os.getpid(), signal.SIGKILL)
         if checkpointer.completed in orders.get("save_at", {}).get(str(rank), ()):
             checkpointer.save()
         if checkpointer.completed in orders.get("wait_at", {}).get(str(rank), ()):
             wait(checkpointer)
-        loss = (net(torch.randn(4, 8)) * x).sum()
+        loss = net(torch.randn(4, 8)).sum() * x
         optimizer.zero_grad()
         loss.backward()
-        for parameter in () if "apart" in orders else net.parameters():
+        for parameter in net.parameters():
             dist.all_reduce(parameter.grad)
         optimizer.step()
         print(f"step {checkpointer.completed + 1} {state_of(net, optimizer)}", flush=True)
     print(f"ended {checkpointer.completed} {checkpointer.stop_reason}", flush=True)
-    wait(checkpointer)
-    if "apart" not in orders:
+    if "by_hand" not in orders:
+        wait(checkpointer)
         dist.barrier()
     checkpointer.close()
+    print(f"closed {checkpointer.completed}", flush=True)
     print(f"committed {flashckpt.steps(run)}", flush=True)
 
 
@@ -121,21 +116,13 @@ def wait(checkpointer: flashckpt.Checkpointer) -> None:
         print(f"waited {type(error).__name__} {error}", flush=True)
 
 
-def outside(checkpointer: flashckpt.Checkpointer, rank: int, orders: dict[str, Any]) -> None:
-    if rank in orders["save_outside"]:
-        try:
-            checkpointer.save()
-            print(f"saved {checkpointer.completed}", flush=True)
-        except flashckpt.FlashckptError as error:
-            print(f"not saved {type(error).__name__} {error}", flush=True)
-
-
 def main() -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group("gloo")
     orders = json.loads(sys.argv[2])
     train(sys.argv[1], orders)
-    if "apart" not in orders:
+    if "by_hand" not in orders:
         dist.destroy_process_group()
 
 

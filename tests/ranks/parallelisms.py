@@ -138,11 +138,6 @@ def fsdp2_never_zeroed(seed: int) -> Job:
 
 
 @case
-def fsdp2_kept_whole(seed: int) -> Job:
-    return job(sharded(Net(seed), mesh_of("data"), reshard_after_forward=False))
-
-
-@case
 def fsdp2_of_columns(seed: int) -> Job:
     mesh, columns = mesh_of("data"), 4 * dist.get_world_size()
     torch.manual_seed(seed)
@@ -152,21 +147,6 @@ def fsdp2_of_columns(seed: int) -> Job:
     fully_shard(net[1], mesh=mesh, shard_placement_fn=lambda parameter: Shard(1))
     fully_shard(net, mesh=mesh)
     return job(net)
-
-
-@case
-def fsdp2_offloaded(seed: int) -> Job:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    return job(sharded(Net(seed), mesh_of("data"), offload_policy=CPUOffloadPolicy(pin_memory=False)))
-
-
-@case
-def fsdp2_mixed(seed: int) -> Job:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return job(sharded(Net(seed), mesh_of("data"), mp_policy=policy))
 
 
 @case
@@ -212,13 +192,6 @@ def fsdp2_unsharded(seed: int) -> Job:
     made = job(net, after=lambda step: net.up.unshard())
     net.up.unshard()
     return made
-
-
-@case
-def fsdp2_partly_frozen(seed: int) -> Job:
-    net = Net(seed)
-    net.up.requires_grad_(False)
-    return job(sharded(net, mesh_of("data")))
 
 
 @case
@@ -323,35 +296,7 @@ def expert_parallel(seed: int) -> Job:
     return job(Experts(seed, mesh_of("expert")), part=0)
 
 
-# Optimizers on DTensors
-
-
-@case
-def fused(seed: int) -> Job:
-    net = sharded(Net(seed), mesh_of("data"))
-    return job(net, torch.optim.AdamW(net.parameters(), lr=0.01, fused=True))
-
-
-@case
-def single_tensors(seed: int) -> Job:
-    net = sharded(Net(seed), mesh_of("data"))
-    groups = [{"params": [parameter], "lr": 0.01 * (i + 1)} for i, parameter in enumerate(net.parameters())]
-    return job(net, torch.optim.AdamW(groups, foreach=False, amsgrad=True))
-
-
-@case
-def momentum(seed: int) -> Job:
-    net = sharded(Net(seed), mesh_of("data"))
-    return job(net, torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, nesterov=True))
-
-
-@case
-def muon(seed: int) -> Job:
-    net = sharded(Net(seed, 8), mesh_of("data"))
-    if not hasattr(torch.optim, "Muon"):  # of a newer torch
-        return job(net)
-    # Of rows that are not as many for each rank it changes the placements, and fails.
-    return job(net, torch.optim.Muon([net.up.weight], lr=0.01))
+# An optimizer on DTensors
 
 
 class Curvature(torch.optim.Optimizer):

@@ -39,10 +39,6 @@ def model(layout: str, world: int) -> nn.Module:
     return net
 
 
-def optimizer_of(layout: str, net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=1e-2)
-
-
 def loader(layout: str, rank: int, world: int) -> DataLoader[Any]:
     torch.manual_seed(11)
     data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,)), torch.arange(SAMPLES))
@@ -56,23 +52,11 @@ def whole(value: object) -> object:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def states_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
-    """By parameter; of one that another rank steps, what that one has."""
-    if not hasattr(optimizer, "optim"):
-        return {name: optimizer.state.get(parameter, {}) for name, parameter in net.named_parameters()}
-    state = optimizer.optim.state
-    mine = {name: state[parameter] for name, parameter in net.named_parameters() if parameter in state}
-    all_: list[dict[str, dict[str, object]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_, mine)
-    assert sum(map(len, all_)) == len({name for each in all_ for name in each}), "each on one rank"
-    return {name: {} for name, _ in net.named_parameters()} | {n: s for each in all_ for n, s in each.items()}
-
-
 def hash_of(net: nn.Module, optimizer: torch.optim.Optimizer, counters: dict[str, int]) -> str:
     """Over every tensor, whole; all ranks call it."""
-    digest, states = hashlib.sha256(repr(counters).encode()), states_of(net, optimizer)
+    digest = hashlib.sha256(repr(counters).encode())
     for name, parameter in net.named_parameters():
-        held = {"": parameter, **states[name]}
+        held = {"": parameter, **optimizer.state.get(parameter, {})}
         name = name.removeprefix("module.")
         for key in held:
             tensor = whole(held[key])
@@ -88,7 +72,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     net = model(layout, world)
-    optimizer = optimizer_of(layout, net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     counters = {"batches": 0}
     looped = flashckpt.loop(
         loader(layout, rank, world), run, epochs=epochs, every=1, persist_every=100, model=net,

@@ -104,7 +104,6 @@ class Conditions:
     misses: float = 0.0
     lost: float = 0.0
     late: float = 0.0
-    with_voids: bool = True
 
 
 @dataclass(eq=False)
@@ -195,7 +194,7 @@ class PlayedRank:
         if job.now_s >= self.hears_from:
             self.schedule.follow(self.node_state.announced)
             self.snapshots.poll(self.slots, len(self.slots))
-            self.ring.incomplete = self.snapshots.incomplete if job.conditions.with_voids else frozenset()
+            self.ring.incomplete = self.snapshots.incomplete
             for slot in self.slots:
                 if slot.asked == slot.word.generation > 0 and job.chance(0.2):
                     slot.persisted = slot.asked

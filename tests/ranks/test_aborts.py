@@ -60,14 +60,6 @@ def test_what_was_computed_after_an_abort_is_not_resumed_from(
     assert_resumes(whole, launcher, run, END - 1)
 
 
-@pytest.mark.long
-def test_a_kill_without_an_abort_costs_one_boundary(
-    launcher: Launcher, tmp_path: Path, whole: list[Ended]
-) -> None:
-    start(launcher, tmp_path / "run", end_at=END, end_by="SIGKILL").ended()
-    assert_resumes(whole, launcher, tmp_path / "run", END - 1)
-
-
 def test_ends_in_order_and_waits_persist_the_last_snapshot(launcher: Launcher, tmp_path: Path) -> None:
     """wait() returns although no other boundary is entered. A signal ends the loop at a boundary, whose
     snapshot is committed."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashckpt.commit.choice import Choice, Offer, RankOffers, Stored, choose
 from flashckpt.commit.view import View
-from flashckpt.errors import MismatchError, UnusableRunError
-from flashckpt.format.catalogue import Catalogue
-from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.errors import MismatchError
+from flashckpt.format.names import AttemptName
 from flashckpt.ranks.agreement import RanksAgreement, verdict
 from flashckpt.ranks.job import Job
 from flashckpt.restore.step_choice import Proposal, StepChoice
@@ -21,37 +18,6 @@ from tests.commit.runs import attempt_at, commit, name_of, new_run
 from tests.ranks.together import LIMIT_S, each_rank
 
 A = AttemptName(1, "aaaaaaaa")
-
-
-def test_rank_0_decides_by_the_offers_of_all_and_all_hear_it() -> None:
-    heard = list[list[RankOffers]]()
-    offers = Offer(id=SnapshotId(A, 6), step=6), Offer(id=SnapshotId(A, 7), step=7)
-
-    def decide(rows: Sequence[RankOffers]) -> Choice:
-        heard.append(list(rows))
-        home = Catalogue(run_id="5" * 16, version=1, writer=A, attempt=A, lineages=((A, ()),))
-        return choose(rows, Stored(url="run", catalogue=home), is_saved=True)
-
-    def operation(job: Job) -> Any:
-        mine = RankOffers.of(job.rank, offers[: 1 + job.rank])
-        return RanksAgreement(job).choose(mine, decide)
-
-    first, second = each_rank(2, operation)
-    assert first == second
-    assert [each.step for each in first.candidates] == [6]
-    assert ["rank 0 cannot read it" in str(each) for each in first.passed_over] == [True]
-    [rows] = heard
-    assert [(row.rank, len(row.offers)) for row in rows] == [(0, 1), (1, 2)]
-
-
-def test_what_is_refused_is_refused_on_all_ranks() -> None:
-    def decide(rows: Sequence[RankOffers]) -> Choice:
-        raise UnusableRunError("the home has lost records")
-
-    def operation(job: Job) -> Any:
-        return job.together("loading", lambda: RanksAgreement(job).choose(RankOffers(job.rank), decide))
-
-    assert [type(each) for each in each_rank(2, operation)] == [UnusableRunError] * 2
 
 
 def test_a_step_is_taken_where_all_could_load_it() -> None:

@@ -66,7 +66,7 @@ def assert_whole(
 
 
 def test_ranks_are_killed_at_any_point_and_go_on(launcher: Launcher, tmp_path: Path) -> None:
-    run, ranks, times = tmp_path / "run", 2, 6
+    run, ranks, times = tmp_path / "run", 2, 3
     orders = {"epochs": times, "save_at": "each", "deaths": deaths(times, ranks)}
     whole = undisturbed(launcher, tmp_path / "whole", ranks, epochs=times)
     said = []

@@ -39,7 +39,7 @@ class Node:
         self.node_state.format()
         self.leader = subprocess.Popen(["sleep", "600"])
         self.node_state.rows[0].live(ProcessId.of(self.leader.pid))
-        snapshot_policy = SnapshotPolicy(every=1, persist_every=None, options=Options(grace="1s"))
+        snapshot_policy = SnapshotPolicy(every=1, persist_every=None, options=Options(grace="100ms"))
         attempt = SimpleNamespace(number=1)
         place = SimpleNamespace(rank=5, world=8, node=NODE, attempt=attempt, snapshot_policy=snapshot_policy)
         self.pace = JointCoordination(cast(Any, self.memory), cast(Any, place), None)
@@ -68,7 +68,7 @@ def test_save_waits_for_ranks_that_are_busy_for_longer_than_the_grace_period(nod
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    time.sleep(1.5)  # the grace period is over
+    time.sleep(0.3)  # the grace period is over
     assert not found
     node.node_state.announce(Announcement(number=1, agreed=5))
     thread.join(60)

@@ -34,22 +34,7 @@ def test_another_folder_on_each_node_is_refused_on_all_ranks(launcher: Launcher,
     first, second = (Path(folder_of(url, launcher.runtime(node))) for node in range(2))
     assert [path for path in second.rglob("*")] == [], "nothing is claimed there"
     assert run_view.newest_attempt(LocalStore(str(first))) is None
-    # Each of the folders is a run's for who starts where all ranks see it.
-    for folder in (second, first):
-        launched(launcher, str(folder), packages, ranks=1, nodes=2).finished()
-        assert flashckpt.verify(folder).ok
-        assert flashckpt.steps(folder)
-
-
-def test_other_runs_in_the_nodes_folders_are_refused_and_left_as_they_are(
-    launcher: Launcher, tmp_path: Path
-) -> None:
-    url, packages = f"{SCHEME}{tmp_path}/run", installed(tmp_path / "packages")
-    folders = [Path(folder_of(url, launcher.runtime(node))) for node in range(2)]
-    for folder in folders:
-        run_view.make(LocalStore(str(folder)))
-    for rank in launched(launcher, url, packages, ranks=1, nodes=2).ended():
-        assert rank.status == 1
-        assert "OptionError: The run's path is not one folder on all nodes" in rank.err
-    for folder in folders:
-        assert [path.name for path in folder.rglob("*")] == ["catalogue", "000000001"]
+    # The first folder is a run's for who starts where all ranks see it.
+    launched(launcher, str(first), packages, ranks=1, nodes=2).finished()
+    assert flashckpt.verify(first).ok
+    assert flashckpt.steps(first)

@@ -9,7 +9,6 @@ import threading
 import pytest
 
 from flashckpt.ranks.joint_coordination import judged_until
-from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.messages import MOST_OPEN, Announcement
 from flashckpt.ranks.node_state import NodeState, RankRow, Table
 
@@ -81,24 +80,6 @@ def test_an_announcement_is_never_half_read() -> None:
         assert number == 0 or (decided, complete) == (
             2 * number + 20, tuple(range(2 * number, 2 * number + number % 16 + 1))
         )  # fmt: skip
-
-
-def test_a_node_reports_the_newest_calls_of_save() -> None:
-    node_state = board_of(0, 1)
-    for boundary_index in range(1, 8):
-        node_state.rows[0].request_save(boundary_index)
-    node_state.rows[1].request_save(6)
-    node_state.rows[1].request_save(9)
-    said = Leader(node_state).message()
-    assert said.requests == (5, 6, 7, 9)
-    assert (said.outside, said.not_outside) == ((0, 0), (0, 0))
-    node_state.rows[1].save_outside(10)
-    said = Leader(node_state).message()
-    assert (said.outside, said.not_outside, said.withdrawn) == ((10, 1), (0, 0), 0)
-    node_state.rows[0].save_outside(10)
-    node_state.rows[1].withdraw(10)
-    said = Leader(node_state).message()
-    assert (said.outside[0], said.not_outside[0], said.withdrawn) == (10, 10, 10)
 
 
 def test_what_is_sealed_keeps_its_place_while_others_come_and_go() -> None:

@@ -1,6 +1,6 @@
-"""What the ranks train whose gradients persist, with arrays of their own: under FSDP2, or as one whole model.
+"""What the ranks train under FSDP2 whose gradients persist, with arrays of their own.
 
-`python -m tests.ranks.rank tests.ranks.valued RUN STEPS fsdp|whole`. Each rank prints "resumed N" or "began",
+`python -m tests.ranks.rank tests.ranks.valued RUN STEPS`. Each rank prints "resumed N" or "began",
 then "begins HASH" before its first step and "ends HASH" after the last, over all parameters and gradients,
 whole; and "array N", the number that fills its array.
 """
@@ -15,31 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import flashckpt
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def hash_of(net: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in net.parameters():
-        digest.update(whole(parameter.detach()).numpy().tobytes())
-        digest.update(b"none" if parameter.grad is None else whole(parameter.grad).numpy().tobytes())
+        digest.update(parameter.detach().full_tensor().numpy().tobytes())
+        digest.update(b"none" if parameter.grad is None else parameter.grad.full_tensor().numpy().tobytes())
     return digest.hexdigest()
 
 
 def main() -> None:
-    run, steps, layout = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    run, steps = sys.argv[1], int(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
-    if layout == "fsdp":
-        fully_shard(net)
+    fully_shard(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     own = {"array": np.full(10_000, float(dist.get_rank()))}
     checkpointer = flashckpt.attach(run, model=net, optimizer=optimizer, own=own)

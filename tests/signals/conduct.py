@@ -7,9 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 
 def expect_interrupts() -> None:
@@ -21,30 +19,15 @@ def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())  # a print may be interrupted by a handler that prints
 
 
-def install(kind: str, run: Callable[[], Any]) -> None:
-    """What people do in their own handlers."""
-
-    def flag(number: int, frame: object) -> None:
-        say(f"flag {signal.Signals(number).name}")
+def leave_by_signal() -> None:
+    """A handler of the program's own that ends it."""
 
     def leave(number: int, frame: object) -> None:
         say("leave")
         sys.exit(7)
 
-    def stop(number: int, frame: object) -> None:
-        say("stop")
-        run().stop()
-
-    before = signal.getsignal(signal.SIGTERM)
-
-    def chain(number: int, frame: object) -> None:
-        say("chain")
-        if callable(before):
-            before(number, frame)
-
-    chosen = {"flag": flag, "leave": leave, "chain": chain, "stop": stop, "ignore": signal.SIG_IGN}[kind]
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, chosen)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, leave)
 
 
 def stand_still(go: Path) -> None:

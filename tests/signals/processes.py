@@ -44,12 +44,20 @@ class Process:
         assert self.popen.poll() is None or word in self._out.read_text(), self._err.read_text()
         return word in self._out.read_text()
 
+    def until_held(self) -> None:
+        until(lambda: self.has_said("held"), "the hold")
+
     def said(self) -> list[str]:
         return self._out.read_text().splitlines()
 
-    def has_logged(self, text: str) -> bool:
-        assert self.popen.poll() is None, self._err.read_text()
-        return text in self._err.read_text()
+    def until_noted(self, name: str) -> None:
+        """Wait until the program has logged that this signal, or notice, ends its loop."""
+
+        def is_logged() -> bool:
+            assert self.popen.poll() is None, self._err.read_text()
+            return f"{name}: the loop ends" in self._err.read_text()
+
+        until(is_logged, f"{name} to be noted")
 
     def send(self, name: str, *, group: bool = False) -> None:
         number = getattr(signal, name)
@@ -85,15 +93,16 @@ class Job:
 
     def held_script(self, name: str) -> Process:
         process = self.script(name)
-        until(lambda: process.has_said("held"), "the hold")
+        process.until_held()
         return process
 
     def held(self, hold_at: int, **orders: object) -> Process:
         process = self.start(hold_at=hold_at, **orders)
-        until(lambda: process.has_said("held"), "the hold")
+        process.until_held()
         return process
 
     def finish(self) -> Ended:
+        self._fresh = False  # an interpreter of its own was for the signal
         ended = self.start().ended()
         assert ended.status == 0, ended.err
         return ended
@@ -128,19 +137,11 @@ class Job:
 
 
 @functools.cache
-def control_status(name: str, handler: str = "") -> int:
+def control_status(name: str, *, leaves: bool = False) -> int:
     """The status of a process without flashckpt that gets the signal. Asked of a real one, once."""
     with tempfile.TemporaryDirectory() as folder:
-        return _control(Path(folder), name, handler)
-
-
-def _control(folder: Path, name: str, handler: str) -> int:
-    go = folder / "go"
-    orders = json.dumps({"go": str(go), "handler": handler})
-    process = Process(["tests.signals.control", orders], dict(os.environ), folder, fresh=True)
-    until(lambda: process.has_said("held"), "the hold")
-    process.send(name)
-    if handler == "flag":
-        until(lambda: process.has_said("flag"), "the handler")
-    go.touch()
-    return process.ended().status
+        orders = ["leaves"] if leaves else []
+        process = Process(["tests.signals.control", *orders], dict(os.environ), Path(folder), fresh=True)
+        process.until_held()
+        process.send(name)
+        return process.ended().status

@@ -3,14 +3,13 @@
 `python -m tests.signals.program RECIPE RUN LOG ORDERS-JSON`; orders:
 
 hold_at: the step in whose iteration (in its backward pass, or between epochs) the recipe prints "held" and
-stands still until the file `go` exists. handler: what the script itself does about SIGTERM and SIGUSR1,
-"before" the loop or "in" its first iteration. options: of flashckpt.loop; signals: of flashckpt.Options.
+stands still until the file `go` exists. leaves: where the script puts a handler that ends it, "before" the
+loop or "in" that iteration. options: of flashckpt.loop; signals: of flashckpt.Options.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ import torch
 
 import flashckpt
 from tests.resume.recipes import RECIPES, seed
-from tests.signals.conduct import expect_interrupts, install, say, stand_still
+from tests.signals.conduct import expect_interrupts, leave_by_signal, say, stand_still
 from tests.waiting import until_slots
 
 
 def main() -> None:
     recipe, run, log_path, text = sys.argv[1:5]
     orders = json.loads(text)
-    hold_at, handler, where = orders.get("hold_at", -1), orders.get("handler", ""), orders.get("where", "")
+    hold_at, leaves = orders.get("hold_at", -1), orders.get("leaves", "")
     options = flashckpt.Options(**orders.get("signals", {}))
     expect_interrupts()
     torch.set_num_threads(1)
@@ -35,15 +34,15 @@ def main() -> None:
 
     def hold(step: int) -> None:
         if step == hold_at:
-            if where == "in":
-                install(handler, lambda: looped[-1])
+            if leaves == "in":
+                leave_by_signal()
             if orders.get("raise"):
                 raise ValueError("of the user's own")
             say(f"held {step}")
             stand_still(Path(orders["go"]))
 
-    if where == "before":
-        install(handler, lambda: looped[-1])
+    if leaves == "before":
+        leave_by_signal()
     with open(log_path, "a", buffering=1) as log:
 
         def record(run: Any, value: object) -> None:
@@ -55,7 +54,6 @@ def main() -> None:
         RECIPES[recipe](record, hold, run, {**given, "options": options})
     checkpointer = getattr(looped[-1], "checkpointer", looped[-1])
     say(f"after {checkpointer.completed} {checkpointer.stop_reason}")
-    say(f"handlers {[str(signal.getsignal(each)) for each in (signal.SIGTERM, signal.SIGUSR1)]}")
 
 
 if __name__ == "__main__":

@@ -81,34 +81,6 @@ def drawing(run: str, go: Path) -> None:
     say("after")
 
 
-def waiting(run: str, go: Path) -> None:
-    """Stands still in wait(), in the body of an iteration, as long as the keeper is stopped."""
-    model = Model()
-    batches = flashckpt.loop([torch.ones(2, 4)] * 20, run, every=1, persist_every=None, **model.named)
-    for x in batches:
-        until_slots(batches.checkpointer)
-        model.train(x)
-        if batches.completed == 5:
-            say("held")
-            stand_still(go)
-            say("waits")
-            batches.checkpointer.wait()
-            say("waited")
-
-
-def closing(run: str, go: Path) -> None:
-    """Stands still in the wait at a loop's normal end."""
-    model = Model()
-    batches = flashckpt.loop([torch.ones(2, 4)] * 6, run, every=1, persist_every=None, **model.named)
-    for x in batches:
-        until_slots(batches.checkpointer)
-        model.train(x)
-        if batches.completed == 5:
-            say("held")
-            stand_still(go)
-    say("after")
-
-
 def bereaved(run: str, go: Path) -> None:
     """One of its workers ends of the signal as late as when the run is let go."""
     model = Model()
@@ -131,62 +103,6 @@ def bereaved(run: str, go: Path) -> None:
             say("held")
             stand_still(go)
     say("after")
-
-
-def attaching(run: str, go: Path) -> None:
-    """Stands still inside attach, where a state is read."""
-    model = Model()
-
-    class Held:
-        def state_dict(self) -> dict[str, object]:
-            say("held")
-            stand_still(go)
-            return {}
-
-        def load_state_dict(self, state: dict[str, object]) -> None: ...
-
-    flashckpt.attach(run, held=Held(), **model.named)
-    say("after")
-
-
-def between(run: str, go: Path) -> None:
-    """Stands still between attach and the loop: no boundary is to come."""
-    model = Model()
-    checkpointer = flashckpt.attach(run, **model.named)
-    say("held")
-    stand_still(go)
-    checkpointer.close()
-
-
-def leaving(run: str, go: Path) -> None:
-    """Breaks out of the loop after the signal has come, as people do who look at `stopping`."""
-    model = Model()
-    with flashckpt.attach(run, every=1, persist_every=None, **model.named) as checkpointer:
-        for x in checkpointer.batches([torch.ones(2, 4)] * 20):
-            until_slots(checkpointer)
-            model.train(x)
-            if checkpointer.completed == 5:
-                say("held")
-                stand_still(go)
-            if checkpointer.stopping:
-                break
-        say("left")
-        time.sleep(60)  # for the signal, which is on its way
-        say("slept")
-    say("after")
-
-
-def failing(run: str, go: Path) -> None:
-    """Its body raises after the signal has come."""
-    model = Model()
-    batches = flashckpt.loop([torch.ones(2, 4)] * 20, run, every=1, persist_every=None, **model.named)
-    for x in batches:
-        until_slots(batches.checkpointer)
-        model.train(x)
-        if batches.completed == 5:
-            say("held")
-            stand_still(go)
-            raise ValueError("of the user's own")
 
 
 def forking(run: str, go: Path) -> None:
@@ -220,7 +136,7 @@ def by_hand(run: str, go: Path) -> None:
         if checkpointer.completed == 5:
             checkpointer.wait()
             # Not before: until there are slots a busy machine takes longer.
-            checkpointer._capture.heartbeat.timeout_s = 2.0
+            checkpointer._capture.heartbeat.timeout_s = 1.0
             threading.Thread(target=_release_later, args=(_taken(checkpointer),), daemon=True).start()
             say("held")
             stand_still(go)
@@ -246,14 +162,13 @@ def _taken(checkpointer: flashckpt.Checkpointer) -> list[Callable[[], object]]:
 
 
 def _release_later(back: list[Callable[[], object]]) -> None:
-    time.sleep(8)
+    time.sleep(5)
     for let_go in back:
         let_go()
 
 
 SCRIPTS: dict[str, Callable[[str, Path], None]] = {
-    each.__name__: each
-    for each in (drawing, waiting, closing, bereaved, attaching, between, leaving, failing, forking, by_hand)
+    each.__name__: each for each in (drawing, bereaved, forking, by_hand)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -15,6 +16,8 @@ from torch import nn
 
 import flashckpt
 from flashckpt import OptionError, Options
+from tests.processes import keepers_of
+from tests.waiting import until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -52,9 +55,17 @@ def ours() -> list[int]:
 
 
 def test_they_stand_only_while_a_loop_runs(tmp_path: Path) -> None:
-    named = model()
-    with flashckpt.attach(tmp_path / "run", options=OPTIONS, **named) as checkpointer:
-        assert ours() == []
+    named, in_attach = model(), []
+
+    class Held:
+        def state_dict(self) -> dict[str, object]:
+            in_attach.append(ours())
+            return {}
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    with flashckpt.attach(tmp_path / "run", options=OPTIONS, held=Held(), **named) as checkpointer:
+        assert in_attach[0] == ours() == []
         for epoch in checkpointer.epochs(2):
             assert ours() == list(WATCHED), epoch
             for _ in checkpointer.batches([1, 2, 3]):
@@ -70,47 +81,165 @@ def test_they_stand_only_while_a_loop_runs(tmp_path: Path) -> None:
     assert ours() == []
 
 
-@pytest.mark.parametrize("way", ["break", "raise", "close", "forget"])
-def test_they_go_with_the_loop(way: str, tmp_path: Path) -> None:
-    named = model()
+@pytest.mark.every_set
+@pytest.mark.parametrize("way", ["before", "chain", "stop"])
+def test_a_handler_that_returns_lets_the_program_go_on(
+    way: str, tmp_path: Path, before: dict[int, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that came before the loop is called once, at its end, though launchers pass on what all have got. A
+    later one is never taken off, and ends the loop if it calls the one before it, or stop()."""
+    named, heard = model(), []
+    replaced: Any = None
 
-    def loop() -> None:
-        batches = flashckpt.loop([1, 2, 3, 4], tmp_path / "run", options=OPTIONS, **named)
-        for _ in batches:
-            assert ours() == list(WATCHED)
+    def own(number: int, frame: object) -> None:
+        heard.append(looped.completed)
+        if way == "chain":
+            replaced(number, frame)
+        if way == "stop":
+            looped.checkpointer.stop()
+
+    is_later = way != "before"
+    if not is_later:
+        signal.signal(signal.SIGTERM, own)
+    looped = flashckpt.loop([1, 2, 3], tmp_path / "run", **named)
+    for batch in looped:
+        train(named)
+        if batch == 2 and is_later:
+            replaced = signal.signal(signal.SIGTERM, own)
+            until(lambda: "SIGTERM has another handler" in caplog.text, "the word about it")
+        if batch == 2:
+            for _ in range(1 if is_later else 3):
+                signal.raise_signal(signal.SIGTERM)
+            assert heard == ([1] if is_later else [])
+    assert (heard, looped.completed) == ([1 if is_later else 2], 2)
+    assert looped.checkpointer.stop_reason == ("stop" if way == "stop" else "SIGTERM")
+    assert signal.getsignal(signal.SIGTERM) is own
+    assert flashckpt.steps(tmp_path / "run") == [2]
+    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("way", ["break", "raise"])
+def test_a_loop_that_is_left_gives_the_signal_back(way: str, tmp_path: Path, before: dict[int, Any]) -> None:
+    named, heard = model(), []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    with (
+        pytest.raises(ZeroDivisionError) if way == "raise" else contextlib.nullcontext(),
+        flashckpt.attach(tmp_path / "run", options=OPTIONS, **named) as checkpointer,
+    ):
+        for batch in checkpointer.batches([1, 2, 3]):
             train(named)
-            if batches.completed == 1:
+            if batch == 2:
+                signal.raise_signal(signal.SIGTERM)
+                assert heard == []
                 if way == "raise":
                     raise ZeroDivisionError
-                if way == "break":
-                    break
-                if way == "close":
-                    batches.checkpointer.close()
-                    assert ours() == []
-                return
-
-    if way == "raise":
-        with pytest.raises(ZeroDivisionError):
-            loop()
-    else:
-        loop()
+                break
+        until(lambda: heard, "the handler, before the run ends")
+        assert ours() == []
+    until(lambda: heard == [signal.SIGTERM], "the handler")
     assert ours() == []
+    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
-def test_a_later_handler_is_never_taken_off(tmp_path: Path, before: dict[int, Any]) -> None:
+@pytest.mark.every_set
+@pytest.mark.parametrize("place", ["in the body", "at the end"])
+def test_a_signal_while_storage_is_waited_for_is_obeyed_after_that(
+    place: str, tmp_path: Path, runtime: Path, before: dict[int, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a wait() in the body the iteration goes on, and its boundary is the last."""
+    named, heard = model(), []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(looped.completed))
+    looped = flashckpt.loop([1, 2, 3], tmp_path / "run", every=1, **named)
+    checkpointer = looped.checkpointer
+    waits = checkpointer._keeper_link.wait_committed
+
+    def signal_in_it() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: "SIGTERM: the loop ends" in caplog.text, "the signal to be noted")
+        assert heard == []
+        os.kill(keeper, signal.SIGCONT)
+
+    def wait_committed(**named: Any) -> Any:
+        thread = threading.Thread(target=signal_in_it)
+        thread.start()
+        checkpointer._keeper_link.wait_committed = waits  # type: ignore[method-assign]
+        try:
+            return waits(**named)
+        finally:
+            thread.join()
+
+    checkpointer._keeper_link.wait_committed = wait_committed  # type: ignore[method-assign]
+    for batch in looped:
+        train(named)
+        until_slots(checkpointer)
+        if batch == (2 if place == "in the body" else 3):
+            [keeper] = keepers_of(runtime)
+            os.kill(keeper, signal.SIGSTOP)
+            if place == "in the body":
+                checkpointer.wait()
+                assert heard == []
+    assert heard == [looped.completed] == [2 if place == "in the body" else 3]
+    assert flashckpt.steps(tmp_path / "run")[-1] == looped.completed
+    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+def test_a_handler_is_called_at_the_end_of_the_grace_period(
+    tmp_path: Path, runtime: Path, before: dict[int, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The keeper does not answer. The loop does not wait for what has not ended."""
     named, heard = model(), []
 
-    def later(number: int, frame: object) -> None:
-        heard.append(number)
+    def own(number: int, frame: object) -> None:
+        heard.append(flashckpt.steps(tmp_path / "run"))
+        os.kill(keeper, signal.SIGCONT)
 
-    for batch in flashckpt.loop([1, 2, 3], tmp_path / "run", options=OPTIONS, **named):
+    signal.signal(signal.SIGTERM, own)
+    looped = flashckpt.loop([1, 2, 3], tmp_path / "run", every=1, options=Options(grace="1s"), **named)
+    for batch in looped:
         train(named)
-        if batch == 1:
-            signal.signal(signal.SIGUSR2, later)
-    assert signal.getsignal(signal.SIGUSR2) is later
-    signal.raise_signal(signal.SIGUSR2)
-    assert heard == [signal.SIGUSR2]
-    signal.signal(signal.SIGUSR2, before[signal.SIGUSR2])
+        until_slots(looped.checkpointer)
+        if batch == 2:
+            [keeper] = keepers_of(runtime)
+            os.kill(keeper, signal.SIGSTOP)
+            signal.raise_signal(signal.SIGTERM)
+    assert (heard, looped.completed) == ([[]], 2)
+    assert "not everything is persisted" in caplog.text
+    until(lambda: flashckpt.steps(tmp_path / "run") == [2], "the commit of the boundary")
+    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+
+
+def test_a_warning_is_told_at_once_and_a_signal_after_it_takes_its_course(
+    tmp_path: Path, before: dict[int, Any]
+) -> None:
+    named, heard = model(), []
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    looped = flashckpt.loop([1, 2, 3], tmp_path / "run", options=OPTIONS, **named)
+    for batch in looped:
+        train(named)
+        if batch == 2:
+            signal.raise_signal(signal.SIGUSR2)
+            assert heard == [signal.SIGUSR2]
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == [signal.SIGUSR2]
+    assert (heard, looped.completed) == ([signal.SIGUSR2, signal.SIGTERM], 2)
+    assert looped.checkpointer.stop_reason == "SIGUSR2"
+    assert flashckpt.steps(tmp_path / "run") == [2]
+    for number in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(number, before[number])
+
+
+def test_what_is_ignored_and_what_is_not_named_is_left_alone(tmp_path: Path, before: dict[int, Any]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number, options in enumerate((Options(), Options(signals=()))):
+        named = model()
+        for _ in flashckpt.loop([1, 2, 3], tmp_path / str(number), options=options, **named):
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+            is_left = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert is_left == (options.signals == ())
+            train(named)
+    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
 def test_one_that_somebody_has_kept_passes_on_for_ever(tmp_path: Path, before: dict[int, Any]) -> None:
@@ -227,8 +356,6 @@ def test_an_exception_in_the_users_handler_is_the_loops(tmp_path: Path, before: 
     "options",
     [
         {"signals": "SIGTERM"},
-        {"signals": ("SIGTREM",)},
-        {"signals": ("SIGKILL",)},
         {"signals": (15,)},
         {"warning_signals": ("SIGSEGV",)},
         {"signals": ("SIGUSR1",), "warning_signals": ("SIGUSR1",)},

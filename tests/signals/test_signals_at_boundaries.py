@@ -38,30 +38,39 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]
         end(keepers_of(Path(runtime)))
 
 
-# recipe, where it stands still, and the step that is persisted then
-PLACES = [
-    ("plain", 10, 11),  # in the backward pass
-    ("plain", 0, 1),  # before there is a single snapshot
-    ("plain", 5, 6),  # in the last iteration of an epoch
-    ("workers", 9, 10),
-    ("epochs", 2, 3),
-    ("epochs", 4, 4),  # between epochs
-    ("marked", 8, 9),  # boundaries marked by hand
+FIRST = [
+    ("plain", 10, 11, "SIGTERM", False),  # in the backward pass
+    ("workers", 2, 3, "SIGINT", True),
+]
+MORE = [
+    ("plain", 0, 1, "SIGINT", False),  # before there is a single snapshot
+    ("plain", 5, 6, "SIGTERM", False),  # in the last iteration of an epoch
+    ("epochs", 4, 4, "SIGINT", True),  # between epochs
+    ("marked", 8, 9, "SIGTERM", False),  # boundaries marked by hand
 ]
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize(
-    ("recipe", "hold_at", "reached", "name"),
-    [*((*place, "SIGTERM") for place in PLACES), *((*place, "SIGINT") for place in PLACES[::3])],
+    ("recipe", "hold_at", "reached", "name", "group"),
+    [*FIRST, *(pytest.param(*each, marks=pytest.mark.long) for each in MORE)],
 )
 def test_the_boundary_is_persisted_and_the_status_is_as_without(
-    recipe: str, hold_at: int, reached: int, name: str, tmp_path: Path, runtime: Path, references: References
+    recipe: str,
+    hold_at: int,
+    reached: int,
+    name: str,
+    group: bool,
+    tmp_path: Path,
+    runtime: Path,
+    references: References,
 ) -> None:
+    """group: schedulers and Ctrl-C signal the loader's workers as well: they end, the iteration does not."""
     # Everywhere else what is forked stands for a program that was started: here it is one.
     job = Job(tmp_path / "job", recipe, fresh=hold_at == 10)
     process = job.held(hold_at)
-    process.send(name)
-    until(lambda: process.has_logged(f"{name}: the loop ends"), "the signal to be noted")
+    process.send(name, group=group)
+    process.until_noted(name)
     job.go.touch()
     ended = process.ended()
 
@@ -76,41 +85,20 @@ def test_the_boundary_is_persisted_and_the_status_is_as_without(
     assert flashckpt.verify(job.run).ok
 
 
-@pytest.mark.parametrize(
-    ("recipe", "name"), [("workers", "SIGTERM"), ("workers", "SIGINT"), ("epochs", "SIGTERM")]
-)
-def test_a_signal_to_every_process_of_the_job(
-    recipe: str, name: str, tmp_path: Path, runtime: Path, references: References
-) -> None:
-    """Schedulers, and Ctrl-C, signal the loader's workers as well: they end, the iteration does not."""
-    job = Job(tmp_path / "job", recipe)
-    process = job.held(2)
-    process.send(name, group=True)
-    until(lambda: process.has_logged(f"{name}: the loop ends"), "the signal to be noted")
-    job.go.touch()
-
-    assert process.ended().status == control_status(name)
-    assert job.steps()[-1] == 3
-    job.finish()
-    assert job.records() == references(recipe)
-    assert set(job.times().values()) == {1}
-
-
-@pytest.mark.parametrize("where", ["before", "in"])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(("name", "where"), [("SIGTERM", "before"), ("SIGINT", "in")])
 def test_a_handler_of_the_users_own_that_ends_the_process(
     name: str, where: str, tmp_path: Path, runtime: Path
 ) -> None:
     """Installed before the loop it waits for the boundary; installed later it has the signal to itself."""
     job = Job(tmp_path / "job", "plain")
-    process = job.held(6, handler="leave", where=where)
+    process = job.held(6, leaves=where)
     process.send(name)
     if where == "before":
-        until(lambda: process.has_logged(f"{name}: the loop ends"), "the signal to be noted")
+        process.until_noted(name)
         assert not process.has_said("leave")
         job.go.touch()
     ended = process.ended()
-    assert ended.status == 7 == control_status(name, "leave")
+    assert ended.status == 7 == control_status(name, leaves=True)
     assert ended.out.count("leave") == 1
     if where == "before":
         assert job.steps()[-1] == 7
@@ -118,65 +106,3 @@ def test_a_handler_of_the_users_own_that_ends_the_process(
     else:
         until(lambda: job.run.exists() and job.steps() == [6], "the keeper to save what was sealed")
         until(lambda: job.endings() == ["dead"], "the attempt to be over")
-
-
-def test_a_handler_that_returns_lets_the_program_go_on(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, handler="flag", where="before")
-    process.send("SIGTERM")
-    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == 0 == control_status("SIGTERM", "flag")
-    assert [line for line in ended.out if not line.startswith("handlers")] == [
-        "held 6", "flag SIGTERM", "after 7 SIGTERM",
-    ]  # fmt: skip
-    assert "flag at" in ended.out[-1], "the user's handlers stand where they stood"
-    assert job.steps()[-1] == 7
-
-
-def test_a_later_handler_that_calls_the_one_before_it_ends_the_loop(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, handler="chain", where="in")
-    process.send("SIGTERM")
-    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
-    assert process.has_said("chain")
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == 0
-    assert ended.out.count("chain") == 1
-    assert "after 7 SIGTERM" in ended.out
-    assert "chain at" in ended.out[-1], "a later handler is never taken off"
-    assert job.steps()[-1] == 7
-
-
-def test_a_later_handler_is_told_of_and_may_call_stop(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, handler="stop", where="in")
-    until(lambda: process.has_logged("SIGTERM has another handler"), "the warning")
-    process.send("SIGTERM")
-    until(lambda: process.has_said("stop"), "the user's handler")
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == 0
-    assert "after 7 stop" in ended.out
-    assert job.steps()[-1] == 7
-
-
-def test_what_is_ignored_stays_ignored(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, handler="ignore", where="before")
-    for name in ("SIGTERM", "SIGINT"):
-        process.send(name)
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == 0
-    assert "after 18 None" in ended.out
-
-
-def test_none_are_watched_where_none_are_named(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, signals={"signals": []})
-    process.send("SIGTERM")
-    assert process.ended().status == -15
-    until(lambda: job.steps() == [6], "the keeper to save what was sealed")

@@ -50,9 +50,10 @@ def leaving_the_loop(signals: Signals) -> None:
         signal.pause()
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize(
     ("course", "interrupts"),
-    [(noting, 1), (acting_at_once, 1), (ending_the_loop, 1), (ending_the_loop, 2), (leaving_the_loop, 2)],
+    [(noting, 1), (acting_at_once, 1), (ending_the_loop, 2), (leaving_the_loop, 2)],
 )
 def test_interrupts_at_any_line_do_not_outdo_a_signal_that_ends_the_process(
     course: Callable[[Signals], None], interrupts: int

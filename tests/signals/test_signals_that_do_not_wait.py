@@ -50,10 +50,10 @@ def test_an_iteration_longer_than_the_grace_period(name: str, tmp_path: Path, ru
 def test_a_commit_longer_than_the_grace_period(tmp_path: Path, runtime: Path, stopped: list[int]) -> None:
     """The boundary is sealed; the keeper commits it when it can, though the trainer is gone."""
     job = Job(tmp_path / "job", "plain")
-    process = job.held(6, signals={"grace": "3s"})
+    process = job.held(6, signals={"grace": "2s"})
     stop_keeper(runtime, stopped)
     process.send("SIGTERM")
-    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
+    process.until_noted("SIGTERM")
     job.go.touch()
     assert process.ended().status == -signal.SIGTERM
     assert job.steps() == []
@@ -63,30 +63,11 @@ def test_a_commit_longer_than_the_grace_period(tmp_path: Path, runtime: Path, st
     assert set(job.times().values()) == {1}
 
 
-def test_a_handler_that_returns_after_the_grace_period(
-    tmp_path: Path, runtime: Path, stopped: list[int]
-) -> None:
-    """The loop does not wait for what the handler has not ended."""
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, signals={"grace": "2s"}, handler="flag", where="before")
-    stop_keeper(runtime, stopped)
-    process.send("SIGTERM")
-    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == 0
-    assert ended.out.count("flag SIGTERM") == 1
-    assert "after 7 SIGTERM" in ended.out
-    assert "not everything is persisted" in ended.err
-    go_on(stopped)
-    until(lambda: job.steps() == [7], "the keeper to commit the boundary that was reached")
-
-
 def test_a_second_interrupt_acts_at_once(tmp_path: Path, runtime: Path) -> None:
     job = Job(tmp_path / "job", "plain")
     process = job.held(6)
     process.send("SIGINT")
-    until(lambda: process.has_logged("SIGINT: the loop ends"), "the signal to be noted")
+    process.until_noted("SIGINT")
     process.send("SIGINT")
     ended = process.ended()
     assert ended.status == control_status("SIGINT")
@@ -101,7 +82,7 @@ def test_a_second_signal_while_the_commit_is_waited_for(
     process = job.held(6)
     stop_keeper(runtime, stopped)
     process.send("SIGTERM")
-    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
+    process.until_noted("SIGTERM")
     job.go.touch()
     until(lambda: "[6, " in job.log.read_text(), "the end of the iteration")
     process.send("SIGINT")
@@ -110,57 +91,6 @@ def test_a_second_signal_while_the_commit_is_waited_for(
     assert process.ended().status == -signal.SIGTERM
     go_on(stopped)
     until(lambda: job.steps() in ([6], [7]), "the keeper to save what was sealed")
-
-
-def test_launchers_that_pass_on_what_all_have_got_do_not_cut_it_short(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6)
-    for _ in range(3):
-        process.send("SIGTERM")
-        until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
-    job.go.touch()
-    assert process.ended().status == -signal.SIGTERM
-    assert job.steps()[-1] == 7
-
-
-def test_in_wait_the_iteration_goes_on(tmp_path: Path, runtime: Path, stopped: list[int]) -> None:
-    job = Job(tmp_path / "job", "")
-    process = job.held_script("waiting")
-    stop_keeper(runtime, stopped)
-    job.go.touch()
-    until(lambda: process.has_said("waits"), "the wait")
-    process.send("SIGINT")
-    until(lambda: process.has_logged("SIGINT: the loop ends"), "the signal to be noted")
-    go_on(stopped)
-    ended = process.ended()
-    assert ended.status == control_status("SIGINT")
-    assert "waited" in ended.out
-    assert job.steps()[-1] == 6
-
-
-def test_in_the_wait_at_the_end_of_a_loop(tmp_path: Path, runtime: Path, stopped: list[int]) -> None:
-    job = Job(tmp_path / "job", "", fresh=True)
-    process = job.held_script("closing")
-    stop_keeper(runtime, stopped)
-    job.go.touch()
-    process.send("SIGTERM")
-    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
-    go_on(stopped)
-    ended = process.ended()
-    assert ended.status == -signal.SIGTERM
-    assert "after" not in ended.out
-    assert job.steps()[-1] == 6
-    until(lambda: job.endings() == ["closed"], "the attempt to be closed")
-
-
-@pytest.mark.parametrize("script", ["attaching", "between"])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_outside_of_a_loop_as_without(script: str, name: str, tmp_path: Path, runtime: Path) -> None:
-    process = Job(tmp_path / "job", "").held_script(script)
-    process.send(name)
-    ended = process.ended()
-    assert ended.status == control_status(name)
-    assert "the loop ends" not in ended.err
 
 
 @pytest.mark.long
@@ -182,30 +112,6 @@ def test_workers_that_are_signalled_while_a_batch_is_drawn(tmp_path: Path, runti
     assert did == [f"did {step} {4 * (4.0 * step + 1)}" for step in range(20)]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_loop_that_is_left_by_break_gives_the_signal_back(name: str, tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "")
-    process = job.held_script("leaving")
-    process.send(name)
-    until(lambda: process.has_logged(f"{name}: the loop ends"), "the signal to be noted")
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == control_status(name)
-    assert "slept" not in ended.out, "it came at once, not with the end of the process"
-
-
-def test_an_exception_after_the_signal_does_not_swallow_it(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "")
-    process = job.held_script("failing")
-    process.send("SIGTERM")
-    until(lambda: process.has_logged("SIGTERM: the loop ends"), "the signal to be noted")
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == control_status("SIGTERM")
-    assert "ValueError: of the user's own" in ended.err
-    until(lambda: job.steps() == [5], "the keeper to save what was sealed")
-
-
 def test_a_forked_child_dies_as_it_would_have(tmp_path: Path, runtime: Path) -> None:
     job = Job(tmp_path / "job", "")
     process = job.script("forking")
@@ -220,7 +126,7 @@ def test_a_forked_child_dies_as_it_would_have(tmp_path: Path, runtime: Path) -> 
 
 def test_an_exception_raises_and_what_was_sealed_is_saved(tmp_path: Path, runtime: Path) -> None:
     """Nobody asked for any of it to be persisted."""
-    job = Job(tmp_path / "job", "plain", fresh=True)
+    job = Job(tmp_path / "job", "plain")
     ended = job.start(**{"hold_at": 6, "raise": True}).ended()
     assert ended.status == 1
     assert "ValueError: of the user's own" in ended.err

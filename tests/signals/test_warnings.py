@@ -5,54 +5,31 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from flashckpt.checkpointer.signals import NoticeFile
-from tests.signals.processes import Job, Process
+import flashckpt
+from flashckpt.checkpointer.signals import NoticeFile, Signals
+from flashckpt.options import Options
+from tests.signals.processes import Job
 from tests.waiting import until
-
-SLURM = {"SLURM_JOB_ID": "17"}
-
-
-def assert_ended_in_order(job: Job, process: Process, reason: str) -> None:
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == 0, ended.err
-    assert f"after 7 {reason}" in ended.out
-    assert job.steps()[-1] == 7
-    assert job.stops() == [(7, reason)]
-    until(lambda: job.endings() == ["closed"], "the attempt to be closed")
-
-
-def noted(process: Process, what: str) -> None:
-    until(lambda: process.has_logged(f"{what}: the loop ends"), "the warning to be noted")
-
-
-def test_a_warning_signal_that_is_named(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain", fresh=True)
-    process = job.held(6, signals={"warning_signals": ["SIGUSR2", "SIGUSR1"]})
-    process.send("SIGUSR1")
-    noted(process, "SIGUSR1")
-    assert_ended_in_order(job, process, "SIGUSR1")
-
-
-def test_it_comes_to_the_users_own_handler_at_once(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, signals={"warning_signals": ["SIGUSR1"]}, handler="flag", where="before")
-    process.send("SIGUSR1")
-    until(lambda: process.has_said("flag SIGUSR1"), "the user's handler")
-    noted(process, "SIGUSR1")
-    assert_ended_in_order(job, process, "SIGUSR1")
 
 
 def test_slurm_warns_every_process_with_sigusr1(tmp_path: Path, runtime: Path) -> None:
     """Workers die of it; the epoch goes on where it was left."""
     job = Job(tmp_path / "job", "workers")
-    process = job.held(6, environment=SLURM)
+    process = job.held(6, environment={"SLURM_JOB_ID": "17"})
     process.send("SIGUSR1", group=True)
-    noted(process, "SIGUSR1")
-    assert_ended_in_order(job, process, "SIGUSR1")
+    process.until_noted("SIGUSR1")
+    job.go.touch()
+    ended = process.ended()
+    assert ended.status == 0, ended.err
+    assert "after 7 SIGUSR1" in ended.out
+    assert job.steps()[-1] == 7
+    assert job.stops() == [(7, "SIGUSR1")]
+    until(lambda: job.endings() == ["closed"], "the attempt to be closed")
 
 
 def test_a_worker_that_ends_while_the_run_is_let_go(
@@ -62,7 +39,7 @@ def test_a_worker_that_ends_while_the_run_is_let_go(
     job = Job(tmp_path / "job", "")
     process = job.held_script("bereaved")
     process.send("SIGUSR1")
-    noted(process, "SIGUSR1")
+    process.until_noted("SIGUSR1")
     job.go.touch()
     ended = process.ended()
     assert (ended.status, ended.out) == (0, ["held", "after"]), ended.err
@@ -70,53 +47,51 @@ def test_a_worker_that_ends_while_the_run_is_let_go(
     until(lambda: job.endings() == ["closed"], "the attempt to be closed")
 
 
-def test_outside_of_slurm_sigusr1_does_what_it_does(tmp_path: Path, runtime: Path) -> None:
-    process = Job(tmp_path / "job", "plain").held(6)
-    process.send("SIGUSR1")
-    assert process.ended().status == -signal.SIGUSR1
+def own(number: int, frame: object) -> None: ...
 
 
-def test_in_slurm_a_handler_of_the_users_own_has_sigusr1_to_itself(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, environment=SLURM, handler="flag", where="before")
-    process.send("SIGUSR1")
-    until(lambda: process.has_said("flag SIGUSR1"), "the user's handler")
-    job.go.touch()
-    assert "after 18 None" in process.ended().out
+@pytest.mark.parametrize(
+    ("slurm_job", "found", "is_watched"),
+    [
+        ("", signal.SIG_DFL, False),
+        ("17", signal.SIG_DFL, True),
+        ("17", own, False),
+        ("17", signal.SIG_IGN, False),
+    ],
+)
+def test_sigusr1_is_watched_in_slurm_unless_the_program_handles_or_ignores_it(
+    slurm_job: str, found: Any, is_watched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", slurm_job)
+    before = signal.signal(signal.SIGUSR1, found)
+    signals = Signals(Options())
+    try:
+        signals.enter()
+        assert (signal.getsignal(signal.SIGUSR1) is not found) == is_watched
+        signals.leave()
+        signals.close()
+        assert signal.getsignal(signal.SIGUSR1) is found
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
-def test_after_a_warning_a_signal_still_takes_its_course(tmp_path: Path, runtime: Path) -> None:
-    job = Job(tmp_path / "job", "plain")
-    process = job.held(6, environment=SLURM)
-    process.send("SIGUSR1")
-    noted(process, "SIGUSR1")
-    process.send("SIGTERM")
-    job.go.touch()
-    assert process.ended().status == -signal.SIGTERM
-    assert job.steps()[-1] == 7
-
-
-@pytest.mark.parametrize("recipe", ["plain", "epochs"])
-def test_a_notice_file(recipe: str, tmp_path: Path, runtime: Path) -> None:
-    job, notice = Job(tmp_path / "job", recipe), tmp_path / "notice"
-    process = job.held(2, signals={"notice_file": str(notice)})
-    notice.touch()
-    noted(process, "notice file")
-    job.go.touch()
-    ended = process.ended()
-    assert ended.status == 0, ended.err
-    assert "after 3 notice file" in ended.out
-    assert job.steps()[-1] == 3
-
-
-def test_a_notice_file_that_was_there_before_is_an_old_one(tmp_path: Path, runtime: Path) -> None:
-    job, notice = Job(tmp_path / "job", "plain"), tmp_path / "notice"
-    notice.touch()
-    os.utime(notice, (1, 1))
-    assert not NoticeFile(notice).is_new()
-    process = job.held(6, signals={"notice_file": str(notice)})
-    until(lambda: process.has_logged("is there already"), "the word about it")
-    assert not process.has_logged("the loop ends")
-    notice.write_text("again")
-    noted(process, "notice file")
-    assert_ended_in_order(job, process, "notice file")
+@pytest.mark.every_set
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_notice_file_ends_the_loop_unless_it_was_there_before(
+    is_old: bool, tmp_path: Path, runtime: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    notice, w = tmp_path / "notice", torch.zeros(3)
+    if is_old:
+        notice.touch()
+        os.utime(notice, (1, 1))
+        assert not NoticeFile(notice).is_new()
+    looped = flashckpt.loop(range(4), tmp_path / "run", options=Options(notice_file=str(notice)), w=w)
+    assert ("is there already" in caplog.text) == is_old
+    for number in looped:
+        w += 1
+        if number == 1:
+            assert "the loop ends" not in caplog.text
+            notice.write_text("now")
+            until(lambda: "notice file: the loop ends" in caplog.text, "the notice to be noted")
+    assert (looped.completed, looped.checkpointer.stop_reason) == (2, "notice file")
+    assert flashckpt.steps(tmp_path / "run")[-1] == 2

@@ -129,15 +129,6 @@ def test_a_server_that_is_away_is_an_error(
         store.read("file", 9)
 
 
-def test_a_connection_is_used_again(tmp_path: Path) -> None:
-    client = FsspecClient(f"local://{tmp_path}")
-    for _ in range(3):
-        assert client.list("") == []
-        with pytest.raises(FileNotFoundError):
-            client.size("none")
-    assert len(client._idle) == 1
-
-
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="supports nowhere://"):
         open_store("nowhere://host/run")

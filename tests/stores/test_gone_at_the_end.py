@@ -34,10 +34,6 @@ def refuse_all(request: Request) -> Fault:
     return "refuse"
 
 
-def refuse_ends(request: Request) -> Fault:
-    return "refuse" if request.path.endswith("/alive") and request.method == "PUT" else ""
-
-
 def test_it_leaves_an_uncommitted_snapshot_in_its_file_for_recover(home: Home, runtime: Path) -> None:
     run = Training(home.url, None, options=GRACE)
     run.train(2, saves=True)
@@ -57,20 +53,6 @@ def test_it_leaves_an_uncommitted_snapshot_in_its_file_for_recover(home: Home, r
     assert [(each.place, each.step) for each in report.findings] == [(slot, 3)]
     assert home.steps[-1] == 3
     assert slots_of(runtime) == []
-
-
-@pytest.mark.long
-def test_it_frees_all_memory_and_leaves_although_the_end_cannot_be_recorded(
-    home: Home, runtime: Path
-) -> None:
-    run = Training(home.url, None, options=GRACE)
-    run.train(2, saves=True)
-    home.proxy.fault = refuse_ends
-    run.made.close()
-    until(lambda: not slots_of(runtime), "the end of all slots")
-    until(lambda: not keepers_of(runtime), "the keeper's end")
-    home.open()
-    assert home.steps[-1] == 2
 
 
 @pytest.mark.long

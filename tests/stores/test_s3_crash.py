@@ -1,5 +1,4 @@
-"""The core tests of crashes and exact resume, with the run on a real S3 server. All of them: `make test-s3`;
-a few of each with all other tests."""
+"""The core tests of crashes and exact resume, with the run on a real S3 server: `make test-s3`."""
 
 from __future__ import annotations
 
@@ -21,15 +20,9 @@ __all__ = ["cache", "reference", "references"]
 
 pytestmark = pytest.mark.process
 
-# Both ends of a commit, and a trainer's death before its keeper knows of it.
-_FEW = {("part.linked", "both"), ("version.created", "who is there"), ("start.written", "both")}
 
-
-def _marked(few: bool, *values: str) -> object:
-    return pytest.param(*values, marks=() if few else pytest.mark.long)
-
-
-@pytest.mark.parametrize(("point", "victim"), [_marked(case in _FEW, *case) for case in CASES])
+# `make test` runs the first alone.
+@pytest.mark.parametrize(("point", "victim"), sorted(CASES, key=lambda case: case != ("part.linked", "both")))
 def test_killed_at_a_point(
     point: str, victim: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, zygote: Zygote,
     reference: list[int],
@@ -40,7 +33,8 @@ def test_killed_at_a_point(
     assert not job.run.exists(), "nothing of the run is here"
 
 
-@pytest.mark.parametrize("recipe", [_marked(recipe == "epochs", recipe) for recipe in sorted(RECIPES)])
+@pytest.mark.long  # RunContract in test_s3_run.py kills one recipe
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_killed_run_equals_uninterrupted_run(
     recipe: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, references: References
 ) -> None:
@@ -49,7 +43,7 @@ def test_killed_run_equals_uninterrupted_run(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("point", "victim"), [_marked(case in _FEW, *case) for case in CASES])
+@pytest.mark.parametrize(("point", "victim"), CASES)
 def test_killed_at_a_point_with_a_cache(
     point: str, victim: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, zygote: Zygote,
     reference: list[int], cache: Path,
@@ -60,7 +54,7 @@ def test_killed_at_a_point_with_a_cache(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", [_marked(recipe == "plain", recipe) for recipe in sorted(RECIPES)])
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_resume_from_a_cache_equals_uninterrupted_run(
     recipe: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, references: References,
     kill_keepers: Callable[..., None], cache: Path,
@@ -69,14 +63,3 @@ def test_resume_from_a_cache_equals_uninterrupted_run(
     trainer = UrlTrainer(f"s3://{bucket}/run", tmp_path, runtime, recipe)
     trainer.options["cache"] = str(cache)
     assert after_memory_is_lost(trainer, kill_keepers, "cache") == reference
-
-
-@pytest.mark.long  # the contract has it, too
-@pytest.mark.parametrize("recipe", ["workers", "epochs", "accumulation"])
-def test_resume_from_storage_equals_uninterrupted_run(
-    recipe: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, references: References,
-    kill_keepers: Callable[..., None],
-) -> None:  # fmt: skip
-    reference = references(recipe)
-    trainer = UrlTrainer(f"s3://{bucket}/run", tmp_path, runtime, recipe)
-    assert after_memory_is_lost(trainer, kill_keepers) == reference

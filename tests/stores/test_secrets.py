@@ -157,7 +157,7 @@ def test_the_cause_of_an_error_is_not_shown_either() -> None:
     assert cause(error) is None
 
 
-@pytest.mark.parametrize("answer", ["?token", ";", ":/", "token", "a:"])
+@pytest.mark.parametrize("answer", ["?token", "a:"])
 def test_a_megabyte_of_text_is_masked_quickly(answer: str) -> None:
     """Masking holds the GIL: 12 kB of "?token" took 48 seconds."""
     text = f"http://user:{SECRET}@host {answer * (1_000_000 // len(answer))} http://user:{SECRET}@host"

@@ -29,12 +29,11 @@ class Run:
         folder: Path,
         hang: str,
         hang_at: int = HANG_AT,
-        no_signal_is_free: bool = False,
         fresh: bool = False,
         **options: Any,
     ) -> None:
         self.folder, self.hang_at = folder, hang_at
-        arguments = {"options": {"watchdog": PATIENCE, **options}, "no_signal_is_free": no_signal_is_free}
+        arguments = {"options": {"watchdog": PATIENCE, **options}}
         module = ["tests.watchdog.trainer", hang, str(folder), str(hang_at), json.dumps(arguments)]
         self.process = zygote.start(module, fresh=fresh, stdin=zygote.PIPE, stdout=zygote.PIPE)
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -79,26 +77,17 @@ def wait_for_a_lock() -> None:
     lock.acquire()
 
 
-def take_five_seconds() -> None:
-    time.sleep(5)
-
-
 HANGS: dict[str, Callable[[], None]] = {
-    "python": spin_in_python,
     "gil": hold_the_gil,
     "lock": wait_for_a_lock,
     "loader": spin_in_python,
     "worker": spin_in_python,
-    "slow": take_five_seconds,
 }
 
 
 def main() -> None:
     hang, run, hang_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
     arguments: dict[str, Any] = {"every": 1, "persist_every": None, **json.loads(sys.argv[4])}
-    if arguments.pop("no_signal_is_free", False):
-        for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
-            signal.signal(number, lambda *_: print("a handler of the user's ran", flush=True))
     options = flashckpt.Options(**arguments.pop("options"))
     torch.set_num_threads(1)
     torch.manual_seed(1)
