@@ -99,7 +99,7 @@ def attach(
         def prepared() -> tuple[Tree, str, Remote | None, CachePlace | None, Mapping[str, str]]:
             looped = check_loop()
             check_call(every, persist_every, keep, options, tiers)
-            url = open_store(path).url
+            url = open_store(path, options.storage_options).url
             # One part holds the values of all ranks of a node.
             tree = Tree(_state_of(state, named), MAX_VALUES_BYTES // max(1, environment.local_world))
             place = None

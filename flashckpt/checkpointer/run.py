@@ -423,6 +423,9 @@ class Checkpointer:
             if is_end and not self._is_closed and self.completed > 0:
                 with self._capture.heartbeat.resting():
                     self._loop.capture_now(persist=True)
+                    if self._state is RunState.STEPPING:
+                        # Ranks whose program ends the loop have settled this boundary: they wait for it.
+                        self._loop.settle()
                     self._wait_at_end()
         except FlashckptError as error:
             if not signals.heard:

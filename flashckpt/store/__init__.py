@@ -77,9 +77,16 @@ def _open(text: str, options: Mapping[str, Any] | None) -> Store:
             ) from error
     if match[1].lower() != "file":
         url = _canonical(text)
+        before = _options.get(url)
         if options:
             give_options(url, options)
-        return _store_at(url, match[1].lower())
+        try:
+            return _store_at(url, match[1].lower())
+        except OptionError:
+            _options.pop(url, None)
+            if before is not None:
+                _options[url] = before
+            raise
     parts = urlsplit(text)
     if re.search(r"[?#\x00-\x1f]", text):
         raise OptionError(
