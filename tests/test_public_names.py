@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -75,6 +77,23 @@ def test_what_dcp_offers() -> None:
         assert torchs - ours <= {"use_collectives"}
     assert list(inspect.signature(dcp.Writer).parameters) == ["path"]
     assert list(inspect.signature(dcp.Reader).parameters) == ["path", "step"]
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("accelerate.py", ["attach"]),
+        ("lightning.py", ["Checkpoint"]),
+        ("torchtitan.py", ["FlashCheckpointManager"]),
+    ],
+)
+def test_what_the_integrations_offer(module: str, names: list[str]) -> None:
+    """By their sources: not each framework is installed everywhere."""
+    for node in ast.parse((Path(flashckpt.__file__).parent / module).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            assert ast.literal_eval(node.value) == names
+            return
+    pytest.fail(f"{module} has no __all__")
 
 
 def test_options_and_their_defaults() -> None:

@@ -14,35 +14,21 @@ from benchmarks.settings import MIB, Job, Settings, for_machine, quick
 from benchmarks.workload import Workload, checksum, shape_of
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Job:
-    """A checkpoint of torch.save, and the job that loads and compares it."""
+def test_one_flipped_bit_is_told(tmp_path: Path) -> None:
+    """In a checkpoint of torch.save."""
     settings = replace(quick(for_machine(tmp_path, cuda=False, threads=1)), state_bytes=4 * MIB)
     _, result = measure.measure(settings, "torch_save", tmp_path)
-    return Job(
-        settings=settings,
-        peer="torch_save",
-        folder=str(tmp_path),
-        result=str(tmp_path / "result.json"),
-        extra=result["last"],
-    )
-
-
-def test_what_was_saved_is_exact(saved: Job) -> None:
+    folder, into = str(tmp_path), str(tmp_path / "result.json")
+    saved = Job(settings=settings, peer="torch_save", folder=folder, result=into, extra=result["last"])
     result = load.load(saved)
-    assert result["exact"] is True
-    assert result["differ"] == 0
-
-
-def test_one_flipped_bit_is_told(saved: Job) -> None:
-    [path] = Path(saved.folder).glob("*.pt")
+    assert (result["exact"], result["differ"]) == (True, 0)
+    [path] = tmp_path.glob("*.pt")
     state: dict[str, Any] = torch.load(path)
     moment = state["optimizer"]["state"][0]["exp_avg"]
     moment.view(torch.int32)[0, 0] ^= 1
     torch.save(state, path)
     result = load.load(saved)
-    assert result["exact"] is False
-    assert result["differ"] == 1
+    assert (result["exact"], result["differ"]) == (False, 1)
 
 
 @pytest.mark.parametrize("state_bytes", [64 * MIB, 1024 * MIB, 8192 * MIB])

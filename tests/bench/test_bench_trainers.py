@@ -20,20 +20,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(900)
 def test_it_runs(framework: str, tmp_path: Path) -> None:
     """Turns of two variants, a kill of each, and the table."""
-    options = [
-        "--mib",
-        "2",
-        "--layers",
-        "2",
-        "--batch",
-        "4",
-        "--save-every",
-        "3",
-        "--turns",
-        "1",
-        "--kills",
-        "1",
-    ]
+    options = ["--mib=2", "--layers=2", "--batch=4", "--save-every=3", "--turns=1", "--kills=1"]
     command = [sys.executable, "-m", "benchmarks.trainers", "--frameworks", framework, *options]
     command += ["--variants", "plain", "own", "--json", str(tmp_path / "out.json"), "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=800)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import mmap
 import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,66 +13,14 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt.store.local import LocalStore
-from tests import run_view
+from flashckpt import OptionError
+from tests import zygote
+from tests.checkpointer.damaged import flip, shard, trained
 from tests.checkpointer.test_loop import Job, loader
-from tests.commit.runs import of_format
-from tests.folders import data_of, records
 from tests.waiting import until
 
 MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on
 pytestmark = pytest.mark.usefixtures("runtime")
-
-
-def trained(run: Path, steps: list[int]) -> None:
-    """A run with these committed steps and nothing in memory: its keeper has ended."""
-    job = Job()
-    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
-        while checkpointer.completed < steps[-1]:
-            job.train(torch.ones(2, 4) * checkpointer.completed)
-            checkpointer.step()
-            if checkpointer.completed in steps:
-                checkpointer.save()
-                checkpointer.wait()
-    assert flashckpt.steps(run) == steps
-
-
-def shard(run: Path, step: int) -> Path:
-    [path] = data_of(run, step).glob("rank-*")
-    return path
-
-
-def record(run: Path, step: int) -> Path:
-    """The manifest of the newest commit of a step number."""
-    newest = [name for name in records(run) if name.step == step][-1]
-    return run / run_view.manifest_of(LocalStore(str(run)), newest.id)
-
-
-def quarantined(run: Path) -> list[int]:
-    """The step numbers of the checkpoints that failed two verifications."""
-    return [name.step for name in run_view.damaged(LocalStore(str(run)))]
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_damaged_step_is_named_and_the_older_one_taken(
-    tmp_path: Path, kill_keepers: object, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = tmp_path / "run"
-    trained(run, [2, 4])
-    kill_keepers(remove_regions=True)  # type: ignore[operator]
-    flip(shard(run, 4), -5)
-    with caplog.at_level(logging.ERROR, "flashckpt"):
-        resumed = flashckpt.attach(run, **Job().named)
-    assert resumed.completed == 2
-    assert any("step 4" in record.getMessage() for record in caplog.records)
-    resumed.close()
-    assert quarantined(run) == [4], "the damaged step is quarantined, and nothing of it deleted"
-    assert shard(run, 4).exists()
 
 
 def huge() -> torch.Tensor:
@@ -84,29 +29,9 @@ def huge() -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | MAP_NORESERVE), dtype=torch.uint8)
 
 
-def committed(checkpointer: flashckpt.Checkpointer) -> bool:
-    """Whether wait() is well now; a try that was under way when room was made may still fail."""
-    try:
-        checkpointer.wait()
-    except flashckpt.PersistError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("harm", ["flipped", "truncated", "missing"])
-def test_a_run_of_which_nothing_can_be_used_is_no_fresh_start(
-    harm: str, tmp_path: Path, kill_keepers: object
-) -> None:
-    run = tmp_path / "run"
-    trained(run, [2])
-    kill_keepers(remove_regions=True)  # type: ignore[operator]
-    path = shard(run, 2)
-    if harm == "flipped":
-        flip(path, -9)
-    elif harm == "truncated":
-        path.write_bytes(path.read_bytes()[:-1])
-    else:
-        path.unlink()
+def test_a_run_of_which_nothing_can_be_used_is_no_fresh_start(run: Path) -> None:
+    flip(shard(run, 2), -9)
+    shard(run, 4).unlink()
     job = Job()
     before = job.model.weight.detach().clone()
     with pytest.raises(flashckpt.UnusableRunError):
@@ -122,65 +47,41 @@ RANKS = {
     "RANK=0 WORLD_SIZE=0": "RANK=0 of WORLD_SIZE=0: there is no such rank",
     "RANK=3": "RANK=3 without WORLD_SIZE: how many ranks there are is unknown",
 }
-ALONE = ["RANK=0", "RANK=0 WORLD_SIZE=1", "WORLD_SIZE=1", "SLURM_PROCID=3 SLURM_NTASKS=4", "LOCAL_RANK=1"]
+ALONE = ["RANK=0 LOCAL_RANK=1 SLURM_PROCID=3 SLURM_NTASKS=4", "RANK=0 WORLD_SIZE=1"]
 
 
-def set_variables(monkeypatch: pytest.MonkeyPatch, variables: str) -> None:
-    for each in variables.split():
-        name, _, value = each.partition("=")
-        monkeypatch.setenv(name, value)
+@contextlib.contextmanager
+def variables(text: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for each in text.split():
+            patch.setenv(*each.split("="))
+        yield
 
 
-@pytest.mark.parametrize("variables", RANKS)
-def test_a_rank_of_several_that_is_in_no_group_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: str
-) -> None:
+def test_a_rank_of_several_that_is_in_no_group_is_refused(tmp_path: Path) -> None:
     """Before a step is awaited for ever, and before each of them trains the whole run."""
-    set_variables(monkeypatch, variables)
-    with pytest.raises(flashckpt.OptionError, match=f"{RANKS[variables]}.* Nothing was started"):
-        flashckpt.attach(tmp_path / "run", **Job().named)
+    for each, why in RANKS.items():
+        with variables(each), pytest.raises(OptionError, match=f"{why}.* Nothing was started"):
+            flashckpt.attach(tmp_path / "run", **Job().named)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("variables", ALONE)
-def test_a_process_that_trains_alone_is_not_taken_for_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: str
-) -> None:
-    set_variables(monkeypatch, variables)
-    with flashckpt.attach(tmp_path / "run", **Job().named) as checkpointer:
-        checkpointer.step()
-        checkpointer.save()
-    assert flashckpt.steps(tmp_path / "run") == [1]
-
-
-def test_another_format_is_refused(tmp_path: Path, kill_keepers: object) -> None:
-    run = tmp_path / "run"
-    trained(run, [2])
-    newest = max(run.glob("catalogue/*"))
-    newest.write_bytes(of_format(9, newest.read_bytes()))
-    with pytest.raises(flashckpt.FormatError, match="format 9"):
-        flashckpt.steps(run)
-    with pytest.raises(flashckpt.FormatError):
-        flashckpt.attach(run, **Job().named)
+    # A process that trains alone is no rank of several.
+    for step, each in enumerate(ALONE, 1):
+        with variables(each), flashckpt.attach(tmp_path / "run", **Job().named) as checkpointer:
+            checkpointer.step()
+            checkpointer.save()
+        assert flashckpt.steps(tmp_path / "run")[-1] == step
 
 
 def test_a_run_that_another_process_holds_is_refused_with_its_pid(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch, flashckpt; m = torch.nn.Linear(4, 4)\n"
-        "c = flashckpt.attach(sys.argv[1], model=m); print('held', flush=True); sys.stdin.read(); c.close()"
-    )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    words = ["tests.checkpointer.growing", str(tmp_path / "run"), str(tmp_path / "log"), "1", "9", "1"]
+    owner = zygote.start(words, stdout=zygote.PIPE)
     assert owner.stdout is not None
-    assert owner.stdout.readline() == "held\n"
+    with owner.stdout:
+        assert owner.stdout.readline(), "it has begun, and stands still"
     with pytest.raises(flashckpt.RunHeldError, match=str(owner.pid)):
         flashckpt.attach(tmp_path / "run", **Job().named)
-    owner.communicate()
-    flashckpt.attach(tmp_path / "run", model=nn.Linear(4, 4)).close()
+    owner.kill()
+    owner.wait(240)
 
 
 def test_too_little_memory_says_how_much_and_what_helps(tmp_path: Path) -> None:
@@ -211,23 +112,6 @@ def test_a_loop_that_can_hold_no_snapshot_ends_in_its_first_steps(tmp_path: Path
     assert batches.completed < 5
 
 
-def test_a_full_disk_is_told_at_wait_and_the_next_save_works(tmp_path: Path, small_disk: Path) -> None:
-    """A real file system of a few MiB: training continues, wait() raises, room is made, wait() is well."""
-    run = small_disk / "run"
-    model = nn.Linear(512, 512)
-    options = flashckpt.Options(grace="1s")
-    with flashckpt.attach(run, every=None, persist_every=None, options=options, model=model) as checkpointer:
-        filler = small_disk / "filler"
-        checkpointer.step()
-        filler.write_bytes(b"x" * (7 << 20))
-        checkpointer.save()
-        with pytest.raises(flashckpt.PersistError, match="No space"):
-            checkpointer.wait()
-        filler.unlink()
-        until(lambda: committed(checkpointer), "the next try to succeed")
-    assert flashckpt.verify(run).ok
-
-
 def test_a_run_whose_disk_is_full_is_a_named_error_at_the_next_start(
     small_disk: Path, kill_keepers: Callable[..., None]
 ) -> None:
@@ -249,15 +133,13 @@ def test_a_run_whose_disk_is_full_is_a_named_error_at_the_next_start(
         assert checkpointer.resumed.step == 2
 
 
-def test_what_is_no_path_no_step_and_no_dictionary(tmp_path: Path) -> None:
+def test_what_is_no_path_no_step_and_no_dictionary(run: Path, tmp_path: Path) -> None:
     for path in (None, b"run", 5):
-        with pytest.raises(flashckpt.OptionError, match="the run's path is"):
+        with pytest.raises(OptionError, match="the run's path is"):
             flashckpt.attach(path, **Job().named)  # type: ignore[arg-type]
-    run = tmp_path / "run"
-    trained(run, [2])
     for call in (flashckpt.load, flashckpt.verify, flashckpt.branch):
-        with pytest.raises(flashckpt.OptionError, match="Pass a step number"):
+        with pytest.raises(OptionError, match="Pass a step number"):
             call(run, "2")  # type: ignore[operator]
-    with pytest.raises(flashckpt.OptionError, match="^state=Linear"):
+    with pytest.raises(OptionError, match="^state=Linear"):
         flashckpt.attach(tmp_path / "other", state=nn.Linear(2, 2))  # type: ignore[arg-type]
     assert not (tmp_path / "other").exists()

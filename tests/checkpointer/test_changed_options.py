@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import flashckpt
@@ -68,16 +68,6 @@ def test_one_line_has_both_values_at_each_start(tmp_path: Path, caplog: pytest.L
         assert "optimizer: weight_decay is 0.0 as in the checkpoint, and not 0.3" in line
         assert "set it in optimizer.param_groups after attach or loop" in line
         assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_equal_groups_are_one_entry(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def in_groups(lr: float) -> Make:
-        return lambda model: SGD([{"params": [p]} for p in model.parameters()], lr=lr, momentum=0.9)
-
-    start(tmp_path, in_groups(0.1), steps=2)
-    start(tmp_path, in_groups(0.2), steps=4)
-    (line,) = told(caplog)
-    assert line.count("lr is 0.1") == 1
 
 
 def test_what_the_remedy_sets_is_silent(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

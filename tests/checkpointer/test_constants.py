@@ -1,9 +1,9 @@
-"""What never changes stands in memory once, from the first snapshot on; and every snapshot stays whole."""
+"""What never changes, as the frozen base of LoRA, stands in memory and on storage once, from the first
+snapshot on; and every snapshot comes back exactly."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,25 +12,106 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import flashckpt
 from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.errors import OutOfSpaceError
+from flashckpt.format.records import RankRecord
 from flashckpt.keeper.client import KeeperClient
-from flashckpt.memory.region import Record, SlotSize
+from flashckpt.memory.region import Record
 from flashckpt.memory.slot import Slot
-from flashckpt.state.tree import Tree
-from tests.checkpointer.test_frozen import BASE_BYTES, Job, attach, files, flip, record, straight
+from flashckpt.store import open_store
+from tests import run_view
+from tests.commit.runs import newest_of
+from tests.keeper.driver import told
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of
-from tests.waiting import abandon, until
+from tests.waiting import abandon, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
+BASE_BYTES = 4 * 512 * 512
 # Room for what is trained, with its slack in metadata and image of a MiB each.
 SLOT_BYTES = (2 << 20) + (256 << 10)
 _MOST_STEPS = 400
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a small trained one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.base = nn.Linear(512, 512, bias=False)
+        self.base.weight.requires_grad_(False)
+        self.down = nn.Linear(512, 4, bias=False)
+        self.up = nn.Linear(4, 512, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Job:
+    def __init__(self, *, blank: bool = False) -> None:
+        self.model = Adapted()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.Adam(trained, lr=0.01)
+        if blank:
+            for parameter in self.model.parameters():
+                nn.init.zeros_(parameter)
+
+    @property
+    def named(self) -> dict[str, object]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, checkpointer: Checkpointer, steps: int, *, save: bool = False) -> None:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(checkpointer.completed)
+            self.model(torch.randn(3, 512, generator=generator)).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            checkpointer.step()
+            until_slots(checkpointer)
+            if save:
+                checkpointer.save()
+                checkpointer.wait()
+
+    def bytes(self) -> dict[str, bytes]:
+        return {name: tensor.numpy().tobytes() for name, tensor in self.model.state_dict().items()}
+
+
+def straight(steps: int) -> dict[str, bytes]:
+    """The model of a run that was never stopped."""
+    job = Job()
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        job.model(torch.randn(3, 512, generator=generator)).square().sum().backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+    return job.bytes()
+
+
+def attach(run: Path, job: Job) -> Checkpointer:
+    return flashckpt.attach(run, every=1, persist_every=None, keep=flashckpt.Keep(last=20), **job.named)
+
+
+def record(run: Path, step: int) -> RankRecord:
+    store = open_store(run)
+    name = newest_of(store, step)
+    return run_view.read(store, name).rank(0)
+
+
+def files(run: Path) -> list[Path]:
+    return sorted(run.glob("data/*/*/frozen-*.safetensors"))
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset, 0 if offset >= 0 else 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 8]))
 
 
 def sizes(runtime: Path, kind: str) -> dict[str, int]:
@@ -110,13 +191,22 @@ def test_the_first_snapshot_names_a_region_and_its_slot_holds_the_rest(tmp_path:
             assert len(slots) == 3
             assert max(slots.values()) < SLOT_BYTES
             job.train(checkpointer, 1, save=True)
-            each = record(run, checkpointer.completed)
-            assert each.constants is not None
-            assert [leaf.name for leaf in each.constants.leaves] == ["model.base.weight"]
         done = checkpointer.completed
     assert job.bytes() == straight(done)
     assert flashckpt.verify(run).ok
-    assert len(files(run)) == 1
+    [file] = files(run)
+    assert file.stat().st_size == 4096 + BASE_BYTES
+    steps = flashckpt.steps(run)
+    for step in steps:
+        each = record(run, step)
+        assert each.constants is not None
+        assert [leaf.name for leaf in each.constants.leaves] == ["model.base.weight"]
+        assert each.constants.shard.file == file.name
+        assert each.shard.num_bytes < BASE_BYTES // 8
+    assert {line["step"]: line["num_bytes"] for line in told(run, "persist", len(steps))} == {
+        step: record(run, step).shard.num_bytes + (file.stat().st_size if step == steps[0] else 0)
+        for step in steps
+    }, "a later step writes the trained part alone"
     assert flashckpt.load(run)["model.base.weight"].numpy().tobytes() == straight(0)["base.weight"]
     until(lambda: not sizes(runtime, "constants"), "the region gone with its run")
 
@@ -146,37 +236,13 @@ def test_a_resume_takes_region_and_slots_back(
         again.train(checkpointer, 1, save=True)
     assert again.bytes() == straight(checkpointer.completed)
     assert flashckpt.verify(run).ok
+    assert len({file.stat().st_ino for file in files(run)}) == 1, "nothing is stored a second time"
 
 
-def test_after_a_resume_from_disk_the_first_snapshot_names_a_region(
-    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
-) -> None:
-    run, job = tmp_path / "run", Job()
-    with attach(run, job) as checkpointer:
-        job.train(checkpointer, 2, save=True)
-        done = checkpointer.completed
-    kill_keepers(remove_regions=True)
-    again = Job(blank=True)
-    with attach(run, again) as checkpointer:
-        assert checkpointer.resumed is not None
-        assert (checkpointer.resumed.tier, checkpointer.completed) == ("local", done)
-        assert not sizes(runtime, "constants")
-        assert not sizes(runtime, "slot")
-        again.train(checkpointer, 1)
-        until(lambda: newest(runtime)[0] == done + 1, "the first snapshot")
-        nonce = only_region(runtime)
-        again.train(checkpointer, 3)
-        assert newest(runtime) == (done + 4, nonce)
-        assert only_region(runtime) == nonce
-        assert max(sizes(runtime, "slot").values()) < SLOT_BYTES
-        done = checkpointer.completed
-    assert again.bytes() == straight(done)
-    assert len({file.stat().st_ino for file in files(run)}) == 1, "the second attempt's is a link"
-
-
-@pytest.mark.parametrize("tier", ["memory", "local"])
-@pytest.mark.parametrize("write", ["mul_", "data", "numpy"])
-@pytest.mark.parametrize("at", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    ("tier", "write", "at"),
+    [("local", "numpy", 5), ("memory", "mul_", 0), ("local", "data", 1), ("memory", "numpy", 2)],
+)
 def test_one_that_changes_is_never_resumed_with_old_bytes(
     tmp_path: Path, runtime: Path, tier: str, write: str, at: int, kill_keepers: Callable[..., None]
 ) -> None:
@@ -194,7 +260,7 @@ def test_one_that_changes_is_never_resumed_with_old_bytes(
                         weight.data = weight.data + 1
                     case "numpy":
                         weight.detach().numpy()[3] = 5
-        job.train(checkpointer, 1)
+        job.train(checkpointer, 1, save=step == 3)
     train_until(job, checkpointer, lambda: is_captured(checkpointer), "a snapshot in slots that have grown")
     if tier == "local":
         job.train(checkpointer, 1, save=True)
@@ -214,6 +280,8 @@ def test_one_that_changes_is_never_resumed_with_old_bytes(
         again.train(checkpointer, 2, save=True)
         now, done = again.bytes(), checkpointer.completed
     assert flashckpt.verify(run).ok
+    earlier = flashckpt.load(run, 4)["model.base.weight"].numpy().tobytes()
+    assert (earlier == straight(0)["base.weight"]) == (at > 3)
     loaded = flashckpt.load(run)
     assert {name: loaded[f"model.{name}"].numpy().tobytes() for name in now} == now
     kill_keepers(remove_regions=True)
@@ -250,32 +318,6 @@ def test_weights_that_are_loaded_after_a_resume_are_constants_anew(
     with attach(run, last) as checkpointer:
         assert checkpointer.completed == done
         assert last.bytes() == now
-
-
-def test_what_is_frozen_in_a_run_is_spared_from_the_next_start_on(
-    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
-) -> None:
-    run, job = tmp_path / "run", Two()
-    late = job.model.other.weight.requires_grad_(True)
-    with attach(run, job) as checkpointer:
-        job.train(checkpointer, 2)
-        late.requires_grad_(False)
-        late.grad = None
-        before = sizes(runtime, "slot")
-        job.train(checkpointer, 8, save=True)
-        assert sizes(runtime, "slot") == before, "nothing shrinks in a run"
-        done, now = checkpointer.completed, job.bytes()
-    kill_keepers(remove_regions=True)
-    again = Two(blank=True)
-    with attach(run, again) as checkpointer:
-        assert again.bytes() == now
-        again.train(checkpointer, 2, save=True)
-        constants = record(run, checkpointer.completed).constants
-        assert constants is not None
-        assert [leaf.name for leaf in constants.leaves] == ["model.base.weight", "model.other.weight"]
-        assert max(sizes(runtime, "slot").values()) < SLOT_BYTES
-        assert checkpointer.completed == done + 2
-    assert flashckpt.verify(run).ok
 
 
 def test_a_run_of_constants_alone(tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]) -> None:
@@ -315,30 +357,6 @@ def test_a_region_that_rots_is_found_and_the_run_goes_on_from_disk(
         assert checkpointer.resumed is not None
         assert (checkpointer.resumed.tier, checkpointer.completed) == ("local", done)
         assert again.bytes() == straight(done)
-
-
-class Convolved(Job):
-    """A frozen weight whose bytes are not row-major."""
-
-    def __init__(self, *, blank: bool = False) -> None:
-        super().__init__(blank=blank)
-        self.model.conv = nn.Conv2d(256, 256, 3).to(memory_format=torch.channels_last)
-        for parameter in self.model.conv.parameters():
-            parameter.requires_grad_(False)
-        assert not self.model.conv.weight.is_contiguous()
-
-
-def test_what_has_to_be_made_row_major_is_copied_each_time(
-    tmp_path: Path, runtime: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run, job = tmp_path / "run", Convolved()
-    with caplog.at_level("INFO", logger="flashckpt"), attach(run, job) as checkpointer:
-        job.train(checkpointer, 4, save=True)
-        constants = record(run, checkpointer.completed).constants
-        assert constants is not None
-        assert [leaf.name for leaf in constants.leaves] == ["model.base.weight"]
-    assert sum("are not row-major" in each for each in caplog.messages) == 1
-    assert torch.equal(flashckpt.load(run)["model.conv.weight"], job.model.conv.weight)
 
 
 # ---- where memory is short
@@ -384,22 +402,8 @@ def test_without_room_for_names_region_and_slots_are_memfds(
     assert flashckpt.verify(run).ok
 
 
-def test_without_room_for_a_region_there_is_no_slot_either(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_room(*_: Any, **__: Any) -> Any:
-        raise OutOfSpaceError("no room for what never changes", needed=2, available=1)
-
-    job = Job()
-    checkpointer = attach(tmp_path / "run", job)
-    monkeypatch.setattr(KeeperClient, "constants", no_room)
-    with pytest.raises(OutOfSpaceError, match="what never changes"):
-        checkpointer.save()
-    monkeypatch.undo()
-    checkpointer.save()
-    checkpointer.wait()
-    assert record(tmp_path / "run", checkpointer.completed).constants is not None
-    checkpointer.close()
+def no_room(*_: Any, **__: Any) -> Any:
+    raise OutOfSpaceError("no room for what never changes", needed=2, available=1)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -407,10 +411,6 @@ def test_without_room_for_another_region_that_of_before_goes_on(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, ordered: bool
 ) -> None:
     """What changed in the attempt before would be constant again."""
-
-    def no_room(*_: Any, **__: Any) -> Any:
-        raise OutOfSpaceError("no room for what never changes", needed=2, available=1)
-
     run, job = tmp_path / "run", Two()
     checkpointer = attach(run, job)
     job.train(checkpointer, 2)
@@ -433,44 +433,6 @@ def test_without_room_for_another_region_that_of_before_goes_on(
         now = again.bytes()
     found = flashckpt.load(run)
     assert {name: found[f"model.{name}"].numpy().tobytes() for name in now} == now
-
-
-class Little:
-    """Room for slots of `limit` bytes of image and no more, once that is set. `asked` are sizes asked for."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[int] = []
-        self.limit, ask = 0, KeeperClient.slots
-
-        def in_little_room(client: KeeperClient, count: int, needed: SlotSize, *how: Any) -> Any:
-            self.asked.append(needed.image_bytes)
-            if self.limit and needed.image_bytes > self.limit:
-                raise OutOfSpaceError("no room", needed=needed.image_bytes, available=self.limit)
-            return ask(client, count, needed, *how)
-
-        monkeypatch.setattr(KeeperClient, "slots", in_little_room)
-
-
-def test_slots_grow_by_the_one_that_changes_alone(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, kill_keepers: Callable[..., None]
-) -> None:
-    """There is no memory for slots that hold both."""
-    run, job, little = tmp_path / "run", Two(), Little(monkeypatch)
-    with attach(run, job) as checkpointer:
-        job.train(checkpointer, 3)
-        little.limit = 3 << 20
-        with torch.no_grad():
-            job.model.other.weight.mul_(2)  # 2 MiB
-        job.train(checkpointer, 1)
-        train_until(job, checkpointer, lambda: is_captured(checkpointer), "a snapshot")
-        assert newest(runtime)[1] == only_region(runtime)
-        job.train(checkpointer, 2, save=True)
-        done, now = checkpointer.completed, job.bytes()
-    kill_keepers(remove_regions=True)
-    again = Two(blank=True)
-    with attach(run, again) as checkpointer:
-        assert checkpointer.completed == done
-        assert again.bytes() == now
 
 
 def test_a_region_that_nothing_names_any_more_goes_and_not_before(
@@ -518,88 +480,30 @@ def test_a_region_stays_while_a_slot_that_was_outgrown_names_it(tmp_path: Path, 
         assert slots._is_named(nonce)
 
 
-def test_a_region_that_cannot_be_mapped_leaves_no_descriptor(tmp_path: Path, runtime: Path) -> None:
-    job = Job()
-    with attach(tmp_path / "run", job) as checkpointer:
-        job.train(checkpointer, 2)
-        [path] = runtime.glob("*/*/constants-*")
-        grant = checkpointer._session.keeper.keep_constants(path.name)
-        with path.open("r+b", buffering=0) as region:
-            began = region.read(64)
-            os.pwrite(region.fileno(), bytes(64), 0)
-            with pytest.raises(flashckpt.DamagedError):
-                grant.open()
-            os.pwrite(region.fileno(), began, 0)
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(grant.descriptor)
-
-
-def one(job: Job, checkpointer: Checkpointer) -> None:
-    """One step, without standing still for slots."""
-    job.model(torch.randn(2, 512)).square().sum().backward()
-    job.optimizer.step()
-    job.optimizer.zero_grad()
-    checkpointer.step()
-
-
-def test_the_state_is_walked_once_for_the_size_of_its_first_slots(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_flipped_byte_in_the_file_is_found_and_an_older_step_taken(
+    tmp_path: Path, kill_keepers: Callable[..., None]
 ) -> None:
-    """They may take minutes to be made, and every boundary meanwhile would pay for a walk."""
-    job, walks, walk, let_go = Job(), list[Tree](), Tree.walk, threading.Event()
-    ask = KeeperClient.slots
-
-    def slowly(client: KeeperClient, *how: Any) -> Any:
-        assert let_go.wait(240)
-        return ask(client, *how)
-
-    def seen(tree: Tree, used_up: Any) -> Any:
-        walks.append(tree)
-        return walk(tree, used_up)
-
-    monkeypatch.setattr(KeeperClient, "slots", slowly)
-    with attach(tmp_path / "run", job) as checkpointer:
-        with monkeypatch.context() as short:
-            # The first boundary of all waits for them, for as long as a keeper is waited for.
-            short.setattr(checkpointer._keeper_link, "timeout_s", 0.1)
-            one(job, checkpointer)
-        assert checkpointer._keeper_link.slots.preparing
-        monkeypatch.setattr(Tree, "walk", seen)
-        for _ in range(5):
-            one(job, checkpointer)
-        assert not walks
-        let_go.set()
-        until(lambda: checkpointer._keeper_link.slots.ready, "slots")
-        one(job, checkpointer)
-        assert is_captured(checkpointer)
-
-
-def test_one_that_changes_while_its_region_is_made_is_stored_as_it_is(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, kill_keepers: Callable[..., None]
-) -> None:
-    run, job, let_go, ask = tmp_path / "run", Two(), threading.Event(), KeeperClient.constants
-
-    def slowly(client: KeeperClient, *how: Any, **more: Any) -> Any:
-        assert let_go.wait(240)
-        return ask(client, *how, **more)
-
-    monkeypatch.setattr(KeeperClient, "constants", slowly)
+    run, job = tmp_path / "run", Job()
+    base = job.model.base.weight.requires_grad_(True)
     with attach(run, job) as checkpointer:
-        with monkeypatch.context() as short:
-            short.setattr(checkpointer._keeper_link, "timeout_s", 0.1)
-            one(job, checkpointer)
-        with torch.no_grad():
-            job.model.base.weight.add_(1)
-        one(job, checkpointer)
-        let_go.set()
-        until(lambda: checkpointer._keeper_link.slots.ready, "slots")
         job.train(checkpointer, 1)
-        train_until(job, checkpointer, lambda: is_captured(checkpointer), "a snapshot")
-        assert newest(runtime)[1] == only_region(runtime)
+        base.requires_grad_(False).grad = None
+        job.train(checkpointer, 1, save=True)  # the base is an ordinary leaf of this one
+    with attach(run, job) as checkpointer:
+        job.train(checkpointer, 4)
         job.train(checkpointer, 1, save=True)
-        done, now = checkpointer.completed, job.bytes()
+    assert [record(run, step).constants is None for step in (2, 7)] == [True, False]
     kill_keepers(remove_regions=True)
-    again = Two(blank=True)
+    [file] = files(run)
+    flip(file, -100)
+    [row] = flashckpt.verify(run, 7).damaged
+    assert (row.file, row.detail) == (
+        str(file.relative_to(run)),
+        "chunk 0 does not have its checksum; not the bytes that were captured: model.base.weight",
+    )
+    with pytest.raises(flashckpt.DamagedError, match=f"{file.relative_to(run)}"):
+        flashckpt.load(run, 7)
+    again = Job(blank=True)
     with attach(run, again) as checkpointer:
-        assert checkpointer.completed == done
-        assert again.bytes() == now
+        assert checkpointer.completed == 2
+        assert again.bytes() == straight(2)

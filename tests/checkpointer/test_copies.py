@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import multiprocessing
 import pickle
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,45 +66,31 @@ def hooks_of(state: dict[str, Any]) -> int:
 
 
 def pickled(state: dict[str, Any]) -> dict[str, Any]:
+    """It can be read where flashckpt is not installed."""
     data = pickle.dumps(state)
     assert b"flashckpt" not in data
     found: dict[str, Any] = pickle.loads(data)
     return found
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, pickled])
-def test_a_copy_of_what_is_attached_carries_nothing(tmp_path: Path, way: Callable[[Any], Any]) -> None:
-    keys = {name: set(vars(each)) for name, each in way(made()).items()}
+def test_a_copy_of_what_is_attached_carries_nothing(tmp_path: Path) -> None:
+    ways = (copy.deepcopy, pickled)
+    keys = [{name: set(vars(each)) for name, each in way(made()).items()} for way in ways]
     count = 0
     for state in looped(tmp_path / "run", made()):
-        copied = way(state)
-        if count % 3 == 1:
-            assert hooks_of(copied) <= 1  # the model's own, which the first call takes off
-            copied["model"](torch.ones(2, 4))
-            copied["model"].load_state_dict(state["model"].state_dict())
-        assert hooks_of(copied) == 0
-        assert {name: set(vars(each)) - {"_opt_called"} for name, each in copied.items()} == keys
-        assert str(copied["model"].state_dict()) == str(state["model"].state_dict())
-        copied["model"](torch.ones(2, 4)).sum().backward()
-        copied["optimizer"].step()
+        for way, expected in zip(ways, keys, strict=True):
+            copied = way(state)
+            if count % 3 == 1:
+                assert hooks_of(copied) <= 1  # the model's own, which the first call takes off
+                copied["model"](torch.ones(2, 4))
+                copied["model"].load_state_dict(state["model"].state_dict())
+            assert hooks_of(copied) == 0
+            assert {name: set(vars(each)) - {"_opt_called"} for name, each in copied.items()} == expected
+            assert str(copied["model"].state_dict()) == str(state["model"].state_dict())
+            copied["model"](torch.ones(2, 4)).sum().backward()
+            copied["optimizer"].step()
         count += 1
     assert count == 19
-
-
-def test_a_saved_model_loads_where_flashckpt_is_not(tmp_path: Path) -> None:
-    for state in looped(tmp_path / "run", made()):
-        torch.save(state, tmp_path / "whole.pt")
-    script = """
-import sys
-sys.modules["flashckpt"] = None
-import torch
-state = torch.load(sys.argv[1], weights_only=False)
-state["model"](torch.ones(2, 4)).sum().backward()
-state["optimizer"].step()
-"""
-    command = [sys.executable, "-c", script, str(tmp_path / "whole.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_optimizer_that_copies_its_hooks_can_be_copied(tmp_path: Path) -> None:
@@ -121,21 +104,3 @@ def test_an_optimizer_that_copies_its_hooks_can_be_copied(tmp_path: Path) -> Non
             assert {type(getattr(hook, "__self__", hook)) for hook in hooks} <= {contextlib.nullcontext}
             copied["model"](torch.ones(2, 4)).sum().backward()
             copied["optimizer"].step()
-
-
-def received(state: dict[str, Any], answer: Any) -> None:
-    answer.send((hooks_of(state), float(state["model"](torch.ones(2, 4)).sum().detach())))
-
-
-@pytest.mark.long
-def test_what_is_attached_can_be_sent_to_a_spawned_process(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    for count, state in enumerate(looped(tmp_path / "run", made())):
-        if count == 5:
-            process = context.Process(target=received, args=(state, theirs))
-            process.start()
-            assert ours.poll(120)
-            assert ours.recv()[0] == 0
-            process.join()
-            assert process.exitcode == 0

@@ -56,7 +56,7 @@ def saved_behind(run: Path, runtime: Path) -> list[int]:
     return flashckpt.steps(run)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("spoilt"), StateError("spoilt"), KeyboardInterrupt("spoilt")])
+@pytest.mark.parametrize("error", [StateError("spoilt"), KeyboardInterrupt("spoilt")])
 def test_the_newest_snapshot_is_saved_where_the_last_boundary_cannot_be_captured(
     error: BaseException, tmp_path: Path, runtime: Path
 ) -> None:
@@ -74,9 +74,10 @@ def test_the_newest_snapshot_is_saved_where_the_last_boundary_cannot_be_captured
 
 @pytest.mark.parametrize("error", [StateError("spoilt"), KeyboardInterrupt("spoilt")])
 def test_so_it_is_at_the_end_of_a_loop(error: BaseException, tmp_path: Path, runtime: Path) -> None:
+    """A state that cannot be saved any more stops no training before."""
     run, spoilt, job = tmp_path / "run", Spoilt(), Job()
     options = {"every": SEALED, "persist_every": None, "spoilt": spoilt, **job.named}
-    batches = flashckpt.loop(loader(SEALED + 1), run, **options)  # type: ignore[arg-type]
+    batches = flashckpt.loop(loader(2 * SEALED + 1), run, **options)  # type: ignore[arg-type]
     slots = batches.checkpointer._keeper_link.slots
 
     def train() -> None:
@@ -90,6 +91,7 @@ def test_so_it_is_at_the_end_of_a_loop(error: BaseException, tmp_path: Path, run
 
     with pytest.raises(type(error), match="spoilt"):
         train()
+    assert batches.completed == 2 * SEALED + 1 or isinstance(error, KeyboardInterrupt)
     assert saved_behind(run, runtime) == [SEALED]
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize(
     ("way", "status"),
-    [("exit", 5), ("raise", 6), ("break", 4), ("wait", REFUSED), ("save", REFUSED), ("report", REFUSED)],
+    [("raise", 6), ("break", 4), ("wait", REFUSED), ("report", REFUSED)],
 )
 def test_a_forked_child_ends_by_itself(tmp_path: Path, runtime: Path, way: str, status: int) -> None:
     """Slots are not mapped in it: whoever looks into one there dies of it."""

@@ -1,4 +1,5 @@
-"""State that grows in every step: it is snapshotted all the same, in ample memory and in little.
+"""State that grows in every step: it is snapshotted all the same, in little memory. In ample memory:
+test_growth_killed.py.
 
 Real trainers, killed by SIGKILL and started again. With `every=1` at most `_LOST` steps may be lost while
 there is memory for a larger slot beside that of the newest snapshot: two boundaries are skipped while larger
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,21 +35,17 @@ _MARGIN_BYTES = 64 * MIB
 
 
 class Growing:
-    """One kind of trainer in one run folder, started as often as it takes."""
+    """A trainer in one run folder, started as often as it takes."""
 
-    def __init__(self, folder: Path, runtime: Path, kind: str, every: int | str, *limit: str) -> None:
+    def __init__(self, folder: Path, runtime: Path, every: int, cgroup: Path | None = None) -> None:
         folder.mkdir()
         self.run, self.log, self._err = folder / "run", folder / "log", folder / "err"
-        self._command = ["tests.checkpointer.growing", kind, str(self.run), str(self.log), str(every)]
-        self.limit = limit
+        self._every, self.cgroup = every, cgroup
         self._environment = {**os.environ, "FLASHCKPT_RUNTIME": str(runtime)}
 
     def goes(self, steps: int, hold_at: int = -1) -> dict[str, float]:
         """Train until the end, or be killed once `hold_at` steps are completed. What `report` said then."""
-        self._before = len(self.lines()) if self.log.exists() else 0
-        with open(self._err, "ab") as err:
-            command = [*self._command, str(steps), str(hold_at), *self.limit]
-            process = zygote.start(command, stdout=zygote.PIPE, stderr=err, env=self._environment)
+        process = self._started(steps, hold_at)
         assert process.stdout is not None
         with process.stdout:
             line = process.stdout.readline()
@@ -62,15 +59,20 @@ class Growing:
 
     def dies(self, steps: int, point: str) -> None:
         """Train until it kills itself at a point."""
-        self._before = 0
-        environment = {**self._environment, "FLASHCKPT_CRASH_AT": point}
-        with open(self._err, "ab") as err:
-            command = [*self._command, str(steps), "-1", *self.limit]
-            process = zygote.start(command, stdout=zygote.PIPE, stderr=err, env=environment)
+        process = self._started(steps, -1, FLASHCKPT_CRASH_AT=point)
         assert process.stdout is not None
         with process.stdout:
             assert not process.stdout.readline(), f"{point} was never reached: {self.said()}"
         assert process.wait(240) == -signal.SIGKILL
+
+    def _started(self, steps: int, hold_at: int, **environment: str) -> zygote.Program:
+        self._before = len(self.lines()) if self.log.exists() else 0
+        words = [self.run, self.log, self._every, steps, hold_at, *([self.cgroup] if self.cgroup else [])]
+        with open(self._err, "ab") as err:
+            return zygote.start(
+                ["tests.checkpointer.growing", *map(str, words)],
+                stdout=zygote.PIPE, stderr=err, env={**self._environment, **environment},
+            )  # fmt: skip
 
     def said(self) -> str:
         return self._err.read_text()
@@ -97,52 +99,26 @@ def _is_counted(report: dict[str, float], boundaries: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[list[Any]]]:
-    """What a run says that is never killed and takes no snapshot but its last, by its kind."""
-    found: dict[str, list[list[Any]]] = {}
-
-    def reference(kind: str) -> list[list[Any]]:
-        if kind not in found:
-            folder = tmp_path_factory.mktemp("reference")
-            growing = Growing(folder / kind, folder, kind, 10 * _STEPS)
-            growing.goes(_STEPS)
-            found[kind] = growing.lines()
-            end(keepers_of(folder))
-        return found[kind]
-
-    return reference
-
-
-@pytest.mark.parametrize("every", [1, "auto"])
-@pytest.mark.parametrize("kind", ["replay", "lbfgs"])
-def test_in_ample_memory(
-    kind: str, every: int | str, tmp_path: Path, runtime: Path, references: Callable[[str], list[list[Any]]]
-) -> None:
-    growing = Growing(tmp_path / kind, runtime, kind, every)
-    report = growing.goes(_STEPS, _KILLED_AT)
-    assert report["snapshots"] > 0
-    if every == 1:
-        assert report["newest_sealed_step"] >= _KILLED_AT - _LOST
-        _is_counted(report, _KILLED_AT)
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
+    """What a run says that is never killed and takes no snapshot but its last."""
+    folder = tmp_path_factory.mktemp("reference")
+    growing = Growing(folder / "straight", folder, 10 * _STEPS)
     growing.goes(_STEPS)
-    # One that was sealed between the report and the kill counts, too.
-    assert growing.resumed_after() >= report["newest_sealed_step"] > 0
-    _is_exact(growing, references(kind))
+    end(keepers_of(folder))
+    return growing.lines()
 
 
 @pytest.mark.parametrize("num_bytes", [100 * MIB, 48 * MIB])
 @pytest.mark.process
-def test_in_small_shared_memory(
-    num_bytes: int, tmp_path: Path, references: Callable[[str], list[list[Any]]]
-) -> None:
+def test_in_small_shared_memory(num_bytes: int, tmp_path: Path, reference: list[list[Any]]) -> None:
     """Where named slots do not fit, they are memfds: also in the middle of a run."""
     with small_tmpfs(num_bytes) as runtime:
-        growing = Growing(tmp_path / "replay", runtime, "replay", 1)
+        growing = Growing(tmp_path / "replay", runtime, 1)
         report = growing.goes(_STEPS, _KILLED_AT)
         assert report["newest_sealed_step"] >= _KILLED_AT - _LOST
         growing.goes(_STEPS)
         assert growing.resumed_after() >= report["newest_sealed_step"]
-        _is_exact(growing, references("replay"))
+        _is_exact(growing, reference)
         until(lambda: not keepers_of(runtime), "the keeper to leave")
 
 
@@ -169,48 +145,43 @@ _TWO_SLOTS, _ONE_BESIDE = 172 * MIB, 104 * MIB
 
 @pytest.mark.long
 @pytest.mark.parametrize("room", [_TWO_SLOTS, _ONE_BESIDE])
-def test_in_little_memory(
-    room: int, tmp_path: Path, runtime: Path, references: Callable[[str], list[list[Any]]]
-) -> None:
+def test_in_little_memory(room: int, tmp_path: Path, runtime: Path, reference: list[list[Any]]) -> None:
     """For two slots of what the state has come to, and only for one beside that of the newest snapshot."""
     with _limited(room) as cgroup:
-        growing = Growing(tmp_path / "replay", runtime, "replay", 1, str(cgroup))
+        growing = Growing(tmp_path / "replay", runtime, 1, cgroup)
         report = growing.goes(_STEPS, _KILLED_AT)
         assert report["newest_sealed_step"] >= _KILLED_AT - _LOST
         _is_counted(report, _KILLED_AT)
         assert report["boundaries_waited"] > 0
         end(keepers_of(runtime))  # it may be of another cgroup from here on: named slots outlive it
-    growing = Growing(tmp_path / "again", runtime, "replay", 1)
-    growing.run, growing.log = tmp_path / "replay" / "run", tmp_path / "replay" / "log"
-    growing._command[2:4] = [str(growing.run), str(growing.log)]
+    growing.cgroup = None
     growing.goes(_STEPS)
     assert growing.resumed_after() >= report["newest_sealed_step"]
-    _is_exact(growing, references("replay"))
+    _is_exact(growing, reference)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("point", [each for each in POINTS if each.startswith("growth.")])
 def test_killed_while_memory_changes_hands(
-    point: str, tmp_path: Path, runtime: Path, references: Callable[[str], list[list[Any]]]
+    point: str, tmp_path: Path, runtime: Path, reference: list[list[Any]]
 ) -> None:
     """Where only one larger slot fits beside the newest: at each edge the newest sealed snapshot is there."""
     with _limited(_ONE_BESIDE) as cgroup:
-        growing = Growing(tmp_path / "replay", runtime, "replay", 1, str(cgroup))
+        growing = Growing(tmp_path / "replay", runtime, 1, cgroup)
         growing.dies(_STEPS, point)
         completed = growing.lines()[-1][0]
         end(keepers_of(runtime))
-    growing.limit = ()
-    growing._command = growing._command[:5]
+    growing.cgroup = None
     growing.goes(_STEPS)
     # What was skipped or on its way, and the step in flight, which has no line if it was not begun.
     assert growing.resumed_after() >= completed - _LOST - 1
-    _is_exact(growing, references("replay"))
+    _is_exact(growing, reference)
 
 
 def test_without_memory_for_more_it_trains_on_and_says_so(tmp_path: Path, runtime: Path) -> None:
     """The newest snapshot that there was memory for stays, is persisted, and is what a resume begins with."""
     with _limited(64 * MIB) as cgroup:
-        growing = Growing(tmp_path / "replay", runtime, "replay", 1, str(cgroup))
+        growing = Growing(tmp_path / "replay", runtime, 1, cgroup)
         report = growing.goes(_STEPS, _STEPS)
         assert "training continues without waiting" in growing.said()
         assert 0 < report["newest_sealed_step"] < _STEPS - _LOST
@@ -225,7 +196,7 @@ def test_a_state_that_outgrew_its_slots_before_a_snapshot_was_due_ends_no_run(
     """Its first slots were there, and a long time was trained: a shortage is no reason to lose that."""
     steps = 50
     with _limited(24 * MIB) as cgroup:
-        growing = Growing(tmp_path / "replay", runtime, "replay", 40, str(cgroup))
+        growing = Growing(tmp_path / "replay", runtime, 40, cgroup)
         report = growing.goes(steps, steps)
         assert "training continues without waiting" in growing.said()
         assert report["newest_sealed_step"] == -1

@@ -59,8 +59,7 @@ def raising() -> object:
     raise ZeroDivisionError("not now")
 
 
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("spoil", [threading.Lock, object])
+@pytest.mark.parametrize(("spoil", "at"), [(threading.Lock, 1), (object, 0)])
 def test_a_loader_whose_state_cannot_be_saved_is_refused_before_the_first_batch(
     spoil: Callable[[], object], at: int, tmp_path: Path
 ) -> None:
@@ -126,9 +125,7 @@ def test_positions_go_on_over_a_restart(tmp_path: Path) -> None:
     assert run(9) == [(1, 2, 2), (1, 3, 3)]
 
 
-@pytest.mark.parametrize(
-    "loader", [range(50), [*range(50)], itertools.count()], ids=lambda v: type(v).__name__
-)
+@pytest.mark.parametrize("loader", [itertools.count(), range(50)], ids=lambda v: type(v).__name__)
 def test_drawing_again_from_what_is_at_hand_is_no_news(
     loader: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -182,19 +179,6 @@ def test_a_loop_of_steps_says_once_what_it_leaves_to_the_program(
         assert len(said) == expected
 
 
-def test_a_loop_of_batches_leaves_nothing_to_the_program(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for epochs in (1, 2):
-        job = Job()
-        with flashckpt.attach(tmp_path / "run", **job.named) as run:
-            for _ in run.epochs(epochs):
-                for number in run.batches([1, 2]):
-                    job.train(number)
-                    run.step()
-    assert "are the program's to restore" not in caplog.text
-
-
 def given_in_lives(
     life: Callable[[Path, list[Any], int], None], left_after: list[int], run: Path
 ) -> list[Any]:
@@ -206,7 +190,7 @@ def given_in_lives(
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
-@pytest.mark.parametrize("taken", [[3], [5], [2, 3], [7, 3], [5, 5]])
+@pytest.mark.parametrize("taken", [[5, 5], [2, 3]])
 @pytest.mark.parametrize("name", ["torchdata nodes", "torchdata, sticky", "sticky itself", "shards"])
 def test_a_run_that_ends_with_an_epoch_goes_on_with_the_next(
     name: str, taken: list[int], tmp_path: Path, runtime: Path
@@ -240,7 +224,7 @@ def drawn_nodes() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
-@pytest.mark.parametrize("taken", [[3], [5], [5, 2], [2, 1], [7, 3]])
+@pytest.mark.parametrize("taken", [[5, 2], [2, 1]])
 @pytest.mark.parametrize("make", [LOADERS["torchdata nodes"], drawn_nodes], ids=["told", "drawn"])
 def test_torchdata_nodes_in_a_loop_that_asks_for_their_state_first(
     make: Any, taken: list[int], tmp_path: Path, runtime: Path

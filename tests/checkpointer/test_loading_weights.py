@@ -12,8 +12,6 @@ from torch import nn
 import flashckpt
 from flashckpt import NoSuchStepError, OptionError
 
-pytestmark = pytest.mark.usefixtures("runtime")
-
 
 class Inner(nn.Module):
     """Tied weights, buffers of both kinds, one that is None, and extra state with a tensor in it."""
@@ -44,8 +42,9 @@ def build() -> nn.Module:
     return nn.ModuleDict({"first": Inner(), "second": nn.Linear(5, 2)})
 
 
-def trained(run: Path) -> nn.ModuleDict:
-    model = build()
+@pytest.mark.usefixtures("runtime")
+def test_load_state_dict_takes_what_was_loaded(tmp_path: Path) -> None:
+    run, model = tmp_path / "run", build()
     assert isinstance(model, nn.ModuleDict)
     wrapped = torch.nn.parallel.DataParallel(model)  # its `module.` is in no name
     optimizer = torch.optim.Adam(model.parameters())
@@ -53,7 +52,9 @@ def trained(run: Path) -> nn.ModuleDict:
         optimizer.zero_grad()
         model["second"](model["first"](x)).sum().backward()
         optimizer.step()
-    return model
+    a_fresh_module_takes_it_strictly(run, model)
+    a_part_of_a_module(run, model)
+    what_no_module_takes_is_refused(run)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -61,9 +62,9 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in tensors if isinstance(a, torch.Tensor))
 
 
-def test_a_fresh_module_takes_it_strictly(tmp_path: Path) -> None:
-    model, fresh = trained(tmp_path / "run"), build()
-    state = flashckpt.load(tmp_path / "run", only="model", strip=True)
+def a_fresh_module_takes_it_strictly(run: Path, model: nn.Module) -> None:
+    fresh = build()
+    state = flashckpt.load(run, only="model", strip=True)
     assert not same(model, fresh)
     fresh.load_state_dict(state, strict=True)
     assert same(model, fresh)
@@ -74,23 +75,22 @@ def test_a_fresh_module_takes_it_strictly(tmp_path: Path) -> None:
     assert state.keys() == model.state_dict().keys()
 
 
-def test_a_part_of_a_module(tmp_path: Path) -> None:
-    model, fresh = trained(tmp_path / "run"), Inner()
-    fresh.load_state_dict(flashckpt.load(tmp_path / "run", 3, only="model.first", strip=True), strict=True)
+def a_part_of_a_module(run: Path, model: nn.ModuleDict) -> None:
+    fresh = Inner()
+    fresh.load_state_dict(flashckpt.load(run, 3, only="model.first", strip=True), strict=True)
     assert same(model["first"], fresh)
-    plain = flashckpt.load(tmp_path / "run", only="model.second")
+    plain = flashckpt.load(run, only="model.second")
     assert set(plain) == {"model.second.weight", "model.second.bias"}
 
 
-def test_what_no_module_takes_is_refused(tmp_path: Path) -> None:
-    trained(tmp_path / "run")
+def what_no_module_takes_is_refused(run: Path) -> None:
     with pytest.raises(OptionError, match=r"only=.*optimizer.*attach"):
-        flashckpt.load(tmp_path / "run", only="optimizer", strip=True)
+        flashckpt.load(run, only="optimizer", strip=True)
     with pytest.raises(OptionError, match="neither a module"):
-        flashckpt.load(tmp_path / "run", only="mode", strip=True)
+        flashckpt.load(run, only="mode", strip=True)
     with pytest.raises(OptionError, match="Name a part"):
-        flashckpt.load(tmp_path / "run", strip=True)
+        flashckpt.load(run, strip=True)
     with pytest.raises(NoSuchStepError, match="It has: model, optimizer"):
-        flashckpt.load(tmp_path / "run", only="mode")
+        flashckpt.load(run, only="mode")
     with pytest.raises(NoSuchStepError, match="under 'model.third'"):
-        flashckpt.load(tmp_path / "run", only="model.third", strip=True)
+        flashckpt.load(run, only="model.third", strip=True)

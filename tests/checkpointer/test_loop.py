@@ -15,8 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import flashckpt
-from flashckpt import BoundaryError, OptionError, StateError, _native
-from flashckpt.capture.slot_writer import SlotWriter
+from flashckpt import BoundaryError
 from tests.waiting import newest_sealed, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -54,50 +53,12 @@ def loader(batches: int = 6) -> DataLoader[torch.Tensor]:
     return DataLoader(torch.arange(batches * 8.0).view(batches * 2, 4), batch_size=2, shuffle=True)  # type: ignore[arg-type]
 
 
-def test_every_iteration_is_one_step_and_the_last_is_committed(tmp_path: Path) -> None:
-    job = Job()
-    batches = flashckpt.loop(loader(), str(tmp_path / "run"), every=1, **job.named)
-    seen = []
-    for x in batches:
-        seen.append(batches.completed)
-        job.train(x)
-    assert seen == list(range(6))
-    assert batches.completed == 6
-    assert flashckpt.steps(str(tmp_path / "run"))[-1] == 6
-
-
 READS_AHEAD = flashckpt.Options(read_ahead_check=False)
 LEFT = "the loop was left by `break` or an exception in the iteration after step"
 
 
 def lines(caplog: pytest.LogCaptureFixture, start: str) -> list[str]:
     return [text for text in caplog.messages if text.startswith(start)]
-
-
-def test_an_iteration_left_by_break_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job()
-    for number, x in enumerate(flashckpt.loop(loader(), tmp_path / "run", every=1, **job.named), 1):
-        job.train(x)
-        if number == 3:
-            break
-    [line] = lines(caplog, LEFT)
-    assert line.startswith(f"{LEFT} 2,")
-    assert "call .stop() in the place of `break`" in line
-
-
-@pytest.mark.parametrize("every", [1, None])
-def test_a_break_before_anything_is_trained_is_reported_if_a_step_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int | None
-) -> None:
-    job = Job()
-    batches = flashckpt.loop(loader(), tmp_path / "run", every=every, persist_every=None, **job.named)
-    for x in batches:
-        until_slots(batches.checkpointer)
-        if batches.completed == 2:
-            break
-        job.train(x)
-    del batches
-    assert len(lines(caplog, LEFT)) == (every is None)
 
 
 @pytest.mark.parametrize("then", ["close", "save", "boundary", "raise"])
@@ -217,32 +178,14 @@ def test_a_loop_over_epochs_around_a_whole_run_is_refused(tmp_path: Path) -> Non
 def test_a_loop_that_was_stopped_goes_on_in_the_same_process(tmp_path: Path) -> None:
     run, job, counts = tmp_path / "run", Job(), []
     for _ in range(3):
-        batches = flashckpt.loop(loader(), run, epochs=2, **job.named)
+        batches = flashckpt.loop(loader(), run, epochs=2, every=None, persist_every=None, **job.named)
         for x in batches:
             job.train(x)
             if batches.completed % 4 == 3:
                 batches.stop()
         counts.append(batches.completed)
+        assert flashckpt.steps(run)[-1] == counts[-1], "the boundary of the stop is committed"
     assert counts == [4, 8, 12]
-
-
-def test_more_epochs_go_on_with_a_finished_run(tmp_path: Path) -> None:
-    first, straight = Job(), Job()
-    torch.manual_seed(5)
-    for x in flashckpt.loop(loader(), str(tmp_path / "run"), epochs=1, **first.named):
-        first.train(x)
-    rest = Job()
-    batches = flashckpt.loop(loader(), str(tmp_path / "run"), epochs=2, **rest.named)
-    assert len(batches) == 6
-    count = 0
-    for x in batches:
-        rest.train(x)
-        count += 1
-    torch.manual_seed(5)
-    for x in flashckpt.loop(loader(), str(tmp_path / "straight"), epochs=2, **straight.named):
-        straight.train(x)
-    assert count == 6
-    assert torch.equal(rest.model.weight, straight.model.weight)
 
 
 def test_steps_repeat_the_loader_and_end_the_run(tmp_path: Path) -> None:
@@ -256,7 +199,9 @@ def test_steps_repeat_the_loader_and_end_the_run(tmp_path: Path) -> None:
         iter(batches)
 
 
-def test_break_captures_nothing_and_lets_the_run_go(tmp_path: Path) -> None:
+def test_break_captures_nothing_is_reported_and_lets_the_run_go(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = str(tmp_path / "run")
     job = Job()
     batches = flashckpt.loop(loader(), run, every=1, **job.named)
@@ -266,6 +211,9 @@ def test_break_captures_nothing_and_lets_the_run_go(tmp_path: Path) -> None:
         if batches.completed == 2:
             break  # the third iteration: nobody knows whether its body was done
     del batches
+    [line] = lines(caplog, LEFT)
+    assert line.startswith(f"{LEFT} 2,")
+    assert "call .stop() in the place of `break`" in line
     again = Job()
     batches = flashckpt.loop(loader(), run, every=1, **again.named)
     assert batches.completed == 2
@@ -276,14 +224,15 @@ def test_break_captures_nothing_and_lets_the_run_go(tmp_path: Path) -> None:
     assert batches.completed == 6
 
 
-def test_a_step_marked_before_break_is_captured(tmp_path: Path) -> None:
+def test_a_marked_step_counts_once_and_is_captured_before_a_break(tmp_path: Path) -> None:
     run, job = str(tmp_path / "run"), Job()
     batches = flashckpt.loop(loader(), run, every=1, **job.named)
-    for x in batches:
+    for number, x in enumerate(batches, 1):
         until_slots(batches.checkpointer)
         job.train(x)
-        if batches.completed == 2:
-            batches.checkpointer.step()
+        batches.checkpointer.step()
+        assert batches.completed == number
+        if number == 3:
             break
     weight = job.model.weight.detach().clone()
     del batches
@@ -292,65 +241,6 @@ def test_a_step_marked_before_break_is_captured(tmp_path: Path) -> None:
     assert resumed.completed == 3
     assert torch.equal(again.model.weight, weight)
     resumed.close()
-
-
-def test_a_marked_step_is_not_counted_twice(tmp_path: Path) -> None:
-    job = Job()
-    batches = flashckpt.loop(loader(), str(tmp_path / "run"), **job.named)
-    for x in batches:
-        job.train(x)
-        batches.checkpointer.step()
-    assert batches.completed == 6
-
-
-def test_an_exception_lets_the_run_go(tmp_path: Path) -> None:
-    run, job = str(tmp_path / "run"), Job()
-
-    def body() -> None:
-        for x in flashckpt.loop(loader(), run, every=1, **job.named):
-            job.train(x)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        body()
-    again = Job()
-    batches = flashckpt.loop(loader(), run, **again.named)
-    assert batches.completed == 0
-    del batches
-
-
-def test_stop_ends_the_loop_at_the_next_boundary_and_commits_it(tmp_path: Path) -> None:
-    run, job = str(tmp_path / "run"), Job()
-    batches = flashckpt.loop(loader(), run, every=None, persist_every=None, **job.named)
-    for x in batches:
-        job.train(x)
-        if batches.completed == 3:
-            batches.stop()
-    assert batches.completed == 4
-    assert flashckpt.steps(run) == [4]
-
-
-def test_code_between_epochs_runs_once(tmp_path: Path) -> None:
-    """Stopped in the middle of epoch 1, and again right after its last batch."""
-    run, ran = str(tmp_path / "run"), []
-
-    def train(stop_at: int | None) -> None:
-        job = Job()
-        with flashckpt.attach(run, every=1, **job.named) as checkpointer:
-            for epoch in checkpointer.epochs(3):
-                for x in checkpointer.batches(data):
-                    until_slots(checkpointer)
-                    job.train(x)
-                    if checkpointer.completed == stop_at:
-                        checkpointer.stop()
-                if not checkpointer.stopping:
-                    ran.append(epoch)
-
-    data = loader(3)
-    train(stop_at=5)
-    train(stop_at=6)
-    train(stop_at=None)
-    assert ran == [0, 1, 2]
 
 
 def test_read_ahead_is_refused(tmp_path: Path) -> None:
@@ -367,12 +257,6 @@ def test_read_ahead_is_refused(tmp_path: Path) -> None:
     batches = prefetched(flashckpt.loop(loader(), str(tmp_path / "run"), **job.named))
     with pytest.raises(BoundaryError, match="reads ahead"):
         next(iter(batches))
-
-
-def test_read_ahead_may_be_insisted_on(tmp_path: Path) -> None:
-    options = flashckpt.Options(read_ahead_check=False)
-    batches = list(flashckpt.loop(loader(), str(tmp_path / "run"), options=options, **Job().named))
-    assert len(batches) == 6
 
 
 def test_a_loop_without_hooks_is_no_read_ahead(tmp_path: Path) -> None:
@@ -410,48 +294,6 @@ def test_the_same_run_twice_in_one_process_is_refused(tmp_path: Path) -> None:
     held.close()
 
 
-def test_a_keyword_that_is_neither_option_nor_stateful(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"evry.*neither an option.*nor"):
-        flashckpt.attach(str(tmp_path / "run"), evry=5, **Job().named)
-    assert not (tmp_path / "run").exists()
-
-
-def test_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
-    run, job = str(tmp_path / "run"), Job()
-    for x in flashckpt.loop(loader(), run, **job.named):
-        job.train(x)
-    other = Job(width=5)
-    before = other.model.weight.detach().clone()
-    with pytest.raises(flashckpt.MismatchError) as caught:
-        flashckpt.attach(run, **other.named)
-    assert any(name == "model.weight" for name, *_ in caught.value.differences)
-    assert torch.equal(other.model.weight, before)
-    assert flashckpt.verify(run).ok
-    resumed = flashckpt.attach(run, **Job().named)
-    assert resumed.completed == 6
-    resumed.close()
-
-
-def test_an_unnamed_scheduler_is_refused(tmp_path: Path) -> None:
-    job = Job()
-    kept = torch.optim.lr_scheduler.StepLR(job.optimizer, 3)
-    with pytest.raises(StateError, match="scheduler"):
-        flashckpt.attach(str(tmp_path / "run"), **job.named)
-    del kept
-
-
-def test_save_outside_a_loop_is_persisted_at_once(tmp_path: Path) -> None:
-    run, job = str(tmp_path / "run"), Job()
-    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
-        job.train(torch.ones(2, 4))
-        checkpointer.save()
-        checkpointer.wait()
-        assert flashckpt.steps(run) == [1]
-        job.train(torch.ones(2, 4))
-        checkpointer.save()
-    assert flashckpt.steps(run) == [1, 2]
-
-
 def test_save_in_an_iteration_is_of_the_next_boundary(tmp_path: Path) -> None:
     run, job = str(tmp_path / "run"), Job()
     batches = flashckpt.loop(loader(), run, every=None, persist_every=None, **job.named)
@@ -471,11 +313,6 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(flashckpt.RunError, match="file"):
         flashckpt.attach(str(tmp_path / "file" / "run"), **Job().named)
-
-
-def test_a_scheme_that_is_not_there_yet() -> None:
-    with pytest.raises(OptionError, match="gopher"):
-        flashckpt.attach("gopher://bucket/run", **Job().named)
 
 
 def has_sealed(checkpointer: flashckpt.Checkpointer, step: int) -> bool:
@@ -509,7 +346,7 @@ def test_a_snapshot_that_the_keeper_is_persisting_is_resumed_from(tmp_path: Path
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_numbers_are_those_of_a_plain_loop(workers: int, tmp_path: Path) -> None:
-    """Dropout, shuffling and workers draw exactly what they would without checkpoints."""
+    """Dropout, shuffling and workers draw exactly what they would without checkpoints; switched off, too."""
 
     def run(
         batches: Iterable[torch.Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
@@ -530,13 +367,13 @@ def test_numbers_are_those_of_a_plain_loop(workers: int, tmp_path: Path) -> None
         made = DataLoader(data, batch_size=4, shuffle=True, num_workers=workers)  # type: ignore[arg-type]
         return made, model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    plain_loader, model, optimizer = fresh()
-    expected = run(plain_loader, model, optimizer) + run(plain_loader, model, optimizer)
-    looped_loader, model, optimizer = fresh()
-    looped = flashckpt.loop(
-        looped_loader, str(tmp_path / "run"), epochs=2, every=1, model=model, optimizer=optimizer
-    )
-    assert run(looped, model, optimizer) == expected
+    loader, model, optimizer = fresh()
+    expected = run(loader, model, optimizer) + run(loader, model, optimizer)
+    for enabled in (True, False):
+        loader, model, optimizer = fresh()
+        named = {"model": model, "optimizer": optimizer}
+        looped = flashckpt.loop(loader, tmp_path / "run", epochs=2, every=1, enabled=enabled, **named)
+        assert run(looped, model, optimizer) == expected
 
 
 def test_save_after_a_change_that_no_hook_sees_saves_the_change(tmp_path: Path) -> None:
@@ -552,67 +389,6 @@ def test_save_after_a_change_that_no_hook_sees_saves_the_change(tmp_path: Path) 
         saved = checkpointer.completed
         checkpointer.save()
         assert checkpointer.completed == saved, "nothing changed: the same snapshot"
-
-
-def test_a_final_snapshot_that_cannot_be_sealed_is_no_normal_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A seal refuses a table with an empty entry: here every one after step 3 has one."""
-    run, job = str(tmp_path / "run"), Job()
-    seal = SlotWriter.seal
-
-    def spoiled(
-        target: SlotWriter,
-        sealer: object,
-        waits: object,
-        moves: object,
-        step: int,
-        *of: object,
-        **more: object,
-    ) -> None:
-        if step > 3:
-            target.table[0] = _native.EMPTY_DIGEST
-        seal(target, sealer, waits, moves, step, *of, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(SlotWriter, "seal", spoiled)
-    batches = flashckpt.loop(loader(), run, every=1, **job.named)
-
-    def train() -> None:
-        for x in batches:
-            until_slots(batches.checkpointer)
-            job.train(x)
-
-    with pytest.raises(flashckpt.PersistError, match="6"):
-        train()
-    again = flashckpt.attach(run, **Job().named)
-    assert again.completed == 3
-    again.close()
-
-
-def test_a_state_that_cannot_be_saved_any_more_is_told_at_the_end(tmp_path: Path) -> None:
-    class Notes:
-        def __init__(self) -> None:
-            self.held: list[object] = []
-
-        def state_dict(self) -> dict[str, object]:
-            return {"held": list(self.held)}
-
-        def load_state_dict(self, state: dict[str, object]) -> None:
-            self.held = list(state["held"])  # type: ignore[call-overload]
-
-    job, notes = Job(), Notes()
-    batches = flashckpt.loop(loader(), str(tmp_path / "run"), every=1, notes=notes, **job.named)
-
-    def train() -> None:
-        for x in batches:
-            until_slots(batches.checkpointer)
-            job.train(x)
-            if batches.completed == 3:
-                notes.held.append(object())
-
-    with pytest.raises(StateError, match="notes"):
-        train()
-    assert batches.completed == 6, "training went on"
 
 
 def test_a_loader_that_fails_lets_the_run_go(tmp_path: Path) -> None:
@@ -631,23 +407,6 @@ def test_a_loader_that_fails_lets_the_run_go(tmp_path: Path) -> None:
         kept.append(error)
     assert kept
     flashckpt.attach(run, **Job().named).close()
-
-
-def test_the_last_boundary_is_captured_where_the_batches_end(tmp_path: Path) -> None:
-    run, job = str(tmp_path / "run"), Job()
-    with flashckpt.attach(run, **job.named) as checkpointer:
-        for x in checkpointer.batches(loader()):
-            job.train(x)
-    assert flashckpt.steps(run)[-1] == 6
-
-
-def test_going_over_a_loader_again_wants_epochs(tmp_path: Path) -> None:
-    job, data = Job(), loader()
-    with flashckpt.attach(str(tmp_path / "run"), **job.named) as checkpointer:
-        for x in checkpointer.batches(data):
-            job.train(x)
-        with pytest.raises(BoundaryError, match="epochs"):
-            checkpointer.batches(data)
 
 
 def test_numbers_drawn_before_the_loop_are_undone_between_epochs(tmp_path: Path) -> None:

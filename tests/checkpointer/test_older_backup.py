@@ -15,7 +15,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper.node_keepers import keepers
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.checkpointer.test_bad_input import trained
+from tests.checkpointer.damaged import trained
 from tests.checkpointer.test_loop import Job
 from tests.waiting import abandon, until
 
@@ -53,12 +53,12 @@ def emptied(run: Path) -> bool:
 
 @pytest.fixture
 def put_back(tmp_path: Path) -> tuple[Path, AttemptName]:
-    """A run with step 2 and, in memory, step 8 of its fourth attempt, of which its folder knows nothing any
+    """A run with step 2 and, in memory, step 6 of its third attempt, of which its folder knows nothing any
     more; with that attempt."""
     run, backup = tmp_path / "run", tmp_path / "backup"
     trained(run, [2])
     shutil.copytree(run, backup)
-    for _ in range(3):
+    for _ in range(2):
         left_in_memory(run, 2)
     later = newest(run)
     until(lambda: emptied(run), "an empty folder: its keeper may be writing a small file")
@@ -89,7 +89,7 @@ def test_what_is_captured_after_it_is_the_newest(
     with caplog.at_level(logging.WARNING, "flashckpt"):
         check_goes_on(run, later)
     [said] = [each.getMessage() for each in caplog.records if str(later) in each.getMessage()]
-    assert "step 8" in said
+    assert "step 6" in said
     assert "put" in said
 
 

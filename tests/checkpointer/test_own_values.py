@@ -43,39 +43,10 @@ def test_a_dict_and_a_list_come_back_in_place(tmp_path: Path, caplog: pytest.Log
     assert "other variables of the program are not" in said
 
 
-@pytest.mark.parametrize("value", [20.0, 3, "x", None, (1, 2), True])
+@pytest.mark.parametrize("value", [20.0, (1, 2)])
 def test_a_value_that_cannot_be_changed_in_place_is_refused(value: object, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"lr=.*neither an option.*own="):
         flashckpt.attach(tmp_path / "run", lr=value, **Job().named)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_generator_and_a_tensor_are_named_as_they_are(tmp_path: Path) -> None:
-    def train(epochs: int) -> tuple[torch.Tensor, torch.Tensor]:
-        job, generator, total = Job(), torch.Generator().manual_seed(3), torch.zeros(2)
-        named = {**job.named, "generator": generator, "total": total}
-        for x in flashckpt.loop(loader(2), tmp_path / f"run{epochs % 3}", epochs=epochs, **named):
-            total += torch.rand(2, generator=generator)
-            job.train(x)
-        return total, torch.rand(1, generator=generator)
-
-    train(1)
-    whole = train(4)  # in the same folder: it goes on after the first epoch
-    straight = Job(), torch.Generator().manual_seed(3), torch.zeros(2)
-    for _ in range(8):
-        straight[2].add_(torch.rand(2, generator=straight[1]))
-    assert torch.equal(whole[0], straight[2])
-    assert torch.equal(whole[1], torch.rand(1, generator=straight[1]))
-
-
-def test_lists_that_no_part_has_room_for_are_refused_at_attach_with_their_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flashckpt.checkpointer.resume.MAX_VALUES_BYTES", 1 << 20)
-    own = {"best": 0.5, "replay": [["x" * 1000] * 1000] * 3}
-    with pytest.raises(StateError, match=r"own\.replay takes 3,.* \(list\).*NumPy arrays") as raised:
-        flashckpt.attach(tmp_path / "run", own=own, **Job().named)
-    assert raised.value.location == "own.replay"
     assert not (tmp_path / "run").exists()
 
 

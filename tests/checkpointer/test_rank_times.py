@@ -39,20 +39,6 @@ def test_a_line_has_the_medians_since_the_one_before() -> None:
     assert first["host"]
 
 
-def test_nothing_is_told_without_a_step_and_the_rest_at_the_end() -> None:
-    told = Told()
-    told.after(100, captures=1)
-    assert told.lines == []
-    told.after(1, 1.0)
-    assert len(told.lines) == 1
-    told.after(1, 2.0)
-    assert len(told.lines) == 1
-    told.after(1, 3.0, last=True)
-    assert [line["steps"] for line in told.lines] == [1, 2]
-    told.after(1, last=True)
-    assert len(told.lines) == 2
-
-
 def test_all_ranks_together_write_no_more_than_fifty_lines_a_second() -> None:
     for world in (1, 1000, 16384):
         told = Told(world)

@@ -8,7 +8,6 @@ from typing import Any
 
 import flashckpt
 from flashckpt.persist.ledger import Event
-from tests.checkpointer.test_bad_input import trained
 from tests.checkpointer.test_loop import Job
 from tests.events import ledger
 from tests.waiting import until
@@ -18,18 +17,12 @@ def resumes(run: Path) -> list[dict[str, Any]]:
     return [line for line in ledger(run) if line["event"] == "resume"]
 
 
-def test_one_line_a_resume_and_none_for_a_new_keeper(
-    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
-) -> None:
-    run = tmp_path / "run"
-    trained(run, [2])
+def test_one_line_a_resume_and_none_for_a_new_keeper(run: Path, kill_keepers: Callable[..., None]) -> None:
     assert resumes(run) == []
-    until(lambda: any(line["event"] == "times" for line in ledger(run)), "what its steps took")
     [times] = [line for line in ledger(run) if line["event"] == "times"]
     assert (times["rank"], times["steps"] >= 1, times["captures"] >= 1) == (0, True, True)
     assert 0 <= times["step_seconds"] <= times["slowest_seconds"]
     assert all("rank" in line for line in ledger(run) if line["event"] in ("attach", "plan", "snapshot"))
-    kill_keepers(remove_regions=True)
     with flashckpt.attach(run, every=None, **Job().named) as checkpointer:
         keeper_link = checkpointer._keeper_link
         until(lambda: resumes(run), "the line: a keeper writes it when it comes to it")
@@ -39,6 +32,6 @@ def test_one_line_a_resume_and_none_for_a_new_keeper(
         keeper_link.event(Event.SKIP, step=99)
         until(lambda: any(line.get("step") == 99 for line in ledger(run)), "the ledger")
         [line] = resumes(run)
-        assert (line["step"], line["tier"], line["rank"]) == (2, "local", 0)
+        assert (line["step"], line["tier"], line["rank"]) == (4, "local", 0)
         assert line["from_attempt"].startswith("000001-")
         assert line["seconds"] >= 0

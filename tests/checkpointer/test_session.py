@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flashckpt.checkpointer.session import KnownRun, Session, Start, open_session
+from flashckpt.commit import attempts
 from flashckpt.commit.choice import Choice
 from flashckpt.errors import OptionError, RunError, RunHeldError, SupersededError
 from flashckpt.format.names import AttemptName, SnapshotId
@@ -76,7 +77,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr(attempts, "STILL_S", 0.1)  # the keeper looks so long for other nodes before it leaves
     made = Node(tmp_path)
     yield made
     made.end()
@@ -107,25 +109,16 @@ def test_one_leads_and_one_joins(node: Node) -> None:
     until(lambda: run_view.ending(first.store, first.attempt), "the end")
 
 
-def test_who_joins_goes_on_from_where_the_attempt_does(node: Node) -> None:
-    first = node.lead()
-    second = node.join(first.attempt)
-    with pytest.raises(RunError, match="has not begun"):
-        start(second)
-    start(first)
-    with pytest.raises(RunError, match=r"has loaded step 3 .* \(boundary 7\), and .* resumes from nothing"):
-        start(second, SnapshotId(first.attempt, 7), 3)
-    start(second)
-
-
 def test_who_joins_goes_on_from_the_same_boundary_of_a_step(node: Node) -> None:
     earlier = node.lead()
     start(earlier)
     earlier.close()
     first = node.lead()
     second = node.join(first.attempt)
+    with pytest.raises(RunError, match="has not begun"):
+        start(second)
     start(first, SnapshotId(earlier.attempt, 8), 3, tier="memory")
-    with pytest.raises(RunError, match=r"\(boundary 7\), and .*\(boundary 8\)"):
+    with pytest.raises(RunError, match=r"has loaded step 3 .* \(boundary 7\), and .*\(boundary 8\)"):
         start(second, SnapshotId(earlier.attempt, 7), 3, tier="memory")
     start(second, SnapshotId(earlier.attempt, 8), 3)
 

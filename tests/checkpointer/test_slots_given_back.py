@@ -13,7 +13,7 @@ import torch
 import flashckpt
 from flashckpt import _native
 from flashckpt.memory.region import SlotSize
-from tests.checkpointer.test_bad_input import trained
+from tests.checkpointer.damaged import quarantined
 from tests.checkpointer.test_loop import Job
 from tests.events import ledger
 from tests.processes import keepers_of
@@ -49,6 +49,7 @@ def test_slots_that_cannot_be_made_usable(
         raise OSError(errno.ENOMEM, "no memory can be faulted in")
 
     monkeypatch.setattr(_native, "populate", refuses)
+    monkeypatch.setattr("flashckpt.checkpointer.slots._RETRY_S", 1.0)
     with flashckpt.attach(tmp_path / "run", every=None, **Job().named) as checkpointer:
         keeper_link = checkpointer._keeper_link
         keeper_link.slots.ask(SlotSize(4096, 1 << 16))
@@ -60,17 +61,17 @@ def test_slots_that_cannot_be_made_usable(
         assert len(regions(runtime)) == 3
 
 
-def test_a_resume_that_fails_leaves_nothing_but_what_survived(
-    tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]
-) -> None:
-    run = tmp_path / "run"
-    trained(run, [2])
-    kill_keepers(remove_regions=True)
-    with pytest.raises(flashckpt.MismatchError):
-        flashckpt.attach(run, **Job(width=5).named)
+def test_another_model_is_refused_and_leaves_nothing_but_what_survived(run: Path, runtime: Path) -> None:
+    other = Job(width=5)
+    before = other.model.weight.detach().clone()
+    with pytest.raises(flashckpt.MismatchError, match="no older step") as caught:
+        flashckpt.attach(run, **other.named)
+    assert any(name == "model.weight" for name, *_ in caught.value.differences)
+    assert torch.equal(other.model.weight, before)
+    assert not quarantined(run)
     until(lambda: not regions(runtime), "the region that the step was read into to go")
     with flashckpt.attach(run, **Job().named) as checkpointer:
-        assert (checkpointer.completed, checkpointer.resumed and checkpointer.resumed.tier) == (2, "local")
+        assert (checkpointer.completed, checkpointer.resumed and checkpointer.resumed.tier) == (4, "local")
 
 
 def mapped() -> int:

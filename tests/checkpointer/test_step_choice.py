@@ -8,7 +8,7 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,6 @@ import torch
 import flashckpt
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
-from flashckpt.commit.choice import Choice, RankOffers
-from flashckpt.commit.view import View
 from flashckpt.options import Environment
 from flashckpt.recovery.recover import recover
 from flashckpt.restore import step_choice
@@ -29,22 +27,13 @@ from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.checkpointer.test_bad_input import quarantined, trained
+from tests.checkpointer.damaged import quarantined, trained
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.voting import Voting
 from tests.commit.runs import of_format
 from tests.keeper.driver import told
 
 pytestmark = pytest.mark.usefixtures("runtime")
-
-
-@pytest.fixture
-def run(tmp_path: Path, kill_keepers: Callable[..., None]) -> Path:
-    """A run with the committed steps 2 and 4, and nothing of it in memory."""
-    folder = tmp_path / "run"
-    trained(folder, [2, 4])
-    kill_keepers(remove_regions=True)
-    return folder
 
 
 def records(run: Path) -> list[run_view.Record]:
@@ -68,21 +57,6 @@ def rewrite_part(run: Path, change: Callable[[bytes], bytes]) -> None:
     run_view.relist(open_store(run), replace(record.manifest, parts=parts))
 
 
-def withheld(run: Path, step: int) -> Callable[[], None]:
-    """Take the versions away that have a step. Returns what puts them back."""
-    store, taken = open_store(run), dict[Path, bytes]()
-    while step in [each.step for each in run_view.checkpoints(store)]:
-        path = max(run.glob("catalogue/*"))
-        taken[path] = path.read_bytes()
-        path.unlink()
-
-    def put_back() -> None:
-        for path, data in taken.items():
-            path.write_bytes(data)
-
-    return put_back
-
-
 def assert_refused(run: Path, error: type[flashckpt.FlashckptError], match: str) -> None:
     """attach stops with this error, and changes, quarantines and starts nothing."""
     job, versions = Job(), set(run.glob("catalogue/*"))
@@ -101,15 +75,8 @@ def resumed_at(run: Path) -> int:
         return checkpointer.completed
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        ("catalogue",),
-        ("catalogue", "alive", "events"),
-        ("catalogue", "data/*/*/manifest-*"),
-        ("catalogue", "data/*/*/node-*"),
-    ],
-)
+@pytest.mark.every_set
+@pytest.mark.parametrize("lost", [("catalogue", "alive", "events"), ("catalogue", "data/*/*/manifest-*")])
 def test_shards_without_their_catalogue_are_no_fresh_run_and_recover_gets_back_what_it_can(
     run: Path, lost: tuple[str, ...]
 ) -> None:
@@ -126,13 +93,6 @@ def test_shards_without_their_catalogue_are_no_fresh_run_and_recover_gets_back_w
         assert flashckpt.steps(run) == [2, 4]
         assert resumed_at(run) == 4
     assert shards <= set(run.glob("data/*/*/*.safetensors"))
-
-
-@pytest.mark.parametrize("host", ["some-other-host", ""], ids=["another host", "this host"])
-def test_a_mark_of_damage_rolls_nothing_back(run: Path, host: str) -> None:
-    """The bytes are verified at each start."""
-    run_view.mark_damaged(open_store(run), newest(run).name, host, "its memory was bad")
-    assert resumed_at(run) == 4
 
 
 class Failing:
@@ -221,7 +181,7 @@ def test_a_disk_that_gives_no_shard_at_all_is_no_fresh_start(
     assert_refused(run, flashckpt.UnusableRunError, "Input/output error")
 
 
-@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EACCES])
 def test_storage_that_is_away_is_no_reason_for_an_older_step(
     run: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -252,7 +212,7 @@ def test_a_step_of_a_newer_format_is_not_left_behind(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("section", "value"),
-    [("progress", {"step": -1}), ("rng", {"python": "x"}), ("rng", None), ("state", {})],
+    [("progress", {"step": -1}), ("rng", {"python": "x"}), ("state", {})],
 )
 def test_values_that_are_damaged_lead_to_the_older_step(run: Path, section: str, value: object) -> None:
     [part] = newest(run).parts
@@ -261,12 +221,6 @@ def test_values_that_are_damaged_lead_to_the_older_step(run: Path, section: str,
     rewrite_part(run, lambda data: harmed.to_bytes())
     assert resumed_at(run) == 2
     assert len(quarantined(run)) == 1
-
-
-def test_another_model_stops_the_resume(run: Path) -> None:
-    with pytest.raises(flashckpt.MismatchError, match="no older step"):
-        flashckpt.attach(run, **Job(width=5).named)
-    assert not quarantined(run)
 
 
 def test_the_name_that_safetensors_keeps_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -369,52 +323,3 @@ def test_who_raises_has_told_the_others(run: Path, fault: str) -> None:
     [proposal] = told
     assert (proposal.ends, proposal.could, proposal.reason) == (True, False, str(raised.value))
     assert (proposal.candidate is None) is (fault == "catalogue")
-
-
-def test_what_a_keeper_saves_while_it_is_waited_for_is_found(run: Path) -> None:
-    """Ranks that are others now, or elsewhere, cannot read it out of the memory that had it."""
-    put_back, asked = withheld(run, 4), list[list[int]]()
-
-    class Waiting(step_choice.AloneAgreement):
-        def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
-            found = super().choose(mine, decide)
-            asked.append([each.step for each in found.candidates])
-            return replace(found, needs_save=len(asked) == 1)
-
-    choice = step_choice.StepChoice(
-        View.of(open_store(run)), [], 0, lambda snapshot: None, 1, Waiting(), save=put_back
-    )
-    loaded = choice.choose()
-    assert loaded is not None
-    assert loaded.snapshot.step == 4
-    assert asked == [[2], [4, 2]]
-    loaded.drop()
-
-
-def test_steps_are_listed_once_all_have_offered(run: Path) -> None:
-    """Until then a keeper of another node may save what the trainer before has left."""
-    put_back = withheld(run, 2)
-
-    class Late(step_choice.AloneAgreement):
-        def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
-            put_back()
-            return super().choose(mine, decide)
-
-    view = View.of(open_store(run))
-    loaded = step_choice.StepChoice(view, [], 0, lambda snapshot: None, 1, Late()).choose()
-    assert loaded is not None
-    assert loaded.snapshot.step == 4
-    loaded.drop()
-
-
-def test_what_a_keeper_saves_for_other_ranks_is_waited_for(run: Path) -> None:
-    name = newest(run).name
-    put_back = withheld(run, 4)
-    choice = step_choice.StepChoice(
-        View.of(open_store(run)), [], 0, lambda snapshot: None, 1,
-        save=put_back, unsaved=lambda: [name],
-    )  # fmt: skip
-    loaded = choice.choose()
-    assert loaded is not None
-    assert loaded.snapshot.step == 4
-    loaded.drop()

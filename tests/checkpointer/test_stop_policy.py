@@ -9,7 +9,6 @@ import pytest
 import flashckpt
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
-from flashckpt.checkpointer.signals import Signals
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment, Options
@@ -89,14 +88,3 @@ def test_an_epochs_end_before_the_boundary_of_the_policy_is_no_stop(tmp_path: Pa
             ends.append((epoch, checkpointer.completed))
     assert ends == [(0, 2), (1, 3)], "the end of an epoch is a boundary as well"
     assert flashckpt.steps(run) == [3]
-
-
-def test_signals_are_asked_by_the_policy_alone() -> None:
-    signals = Signals(Options())
-    policy = StopPolicy(signals)
-    assert (policy.reason, policy.stops_at(1), policy.begins_at(1)) == (None, False, False)
-    signals.reason = "SIGTERM"
-    assert (policy.reason, policy.stops_at(2)) == ("SIGTERM", True)
-    assert [policy.begins_at(step) for step in (2, 3)] == [True, False]
-    policy.ask()
-    assert policy.begins_at(4), "who calls stop() again has that boundary captured as well"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import flashckpt
 from flashckpt import BoundaryError, MismatchError, OptionError, StateError
-from flashckpt.checkpointer.trainer_run import Deferred, DisabledRun, TrainerRun, attach_trainer
+from flashckpt.checkpointer.trainer_run import Deferred, DisabledRun, attach_trainer
 from flashckpt.store import open_store
 from tests import run_view
 from tests.waiting import until_room, until_slots
@@ -44,11 +43,6 @@ class Items(Dataset[torch.Tensor]):
         return augmented(index)
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (augmented(index) for index in range(BATCHES * 2))
-
-
 class StatefulStream(IterableDataset[torch.Tensor]):
     def __init__(self) -> None:
         self.at = 0
@@ -73,10 +67,6 @@ def own_generator() -> Any:
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: DataLoader(Items(), batch_size=2, shuffle=True),
     "generator of its own": own_generator,
-    "workers": lambda: DataLoader(Items(), batch_size=2, shuffle=True, num_workers=2),
-    "persistent workers": lambda: DataLoader(
-        Items(), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True
-    ),
     "stateful stream": lambda: DataLoader(StatefulStream(), batch_size=2),
 }
 
@@ -96,17 +86,17 @@ class Counters(Deferred):
 
 
 class Trainer:
-    """Draws `ahead` batches before it trains on one; `loaders` in lockstep. `cut` raises Cut after so many
-    iterations in this process."""
+    """Draws `ahead` batches before it trains on one. `cut` raises Cut after so many iterations in this
+    process."""
 
-    def __init__(self, path: Path, kind: str, ahead: int, loaders: int = 1, **options: Any) -> None:
+    def __init__(self, path: Path, kind: str, ahead: int, **options: Any) -> None:
         random.seed(1)
         np.random.seed(2)
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.counters = Counters()
-        self.loaders = [LOADERS[kind]() for _ in range(loaders)]
+        self.loaders = [LOADERS[kind]()]
         self.ahead, self.stopped = ahead, False
         self.seen: dict[tuple[int, int], list[Any]] = {}
         state = {"model": self.model, "optimizer": self.optimizer, "counters": self.counters}
@@ -205,13 +195,15 @@ def after_cut(path: Path, cut: int, *kind: Any) -> Trainer:
     return Trainer(path, *kind)
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 2])
-@pytest.mark.parametrize("kind", ["shuffled", "generator of its own", "stateful stream"])
+@pytest.mark.parametrize(
+    ("kind", "ahead"),
+    [("shuffled", 2), ("generator of its own", 1), ("stateful stream", 2), ("stateful stream", 0)],
+)
 def test_batches_drawn_ahead_are_drawn_again(kind: str, ahead: int, tmp_path: Path) -> None:
     plain = Trainer(tmp_path / "plain", kind, ahead)
     expected = plain.fit()
     assert expected["step"] == EPOCHS * BATCHES
-    for cut in (1, 3, 4, 5, 8):
+    for cut in (1, 3, 5, 9):  # with one of an epoch's last batches ahead, at its end, in its last iteration
         trainer = after_cut(tmp_path / f"cut{cut}", cut, kind, ahead)
         assert trainer.run.resumed is not None
         # The iteration that was cut has no boundary.
@@ -219,23 +211,6 @@ def test_batches_drawn_ahead_are_drawn_again(kind: str, ahead: int, tmp_path: Pa
         assert trainer.fit() == expected
         assert {key: plain.seen[key] for key in trainer.seen} == trainer.seen
         assert min(trainer.seen) == divmod(cut, BATCHES)
-
-
-@pytest.mark.long
-@pytest.mark.process
-@pytest.mark.parametrize("kind", ["workers", "persistent workers"])
-def test_batches_of_workers_drawn_ahead_are_drawn_again(kind: str, tmp_path: Path) -> None:
-    expected = Trainer(tmp_path / "plain", kind, 1).fit()
-    for cut in (3, 6):
-        assert after_cut(tmp_path / f"cut{cut}", cut, kind, 1).fit() == expected
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_two_loaders_in_lockstep(ahead: int, tmp_path: Path) -> None:
-    expected = Trainer(tmp_path / "plain", "shuffled", ahead, 2).fit()
-    for cut in (2, 7):
-        assert after_cut(tmp_path / f"cut{cut}", cut, "shuffled", ahead, 2).fit() == expected
 
 
 def test_batches_are_drawn_again_one_at_a_time(tmp_path: Path) -> None:
@@ -274,16 +249,7 @@ def test_an_iterator_of_an_epoch_that_has_ended_gives_no_batch(tmp_path: Path) -
     trainer.run.abandon()
 
 
-def test_a_resume_that_is_cut_before_its_first_iteration_changes_nothing(tmp_path: Path) -> None:
-    expected = Trainer(tmp_path / "plain", "shuffled", 1).fit()
-    after_cut(tmp_path / "run", 3, "shuffled", 1).run.abandon()
-    drawing = Trainer(tmp_path / "run", "shuffled", 1)
-    next(iter(drawing.taps[0]))
-    drawing.run.abandon()
-    assert Trainer(tmp_path / "run", "shuffled", 1).fit() == expected
-
-
-@pytest.mark.parametrize("cut", [2, 4])
+@pytest.mark.parametrize("cut", [4, 2])
 def test_a_stop_ends_at_a_boundary_and_in_the_last_iteration_with_the_epoch(cut: int, tmp_path: Path) -> None:
     expected = Trainer(tmp_path / "plain", "shuffled", 1).fit()
     first = Trainer(tmp_path / "run", "shuffled", 1)
@@ -305,58 +271,11 @@ def test_a_stop_ends_at_a_boundary_and_in_the_last_iteration_with_the_epoch(cut:
     assert len(second.seen) == EPOCHS * BATCHES - cut - 1
 
 
-def test_a_finished_run_trains_nothing_and_has_the_same_result(tmp_path: Path) -> None:
-    Trainer(tmp_path / "run", "shuffled", 1).fit()
-    again = Trainer(tmp_path / "run", "shuffled", 1)
-    assert again.run.epoch == EPOCHS
-    again.fit()
-    assert again.seen == {}
-    assert again.run.checkpointer.completed == EPOCHS * BATCHES
-
-
-def test_a_run_begins_at_a_given_place(tmp_path: Path) -> None:
-    plain = Trainer(tmp_path / "plain", "generator of its own", 1)
-    plain.fit()
-    begun = Trainer(tmp_path / "run", "generator of its own", 1)
-    begun.run.begin_at(step=2, epoch=0, batches=2)
-    next(iter(begun.taps[0]))
-    assert begun.taps[0].drawn == 3
-    with pytest.raises(BoundaryError, match="is at step 2 already"):
-        begun.run.begin_at(step=4, epoch=0, batches=4)
-    begun.run.abandon()
-
-
-def test_a_run_that_begins_elsewhere_counts_and_resumes(tmp_path: Path) -> None:
-    def begun(path: Path) -> Trainer:
-        trainer = Trainer(path, "shuffled", 1)
-        if trainer.run.resumed is None:
-            trainer.run.begin_at(step=2, epoch=0, batches=2)
-        return trainer
-
-    whole = begun(tmp_path / "whole")
-    whole.epoch(0, 2, False, 1, None)
-    whole.run.close()
-    expected = whole.result()
-    assert sorted(whole.seen) == [(0, 2), (0, 3), (0, 4)]
-    assert flashckpt.steps(tmp_path / "whole")[-1] == 5
-    first = begun(tmp_path / "run")
-    until_slots(first.run.checkpointer)
-    with pytest.raises(Cut):
-        first.epoch(0, 2, False, 1, cut=1)
-    first.run.abandon()
-    second = Trainer(tmp_path / "run", "shuffled", 1)
-    assert (second.run.resumed.step if second.run.resumed else None, second.run.trained) == (3, 3)
-    second.counters.apply()
-    second.run.restore_again()
-    second.epoch(0, 3, False, 1, None)
-    second.run.close()
-    assert second.seen == {key: whole.seen[key] for key in second.seen}
-    assert second.result() == expected
-
-
 def test_a_run_that_begins_elsewhere_and_is_saved_before_its_first_draw(tmp_path: Path) -> None:
     first = Trainer(tmp_path / "run", "shuffled", 0)
     first.run.begin_at(step=2, epoch=0, batches=2)
+    with pytest.raises(BoundaryError, match="is at step 2 already"):
+        first.run.begin_at(step=4, epoch=0, batches=4)
     assert (first.run.trained, first.taps[0].drawn) == (2, 2)
     first.run.checkpointer.save()
     first.run.checkpointer.wait()
@@ -396,43 +315,6 @@ def test_a_tap_passes_for_its_loader(tmp_path: Path) -> None:
     next(iter(tap))
     assert (tap.drawn, tap.passes) == (BATCHES + 1, 1)
     trainer.run.abandon()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_loader_that_is_repeated_within_an_epoch(ahead: int, tmp_path: Path) -> None:
-    def cycled(trainer: Trainer, first: int, stop: int) -> list[Any]:
-        """Iterations over the loader again and again, in one epoch; gives what was trained on."""
-        trainer.counters.apply()
-        trainer.run.restore_again()
-        queue: deque[Any] = deque()
-        seen, draws = [], iter(trainer.taps[0])
-        for number in range(first, stop):
-            while len(queue) <= ahead:
-                try:
-                    queue.append(next(draws))
-                except StopIteration:
-                    draws = iter(trainer.taps[0])
-            trainer.run.begin()
-            trainer.train([queue.popleft()], (0, number))
-            seen.append(trainer.seen[0, number])
-            trainer.end_iteration(number + 1)
-        return seen
-
-    whole = Trainer(tmp_path / "whole", "shuffled", ahead)
-    expected = cycled(whole, 0, 13)
-    assert whole.taps[0].passes == 2
-    whole.run.abandon()
-    for cut in (3, 5, 7, 10):
-        first = Trainer(tmp_path / f"cut{cut}", "shuffled", ahead)
-        until_slots(first.run.checkpointer)
-        cycled(first, 0, cut)
-        first.run.abandon()
-        second = Trainer(tmp_path / f"cut{cut}", "shuffled", ahead)
-        assert second.run.trained == cut
-        assert cycled(second, cut, 13) == expected[cut:]
-        assert second.taps[0].passes == 2
-        second.run.abandon()
 
 
 def test_batches_ahead_of_a_loader_that_is_begun_anew_are_refused(tmp_path: Path) -> None:
@@ -499,20 +381,6 @@ def test_a_run_belongs_to_one_integration(tmp_path: Path) -> None:
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"flashckpt.testing has no option persistevery"):
         attach_trainer(tmp_path, {}, integration="testing", on_stop=print, persistevery=3)
-
-
-def test_switched_off_is_the_plain_loop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.ERROR)
-    trainer = Trainer(tmp_path / "run", "shuffled", 1, enabled=False)
-    assert isinstance(trainer.run, TrainerRun)
-    assert trainer.taps == trainer.loaders
-    on = Trainer(tmp_path / "on", "shuffled", 1)
-    on_result = on.fit()
-    off = Trainer(tmp_path / "off", "shuffled", 1, enabled=False)
-    off_result = off.fit()
-    assert not (tmp_path / "off").exists()
-    assert {**off_result, "step": None} == {**on_result, "step": None}
-    assert off.seen == on.seen
 
 
 def test_assets_are_those_of_the_first_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

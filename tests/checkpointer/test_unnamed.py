@@ -122,9 +122,7 @@ def test_one_line_names_what_is_forgotten(tmp_path: Path, caplog: pytest.LogCapt
     averaged = AveragedModel(model)
     ema = Average(model)
     critic_optimizer = Adam(critic.parameters())
-    import torchmetrics  # takes seconds
-
-    accuracy = torchmetrics.MeanMetric()
+    accuracy = nn.BatchNorm1d(4)
     again = scaler  # noqa: F841 - one object is one entry
     flashckpt.attach(tmp_path, model=model, optimizer=optimizer).close()
     (line,) = told(caplog)
@@ -133,7 +131,7 @@ def test_one_line_names_what_is_forgotten(tmp_path: Path, caplog: pytest.LogCapt
         "critic_optimizer (Adam)",
     ):  # fmt: skip
         assert each in line
-    assert "…" in line, "the metric is the sixth"
+    assert "…" in line, "accuracy is the sixth"
     assert "attach(…, critic=critic, scaler=scaler, averaged=averaged, ema=ema" in line
     assert "again" not in line
     del critic, scaler, averaged, ema, critic_optimizer, again
@@ -269,9 +267,6 @@ def test_save_refuses_it_too(tmp_path: Path) -> None:
 
 def accepted(model: nn.Module, optimizer: Optimizer) -> dict[str, Callable[[], Named]]:
     return {
-        "itself": lambda: {"optimizer": optimizer},
-        "in a wrapper": lambda: {"optimizer": Wrapper(optimizer)},
-        "in a state": lambda: {"whole": Whole(optimizer=optimizer)},
         "in a state that holds a wrapper": lambda: {"whole": Whole(all=Whole(optimizer=Wrapper(optimizer)))},
         "saved by code that hides it": lambda: {"whole": Hidden(optimizer=optimizer)},
     }

@@ -74,29 +74,12 @@ def failing_session(tmp_path: Path, step: int, stored: int | None = None) -> Any
     return session
 
 
-def test_storage_that_fails_while_a_step_is_saved_leaves_none_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten(monkeypatch, failing_s=0.1, idle_s=0.1)
-    with pytest.raises(RunError, match="step 7 is whole in this node's memory"):
-        resume._saved_by_keeper(failing_session(tmp_path, 7, stored=5))
-
-
 def test_a_failure_of_storage_that_passes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     shorten(monkeypatch, idle_s=0.0)
     failing = [Status(waiting=(7,), failing=(7,))] * 4
     session: Any = Saying(*failing, Status(persisting=7, waiting=(7,)), Status(committed=(7,)))
     resume._saved_by_keeper(session)
     assert session.asked == 6
-
-
-def test_what_fails_and_is_older_than_what_storage_has_keeps_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten(monkeypatch, failing_s=0.1, idle_s=0.1)
-    session = failing_session(tmp_path, 7, stored=9)
-    resume._saved_by_keeper(session)
-    assert session.asked > 1, "it was tried, and what is newer is on storage: nothing is lost"
 
 
 class Rewriting(Saying):

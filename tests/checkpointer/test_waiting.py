@@ -34,9 +34,9 @@ def faults(tmp_path: Path, runtime: Path) -> Iterator[Path]:
         yield folder
 
 
-def attached(run: Path, grace: str = "240s") -> flashckpt.Checkpointer:
+def attached(run: Path, grace: str = "240s", size: int = 64) -> flashckpt.Checkpointer:
     options = flashckpt.Options(grace=grace)
-    model = nn.Linear(64, 64)
+    model = nn.Linear(size, size)
     return flashckpt.attach(run, every=None, persist_every=None, options=options, model=model)
 
 
@@ -59,64 +59,32 @@ def waited(checkpointer: flashckpt.Checkpointer) -> BaseException | None:
     return raised[0]
 
 
-def be_patient(checkpointer: flashckpt.Checkpointer) -> None:
-    """What comes now succeeds, as slow as the machine may be."""
-    checkpointer._keeper_link.timeout_s = 240.0
-
-
 def test_a_failure_that_passes_is_waited_for(tmp_path: Path, faults: Path) -> None:
-    (faults / "write").write_text(f"1 {errno.EIO}")
-    with attached(tmp_path / "run") as checkpointer:
-        checkpointer.save()
-        assert waited(checkpointer) is None
-        assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
-    errors = [line["errno"] for line in told(tmp_path / "run", "error", 1)]
-    assert errors == [errno.EIO]
-    assert (faults / "write").read_text().startswith("0 ")
-
-
-def test_who_waits_need_not_sit_out_the_pauses_of_many_failures(tmp_path: Path, faults: Path) -> None:
+    """And whoever waits does not sit out the pauses after many failures."""
     (faults / "write").write_text(f"2 {errno.EIO}")
     (faults / "write.long").touch()
     with attached(tmp_path / "run") as checkpointer:
         checkpointer.save()
-        keeper_link = checkpointer._keeper_link
-        until(lambda: keeper_link.status.failures, "the first failure")
         assert waited(checkpointer) is None
-        assert keeper_link.status.counts["failed"] == 2
+        assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
+    errors = {line["errno"] for line in told(tmp_path / "run", "error", 1)}
+    assert errors == {errno.EIO}
+    assert (faults / "write").read_text().startswith("0 ")
 
 
-def test_a_failure_that_does_not_pass_is_raised(tmp_path: Path, faults: Path) -> None:
-    """Though the keeper writes some bytes at each try: those are no progress."""
-    (faults / "write").write_text(f"1000000 {errno.EIO}")
-    checkpointer = attached(tmp_path / "run", grace="10s")
-    checkpointer.save()
-    error = waited(checkpointer)
-    assert isinstance(error, flashckpt.PersistError)
-    assert "Input/output error" in str(error)
-    assert checkpointer._keeper_link.status.counts["failed"] > 1, "the first failure is not the last word"
-    (faults / "write").unlink()
-    be_patient(checkpointer)
-    checkpointer.close()
-    assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
-
-
+@pytest.mark.long
 def test_keepers_that_die_at_each_try_are_not_waited_for(
     tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one does for which there is no memory: each writes, and the next one begins anew."""
     monkeypatch.setenv("FLASHCKPT_CRASH_AT", "part.checked")
-    options = flashckpt.Options(grace="8s")
-    model = nn.Linear(3000, 3000)
-    checkpointer = flashckpt.attach(
-        tmp_path / "run", every=None, persist_every=None, options=options, model=model
-    )
+    checkpointer = attached(tmp_path / "run", "8s", 3000)
     checkpointer.save()
     error = waited(checkpointer)
     assert isinstance(error, flashckpt.PersistError)
     assert checkpointer.report()["keeper_restarts"] > 0
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
-    be_patient(checkpointer)
+    checkpointer._keeper_link.timeout_s = 240.0  # what comes now succeeds, as slow as the machine may be
     checkpointer.close()
     assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
 
@@ -184,26 +152,6 @@ def test_what_was_torn_in_slots_that_were_outgrown_is_told(tmp_path: Path, runti
     assert flashckpt.steps(tmp_path / "run") == [checkpointer.completed]
 
 
-def test_room_that_is_made_while_one_waits(tmp_path: Path, small_disk: Path, runtime: Path) -> None:
-    run = small_disk / "run"
-    options = flashckpt.Options(grace="60s")
-    with flashckpt.attach(run, every=None, options=options, model=nn.Linear(512, 512)) as checkpointer:
-        filler = small_disk / "filler"
-        checkpointer.step()
-        filler.write_bytes(b"x" * (7 << 20))
-
-        def make_room() -> None:
-            until(lambda: checkpointer._keeper_link.status.failures, "the failure")
-            filler.unlink()
-
-        helper = threading.Thread(target=make_room)
-        helper.start()
-        checkpointer.save()
-        assert waited(checkpointer) is None
-        helper.join()
-    assert flashckpt.verify(run).ok
-
-
 class Clock:
     now = 0.0
 
@@ -234,12 +182,13 @@ def refused(wait: KeeperWait, status: Status) -> str | None:
 
 
 def test_failing_for_longer_than_the_timeout_ends_a_wait(clock: Clock) -> None:
+    """Though the keeper writes some bytes at each try: those are no progress."""
     wait = waiting(clock)
     assert refused(wait, FAILED) is None
     clock.now = 9.0
-    assert refused(wait, FAILED) is None
+    assert refused(wait, replace(FAILED, progress_bytes=1)) is None
     clock.now = 11.0
-    assert refused(wait, FAILED) == "no space"
+    assert refused(wait, replace(FAILED, progress_bytes=2)) == "no space"
 
 
 def test_a_try_under_way_may_be_the_one_that_works(clock: Clock) -> None:

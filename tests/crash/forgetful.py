@@ -50,8 +50,8 @@ class Recorder(System):
 
     def write(self, file: int, data: memoryview) -> int:
         written, key = super().write(file, data), self._files[file]
-        copy = bytes(data[:written])
-        self.changes.append(lambda model: model.write(key, copy))
+        for half in (bytes(data[: written // 2]), bytes(data[written // 2 : written])):
+            self.changes.append(lambda model, half=half: model.write(key, half))  # type: ignore[misc]
         return written
 
     def write_shard(
@@ -133,18 +133,34 @@ class Model:
     def remove(self, where: tuple[str, ...], name: str) -> None:
         del self._folder(where).now[name]
 
-    def lose_power(self, into: str, luck: random.Random | None) -> None:
-        """Write what is left into an empty folder: only what lasts, or with `luck` some of the rest."""
-        self._write(self.root, into, luck)
+    def left(self, luck: random.Random | None) -> dict[str, bytes | None]:
+        """What a loss of power leaves, folders (None) before what is in them: only what lasts, or with `luck`
+        some of the rest."""
+        found: dict[str, bytes | None] = {}
 
-    def _write(self, folder: Folder, path: str, luck: random.Random | None) -> None:
-        os.makedirs(path, exist_ok=True)
-        for name in sorted({*folder.now, *folder.lasting}):
-            lucky = luck is not None and luck.random() < 0.5
-            node = (folder.now if lucky else folder.lasting).get(name)
-            if isinstance(node, Folder):
-                self._write(node, f"{path}/{name}", luck)
-            elif isinstance(node, File):
-                whole = luck is not None and luck.random() < 0.5
-                with open(f"{path}/{name}", "wb") as file:
-                    file.write(node.now if whole else node.lasting)
+        def look(folder: Folder, path: str) -> None:
+            found[path] = None
+            for name in sorted({*folder.now, *folder.lasting}):
+                lucky = luck is not None and luck.random() < 0.5
+                node = (folder.now if lucky else folder.lasting).get(name)
+                if isinstance(node, Folder):
+                    look(node, f"{path}/{name}")
+                elif isinstance(node, File):
+                    whole = luck is not None and luck.random() < 0.5
+                    found[f"{path}/{name}"] = node.now if whole else node.lasting
+
+        look(self.root, "")
+        return found
+
+    def lose_power(self, into: str, luck: random.Random | None) -> None:
+        """Write what is left into a folder without files."""
+        write(self.left(luck), into)
+
+
+def write(left: dict[str, bytes | None], into: str) -> None:
+    for path, data in left.items():
+        if data is None:
+            os.makedirs(f"{into}{path}", exist_ok=True)
+        else:
+            with open(f"{into}{path}", "wb") as file:
+                file.write(data)

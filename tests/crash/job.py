@@ -188,8 +188,8 @@ class Job:
     def faults(self) -> list[str]:
         """Everything that is wrong now, whoever lives meanwhile."""
         found = self._log_faults()
-        if run_view.has_run(store := open_store(self.url)):
-            found += self._run_faults(store)
+        if self._has_version():
+            found += self._run_faults(open_store(self.url))
         for kind, most in (("slot", MOST_SLOTS), ("constants", MOST_SHARED)):
             names = [name for name in self.names() if is_region_name(name) and name.startswith(f"{kind}-")]
             if len(names) > most:
@@ -218,9 +218,9 @@ class Job:
     def _expect_cached(self) -> None:
         """What the cache has of the newest attempt that has started, and what that one began from, is not
         lost with memory. Of older attempts only their common history with it counts."""
-        if self._cache is None or not run_view.has_run(store := open_store(self.url)):
+        if self._cache is None or not self._has_version():
             return
-        found = cached_in(self._cache)
+        store, found = open_store(self.url), cached_in(self._cache)
         newest = run_view.newest_attempt(store)
         parent = None if newest is None else run_view.parent_of(store, newest)
         sure = [step for id, step in found.items() if id.attempt == newest or id == parent]
@@ -236,8 +236,11 @@ class Job:
         until(is_settled, f"step {self._floor}, which was sealed, to be committed", LIMIT_S)
 
     def visible(self) -> list[int]:
-        store = open_store(self.url)
-        return [each.step for each in run_view.visible(store)] if run_view.has_run(store) else []
+        return [each.step for each in run_view.visible(open_store(self.url))] if self._has_version() else []
+
+    def _has_version(self) -> bool:
+        """A start that was killed may have left the temporary file of the first version, and no more."""
+        return any(entry.name[0].isdigit() for entry in open_store(self.url).list("catalogue"))
 
     def resumable(self) -> list[int]:
         """The visible steps, and that which the next start commits: a keeper died before its manifest."""

@@ -12,10 +12,10 @@ from tests.crash.job import LIMIT_S, Job, none
 from tests.waiting import until
 from tests.zygote import Zygote
 
-LIVES = 14
+LIVES = 12
 
 
-@pytest.mark.parametrize("point", ["attempt.reserved", "start.written", "capture.begun", "write.written"])
+@pytest.mark.parametrize("point", ["write.written", "capture.begun", "start.written", "attempt.reserved"])
 def test_files_do_not_grow_with_lives(
     point: str, tmp_path: Path, runtime: Path, zygote: Zygote, reference: list[int]
 ) -> None:
@@ -34,8 +34,11 @@ def test_files_do_not_grow_with_lives(
             job.forget_memory()
         files = [name for folder, _, names in os.walk(job.run) if "events" not in folder for name in names]
         sizes.append(len(files))
-        attempts |= {path.name for path in (job.run / "alive").glob("[0-9]*")}
+        alive = {path.name for path in (job.run / "alive").glob("[0-9]*")}
+        attempts |= alive
     assert max(sizes[LIVES - 3 :]) <= 24, sizes
+    if point in ("write.written", "capture.begun"):  # where there was a keeper, which deletes
+        assert len(alive) <= 10, alive
     assert len(attempts) == LIVES, "no name comes again"
     none(job.faults())
     job.expect_exactly(0)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,23 +11,13 @@ import pytest
 from flashckpt.store import open_store
 from tests import run_view
 from tests.crash.job import LIMIT_S, Job, none
-from tests.processes import end, keepers_of
 from tests.waiting import until
 from tests.zygote import Zygote
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[Path]:
-    """The runtime folder of another node."""
-    folder = Path(tempfile.mkdtemp(prefix="flashckpt-test-", dir="/dev/shm"))
-    yield folder
-    end(keepers_of(folder))
-    shutil.rmtree(folder)
-
-
 @pytest.mark.parametrize("point", ["write.written", "part.checked", "part.linked", "manifest.checked"])
 def test_a_keeper_that_goes_on_after_its_step_was_pruned(
-    point: str, tmp_path: Path, runtime: Path, elsewhere: Path, zygote: Zygote, reference: list[int]
+    point: str, tmp_path: Path, runtime: Path, other_node: Path, zygote: Zygote, reference: list[int]
 ) -> None:
     """It stands still in the middle of a commit; the job goes on on another node, commits, and prunes."""
     job = Job(zygote, tmp_path, runtime, reference)
@@ -42,7 +29,7 @@ def test_a_keeper_that_goes_on_after_its_step_was_pruned(
     job.kill_trainer()
     job.expect(memory=True)
     job.expect_exactly(max(job.resumable(), default=0))
-    job.runtime = elsewhere
+    job.runtime = other_node
     none(job.finish())
     before = run_view.endings(open_store(str(job.run)))
 
@@ -59,18 +46,15 @@ def _ledger_names(run: Path, what: str) -> bool:
     return any(f'"what":"{what}"' in path.read_text() for path in (run / "events").glob("*.jsonl"))
 
 
-@pytest.mark.parametrize("round_", range(4))
+@pytest.mark.parametrize("first", ["one", "other"])
 def test_two_jobs_race_for_one_claim(
-    round_: int, tmp_path: Path, runtime: Path, zygote: Zygote, reference: list[int]
+    first: str, tmp_path: Path, runtime: Path, zygote: Zygote, reference: list[int]
 ) -> None:
     """One trains as if it were alone, the other is told who has the run."""
     (tmp_path / "other").mkdir()
-    one, other = (
-        Job(zygote, tmp_path, runtime, reference),
-        Job(zygote, tmp_path / "other", runtime, reference),
-    )
+    one, other = (Job(zygote, each, runtime, reference) for each in (tmp_path, tmp_path / "other"))
     other.run = one.run
-    for each in (one, other) if round_ % 2 else (other, one):
+    for each in (one, other) if first == "one" else (other, one):
         each.start(hold=(5, str(tmp_path / "release")))
     until(lambda: not (one.lives_on() and other.lives_on()), "one of the two to be refused", LIMIT_S)
     loser, winner = (one, other) if other.lives_on() else (other, one)

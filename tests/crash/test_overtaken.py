@@ -18,13 +18,11 @@ from tests.processes import end, keepers_of
 from tests.waiting import until
 
 _LIVES, _EPOCHS = 4, 12
-_TRAINERS = ["capture.begun", "capture.copied", "seal.submitting", "seal.submitted"]
+_TRAINERS = ["seal.submitted", "seal.submitting", "capture.begun", "capture.copied"]
 _KEEPERS = [
     "audit.pinned", "write.begun", "write.written", "part.checked", "part.linked", "manifest.checked",
     "manifest.written", "version.created", "commit.marked", "prune.begun", "prune.done",
 ]  # fmt: skip
-
-_FEW = {"seal.submitted", "part.linked", "version.created", "commit.marked"}
 
 
 def killed(folder: Path, runtime: Path, number: int, armed: str, chance: random.Random) -> list[list[object]]:
@@ -47,13 +45,12 @@ def killed(folder: Path, runtime: Path, number: int, armed: str, chance: random.
 
 
 def standing(runtime: Path) -> list[int]:
-    return [pid for pid in keepers_of(runtime) if is_stopped(pid)]
-
-
-def is_stopped(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-        return " T " in Path(f"/proc/{pid}/stat").read_text()
-    return False
+    found = []
+    for pid in keepers_of(runtime):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if " T " in Path(f"/proc/{pid}/stat").read_text():
+                found.append(pid)
+    return found
 
 
 def tags_on_disk(run: Path) -> list[int]:
@@ -67,10 +64,7 @@ def tags_on_disk(run: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    "point",
-    [each if each in _FEW else pytest.param(each, marks=pytest.mark.long) for each in _TRAINERS + _KEEPERS],
-)
+@pytest.mark.parametrize("point", _TRAINERS + _KEEPERS)
 def test_no_mix_and_nothing_safe_is_lost(point: str, tmp_path: Path, runtime: Path) -> None:
     chance = random.Random(point)
     safe = 0

@@ -28,15 +28,17 @@ FIRST = {"share.filled", "share.sealed"}
 HELD = {"audit.begun", "rescue.asked"}
 # Which process comes to a point, where the other one does not live any more.
 ALONE = {"attempt.reserved", "leave.begun", "leave.emptied", "leave.closed"}
-# The state of this run does not grow: tests/checkpointer/test_growth.py kills at these.
-GROWTH = {point for point in POINTS if point.startswith("growth.")}
-# No trainer copies steps: tests/replication kills at these.
-COPY = {point for point in POINTS if point.startswith("copy.")}
-# Nor does one import a checkpoint: tests/importing kills at these.
-IMPORT = {point for point in POINTS if point.startswith("import.")}
-# It has no cache: tests/keeper/test_keeper_cache.py kills at these.
-CACHE = {point for point in POINTS if point.startswith("cache.")}
+# The state of this run does not grow, its trainer neither copies steps nor imports a checkpoint, and has no
+# cache: tests/checkpointer, tests/replication, tests/importing and tests/keeper kill at these.
+ELSEWHERE = ("growth.", "copy.", "import.", "cache.")
 HOLD_AT = 16
+VICTIMS = ("who is there", "the other", "both")
+CASES = [
+    (point, who)
+    for point in POINTS
+    for who in VICTIMS
+    if not point.startswith(ELSEWHERE) and (who != "the other" or point not in ALONE)
+]
 
 
 def test_every_point_stands_in_the_code_and_in_the_table() -> None:
@@ -61,17 +63,6 @@ def test_a_point_is_nothing_until_one_is_armed(monkeypatch: pytest.MonkeyPatch) 
     for name in ("part.linked", "write.begun", "part.linked", "part.linked"):
         crashpoints.point(name)
     assert killed == [signal.SIGSTOP]
-
-
-VICTIMS = ("who is there", "the other", "both")
-
-
-CASES = [
-    (point, who)
-    for point in POINTS
-    for who in VICTIMS
-    if point not in GROWTH | COPY | IMPORT | CACHE and (who != "the other" or point not in ALONE)
-]
 
 
 @pytest.mark.parametrize(("point", "victim"), CASES)

@@ -15,7 +15,7 @@ from tests import zygote
 from tests.documents.recipe_program import recipes
 
 
-def run(title: str, folder: Path, runtime: Path, kill_at: int = -1) -> tuple[int, Any]:
+def run(title: str, folder: Path, runtime: Path, kill_at: int = -1) -> Any:
     environment = {**os.environ, "FLASHCKPT_RUNTIME": str(runtime)}
     folder.mkdir(exist_ok=True)
     words = ["tests.documents.recipe_program", title, str(folder), str(kill_at)]
@@ -26,7 +26,7 @@ def run(title: str, folder: Path, runtime: Path, kill_at: int = -1) -> tuple[int
         said = process.stdout.read()
     code = process.wait(timeout=120)
     assert code == (-9 if kill_at > 0 else 0), (folder / "err").read_text()
-    return code, json.loads(said) if said else None
+    return json.loads(said) if said else None
 
 
 def test_there_are_recipes() -> None:
@@ -35,13 +35,11 @@ def test_there_are_recipes() -> None:
 
 @pytest.mark.parametrize("title", sorted(recipes()))
 def test_a_recipe_that_is_killed_comes_to_the_same(title: str, tmp_path: Path, runtime: Path) -> None:
-    _, straight = run(title, tmp_path / "straight", runtime)
+    straight = run(title, tmp_path / "straight", runtime)
     killed = tmp_path / "killed"
-    for kill_at in (6, 5):
-        run(title, killed, runtime, kill_at)
-    _, got = run(title, killed, runtime)
-    assert got == straight
+    run(title, killed, runtime, kill_at=6)
+    assert run(title, killed, runtime) == straight
     [folder] = (killed / "runs").iterdir()
     assert flashckpt.verify(folder).ok
     # Else nothing was gone on from, and nothing is shown.
-    assert (killed / "err").read_text().count("resumed from step") == 2, (killed / "err").read_text()
+    assert (killed / "err").read_text().count("resumed from step") == 1, (killed / "err").read_text()

@@ -26,7 +26,7 @@ def test_a_stopped_keeper_that_goes_on_after_its_replacement_wrote(tmp_path: Pat
         be_impatient(trained)
         [old] = keepers_of(runtime)
         os.kill(old, signal.SIGSTOP)
-        trained.goes_on(100)
+        trained.goes_on()
         step = trained.save()
         trained.checkpointer.wait()
         assert flashckpt.steps(run)[-1] == step
@@ -40,8 +40,8 @@ def test_a_stopped_keeper_that_goes_on_after_its_replacement_wrote(tmp_path: Pat
 
 def test_a_keeper_killed_again_and_again(tmp_path: Path, runtime: Path) -> None:
     with training(tmp_path / "run") as trained:
-        for _ in range(3):
+        for _ in range(2):
             end(keepers_of(runtime))
-            trained.goes_on(20)
+            trained.goes_on()
             trained.recovers()
-        assert trained.checkpointer.report()["keeper_restarts"] >= 3
+        assert trained.checkpointer.report()["keeper_restarts"] >= 2

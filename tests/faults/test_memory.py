@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.memory.region import MEMFD, NAMED, is_region_name
-from tests.faults.training import training
+from tests.faults.training import Training, training
 from tests.memory.mounts import small_tmpfs
 from tests.processes import end, keepers_of
 from tests.waiting import until
@@ -32,15 +32,19 @@ def regions(runtime: Path) -> list[str]:
     return [path.name for path in runtime.rglob("slot-*") if is_region_name(path.name)]
 
 
+def outlives_its_keeper(trained: Training, memory: Path) -> None:
+    trained.goes_on()
+    trained.recovers()
+    end(keepers_of(memory))
+    trained.goes_on()
+    trained.recovers()
+
+
 def test_shared_memory_that_is_too_small_for_slots(tmp_path: Path, small_runtime: Path) -> None:
     """Slots of 3 MiB, three of them: they are memfds then, and outlive the keeper all the same."""
     with training(tmp_path / "run", size=900) as trained:
         assert regions(small_runtime) == []
-        trained.goes_on()
-        trained.recovers()
-        end(keepers_of(small_runtime))
-        trained.goes_on()
-        trained.recovers()
+        outlives_its_keeper(trained, small_runtime)
 
 
 @pytest.mark.process
@@ -52,11 +56,7 @@ def test_shared_memory_that_becomes_full(tmp_path: Path, monkeypatch: pytest.Mon
             assert len(regions(memory)) >= 2
             left = os.statvfs(memory)
             (memory / "filler").write_bytes(bytes(left.f_bavail * left.f_frsize))
-            trained.goes_on()
-            trained.recovers()
-            end(keepers_of(memory))
-            trained.goes_on()
-            trained.recovers()
+            outlives_its_keeper(trained, memory)
         until(lambda: not keepers_of(memory), "the keeper to leave")
 
 

@@ -57,9 +57,9 @@ def test_short_writes_are_written_to_their_end(tmp_path: Path, faults: Faults) -
 
 
 def test_a_slow_disk(tmp_path: Path, faults: Faults) -> None:
-    """Each write and sync takes a tenth of a second more: training passes boundaries meanwhile."""
+    """Each write and sync takes 50 ms more: training passes boundaries meanwhile."""
     with training(tmp_path / "run") as trained:
-        faults.become("slow", WRITE | SYNC, micros=100_000)
+        faults.become("slow", WRITE | SYNC, micros=50_000)
         before = faults.hits
         trained.save()
         until(lambda: faults.hits > before, "the keeper to write")

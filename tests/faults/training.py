@@ -20,7 +20,7 @@ class Training:
     def __init__(self, run: Path, checkpointer: flashckpt.Checkpointer, model: nn.Module) -> None:
         self.run, self.checkpointer, self.model = run, checkpointer, model
 
-    def goes_on(self, steps: int = 40) -> None:
+    def goes_on(self, steps: int = 20) -> None:
         """Boundaries are passed and snapshots sealed, whatever the keeper does: a boundary that waited for
         storage would never return while storage hangs."""
         before = self.checkpointer.completed
@@ -67,7 +67,7 @@ class Training:
 
 
 @contextmanager
-def training(run: Path, *, size: int = 256, grace: str = "8s") -> Iterator[Training]:
+def training(run: Path, *, size: int = 256, grace: str = "3s") -> Iterator[Training]:
     model = nn.Linear(size, size)
     options = flashckpt.Options(grace=grace)
     with flashckpt.attach(run, every=1, persist_every=None, options=options, model=model) as checkpointer:

@@ -1,7 +1,8 @@
-"""The fuzzer, bounded: every reader with two thousand inputs of a fixed seed, and that it can fail."""
+"""The fuzzer, bounded: every reader with a thousand inputs of a fixed seed, and that it can fail."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -18,19 +19,17 @@ def test_a_reader(name: str) -> None:
     for data in target.corpus:
         target.read(data)
         assert target.repair(data) == data, "what is whole is as it would be made right again"
-    assert fuzz(name, target, random.Random(4), 2000) is None
+    assert fuzz(name, target, random.Random(4), 1000) is None
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-@pytest.mark.parametrize("place", [48, 56, 64, 72, 80, 88])
-@pytest.mark.parametrize("value", [0, 1, 4096, 1 << 40, 1 << 62, (1 << 64) - 4096, (1 << 64) - 1])
-def test_a_control_page_that_lies_about_sizes(place: int, value: int, which: int) -> None:
+def test_a_control_page_that_lies_about_sizes() -> None:
     """With checksums that are right: found by the fuzzer's long run."""
     target = TARGETS["slot"]
-    data = bytearray(target.corpus[which])
-    assert place < 96
-    data[place : place + 8] = value.to_bytes(8, "little")
-    assert look("slot", target, target.repair(bytes(data))) is None
+    values = [0, 1, 4096, 1 << 40, 1 << 62, (1 << 64) - 4096, (1 << 64) - 1]
+    for slot, place, value in itertools.product(target.corpus, range(48, 96, 8), values):
+        data = bytearray(slot)
+        data[place : place + 8] = value.to_bytes(8, "little")
+        assert look("slot", target, target.repair(bytes(data))) is None, (place, value)
 
 
 def test_the_fuzzer_sees_a_reader_that_stumbles() -> None:

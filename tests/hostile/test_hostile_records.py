@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashckpt.commit.lineage import resolve, steps
@@ -55,139 +55,87 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 SHARD = ("ranks", 0, "shard")
 LEAVES = (*SHARD, "leaves")
-BAD_PARTS = [
-    *(
-        put(*SHARD, "file", name)
-        for name in (
-            "../rank-00001-5f2c.safetensors",
-            "/etc/passwd",
-            "rank-00001-5f2c.safetensors/..",
-            "node-00000-5f2c.json",
-            "rank-00001-5f2c.safetensors\0",
-            "rank-00001-5f2c.safetensors\n",
-            "",
-            None,
-            5,
-            "frozen-00001-5f2c.safetensors",
-            "rank-１2345-5f2c.safetensors",
-        )
-    ),
-    put("ranks", 0, "frozen", "file", "rank-00001-5f2c.safetensors"),
-    put(*SHARD, "num_bytes", 2**60),
-    put(*SHARD, "num_bytes", -1),
-    put(*SHARD, "num_bytes", 4096.0),
-    put(*SHARD, "num_bytes", True),
-    put(*SHARD, "data_start", 0),
-    put(*SHARD, "data_start", 4097),
-    put(*SHARD, "chunk_bytes", 0),
-    put(*SHARD, "chunk_bytes", 1),
-    put(*SHARD, "chunk_bytes", 4097),
-    put(*SHARD, "checksums", ""),
-    put(*SHARD, "checksums", "zz" * 32),
-    put(*SHARD, "checksums", None),
-    put(*SHARD, "checksums", " 0" * 32),
-    put(*SHARD, "digests", "00"),
-    put(*SHARD, "digests", []),
-    put(*LEAVES, "names", []),
-    put(*LEAVES, "names", "x" * 26),
-    put(*LEAVES, "names", {}),
-    put(*LEAVES, "names", 0, 5),
-    put(*LEAVES, "names", 0, ""),
-    put(*LEAVES, "names", 0, "x" * 5000),
-    put(*LEAVES, "names", 0, "__metadata__"),
-    put(*LEAVES, "names", 0, "\ud800"),
-    put(*LEAVES, "names", 1, "rows"),  # twice
-    put(*LEAVES, "shapes", 0, [1]),  # what follows is not aligned to its elements
-    put(*LEAVES, "dtypes", 0, "object"),
-    put(*LEAVES, "dtypes", 0, None),
-    put(*LEAVES, "dtypes", 0, "float32"),
-    put(*LEAVES, "dtype", 0, 99),
-    put(*LEAVES, "dtype", 0, -1),
-    put(*LEAVES, "dtype", 0, True),
-    put(*LEAVES, "dtype", []),
-    put(*LEAVES, "shapes", []),
-    put(*LEAVES, "shapes", 0, None),
-    put(*LEAVES, "shapes", 0, [2**62, 2**62]),
-    put(*LEAVES, "shapes", 0, [-2, -3]),
-    put(*LEAVES, "shapes", 0, [1] * 65),
-    put(*LEAVES, "shapes", 0, [2**48] * 60),
-    put(*LEAVES, "shapes", 0, [2, 4]),
-    put(*LEAVES, "strides", {"99": [1]}),
-    put(*LEAVES, "strides", {"-1": [1]}),
-    put(*LEAVES, "strides", {"0": [1]}),
-    put(*LEAVES, "strides", {"00": [3, 1]}),
-    put(*LEAVES, "strides", {"²": [3, 1]}),
-    put(*LEAVES, "strides", []),
-    put(*LEAVES, "strides", {"0": [-3, 1]}),
-    put(*LEAVES, "strides", {"9" * 4000: [1]}),
-    put(*LEAVES, "aliases", {"0": []}),
-    put(*LEAVES, "aliases", {"0": "name"}),
-    put(*LEAVES, "aliases", {"0": [5]}),
-    put(*LEAVES, "aliases", {"0": ["none"]}),
-    put(*LEAVES, "aliases", {"0": ["new", "new"]}),
-    put(*LEAVES, "boxes", []),
-    put(*LEAVES, "boxes", {"0": "box"}),
-    put(*LEAVES, "boxes", {"0": [[0, 2]]}),
-    put(*LEAVES, "boxes", {"0": [[0, 2], [0, 3, 4]]}),
-    put(*LEAVES, "boxes", {"0": [[0, 2], [0, 3]]}),
-    put(*LEAVES, "boxes", {"0": [[1, 3], [0, 3]]}),
-    put(*LEAVES, "boxes", {"0": [[2, 1], [0, 3]]}),
-    put(*LEAVES, "boxes", {"0": [[0, 1], [0, 3]]}),
-    put(*LEAVES, "boxes", {"0": [[-1, 1], [0, 3]]}),
-    put("ranks", []),
-    put("ranks", {}),
-    put("ranks", 0, None),
-    put("files", 0, 0, 2),
-    put("files", 0, 0, -1),
-    put("files", 0, 0, 0.0),
-    put("files", []),
-    put("files", 0, []),
-    put("files", 0, 1, "rank-00001-5f2d.safetensors"),
-    put("files", 0, 1, "../rank-00001-5f2c.safetensors"),
-    put("files", 0, 2, 4096),
-    put("files", 0, 2, 2**60),
-    put("files", 0, 3, ""),
-    put("files", 0, 3, None),
-    put("files", 0, 3, []),
-    put("files", 0, 3, 0, "../x"),
-    put("files", 0, 3, 1, "../x"),
-    put("files", 0, 3, 1, None),
-    put("files", 0, 3, 2, "/etc/passwd"),
-    put("files", 0, 3, 2, "rank-00001-5f2c.safetensors"),
-    put("files", 0, 3, 2, "frozen-00001-5f2d.safetensors"),  # another than its rank names
-    put("files", 0, 3, 3, 0),
-    put("files", 0, 3, 3, 2**60),
-    put("files", 0, 4, None),
-    put("files", 0, 4, [0]),
-    put("replicas", None),
-    put("tables", None),
-    put("tables", [{}]),
-    put("ranks", 0, "values", []),
-    put("ranks", 0, "values", None),
-    put("world", 0),
-    put("world", 2**70),
-    put("ranks", 0, "frozen", 5),
-    put("ranks", 0, "frozen", "leaves", "names", 0, "zero"),
-    put("attempt", "../../x"),
-    put("attempt", "000002-7fa3c1d2/.."),
-    put("attempt", None),
-    put("boundary", -1),
-    put("boundary", None),
-    put("step", -1),
-    put("step", 10**12),
-    put("node", -1),
-    put("node", 0),
-    put("environment", None),
-    put("kind", "manifest"),
-    put("kind", []),
+BAD_SHARDS: dict[str, list[object]] = {
+    "file": [
+        "../rank-00001-5f2c.safetensors", "/etc/passwd", "rank-00001-5f2c.safetensors/..",
+        "node-00000-5f2c.json", "rank-00001-5f2c.safetensors\0", "rank-00001-5f2c.safetensors\n", "", None, 5,
+        "frozen-00001-5f2c.safetensors", "rank-１2345-5f2c.safetensors",
+    ],
+    "num_bytes": [2**60, -1, 4096.0, True],
+    "data_start": [0, 4097],
+    "chunk_bytes": [0, 1, 4097],
+    "checksums": ["", "zz" * 32, None, " 0" * 32],
+    "digests": ["00", []],
+}  # fmt: skip
+BAD_LEAVES: dict[str, list[object]] = {
+    "names": [[], "x" * 26, {}],
+    "dtype": [[]],
+    "shapes": [[]],
+    "strides": [
+        {"99": [1]}, {"-1": [1]}, {"0": [1]}, {"00": [3, 1]}, {"²": [3, 1]}, [], {"0": [-3, 1]},
+        {"9" * 4000: [1]},
+    ],
+    "aliases": [{"0": []}, {"0": "name"}, {"0": [5]}, {"0": ["none"]}, {"0": ["new", "new"]}],
+    "boxes": [
+        [], {"0": "box"}, {"0": [[0, 2]]}, {"0": [[0, 2], [0, 3, 4]]}, {"0": [[0, 2], [0, 3]]},
+        {"0": [[1, 3], [0, 3]]}, {"0": [[2, 1], [0, 3]]}, {"0": [[0, 1], [0, 3]]}, {"0": [[-1, 1], [0, 3]]},
+    ],
+}  # fmt: skip
+BAD_FIRST_LEAF: dict[str, list[object]] = {
+    "names": [5, "", "x" * 5000, "__metadata__", "\ud800"],
+    "dtypes": ["object", None, "float32"],
+    "dtype": [99, -1, True],
+    # Of the first one, what follows is not aligned to its elements.
+    "shapes": [[1], None, [2**62, 2**62], [-2, -3], [1] * 65, [2**48] * 60, [2, 4]],
+}
+BAD_PARTS: list[tuple[Any, ...]] = [
+    *((*SHARD, key, value) for key, values in BAD_SHARDS.items() for value in values),
+    *((*LEAVES, key, value) for key, values in BAD_LEAVES.items() for value in values),
+    *((*LEAVES, key, 0, value) for key, values in BAD_FIRST_LEAF.items() for value in values),
+    (*LEAVES, "names", 1, "rows"),  # twice
+    ("ranks", 0, "frozen", "file", "rank-00001-5f2c.safetensors"),
+    *(("ranks", value) for value in ([], {})),
+    ("ranks", 0, None),
+    *(("files", 0, 0, value) for value in (2, -1, 0.0)),
+    ("files", []),
+    ("files", 0, []),
+    *(("files", 0, 1, f"{name}.safetensors") for name in ("rank-00001-5f2d", "../rank-00001-5f2c")),
+    *(("files", 0, 2, value) for value in (4096, 2**60)),
+    *(("files", 0, 3, value) for value in ("", None, [])),
+    *(("files", 0, 3, *place) for place in ((0, "../x"), (1, "../x"), (1, None), (2, "/etc/passwd"))),
+    ("files", 0, 3, 2, "rank-00001-5f2c.safetensors"),
+    ("files", 0, 3, 2, "frozen-00001-5f2d.safetensors"),  # another than its rank names
+    *(("files", 0, 3, 3, value) for value in (0, 2**60)),
+    *(("files", 0, 4, value) for value in (None, [0])),
+    ("replicas", None),
+    *(("tables", value) for value in (None, [{}])),
+    *(("ranks", 0, "values", value) for value in ([], None)),
+    *(("world", value) for value in (0, 2**70)),
+    ("ranks", 0, "frozen", 5),
+    ("ranks", 0, "frozen", "leaves", "names", 0, "zero"),
+    *(("attempt", value) for value in ("../../x", "000002-7fa3c1d2/..", None)),
+    *(("boundary", value) for value in (-1, None)),
+    *(("step", value) for value in (-1, 10**12)),
+    *(("node", value) for value in (-1, 0)),
+    ("environment", None),
+    *(("kind", value) for value in ("manifest", [])),
 ]
 
 
-@pytest.mark.parametrize("change", BAD_PARTS)
-def test_bad_parts(change: Callable[[dict[str, Any]], None]) -> None:
-    data = changed(part(), change)
-    with pytest.raises(DamagedError):
-        Part.from_bytes(data, "file")
+def accepted(record: Any, changes: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The changes with which the record is read all the same."""
+    found = []
+    for change in changes:
+        try:
+            type(record).from_bytes(changed(record, put(*change)), "file")
+        except DamagedError:
+            continue
+        found.append(change)
+    return found
+
+
+def test_bad_parts() -> None:
+    assert accepted(part(), BAD_PARTS) == []
 
 
 CHECKPOINT = Checkpoint(id=ID, step=100, writer=B, manifest="5f2c", num_bytes=9, bases=frozenset({BASE}))
@@ -216,71 +164,36 @@ MANIFEST = Manifest(
 )
 RECORDS = [CATALOGUE, MANIFEST, Alive(count=5), part()]
 NAMES = [
-    "../x",
-    "/x",
-    "a/b",
-    "",
-    "..",
-    "node-00000-5f2c.json/../../x",
-    "rank-00000-5f2c.safetensors\0",
-    5,
-    None,
+    "../x", "/x", "a/b", "", "..", "node-00000-5f2c.json/../../x", "rank-00000-5f2c.safetensors\0", 5, None,
     "x" * 10**6,
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
-@pytest.mark.parametrize(
-    "place", [("parts", 0, 0), ("shards", 0, 0), ("frozen", 0, 0), ("frozen", 0, 1), ("frozen", 0, 2)]
-)
-def test_names_in_a_manifest_never_leave_its_folders(name: object, place: tuple[Any, ...]) -> None:
-    with pytest.raises(DamagedError):
-        Manifest.from_bytes(changed(MANIFEST, put(*place, name)), "file")
-
-
-@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
-@pytest.mark.parametrize("place", [("checkpoints", 0, 4), ("attempts", 0), ("foreign", 0), ("run_id",)])
-def test_names_in_a_catalogue_never_leave_its_folders(name: object, place: tuple[Any, ...]) -> None:
+def test_names_never_leave_their_folders() -> None:
+    in_manifests = [("parts", 0, 0), ("shards", 0, 0), *(("frozen", 0, number) for number in range(3))]
+    assert accepted(MANIFEST, [(*place, name) for place in in_manifests for name in NAMES]) == []
+    in_catalogues = [("checkpoints", 0, 4), ("attempts", 0), ("foreign", 0), ("run_id",)]
     whole = replace(CATALOGUE, foreign=frozenset({AttemptName(12345679, "00000000")}))
-    with pytest.raises(DamagedError):
-        Catalogue.from_bytes(changed(whole, put(*place, name)), "file")
+    assert accepted(whole, [(*place, name) for place in in_catalogues for name in NAMES]) == []
 
 
-@pytest.mark.parametrize(
-    ("record", "change"),
-    [
-        (CATALOGUE, put("version", 0)),
-        (CATALOGUE, put("version", 10**9)),
-        (CATALOGUE, put("writer", "x")),
-        (CATALOGUE, put("attempt", None)),
-        (CATALOGUE, put("world", 0)),
-        (CATALOGUE, put("parent_step", 2**64)),
-        (CATALOGUE, put("failed_starts", -1)),
-        (CATALOGUE, put("ended", 1)),
-        (CATALOGUE, put("owner", 5)),
-        (CATALOGUE, put("owner", "pid", -1)),
-        (CATALOGUE, put("owner", "lock", "x" * 300)),
-        (CATALOGUE, put("owner", "restart_count", None)),
-        (CATALOGUE, put("committed", [0])),
-        (CATALOGUE, put("checkpoints", 0, 1, -1)),
-        (CATALOGUE, put("checkpoints", 0, 0, 7)),
-        (CATALOGUE, put("damaged", 0, 1, "x" * 5000)),
-        (CATALOGUE, put("damaged", 0, 1, None)),
-        (Alive(count=5), put("count", "5")),
-        (Alive(count=5), put("phase", "maybe")),
-        (MANIFEST, put("parts", [])),
-        (MANIFEST, put("parts", 0, [])),
-        (MANIFEST, put("parts", 0, 1, 2**60)),
-        (MANIFEST, put("parts", 0, 2, [1])),
-        (MANIFEST, put("shards", 0, 1, -1)),
-        (MANIFEST, put("shards", [["rank-00000-5f2c.safetensors", 1]] * 2)),
-        (MANIFEST, put("lineage", [["000001", 1]])),
-        (MANIFEST, put("writer", None)),
-    ],
-)
-def test_bad_small_records(record: Any, change: Callable[[dict[str, Any]], None]) -> None:
-    with pytest.raises(DamagedError):
-        type(record).from_bytes(changed(record, change), "file")
+BAD_CATALOGUES: list[tuple[Any, ...]] = [
+    ("version", 0), ("version", 10**9), ("writer", "x"), ("attempt", None), ("world", 0),
+    ("parent_step", 2**64), ("failed_starts", -1), ("ended", 1), ("owner", 5), ("owner", "pid", -1),
+    ("owner", "lock", "x" * 300), ("owner", "restart_count", None), ("committed", [0]),
+    ("checkpoints", 0, 1, -1), ("checkpoints", 0, 0, 7), ("damaged", 0, 1, "x" * 5000),
+    ("damaged", 0, 1, None),
+]  # fmt: skip
+BAD_MANIFESTS: list[tuple[Any, ...]] = [
+    ("parts", []), ("parts", 0, []), ("parts", 0, 1, 2**60), ("parts", 0, 2, [1]), ("shards", 0, 1, -1),
+    ("shards", [["rank-00000-5f2c.safetensors", 1]] * 2), ("lineage", [["000001", 1]]), ("writer", None),
+]  # fmt: skip
+
+
+def test_bad_small_records() -> None:
+    assert accepted(CATALOGUE, BAD_CATALOGUES) == []
+    assert accepted(MANIFEST, BAD_MANIFESTS) == []
+    assert accepted(Alive(count=5), [("count", "5"), ("phase", "maybe")]) == []
 
 
 JSON = st.recursive(
@@ -294,6 +207,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from(RECORDS), st.data())
 def test_anything_anywhere_is_read_or_damage(record: Any, data: st.DataObject) -> None:
     """One value of a record, however deep, becomes another: it is refused, or is a record all the same."""
@@ -321,12 +235,11 @@ def test_any_bytes(data: bytes) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
-    "head",
-    [b'{"a":' + b"[" * (1 << 22), b'{"a":' + b"9" * (1 << 22), b'{"a":"' + b"\\u0000" * (1 << 20)],
-    ids="abc",
+    "end", [b"[" * (1 << 22), b"9" * (1 << 22), b'"' + b"\\u0000" * (1 << 20)], ids="abc"
 )
-def test_large_hostile_files_end(head: bytes) -> None:
+def test_large_hostile_files_end(end: bytes) -> None:
     """Endless or quadratic work here would run into the test's limit."""
+    head = b'{"a":' + end
     for data in (head, sealed(head)):
         with pytest.raises(DamagedError):
             Part.from_bytes(data, "file")

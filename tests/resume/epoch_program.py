@@ -1,6 +1,6 @@
 """A run of `.epochs` that does something to itself at one place of one epoch, in a process of its own.
 
-`python -m tests.resume.epoch_program RUN LOG KIND [EPOCH PLACE DEED] [OPTIONS-JSON]`
+`python -m tests.resume.epoch_program RUN LOG KIND EPOCH PLACE OPERATION`
 
 Each line of LOG is [what, step, value], written before the next instruction; losses and weights to the bit.
 The operation is done once: a start after it, which finds LOG + ".done", goes through.
@@ -23,9 +23,6 @@ from torch.utils.data import DataLoader
 import flashckpt
 
 EPOCHS = 3
-# Before the batches; in the last iteration, and in the one before; in the draw that finds no batch; in the
-# code after the batches.
-PLACES = ("top", "before_last", "last", "exhausted", "code", "after_step", "end")
 
 
 class Stream:
@@ -69,11 +66,8 @@ def term_after(calls: int) -> None:
 
 
 class Program:
-    def __init__(
-        self, run: str, log: str, kind: str, at: tuple[int, str], operation: str, options: Any
-    ) -> None:
+    def __init__(self, run: str, log: str, kind: str, at: tuple[int, str], operation: str) -> None:
         self.run, self.log, self.kind, self.at, self.operation = run, log, kind, at, operation
-        self.options = options
         self.batch: torch.Tensor | None = None
         torch.manual_seed(1)
         self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.2), nn.Linear(7, 5))
@@ -117,10 +111,8 @@ class Program:
             loader.on_end = lambda: self.place(epoch, "exhausted")  # type: ignore[method-assign]
         for batch in self.checkpointer.batches(loader):
             self.train(batch)
-            if self.checkpointer.completed % batches == batches - 1:
-                self.place(epoch, "last")
-            else:
-                self.place(epoch, "before_last")
+            is_last = self.checkpointer.completed % batches == batches - 1
+            self.place(epoch, "last" if is_last else "before_last")
 
     def epoch(self, epoch: int) -> None:
         self.place(epoch, "top")
@@ -142,7 +134,7 @@ class Program:
         self.place(epoch, "end")
 
     def go(self) -> None:
-        with flashckpt.attach(self.run, **self.named, **self.options) as self.checkpointer:
+        with flashckpt.attach(self.run, every=1, **self.named) as self.checkpointer:
             self.loaders = loaders(self.kind)
             for epoch in self.checkpointer.epochs(EPOCHS):
                 self.epoch(epoch)
@@ -152,8 +144,8 @@ class Program:
 
 def main() -> None:
     torch.set_num_threads(1)
-    run, log, kind, epoch, place, operation, options = sys.argv[1:8]
-    Program(run, log, kind, (int(epoch), place), operation, json.loads(options)).go()
+    run, log, kind, epoch, place, operation = sys.argv[1:7]
+    Program(run, log, kind, (int(epoch), place), operation).go()
     print("finished", flush=True)
 
 

@@ -139,17 +139,6 @@ class ByEpoch(Shuffled):
         self.random = np.random.default_rng(epoch)
 
 
-class ByBatch(Sampler[list[int]]):
-    """Batches of neighbours, in an order drawn from the global numbers."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for start in random.sample(range(BATCHES), BATCHES):
-            yield list(range(4 * start, 4 * start + 4))
-
-    def __len__(self) -> int:
-        return BATCHES
-
-
 def torchdata(data: Any, workers: int = 0, **options: Any) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -180,24 +169,16 @@ def plain(workers: int, **options: Any) -> Any:
 
 
 WEIGHTS = [1.0 + at for at in range(ITEMS)]
+# Each way to put a loader back.
 LOADERS: dict[str, Callable[[], Any]] = {
-    "shuffled": lambda: plain(0, shuffle=True),
-    "own generator": lambda: plain(0, shuffle=True, generator=torch.Generator().manual_seed(9)),
-    "two workers": lambda: plain(2, shuffle=True),
+    "own sampler": lambda: plain(0, sampler=Shuffled()),
     "two persistent workers": lambda: plain(2, shuffle=True, persistent_workers=True),
     "weighted, two workers": lambda: plain(2, sampler=WeightedRandomSampler(WEIGHTS, ITEMS)),
-    "own sampler": lambda: plain(0, sampler=Shuffled()),
-    "own sampler, persistent": lambda: plain(2, sampler=Shuffled(), persistent_workers=True),
+    "own generator": lambda: plain(0, shuffle=True, generator=torch.Generator().manual_seed(9)),
     "batch sampler": lambda: DataLoader(Noisy(ITEMS), batch_sampler=BatchSampler(Shuffled(), 4, False)),
-    "batches as indices": lambda: plain(1, sampler=BatchSampler(range(ITEMS), 4, False), batch_size=None),
     "data with a generator": lambda: DataLoader(Remembering(), 4, shuffle=True),
-    "in blocks": lambda: DataLoader(Noisy(ITEMS), batch_sampler=ByBatch()),
-    "drop last": lambda: DataLoader(TensorDataset(torch.arange(23.0)), 4, shuffle=True, drop_last=True),
-    "stream": lambda: DataLoader(Stream(), 4),
     "stream, two workers": lambda: DataLoader(Stream(), 2, num_workers=2),
-    "list": lambda: [torch.tensor([float(at)]) for at in range(BATCHES)],
     "generator": generated,
-    "range": lambda: range(BATCHES),
     "shards": Shards,
     "one buffer": Buffered,
     "sticky": lambda: DataLoader(Sticky(), 4),
@@ -205,14 +186,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "torchdata": lambda: torchdata(Noisy(ITEMS), shuffle=True),
     "torchdata, workers": lambda: torchdata(TensorDataset(torch.arange(float(ITEMS))), 2, shuffle=True),
     "torchdata, sticky": lambda: torchdata(Sticky()),
-    "torchdata, sticky, workers": lambda: torchdata(Sticky(), 2),
     "torchdata nodes": nodes,
     "hugging face": lambda: DataLoader(hugging_face(), 4),
-    "hugging face, batched": lambda: hugging_face().batch(4),
-    "hugging face, torchdata": lambda: torchdata(hugging_face()),
-    "hugging face, torchdata, workers": lambda: torchdata(hugging_face(), 2),
 }  # fmt: skip
-EXTRA = "hugging face"  # needs `datasets`, which is none of the packages that are tested with
 
 
 def place(epoch: int, position: int) -> int:

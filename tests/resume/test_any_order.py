@@ -1,5 +1,5 @@
-"""Trainer and keeper die in every order, once and again, with slots that have names and with slots that
-have none: what each attempt goes on from, and that the end equals a run that was never stopped.
+"""Trainer and keeper die in every order, once and again, where slots have no names: what each attempt goes on
+from, and that the end equals a run that was never stopped. With names, tests/crash kills in every order.
 
 Real processes and signals. A process is stopped (SIGSTOP) before another is killed where the order of what
 they would do must be certain.
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import flashckpt
-from flashckpt.memory.region import is_region_name, on_tmpfs
+from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from tests import zygote
 from tests.descriptors import readable
@@ -25,13 +24,15 @@ from tests.events import ledger
 from tests.keeper.driver import eventually, kill_keeper, runtime_of
 from tests.keeper.fake import keeper_pid
 from tests.processes import end, keepers_of
+from tests.resume.test_resume_exact import References, references
 from tests.resume.training import Trainer, last_of_each
+
+__all__ = ["references"]
 
 RECIPE = "plain"
 HOLDS = (8, 14)
 # So that what a death leaves behind is never what would have been persisted without it.
 PERSIST_EVERY = 5
-MEMORY, LOCAL = "memory", "local"
 
 
 @dataclass
@@ -112,30 +113,19 @@ Death = Callable[[Job, int], None]
 # Where slots without a name are still held by somebody, and where by nobody.
 HELD: tuple[Death, ...] = (only_the_trainer, a_keeper_that_was_replaced_then_the_trainer)
 ORDERS: list[tuple[Death, Death]] = [
-    (only_the_trainer, both_at_once),
-    (both_at_once, the_trainer_then_the_keeper),
-    (the_keeper_then_the_trainer, a_keeper_that_was_replaced_then_the_trainer),
+    (both_at_once, a_keeper_that_was_replaced_then_the_trainer),
+    (only_the_trainer, the_trainer_then_the_keeper),
+    (the_keeper_then_the_trainer, only_the_trainer),
     (a_keeper_that_was_replaced_then_the_trainer, the_keeper_then_the_trainer),
-    (the_trainer_then_the_keeper, only_the_trainer),
+    (the_trainer_then_the_keeper, both_at_once),
 ]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[object, object]]:
-    with tempfile.TemporaryDirectory(prefix="flashckpt-test-", dir="/dev/shm") as runtime:
-        trainer = Trainer(tmp_path_factory.mktemp("reference"), Path(runtime), RECIPE)
-        trainer.finish()
-        yield last_of_each(trainer.records())
-        end(keepers_of(Path(runtime)))
-
-
-@pytest.fixture(params=["named", "memfd"])
-def job(request: pytest.FixtureRequest, tmp_path: Path, runtime: Path) -> Iterator[Job]:
-    """Named regions lie in shared memory; in a folder on a disk there are none."""
-    base = runtime
-    if request.param == "memfd":
-        base = tmp_path / "runtime"
-        base.mkdir()
+@pytest.fixture
+def job(tmp_path: Path, runtime: Path) -> Iterator[Job]:
+    """In a folder on a disk no region has a name."""
+    base = tmp_path / "runtime"
+    base.mkdir()
     made = Job(Trainer(tmp_path, base, RECIPE, persist_every=PERSIST_EVERY), base)
     yield made
     if made.process is not None and made.process.poll() is None:
@@ -145,24 +135,22 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, runtime: Path) -> Iterat
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: " | ".join(each.__name__ for each in order))
 def test_every_order_of_deaths_goes_on_and_ends_as_if_there_were_none(
-    job: Job, order: tuple[Death, Death], reference: dict[object, object]
+    job: Job, order: tuple[Death, Death], references: References
 ) -> None:
     expected = []
     for step, death in zip(HOLDS, order, strict=True):
         job.hold(step)
-        named = any(is_region_name(name) for name in job.folder.names())
-        assert named == on_tmpfs(job.folder)
+        assert not any(map(is_region_name, job.folder.names()))
         death(job, step)
-        if named or death in HELD:
+        assert "survive the death of trainer or keeper, not of both" in job.said[-1]
+        if death in HELD:
             # At most the step in flight and those that were not begun while one was being copied.
-            expected.append((MEMORY, range(step - 2, step + 1)))
+            expected.append(("memory", range(step - 2, step + 1)))
         else:
             newest = max(flashckpt.steps(job.trainer.run))
             # Of a newer one all files but the record may be there: then the next start creates it.
-            expected.append((LOCAL, range(newest, step + 1)))
+            expected.append(("local", range(newest, step + 1)))
             assert death is not the_trainer_then_the_keeper or newest >= step - 2
-        if not named:
-            assert "survive the death of trainer or keeper, not of both" in job.said[-1]
     job.trainer.finish()
 
     resumed = [(str(line["tier"]), int(str(line["step"]))) for line in job.trainer.events("resume")]
@@ -170,5 +158,5 @@ def test_every_order_of_deaths_goes_on_and_ends_as_if_there_were_none(
     for (tier, step), (expected_tier, allowed) in zip(resumed, expected, strict=True):
         assert tier == expected_tier
         assert step in allowed
-    assert last_of_each(job.trainer.records()) == reference
+    assert last_of_each(job.trainer.records()) == references(RECIPE)
     assert flashckpt.verify(job.trainer.run).ok

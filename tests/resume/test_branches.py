@@ -7,19 +7,13 @@ from pathlib import Path
 import flashckpt
 from flashckpt.store import open_store
 from tests import run_view
-from tests.resume.training import Trainer, last_of_each
+from tests.resume.training import Trainer, last_of_each, uninterrupted
 from tests.waiting import until
-
-
-def newest_started(run: Path) -> str:
-    return str(run_view.newest_attempt(open_store(run)))
 
 
 def test_a_branch_is_what_every_later_start_sees(tmp_path: Path, runtime: Path) -> None:
     """Twice over: branch, be killed before the first commit of the branch, go on, be killed after one."""
-    (tmp_path / "reference").mkdir()
-    reference = Trainer(tmp_path / "reference", runtime, "plain")
-    reference.finish()
+    expected = uninterrupted(tmp_path, runtime, "plain")
     job = Trainer(tmp_path, runtime, "plain", persist_every=3)
     # On a busy machine nothing is persisted before the first kill: each kill commits one step.
     for killed_in in (5, 11):
@@ -33,23 +27,15 @@ def test_a_branch_is_what_every_later_start_sees(tmp_path: Path, runtime: Path) 
         back = flashckpt.steps(job.run)[-2]
         before_commit, after_commit = back + 1, back + 4
         made = flashckpt.branch(job.run, back)
-        assert newest_started(job.run) == made
+        assert str(run_view.newest_attempt(open_store(job.run))) == made
         assert flashckpt.steps(job.run)[-1] == back, "what the abandoned branch has done is not seen"
         job.log.unlink()
         job.kill_in_step(before_commit)
-        assert first_step(job) == back
+        assert job.records()[0][0] == back
         job.kill_in_step(after_commit)
         assert back <= job.resumed_steps()[-1] <= before_commit
         until(lambda last=after_commit: flashckpt.steps(job.run)[-1:] == [last], "the branch's newest commit")
-        assert last_of_each(job.records()).items() <= last_of_each(reference.records()).items()
+        assert last_of_each(job.records()).items() <= expected.items()
     job.finish()
-    assert flashckpt.steps(job.run)[-1] == reference_steps(reference)
+    assert flashckpt.steps(job.run)[-1] == len(expected)
     assert flashckpt.verify(job.run).ok
-
-
-def first_step(job: Trainer) -> int:
-    return int(str(job.records()[0][0]))
-
-
-def reference_steps(reference: Trainer) -> int:
-    return flashckpt.steps(reference.run)[-1]

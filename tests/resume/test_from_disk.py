@@ -8,7 +8,9 @@ import errno
 import gc
 import os
 import re
+import shutil
 import signal
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable
@@ -35,7 +37,9 @@ from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.checkpointer.voting import Voting
+from tests.processes import keepers_of
 from tests.restore.snapshots import read
+from tests.waiting import until
 
 BYTES = 4 * 1024 * 1024  # of the frozen part, which is stored as constants
 
@@ -57,11 +61,23 @@ class Model(nn.Module):
         return all(torch.equal(a, b) for a, b in zip(self.parameters(), other.parameters(), strict=True))
 
 
-@pytest.fixture
-def run(tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None]) -> Path:
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with one committed step, and nothing of it in memory."""
-    save(tmp_path / "run")
-    kill_keepers(remove_regions=True)
+    run = tmp_path_factory.mktemp("whole") / "run"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="flashckpt-test-", dir="/dev/shm") as runtime,
+    ):
+        patch.setenv("FLASHCKPT_RUNTIME", runtime)
+        save(run)
+        until(lambda: not keepers_of(Path(runtime)), "the keeper to leave")
+    return run
+
+
+@pytest.fixture
+def run(whole: Path, tmp_path: Path, runtime: Path) -> Path:
+    shutil.copytree(whole, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -82,6 +98,15 @@ def save(run: Path) -> int:
 def newest(run: Path) -> run_view.Record:
     store = open_store(run)
     return run_view.read(store, run_view.visible(store)[-1])
+
+
+def flip(file: Path, at: int) -> None:
+    """One bit of a file; once more, and it is as it was."""
+    with open(file, "r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)[0]
+        opened.seek(at)
+        opened.write(bytes([byte ^ 1]))
 
 
 def buffers() -> int:
@@ -142,13 +167,6 @@ def resumed(run: Path, live: Model) -> str | None:
         return checkpointer.resumed and checkpointer.resumed.tier
 
 
-def test_each_file_is_read_once(run: Path, reads: list[str]) -> None:
-    live = Model(2)
-    assert resumed(run, live) == "local"
-    assert live.equals(Model(1))
-    assert len(reads) == len(set(reads)) == 2, "the shard and its constants"
-
-
 def test_what_it_took_is_gone_before_slots_are_asked_for(
     run: Path, made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,19 +191,24 @@ def test_what_it_took_is_gone_before_slots_are_asked_for(
     assert seen == [("constants", 0, 0), ("slots", 0, 0)]
 
 
-def test_parameters_take_no_memory_beside_their_own(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_file_is_read_once_and_parameters_take_no_memory_beside_their_own(
+    run: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, live = Made(monkeypatch), Model(2)
     memory, version = live.trained.weight.data_ptr(), live.trained.weight._version
     assert resumed(run, live) == "local"
     assert live.equals(Model(1))
+    assert len(reads) == len(set(reads)) == 2, "the shard and its constants"
     assert made.all == []
     assert live.trained.weight.data_ptr() == memory
     assert live.trained.weight._version > version, "autograd notices the change"
 
 
-def test_state_that_the_program_has_not_made_yet_is_kept_as_it_was_read(
+def test_state_of_an_optimizer_that_has_not_stepped_yet(
     tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is kept as it was read; after a start that failed, a step raises."""
+
     def job(seed: int) -> tuple[Model, torch.optim.Optimizer]:
         live = Model(seed)
         return live, torch.optim.AdamW(live.trained.parameters())
@@ -198,49 +221,55 @@ def test_state_that_the_program_has_not_made_yet_is_kept_as_it_was_read(
         checkpointer.save()
         checkpointer.wait()
     kill_keepers(remove_regions=True)
+    again, other = job(2)
+    with monkeypatch.context() as patch:
+        patch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            flashckpt.attach(tmp_path / "run", every=None, model=again, optimizer=other)
+    assert_poisoned(again)
+    with pytest.raises(flashckpt.StateError, match="ZeroDivisionError"):
+        other.step()
     made, (again, other) = Made(monkeypatch), job(2)
     with flashckpt.attach(tmp_path / "run", every=None, model=again, optimizer=other):
         assert again.equals(live)
         state, there = optimizer.state[live.trained.weight], other.state[again.trained.weight]
         assert torch.equal(there["exp_avg"], state["exp_avg"])
-        kept = {id(each()) for each in made.all if each() is not None}
-        assert id(there["exp_avg"]) in kept
+        assert id(there["exp_avg"]) in {id(each()) for each in made.all if each() is not None}
         # The step counter, and two moments, of two parameters; gradients have their own place.
         assert made.left == 8
 
 
-def places(run: Path) -> list[tuple[Path, int]]:
-    """A byte of each chunk of each file, its first and its last among them."""
-    found = []
+def test_a_wrong_byte_anywhere_is_found(run: Path) -> None:
+    """Of each chunk of each file one, its first and its last among them."""
+    record, places = newest(run), []
     for file in run.rglob("*.safetensors"):
         size = file.stat().st_size
-        found += [(file, offset) for offset in (0, 7, CHUNK_BYTES, size // 2, size - 1)]
-    return found
-
-
-def test_a_wrong_byte_anywhere_is_found(run: Path) -> None:
-    record = newest(run)
-    assert len(places(run)) == 10
-    for file, offset in places(run):
-        whole = file.read_bytes()
-        file.write_bytes(whole[:offset] + bytes([whole[offset] ^ 1]) + whole[offset + 1 :])
+        places += [(file, offset) for offset in (0, 7, CHUNK_BYTES, size // 2, size - 1)]
+    assert len(places) == 10
+    for file, offset in places:
+        flip(file, offset)
         with pytest.raises(DamagedError):
             read(record, 0)
-        file.write_bytes(whole)
+        flip(file, offset)
     assert buffers() == 0
 
 
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_of_a_wrong_chunk_no_byte_reaches_the_live_state(
-    run: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
 ) -> None:
-    """Another chunk may: then the state is poisoned until a start succeeds."""
+    """Another chunk may: then the state is poisoned, neither trains nor begins a new run, until a start
+    succeeds."""
     if not is_direct:
         monkeypatch.setattr(Tree, "targets", lambda tree, saved: {})
-    file = run / newest(run).shard_path(0)
-    whole, at = file.read_bytes(), CHUNK_BYTES + 5
-    file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    file, at = run / newest(run).shard_path(0), CHUNK_BYTES + 5
+    flip(file, at)
     live, before, saved = Model(2), Model(2), Model(1)
+    optimizer = torch.optim.SGD(live.trained.parameters())
+    with pytest.raises(flashckpt.MismatchError):  # nothing has been read
+        flashckpt.attach(run, every=None, model=live, optimizer=optimizer)
+    live(torch.ones(1))
+    optimizer.step()
     with pytest.raises(flashckpt.UnusableRunError, match="chunk 1 does not have its checksum"):
         resumed(run, live)
     for now, here, there in zip(live.parameters(), before.parameters(), saved.parameters(), strict=True):
@@ -248,35 +277,15 @@ def test_of_a_wrong_chunk_no_byte_reaches_the_live_state(
     assert live.equals(before) is not is_direct
     if is_direct:
         assert_poisoned(live)
+        with pytest.raises(flashckpt.StateError, match="has loaded none over it"):
+            resumed(tmp_path / "other", live)
+        assert_poisoned(live)
     else:
         live(torch.ones(1))
-    file.write_bytes(whole)
+    flip(file, at)
     flashckpt.branch(run, 1)
     assert resumed(run, live) == "local"
     assert live.equals(saved)
-    live(torch.ones(1))
-
-
-def test_a_poisoned_state_neither_trains_nor_begins_a_new_run(run: Path, tmp_path: Path) -> None:
-    record = newest(run)
-    file = run / record.shard_path(0)
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    live = Model(2)
-    optimizer = torch.optim.SGD(live.trained.parameters())
-    with pytest.raises(flashckpt.MismatchError):  # nothing has been read
-        flashckpt.attach(run, every=None, model=live, optimizer=optimizer)
-    live(torch.ones(1))
-    optimizer.step()
-    with pytest.raises(flashckpt.UnusableRunError):
-        resumed(run, live)
-    assert_poisoned(live)
-    with pytest.raises(flashckpt.StateError, match="has loaded none over it"):
-        resumed(tmp_path / "other", live)
-    assert_poisoned(live)
-    file.write_bytes(whole)
-    flashckpt.branch(run, 1)
-    assert resumed(run, live) == "local"
     live(torch.ones(1))
 
 
@@ -298,10 +307,7 @@ def test_no_tensor_keeps_bytes_of_a_step_that_was_passed_over(
     kill_keepers(remove_regions=True)
     record = newest(run)
     [leaf] = [leaf for _, leaf, _ in record.rank(0).counted() if leaf.name == "model.trained.weight"]
-    file, at = run / record.shard_path(0), record.rank(0).shard.data_start + leaf.offset
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.write_bytes(data)
+    flip(run / record.shard_path(0), record.rank(0).shard.data_start + leaf.offset)
     live = More(7, 7.0)
     with pytest.raises(flashckpt.StateError, match=r"into model\.cache before it proved damaged"):
         resumed(run, live)
@@ -348,35 +354,11 @@ def test_a_module_that_takes_no_hook_hides_no_error(run: Path, monkeypatch: pyte
     assert resumed(run, live) == "local"
 
 
-def test_steps_of_a_poisoned_optimizer_raise(
-    run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kill_keepers: Callable[..., None]
-) -> None:
-    def job(seed: int) -> tuple[Model, torch.optim.Optimizer]:
-        live = Model(seed)
-        return live, torch.optim.SGD(live.trained.parameters(), lr=0.1)
-
-    live, optimizer = job(1)
-    with flashckpt.attach(tmp_path / "more", every=None, model=live, optimizer=optimizer) as checkpointer:
-        checkpointer.step()
-        checkpointer.save()
-        checkpointer.wait()
-    kill_keepers(remove_regions=True)
-    monkeypatch.setattr("flashckpt.checkpointer.resume.fill", lambda *_: 1 / 0)
-    live, optimizer = job(2)
-    with pytest.raises(ZeroDivisionError):
-        flashckpt.attach(tmp_path / "more", every=None, model=live, optimizer=optimizer)
-    assert_poisoned(live)
-    with pytest.raises(flashckpt.StateError, match="ZeroDivisionError"):
-        optimizer.step()
-
-
 def test_an_older_step_is_read_over_a_newer_one(run: Path, kill_keepers: Callable[..., None]) -> None:
     assert save(run) == 2
     kill_keepers(remove_regions=True)
     file = run / newest(run).shard_path(0)
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1  # all other chunks are right, and are in the live state by then
-    file.write_bytes(data)
+    flip(file, file.stat().st_size - 1)  # all other chunks are right, and are in the live state by then
     live = Model(7)
     with flashckpt.attach(run, every=None, model=live) as checkpointer:
         assert checkpointer.completed == 1
@@ -548,7 +530,7 @@ def test_a_process_that_forks_during_a_read_loads_the_right_bytes(run: Path) -> 
 
     def reading() -> None:
         try:
-            for _ in range(20):
+            for _ in range(10):
                 found = read(record, 0)
                 assert found["model.trained.weight"] == expected
         finally:

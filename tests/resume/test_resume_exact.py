@@ -13,9 +13,8 @@ import pytest
 import flashckpt
 from tests.processes import end, keepers_of
 from tests.resume.recipes import RECIPES
-from tests.resume.training import Trainer, last_of_each
+from tests.resume.training import Trainer, last_of_each, uninterrupted
 
-ROOT = Path(__file__).parents[2]
 HOLDS = {"plain": 10, "workers": 9, "epochs": 7, "accumulation": 11, "amp": 7, "closure": 7, "marked": 8}
 
 
@@ -26,9 +25,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[s
 
         @functools.cache
         def reference(recipe: str) -> dict[object, object]:
-            trainer = Trainer(tmp_path_factory.mktemp(recipe), Path(runtime), recipe)
-            trainer.finish()
-            return last_of_each(trainer.records())
+            return uninterrupted(tmp_path_factory.mktemp(recipe), Path(runtime), recipe)
 
         yield reference
         end(keepers_of(Path(runtime)))
@@ -68,13 +65,11 @@ def after_memory_is_lost(
 def test_killed_run_equals_uninterrupted_run(
     recipe: str, tmp_path: Path, runtime: Path, references: References
 ) -> None:
-    reference = references(recipe)
-    assert after_a_kill(Trainer(tmp_path, runtime, recipe)) == reference
+    assert after_a_kill(Trainer(tmp_path, runtime, recipe)) == references(recipe)
 
 
 @pytest.mark.parametrize("recipe", ["workers", "epochs", "accumulation"])
 def test_resume_from_disk_equals_uninterrupted_run(
     recipe: str, tmp_path: Path, runtime: Path, references: References, kill_keepers: Callable[..., None]
 ) -> None:
-    reference = references(recipe)
-    assert after_memory_is_lost(Trainer(tmp_path, runtime, recipe), kill_keepers) == reference
+    assert after_memory_is_lost(Trainer(tmp_path, runtime, recipe), kill_keepers) == references(recipe)

@@ -86,3 +86,11 @@ def last_of_each(records: list[list[object]]) -> dict[object, object]:
         key = first if str(first).startswith("epoch") else step
         assert by_step.setdefault(key, value) == value, f"step {key} went differently the second time"
     return by_step
+
+
+def uninterrupted(folder: Path, runtime: Path, recipe: str, **options: object) -> dict[object, object]:
+    """The records of a run that is never stopped."""
+    (folder / "uninterrupted").mkdir()
+    trainer = Trainer(folder / "uninterrupted", runtime, recipe, **options)
+    trainer.finish()
+    return last_of_each(trainer.records())
