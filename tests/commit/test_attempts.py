@@ -11,9 +11,9 @@ from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import beat, local_owner, mark_ended
 from flashckpt.commit.tidying import tidy
-from flashckpt.commit.view import View
+from flashckpt.commit.view import View, has_run
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
-from flashckpt.format.catalogue import NO_ATTEMPT
+from flashckpt.format.catalogue import CATALOGUE, NO_ATTEMPT
 from flashckpt.format.names import MAX_ATTEMPT, AttemptName, alive_path
 from flashckpt.store.local import LocalStore
 from tests import run_view
@@ -76,6 +76,14 @@ def test_of_two_starts_one_begins(store: LocalStore) -> None:
         with pytest.raises(RunHeldError, match=f"{one} has started meanwhile"):
             attempts.begin(seen, name, (), Launch(), after=NO_ATTEMPT)
     assert View.of(store).attempt == one
+
+
+def test_what_a_killed_first_start_has_left_is_no_run(store: LocalStore, tmp_path: Path) -> None:
+    assert has_run(store)
+    left = tmp_path / "other" / CATALOGUE
+    left.mkdir(parents=True)
+    (left / ".000000001.0123456789abcdef.tmp").write_bytes(b"{")
+    assert not has_run(LocalStore(str(left.parent)))
 
 
 def test_alive_and_how_it_ends(store: LocalStore) -> None:
