@@ -95,6 +95,12 @@ def test_shards_without_their_catalogue_are_no_fresh_run_and_recover_gets_back_w
     assert shards <= set(run.glob("data/*/*/*.safetensors"))
 
 
+def test_a_mark_of_damage_rolls_nothing_back(run: Path) -> None:
+    """The bytes are verified at each start."""
+    run_view.mark_damaged(open_store(run), newest(run).name, "some-other-host", "its memory was bad")
+    assert resumed_at(run) == 4
+
+
 class Failing:
     """Storage that answers EIO for the newest step's part, so many times."""
 
