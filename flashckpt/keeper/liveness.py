@@ -172,10 +172,13 @@ class RunFolder:
                 raise
 
     def _moves(self, attempt: AttemptName) -> bool | None:
-        """Whether the keeper of another node advances a counter; None while that is not known yet."""
+        """Whether the keeper of another node advances a counter, or has recorded the end; None while that is
+        not known yet."""
         # The time before the read: a count may be as old as the read took.
         now = time.monotonic()
         found = attempts.alive(self._store.brief(), attempt)
+        if found is not None and found.ended:
+            return True
         count = -1 if found is None else found.count
         before, since_s = self._still.setdefault(attempt, (count, time.monotonic()))
         if count != before:

@@ -298,6 +298,10 @@ def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(
     monkeypatch.setattr(attempts, "WATCH_S", 0.0)
     assert there.round([], ended, {attempt}).marked == (attempt,)
     assert end() == "dead"
+    monkeypatch.undo()
+    monkeypatch.setattr(RunFolder, "_stands", lambda *_: True)
+    third = RunFolder(store, "")
+    assert third.round([], ended, {attempt}).marked == (attempt,), "an end that is recorded needs no watch"
 
 
 def test_a_keeper_that_saves_moves_the_counter_as_long_as_it_makes_progress(

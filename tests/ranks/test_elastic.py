@@ -44,7 +44,6 @@ def gone_on(launcher: Launcher, run: Path, step: int, ranks: int) -> list[list[s
     return [each.out for each in job.finished(limit_s=LIMIT_S)]
 
 
-@pytest.mark.long
 @pytest.mark.timeout(6 * LIMIT_S)
 def test_a_node_is_lost_and_comes_again(launcher: Launcher, tmp_path: Path) -> None:
     """With two agents of torchrun: what is gone on from is on storage and the newest there, on one rank and
