@@ -1,23 +1,58 @@
-"""A catalogue in a folder: its contract, and starts that die. Power loss: tests/crash/."""
+"""A catalogue in a folder: its contract, a full disk, and starts that die. Power loss: tests/crash/."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from flashckpt.catalogue.changes import Keep
+from flashckpt.format.catalogue import Folder
+from flashckpt.format.manifest import Manifest
+from flashckpt.format.names import SnapshotId
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from tests.catalogue.snapshots import HOME, Job, boundaries
+from tests.catalogue.snapshots import HOME, Job, boundaries, faults, files_of
 from tests.contracts.catalogue_contract import CatalogueContract
+from tests.memory.mounts import small_tmpfs
 
 
 class TestCatalogueInAFolder(CatalogueContract):
     @pytest.fixture
     def opener(self, tmp_path: Path) -> Callable[[], Store]:
         return partial(LocalStore, str(tmp_path))
+
+
+def fill(path: Path) -> None:
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x" * 4096)
+    assert os.statvfs(path).f_bavail == 0
+
+
+@pytest.mark.process
+def test_a_full_disk_gives_up_its_old_versions() -> None:
+    """Not a byte is free: the version of a commit takes the room of older versions and of garbage."""
+    with small_tmpfs(1 << 20) as disk:
+        job = Job(LocalStore(str(disk / "run")))
+        for boundary in range(1, 20):
+            job.save(boundary)
+        id = SnapshotId(job.name, 20)
+        job.write(id)
+        manifest = job.run(HOME.gather(Folder(job.name, id)))
+        assert isinstance(manifest, Manifest)
+        made = job.run(HOME.publish(job.catalogue, manifest))
+        fill(disk / "filler")
+        before = len(files_of(job.store, "catalogue"))
+        job.catalogue = job.run(HOME.commit(job.catalogue, job.name, made, Keep(last=2)))
+        assert job.catalogue.has(id)
+        assert before > 10
+        assert len(files_of(job.store, "catalogue")) <= 3
+        assert faults(job.store, is_collected=False) == []
 
 
 def test_starts_that_die_before_their_first_commit_leave_little(scratch: str) -> None:

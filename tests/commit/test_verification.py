@@ -159,3 +159,16 @@ def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
     shard = replace(contents.shard, checksums=bytes(len(contents.shard.checksums)))
     status, detail = verify_file(store, record.shard_path(0), replace(contents, shard=shard))
     assert (status, detail) == ("damaged", "chunk 0 does not have its checksum")
+
+
+def test_a_header_that_is_not_the_parts(store: LocalStore) -> None:
+    """Checksums and digests agree with the file; only the names in its header are not the part's."""
+    attempt = attempt_at(store, resolve(store).name)
+    image, contents = contents_of("rank-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0)})
+    _, other = contents_of(contents.shard.file, {"b": np.arange(4.0)})
+    path = f"{folder_of(store, name_of(300, attempt).id).path}/{contents.shard.file}"
+    runs.write_shard(store, path, image, contents.layout())
+    rank = RankRecord(rank=0, shard=contents.shard, leaves=other.leaves, digests=contents.digests, values={})
+    committed(store, Part(id=name_of(300, attempt).id, step=300, world=1, node=0, ranks=(rank,)))
+    (row,) = verify(store).damaged
+    assert "not the one that its part describes" in row.detail

@@ -193,9 +193,6 @@ def _walk(live: Live) -> Any:
     return live.tree.walk(lambda parameter, gradient: True)
 
 
-GRADIENT = 5.0
-
-
 def saved(
     store: Store,
     kind: str,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import flashckpt
-from tests.resume import gradients, loaders, modules
+from tests.resume import gradients, loaders, modules, values
 from tests.resume.recipes import RECIPES, seed
 from tests.waiting import until, until_room, until_slots
 
@@ -48,7 +48,7 @@ def main() -> None:
             until_room(checkpointer)
             print(json.dumps([looped.completed, value]), file=log, flush=True)
 
-        recipes = {**RECIPES, **loaders.RECIPES, **modules.RECIPES, **gradients.RECIPES}
+        recipes = {**RECIPES, **loaders.RECIPES, **modules.RECIPES, **gradients.RECIPES, **values.RECIPES}
         recipes[recipe](record, hold, run, options)
     print("finished", flush=True)
 

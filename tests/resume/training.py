@@ -12,8 +12,6 @@ from tests import zygote
 from tests.events import ledger, whole_lines
 from tests.waiting import until
 
-ROOT = Path(__file__).parents[2]
-
 
 class Trainer:
     """One recipe on one run folder, started as often as it takes."""

@@ -59,7 +59,6 @@ def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, run
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 
-@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "options",

@@ -34,7 +34,6 @@ SHORT = (
     "stream",
     "own_loader",
     "steps_in_bf16",
-    "sft",
     "grpo",
 )
 
@@ -47,6 +46,10 @@ def test_killed(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> 
     harness.check(f"{CASES}:case_{case}", framework, tmp_path, runtime)
     said = "".join(each.read_text(errors="replace") for each in tmp_path.glob("*-files/said-*"))
     assert case == "own_loader" or "are not saved" not in said, said
+
+
+def test_a_trainer_of_trl_is_killed(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+    harness.check(f"{CASES}:case_sft", framework, tmp_path, runtime)
 
 
 @pytest.mark.long

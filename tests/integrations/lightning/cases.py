@@ -329,6 +329,16 @@ def rate_searched_in_fit(job: Job) -> Any:
     return fit(job, Searched(rows()), LearningRateFinder(num_training_steps=5, attr_name="rate"))
 
 
+def size_searched(job: Job) -> Any:
+    data.seed()
+    model = Searched(rows())
+
+    def search(trainer: Any) -> None:
+        Tuner(trainer).scale_batch_size(model, steps_per_trial=1, max_trials=2)
+
+    return fit(job, model, before=search)
+
+
 class Raises(Callback):
     def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
         if trainer.global_step == 9:

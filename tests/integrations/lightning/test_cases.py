@@ -32,6 +32,7 @@ def said(folder: Path) -> str:
     "case",
     [
         "accumulated", "plateau", "manual", "stream", "average", "hooks", "metrics", "rate_searched",
+        "size_searched",
         pytest.param("max_steps", marks=pytest.mark.long), pytest.param("workers", marks=pytest.mark.long),
     ],
 )  # fmt: skip
