@@ -426,6 +426,7 @@ class Checkpointer:
                     if self._state is RunState.STEPPING:
                         # Ranks whose program ends the loop have settled this boundary: they wait for it.
                         self._loop.settle()
+                        self._loop.capture_now(persist=True)  # anew, if another rank has none of it
                     self._wait_at_end()
         except FlashckptError as error:
             if not signals.heard:

@@ -162,9 +162,12 @@ Probe = Callable[[str, str], bool]
 
 # The timing of the alive counter. A keeper increments it every BEAT_S. A trainer replaces a keeper that is
 # silent for 30 s, and waits 20 s at most before it starts another after many that died. So the counter of a
-# living attempt pauses for less than WATCH_S, unless the whole node pauses for longer.
+# living attempt pauses for less than WATCH_S, unless its whole node pauses, or no keeper of it can live.
 BEAT_S = 1.0
-# How long a job elsewhere, or a keeper whose trainers have ended, watches the counter before it takes the
+# How long a keeper whose trainers have closed the run watches the counter for other nodes, whose ranks may
+# still be at their end: all is committed.
+STILL_S = 6.0
+# How long a job elsewhere, or a keeper whose trainers have died, watches the counter before it takes the
 # attempt for dead.
 WATCH_S = 60.0
 # The watching job reads the counter this often, so that a pause of its own is not taken for one of the

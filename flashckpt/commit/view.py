@@ -151,8 +151,8 @@ def open_run(store: Store, create: bool, run_id: str = "", known: Catalogue = EM
 
 
 def has_run(store: Store) -> bool:
-    """Whether there is a catalogue, which need not be readable. One listing. A
-    temporary file that a killed writer has left does not count."""
+    """Whether there is a catalogue, which need not be readable. One listing.
+    A temporary file that a killed writer has left does not count."""
     return any(not each.is_folder and not each.name.startswith(".") for each in store.list(CATALOGUE))
 
 

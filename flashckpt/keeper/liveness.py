@@ -149,7 +149,7 @@ class RunFolder:
                     attempts.beat(store, attempt, self._next_count(attempt), saves=True)
             self._saved_bytes = saved_bytes
             for attempt, how in ended:
-                moves = self._moves(attempt) if attempt in elsewhere else False
+                moves = self._moves(attempt, how) if attempt in elsewhere else False
                 if moves is None:
                     continue
                 crashpoints.point("end.marking")
@@ -171,7 +171,7 @@ class RunFolder:
             if self._store.exists(alive_path(attempt)):
                 raise
 
-    def _moves(self, attempt: AttemptName) -> bool | None:
+    def _moves(self, attempt: AttemptName, how: End) -> bool | None:
         """Whether the keeper of another node advances a counter, or has recorded the end; None while that is
         not known yet."""
         # The time before the read: a count may be as old as the read took.
@@ -183,7 +183,9 @@ class RunFolder:
         before, since_s = self._still.setdefault(attempt, (count, time.monotonic()))
         if count != before:
             return True
-        return False if now - since_s >= attempts.WATCH_S + self._store.capabilities.delay_s else None
+        is_saving = found is not None and found.phase == "saving"
+        watch_s = attempts.STILL_S if how == "closed" and not is_saving else attempts.WATCH_S
+        return False if now - since_s >= watch_s + self._store.capabilities.delay_s else None
 
     def _next_count(self, attempt: AttemptName) -> int:
         """The count after that of an earlier keeper: it must neither stand still nor go back."""

@@ -78,7 +78,7 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setattr(attempts, "WATCH_S", 0.1)  # the keeper looks so long for other nodes before it leaves
+    monkeypatch.setattr(attempts, "STILL_S", 0.1)  # the keeper looks so long for other nodes before it leaves
     made = Node(tmp_path)
     yield made
     made.end()

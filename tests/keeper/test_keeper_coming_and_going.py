@@ -18,8 +18,16 @@ from tests.conftest import keepers_of
 from tests.events import ledger
 from tests.keeper.driver import Process, begun_process, committed, eventually, runtime_of, saved, the_keeper
 from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.zygote.keepers import ADDRESS
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper is started as users start it, and not forked."""
+    monkeypatch.delenv(ADDRESS, raising=False)
+
+
+@pytest.mark.usefixtures("started")
 def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(tmp_path: Path, runtime: Path) -> None:
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)
@@ -45,6 +53,7 @@ def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(tmp_path: 
     trainer.end()
 
 
+@pytest.mark.usefixtures("started")
 def test_the_keeper_stays_small_and_maps_no_image(tmp_path: Path, runtime: Path) -> None:
     trainer = FakeTrainer(tmp_path / "run", runtime, kib=64 << 10)  # larger than what it may take up
     trainer.start()
@@ -233,6 +242,24 @@ def test_who_asks_it_to_go_knew_of_no_later_trainer(tmp_path: Path, runtime: Pat
     eventually(lambda: committed(run) == [1])
     with pytest.raises(AssertionError):
         eventually(lambda: keepers_of(runtime) != [pid], timeout_s=2.5)
+
+
+@pytest.mark.usefixtures("started")
+def test_a_keeper_killed_at_its_birth_is_started_again(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, killed = tmp_path / "python", tmp_path / "killed"
+    python.write_text(f'#!/bin/sh\nmkdir "{killed}" 2>&- && kill -9 $$\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    trainer = FakeTrainer(tmp_path / "run", runtime)
+    assert killed.exists()
+    trainer.start()
+    trainer.take_slots()
+    trainer.snapshot(1, persist=True)
+    trainer.wait_committed(1)
+    trainer.end()
+    eventually(lambda: keeper_pid(trainer.folder) is None)
 
 
 def test_the_import_path_of_the_trainer_is_the_keepers(tmp_path: Path, runtime: Path) -> None:

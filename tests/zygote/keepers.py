@@ -12,12 +12,14 @@ of the process that started it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
 import os
 import resource
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests import process_guard
 from tests.zygote.forking import MESSAGE_BYTES, forget, preload
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +73,9 @@ def _forked(run_path: str, orders: bytes, log_file: int, held: int) -> bool:
     address = os.environ.get(ADDRESS, "")
     if not address:
         return False
-    message = json.dumps([circumstances(), dict(os.environ), run_path, orders.decode()])
+    process_guard.starting(f"keeper of {run_path}")
+    mask = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    message = json.dumps([circumstances(), dict(os.environ), mask, run_path, orders.decode()])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asked:
         try:
             asked.connect("\0" + address)
@@ -104,7 +109,7 @@ class Keepers:
     def close(self) -> None:
         os.environ.pop(ADDRESS, None)
         os.close(self._held)
-        self._process.wait()
+        self._process.wait(60)
 
 
 def _serve(listening: socket.socket, held: int) -> None:
@@ -118,20 +123,25 @@ def _serve(listening: socket.socket, held: int) -> None:
         if held in ready:
             return
         with listening.accept()[0] as asked:
-            message, descriptors, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 2)
+            try:
+                message, descriptors, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 2)
+            except OSError:
+                continue
             if not message:
                 continue
-            of_asking, environment, run_path, orders = json.loads(message)
+            of_asking, environment, mask, run_path, orders = json.loads(message)
             status = 1
             if of_asking == own and _size(environment) < _ROOM:
                 if (child := os.fork()) == 0:
                     for number in (listening.fileno(), asked.fileno(), held):
                         os.close(number)
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                     _become_keeper(descriptors[0], environment, run_path, orders)
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             for descriptor in descriptors:
                 os.close(descriptor)
-            asked.send(str(status).encode())
+            with contextlib.suppress(OSError):  # who has asked may be killed meanwhile
+                asked.send(str(status).encode())
 
 
 def _size(environment: dict[str, str]) -> int:
