@@ -6,7 +6,7 @@ after each step, "ended N REASON", "closed N" and "committed [...]" at the end. 
 `save_at`, `wait_at`: {rank: steps}, save() or wait() in the iteration after; `epochs`: as many, and
 `save_after`: {rank: epochs}, save() in the own code of these; `save_outside`: ranks that call it before the
 loop; `call_timeout_s`: of that call; `misses_last`: a rank that finds no slot at a boundary from step 20 on,
-after which the loop ends.
+after which the loop ends; `misses_stop`: a rank that fails at the boundary at which all ranks stop.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ def miss_one(checkpointer: flashckpt.Checkpointer) -> None:
             return take(ring)
         HAS_MISSED[0] = 1.0
         return None
+
+    SlotRing.take = taken  # type: ignore[method-assign]
+
+
+def miss_the_stop(checkpointer: flashckpt.Checkpointer) -> None:
+    take = SlotRing.take
+
+    def taken(ring: SlotRing) -> Slot | None:
+        if checkpointer._stops_here() and not HAS_MISSED:
+            HAS_MISSED[0] = 1.0
+            print("missed", flush=True)
+            raise flashckpt.StateError("this boundary cannot be captured")
+        return take(ring)
 
     SlotRing.take = taken  # type: ignore[method-assign]
 
@@ -77,6 +90,8 @@ def train(run: str, orders: dict[str, Any]) -> None:
     checkpointer = flashckpt.attach(run, model=net, optimizer=optimizer, **options)
     if rank == orders.get("misses_last"):
         miss_one(checkpointer)
+    if rank == orders.get("misses_stop"):
+        miss_the_stop(checkpointer)
     resumed = checkpointer.resumed
     print(f"resumed {resumed.step}" if resumed is not None else "began", flush=True)
     if rank in orders.get("save_outside", ()):

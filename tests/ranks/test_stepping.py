@@ -78,3 +78,18 @@ def test_a_signal_commits_the_boundary_at_which_all_have_stopped(
     whole = start(launcher, tmp_path / "whole", steps=at + 20).finished()
     for rank in range(2):
         assert done(ended[rank]) + done(again[rank]) == done(whole[rank])
+
+
+def test_a_stop_that_one_rank_has_no_snapshot_of_is_captured_again(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """The rank with the signal waits for no commit that cannot come: both take one more snapshot."""
+    run = tmp_path / "run"
+    launch = start(launcher, run, steps=3000, misses_stop=1)
+    until_step(launch, 0, 20)
+    os.kill(launch.pid_of(0), signal.SIGTERM)
+    ended = launch.ended()
+    assert "missed" in ended[1].out, launch.told()
+    [at] = {last_step(each) for each in ended}
+    assert flashckpt.steps(run)[-1] == at, launch.told()
+    assert (ended[1].status, word(ended[1], "closed")) == (0, str(at)), ended[1].err
