@@ -295,7 +295,7 @@ def test_a_region_that_cannot_be_written_or_is_too_small_leaves_its_constants_to
     start: Start,
 ) -> None:
     run = start(frozen(1))
-    assert give_region(run.capture).begin(2) is not None  # somebody else has it
+    assert give_region(run.capture).begin(2) is not None  # another writer holds it
     content = run.captured(1)
     assert (content.constants_nonce, content.constants) == (0, [])
     run.capture.close()
@@ -322,7 +322,7 @@ def test_ranks_with_and_without_a_region_assign_replicas_equally(
         run = start(state, sharing=sharing)
         region = give_region(run.capture)
         if rank:
-            assert region.begin(2) is not None  # somebody else has it
+            assert region.begin(2) is not None  # another writer holds it
         for step in range(1, 3):
             if changes and step == 2:
                 state.weights["w2"].mul_(2)

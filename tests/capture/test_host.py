@@ -160,7 +160,8 @@ def test_another_tensor_in_the_same_place_is_followed(run: Run, ring: SlotRing) 
     state = run.optimizer.state[run.model.head.weight]
     state["exp_avg"] = torch.randn_like(state["exp_avg"])
     run.boundary()
-    captured(run, ring)
+    content = captured(run, ring)
+    assert bytes_of(state["exp_avg"]) in content.leaves.values()
 
 
 def test_leaves_that_come_and_go_change_the_plan(run: Run, ring: SlotRing) -> None:
@@ -176,9 +177,9 @@ def test_another_shape_in_place_changes_the_plan(run: Run, ring: SlotRing) -> No
     more = run.state.named["more"] = {"a": torch.ones(4, 3)}
     captured(run, ring)
     more["a"].t_()
-    captured(run, ring)
+    assert len(captured(run, ring).leaves["more.a"]) == 4 * 3 * 4
     more["a"].resize_(2, 2)
-    captured(run, ring)
+    assert len(captured(run, ring).leaves["more.a"]) == 2 * 2 * 4
 
 
 def test_zero_size_and_scalar_leaves(run: Run, ring: SlotRing) -> None:
@@ -190,7 +191,15 @@ def test_zero_size_and_scalar_leaves(run: Run, ring: SlotRing) -> None:
         "bool": torch.tensor([True, False]),
         "f8": torch.ones(5).to(torch.float8_e4m3fn),
     }
-    captured(run, ring)
+    leaves = captured(run, ring).leaves
+    assert leaves["more.none"] == b""
+    assert [len(leaves[f"more.{name}"]) for name in ("scalar", "odd", "complex", "bool", "f8")] == [
+        2,
+        7,
+        48,
+        2,
+        5,
+    ]
 
 
 def test_without_slots_a_boundary_is_skipped_and_the_size_is_known(

@@ -60,7 +60,7 @@ def waited(checkpointer: flashckpt.Checkpointer) -> BaseException | None:
 
 
 def test_a_failure_that_passes_is_waited_for(tmp_path: Path, faults: Path) -> None:
-    """And whoever waits does not sit out the pauses after many failures."""
+    """The wait returns soon after the storage works again: it does not last for the pause between tries."""
     (faults / "write").write_text(f"2 {errno.EIO}")
     (faults / "write.long").touch()
     with attached(tmp_path / "run") as checkpointer:

@@ -51,6 +51,6 @@ def test_who_is_faster_or_a_little_slower_is_not_pointed_at() -> None:
     values = dict.fromkeys(range(8), 1.0)
     assert far_above(values | {3: 0.01}) == far_above(values | {3: 1.4}) == set()
     assert far_above(values | {3: 1.6}) == {3}
-    # Fractions of a millisecond are nobody's fault; of three ranks none is far from the others.
+    # Differences below a millisecond are ignored, and no rank stands out among three or fewer.
     assert far_above(dict.fromkeys(range(8), 1e-4) | {3: 9e-4}) == set()
     assert far_above({0: 1.0, 1: 1.0, 2: 9.0}) == far_above({}) == set()

@@ -202,7 +202,7 @@ class Torture:
         while visible := job.visible():
             step = self._luck.choice(visible)
             try:
-                # On the job's own node, where nobody need be watched for.
+                # On the job's own node the lock decides, and `branch` watches no counter.
                 with mock.patch.dict(os.environ, FLASHCKPT_RUNTIME=str(job.runtime)):
                     flashckpt.branch(job.run, step)
             except NoSuchStepError:

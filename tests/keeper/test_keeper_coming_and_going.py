@@ -160,6 +160,7 @@ def test_an_attempt_that_was_swept_before_its_end_was_noted_keeps_no_keeper(
     (run / "alive" / first.attempt).unlink()
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: keeper_pid(folder) is None)
+    assert keepers_of(runtime) == []
 
 
 def is_deleted(run: Path) -> bool:

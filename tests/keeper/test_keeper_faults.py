@@ -109,7 +109,7 @@ def test_a_full_disk_is_told_and_the_next_try_works(tmp_path: Path, runtime: Pat
         assert slot.failed == (generation, errno.ENOSPC)
         assert status.waiting == (1,)
         assert shards(trainer.run) == [], "what was begun is removed"
-        # Training goes on: of two slots one comes free although nothing is persisted.
+        # Training continues: the trainer overwrites one of its two slots although no snapshot is persisted.
         for step in range(2, 12):
             trainer.snapshot(step, persist=step % 3 == 0)
         filler.unlink()

@@ -29,13 +29,13 @@ def start(launcher: Launcher, run: Path, ranks: int, **orders: object) -> Launch
 
 
 def undisturbed(launcher: Launcher, run: Path, ranks: int, **orders: object) -> list[Ended]:
-    """A run that nobody kills and nothing saves."""
+    """An undisturbed run without checkpoints."""
     return start(launcher, run, ranks, options={"enabled": False}, **orders).finished()
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    """How two ranks end, whose loaders have workers, in a run that nobody kills."""
+    """The end of an undisturbed run on two ranks, whose loaders have workers."""
     launcher = Launcher(tmp_path_factory.mktemp("output"))
     try:
         return undisturbed(launcher, tmp_path_factory.mktemp("whole"), 2, workers=WORKERS)

@@ -1,5 +1,6 @@
-"""Trainer and keeper die in every order, once and again, where slots have no names: what each attempt goes on
-from, and that the end equals a run that was never stopped. With names, tests/crash kills in every order.
+"""Trainer and keeper are killed in every order, several times, while slots have no names. The tests check
+which snapshot each attempt resumes from, and that the end equals that of an uninterrupted run. tests/crash
+does so with named slots.
 
 Real processes and signals. A process is stopped (SIGSTOP) before another is killed where the order of what
 they would do must be certain.

@@ -147,7 +147,7 @@ def test_a_loop_that_is_left_gives_the_signal_back(way: str, tmp_path: Path, bef
 def test_a_signal_while_storage_is_waited_for_is_obeyed_after_that(
     place: str, tmp_path: Path, runtime: Path, before: dict[int, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a wait() in the body the iteration goes on, and its boundary is the last."""
+    """After a wait() in its body the iteration continues, and the loop ends at its boundary."""
     named, heard = model(), []
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(looped.completed))
     looped = flashckpt.loop([1, 2, 3], tmp_path / "run", every=1, **named)

@@ -18,7 +18,7 @@ from tests.waiting import until
 
 
 def test_slurm_warns_every_process_with_sigusr1(tmp_path: Path, runtime: Path) -> None:
-    """Workers die of it; the epoch goes on where it was left."""
+    """The signal kills the workers of the loader. The next start continues the epoch at the same batch."""
     job = Job(tmp_path / "job", "workers")
     process = job.held(6, environment={"SLURM_JOB_ID": "17"})
     process.send("SIGUSR1", group=True)
