@@ -434,13 +434,16 @@ def _nothing() -> None:
 
 def _unsaved(session: Session) -> Sequence[CommitName]:
     """Return what this node's keeper still has to save, which may be of ranks that are on other nodes now."""
-    return () if session.environment.world == 1 else session.keeper.status().unsaved
+    has_others = session.environment.world > 1
+    return session.keeper.status().unsaved if has_others and session.has_memory else ()
 
 
 def _saved_by_keeper(session: Session) -> None:
     """Wait until this node's keeper has saved what dead trainers left, as far as it can: ranks that are
     others now, or on other nodes, read it from storage. RunError if storage fails: to resume from an older
     step would abandon a whole one."""
+    if not session.has_memory:
+        return
     wait = KeeperWait(Status(), _TIMEOUTS)
     while (status := session.keeper.status(awaited=True)).waiting:
         if wait.refusal(status) is not None:
@@ -476,7 +479,7 @@ def _check_none_is_newer(session: Session, steps: Sequence[int]) -> None:
 
 def _survived(session: Session) -> tuple[list[Held], list[Slot]]:
     """Return the surviving snapshots, and the regions of constants that they name, mapped or open (cache)."""
-    grants = session.keeper.surviving()
+    grants = session.keeper.surviving() if session.has_memory else []
     opened = [_opened(grant) for grant in grants if grant.holds_constants]
     regions = [region for region in opened if region is not None]
     survived = [_held(session, grant, regions) for grant in grants if not grant.holds_constants]

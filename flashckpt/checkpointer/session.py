@@ -46,7 +46,7 @@ from flashckpt.errors import (
 from flashckpt.format.catalogue import EMPTY, NO_ATTEMPT, Catalogue
 from flashckpt.format.names import AttemptName, SnapshotId, alive_path
 from flashckpt.format.owner import Owner
-from flashckpt.keeper.client import KeeperClient, connect_or_start, newest_in_memory
+from flashckpt.keeper.client import KeeperClient, may_have_memory, newest_in_memory
 from flashckpt.keeper.start import survival_warnings
 from flashckpt.memory import forks
 from flashckpt.memory.cache_folder import CachePlace, cached_paths, open_cached
@@ -78,7 +78,7 @@ _RESTARTS_HANG = (
 )
 
 Connect = Callable[[str, RuntimeFolder, LifeLock], KeeperClient]
-"""Takes the run, its runtime folder and this process's life lock; returns the connection to the keeper."""
+"""Takes the run, its runtime folder and this process's life lock; returns the client of the keeper."""
 
 # Guards the runs that this process holds, and the signals that it took for stacks and no longer uses.
 _guard = threading.Lock()
@@ -116,7 +116,8 @@ class Session:
     owner: this process, of the leader. after: the catalogue's writer when the leader found that no trainer of
     it lives. opened: the run when this rank has read it last. loaded: the snapshot that the attempt resumed
     from. remote: where the keeper copies steps; remote_run: that store at the start.
-    cache: this node's disk for slots at rest. complete: the newest snapshot that all ranks have at the start,
+    cache: this node's disk for slots at rest. has_memory: this node may have snapshots in memory or cache;
+    else the keeper starts beside the reading. complete: the newest snapshot that all ranks have at the start,
     as (number of the attempt, boundary); zeros in a world of one.
     """
 
@@ -132,6 +133,7 @@ class Session:
     opened: View
     stacks: Stacks | None = None
     closed: bool = False
+    has_memory: bool = True
     complete: tuple[int, int] = (0, 0)
     run_id: str = ""
     owner: Owner | None = None
@@ -157,8 +159,8 @@ class Session:
             "matmul_precision": torch.get_float32_matmul_precision(),
         }
 
-    def hello(self, keep: Keep, options: Options) -> None:
-        """Register with the keeper."""
+    def hello(self, keep: Keep, options: Options, *, is_first: bool) -> None:
+        """Register with the keeper. is_first: this rank starts one, if the node has none."""
         self.keeper.hello(
             rank=self.environment.rank,
             world=self.environment.world,
@@ -172,6 +174,7 @@ class Session:
             remote=self.remote,
             cache=self.cache,
             grace_s=options.grace_s,
+            is_first=None if self.has_memory else is_first,
         )
 
     def start(self, start: Start) -> None:
@@ -292,10 +295,11 @@ def open_session(
     environment: Environment,
     *,
     join: AttemptName | None = None,
-    connect: Connect = connect_or_start,
+    connect: Connect = KeeperClient,
     group: Group | None = None,
     known: KnownRun = KnownRun(),
     is_first: bool = False,
+    has_memory: bool | None = None,
     remote: Remote | None = None,
     cache: CachePlace | None = None,
     seen: Catalogue = EMPTY,
@@ -304,8 +308,9 @@ def open_session(
     not exist, and raises if another job holds the run. Other ranks `join` the attempt that the leader named.
 
     known: what the ranks have agreed on. is_first: of the ranks of its node that join, this one checks
-    whether it sees the leader's folder. remote: where the keeper copies steps. cache: this node's disk for
-    slots at rest. seen: the version of the catalogue that this rank has read.
+    whether it sees the leader's folder. has_memory: that of the session, if another rank of the node has
+    found out. remote: where the keeper copies steps. cache: this node's disk for slots at rest. seen: the
+    version of the catalogue that this rank has read.
 
     Raises RunHeldError, RunError and its subclasses (SupersededError if the attempt to join is not the
     newest), KeeperError, OptionError for an unknown scheme and for a folder that is not the leader's.
@@ -335,13 +340,15 @@ def open_session(
             crashpoints.point("attempt.reserved")
         keeper = connect(store.url, runtime, life)
         undo.callback(keeper.close)
+        if has_memory is None:
+            has_memory = cache is not None or may_have_memory(runtime)
         group = group or Alone(environment)
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
             stacks=stacks, run_id=run_id, remote=remote, cache=cache, owner=owner,
-            after=after, opened=opened,
+            after=after, opened=opened, has_memory=has_memory,
         )  # fmt: skip
-        session.hello(keep, options)
+        session.hello(keep, options, is_first=leads or is_first)
         undo.pop_all()
     for warning in survival_warnings():
         log.warning("%s", warning)
@@ -709,11 +716,11 @@ def open_together(
     session: Session | None = None
     home = mirror = EMPTY  # the versions that this rank has read
 
-    def opened(known: KnownRun, join: AttemptName | None, is_first: bool) -> list[str]:
+    def opened(known: KnownRun, join: AttemptName | None, has_memory: bool | None = None) -> list[str]:
         nonlocal session
         session = open_session(
-            path, keep, options, group.environment, join=join, group=group, known=known, is_first=is_first,
-            remote=remote, cache=cache, seen=home,
+            path, keep, options, group.environment, join=join, group=group, known=known,
+            is_first=rank == first, has_memory=has_memory, remote=remote, cache=cache, seen=home,
         )  # fmt: skip
         return [str(session.attempt), session.run_id, place_of(session.store, group.environment.rank)]
 
@@ -742,14 +749,17 @@ def open_together(
         if remote is not None:
             run_id, above, problem = group.led("what the run's remote has", of_remote)
             known = KnownRun(run_id, max(known.above, above))
-        name, run_id, place = group.led("the opening of the run", partial(opened, known, None, False))
+        name, run_id, place = group.led("the opening of the run", partial(opened, known, None))
         named, known = AttemptName.parse(name), KnownRun(run_id, place=place)
-        for what, is_due in (
-            ("a keeper for each node", rank == first),
-            ("the keeper of this node", rank != first),
-        ):
-            joins = partial(opened, known, named, rank == first)
-            group.together(what, joins if is_due and not group.leads else _nothing)
+
+        def first_joins() -> bool:
+            if rank == first and not group.leads:
+                opened(known, named)
+            return session is not None and session.has_memory
+
+        has_memory = group.agree("a keeper for each node", first_joins, any)
+        joins = partial(opened, known, named, has_memory)
+        group.together("the keeper of this node", joins if rank != first else _nothing)
         assert session is not None
         if remote is not None:
             there = open_store(remote.url, remote.options)

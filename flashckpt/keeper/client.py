@@ -43,11 +43,12 @@ from flashckpt.memory import forks
 from flashckpt.memory.cache_folder import CachePlace, open_cached
 from flashckpt.memory.held_regions import sealed_in
 from flashckpt.memory.memory_budget import NO_NODE
-from flashckpt.memory.region import CACHE, MEMFD, Region, SlotSize, memfds_of
+from flashckpt.memory.region import CACHE, MEMFD, Region, SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, holder_of, is_alive
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Keep, Remote
 from flashckpt.store import options_of
+from flashckpt.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +187,10 @@ class KeeperConnection:
         self._known: tuple[tuple[int, int] | None, int] | None = None
         self._repeated: dict[str, dict[str, Any]] = {}
         self._pauses = start.Pauses()
+        self._started_s = -_START_AGAIN_S  # when a keeper was started last, here or by another trainer
         self._keeper_end = -1  # readable (POLLHUP) once the keeper that was started last has ended
+        self._first_error: Exception | None = None  # of the thread that `call_first` has started
+        self._is_left = False
         self.longest_pause_s = start.LONGEST_PAUSE_S
         self.restarts = 0
         forks.hold(self)
@@ -212,6 +216,26 @@ class KeeperConnection:
             self.call(message)
             self._repeated[message["op"]] = message
 
+    def call_first(self, message: dict[str, Any], *, starts: bool) -> None:
+        """Do as `call_repeatedly` to a keeper that does not run yet, and wait for nothing: a thread connects.
+        The next call waits for it, and raises its error. starts: start the keeper; else another trainer of
+        this node does."""
+        with self._lock:
+            self._repeated[message["op"]] = message
+            if starts and not is_alive(self._runtime, ELECTION_LOCK):
+                self._start()
+            self._started_s = time.monotonic()
+        start_thread("flashckpt-keeper", self._connect)
+
+    def _connect(self) -> None:
+        with self._lock:
+            try:
+                self._connected()
+            except (OSError, EOFError):
+                self._drop()  # the keeper was killed: the next call connects to another
+            except Exception as error:
+                self._first_error = error
+
     def release(self, names: Sequence[str]) -> None:
         """Release slots that this trainer does not map any more."""
         with self._lock:
@@ -222,6 +246,9 @@ class KeeperConnection:
     def call_with_descriptors(self, message: dict[str, Any], take: TakeAnswer[T]) -> T:
         """Make a request, and return what `take` makes of the answer and its descriptors."""
         with self._lock:
+            error, self._first_error = self._first_error, None
+            if error is not None:
+                raise error
             tries = 1
             while True:
                 try:
@@ -308,9 +335,11 @@ class KeeperConnection:
 
     def close(self) -> None:
         """Disconnect, and close all descriptors."""
+        self._is_left = True  # ends `_connect`
         # Another thread may wait for a silent keeper: then the end of the process closes them.
         if not self._lock.acquire(timeout=_CLOSE_TIMEOUT_S):
             return
+        self._is_left = False
         try:
             self._drop()
             self._watch_end(-1)
@@ -324,7 +353,6 @@ class KeeperConnection:
             return self._peer
         self._was_swept()
         until = time.monotonic() + _START_TIMEOUT_S
-        tried_at = -_START_AGAIN_S
         silent, silent_since = self._runtime.inode(ELECTION_LOCK), time.monotonic()
         while (peer := self._reach()) is None:
             now, elected = time.monotonic(), self._elected
@@ -335,20 +363,25 @@ class KeeperConnection:
                 self._depose()
             if now > until:
                 raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
-            is_due = now - tried_at > _START_AGAIN_S or self._has_ended()
+            if self._is_left:
+                raise KeeperError("The run was released before its keeper answered.")
+            is_due = now - self._started_s > _START_AGAIN_S or self._has_ended()
             if is_due and not is_alive(self._runtime, ELECTION_LOCK):
                 if self._pauses.left_s(self.longest_pause_s) > 0:
                     raise _unreachable(
                         self._runtime, "keepers die soon after their start; the next has to wait"
                     )
-                self._watch_end(start.start(self._run_path, self._runtime))
-                self._pauses.started()
-                tried_at = now
+                self._start()
             time.sleep(_RETRY_S)
         self._watch_end(-1)
         self._peer = peer
         self._introduce(peer)
         return peer
+
+    def _start(self) -> None:
+        self._watch_end(start.start(self._run_path, self._runtime))
+        self._pauses.started()
+        self._started_s = time.monotonic()
 
     def _was_swept(self) -> bool:
         """Make the runtime folder and the life lock again if they were removed (a logout that clears shared
@@ -402,7 +435,7 @@ class KeeperConnection:
         except BaseException:
             self._drop()
             raise
-        self.restarts += self._known != found
+        self.restarts += self._known not in (None, found)
         self._known = found
 
     def _hand_over(self, peer: socket.socket) -> None:
@@ -517,6 +550,7 @@ class KeeperClient(KeeperConnection):
         remote: Remote | None = None,
         grace_s: float = 60.0,
         cache: CachePlace | None = None,
+        is_first: bool | None = None,
     ) -> None:
         """Introduce this trainer: from now on the keeper watches its life lock.
 
@@ -525,7 +559,8 @@ class KeeperClient(KeeperConnection):
         kill_when_stuck: the keeper may kill it when it is stuck. ranks: those of its node (default: itself
         alone), whose snapshots of a step make one part. remote: where committed steps are copied to. grace_s:
         how long the keeper, after the last trainer, waits for a remote without progress. cache: where
-        snapshots are copied to on this node first."""
+        snapshots are copied to on this node first. is_first: not None if no keeper runs here yet: nothing
+        waits for it, and it is started if this is true."""
         message = {
             "op": "hello",
             "protocol": PROTOCOL,
@@ -547,7 +582,10 @@ class KeeperClient(KeeperConnection):
             "remote": None if remote is None else remote_to_dict(remote),
             "cache": None if cache is None else cache_to_dict(cache),
         }
-        self.call_repeatedly(message)
+        if is_first is None:
+            self.call_repeatedly(message)
+        else:
+            self.call_first(message, starts=is_first)
 
     def slots(
         self,
@@ -692,6 +730,11 @@ def connect_or_start(
     client = KeeperClient(run_path, runtime, life, timeout_s=timeout_s)
     client.tend()
     return client
+
+
+def may_have_memory(runtime: RuntimeFolder) -> bool:
+    """Whether this node may have snapshots of the run in memory: a keeper lives, or there is a named region."""
+    return is_alive(runtime, ELECTION_LOCK) or any(map(is_region_name, runtime.names()))
 
 
 def newest_in_memory(runtime: RuntimeFolder) -> tuple[AttemptName, int] | None:

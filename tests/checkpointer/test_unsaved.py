@@ -22,7 +22,7 @@ class Saying:
     """A session whose keeper says these, one after the other, and the last one from then on."""
 
     def __init__(self, *said: Status, world: int = 2) -> None:
-        self.keeper, self.environment = self, Environment(world=world)
+        self.keeper, self.environment, self.has_memory = self, Environment(world=world), True
         self._said, self.asked = list(said), 0
 
     def status(self, *, awaited: bool = False) -> Status:

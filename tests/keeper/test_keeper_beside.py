@@ -1,0 +1,128 @@
+"""A keeper that starts beside the reading of a step: nothing waits for it until it is asked something."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import flashckpt
+from flashckpt.errors import KeeperError
+from flashckpt.keeper import client as keeper_client
+from flashckpt.keeper import start
+from flashckpt.keeper.client import KeeperClient, may_have_memory
+from flashckpt.keeper.protocol import ELECTION_LOCK
+from flashckpt.memory.runtime import LifeLock, RuntimeFolder, enter, trainer_lock_name
+from flashckpt.options import Keep
+from flashckpt.restore.step_reading import StepReading
+from tests.keeper.driver import InProcess
+from tests.keeper.fake import open_runtime
+from tests.processes import keepers_of
+from tests.waiting import until
+
+THREAD = "flashckpt-keeper"
+
+
+@contextmanager
+def trainer(run: Path, base: Path) -> Iterator[tuple[KeeperClient, RuntimeFolder, LifeLock]]:
+    """A trainer of rank 1, on a node where no keeper runs."""
+    folder, life = enter(str(base), open_runtime(run, base)[1], trainer_lock_name(1))
+    client = KeeperClient(str(run), folder, life)
+    yield client, folder, life
+    client.close()
+    life.release(folder)
+    folder.close()
+
+
+def hello(client: KeeperClient, *, is_first: bool = False) -> None:
+    attempt = "000001-aaaaaaaa"
+    client.hello(rank=1, world=2, attempt=attempt, keep=Keep(), linger_s=1.0, is_first=is_first)
+
+
+def test_a_hello_waits_for_no_keeper_and_the_next_call_does(tmp_path: Path, runtime: Path) -> None:
+    with trainer(tmp_path / "run", runtime) as (client, folder, life):
+        assert not may_have_memory(folder)
+        hello(client)
+        keeper = InProcess(tmp_path / "run", RuntimeFolder.at(folder.path)).keeper
+        thread = threading.Thread(target=keeper.run)
+        thread.start()
+        try:
+            client.status()
+            assert [each.rank for each in keeper.registry.all()] == [1]
+            assert client.restarts == 0
+            assert may_have_memory(folder)
+        finally:
+            client.close()
+            life.release(folder)
+            keeper.exit.ask()
+            thread.join()
+
+
+def test_the_next_call_raises_the_error_of_a_keeper_that_does_not_answer(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_client, "_START_TIMEOUT_S", 0.0)
+    with trainer(tmp_path / "run", runtime) as (client, folder, _):
+        election = LifeLock.acquire(folder, ELECTION_LOCK)
+        assert election is not None
+        hello(client)
+        until(lambda: client._first_error is not None, "the end of the wait")
+        monkeypatch.setattr(keeper_client, "_START_TIMEOUT_S", 60.0)
+        with pytest.raises(KeeperError, match="did not answer"):
+            client.status()
+        election.release(folder)
+
+
+def test_a_trainer_that_leaves_waits_for_no_keeper(tmp_path: Path, runtime: Path) -> None:
+    with trainer(tmp_path / "run", runtime) as (client, folder, _):
+        election = LifeLock.acquire(folder, ELECTION_LOCK)
+        assert election is not None
+        hello(client)
+        client.close()
+        until(lambda: THREAD not in {each.name for each in threading.enumerate()}, "the end of the thread")
+        assert client._peer is None
+        election.release(folder)
+
+
+@pytest.mark.process
+def test_a_step_is_read_while_the_keeper_starts(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper of this start is held back until all bytes are read."""
+    saved = nn.Linear(64, 64)
+    with flashckpt.attach(tmp_path / "run", every=None, persist_every=None, model=saved) as checkpointer:
+        checkpointer.save()
+        checkpointer.wait()
+    until(lambda: not keepers_of(runtime), "the end of its keeper")
+    is_read, program, read = threading.Event(), start._start_program, StepReading.read
+    begun: list[bool] = []
+
+    def held_back(run_path: str, orders: bytes, log_file: int, held: int) -> None:
+        descriptors = [os.dup(log_file), os.dup(held)]
+
+        def later() -> None:
+            begun.append(is_read.wait(60.0))
+            program(run_path, orders, *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+        threading.Thread(target=later).start()
+
+    def noted(self: StepReading, *arguments: object) -> None:
+        read(self, *arguments)  # type: ignore[arg-type]
+        is_read.set()
+
+    monkeypatch.setattr(start, "_start_program", held_back)
+    monkeypatch.setattr(StepReading, "read", noted)
+    model = nn.Linear(64, 64)
+    with flashckpt.attach(tmp_path / "run", every=None, persist_every=None, model=model) as checkpointer:
+        assert checkpointer.resumed is not None
+        assert checkpointer.resumed.tier == "local"
+    assert begun == [True]
+    assert torch.equal(model.weight, saved.weight)
