@@ -733,7 +733,7 @@ def connect_or_start(
 
 
 def may_have_memory(runtime: RuntimeFolder) -> bool:
-    """Whether this node may have snapshots of the run in memory: a keeper lives, or there is a named region."""
+    """Whether this node may have snapshots of the run in memory: a keeper lives, or a region has a name."""
     return is_alive(runtime, ELECTION_LOCK) or any(map(is_region_name, runtime.names()))
 
 

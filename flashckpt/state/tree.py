@@ -337,11 +337,12 @@ class Tree:
 
     @property
     def own_code(self) -> list[str]:
-        """The names of the objects that restore their state by methods of the program."""
+        """The names of the objects that restore their state by methods of the program, not of torch."""
         return [
             entry.name
             for entry in self._entries.values()
-            if isinstance(entry, ObjectEntry) or (isinstance(entry, ModuleEntry) and entry.extras)
+            if (isinstance(entry, ObjectEntry) and not type(entry.target).__module__.startswith("torch."))
+            or (isinstance(entry, ModuleEntry) and entry.extras)
         ]
 
 
