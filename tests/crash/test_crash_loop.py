@@ -63,6 +63,6 @@ def test_a_keeper_that_dies_before_each_manifest_fills_no_storage(
         job.expect(memory=False)
         sizes.append(sum(len(names) for _, _, names in os.walk(job.run / "data")))
     # A manifest, a part and a shard of each: the step in flight and those that retention keeps.
-    assert sizes[-1] == max(sizes) <= 3 * (tiny.KEPT + 1), sizes
+    assert max(sizes) <= 3 * (tiny.KEPT + 1), sizes
     assert len(sizes) > 4
     none(job.finish())

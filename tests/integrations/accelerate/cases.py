@@ -149,7 +149,7 @@ def _validate(job: Job, net: Any, held: Any, own: dict[str, Any]) -> None:
 
 
 def several(job: Job) -> dict[str, Any]:
-    """Two models, two optimizers, a scaler, and two loaders in one epoch."""
+    """Two models, two optimizers, a scaler, and two loaders, whose epochs take turns."""
     accelerator = _accelerator(job.options)
     data.seed()
     accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
@@ -161,17 +161,16 @@ def several(job: Job) -> dict[str, Any]:
     loaders = [accelerator.prepare(loader) for loader in loaders]
     own = {"iterations": 0}
     with _run(job, accelerator, own, {}) as run:
-        for epoch in range(3) if run is None else run.epochs(3):
-            for net, optimizer, loader in zip(nets, optimizers, loaders, strict=True):
-                for batch in loader if run is None else run.batches(loader):
-                    own["iterations"] += 1
-                    job.step(own["iterations"])
-                    job.batch(own["iterations"], batch)
-                    with accelerator.accumulate(net):
-                        accelerator.backward(data.loss_of(net, batch))
-                        optimizer.step()
-                        optimizer.zero_grad()
-                job.moment(BETWEEN)
+        for epoch in range(6) if run is None else run.epochs(6):
+            net, optimizer, loader = (each[epoch % 2] for each in (nets, optimizers, loaders))
+            for batch in loader if run is None else run.batches(loader):
+                own["iterations"] += 1
+                job.step(own["iterations"])
+                job.batch(own["iterations"], batch)
+                with accelerator.accumulate(net):
+                    accelerator.backward(data.loss_of(net, batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
             job.log(f"epoch {epoch}", {"noise": torch.rand(())})
             job.moment(EPOCH_END)
     return {

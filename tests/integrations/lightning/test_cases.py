@@ -39,7 +39,9 @@ def said(folder: Path) -> str:
 def test_a_killed_fit_ends_like_a_plain_fit(
     framework: Zygote, tmp_path: Path, runtime: Path, case: str
 ) -> None:
-    harness.check(f"{CASES}:{case}", framework, tmp_path, runtime)
+    # Hooks that draw random numbers before the first batch: a fit without flashckpt has drawn the loader's
+    # seed by then (docs/lightning.md).
+    harness.check(f"{CASES}:{case}", framework, tmp_path, runtime, plain=case != "hooks")
     assert CHANGED not in said(tmp_path)
 
 
