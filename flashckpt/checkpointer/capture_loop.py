@@ -93,8 +93,8 @@ class CaptureLoop:
             with contextlib.suppress(Exception):
                 self._capture.digest_candidates()
 
-    def enter(self, step: int) -> bool:
-        """Enter the next boundary, after so many steps; return whether the loop ends at it. Among ranks, wait
+    def enter(self) -> bool:
+        """Enter the next boundary; return whether the loop ends at it. Among ranks, wait
         where they may all have to end.
 
         Raises what must end this run now: SupersededError if a newer attempt has begun, and the error
@@ -109,7 +109,7 @@ class CaptureLoop:
         if error is not None and not has_slots and not self._growth.keeps_region() and is_first:
             raise error
         index = self._capture.boundary_index + 1
-        self._stop.enter(index, step)
+        self._stop.enter(index)
         if self.order is SaveOrder.PUT_OFF:
             self.order = SaveOrder.NEXT
         if self._stop.begins_at(index):
@@ -345,7 +345,7 @@ class CaptureLoop:
     def _begin_another(self) -> None:
         """Begin a boundary that no iteration ends. A stop is obeyed at the next one that does."""
         index = self._capture.boundary_index + 1
-        self._stop.enter(index, self._progress.step)
+        self._stop.enter(index)
         self._capture.boundary_index = index
 
     def _is_unchanged(self) -> bool:

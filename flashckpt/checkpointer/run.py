@@ -391,7 +391,7 @@ class Checkpointer:
             self._check_open()  # raises
         try:
             self._unnamed.boundary(step)
-            return self._loop.enter(step)
+            return self._loop.enter()
         except FlashckptError:
             self._release()
             raise

@@ -71,7 +71,7 @@ class StopPolicy:
 
     is_unconfirmed = False  # it ended without a confirmation: another rank may be dead
 
-    def enter(self, boundary_index: int, step: int) -> None:
+    def enter(self, boundary_index: int) -> None:
         """Enter a boundary; called once for each, in order."""
 
     def stops_at(self, boundary_index: int) -> bool:

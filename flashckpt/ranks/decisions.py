@@ -18,7 +18,6 @@ from flashckpt.ranks.liveness import Silence
 from flashckpt.ranks.messages import (
     MOST_OPEN,
     NONE,
-    AnnouncedSchedule,
     Announcement,
     Answer,
     Gone,
@@ -114,7 +113,8 @@ class Decider:
             complete=tuple(verdicts.complete),
             persist=tuple(each for each in verdicts.complete if each in persist),
             cached=tuple(each for each in verdicts.complete if each in cached),
-            schedules=self._scheduler.schedules,
+            every=self._scheduler.every,
+            also=self._scheduler.also,
             stop=self._stops.newest,
             refused=self._saves.refused,
             agreed=self._saves.agreed,
@@ -261,7 +261,7 @@ class Persists:
             self._awaited = 0
         for boundary_index in found.complete:
             # An order that fell on an incomplete boundary stays due.
-            ordered = (boundary_index + own.offset) // self._steps * self._steps if self._steps else 0
+            ordered = own.step_of(boundary_index) // self._steps * self._steps if self._steps else 0
             if ordered > self._noted:
                 self._noted = ordered
                 self._pace.persist_due(ordered)
@@ -277,50 +277,40 @@ class Persists:
 
 
 class Scheduler:
-    """The capture schedule. A new one takes effect ahead of all ranks, and only once the one before is in
-    force everywhere: so no rank lacks the one that it needs."""
+    """The capture schedule: a boundary whose step is a multiple of `every` or of `also` is captured; 0 for
+    none. A rank follows a new one as soon as it receives it, so a few boundaries are missed by others."""
 
     def __init__(self, every: Every, persist_every: str | int | None, overhead: float) -> None:
         self._every, self._overhead = every, overhead
         self._persist_steps = persist_every if isinstance(persist_every, int) else 0
         self._caution = 1.0
-        self._offset: int | None = None
-        self._published = 0
-        self.schedules: tuple[AnnouncedSchedule, ...] = ()
+        self._published = self._followed_from = 0
+        self.every = self.also = 0
 
     def update(self, known: Sequence[NodeMessage], timing: Timing, found: Found, number: int) -> None:
         """number: of the newest announcement."""
-        if found.incomplete:
+        # The caution is not about boundaries that ranks missed because they did not know the schedule.
+        if any(each >= self._followed_from for each in found.incomplete):
             self._caution = min(self._caution * _MORE_CAUTION, _MOST_CAUTION)
         elif found.complete:
             self._caution = max(self._caution * _LESS_CAUTION, 1.0)
-        if self._every is None and not self._persist_steps:
-            return
         is_known = timing.iteration_s is not None and all(each.slots for each in known)
-        in_force = not self.schedules or (
-            min(each.entered_low for each in known) >= self.schedules[-1].starts
-            and min(each.acknowledged for each in known) >= self._published
-        )
-        if is_known and in_force:
-            wanted = self._wanted(known, timing)
-            if not self.schedules or self._is_worth_it(wanted, self.schedules[-1], known[0].offset):
-                self.schedules = (*self.schedules[-1:], wanted)
-                self._offset, self._published = known[0].offset, number + 1
+        if not is_known or min(each.acknowledged for each in known) < self._published:
+            return
+        every, also = self._wanted(known, timing)
+        pairs = ((every, self.every), (also, self.also))
+        if any(new > old or new * _WORTH_IT < old for new, old in pairs):
+            self.every, self.also, self._published = every, also, number + 1
+            lead = timing.lead(_MARGIN * timing.round_trip_s, 2)
+            self._followed_from = max(each.entered_high for each in known) + lead
 
-    def _wanted(self, known: Sequence[NodeMessage], timing: Timing) -> AnnouncedSchedule:
-        spacing, offset, steps = self._spacing(known, timing), known[0].offset, self._persist_steps
+    def _wanted(self, known: Sequence[NodeMessage], timing: Timing) -> tuple[int, int]:
+        spacing, steps = self._spacing(known, timing), self._persist_steps
         every = self._fewest(self._every, spacing, known, timing)
-        also = steps * math.ceil(spacing / steps) if steps else 0
         if self._every == "auto" and steps:
             # One grid: with two of them, snapshots would be too close to each other.
-            every, also = _divisor(steps, every), 0
-        grid = every if also == 0 and steps else self._every if isinstance(self._every, int) else 1
-        start = max(each.entered_high for each in known) + timing.lead(_MARGIN * timing.round_trip_s, 2)
-        if self.schedules:
-            start = max(start, _last_before(self.schedules[-1], start) + spacing)
-        number = self.schedules[-1].number + 1 if self.schedules else 1
-        also_start = _aligned(start, offset, steps) if also else 0
-        return AnnouncedSchedule(number, _aligned(start, offset, grid), every, also_start, also)
+            return _divisor(steps, every), 0
+        return every, steps * math.ceil(spacing / steps) if steps else 0
 
     def _fewest(self, every: Every, spacing: int, known: Sequence[NodeMessage], timing: Timing) -> int:
         """Return the number of boundaries from one snapshot to the next: the requested one, or its least
@@ -344,11 +334,6 @@ class Scheduler:
         iteration_s = max(timing.iteration_s or 0.0, _LEAST_S)
         return max(1, math.ceil(self._caution * max(landing_s, open_s) / iteration_s))
 
-    def _is_worth_it(self, new: AnnouncedSchedule, old: AnnouncedSchedule, offset: int) -> bool:
-        pairs = ((new.every, old.every), (new.also_every, old.also_every))
-        is_ordered = isinstance(self._every, int) or self._persist_steps > 0
-        return (is_ordered and offset != self._offset) or any(a > b or a * _WORTH_IT < b for a, b in pairs)
-
 
 def _divisor(steps: int, least: int) -> int:
     """Return the least divisor of `steps` that is at least `least`, or else its least such multiple."""
@@ -357,32 +342,18 @@ def _divisor(steps: int, least: int) -> int:
     return next(each for each in range(least, steps + 1) if steps % each == 0)
 
 
-def _last_before(schedules: AnnouncedSchedule, start: int) -> int:
-    """Return the newest boundary before `start` that this schedule captures, or 0."""
-    grids = ((schedules.start, schedules.every), (schedules.also_start, schedules.also_every))
-    found = [
-        first + (start - 1 - first) // every * every for first, every in grids if every and first < start
-    ]
-    return max(found, default=0)
-
-
-def _aligned(start: int, offset: int, grid: int) -> int:
-    """Return the first boundary from `start` on whose step is a multiple of `grid`."""
-    return start + -(start + offset) % grid
-
-
 class Stops:
     """The end of the loops of all ranks. newest: the newest proposal. Ranks that end at different boundaries
     hang in a collective, so a boundary ahead of all is proposed, and confirmed once all ranks have promised
     not to pass it."""
 
     def __init__(self) -> None:
-        self.newest: Stop | None = None
+        self.newest = Stop()
         self._voids = 0
 
     def update(self, known: Sequence[NodeMessage], timing: Timing) -> None:
         stop = self.newest
-        if stop is not None and stop.state is StopState.PROPOSED:
+        if stop.state is StopState.PROPOSED:
             # A node that has ended passes no more boundaries.
             answers = [
                 each.promise[1] if each.promise[0] == stop.number else Answer.NONE
@@ -394,14 +365,13 @@ class Stops:
                 self.newest = stop._replace(state=StopState.INCOMPLETE)
             elif all(each is Answer.PROMISED for each in answers):
                 self.newest = stop._replace(state=StopState.CONFIRMED)
-        elif stop is None or stop.state is StopState.INCOMPLETE:
+        elif stop.state is not StopState.CONFIRMED:
             asked = min((each.stop_asked[::-1] for each in known if each.stop_asked[0]), default=None)
             if asked is not None:
                 rank, reason = asked
                 lead = timing.lead(_MARGIN * timing.round_trip_s * 2**self._voids, 1)
                 boundary_index = max(each.entered_high for each in known) + lead
-                number = stop.number + 1 if stop is not None else 1
-                self.newest = Stop(number, boundary_index, StopState.PROPOSED, rank, reason)
+                self.newest = Stop(stop.number + 1, boundary_index, StopState.PROPOSED, rank, reason)
 
 
 class Saves:

@@ -41,7 +41,7 @@ from flashckpt.ranks.decisions import Decider
 from flashckpt.ranks.job import KeyValues
 from flashckpt.ranks.leader import Exchange
 from flashckpt.ranks.liveness import ProcessId, group_failure
-from flashckpt.ranks.messages import NONE, AnnouncedSchedule, Announcement, Refused
+from flashckpt.ranks.messages import NONE, Announcement, Refused
 from flashckpt.ranks.node_state import MOST_RANKS, NodeState, RankRow, Table
 
 log = logging.getLogger(__name__)
@@ -140,14 +140,12 @@ class JointCoordination:
 
     def _log_spacing(self, announced: Announcement) -> None:
         """Log once that `every` cannot be kept, because a snapshot is undecided for longer."""
-        if self._rank or not announced.schedules or not isinstance(self._every, int):
-            return
-        if self._every < announced.schedules[-1].every:
+        if self._rank == 0 and isinstance(self._every, int) and self._every < announced.every:
             log.info(
                 "every=%d: all ranks take a snapshot every %d steps. A snapshot keeps a slot until all ranks "
                 "know that all have it, and that takes longer than so many steps",
                 self._every,
-                announced.schedules[-1].every,
+                announced.every,
             )
             self._every = None
 
@@ -341,33 +339,26 @@ def _rank(number: int) -> str:
 
 
 class Followed:
-    """The `Schedule` of one of several ranks, from the announcements of rank 0. Each rank gives the same
-    answer for the same boundary, so nothing stays due once a boundary qualifies: one that this rank cannot
-    take is missed, and incomplete for all. It never requests persisting: rank 0 does once all ranks have a
+    """The `Schedule` of one of several ranks, from the announcements of rank 0. All ranks follow the same
+    one, so nothing stays due once a boundary qualifies: one that this rank cannot take is missed, and
+    incomplete for all. It never requests persisting: rank 0 does once all ranks have a
     snapshot."""
 
     def __init__(self, row: RankRow, overhead: float, *, is_automatic: bool) -> None:
         self._row = row
         self.is_automatic, self.every_step = is_automatic, False
         self.budget = Budget(overhead)
-        self._schedules: tuple[AnnouncedSchedule, ...] = ()
-        self._save_at = 0
+        self._announced = Announcement()
         self._is_due = False
 
     def follow(self, announced: Announcement) -> None:
-        """Take over the newest two schedules, and the boundary of a save(), from any one thread. Boundaries
-        that have passed already are missed."""
-        newest = self._schedules[-1].number if self._schedules else 0
-        later = tuple(each for each in announced.schedules if each.number > newest)
-        if later:
-            self._schedules = (*self._schedules, *later)[-2:]
-        self._save_at = announced.save_at
+        """Follow this announcement from now on. Called by any one thread."""
+        self._announced = announced
 
     def due(self, step: int, boundary_index: int) -> bool:
-        in_force = next((each for each in reversed(self._schedules) if each.starts <= boundary_index), None)
-        is_saved = boundary_index == self._save_at
-        is_due = is_saved or (in_force is not None and in_force.takes(boundary_index))
-        self._is_due = self._is_due or is_due
+        announced = self._announced
+        is_regular = any(each and step % each == 0 for each in (announced.every, announced.also))
+        self._is_due = self._is_due or is_regular or boundary_index == announced.save_at
         return self._is_due
 
     def qualifies(self) -> None:
@@ -427,7 +418,7 @@ class JointStop(StopPolicy):
         if own is not None or self._ends_at is None:
             return own
         stop = self._node_state.announced.stop
-        return None if stop is None else f"{_word(stop.reason)} (rank {stop.rank})"
+        return f"{_word(stop.reason)} (rank {stop.rank})" if stop.number else None
 
     @property
     def is_asked(self) -> bool:
@@ -437,11 +428,11 @@ class JointStop(StopPolicy):
     def is_near(self) -> bool:
         return self._ends_at is not None
 
-    def enter(self, boundary_index: int, step: int) -> None:
+    def enter(self, boundary_index: int) -> None:
         """Enter a boundary. At a promised one, wait until it is known whether all end there. Without an
         answer until the end of the grace period, or if rank 0 is gone, this rank ends there too."""
         self.poll()
-        while not self._row.enter(boundary_index, step):
+        while not self._row.enter(boundary_index):
             # The loop has ended and the program continues: the promise was kept.
             assert self._ends_at is not None, "a promised boundary was left before it was decided"
             self._row.lift(self._row.progress.limit)

@@ -55,13 +55,13 @@ class Leader:
     def is_expedited(self) -> bool:
         """Whether a stop is requested or proposed, and not decided."""
         stop = self._node_state.announced.stop
-        if stop is None or stop.state is StopState.INCOMPLETE:
-            return any(row.stop_asked for row in self._node_state.rows)
-        return stop.state is StopState.PROPOSED
+        is_open = stop.state in (StopState.NONE, StopState.INCOMPLETE)
+        is_asked = is_open and any(row.stop_asked for row in self._node_state.rows)
+        return is_asked or stop.state is StopState.PROPOSED
 
     def act_on(self, announced: Announcement) -> None:
         """Publish an announcement to the node and act on its stop. A late or repeated one changes nothing."""
-        if not self._node_state.announce(announced) or announced.stop is None:
+        if not self._node_state.announce(announced):
             return
         stop = announced.stop
         if stop.number > self._answered[0]:
@@ -97,14 +97,12 @@ class Leader:
         return NodeMessage(
             number=self._number,
             acknowledged=min(row.acknowledged for row in rows),
-            entered_low=min(entered),
             entered_high=max(entered),
             judged=judged,
             sealed=tuple(alike),
             steps=tuple(sealed[0][boundary_index].step for boundary_index in alike),
             missed=_missed(rows, sealed, judged),
             slots=min(slots),
-            offset=rows[0].offset,
             plain_ns=min((each for each in plain if each), default=0),
             cost_ns=max(cost),
             landing_ns=max(landing),

@@ -27,7 +27,6 @@ MOST_RANKS = 64
 _PAGE = 4096
 _WORD = 8
 _MASK = (1 << 32) - 1
-_SIGN = 1 << 64
 _TRIES = 100
 
 # On the first page: the number of announcements, the confirmed stop, whether rank 0 is lost, whether each
@@ -43,7 +42,6 @@ class _Of(IntEnum):
 
     SETTLED = 64
     BEGUN = 72
-    OFFSET = 80
     STOP = 88
     WITHDRAWN = 96
     OUTSIDE = 104
@@ -107,9 +105,8 @@ class RankRow:
         word = self._load(_Of.PROGRESS)
         return LoopProgress(word & _MASK, word >> 32)
 
-    def enter(self, boundary_index: int, step: int) -> bool:
+    def enter(self, boundary_index: int) -> bool:
         """Enter a boundary, on the training thread. False if a promise forbids it."""
-        self._store(_Of.OFFSET, (step - boundary_index) % _SIGN)
         while True:
             found = self.progress
             if boundary_index > found.limit:
@@ -245,12 +242,6 @@ class RankRow:
     @property
     def acknowledged(self) -> int:
         return self._load(_Of.ACKNOWLEDGED)
-
-    @property
-    def offset(self) -> int:
-        """The step minus the index of the newest boundary."""
-        word = self._load(_Of.OFFSET)
-        return word - _SIGN if word >= _SIGN // 2 else word
 
     @property
     def stop_asked(self) -> int:

@@ -5,20 +5,19 @@ from __future__ import annotations
 from flashckpt import _native
 from flashckpt.memory.slot import SlotRing
 from flashckpt.ranks.joint_coordination import Followed
-from flashckpt.ranks.messages import AnnouncedSchedule, Announcement
+from flashckpt.ranks.messages import Announcement
 from flashckpt.ranks.node_state import NodeState
 
 from .test_host import Run, check
 
 
 def following(
-    ring: SlotRing | None, sealer: _native.Sealer, *schedules: AnnouncedSchedule
+    ring: SlotRing | None, sealer: _native.Sealer, every: int = 0, also: int = 0
 ) -> tuple[Run, Followed]:
     node_state = NodeState(bytearray(NodeState.num_bytes(1)), (0,))
     node_state.format()
     schedule = Followed(node_state.rows[0], 0.01, is_automatic=False)
-    for each in schedules:
-        schedule.follow(Announcement(schedules=(each,)))
+    schedule.follow(Announcement(every=every, also=also))
     return Run(ring, sealer, schedule=schedule), schedule
 
 
@@ -36,8 +35,10 @@ def taken(run: Run, until: int) -> list[int]:
 def test_no_boundary_is_captured_before_an_announcement(ring: SlotRing, sealer: _native.Sealer) -> None:
     run, schedule = following(ring, sealer)
     assert taken(run, 5) == []
-    schedule.follow(Announcement(schedules=(AnnouncedSchedule(1, 8, 3),)))
-    assert taken(run, 15) == [8, 11, 14]
+    schedule.follow(Announcement(every=3))
+    assert taken(run, 15) == [6, 9, 12, 15]
+    schedule.follow(Announcement(every=5))
+    assert taken(run, 26) == [20, 25]
     run.capture.close()
 
 
@@ -45,35 +46,19 @@ def test_a_rank_captures_the_announced_boundaries_and_persists_none(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
     """Persisting is announced once all ranks have sealed."""
-    run, _ = following(ring, sealer, AnnouncedSchedule(1, 2, 4, 7, 3))
-    assert taken(run, 10) == [2, 6, 7, 10]
+    run, _ = following(ring, sealer, 4, also=7)
+    assert taken(run, 14) == [4, 7, 8, 12, 14]
     check(run, ring)
     assert all(slot.asked == 0 for slot in ring.slots)
     run.capture.close()
 
 
-def test_a_new_announcement_takes_effect_at_its_boundary(ring: SlotRing, sealer: _native.Sealer) -> None:
-    run, schedule = following(ring, sealer, AnnouncedSchedule(1, 1, 2))
-    assert taken(run, 3) == [1, 3]
-    schedule.follow(Announcement(schedules=(AnnouncedSchedule(1, 1, 2), AnnouncedSchedule(2, 8, 3))))
-    assert taken(run, 12) == [5, 7, 8, 11]
-    schedule.follow(Announcement(schedules=(AnnouncedSchedule(2, 8, 3), AnnouncedSchedule(3, 15, 100))))
-    schedule.follow(
-        Announcement(schedules=(AnnouncedSchedule(1, 1, 2), AnnouncedSchedule(2, 4, 1)))
-    )  # late: newer ones are known
-    assert taken(run, 20) == [14, 15]
-    run.capture.close()
-
-
 def test_a_missed_boundary_is_not_captured_later(ring: SlotRing, sealer: _native.Sealer) -> None:
     """It is incomplete for all ranks; the next announced boundary is captured instead."""
-    run, schedule = following(None, sealer, AnnouncedSchedule(1, 2, 3))
-    assert taken(run, 5) == []  # no slots yet
+    run, _ = following(None, sealer, 3)
+    assert taken(run, 7) == []  # no slots yet
     run.capture.set_slots(ring)
-    assert taken(run, 10) == [8]
-    # Received too late: some of its boundaries are over.
-    schedule.follow(Announcement(schedules=(AnnouncedSchedule(2, 9, 2),)))
-    assert taken(run, 15) == [11, 13, 15]
+    assert taken(run, 10) == [9]
     run.capture.close()
 
 
@@ -81,7 +66,7 @@ def test_a_boundary_inside_an_accumulation_is_captured_at_its_end(
     ring: SlotRing, sealer: _native.Sealer
 ) -> None:
     """On all ranks, because none can capture in the middle."""
-    run, schedule = following(ring, sealer, AnnouncedSchedule(1, 6, 100))
+    run, schedule = following(ring, sealer, 6)
     assert [schedule.due(each, each) for each in (5, 6, 7)] == [False, True, True]
     schedule.qualifies()
     assert not schedule.due(8, 8)

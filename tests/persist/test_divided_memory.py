@@ -199,7 +199,7 @@ def board_of_the_node() -> NodeState:
     node_state = NodeState(bytearray(NodeState.num_bytes(3)), NODE)
     node_state.format()
     for row in node_state.rows:
-        row.enter(9, 9)
+        row.enter(9)
         row.settle(9)
     return node_state
 

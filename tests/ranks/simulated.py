@@ -143,9 +143,7 @@ class PlayedRank:
             job.after(0.002, self.boundary)
             return
         self.boundary_index += 1
-        assert self.row.enter(self.boundary_index, self.boundary_index), (
-            "a boundary was passed against a promise"
-        )
+        assert self.row.enter(self.boundary_index), "a boundary was passed against a promise"
         self.at_boundary()
 
     def at_boundary(self) -> None:
@@ -285,7 +283,7 @@ class SimulatedJob:
                 assert all(boundary_index in rank.taken for rank in self.by_rank), "not all have it"
         self.check_held()
         stop = found.stop
-        if stop is not None and stop.state is StopState.PROPOSED and stop.boundary_index not in self.proposed:
+        if stop.state is StopState.PROPOSED and stop.boundary_index not in self.proposed:
             self.proposed.append(stop.boundary_index)
         self.said.append(found.packed())
 

@@ -169,7 +169,7 @@ def test_a_boundary_that_ranks_of_a_node_took_as_other_steps_is_missed() -> None
     node_state = NodeState(bytearray(NodeState.num_bytes(2)), (4, 5))
     node_state.format()
     for row, step in zip(node_state.rows, (103, 104), strict=True):
-        row.enter(3, 103)
+        row.enter(3)
         row.settle(3)
         row.publish(3, {2: Table(7, step=102), 3: Table(7, step=step)})
     said = Leader(node_state).message()

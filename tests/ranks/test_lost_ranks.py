@@ -106,20 +106,20 @@ def test_what_a_rank_that_is_gone_would_decide_is_not_waited_for(
 
 def test_a_save_without_an_answer_is_an_error_once_its_boundary_is_decided(node: Node) -> None:
     pace, row = node.pace, node.node_state.row_of(5)
-    row.enter(4, 4)
+    row.enter(4)
     pace.request_save(5)
     assert pace.unanswered_save() is None, "its boundary is to come"
-    row.enter(5, 5)
+    row.enter(5)
     node.node_state.announce(Announcement(number=1, decided=5, complete=(4,), missed=(5, 3)))
     assert pace.unanswered_save() is None, "wait() waits for the snapshot of this boundary"
     row.settle(5)
     assert "rank 3 has none of its boundary" in str(pace.unanswered_save())
-    row.enter(6, 6)
+    row.enter(6)
     row.settle(6)
     node.node_state.announce(Announcement(number=2, decided=6, complete=(4, 6)))
     assert pace.unanswered_save() is None, "a later one answers it"
     pace.request_save(7)
-    row.enter(7, 7)
+    row.enter(7)
     row.settle(7)
     assert pace.unanswered_save() is None, "it is not decided"
 

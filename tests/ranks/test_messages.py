@@ -14,7 +14,6 @@ from flashckpt.ranks.messages import (
     MOST_BYTES,
     MOST_OPEN,
     NONE,
-    AnnouncedSchedule,
     Announcement,
     Answer,
     NodeMessage,
@@ -27,7 +26,6 @@ from flashckpt.ranks.node_state import NodeState
 SAID = NodeMessage(
     number=9,
     acknowledged=8,
-    entered_low=70,
     entered_high=71,
     judged=69,
     slots=4,
@@ -37,7 +35,6 @@ SAID = NodeMessage(
     outside=(72, 1),
     not_outside=(71, 0),
     withdrawn=71,
-    offset=-4,
     plain_ns=10**9,
     cost_ns=5,
     landing_ns=6,
@@ -53,7 +50,8 @@ TOLD = Announcement(
     decided=69,
     complete=tuple(range(40, 40 + MOST_OPEN)),
     persist=(41, 50),
-    schedules=(AnnouncedSchedule(1, 10, 5), AnnouncedSchedule(2, 80, 10, 90, 30)),
+    every=10,
+    also=30,
     stop=Stop(2, 75, StopState.PROPOSED, 2, 15),
     refused=Refused(66, 1, NONE),
     save_at=80,
@@ -99,9 +97,7 @@ def test_what_is_late_or_comes_twice_changes_nothing() -> None:
     leader.act_on(TOLD)
     assert leader.message().promise == (2, Answer.PROMISED)
     before = Announcement(number=11, stop=Stop(2, 75, StopState.INCOMPLETE, 2, 15))
-    back = Announcement(
-        number=13, decided=69, complete=(40,), schedules=TOLD.schedules, stop=TOLD.stop, agreed=67
-    )
+    back = Announcement(number=13, decided=69, complete=(40,), stop=TOLD.stop, agreed=67)
     for other in (TOLD, before, back):
         leader.act_on(other)
         assert node_state.announced == TOLD
@@ -115,7 +111,7 @@ def test_a_stop_is_promised_for_all_ranks_of_a_node_or_refused() -> None:
     leader = Leader(node_state)
     first, second = node_state.rows
     for boundary_index in range(1, 6):
-        assert first.enter(boundary_index, boundary_index + 100)
+        assert first.enter(boundary_index)
     leader.act_on(Announcement(number=1, stop=Stop(1, 5, StopState.PROPOSED, 0, 15)))
     assert leader.message().promise == (1, Answer.REFUSED), "one rank is at it"
     leader.act_on(Announcement(number=2, stop=Stop(1, 5, StopState.INCOMPLETE, 0, 15)))
@@ -125,10 +121,9 @@ def test_a_stop_is_promised_for_all_ranks_of_a_node_or_refused() -> None:
     # That it was void is heard with the next one.
     leader.act_on(Announcement(number=4, stop=Stop(3, 11, StopState.PROPOSED, 0, 15)))
     for boundary_index in range(6, 12):
-        assert first.enter(boundary_index, boundary_index + 100)
-    assert not first.enter(12, 112)
+        assert first.enter(boundary_index)
+    assert not first.enter(12)
     assert node_state.confirmed == 0
     leader.act_on(Announcement(number=5, stop=Stop(3, 11, StopState.CONFIRMED, 0, 15)))
     assert node_state.confirmed == 11
-    assert leader.message().offset == 100
     assert second.progress == (0, 11)

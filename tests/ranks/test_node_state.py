@@ -29,7 +29,7 @@ def broken_promises(row: RankRow, races: int) -> int:
     def train() -> None:
         boundary_index = 0
         while not done.is_set():
-            boundary_index += row.enter(boundary_index + 1, 0)
+            boundary_index += row.enter(boundary_index + 1)
 
     thread = threading.Thread(target=train)
     thread.start()

@@ -36,7 +36,7 @@ class Job:
     def train(self, until: int, *, sealed: dict[int, tuple[int, ...]]) -> None:
         """All ranks pass boundaries up to this one; `sealed`: the ranks that have sealed a boundary."""
         for row in self.rows:
-            row.enter(until, until)
+            row.enter(until)
             row.settle(until)
             row.publish(until, {at: Table() for at, ranks in sealed.items() if row.rank in ranks})
 
@@ -113,7 +113,7 @@ def test_a_rank_that_passes_the_boundary_refuses_it(nodes: Nodes) -> None:
     job = Job(*nodes)
     job.rows[0].save_outside(5)
     assert job.round().refused == Refused()
-    job.rows[1].enter(5, 5)
+    job.rows[1].enter(5)
     found = job.round()
     assert (found.refused, found.agreed) == (Refused(5, 0, 1), 0)
     job.rows[1].save_outside(6)
@@ -139,7 +139,7 @@ def test_calls_that_come_faster_than_messages_are_answered_all_the_same() -> Non
         for row, at in zip(job.rows, (boundary_index, boundary_index - 8), strict=True):
             if at > 0:
                 row.request_save(at)
-                row.enter(at, at)
+                row.enter(at)
                 row.begin(at)
                 row.settle(at)
                 row.publish(at, {each: Table() for each in range(8, at + 1, 8) if each > at - 24})

@@ -55,7 +55,7 @@ class Rank:
 
     def boundary(self) -> bool:
         self.boundary_index += 1
-        self.policy.enter(self.boundary_index, self.boundary_index)
+        self.policy.enter(self.boundary_index)
         return self.policy.begins_at(self.boundary_index)
 
 
@@ -131,7 +131,7 @@ def test_whatever_asks_one_rank_ends_all_and_is_named(rank: Rank, reason: str) -
     for boundary_index in range(1, 9):
         exchange()
         rank.meanwhile = exchange
-        other.enter(boundary_index, boundary_index)
+        other.enter(boundary_index)
         if rank.boundary():
             break
     assert rank.policy.stops_at(boundary_index)
