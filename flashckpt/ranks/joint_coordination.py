@@ -152,7 +152,7 @@ class JointCoordination:
     # ---- the training thread
 
     def settle(self, boundary_index: int) -> None:
-        self._row.settle(boundary_index)
+        self._row.settled = boundary_index
 
     def is_settled(self, boundary_index: int) -> bool:
         return self._row.settled >= boundary_index
@@ -177,7 +177,7 @@ class JointCoordination:
         )
 
     def save_outside(self, boundary_index: int, until_s: float) -> None:
-        self._row.save_outside(boundary_index)
+        self._row.outside = boundary_index
         until_s, is_withdrawn = min(until_s, time.monotonic() + CALL_TIMEOUT_S), False
         log_at_s = time.monotonic() + _LOG_AFTER_S
         while (announced := self._node_state.announced).agreed < boundary_index:
@@ -188,7 +188,7 @@ class JointCoordination:
                 if is_withdrawn or gone is not None:
                     raise _not_alike(Refused(boundary_index, self._rank, NONE if gone is None else gone))
                 # Rank 0 may agree at this moment, so it decides which came first.
-                self._row.withdraw(boundary_index)
+                self._row.withdrawn = boundary_index
                 is_withdrawn, until_s = True, time.monotonic() + _WITHDRAWAL_S
             if time.monotonic() > log_at_s:
                 log.warning("save() waits since %.0f s for ranks that have not called it", _LOG_AFTER_S)
@@ -215,11 +215,11 @@ class JointCoordination:
         return Outcome(True, max((each for each in announced.complete if each <= boundary_index), default=0))
 
     def is_persisted(self, boundary_index: int) -> bool:
-        return self._row.newest_persisted >= boundary_index
+        return self._row.persisted >= boundary_index
 
     @property
     def holds_whole(self) -> bool:
-        return self._node_state.holds_whole
+        return bool(self._node_state.holds_whole)
 
     @property
     def awaits_others(self) -> bool:
@@ -254,7 +254,7 @@ class JointCoordination:
     def close(self, *, closed: bool) -> None:
         if not self._closed:
             self._closed = True
-            self._row.end()
+            self._row.is_ended = 1
             if self._exchange is not None:
                 self._exchange.close(in_order=closed)
 
@@ -366,7 +366,7 @@ class Followed:
         self._is_due = False
 
     def begins(self, boundary_index: int) -> None:
-        self._row.begin(boundary_index)
+        self._row.begun = boundary_index
 
     def persist_due(self, step: int, *, ordered: bool = False) -> bool:
         return False
@@ -446,7 +446,7 @@ class JointStop(StopPolicy):
     def poll(self) -> None:
         """Request a stop at the node's leader, if this rank is to stop. Any thread."""
         if super().reason is not None and not self._row.stop_asked:
-            self._row.ask_stop(_code(super().reason or CALLED_WORD))
+            self._row.stop_asked = _code(super().reason or CALLED_WORD)
 
     def stops_at(self, boundary_index: int) -> bool:
         return self._ends_at is not None and boundary_index >= self._ends_at
@@ -578,11 +578,12 @@ class Snapshots:
         self._time(begun, held)
         self._apply(announced, slots, held)
         self._follow_persists(slots)
-        budget = self._budget
-        self._row.measure(writable, budget.plain_s or 0.0, budget.cost_s or 0.0, self._landing_s)
+        row, plain_s, cost_s = self._row, self._budget.plain_s or 0.0, self._budget.cost_s or 0.0
+        times_ns = (int(each * 1e9) for each in (plain_s, cost_s, self._landing_s))
+        row.slots, (row.plain_ns, row.cost_ns, row.landing_ns) = writable, times_ns
         judged = judged_until(settled, begun, is_begun=held.is_begun)
         self._row.publish(judged, self._compared(held, announced.decided))
-        self._row.acknowledge(announced.number)
+        self._row.acknowledged = announced.number
 
     def _compared(self, held: HeldBoundaries, decided: int) -> dict[int, Table]:
         """Return the tables of the boundaries that are sealed and undecided. An unreadable one counts as not
@@ -630,9 +631,9 @@ class Snapshots:
             if slot not in slots:
                 pass  # it was released, and may be unmapped
             elif sealed.is_persisted or slot.home_ended >= (self._attempt, boundary_index):
-                self._row.persisted(max(boundary_index, self._row.newest_persisted))
+                self._row.persisted = max(boundary_index, self._row.persisted)
             elif slot.failed[0] == sealed.generation:
-                self._row.failed(max(boundary_index, self._row.newest_failed))
+                self._row.failed = max(boundary_index, self._row.failed)
             else:
                 continue
             del self._asked[boundary_index]

@@ -73,7 +73,7 @@ class Leader:
         elif stop.state is StopState.INCOMPLETE:
             self._lift()
         elif stop.state is StopState.CONFIRMED:
-            self._node_state.confirm(stop.boundary_index)
+            self._node_state.confirmed = stop.boundary_index
 
     def _lift(self) -> None:
         for row in self._node_state.rows if self._limit != NONE else ():
@@ -89,31 +89,29 @@ class Leader:
         alike = sorted(_alike(sealed))[-MOST_OPEN:]
         in_all = set.intersection(*map(set, sealed))
         if any(len({tables[boundary_index].digest for tables in sealed}) > 1 for boundary_index in in_all):
-            self._node_state.hold_whole()
-        entered = [row.progress.entered for row in rows]
+            self._node_state.holds_whole = 1
         requests = sorted(set().union(*(row.requests for row in rows)))[-MOST_SAVES:]
         outside = [(row.outside, row.rank) for row in rows]
-        slots, plain, cost, landing = zip(*(row.measures for row in rows), strict=True)
         return NodeMessage(
             number=self._number,
             acknowledged=min(row.acknowledged for row in rows),
-            entered_high=max(entered),
+            entered_high=max(row.progress.entered for row in rows),
             judged=judged,
             sealed=tuple(alike),
             steps=tuple(sealed[0][boundary_index].step for boundary_index in alike),
             missed=_missed(rows, sealed, judged),
-            slots=min(slots),
-            plain_ns=min((each for each in plain if each), default=0),
-            cost_ns=max(cost),
-            landing_ns=max(landing),
+            slots=min(row.slots for row in rows),
+            plain_ns=min((row.plain_ns for row in rows if row.plain_ns), default=0),
+            cost_ns=max(row.cost_ns for row in rows),
+            landing_ns=max(row.landing_ns for row in rows),
             stop_asked=next(((row.stop_asked, row.rank) for row in rows if row.stop_asked), (0, NONE)),
             promise=self._answered,
             requests=tuple(requests),
             outside=max(outside, key=lambda pair: pair[0]),
             not_outside=min(outside),
             withdrawn=max(row.withdrawn for row in rows),
-            persisted=rows[0].newest_persisted,
-            failed=rows[0].newest_failed,
+            persisted=rows[0].persisted,
+            failed=rows[0].failed,
             is_ended=all(row.is_ended for row in rows),
             gone=Gone(self._dead_rank(), next((row.rank for row in rows if row.is_ended), NONE)),
         )
@@ -228,7 +226,7 @@ class Exchange:
             if self._silent_since_s is not None and self._node_state.is_lost:
                 log.warning("rank 0 answers again: snapshots of all ranks continue")
             self._silent_since_s, self._failures = None, 0
-            self._node_state.lose(False)
+            self._node_state.is_lost = 0
 
     def _decide(self) -> None:
         assert self._decider is not None
@@ -265,7 +263,7 @@ class Exchange:
             self._silent_since_s = now
             log.debug("the ranks' store cannot be reached: %s", error)
         elif now - self._silent_since_s > _LOST_AFTER_S and not self._node_state.is_lost:
-            self._node_state.lose(True)
+            self._node_state.is_lost = 1
             log.warning(
                 "rank 0 has not answered for %.0f s (%s): training continues, and no further snapshot is "
                 "known to be complete until it does. The newest complete one stays in memory.",

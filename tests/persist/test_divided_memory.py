@@ -200,7 +200,7 @@ def board_of_the_node() -> NodeState:
     node_state.format()
     for row in node_state.rows:
         row.enter(9)
-        row.settle(9)
+        row.settled = 9
     return node_state
 
 

@@ -161,7 +161,7 @@ class PlayedRank:
         if self.schedule.due(self.boundary_index, self.boundary_index):
             self.schedule.qualifies()
             self.capture()
-        self.row.settle(self.boundary_index)
+        self.row.settled = self.boundary_index
         job.begun[self.boundary_index] += 1
         job.after(job.iteration_s() * self.slow, self.boundary)
 
@@ -174,7 +174,7 @@ class PlayedRank:
             return
         if slot.word.state is SlotState.SEALED:
             job.overwritten(self, slot.boundary)
-        self.row.begin(self.boundary_index)
+        self.row.begun = self.boundary_index
         slot.begin(self.boundary_index)
         job.after(job.conditions.landing_s, lambda: self.landed(slot))
 

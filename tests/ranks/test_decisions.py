@@ -3,6 +3,8 @@ end; and one boundary at which all end, whatever is late, lost or missed."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from flashckpt.ranks.decisions import Verdicts
@@ -105,7 +107,7 @@ def test_all_ranks_end_at_one_boundary(seed: int) -> None:
     job.by_rank[1].slow = 1.5
     job.run(3.0 + job.random.random())
     for rank in job.random.sample(job.by_rank, 2):
-        job.after(job.random.random(), lambda rank=rank: rank.row.ask_stop(15))
+        job.after(job.random.random(), partial(setattr, rank.row, "stop_asked", 15))
     job.run(300.0, lambda: job.all_ended)
     assert job.all_ended, f"they wait for ever: {[rank.row.progress for rank in job.by_rank]}"
     assert {rank.ended_at for rank in job.by_rank} == {job.proposed[-1]}
@@ -117,7 +119,7 @@ def test_a_stop_that_comes_too_soon_for_one_is_void_and_a_later_one_holds() -> N
     job.run(5.0)
     slow = job.leaders[2]
     hear = slow.act_on
-    job.by_rank[0].row.ask_stop(15)
+    job.by_rank[0].row.stop_asked = 15
 
     def late(announced: object, count: list[int] = []) -> None:  # noqa: B006
         count.append(1)
@@ -137,7 +139,7 @@ def test_a_rank_that_died_is_promised_for_by_its_node() -> None:
     job = SimulatedJob(6, Conditions(nodes=2, ranks=2, every=None))
     job.run(3.0)
     job.by_rank[3].is_dead = True
-    job.by_rank[0].row.ask_stop(15)
+    job.by_rank[0].row.stop_asked = 15
     job.run(20.0)
     assert job.boards[0].confirmed == job.boards[1].confirmed == job.proposed[-1]
 
@@ -147,7 +149,7 @@ def test_a_thousand_ranks() -> None:
     job = SimulatedJob(7, Conditions(nodes=128, ranks=8, iteration_s=1.0, look_s=0.8, misses=0.0001))
     job.run(26.0)
     assert len(job.complete) > 1
-    job.by_rank[777].row.ask_stop(15)
+    job.by_rank[777].row.stop_asked = 15
     job.run(60.0, lambda: job.all_ended)
     assert job.all_ended
 
@@ -170,7 +172,7 @@ def test_a_boundary_that_ranks_of_a_node_took_as_other_steps_is_missed() -> None
     node_state.format()
     for row, step in zip(node_state.rows, (103, 104), strict=True):
         row.enter(3)
-        row.settle(3)
+        row.settled = 3
         row.publish(3, {2: Table(7, step=102), 3: Table(7, step=step)})
     said = Leader(node_state).message()
     assert (said.sealed, said.steps, said.missed) == ((2,), (102,), (3, 5))

@@ -99,7 +99,7 @@ def test_what_a_rank_that_is_gone_would_decide_is_not_waited_for(
     node.kill_leader()
     assert (pace.lost, pace.awaits_others) == ("rank 4", False), "nobody is left who would announce it"
     assert not pace.outcome(6, math.inf).is_known
-    node.node_state.rows[0].end()
+    node.node_state.rows[0].is_ended = 1
     assert pace.awaits_others
     assert not pace.outcome(6, math.inf).is_known, "in order, and it hears nothing for its node either"
 
@@ -112,15 +112,15 @@ def test_a_save_without_an_answer_is_an_error_once_its_boundary_is_decided(node:
     row.enter(5)
     node.node_state.announce(Announcement(number=1, decided=5, complete=(4,), missed=(5, 3)))
     assert pace.unanswered_save() is None, "wait() waits for the snapshot of this boundary"
-    row.settle(5)
+    row.settled = 5
     assert "rank 3 has none of its boundary" in str(pace.unanswered_save())
     row.enter(6)
-    row.settle(6)
+    row.settled = 6
     node.node_state.announce(Announcement(number=2, decided=6, complete=(4, 6)))
     assert pace.unanswered_save() is None, "a later one answers it"
     pace.request_save(7)
     row.enter(7)
-    row.settle(7)
+    row.settled = 7
     assert pace.unanswered_save() is None, "it is not decided"
 
 
@@ -130,7 +130,7 @@ def test_a_leader_says_which_of_its_ranks_has_died(node: Node) -> None:
     assert Leader(node.node_state).message().gone == Gone()
     node.kill_leader()
     assert Leader(node.node_state).message().gone == Gone(died=4)
-    first.end()
+    first.is_ended = 1
     assert Leader(node.node_state).message().gone == Gone(ended=4)
     second.live(ProcessId(os.getpid(), 1, ProcessId.of(os.getpid()).namespace))
     assert Leader(node.node_state).message().gone == Gone(died=5, ended=4), "its pid is another's now"

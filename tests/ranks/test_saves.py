@@ -30,14 +30,14 @@ class Job:
         for board, leader in zip(self.boards, self.leaders, strict=True):
             leader.act_on(self._decider.announced)
             for row in board.rows:
-                row.acknowledge(board.announced.number)
+                row.acknowledged = board.announced.number
         return self._decider.round([each.message() for each in self.leaders], self._now_s)
 
     def train(self, until: int, *, sealed: dict[int, tuple[int, ...]]) -> None:
         """All ranks pass boundaries up to this one; `sealed`: the ranks that have sealed a boundary."""
         for row in self.rows:
             row.enter(until)
-            row.settle(until)
+            row.settled = until
             row.publish(until, {at: Table() for at, ranks in sealed.items() if row.rank in ranks})
 
 
@@ -99,10 +99,10 @@ def test_an_announced_boundary_that_a_rank_misses_is_followed_by_one_further_ahe
 @NODES
 def test_outside_of_an_iteration_all_ranks_must_call(nodes: Nodes) -> None:
     job = Job(*nodes)
-    job.rows[0].save_outside(5)
+    job.rows[0].outside = 5
     waits = job.round()
     assert (waits.agreed, waits.refused) == (0, Refused()), "the other one may come yet"
-    job.rows[1].save_outside(5)
+    job.rows[1].outside = 5
     assert job.round().agreed == 5
     job.train(5, sealed={5: (0, 1)})
     assert job.round().persist == (5,)
@@ -111,23 +111,23 @@ def test_outside_of_an_iteration_all_ranks_must_call(nodes: Nodes) -> None:
 @NODES
 def test_a_rank_that_passes_the_boundary_refuses_it(nodes: Nodes) -> None:
     job = Job(*nodes)
-    job.rows[0].save_outside(5)
+    job.rows[0].outside = 5
     assert job.round().refused == Refused()
     job.rows[1].enter(5)
     found = job.round()
     assert (found.refused, found.agreed) == (Refused(5, 0, 1), 0)
-    job.rows[1].save_outside(6)
-    job.rows[0].save_outside(6)
+    job.rows[1].outside = 6
+    job.rows[0].outside = 6
     assert job.round().agreed == 6, "a later call counts again"
 
 
 @NODES
 def test_a_rank_that_waits_no_longer_refuses_it(nodes: Nodes) -> None:
     job = Job(*nodes)
-    job.rows[1].save_outside(5)
-    job.rows[1].withdraw(5)
+    job.rows[1].outside = 5
+    job.rows[1].withdrawn = 5
     assert job.round().refused == Refused(5, 1, 0)
-    job.rows[0].save_outside(5)
+    job.rows[0].outside = 5
     assert job.round().agreed == 0, "what is refused is not agreed on later"
 
 
@@ -140,10 +140,10 @@ def test_calls_that_come_faster_than_messages_are_answered_all_the_same() -> Non
             if at > 0:
                 row.request_save(at)
                 row.enter(at)
-                row.begin(at)
-                row.settle(at)
+                row.begun = at
+                row.settled = at
                 row.publish(at, {each: Table() for each in range(8, at + 1, 8) if each > at - 24})
         if boundary_index % 8 == 7:
             asked |= {*job.round().persist}
-            job.rows[0].persisted(max(asked, default=0))
+            job.rows[0].persisted = max(asked, default=0)
     assert len(asked) > 5
