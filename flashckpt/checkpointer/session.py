@@ -61,7 +61,7 @@ from flashckpt.memory.runtime import (
     trainer_lock_name,
 )
 from flashckpt.options import Environment, Keep, Options, Remote, TiersCall
-from flashckpt.ranks.coordination import Alone, Group
+from flashckpt.ranks.coordination import Group
 from flashckpt.replication.mirror import check_unanswered, prepare
 from flashckpt.store import are_apart, open_store, options_of
 from flashckpt.store.base import Store
@@ -342,7 +342,7 @@ def open_session(
         undo.callback(keeper.close)
         if has_memory is None:
             has_memory = cache is not None or may_have_memory(runtime)
-        group = group or Alone(environment)
+        group = group or Group(environment)
         session = Session(
             store, identity, runtime, life, attempt, keeper, environment, leads=leads, group=group,
             stacks=stacks, run_id=run_id, remote=remote, cache=cache, owner=owner,

@@ -15,16 +15,16 @@ from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment
-from flashckpt.ranks.coordination import Coordination, SnapshotPolicy
+from flashckpt.ranks.coordination import Coordination, Group, SnapshotPolicy
 from flashckpt.ranks.job import LOADING_TIMEOUT_S, Decide, Job, KeyValues
-from flashckpt.ranks.joint_coordination import JobPlace, begin
+from flashckpt.ranks.joint_coordination import begin
 from flashckpt.restore.step_choice import Agreement, Proposal
 
 T = TypeVar("T")
 _MOST_NAMED = 8
 
 
-class Ranks:
+class Ranks(Group):
     """One rank of several. store: the job's, which the leaders of nodes keep as long as they have the run;
     rank 0 serves it."""
 
@@ -59,20 +59,7 @@ class Ranks:
     def begin(
         self, runtime: RuntimeFolder, attempt: AttemptName, snapshot_policy: SnapshotPolicy
     ) -> Coordination:
-        return begin(
-            JobPlace(
-                rank=self.environment.rank,
-                world=self.environment.world,
-                node=self.node,
-                nodes=self.job.nodes,
-                store=self.store,
-                runtime=runtime,
-                attempt=attempt,
-                snapshot_policy=snapshot_policy,
-                together=self.together,
-                led=self.led,
-            )
-        )
+        return begin(self.job, runtime, attempt, snapshot_policy)
 
     def attached(self) -> None:
         self.job.attached()
@@ -221,7 +208,7 @@ def _judged(proposals: Sequence[dict[str, Any]]) -> tuple[str, int | None]:
     return why, None if why or not left else min(left)[1]
 
 
-class RanksAgreement:
+class RanksAgreement(Agreement):
     """Agrees with the other ranks, on all in one order."""
 
     def __init__(self, job: Job) -> None:

@@ -1,10 +1,10 @@
 """A process's place in its job: `Group`, what ranks agree on while they attach, and `Coordination`, what is
 decided beside the loop: which boundaries are captured, where the loop ends, what became of a boundary.
 
-Has the implementations of a process that trains alone, which import nothing that several ranks need. Those of
-several ranks are `agreement.Ranks` and `joint_coordination.JointCoordination`. The training thread only reads
-and writes words in memory here, except where its program waits: in `wait()`, in a `save()` outside of an
-iteration, at a promised boundary.
+The classes here are those of a process that trains alone, and import nothing that several ranks need; those
+of several ranks derive from them: `agreement.Ranks` and `joint_coordination.JointCoordination`. The training
+thread only reads and writes words in memory here, except where its program waits: in `wait()`, in a `save()`
+outside of an iteration, at a promised boundary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Options
 from flashckpt.ranks.job import Decide, meet, placed
-from flashckpt.restore.step_choice import Agreement, AloneAgreement
+from flashckpt.restore.step_choice import Agreement
 
 if TYPE_CHECKING:
     from flashckpt.ranks.agreement import Tables
@@ -119,23 +119,31 @@ class Outcome(NamedTuple):
     newest: int
 
 
-class Coordination(Protocol):
-    """The decisions beside the loop. Boundaries go by their index, which is the same on all ranks."""
+class Coordination:
+    """The decisions beside the loop, of a process that trains alone. Boundaries go by their index, which is
+    the same on all ranks. `JointCoordination`: of one of several ranks.
+
+    poll_s: the interval of `poll`. full_reason: why no slot becomes free, for a message. order_binds: whether
+    an ordered boundary is captured at once or never, because other ranks capture it. group_failure: returns
+    why collectives may have been aborted, or ""; None without collectives."""
 
     schedule: Schedule
-    poll_s: float
-    """The interval of `poll`."""
-    full_reason: str
-    """Why no slot becomes free, for a message."""
-    order_binds: bool
-    """Whether an ordered boundary is captured at once or never, because other ranks capture it."""
+    poll_s = 0.5
+    full_reason = "every slot is still to be persisted, and the keeper makes no progress"
+    order_binds = False
+    group_failure: Callable[[], str] | None = None
 
-    @property
-    def group_failure(self) -> Callable[[], str] | None:
-        """Returns why collectives may have been aborted, or ""; None without collectives."""
+    def __init__(self, snapshot_policy: SnapshotPolicy) -> None:
+        self.schedule = Pace(
+            snapshot_policy.every,
+            snapshot_policy.persist_every,
+            overhead=snapshot_policy.options.overhead,
+            has_cache=snapshot_policy.has_cache,
+        )
 
     def stop_policy(self, signals: Asked) -> StopPolicy:
         """Return the policy that ends the loop. Called once."""
+        return StopPolicy(signals)
 
     def poll(self, slots: SnapshotSlots) -> None:
         """Do one round of the background thread for the snapshots in these slots. Never blocks."""
@@ -143,7 +151,8 @@ class Coordination(Protocol):
     def settle(self, boundary_index: int) -> None:
         """Capture nothing more of boundaries up to this one."""
 
-    def is_settled(self, boundary_index: int) -> bool: ...
+    def is_settled(self, boundary_index: int) -> bool:
+        return False
 
     def request_save(self, boundary_index: int) -> None:
         """This rank called save() and captures this boundary, which is the next. If not all ranks do, all
@@ -152,6 +161,7 @@ class Coordination(Protocol):
     def unanswered_save(self) -> FlashckptError | None:
         """Return the error if no snapshot of all ranks answers this rank's last `request_save` although its
         boundary has passed."""
+        return None
 
     def save_outside(self, boundary_index: int, until_s: float) -> None:
         """Begin a boundary by a save() outside of an iteration: returns once all ranks have called it. Raises
@@ -162,111 +172,61 @@ class Coordination(Protocol):
         """Whether a save() outside of an iteration is of the present boundary, and not of a later one.
         is_fresh: the run has no boundary yet. is_as_captured: compares this rank's state with that
         boundary."""
+        return is_as_captured()
 
     def outcome(self, boundary_index: int, until_s: float) -> Outcome:
         """Wait for the outcome of a boundary until this monotonic time, while all ranks live that decide
         it."""
+        return Outcome(is_known=False, newest=0)
 
     def is_persisted(self, boundary_index: int) -> bool:
         """Whether the snapshot of this boundary, or of a later one, is known to be committed."""
+        return False
 
     @property
     def holds_whole(self) -> bool:
         """Whether each rank of the node keeps its own copy of all leaves in memory from now on."""
+        return False
 
     @property
     def awaits_others(self) -> bool:
         """Whether the other ranks live, as far as is known, so that they may still write their parts."""
+        return True
 
     @property
     def lost(self) -> str:
         """The name of a rank that has died ("rank 3"); "" if none is known."""
+        return ""
 
     def close(self, *, closed: bool) -> None:
         """Release the run, in order (`closed`) or not. A second call does nothing."""
 
 
-class LocalCoordination:
-    """The coordination of a process that trains alone."""
+class Group:
+    """The ranks of a job; this class: a process that trains alone. All ranks call the methods in one order
+    while they attach; an error of one rank is raised on all, with its number. node: the ranks of this node,
+    ascending."""
 
-    poll_s = 0.5
-    full_reason = "every slot is still to be persisted, and the keeper makes no progress"
-    order_binds = False
-    group_failure = None
-
-    def __init__(self, snapshot_policy: SnapshotPolicy) -> None:
-        overhead = snapshot_policy.options.overhead
-        self.schedule: Schedule = Pace(
-            snapshot_policy.every,
-            snapshot_policy.persist_every,
-            overhead=overhead,
-            has_cache=snapshot_policy.has_cache,
-        )
-
-    def stop_policy(self, signals: Asked) -> StopPolicy:
-        return StopPolicy(signals)
-
-    def poll(self, slots: SnapshotSlots) -> None:
-        pass
-
-    def settle(self, boundary_index: int) -> None:
-        pass
-
-    def is_settled(self, boundary_index: int) -> bool:
-        return False
-
-    def request_save(self, boundary_index: int) -> None:
-        pass
-
-    def unanswered_save(self) -> FlashckptError | None:
-        return None
-
-    def save_outside(self, boundary_index: int, until_s: float) -> None:
-        pass
-
-    def is_unchanged(self, is_fresh: bool, is_as_captured: Callable[[], bool]) -> bool:
-        return is_as_captured()
-
-    def outcome(self, boundary_index: int, until_s: float) -> Outcome:
-        return Outcome(is_known=False, newest=0)
-
-    def is_persisted(self, boundary_index: int) -> bool:
-        return False
-
-    @property
-    def holds_whole(self) -> bool:
-        return False
-
-    @property
-    def awaits_others(self) -> bool:
-        return True
-
-    @property
-    def lost(self) -> str:
-        return ""
-
-    def close(self, *, closed: bool) -> None:
-        pass
-
-
-class Group(Protocol):
-    """The ranks of a job. All ranks call the methods in one order while they attach; an error of one rank is
-    raised on all, with its number. node: the ranks of this node, ascending."""
-
-    environment: Environment
     node: tuple[int, ...]
-    leads: bool
+    leads = True
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.node = (environment.rank,)
 
     def together(self, what: str, operation: Callable[[], T], *, loads: bool = False) -> T:
         """Run an operation on each rank; returns when all have succeeded. loads: it may take as long as a
         read of a step."""
+        return operation()
 
     def led(self, what: str, operation: Callable[[], T]) -> T:
         """Return on all ranks the result of an operation on rank 0, in plain JSON."""
+        return operation()
 
     def agree(self, what: str, operation: Callable[[], Any], decide: Decide) -> Any:
         """Return the decision of rank 0 from the results of `operation` on all ranks (plain JSON). A process
         alone runs nothing and returns None."""
+        return None
 
     def check_alike(self, mine: Mapping[str, str]) -> None:
         """Raise OptionError on all ranks if they give different values for a name."""
@@ -276,11 +236,13 @@ class Group(Protocol):
 
     def agreement(self) -> Agreement:
         """Return the ranks that agree on the step to resume from."""
+        return Agreement()
 
     def begin(
         self, runtime: RuntimeFolder, attempt: AttemptName, snapshot_policy: SnapshotPolicy
     ) -> Coordination:
         """Begin the decisions beside the loop of an attempt. runtime: its folder on this node."""
+        return Coordination(snapshot_policy)
 
     def attached(self) -> None:
         """End the agreements: all ranks have attached."""
@@ -289,52 +251,13 @@ class Group(Protocol):
         """Leave the group: the run is released, or attach has failed. A second call does nothing."""
 
 
-class Alone:
-    """A process that trains by itself."""
-
-    leads = True
-
-    def __init__(self, environment: Environment) -> None:
-        self.environment = environment
-        self.node: tuple[int, ...] = (environment.rank,)
-
-    def together(self, what: str, operation: Callable[[], T], *, loads: bool = False) -> T:
-        return operation()
-
-    def led(self, what: str, operation: Callable[[], T]) -> T:
-        return operation()
-
-    def agree(self, what: str, operation: Callable[[], Any], decide: Decide) -> Any:
-        return None
-
-    def check_alike(self, mine: Mapping[str, str]) -> None:
-        pass
-
-    def check_replicas(self, tables: Callable[[], Tables]) -> None:
-        pass
-
-    def agreement(self) -> Agreement:
-        return AloneAgreement()
-
-    def begin(
-        self, runtime: RuntimeFolder, attempt: AttemptName, snapshot_policy: SnapshotPolicy
-    ) -> Coordination:
-        return LocalCoordination(snapshot_policy)
-
-    def attached(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def join(environment: Environment) -> Group:
     """Meet the other ranks of this job, if there are any. One collective over the default process group.
 
     Raises OptionError if several processes were started and there is no process group."""
     job = meet(environment)
     if job is None:
-        return Alone(environment)
+        return Group(environment)
     from flashckpt.ranks.agreement import Ranks
 
     return Ranks(placed(environment, job), job)

@@ -15,7 +15,6 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,15 +37,13 @@ from flashckpt.ranks.coordination import (
     StopPolicy,
 )
 from flashckpt.ranks.decisions import Decider
-from flashckpt.ranks.job import KeyValues
+from flashckpt.ranks.job import Job
 from flashckpt.ranks.leader import Exchange
 from flashckpt.ranks.liveness import ProcessId, group_failure
 from flashckpt.ranks.messages import NONE, Announcement, Refused
 from flashckpt.ranks.node_state import MOST_RANKS, NodeState, RankRow, Table
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _DIGEST_BYTES = 8
 _STOP_PAUSE_S = 0.001
@@ -64,31 +61,7 @@ _LAST_WORD_S = 5.0
 _BOARD = "board-"
 
 
-class Together(Protocol):
-    """See `Group.together`."""
-
-    def __call__(self, what: str, operation: Callable[[], T], /) -> T: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobPlace:
-    """Arguments of a Coordination of several ranks. `node`: the ranks of this node, the first of them its
-    leader; `nodes` those of all nodes, on rank 0 alone. `store` is the job's, on leaders alone, for as long
-    as rank 0 has the run; `runtime` the run's folder on this node. `together` and `led` are the group's."""
-
-    rank: int
-    world: int
-    node: tuple[int, ...]
-    nodes: tuple[tuple[int, ...], ...]
-    store: KeyValues | None
-    runtime: RuntimeFolder
-    attempt: AttemptName
-    snapshot_policy: SnapshotPolicy
-    together: Together
-    led: Together
-
-
-class JointCoordination:
+class JointCoordination(Coordination):
     """The coordination of one of several ranks. exchange: its node's, on the leader only."""
 
     # The outcome of a snapshot waits for this.
@@ -97,28 +70,28 @@ class JointCoordination:
     order_binds = True
     group_failure = staticmethod(group_failure)
 
-    def __init__(self, memory: _native.Mapping, place: JobPlace, exchange: Exchange | None) -> None:
-        options = place.snapshot_policy.options
-        self._memory, self._node, self._rank = memory, place.node, place.rank
+    def __init__(
+        self,
+        memory: _native.Mapping,
+        job: Job,
+        attempt: AttemptName,
+        snapshot_policy: SnapshotPolicy,
+        exchange: Exchange | None,
+    ) -> None:
+        options = snapshot_policy.options
+        self._memory, self._node, self._rank = memory, job.node, job.rank
         self._grace_s, self._exchange = max(options.grace_s, 1.0), exchange
         # One for each thread that reads it: the background thread and the training thread.
-        self._background_state, self._node_state = (
-            NodeState(memory, place.node),
-            NodeState(memory, place.node),
-        )
-        self._row = self._node_state.row_of(place.rank)
+        self._background_state, self._node_state = NodeState(memory, job.node), NodeState(memory, job.node)
+        self._row = self._node_state.row_of(job.rank)
         self._row.live(ProcessId.of(os.getpid()))
-        self._followed = Followed(
-            self._row, options.overhead, is_automatic=place.snapshot_policy.every == "auto"
-        )
+        self._followed = Followed(self._row, options.overhead, is_automatic=snapshot_policy.every == "auto")
         self.schedule: Schedule = self._followed
-        self._snapshots = Snapshots(
-            self._background_state, self._row, place.attempt.number, self._followed.budget
-        )
+        self._snapshots = Snapshots(self._background_state, self._row, attempt.number, self._followed.budget)
         self._stop: JointStop | None = None
         self._requested = 0
         self._closed = False
-        self._every = place.snapshot_policy.every
+        self._every = snapshot_policy.every
         if exchange is not None:
             exchange.start()
 
@@ -259,65 +232,62 @@ class JointCoordination:
                 self._exchange.close(in_order=closed)
 
 
-def begin(place: JobPlace) -> Coordination:
-    """Begin the decisions beside the loops of several ranks. All of them call it, at the end of `attach`."""
-    leads = place.rank == place.node[0]
-    name = f"{_BOARD}{place.attempt}-{place.node[0]:05d}"
+def begin(
+    job: Job, runtime: RuntimeFolder, attempt: AttemptName, snapshot_policy: SnapshotPolicy
+) -> Coordination:
+    """Begin the decisions beside the loops of several ranks. All of them call it, at the end of `attach`.
+    runtime: the run's folder on this node."""
+    leads, num_bytes = job.rank == job.node[0], NodeState.num_bytes(len(job.node))
+    name = f"{_BOARD}{attempt}-{job.node[0]:05d}"
+    exchange: Exchange | None = None
 
     def make() -> None:
-        if len(place.node) > MOST_RANKS:
+        if len(job.node) > MOST_RANKS:
             raise OptionError(
-                f"{len(place.node)} ranks share a node; {MOST_RANKS} are the most that can. Nothing was "
+                f"{len(job.node)} ranks share a node; {MOST_RANKS} are the most that can. Nothing was "
                 "started. Start fewer ranks on each node."
             )
         if leads:
-            _make_node_state(place, name)
+            for old in runtime.names():
+                if old.startswith(_BOARD):  # of a leader that was killed during attach
+                    runtime.remove(old)
+            descriptor = runtime.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            try:
+                # Every byte is allocated: no access raises SIGBUS.
+                os.posix_fallocate(descriptor, 0, num_bytes)
+                NodeState(_native.Mapping(descriptor, num_bytes), job.node).format()
+            finally:
+                os.close(descriptor)
 
-    place.together("the words that the ranks of a node share", make)
-    memory = place.together("the words that the ranks of a node share", lambda: _mapped(place, name))
-    exchange: Exchange | None = None
+    def mapped() -> _native.Mapping:
+        descriptor = runtime.open_file(name)
+        try:
+            return _native.Mapping(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
 
     def ready() -> None:
         nonlocal exchange
         if leads:
-            place.runtime.remove(name)
-            exchange = _exchange(place, NodeState(memory, place.node))
+            runtime.remove(name)
+            exchange = _exchange(job, NodeState(memory, job.node), snapshot_policy)
 
+    what = "the words that the ranks of a node share"
+    job.together(what, make)
+    memory = job.together(what, mapped)
     # Rank 0 creates its key in the store before another rank reads it.
-    place.together("what rank 0 announces", ready)
-    return JointCoordination(memory, place, exchange)
+    job.together("what rank 0 announces", ready)
+    return JointCoordination(memory, job, attempt, snapshot_policy, exchange)
 
 
-def _make_node_state(place: JobPlace, name: str) -> None:
-    for old in place.runtime.names():
-        if old.startswith(_BOARD):  # of a leader that was killed during attach
-            place.runtime.remove(old)
-    descriptor = place.runtime.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-    try:
-        # Every byte is allocated: no access raises SIGBUS.
-        os.posix_fallocate(descriptor, 0, NodeState.num_bytes(len(place.node)))
-        NodeState(_native.Mapping(descriptor, NodeState.num_bytes(len(place.node))), place.node).format()
-    finally:
-        os.close(descriptor)
-
-
-def _mapped(place: JobPlace, name: str) -> _native.Mapping:
-    descriptor = place.runtime.open_file(name)
-    try:
-        return _native.Mapping(descriptor, NodeState.num_bytes(len(place.node)))
-    finally:
-        os.close(descriptor)
-
-
-def _exchange(place: JobPlace, node_state: NodeState) -> Exchange:
-    snapshot_policy, decider = place.snapshot_policy, None
-    if place.rank == 0:
-        overhead, has_cache = snapshot_policy.options.overhead, snapshot_policy.has_cache
+def _exchange(job: Job, node_state: NodeState, policy: SnapshotPolicy) -> Exchange:
+    decider = None
+    if job.rank == 0:
         decider = Decider(
-            place.nodes, snapshot_policy.every, snapshot_policy.persist_every, overhead, has_cache=has_cache
+            job.nodes, policy.every, policy.persist_every, policy.options.overhead, has_cache=policy.has_cache
         )
-    is_one = len(place.node) == place.world
-    exchange = Exchange(node_state, None if is_one else place.store, place.node[0], decider, place.nodes)
+    store = None if len(job.node) == job.world else job.store
+    exchange = Exchange(node_state, store, job.node[0], decider, job.nodes)
     if decider is not None:
         exchange.publish_first()
     return exchange

@@ -147,42 +147,26 @@ class Proposal:
     names: frozenset[str] = frozenset()
 
 
-class Agreement(Protocol):
-    """The ranks that resume this run: this one, and the others if there are any. node: the ranks of this
-    node; empty for a rank without others."""
+class Agreement:
+    """The ranks that resume this run: this one, and the others if there are any; this class: a rank without
+    others. node: the ranks of this node; empty for a rank without others."""
 
-    @property
-    def node(self) -> Sequence[int]: ...
+    node: Sequence[int] = ()
 
     def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
         """Return the result of `decide` for the offers of all ranks, called on one rank. Raises its error on
         all ranks."""
+        return decide([mine])
 
     def saved(self) -> None:
         """Report that this node's keeper has saved what it can. Returns when those of all nodes have."""
 
     def exchange(self, what: str, mine: Any) -> Mapping[int, Any]:
         """Send plain JSON, and return that of each rank of this node."""
-
-    def vote(self, proposal: Proposal) -> bool:
-        """Vote on a candidate that was tried here; return whether all ranks could load it."""
-
-
-class AloneAgreement:
-    """A rank without others."""
-
-    node: Sequence[int] = ()
-
-    def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
-        return decide([mine])
-
-    def saved(self) -> None:
-        pass
-
-    def exchange(self, what: str, mine: Any) -> Mapping[int, Any]:
         return {}
 
     def vote(self, proposal: Proposal) -> bool:
+        """Vote on a candidate that was tried here; return whether all ranks could load it."""
         return proposal.could
 
 
@@ -239,7 +223,7 @@ class StepChoice:
         self._targets = targets
         self._layout, self._save, self._unsaved = layout or AsItWas(), save, unsaved
         self._fits, self._threads = fits, threads
-        self._agreement = agreement or AloneAgreement()
+        self._agreement = agreement or Agreement()
         stores = [home.store] if remote is None else [home.store, remote.store]
         self._downloads = any(not each.capabilities.is_folder for each in stores)
         self._tried: Candidate | None = None

@@ -13,10 +13,9 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment, Options
 from flashckpt.ranks.coordination import (
-    Alone,
     Asked,
     Coordination,
-    LocalCoordination,
+    Group,
     SnapshotPolicy,
     StopPolicy,
 )
@@ -35,12 +34,12 @@ class StopAhead(StopPolicy):
         return self.is_asked and boundary_index >= STOP_AT
 
 
-class PaceAhead(LocalCoordination):
+class PaceAhead(Coordination):
     def stop_policy(self, signals: Asked) -> StopPolicy:
         return StopAhead(signals)
 
 
-class AloneAhead(Alone):
+class AloneAhead(Group):
     def begin(
         self, runtime: RuntimeFolder, attempt: AttemptName, snapshot_policy: SnapshotPolicy
     ) -> Coordination:

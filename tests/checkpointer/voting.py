@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flashckpt.options import Environment
-from flashckpt.ranks.coordination import Alone
-from flashckpt.restore.step_choice import Agreement, AloneAgreement, Proposal
+from flashckpt.ranks.coordination import Group
+from flashckpt.restore.step_choice import Agreement, Proposal
 
 Vote = Callable[[Proposal], bool]
 
 
-class _Asking(AloneAgreement):
+class _Asking(Agreement):
     def __init__(self, vote: Vote) -> None:
         self._vote = vote
 
@@ -19,7 +19,7 @@ class _Asking(AloneAgreement):
         return self._vote(proposal)
 
 
-class Voting(Alone):
+class Voting(Group):
     """Goes on from what `vote` agrees to."""
 
     def __init__(self, vote: Vote) -> None:

@@ -41,8 +41,10 @@ class Node:
         self.node_state.rows[0].live(ProcessId.of(self.leader.pid))
         snapshot_policy = SnapshotPolicy(every=1, persist_every=None, options=Options(grace="100ms"))
         attempt = SimpleNamespace(number=1)
-        place = SimpleNamespace(rank=5, world=8, node=NODE, attempt=attempt, snapshot_policy=snapshot_policy)
-        self.pace = JointCoordination(cast(Any, self.memory), cast(Any, place), None)
+        job, memory = SimpleNamespace(rank=5, world=8, node=NODE), self.memory
+        self.pace = JointCoordination(
+            cast(Any, memory), cast(Any, job), cast(Any, attempt), snapshot_policy, None
+        )
 
     def kill_leader(self) -> None:
         self.leader.kill()

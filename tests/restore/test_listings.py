@@ -16,7 +16,7 @@ from flashckpt.commit.choice import Choice, RankOffers, Stored, choose
 from flashckpt.commit.view import View
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.names import SnapshotId
-from flashckpt.restore.step_choice import AloneAgreement, Loaded, StepChoice
+from flashckpt.restore.step_choice import Agreement, Loaded, StepChoice
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Store
 from flashckpt.store.objects import ObjectStore
@@ -51,7 +51,7 @@ def trained(store: Store, ranks: int, *steps: int, ranks_a_node: int) -> run_vie
     return [committed(store, held, step=step, **how) for step in steps][-1]
 
 
-class Hearing(AloneAgreement):
+class Hearing(Agreement):
     """Of a rank that is not the first: it hears what rank 0 has decided, and lists nothing for that."""
 
     def __init__(self, store: Store) -> None:
@@ -62,7 +62,7 @@ class Hearing(AloneAgreement):
 
 
 def chosen(store: Store, rank: int) -> Loaded:
-    agreement = AloneAgreement() if rank == 0 else Hearing(store)
+    agreement = Agreement() if rank == 0 else Hearing(store)
     loaded = StepChoice(View.of(store), [], rank, lambda snapshot: None, 1, agreement).choose()
     assert loaded is not None
     return loaded
