@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, Protocol
+from typing import Literal
 
 from flashckpt.capture.devices import Device, StreamMark
 from flashckpt.errors import OptionError
@@ -41,8 +41,8 @@ _PENDING = 64
 _ANSWER_TIMEOUT_S = 600.0
 
 
-class Schedule(Protocol):
-    """The decisions about captures, used by the training thread.
+class Schedule:
+    """The decisions about captures, used by the training thread. This class requests no persisting.
 
     budget: gets the costs of iterations and snapshots.
     is_automatic: the budget decides which boundaries are captured.
@@ -54,8 +54,8 @@ class Schedule(Protocol):
     every_step: bool
 
     def due(self, step: int, boundary_index: int) -> bool:
-        """Return whether to capture the boundary of this step. ordinal: the boundary index in the attempt. To
-        be called at each boundary, in order."""
+        """Return whether to capture the boundary of this step. To be called at each boundary, in order."""
+        raise NotImplementedError
 
     def qualifies(self) -> None:
         """Record that the state of the due boundary can be captured."""
@@ -66,13 +66,16 @@ class Schedule(Protocol):
     def persist_due(self, step: int, *, ordered: bool = False) -> bool:
         """Return whether to request at its capture that the snapshot of this step is persisted. ordered: by
         `save()`."""
+        return False
 
     @property
     def persists_home(self) -> bool:
         """Whether the next persisted snapshot goes to the home, not only into the cache."""
+        return True
 
     def captured(self, *, ordered: bool) -> None:
         """Record that a snapshot was begun. `ordered`: independent of the schedule."""
+        self.budget.taken(ordered=ordered)
 
     def lost(self) -> None:
         """Record that the last snapshot was not sealed, or was found torn."""
@@ -174,7 +177,7 @@ class Budget:
         self._credit_s = max(-_OUTLIER * cost, min(self._credit_s + earned, 2 * cost + earned))
 
 
-class Pace:
+class Pace(Schedule):
     """The schedule of a single rank.
 
     every: "auto" (as often as the budget allows), a number of steps (stays due until captured), or None (only
@@ -228,12 +231,6 @@ class Pace:
         if self._every is None:
             return persists
         return self._due or persists or (self.is_automatic and self.budget.allows())
-
-    def qualifies(self) -> None:
-        pass
-
-    def begins(self, boundary_index: int) -> None:
-        pass
 
     def persist_due(self, step: int, *, ordered: bool = False) -> bool:
         if ordered:

@@ -16,8 +16,9 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment
 from flashckpt.ranks.coordination import Coordination, Group, SnapshotPolicy
-from flashckpt.ranks.job import LOADING_TIMEOUT_S, Decide, Job, KeyValues
+from flashckpt.ranks.job import LOADING_TIMEOUT_S, Decide, Job
 from flashckpt.ranks.joint_coordination import begin
+from flashckpt.ranks.liveness import KeyValues
 from flashckpt.restore.step_choice import Agreement, Proposal
 
 T = TypeVar("T")

@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from flashckpt import errors
 from flashckpt.commit.attempts import local_owner
 from flashckpt.errors import FlashckptError, KeeperError, OptionError, RunError
 from flashckpt.memory.runtime import base_folder
 from flashckpt.options import Environment
-from flashckpt.ranks.liveness import SILENT_S, Beat, ProcessId, Silence
+from flashckpt.ranks.liveness import SILENT_S, Beat, KeyValues, ProcessId, Silence
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +59,6 @@ class RankFailure:
     rank: int | None
     kind: str
     message: str
-
-
-class KeyValues(Protocol):
-    """The methods used of a `torch.distributed.TCPStore`. An expired wait raises DistStoreError, a lost store
-    another RuntimeError."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
 
 
 class Job:
@@ -447,15 +434,6 @@ _ARRIVAL_WAIT_S, _ARRIVAL_PAUSE_S = 1.0, 0.2
 _calls = 0
 
 
-class ArrivalStore(Protocol):
-    """The methods used of a `torch.distributed.Store`."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-
-
 def arrive(distributed: Any, rank: int, world: int) -> None:
     """Return once all ranks of the default group have called this. Raises RunError on those that have, if
     some do not."""
@@ -468,7 +446,7 @@ def arrive(distributed: Any, rank: int, world: int) -> None:
     _calls += 1
 
 
-def arrive_at(store: ArrivalStore, call: int, rank: int, world: int, timeout_s: float) -> None:
+def arrive_at(store: KeyValues, call: int, rank: int, world: int, timeout_s: float) -> None:
     """Do the same at a store, in the call of this number."""
     # Without the token, keys of an earlier incarnation of the job could be taken for an answer.
     token, meeting = secrets.token_hex(8), _Meeting(store, call, world)
@@ -490,7 +468,7 @@ def arrive_at(store: ArrivalStore, call: int, rank: int, world: int, timeout_s: 
 
 
 class _Meeting:
-    def __init__(self, store: ArrivalStore, call: int, world: int) -> None:
+    def __init__(self, store: KeyValues, call: int, world: int) -> None:
         self._store, self._go = store, f"flashckpt/attach/{call}/go"
         self.keys = [f"flashckpt/attach/{call}/{rank}" for rank in range(world)]
 
@@ -539,9 +517,9 @@ def _absent(ranks: Sequence[int], waited_s: float) -> str:
     )
 
 
-def _default_store(distributed: Any) -> ArrivalStore | None:
+def _default_store(distributed: Any) -> KeyValues | None:
     try:
-        found: ArrivalStore | None = distributed.distributed_c10d._get_default_store()
+        found: KeyValues | None = distributed.distributed_c10d._get_default_store()
     except (AttributeError, RuntimeError, ValueError) as error:
         log.debug("the default group's store cannot be asked: %s", error)
         return None

@@ -308,8 +308,8 @@ def _rank(number: int) -> str:
 # ---- the schedule
 
 
-class Followed:
-    """The `Schedule` of one of several ranks, from the announcements of rank 0. All ranks follow the same
+class Followed(Schedule):
+    """The schedule of one of several ranks, from the announcements of rank 0. All ranks follow the same
     one, so nothing stays due once a boundary qualifies: one that this rank cannot take is missed, and
     incomplete for all. It never requests persisting: rank 0 does once all ranks have a
     snapshot."""
@@ -338,24 +338,8 @@ class Followed:
     def begins(self, boundary_index: int) -> None:
         self._row.begun = boundary_index
 
-    def persist_due(self, step: int, *, ordered: bool = False) -> bool:
-        return False
-
-    @property
-    def persists_home(self) -> bool:
-        return True
-
     def captured(self, *, ordered: bool) -> None:
         self.budget.taken(ordered=True)  # rank 0 limits the cost for all
-
-    def lost(self) -> None:
-        pass
-
-    def persist_asked(self, *, home: bool = True) -> None:
-        pass
-
-    def persist_ended(self, *, fulfilled: bool) -> None:
-        pass
 
 
 # ---- the stop

@@ -13,10 +13,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from flashckpt.errors import DamagedError
 from flashckpt.ranks.decisions import Decider
+from flashckpt.ranks.liveness import KeyValues
 from flashckpt.ranks.messages import (
     MOST_OPEN,
     MOST_SAVES,
@@ -148,14 +148,6 @@ def _missed(rows: Sequence[RankRow], sealed: Sequence[dict[int, Table]], judged:
 # ---- the thread
 
 
-class MessageStore(Protocol):
-    """The methods used of a `TCPStore`."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-
 class Exchange:
     """The leader's thread. leader: the rank that leads this node. decider: on rank 0 only, where `nodes` are
     all nodes. store: None in a job of one node."""
@@ -163,7 +155,7 @@ class Exchange:
     def __init__(
         self,
         node_state: NodeState,
-        store: MessageStore | None,
+        store: KeyValues | None,
         leader: int,
         decider: Decider | None,
         nodes: Sequence[tuple[int, ...]] = (),

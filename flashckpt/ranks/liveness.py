@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 from flashckpt.threads import start_thread
@@ -69,16 +70,23 @@ def _namespace() -> int:
         return 0
 
 
-class Counters(Protocol):
-    """The method used of a store."""
+class KeyValues(Protocol):
+    """The methods used of a `torch.distributed.TCPStore`, or of the default group's store. An expired wait
+    raises DistStoreError, a lost store another RuntimeError."""
 
     def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
 
 
 class Beat:
     """A thread that increments a counter over a connection of its own: a wait occupies the other one."""
 
-    def __init__(self, connect: Callable[[], Counters], key: str) -> None:
+    def __init__(self, connect: Callable[[], KeyValues], key: str) -> None:
         self._connect, self._key = connect, key
         self._ended = threading.Event()
         self._thread = start_thread("flashckpt-beat", self._run)
