@@ -508,7 +508,7 @@ class Outcomes:
             Incomplete.DIVERGED,
         ):
             self._fail(job, outcome)
-            self._diverge(outcome)
+            self._diverge(str(job.attempt), outcome)
 
     def _commit(self, job: StepJob, outcome: StepOutcome) -> None:
         """A commit settles the failures of its attempt up to its boundary."""
@@ -535,12 +535,12 @@ class Outcomes:
         while len(self._failures) > _MOST_FAILURES:
             del self._failures[next(iter(self._failures))]
 
-    def _diverge(self, outcome: StepOutcome) -> None:
+    def _diverge(self, attempt: str, outcome: StepOutcome) -> None:
         if outcome.diverged:
-            names = {*self._diverged.pop(outcome.attempt, ()), *outcome.diverged}
+            names = {*self._diverged.pop(attempt, ()), *outcome.diverged}
             if EVERY in names or len(json.dumps(list(names))) > _MOST_NAMES_BYTES:
                 names = {EVERY}
-            self._diverged = {outcome.attempt: tuple(sorted(names))}
+            self._diverged = {attempt: tuple(sorted(names))}
 
     def _tear(self, job: StepJob, outcome: StepOutcome) -> None:
         self.count("torn")

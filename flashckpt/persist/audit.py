@@ -58,26 +58,24 @@ def check_cached(region: Slot, metadata: Metadata, leaves: range) -> None:
         raise torn(metadata, found)
 
 
-def discard(slot: Slot, word: Word, found: Torn, attempt: str = "") -> StepOutcome:
+def discard(slot: Slot, word: Word, found: Torn) -> StepOutcome:
     """Free a torn snapshot and mark it for its trainer, unless it is gone already."""
     if not slot.free(word):
-        return StepOutcome(JobState.INCOMPLETE, Incomplete.GONE, attempt)
+        return StepOutcome(JobState.INCOMPLETE, Incomplete.GONE)
     slot.set_torn(word.generation, [index for index, _ in found.leaves])
     return StepOutcome(
-        JobState.INCOMPLETE, Incomplete.TORN, attempt, slot=slot.name, leaves=found.leaves, message=str(found)
+        JobState.INCOMPLETE, Incomplete.TORN, slot=slot.name, leaves=found.leaves, message=str(found)
     )
 
 
 def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: False) -> StepOutcome | bool:
     """Compare a sealed snapshot's bytes with its digests, without pinning it. Returns True if they agree, the
     outcome if it was discarded, and False without a result: it was overwritten, or the audit stopped."""
-    slot, attempt = snapshot.slot, ""
-    word = slot.state()
+    slot, word = snapshot.slot, snapshot.slot.state()
     try:
         sealed = slot.sealed()
         if sealed is None or sealed.word != word or sealed.generation != snapshot.generation:
             return False
-        attempt = str(sealed.attempt)
         metadata = slot.metadata(sealed)
         crashpoints.point("audit.begun")
         sources = snapshot.sources(metadata)
@@ -87,10 +85,10 @@ def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: Fal
     except Stopped:
         return False
     except DamagedError as error:
-        return discard(slot, word, Torn(str(error)), attempt)
+        return discard(slot, word, Torn(str(error)))
     if slot.state() != word:
         return False
-    return discard(slot, word, torn(metadata, leaves), attempt) if leaves else True
+    return discard(slot, word, torn(metadata, leaves)) if leaves else True
 
 
 def differing(

@@ -236,7 +236,6 @@ class StepOutcome:
 
     state: JobState
     incomplete: Incomplete | None = None
-    attempt: str = ""
     num_bytes: int = 0
     seconds: float = 0.0
     direct: bool = True

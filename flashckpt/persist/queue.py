@@ -453,7 +453,7 @@ class Queue:
         self._given_up.append(job)
         # Also after failed tries: this is the last report on the snapshot.
         log.warning("step %d is not persisted: %s", job.step, outcome.message)
-        self._note(job, Event.ERROR, outcome.attempt or None, what=what, message=outcome.message)
+        self._note(job, Event.ERROR, what=what, message=outcome.message)
         self._notify(job, outcome)
 
     def _is_to_come(self, job: StepJob) -> bool:
@@ -593,7 +593,7 @@ class Queue:
                 log.error("persisting step %d failed", job.step, exc_info=outcome)
                 job.release()
                 message = f"{type(outcome).__name__}: {outcome}"
-                outcome = StepOutcome(JobState.FAILED, attempt=str(job.attempt), message=message)
+                outcome = StepOutcome(JobState.FAILED, message=message)
             job.state, job.outcome = outcome.state, outcome
             if not (ignores_failure and outcome.state is JobState.FAILED):
                 self._follow(job, outcome)
@@ -690,7 +690,7 @@ class Queue:
         # The keeper that writes the last part of an older step commits it without this keeper.
         self._jobs = [each for each in self._jobs if each.snapshots or each.id > job.id]
         self._note_written(job, outcome)
-        self._note(job, Event.COMMIT, outcome.attempt)
+        self._note(job, Event.COMMIT)
         self._retry_missing_regions()  # this step may have written the constants of another
         self._notify(job, outcome)
         if self._cache is not None:
@@ -710,14 +710,13 @@ class Queue:
             names = [name for _, name in outcome.leaves]
             log.warning("step %d in %s was discarded: %s", job.step, outcome.slot, outcome.message)
             about = {"slot": outcome.slot, "leaves": names[:MOST_NAMED], "count": len(names)}
-            self._note(job, Event.TORN, outcome.attempt or None, message=outcome.message, **about)
+            self._note(job, Event.TORN, message=outcome.message, **about)
             self._notify(job, outcome)
         job.snapshots = {each.rank: each for each in job.members() if each.slot.name != outcome.slot}
         if job.snapshots and is_torn:
             # The snapshots of the other ranks will never make a whole step.
             why = f"the snapshot of {ranks_named([rank_of(outcome.slot)])} is torn"
-            attempt = str(job.attempt)
-            rest = StepOutcome(JobState.INCOMPLETE, Incomplete.SUPERSEDED, attempt, message=why)
+            rest = StepOutcome(JobState.INCOMPLETE, Incomplete.SUPERSEDED, message=why)
             self._give_up(job, rest, "void")
         else:
             self._drop(job)
@@ -756,7 +755,7 @@ class Queue:
         if job.retry.tries == 1:
             log.error("step %d is not persisted: %s", job.step, outcome.message)
             about = {"errno": outcome.errno, "message": outcome.message}
-            self._note(job, Event.ERROR, outcome.attempt or None, what="persist", **about)
+            self._note(job, Event.ERROR, what="persist", **about)
         self._notify(job, outcome)
         if not job.snapshots and not job.retry.has_next:
             self._drop(job)
@@ -784,13 +783,14 @@ class Queue:
         job.is_noted = True
         written = [[each.rank, round(each.seconds, 4), each.num_bytes] for each in outcome.written]
         how = {"seconds": round(outcome.seconds, 4), "direct": outcome.direct, "written": written}
-        self._note(job, Event.PERSIST, outcome.attempt, num_bytes=outcome.num_bytes, **how)
+        self._note(job, Event.PERSIST, num_bytes=outcome.num_bytes, **how)
 
-    def _note(self, job: StepJob, event: Event, attempt: str | None, **fields: object) -> None:
+    def _note(self, job: StepJob, event: Event, **fields: object) -> None:
         ranks = [each.rank for each in job.members()]
         about: dict[str, object] = {"step": job.step, "boundary": job.boundary}
         if ranks:
             about |= {"rank": ranks[0], "slot": job.snapshots[ranks[0]].slot.name}
         if len(ranks) > 1:
             about |= {"ranks": ranks}
+        attempt = None if job.id == UNKNOWN else str(job.attempt)
         self._ledger.add(attempt, event, **(about | self._by | fields))

@@ -102,10 +102,6 @@ class Writer:
         self._frozen = FrozenFiles(store, nonce, threads, _native.address_of(self._progress))
 
     @property
-    def nonce(self) -> str:
-        return self._nonce
-
-    @property
     def progress_bytes(self) -> int:
         """Bytes written so far, of all steps, also of one that is being written."""
         return self._progress[0]
@@ -138,7 +134,6 @@ class Writer:
     def _tried(
         self, operation: Callable[[], StepOutcome], job: StepJob, *, is_again: bool = False
     ) -> StepOutcome:
-        attempt = str(job.attempt)
         try:
             return operation()
         except Torn as found:
@@ -146,28 +141,23 @@ class Writer:
             assert snapshot is not None
             assert snapshot.pin is not None
             pin, snapshot.pin = snapshot.pin, None
-            return discard(snapshot.slot, pin, found, attempt)
+            return discard(snapshot.slot, pin, found)
         except SupersededError as error:
             was_resumed = self._was_resumed(job)
             if was_resumed and not is_again:
                 return self._tried(operation, job, is_again=True)
             state = JobState.FAILED if was_resumed else JobState.INCOMPLETE
             incomplete = None if state is JobState.FAILED else Incomplete.SUPERSEDED
-            return StepOutcome(state, incomplete, attempt=attempt, message=str(error))
+            return StepOutcome(state, incomplete, message=str(error))
         except DivergedError as error:
             return StepOutcome(
-                JobState.INCOMPLETE,
-                Incomplete.DIVERGED,
-                attempt=attempt,
-                message=str(error),
-                diverged=error.leaves,
+                JobState.INCOMPLETE, Incomplete.DIVERGED, message=str(error), diverged=error.leaves
             )
         except (OSError, FlashckptError, ValueError) as error:
             log.debug("persisting failed", exc_info=True)
             unreadable = str(error.filename) if isinstance(error, UnreadableError) else ""
             return StepOutcome(
                 JobState.FAILED,
-                attempt=attempt,
                 message=str(error) or type(error).__name__,
                 errno=error.errno or 0 if isinstance(error, OSError) else 0,
                 lacks_region=isinstance(error, RegionGone),
@@ -391,13 +381,12 @@ class Writer:
 
     def _reported(self, job: StepJob, found: Outcome, *, is_ours: bool = False) -> StepOutcome:
         """The outcome of a commit. `is_ours`: retention was applied with it."""
-        attempt = str(job.attempt)
         match found.state:
             case Committed.WAITING:
-                return StepOutcome(JobState.PART_WRITTEN, attempt=attempt)
+                return StepOutcome(JobState.PART_WRITTEN)
             case Committed.OVERTAKEN:
                 raise SupersededError(
-                    f"a newer step was committed before step {job.step} of attempt {attempt} was whole.",
+                    f"a newer step was committed before step {job.step} of attempt {job.attempt} was whole.",
                     step=job.step,
                 )
             case Committed.BASE_GONE:
@@ -409,7 +398,7 @@ class Writer:
                 )
         is_applied = is_ours and self._keep(job) is not KEEP_ALL
         dropped = found.dropped if is_applied else None
-        return StepOutcome(JobState.COMMITTED, attempt=attempt, view=found.view, dropped=dropped)
+        return StepOutcome(JobState.COMMITTED, view=found.view, dropped=dropped)
 
     def _world(self, job: StepJob, view: View) -> int:
         """The number of ranks of the attempt that captured it; from the catalogue if its trainers are
