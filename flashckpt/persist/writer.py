@@ -54,12 +54,10 @@ from flashckpt.store.base import MemoryRange, Store
 log = logging.getLogger(__name__)
 
 # All keepers of a few nodes gather the parts of a step: the one that writes the last part commits. Of many
-# nodes four are picked by the boundary, so that the requests are spread: the first gathers at once, each
-# further one after more polls without a record. In the end all do: dead keepers must not hold a step up.
-_POLLS_BEFORE = (0, 3, 5, 7)
-_POLLS_OF_ALL = 12
+# nodes only the keeper of rank 0's node does. If it is dead, the others do after so many polls.
+_FEW_NODES = 4
+_POLLS_OF_OTHERS = 12
 _MANY_NODES = 8
-_MASK = (1 << 64) - 1
 
 
 @dataclass
@@ -332,7 +330,7 @@ class Writer:
                 step=job.step,
             )
         world = self._world(job, view)
-        if not self._gathers and job.polls < polls_before(job.boundary, job.node.ranks, world):
+        if not self._gathers and job.polls < polls_before(job.node.ranks, world):
             state = Committed.OVERTAKEN if commit_step.is_overtaken(view, job.id) else Committed.WAITING
             return self._reported(job, Outcome(state, view))
         pinned = self._pinned()
@@ -430,22 +428,9 @@ def _checked(snapshot: SealedSnapshot) -> PinnedContent:
     return PinnedContent(snapshot, sealed.record.captured_ns, metadata, values)
 
 
-def polls_before(boundary: int, ranks: Collection[int], world: int) -> int:
-    """How often the keeper of these ranks polls for the record of a boundary before it gathers the parts."""
-    if world <= len(_POLLS_BEFORE) * len(ranks):
-        return 0
-    for turn, polls in enumerate(_POLLS_BEFORE):
-        if _mix(boundary * len(_POLLS_BEFORE) + turn) % world in ranks:
-            return polls
-    return _POLLS_OF_ALL
-
-
-def _mix(number: int) -> int:
-    """A 64-bit hash of a number (splitmix64 of Steele, Lea and Flood, 2014)."""
-    mixed = (number + 0x9E3779B97F4A7C15) & _MASK
-    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
-    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
-    return mixed ^ mixed >> 31
+def polls_before(ranks: Collection[int], world: int) -> int:
+    """How often the keeper of these ranks polls for the record of a step before it gathers the parts."""
+    return 0 if 0 in ranks or world <= _FEW_NODES * len(ranks) else _POLLS_OF_OTHERS
 
 
 _MAX_ATTEMPTS = 2  # whose newest step may have a file with the same leaves
