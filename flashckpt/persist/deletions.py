@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 _COMMITS_BETWEEN = 32
 """After so many commits old versions go; they are listed then."""
 
-_Order = tuple[AttemptName, Keep, View]
-
 
 class Deletions:
     """Runs one deletion at a time, for the newest of several commits. count: receives the name of each event
@@ -38,15 +36,15 @@ class Deletions:
         self._store, self._ledger, self.worker = store, ledger, worker
         self._count, self._pinned_now = count, pinned
         self._was_pinned = False
-        self._wanted: tuple[_Order, bool] | None = None
-        self._last: _Order | None = None
-        self._may_have_garbage, self._needs_room = True, False
+        self._last: tuple[AttemptName, Keep, View] | None = None
+        self._is_due = self._retains = self._needs_room = False
+        self._may_have_garbage = True
         self._commits = 0
         self._has_failed = False
 
     @property
     def is_pending(self) -> bool:
-        return self.worker.busy or self._wanted is not None or self._needs_room or self._was_unpinned
+        return self.worker.busy or self._is_due or self._was_unpinned
 
     def committed(
         self, name: CommitName, keep: Keep, view: View, dropped: tuple[CommitName, ...] | None
@@ -58,12 +56,11 @@ class Deletions:
             self._note_dropped(name.attempt, dropped)
         self._commits += 1
         if self._may_have_garbage or dropped != () or self._commits >= _COMMITS_BETWEEN:
-            retains = dropped is None or (self._wanted is not None and self._wanted[1])
-            self._wanted = self._last, retains
+            self._is_due, self._retains = True, self._retains or dropped is None
 
     def make_room(self) -> None:
         """Delete garbage, also before the first commit: a write has found the disk full."""
-        self._needs_room = True
+        self._is_due = self._needs_room = True
 
     def left_garbage(self) -> None:
         """Let the next deletion search for the files of a snapshot that will never be committed."""
@@ -78,27 +75,24 @@ class Deletions:
         """Begin the next deletion."""
         if self.worker.busy:
             return
-        self._was_pinned = self._was_pinned or self._pinned_now() is not None
         if self._was_unpinned:
-            self._was_pinned = False
-            if self._last is not None:
-                self._wanted = self._last, True
-        if self._wanted is not None:
-            wanted, self._wanted, self._needs_room = self._wanted, None, False
-            self._delete(*wanted)
-        elif self._needs_room:
-            self._needs_room = False
-            self.worker.submit(lambda: collect(self._store, newest_version(self._store)), self._made_room)
+            self._is_due, self._retains = self._last is not None or self._is_due, self._last is not None
+        self._was_pinned = self._pinned_now() is not None
+        if self._is_due:
+            self._delete()
 
-    def _delete(self, order: _Order, retains: bool) -> None:
-        attempt, keep, view = order
-        self._may_have_garbage = False
+    def _delete(self) -> None:
+        last, retains = self._last, self._retains
+        trims = self._needs_room or self._commits >= _COMMITS_BETWEEN
+        self._is_due = self._retains = self._needs_room = self._may_have_garbage = False
+        self._commits = 0 if trims else self._commits
         dropped = list[CommitName]()
 
-        trims = self._commits >= _COMMITS_BETWEEN
-        self._commits = 0 if trims else self._commits
-
         def delete() -> None:
+            if last is None:
+                collect(self._store, newest_version(self._store), trims=trims)
+                return
+            attempt, keep, view = last
             # RunError if another run, or an older copy, is in its place: all of it is garbage to this view.
             newest, pinned = View.of(self._store, view.catalogue), self._pinned_now()
             if retains and newest.attempt == attempt:
@@ -108,18 +102,14 @@ class Deletions:
             collect(self._store, newest.catalogue, trims=trims)
 
         def done(failed: BaseException | None) -> None:
-            self._note_dropped(attempt, tuple(dropped))
+            attempt = None if last is None else last[0]
+            if attempt is not None:
+                self._note_dropped(attempt, tuple(dropped))
             if isinstance(failed, BaseException):
-                self._may_have_garbage = True
                 self._failed(attempt, failed)
-            else:
-                self._has_failed = False
+            self._has_failed = failed is not None
 
         self.worker.submit(delete, done)
-
-    def _made_room(self, failed: BaseException | None) -> None:
-        if isinstance(failed, BaseException):
-            self._failed(None, failed)
 
     def _note_dropped(self, attempt: AttemptName, dropped: tuple[CommitName, ...]) -> None:
         if dropped:
@@ -129,7 +119,7 @@ class Deletions:
     def _failed(self, attempt: AttemptName | None, error: BaseException) -> None:
         level = logging.DEBUG if self._has_failed else logging.WARNING
         log.log(level, "expired steps could not be deleted, and fill the storage: %s", error)
-        self._has_failed = True
+        self._may_have_garbage = True
         self._count("prune_failed", 1)
         name = None if attempt is None else str(attempt)
         self._ledger.add(name, Event.ERROR, what="prune", message=str(error))
