@@ -227,7 +227,7 @@ class Keeper:
     def _step_ended(self, job: StepJob, outcome: StepOutcome) -> None:
         """Act on the outcome of a try to persist a step."""
         self.outcomes.record(job, outcome)
-        if outcome.state is JobState.INCOMPLETE:
+        if outcome.state.is_void:
             self.deletions.left_garbage()
         if outcome.errno in (errno.ENOSPC, errno.EDQUOT):
             self.deletions.make_room()

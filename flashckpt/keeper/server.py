@@ -50,7 +50,7 @@ from flashckpt.keeper.protocol import (
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.runtime import RuntimeFolder, check_name
 from flashckpt.options import Keep
-from flashckpt.persist.job import Incomplete, JobState, StepJob, StepOutcome, Trainer
+from flashckpt.persist.job import JobState, StepJob, StepOutcome, Trainer
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import UNKNOWN, Queue
 from flashckpt.persist.slot_cache import SlotCache
@@ -501,12 +501,9 @@ class Outcomes:
         """Record the outcome of a try."""
         if outcome.state is JobState.COMMITTED:
             self._commit(job, outcome)
-        elif outcome.incomplete is Incomplete.TORN:
+        elif outcome.state is JobState.TORN:
             self._tear(job, outcome)
-        elif outcome.state is JobState.FAILED or outcome.incomplete in (
-            Incomplete.SUPERSEDED,
-            Incomplete.DIVERGED,
-        ):
+        elif outcome.state in (JobState.FAILED, JobState.SUPERSEDED, JobState.DIVERGED):
             self._fail(job, outcome)
             self._diverge(str(job.attempt), outcome)
 

@@ -15,7 +15,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE, Layout
 from flashckpt.format.metadata import Metadata
 from flashckpt.memory.slot import Slot, Word
-from flashckpt.persist.job import Incomplete, JobState, LeafSource, SealedSnapshot, StepOutcome
+from flashckpt.persist.job import JobState, LeafSource, SealedSnapshot, StepOutcome
 
 WINDOW_BYTES = 64 << 20
 assert WINDOW_BYTES % _native.BLOCK_BYTES == 0
@@ -61,11 +61,9 @@ def check_cached(region: Slot, metadata: Metadata, leaves: range) -> None:
 def discard(slot: Slot, word: Word, found: Torn) -> StepOutcome:
     """Free a torn snapshot and mark it for its trainer, unless it is gone already."""
     if not slot.free(word):
-        return StepOutcome(JobState.INCOMPLETE, Incomplete.GONE)
+        return StepOutcome(JobState.GONE)
     slot.set_torn(word.generation, [index for index, _ in found.leaves])
-    return StepOutcome(
-        JobState.INCOMPLETE, Incomplete.TORN, slot=slot.name, leaves=found.leaves, message=str(found)
-    )
+    return StepOutcome(JobState.TORN, slot=slot.name, leaves=found.leaves, message=str(found))
 
 
 def audit(snapshot: SealedSnapshot, is_stopped: Callable[[], bool] = lambda: False) -> StepOutcome | bool:

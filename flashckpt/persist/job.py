@@ -101,13 +101,8 @@ class JobState(Enum):
     PART_WRITTEN = "part written"
     """The part of this node is stored; the parts of other nodes are not."""
     COMMITTED = "committed"
-    INCOMPLETE = "void"
     FAILED = "failed"
-
-
-class Incomplete(Enum):
-    """Why a snapshot is never persisted."""
-
+    # The snapshot is never persisted.
     TORN = "torn"
     """Its bytes are not those of its boundary."""
     SUPERSEDED = "superseded"
@@ -116,6 +111,11 @@ class Incomplete(Enum):
     """Its slot was overwritten."""
     DIVERGED = "diverged"
     """Replicas that were declared alike differ."""
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the snapshot is never persisted."""
+        return self in (JobState.TORN, JobState.SUPERSEDED, JobState.GONE, JobState.DIVERGED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,6 @@ class StepOutcome:
     retention dropped with it, None if it was not applied."""
 
     state: JobState
-    incomplete: Incomplete | None = None
     num_bytes: int = 0
     seconds: float = 0.0
     direct: bool = True
@@ -309,7 +308,7 @@ class StepJob:
 
     @property
     def is_over(self) -> bool:
-        return self.given_up or self.state in (JobState.COMMITTED, JobState.INCOMPLETE)
+        return self.given_up or self.state is JobState.COMMITTED or self.state.is_void
 
     def is_tried_after(self, now: float) -> bool:
         """Whether it has failed, and is retried later."""

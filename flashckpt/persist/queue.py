@@ -22,7 +22,6 @@ from flashckpt.memory.slot import Sealed, Slot, SlotState, must_stay, newest_com
 from flashckpt.persist.audit import Torn, audit, discard
 from flashckpt.persist.job import (
     MOST_NAMED,
-    Incomplete,
     JobState,
     NodeRanks,
     PauseAfter,
@@ -445,15 +444,15 @@ class Queue:
         held = [each.boundary for each in self._regions.snapshots(rank) if each.attempt == job.attempt]
         return any(boundary > job.boundary for boundary in held)
 
-    def _give_up(self, job: StepJob, outcome: StepOutcome, what: str) -> None:
+    def _give_up(self, job: StepJob, outcome: StepOutcome) -> None:
         """Never try a job again, and report it."""
         job.release()
-        job.state, job.given_up = JobState.INCOMPLETE, True
+        job.state, job.given_up = outcome.state, True
         self._mark(job, lambda slot, generation: slot.set_failed(generation, errno.ESTALE))
         self._given_up.append(job)
         # Also after failed tries: this is the last report on the snapshot.
         log.warning("step %d is not persisted: %s", job.step, outcome.message)
-        self._note(job, Event.ERROR, what=what, message=outcome.message)
+        self._note(job, Event.ERROR, what=outcome.state.value, message=outcome.message)
         self._notify(job, outcome)
 
     def _is_to_come(self, job: StepJob) -> bool:
@@ -650,18 +649,18 @@ class Queue:
     # ---- outcomes
 
     def _follow(self, job: StepJob, outcome: StepOutcome) -> None:
-        match outcome.state, outcome.incomplete:
-            case JobState.COMMITTED, _:
+        match outcome.state:
+            case JobState.COMMITTED:
                 self._committed(job, outcome)
-            case JobState.PART_WRITTEN, _:
+            case JobState.PART_WRITTEN:
                 self._waits(job, outcome)
-            case JobState.FAILED, _:
+            case JobState.FAILED:
                 self._failed(job, outcome)
-            case _, Incomplete.GONE if job.has_part:
+            case JobState.GONE if job.has_part:
                 job.state = JobState.PART_WRITTEN
-            case _, Incomplete.SUPERSEDED | Incomplete.DIVERGED:
+            case JobState.SUPERSEDED | JobState.DIVERGED:
                 self._superseded(job, outcome)
-            case _, Incomplete.TORN:
+            case JobState.TORN:
                 self._torn(job, outcome)
             case _:
                 self._drop(job)
@@ -705,7 +704,7 @@ class Queue:
     def _torn(self, job: StepJob, outcome: StepOutcome) -> None:
         if self._drop_bad_copy(job, outcome):
             return
-        ranks, is_torn = list(job.snapshots), outcome.incomplete is Incomplete.TORN
+        ranks, is_torn = list(job.snapshots), outcome.state is JobState.TORN
         if is_torn:
             names = [name for _, name in outcome.leaves]
             log.warning("step %d in %s was discarded: %s", job.step, outcome.slot, outcome.message)
@@ -716,8 +715,7 @@ class Queue:
         if job.snapshots and is_torn:
             # The snapshots of the other ranks will never make a whole step.
             why = f"the snapshot of {ranks_named([rank_of(outcome.slot)])} is torn"
-            rest = StepOutcome(JobState.INCOMPLETE, Incomplete.SUPERSEDED, message=why)
-            self._give_up(job, rest, "void")
+            self._give_up(job, StepOutcome(JobState.SUPERSEDED, message=why))
         else:
             self._drop(job)
         self._rescue_dead(ranks)
@@ -765,8 +763,7 @@ class Queue:
                 self.rescue(rank)
 
     def _superseded(self, job: StepJob, outcome: StepOutcome) -> None:
-        assert outcome.incomplete is not None
-        self._give_up(job, outcome, outcome.incomplete.value)
+        self._give_up(job, outcome)
         if not job.snapshots:
             self._drop(job)
         # The newer attempt may have resumed from an older one.

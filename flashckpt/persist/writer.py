@@ -41,7 +41,6 @@ from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
 from flashckpt.options import Keep
 from flashckpt.persist.audit import Torn, UnreadableError, check_cached, check_header, discard, torn, unlike
 from flashckpt.persist.job import (
-    Incomplete,
     JobState,
     RankWrite,
     SealedSnapshot,
@@ -117,7 +116,7 @@ class Writer:
             return outcome
         if not all([each.take() for each in job.members()]):
             job.release()
-            return StepOutcome(JobState.INCOMPLETE, Incomplete.GONE)
+            return StepOutcome(JobState.GONE)
         crashpoints.point("audit.pinned")
         outcome = self._tried(lambda: self._lacking(job) if job.lacks else self._persist_pinned(job), job)
         if outcome.state is JobState.COMMITTED and all(each.holds() for each in job.members()):
@@ -125,7 +124,7 @@ class Writer:
             for each in job.members():
                 each.slot.set_persisted(each.generation)
             crashpoints.point("commit.marked")
-        if not job.release() and outcome.incomplete is not Incomplete.TORN:
+        if not job.release() and outcome.state is not JobState.TORN:
             outcome = replace(outcome, state=JobState.FAILED, message=PIN_LOST)
         return replace(outcome, seconds=time.monotonic() - began)
 
@@ -144,13 +143,10 @@ class Writer:
             was_resumed = self._was_resumed(job)
             if was_resumed and not is_again:
                 return self._tried(operation, job, is_again=True)
-            state = JobState.FAILED if was_resumed else JobState.INCOMPLETE
-            incomplete = None if state is JobState.FAILED else Incomplete.SUPERSEDED
-            return StepOutcome(state, incomplete, message=str(error))
+            state = JobState.FAILED if was_resumed else JobState.SUPERSEDED
+            return StepOutcome(state, message=str(error))
         except DivergedError as error:
-            return StepOutcome(
-                JobState.INCOMPLETE, Incomplete.DIVERGED, message=str(error), diverged=error.leaves
-            )
+            return StepOutcome(JobState.DIVERGED, message=str(error), diverged=error.leaves)
         except (OSError, FlashckptError, ValueError) as error:
             log.debug("persisting failed", exc_info=True)
             unreadable = str(error.filename) if isinstance(error, UnreadableError) else ""

@@ -38,7 +38,6 @@ from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import user_path
 from flashckpt.persist.audit import Torn, check_header, differing
 from flashckpt.persist.job import (
-    Incomplete,
     JobState,
     SealedSnapshot,
     StepJob,
@@ -415,7 +414,7 @@ class _NodeSnapshots:
         if outcome.state is JobState.PART_WRITTEN:
             self._waiting.add(job.attempt)
         for name in (name for each in job.members() for name in self._copies(each.slot.name)):
-            if outcome.incomplete is Incomplete.TORN and name not in self._copies(outcome.slot):
+            if outcome.state is JobState.TORN and name not in self._copies(outcome.slot):
                 self._note(name, Fate.KEPT, f"what rank {rank_of(outcome.slot)} has of it is torn")
             else:
                 self._note(name, fate, detail)
@@ -626,15 +625,15 @@ def _row(sealed: Sealed, outcome: Fate, detail: str = "") -> Finding:
 def _fate_of(outcome: StepOutcome, *, is_dry_run: bool) -> tuple[Fate, str]:
     """The word for the outcome of a step, and the reason."""
     detail = outcome.message
-    match outcome.state, outcome.incomplete:
-        case JobState.COMMITTED, _:
+    match outcome.state:
+        case JobState.COMMITTED:
             return Fate.SOUND if is_dry_run else Fate.COMMITTED, ""
-        case JobState.PART_WRITTEN, _:
+        case JobState.PART_WRITTEN:
             waits = "its part is saved; it is committed once those of the other ranks are there"
             return Fate.KEPT, detail or waits
-        case JobState.FAILED, _:
+        case JobState.FAILED:
             return Fate.FAILED, detail
-        case _, Incomplete.TORN if outcome.slot:
+        case JobState.TORN if outcome.slot:
             names = ", ".join(leaf for _, leaf in outcome.leaves[:_SHOWN])
             return Fate.TORN, f"not the bytes of its boundary: {names}" if names else detail
     return Fate.KEPT, detail

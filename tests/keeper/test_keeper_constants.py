@@ -16,7 +16,7 @@ from flashckpt.commit.verification import verify
 from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Contents
 from flashckpt.memory.slot import SlotState
-from flashckpt.persist.job import Incomplete, JobState, StepJob, StepOutcome
+from flashckpt.persist.job import JobState, StepJob, StepOutcome
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests import run_view
@@ -141,7 +141,7 @@ def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer)
         alone.region.image_view[20] ^= 1
 
     outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, spoil))
-    assert outcome.incomplete is Incomplete.TORN
+    assert outcome.state is JobState.TORN
     assert files(alone) == []
 
 
@@ -191,7 +191,7 @@ def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: F
     [file] = files(alone)
     file.unlink()
     outcome = writer.persist(order(alone, 2))
-    assert outcome.incomplete is Incomplete.SUPERSEDED, "it was thought to be there"
+    assert outcome.state is JobState.SUPERSEDED, "it was thought to be there"
     assert writer.persist(order(alone, 3)).state is JobState.COMMITTED
     assert named(alone.run, 3).shard.file != file.name
     assert committed(alone.run) == [3], "step 1 has lost its constants and is not whole any more"

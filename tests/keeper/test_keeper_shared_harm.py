@@ -14,7 +14,7 @@ from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotState
-from flashckpt.persist.job import Incomplete, StepJob
+from flashckpt.persist.job import JobState, StepJob
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests.events import ledger
@@ -158,7 +158,7 @@ def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
     word = region.state()
     assert region.free(word)
     outcome = Writer(alone.store, "0123abcd").persist(asked)
-    assert outcome.incomplete is Incomplete.TORN
+    assert outcome.state is JobState.TORN
     assert [name for _, name in outcome.leaves] == ["base.weight", "base.scale"]
     assert files(alone) == []
     alone.region = None

@@ -75,7 +75,7 @@ def test_a_step_that_a_rank_has_passed_over_is_void(nodes: MakeNode) -> None:
     assert files(node.store, 5, node.attempt) == []
     assert is_whole(node.store, 6, node.attempt, 2)
     assert slot.state().state is SlotState.SEALED, "it may be overwritten"
-    assert node.told == [(5, JobState.INCOMPLETE), (6, JobState.COMMITTED)]
+    assert node.told == [(5, JobState.SUPERSEDED), (6, JobState.COMMITTED)]
     assert not node.queue.is_pending()
     # It takes no slot away for ever.
     for step in range(7, 12):
@@ -256,7 +256,7 @@ def test_a_later_boundary_than_an_attempt_resumed_from_is_void(nodes: MakeNode, 
     resumed(node, 8, 2)
     node.queue.resumed(SnapshotId(node.attempt, 8))
     node.run()
-    assert node.told == [(5, JobState.INCOMPLETE)]
+    assert node.told == [(5, JobState.SUPERSEDED)]
     assert [slot.persisted for slot in slots] == [0, 0]
     assert files(store, 9, node.attempt) == []
 
@@ -267,7 +267,7 @@ def test_ranks_that_count_a_boundary_as_different_steps_are_named(nodes: MakeNod
     node.seal(5, 0, boundary=8)
     node.seal(6, 1, boundary=8)
     node.run()
-    assert [state for _, state in node.told] == [JobState.INCOMPLETE]
+    assert [state for _, state in node.told] == [JobState.SUPERSEDED]
     assert "step 5 on rank 0, step 6 on rank 1" in node.whys[0]
     assert not node.queue.is_pending()
     node.seal(7, boundary=9)
@@ -281,8 +281,8 @@ def test_nodes_that_count_a_boundary_as_different_steps_are_told(nodes: MakeNode
     second.seal(6, boundary=8)
     for node in (first, second):
         node.run()
-    until_told(first, (5, JobState.INCOMPLETE))
-    assert second.told == [(6, JobState.INCOMPLETE)]
+    until_told(first, (5, JobState.SUPERSEDED))
+    assert second.told == [(6, JobState.SUPERSEDED)]
     assert all("step 5 on rank 0, step 6 on rank 1" in node.whys[-1] for node in (first, second))
     assert visible_steps(store) == []
 

@@ -100,7 +100,7 @@ def test_who_waits_is_told_which_rank_has_ended(nodes: MakeNode) -> None:
     node.queue.next()
     node.queue.set_trainers(node.trainers[:1])
     node.run()
-    assert node.told == [(5, JobState.INCOMPLETE)]
+    assert node.told == [(5, JobState.SUPERSEDED)]
     assert node.whys == ["rank 1 of this node ended before a snapshot of it was sealed"]
     assert slot.state().state is SlotState.SEALED
     assert slot.failed[0] == slot.state().generation, "it may be overwritten"

@@ -139,7 +139,7 @@ def test_a_replica_that_diverged_is_named_and_kept_by_rank_from_then_on(make_nod
     outcomes = [node.outcomes[-1] for node in nodes]
     assert [outcome.diverged for outcome in outcomes] == [("model.first.bias",)] * 2
     assert all("rank 3: model.first.bias" in outcome.message for outcome in outcomes)
-    assert [state for step, state in nodes[1].told if step == STEP + 1] == [JobState.INCOMPLETE]
+    assert [state for step, state in nodes[1].told if step == STEP + 1] == [JobState.DIVERGED]
     # One node learns of it before the other: until both know, no step is one.
     for rank in ranks_of(nodes)[:2]:
         rank.capture.keep_by_rank(outcomes[0].diverged)

@@ -126,7 +126,7 @@ def test_a_step_that_a_newer_attempt_went_on_without_is_not_committed(node: Node
     at(point, lambda: resumes(node))
     [slot] = node.seal(6)
     node.run()
-    assert node.told[-1] == (6, JobState.INCOMPLETE)
+    assert node.told[-1] == (6, JobState.SUPERSEDED)
     assert "taken over" in node.whys[-1]
     assert not is_said(slot)
     assert visible_steps(node.store) == [4]
@@ -144,7 +144,7 @@ def test_a_step_whose_last_part_comes_too_late_is_not_committed(nodes: MakeNode)
     assert resumes(first).step == 4
     slots += second.seal(6)
     second.run()
-    until_told(first, (6, JobState.INCOMPLETE))
-    assert second.told[-1] == (6, JobState.INCOMPLETE)
+    until_told(first, (6, JobState.SUPERSEDED))
+    assert second.told[-1] == (6, JobState.SUPERSEDED)
     assert not any(map(is_said, slots))
     assert visible_steps(first.store) == [4]
