@@ -81,7 +81,7 @@ class Decider:
         self._now_s = now_s
         for index, new in enumerate(messages):
             before = self._messages[index]
-            if new is not None and (before is None or new.follows(before)):
+            if new is not None and (before is None or new.number > before.number):
                 self._messages[index] = new
         # A node without a message has done nothing, as far as is known.
         known = [each if each is not None else NodeMessage() for each in self._messages]

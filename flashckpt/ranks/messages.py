@@ -1,7 +1,7 @@
 """The messages of nodes to rank 0 and of rank 0 to all: small structs of bytes, checked field by field.
 
-A damaged, impossible or outdated message changes nothing: state only moves forward. Boundaries go by their
-index, which is the same on all ranks; ranks by their numbers."""
+A damaged, impossible or outdated message changes nothing: each has one writer, which numbers it. Boundaries
+go by their index, which is the same on all ranks; ranks by their numbers."""
 
 from __future__ import annotations
 
@@ -187,16 +187,6 @@ class NodeMessage(_Message):
     def is_possible(self) -> bool:
         return self.judged <= self.entered_high < NONE and max(self.sealed, default=0) <= self.entered_high
 
-    def follows(self, before: NodeMessage) -> bool:
-        """Whether it may replace the one before: a late, repeated or contradictory message may not."""
-        return (
-            self.number > before.number
-            and self.acknowledged >= before.acknowledged
-            and self.entered_high >= before.entered_high
-            and self.judged >= before.judged
-            and self.promise[0] >= before.promise[0]
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement(_Message):
@@ -245,15 +235,3 @@ class Announcement(_Message):
         is_rising = all(a < b for a, b in zip(self.complete, self.complete[1:], strict=False))
         is_known = self.newest_complete <= self.decided < NONE
         return is_rising and is_known and {*self.cached} <= {*self.persist} <= {*self.complete}
-
-    def follows(self, before: Announcement) -> bool:
-        """Whether it may replace the one before."""
-        return (
-            self.number > before.number
-            and self.decided >= before.decided
-            and self.newest_complete >= before.newest_complete
-            and self.stop[:3] >= before.stop[:3]
-            and self.agreed >= before.agreed
-            and self.save_at >= before.save_at
-            and self.refused.boundary_index >= before.refused.boundary_index
-        )

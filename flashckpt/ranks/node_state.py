@@ -226,7 +226,7 @@ class NodeState(_Words):
 
     def announce(self, announcement: Announcement) -> bool:
         """Publish an announcement, on the leader. False if it is not newer than the last one."""
-        if not announcement.follows(self.announced):
+        if announcement.number <= self.announced.number:
             return False
         data, count = announcement.packed(), self._count + 1
         place = _PLACES[count % 2]

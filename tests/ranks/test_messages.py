@@ -97,33 +97,7 @@ def test_what_is_late_or_comes_twice_changes_nothing() -> None:
     leader.act_on(TOLD)
     assert leader.message().promise == (2, Answer.PROMISED)
     before = Announcement(number=11, stop=Stop(2, 75, StopState.INCOMPLETE, 2, 15))
-    back = Announcement(number=13, decided=69, complete=(40,), stop=TOLD.stop, agreed=67)
-    for other in (TOLD, before, back):
+    for other in (TOLD, before):
         leader.act_on(other)
         assert node_state.announced == TOLD
     assert [row.progress.limit for row in node_state.rows] == [75, 75]
-    assert not SAID.follows(SAID)
-
-
-def test_a_stop_is_promised_for_all_ranks_of_a_node_or_refused() -> None:
-    node_state = NodeState(bytearray(NodeState.num_bytes(2)), (4, 5))
-    node_state.format()
-    leader = Leader(node_state)
-    first, second = node_state.rows
-    for boundary_index in range(1, 6):
-        assert first.enter(boundary_index)
-    leader.act_on(Announcement(number=1, stop=Stop(1, 5, StopState.PROPOSED, 0, 15)))
-    assert leader.message().promise == (1, Answer.REFUSED), "one rank is at it"
-    leader.act_on(Announcement(number=2, stop=Stop(1, 5, StopState.INCOMPLETE, 0, 15)))
-    assert all(row.progress.limit == NONE for row in node_state.rows)
-    leader.act_on(Announcement(number=3, stop=Stop(2, 8, StopState.PROPOSED, 0, 15)))
-    assert leader.message().promise == (2, Answer.PROMISED)
-    # That it was void is heard with the next one.
-    leader.act_on(Announcement(number=4, stop=Stop(3, 11, StopState.PROPOSED, 0, 15)))
-    for boundary_index in range(6, 12):
-        assert first.enter(boundary_index)
-    assert not first.enter(12)
-    assert node_state.confirmed == 0
-    leader.act_on(Announcement(number=5, stop=Stop(3, 11, StopState.CONFIRMED, 0, 15)))
-    assert node_state.confirmed == 11
-    assert second.progress == (0, 11)
