@@ -16,7 +16,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment
 from flashckpt.ranks.coordination import Coordination, Group, SnapshotPolicy
-from flashckpt.ranks.job import LOADING_TIMEOUT_S, Decide, Job
+from flashckpt.ranks.job import LOADING_TIMEOUT_S, Decide, Job, ranks_named
 from flashckpt.ranks.joint_coordination import begin
 from flashckpt.ranks.liveness import KeyValues
 from flashckpt.restore.step_choice import Agreement, Proposal
@@ -81,7 +81,7 @@ def _check_alike(rows: list[Any]) -> None:
             if name in row:
                 ranks.setdefault(row[name], []).append(rank)
         if len(ranks) > 1:
-            said = [f"{value} on {_of(those)}" for value, those in ranks.items()]
+            said = [f"{value} on {ranks_named(those)}" for value, those in ranks.items()]
             found.append(f"{name}: {', '.join(said[:_MOST_NAMED])}{', …' * (len(said) > _MOST_NAMED)}")
     if found:
         raise OptionError(
@@ -90,12 +90,6 @@ def _check_alike(rows: list[Any]) -> None:
             + "\nNothing was started. Give all ranks the same path, options and names of state, and "
             "loaders of as many batches (a DistributedSampler does)."
         )
-
-
-def _of(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    return f"rank {shown}{more}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
 
 # ---- replicas

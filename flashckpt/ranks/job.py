@@ -401,10 +401,15 @@ def _raised(failures: list[RankFailure], world: int) -> FlashckptError:
     return raised
 
 
+def ranks_named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{more}"
+
+
 def _silent(what: str, missing: list[str], timeout_s: float) -> RunError:
-    ranks = [key.rpartition("/")[2] for key in missing[:_MOST_NAMED]]
-    more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-    who = f"rank {', '.join(ranks)}{more}" if "decided" not in ranks else "rank 0"
+    ranks = [int(last) for key in missing if (last := key.rpartition("/")[2]).isdigit()]
+    who = ranks_named(ranks) if ranks else "rank 0"  # it decides
     return RunError(
         f"{who} said nothing for {timeout_s:.0f} s where all ranks were to agree ({what}). Nothing was "
         "loaded or changed by that. See why it hangs or has ended, and start all ranks again."
@@ -448,67 +453,56 @@ def arrive(distributed: Any, rank: int, world: int) -> None:
 
 def arrive_at(store: KeyValues, call: int, rank: int, world: int, timeout_s: float) -> None:
     """Do the same at a store, in the call of this number."""
+    go, keys = f"flashckpt/attach/{call}/go", [f"flashckpt/attach/{call}/{each}" for each in range(world)]
     # Without the token, keys of an earlier incarnation of the job could be taken for an answer.
-    token, meeting = secrets.token_hex(8), _Meeting(store, call, world)
-    store.set(meeting.keys[rank], token)
+    token = secrets.token_hex(8)
+    store.set(keys[rank], token)
     began_s, is_said = time.monotonic(), False
-    while not (meeting.all_came() if rank == 0 else meeting.is_let_go(token)):
+    while not (_exist(store, keys) if rank == 0 else _is_let_go(store, go, token)):
         waited_s = time.monotonic() - began_s
-        if waited_s > WORD_AFTER_S and not is_said:
-            is_said = True
-            log.warning("%s", _absent(meeting.absent(), waited_s))
         # Rank 0 times out first: it knows which ranks are missing.
-        if waited_s > timeout_s * (1 + (rank > 0)):
-            words = _absent(meeting.absent(), waited_s)
+        is_late = waited_s > timeout_s * (1 + (rank > 0))
+        if not is_late and (is_said or waited_s <= WORD_AFTER_S):
+            continue
+        came = [store.check([key]) for key in keys]
+        words = _absent([each for each, is_there in enumerate(came) if not is_there], waited_s)
+        if is_late:
             if rank == 0:
-                meeting.give_up(words)
+                tokens = [
+                    store.get(key).decode() for key, is_there in zip(keys, came, strict=True) if is_there
+                ]
+                store.set(go, json.dumps([words, tokens]))
             raise RunError(words)
+        is_said = True
+        log.warning("%s", words)
     if rank == 0:
-        meeting.let_go()
+        store.set(go, json.dumps(["", []]))
 
 
-class _Meeting:
-    def __init__(self, store: KeyValues, call: int, world: int) -> None:
-        self._store, self._go = store, f"flashckpt/attach/{call}/go"
-        self.keys = [f"flashckpt/attach/{call}/{rank}" for rank in range(world)]
+def _is_let_go(store: KeyValues, go: str, token: str) -> bool:
+    """Whether rank 0 has seen all ranks. Raises its error of this call."""
+    if not _exist(store, [go]):
+        return False
+    words, came = json.loads(store.get(go))
+    if token in came:
+        raise RunError(words)
+    if words:
+        time.sleep(_ARRIVAL_PAUSE_S)  # of an earlier call
+    return not words
 
-    def all_came(self) -> bool:
-        return self._waited(self.keys)
 
-    def let_go(self) -> None:
-        self._store.set(self._go, json.dumps(["", []]))
-
-    def give_up(self, words: str) -> None:
-        came = [self._store.get(key).decode() for key in self.keys if self._store.check([key])]
-        self._store.set(self._go, json.dumps([words, came]))
-
-    def is_let_go(self, token: str) -> bool:
-        """Whether rank 0 has seen all ranks. Raises its error of this call."""
-        if not self._waited([self._go]):
-            return False
-        words, came = json.loads(self._store.get(self._go))
-        if token in came:
-            raise RunError(words)
-        if words:
-            time.sleep(_ARRIVAL_PAUSE_S)  # of an earlier call
-        return not words
-
-    def absent(self) -> list[int]:
-        return [rank for rank, key in enumerate(self.keys) if not self._store.check([key])]
-
-    def _waited(self, keys: list[str]) -> bool:
-        try:
-            # In short waits: an interrupt is handled in between, and torch's threads use the store too.
-            self._store.wait(keys, timedelta(seconds=_ARRIVAL_WAIT_S))
-        except RuntimeError:  # each store has its own for a timeout; a lost one raises again
-            return self._store.check(keys)
-        return True
+def _exist(store: KeyValues, keys: list[str]) -> bool:
+    """Wait a moment for these keys."""
+    try:
+        # In short waits: an interrupt is handled in between, and torch's threads use the store too.
+        store.wait(keys, timedelta(seconds=_ARRIVAL_WAIT_S))
+    except RuntimeError:  # each store has its own for a timeout; a lost one raises again
+        return store.check(keys)
+    return True
 
 
 def _absent(ranks: Sequence[int], waited_s: float) -> str:
-    shown = ", ".join(map(str, ranks[:_MOST_NAMED]))
-    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
-    who = f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{more}" if ranks else "rank 0"
+    who = ranks_named(ranks) if ranks else "rank 0"
     return (
         f"flashckpt.attach (or loop) was called {waited_s:.0f} s ago, and {who} of the default process group "
         "did not call it. Nothing was started or changed. Every rank must call it, not rank 0 alone: each "
