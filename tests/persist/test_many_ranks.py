@@ -82,19 +82,6 @@ def test_a_step_that_a_rank_has_passed_over_is_void(nodes: MakeNode) -> None:
         node.seal(step, persist=False)
 
 
-def test_of_what_the_dead_left_the_newest_that_all_hold_is_saved(nodes: MakeNode) -> None:
-    node = nodes((0, 1), 2)
-    node.seal(4, persist=False)
-    node.seal(5, persist=False)
-    node.seal(6, 0, persist=False)
-    node.queue.set_trainers([])
-    for rank in node.ranks:
-        node.queue.rescue(rank)
-    node.run()
-    assert visible_steps(node.store) == [5]
-    assert is_whole(node.store, 5, node.attempt, 2)
-
-
 def test_what_a_torn_rank_has_is_published_by_nobody(nodes: MakeNode) -> None:
     node = nodes((0, 1), 2)
     slots = node.seal(5)

@@ -17,14 +17,8 @@ from flashckpt.memory.held_regions import sealed_in
 from flashckpt.memory.region import rank_of
 from flashckpt.memory.runtime import RuntimeFolder, identity_of
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import new_run
 from tests.persist.node import Node, begun, files, is_committed, is_whole
 from tests.recovery.scene import recovered, regions_of, rows, whole_tree
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return new_run(tmp_path / "run")
 
 
 @pytest.fixture

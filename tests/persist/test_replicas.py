@@ -21,7 +21,6 @@ from flashckpt.persist.audit import differing
 from flashckpt.persist.job import JobState, SealedSnapshot
 from flashckpt.restore.memory_tier import load
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import new_run
 from tests.persist.node import Node, begun, is_committed, name_of
 from tests.persist.sharing import SharingRank
 from tests.recovery.scene import recovered
@@ -30,11 +29,6 @@ from tests.restore.snapshots import content, read
 WORLD = 4
 STEP = 5
 NODES = ((0, 1), (2, 3))
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return new_run(tmp_path / "run")
 
 
 Make = Callable[..., list[Node]]

@@ -46,37 +46,6 @@ Nodes = tuple[tuple[int, ...], ...]
 
 
 @NODES
-def test_a_call_on_all_ranks_is_answered_by_its_own_boundary(nodes: Nodes) -> None:
-    job = Job(*nodes)
-    for row in job.rows:
-        row.request_save(5)
-    assert job.round().save_at == 0, "its boundary is to come"
-    job.train(5, sealed={5: (0, 1)})
-    found = job.round()
-    assert (found.complete, found.persist, found.save_at) == ((5,), (5,), 0)
-    job.train(9, sealed={5: (0, 1), 9: (0, 1)})
-    found = job.round()
-    assert (found.complete, found.persist, found.save_at) == ((5, 9), (5,), 0), "it is answered once"
-
-
-@NODES
-@pytest.mark.parametrize("caller", [0, 1])
-def test_a_call_on_one_rank_is_announced_for_all(nodes: Nodes, caller: int) -> None:
-    job = Job(*nodes)
-    job.train(4, sealed={})
-    job.round()
-    job.rows[caller].request_save(5)
-    job.train(5, sealed={5: (caller,)})
-    found = job.round()
-    assert (found.complete, found.missed) == ((), (5, 1 - caller))
-    at = found.save_at
-    assert at > 5
-    job.train(at, sealed={at: (0, 1)})
-    found = job.round()
-    assert (found.complete, found.persist, found.save_at) == ((at,), (at,), at)
-
-
-@NODES
 def test_an_announced_boundary_that_a_rank_misses_is_followed_by_one_further_ahead(nodes: Nodes) -> None:
     job = Job(*nodes)
     for boundary_index in range(1, 5):
