@@ -251,19 +251,16 @@ class StepOutcome:
 
 @dataclass(eq=False, kw_only=True)
 class StepJob:
-    """`has_trainers`: a living trainer is, or may be, of the attempt, and may wait for the step. `given_up`:
-    it is not retried. `is_noted`: the ledger has its write. `polls`: tries that did not find the parts of
-    other nodes, since `rests_since`. `has_part`: the part of this node is stored, as `part` in `folder`.
-    `known`: heads of parts that were read. `hastened_for`: the newer snapshot before
-    which it was tried again. `lacks`: why not all ranks of this node will have it; only an
-    earlier commit counts then."""
+    """`given_up`: it is not retried. `is_noted`: the ledger has its write. `polls`: tries that did not find
+    the parts of other nodes, since `rests_since`. `has_part`: the part of this node is stored, as `part` in
+    `folder`. `known`: heads of parts that were read. `hastened_for`: the newer snapshot before which it was
+    tried again. `lacks`: why not all ranks of this node will have it; only an earlier commit counts then."""
 
     id: SnapshotId
     step: int
     node: NodeRanks
     snapshots: dict[int, SealedSnapshot] = field(default_factory=dict)
     state: JobState = JobState.GATHERING
-    has_trainers: bool = False
     is_urgent: bool = False
     given_up: bool = False
     is_noted: bool = False

@@ -417,7 +417,9 @@ class Queue:
             job.lacks = unlike_steps(steps)
         elif any(held[rank].is_persisted for rank in job.missing - absent):
             job.lacks = "another rank of this node has seen it committed, and it is not there"
-        elif (why := self._why_never(job, absent)) and self._held_ranks(job) == held.keys():
+        elif (why := self._why_never(job, absent)) and held.keys() == {
+            each.slot.rank for each in self._regions.snapshots() if each.id == job.id
+        }:
             # Read twice: a rank that has sealed it, and a later one, since the first reading has not missed
             # it.
             job.lacks = why
@@ -427,22 +429,14 @@ class Queue:
         else:
             job.release()
 
-    def _held_ranks(self, job: StepJob) -> set[int]:
-        """The ranks on this node that hold a sealed snapshot of a job, requested or not."""
-        return {each.slot.rank for each in self._regions.snapshots() if each.id == job.id}
-
     def _why_never(self, job: StepJob, absent: Collection[int]) -> str:
         """Why these ranks, which do not hold a snapshot, never will; empty if they may."""
-        if passed := {rank for rank in absent if self._has_passed(job, rank)}:
+        here = [each for each in self._regions.snapshots() if each.attempt == job.attempt]
+        if passed := {each.slot.rank for each in here if each.boundary > job.boundary} & set(absent):
             return f"{ranks_named(passed)} of this node passed its boundary without a snapshot of it"
         if absent and (lost := set(absent) - self._living_of(job.attempt)):
             return f"{ranks_named(lost)} of this node ended before a snapshot of it was sealed"
         return ""
-
-    def _has_passed(self, job: StepJob, rank: int) -> bool:
-        """Whether a rank has sealed a later boundary."""
-        held = [each.boundary for each in self._regions.snapshots(rank) if each.attempt == job.attempt]
-        return any(boundary > job.boundary for boundary in held)
 
     def _give_up(self, job: StepJob, outcome: StepOutcome) -> None:
         """Never try a job again, and report it."""
@@ -581,8 +575,6 @@ class Queue:
         for each in [each for each in self._regions.snapshots() if each.key in job.keys]:
             # A region may have been handed over since.
             job.snapshots[each.slot.rank].regions = self._snapshot(each).regions
-        # A trainer without a known attempt may wait for the step, too: the previous keeper died.
-        job.has_trainers = any(attempt in (None, job.attempt) for attempt, _ in self._living)
         job.state, self.writing = JobState.WRITING, job
 
         def done(outcome: StepOutcome | BaseException) -> None:

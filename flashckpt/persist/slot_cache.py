@@ -137,10 +137,6 @@ class SlotCache:
         return self._error
 
     @property
-    def limit_bytes(self) -> int | None:
-        return None if self._place is None else self._place.limit_bytes
-
-    @property
     def num_bytes(self) -> int:
         sealed = [held.sealed() for held in self._regions.all_cached()]
         return sum(num_bytes_of(each) for each in sealed if each is not None)
@@ -253,7 +249,8 @@ class SlotCache:
             self._failed("the record of a slot in memory, or of its constants, is damaged")
             done(None)
             return
-        needed, limit = sum(map(num_bytes_of, [sealed, *shared])), self.limit_bytes
+        needed = sum(map(num_bytes_of, [sealed, *shared]))
+        limit = None if self._place is None else self._place.limit_bytes
         budget = None if limit is None else limit - self.num_bytes
         evictable = self._evictable(sealed)
         is_full = len(self._regions.cached()) >= _MAX_SLOTS

@@ -15,9 +15,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flashckpt import errors
 from flashckpt.commit.attempts import local_owner
@@ -52,8 +52,7 @@ _SILENT = (
 )
 
 
-@dataclass(frozen=True)
-class RankFailure:
+class RankFailure(NamedTuple):
     """The error of a rank. rank: None for an error of the decision."""
 
     rank: int | None
@@ -225,7 +224,7 @@ class Job:
             failures = [RankFailure(None, type(error).__name__, str(error))]
         answer: dict[str, Any] = {"decided": told}
         if failures:
-            answer = {"failed": [[each.rank, each.kind, each.message] for each in failures[:_MOST_NAMED]]}
+            answer = {"failed": failures[:_MOST_NAMED]}
         self.store.set(f"{number}/decided", json.dumps(answer))
 
     def _part(self, number: int) -> None:

@@ -196,7 +196,7 @@ class Exchange:
             self.round()
         until_s = self._clock() + self._parting_s
         self.round()
-        while self._clock() < until_s and not self._all_have_ended():
+        while self._clock() < until_s and self._decider is not None and not self._decider.all_have_ended:
             time.sleep(_EXPEDITED_ROUND_S)
             self.round()
 
@@ -237,9 +237,6 @@ class Exchange:
         self._set(self._key, self._leader.message().packed())
         if self._node_state.announced.is_ended:
             self._ended.set()
-
-    def _all_have_ended(self) -> bool:
-        return self._decider is None or self._decider.all_have_ended
 
     def _publish(self, announced: Announcement) -> None:
         self._set(_ANNOUNCED_KEY, announced.packed())
