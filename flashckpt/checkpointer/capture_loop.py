@@ -334,7 +334,7 @@ class CaptureLoop:
             return True
         if index == 0:
             return False  # nothing has happened since the resume
-        if self._coordination.outcome(index, self._keeper_link.deadline_s).newest == index:
+        if self._coordination.outcome(index, self._keeper_link.deadline_s) == index:
             found = self._slots.of_boundary(index) if persist else None
             if found is not None:
                 self._slots.request_persist_of(found)

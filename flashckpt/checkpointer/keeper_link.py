@@ -288,11 +288,11 @@ class KeeperLink:
         index, coordination = self._capture.boundary_index, self._coordination
         if not coordination.is_settled(index):
             return self.slots.newest_own()
-        outcome = coordination.outcome(index, self.deadline_s)
-        if not outcome.is_known:
+        newest = coordination.outcome(index, self.deadline_s)
+        if newest is None:
             return self.slots.newest_own()
-        found = self.slots.of_boundary(outcome.newest) if outcome.newest else None
-        if found is None and outcome.newest and not coordination.is_persisted(outcome.newest):
+        found = self.slots.of_boundary(newest) if newest else None
+        if found is None and newest and not coordination.is_persisted(newest):
             raise self._not_persisted(
                 "of the newest boundary that all ranks had, this rank's snapshot is gone: the keeper's "
                 "audit has discarded it, as bytes that are not those of that boundary. No later one is whole "

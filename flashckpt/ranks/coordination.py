@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from flashckpt.capture.schedule import Every, Pace, Schedule
 from flashckpt.errors import FlashckptError
@@ -20,7 +20,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Environment, Options
-from flashckpt.ranks.job import Decide, meet, placed
+from flashckpt.ranks.job import Decide, meet
 from flashckpt.restore.step_choice import Agreement
 
 if TYPE_CHECKING:
@@ -111,14 +111,6 @@ class SnapshotSlots(Protocol):
         each."""
 
 
-class Outcome(NamedTuple):
-    """The outcome of a boundary, if it is known, and the newest boundary up to it that all ranks have, or
-    0."""
-
-    is_known: bool
-    newest: int
-
-
 class Coordination:
     """The decisions beside the loop, of a process that trains alone. Boundaries go by their index, which is
     the same on all ranks. `JointCoordination`: of one of several ranks.
@@ -174,10 +166,10 @@ class Coordination:
         boundary."""
         return is_as_captured()
 
-    def outcome(self, boundary_index: int, until_s: float) -> Outcome:
-        """Wait for the outcome of a boundary until this monotonic time, while all ranks live that decide
-        it."""
-        return Outcome(is_known=False, newest=0)
+    def outcome(self, boundary_index: int, until_s: float) -> int | None:
+        """Wait for the outcome of a boundary until this monotonic time, while all ranks live that decide it.
+        Return the newest boundary up to it that all ranks have, or 0; None if the outcome is not known."""
+        return None
 
     def is_persisted(self, boundary_index: int) -> bool:
         """Whether the snapshot of this boundary, or of a later one, is known to be committed."""
@@ -260,4 +252,5 @@ def join(environment: Environment) -> Group:
         return Group(environment)
     from flashckpt.ranks.agreement import Ranks
 
-    return Ranks(placed(environment, job), job)
+    # Only torch.distributed may know this process's place in the job.
+    return Ranks(replace(environment, rank=job.rank, world=job.world), job)

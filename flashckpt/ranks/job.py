@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -311,11 +310,6 @@ def meet(environment: Environment, timeout_s: float = TIMEOUT_S) -> Job | None:
     job = Job(rank, world, store, timeout_s, connect)
     job.meet(_node_key(environment, rank))
     return job
-
-
-def placed(environment: Environment, job: Job | None) -> Environment:
-    """Return the environment with this process's place in the job, which only torch.distributed may know."""
-    return environment if job is None else replace(environment, rank=job.rank, world=job.world)
 
 
 def _initialised() -> Any:

@@ -31,7 +31,6 @@ from flashckpt.ranks.coordination import (
     CALLED_WORD,
     Asked,
     Coordination,
-    Outcome,
     SnapshotPolicy,
     SnapshotSlots,
     StopPolicy,
@@ -48,8 +47,7 @@ log = logging.getLogger(__name__)
 _DIGEST_BYTES = 8
 _STOP_PAUSE_S = 0.001
 # Codes of stops beside the numbers of signals, which are below 65.
-_CALLED, _NOTICE = 100, 101
-_NOTICE_WORD = "notice file"
+_CODES = {CALLED_WORD: 100, "notice file": 101}
 _PAUSE_S = 0.002
 # The longest wait of a save() outside of an iteration for living ranks: they may be busy, or wait in a
 # collective for the rank that calls it alone. Then when a wait is logged.
@@ -172,20 +170,20 @@ class JointCoordination(Coordination):
         # The captures of one rank decide nothing: all must give the boundary the same step number.
         return is_fresh
 
-    def outcome(self, boundary_index: int, until_s: float) -> Outcome:
+    def outcome(self, boundary_index: int, until_s: float) -> int | None:
         log_at_s = time.monotonic() + _LOG_AFTER_S
         if self._is_unconfirmed:
             until_s = min(until_s, time.monotonic() + self._grace_s)
         while (announced := self._node_state.announced).decided < boundary_index:
             if time.monotonic() > until_s or self._died(announced) is not None:
-                return Outcome(is_known=False, newest=0)
+                return None
             if self._gone(announced) is not None:  # its seals may be decided at this moment
                 until_s = min(until_s, time.monotonic() + _LAST_WORD_S)
             if time.monotonic() > log_at_s:
                 log.warning("wait() or save() waits for ranks that have not reached its boundary")
                 log_at_s = math.inf
             time.sleep(_PAUSE_S)
-        return Outcome(True, max((each for each in announced.complete if each <= boundary_index), default=0))
+        return max((each for each in announced.complete if each <= boundary_index), default=0)
 
     def is_persisted(self, boundary_index: int) -> bool:
         return self._row.persisted >= boundary_index
@@ -426,18 +424,12 @@ class JointStop(StopPolicy):
 
 
 def _code(reason: str) -> int:
-    if reason in (CALLED_WORD, _NOTICE_WORD):
-        return _CALLED if reason == CALLED_WORD else _NOTICE
-    return int(signal.Signals[reason])
+    return _CODES[reason] if reason in _CODES else int(signal.Signals[reason])
 
 
 def _word(code: int) -> str:
-    if code in (_CALLED, _NOTICE):
-        return CALLED_WORD if code == _CALLED else _NOTICE_WORD
-    try:
-        return signal.Signals(code).name
-    except ValueError:
-        return f"reason {code}"
+    words = {each.value: each.name for each in signal.Signals} | {_CODES[word]: word for word in _CODES}
+    return words.get(code, f"reason {code}")
 
 
 # ---- one round of the background thread

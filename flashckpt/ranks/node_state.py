@@ -88,7 +88,7 @@ class RankRow(_Words):
     for the others; `withdrawn`: it waits there no longer.
     Its background thread: `judged` (see `publish`); `acknowledged`: the announcement of this number was acted
     on; `slots` that can be written, and times as in `NodeMessage`; `persisted`, `failed`: the newest
-    boundaries of which that is known; `is_ended`: the rank has released its run and passes no more
+    boundaries that are known to be; `is_ended`: the rank has released its run and passes no more
     boundaries."""
 
     _progress = _Word(0)

@@ -18,7 +18,6 @@ import flashckpt
 from flashckpt import PersistError
 from flashckpt.keeper.client import KeeperWait, WaitTimeouts
 from flashckpt.keeper.protocol import Failure, Status, TornSnapshot
-from flashckpt.ranks.coordination import Outcome
 from tests.checkpointer.test_loop import Job
 from tests.keeper.driver import told
 from tests.keeper.faulty import faulty_keeper
@@ -299,7 +298,7 @@ def test_what_all_ranks_had_and_an_audit_has_discarded_here_is_not_called_safe(
     with attached(tmp_path / "run") as checkpointer:
         coordination = checkpointer._coordination
         monkeypatch.setattr(coordination, "is_settled", lambda boundary_index: True)
-        monkeypatch.setattr(coordination, "outcome", lambda boundary_index, until_s: Outcome(True, 7))
+        monkeypatch.setattr(coordination, "outcome", lambda boundary_index, until_s: 7)
         monkeypatch.setattr(
             coordination, "is_persisted", lambda boundary_index: is_persisted and boundary_index == 7
         )

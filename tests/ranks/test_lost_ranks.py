@@ -84,15 +84,15 @@ def test_what_a_rank_that_is_gone_would_decide_is_not_waited_for(
     assert (pace.lost, pace.awaits_others) == ("", True)
     monkeypatch.setattr(joint_coordination, "_LAST_WORD_S", 0.1)
     node.node_state.announce(Announcement(number=1, gone=Gone(ended=7)))
-    assert not pace.outcome(5, math.inf).is_known, "it has let its run go before this boundary"
+    assert pace.outcome(5, math.inf) is None, "it has let its run go before this boundary"
     assert (pace.lost, pace.awaits_others) == ("", True), "its parts are on their way"
     with pytest.raises(BoundaryError, match="not by rank 7"):
         pace.save_outside(5, math.inf)
     node.node_state.announce(Announcement(number=2, decided=5, complete=(5,), gone=Gone(ended=7)))
-    assert pace.outcome(5, math.inf) == (True, 5), "what it knew was decided before"
+    assert pace.outcome(5, math.inf) == 5, "what it knew was decided before"
     node.node_state.announce(Announcement(number=3, decided=5, complete=(5,), gone=Gone(died=3)))
     assert (pace.lost, pace.awaits_others) == ("rank 3", False)
-    assert not pace.outcome(6, math.inf).is_known
+    assert pace.outcome(6, math.inf) is None
     with pytest.raises(BoundaryError, match="not by rank 3"):
         pace.save_outside(6, math.inf)
     # A node that was silent is heard of again.
@@ -100,10 +100,10 @@ def test_what_a_rank_that_is_gone_would_decide_is_not_waited_for(
     assert pace.awaits_others
     node.kill_leader()
     assert (pace.lost, pace.awaits_others) == ("rank 4", False), "nobody is left who would announce it"
-    assert not pace.outcome(6, math.inf).is_known
+    assert pace.outcome(6, math.inf) is None
     node.node_state.rows[0].is_ended = 1
     assert pace.awaits_others
-    assert not pace.outcome(6, math.inf).is_known, "in order, and it hears nothing for its node either"
+    assert pace.outcome(6, math.inf) is None, "in order, and it hears nothing for its node either"
 
 
 def test_a_save_without_an_answer_is_an_error_once_its_boundary_is_decided(node: Node) -> None:
