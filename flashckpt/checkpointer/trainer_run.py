@@ -23,9 +23,7 @@ import inspect
 import itertools
 import logging
 import os
-import random
-import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -40,6 +38,7 @@ from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.checkpointer.run_state import Resumed
 from flashckpt.commit.assets import has_assets, write_assets
 from flashckpt.errors import BoundaryError, FlashckptError, OptionError, StateError
+from flashckpt.format.typed import encode_json
 from flashckpt.options import Options
 from flashckpt.state import rng
 from flashckpt.state.objects import Deferred as Deferred
@@ -533,26 +532,21 @@ def _warn_untested(extra: str, package: str, version: str, tested: tuple[str, ..
 # lie between the two that are compared: a value that moves in every second one, as with accumulation, moves.
 FIRST, SECOND = 2, 4
 # Bounds of the cost of one attribute. Of a longer container the length and both ends are compared; of a
-# larger tensor, and of one on a device, identity and version. An entry of a dict is one level deeper than it.
-_MOST_ENTRIES, _END_ENTRIES, _DEPTH = 1000, 50, 8
-_MOST_VALUES, _MOST_BYTES, _MOST_TENSORS = 5000, 1 << 20, 10_000
-_GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-_PLAIN = frozenset({type(None), bool, int, float, str})
-_CONTAINERS: tuple[Any, ...] = (dict, list, tuple, deque)
+# larger tensor, and of one on a device, identity and version.
+_MOST_ENTRIES, _END_ENTRIES, _DEPTH, _MOST_BYTES = 1000, 50, 8, 1 << 16
+_TABLES = (dict, defaultdict, OrderedDict, Counter)
 _MODULE_INTERNALS = frozenset(vars(torch.nn.Module()))
-
-Mark = tuple[Any, ...]
 
 
 class Unsaved:
     """Finds attributes of a trainer that change while it trains and that no checkpoint has: compares the
-    plain values and tensors in the attributes of trainer, callbacks and metrics at the ends of the second and
-    the fourth iteration, and warns once. Reads instance attributes only, and calls no property or method of
-    the user's objects. Keeps digests, not values. Never synchronizes a device, and never raises.
+    values that a checkpoint could hold, in the attributes of trainer, callbacks and metrics, at the ends of
+    the second and the fourth iteration, and warns once. Reads instance attributes only, and calls no property
+    or method of the user's objects. Keeps digests, not values. Never synchronizes a device, and never raises.
 
     roots: the objects by their names in a message. known: for each root, the attributes that are saved or
     need not be. own: the attributes that the user names, as "attribute" or "root.attribute". saved: the
-    objects of the state; their modules' parameters and their generators need no name.
+    objects of the state.
     """
 
     def __init__(
@@ -565,48 +559,36 @@ class Unsaved:
         self._roots, self._own, self._saved = dict(roots), frozenset(own), list(saved)
         self._known = {name: frozenset(names) for name, names in known.items()}
         self._calls = 0
-        self._marks: dict[tuple[str, str], Mark] = {}
+        self._digests: dict[tuple[str, str], bytes] = {}
         self.found: tuple[str, ...] = ()
 
     def observe(self) -> None:
         """To be called at the end of each iteration; compares once. Then `found` has the changed attributes,
         as "root.attribute"."""
-        if self._calls >= SECOND:
-            return
         self._calls += 1
-        if self._calls not in (FIRST, SECOND):
-            return
-        try:
-            marks = self._observed()
-            if self._calls == SECOND:
-                self._compare(marks)
-            self._marks = marks
-        except Exception:
-            # A bug here must not end a training run.
-            log.debug("the attributes of %s could not be compared", list(self._roots), exc_info=True)
-            self._calls = SECOND
-        if self._calls == SECOND:
-            self._roots, self._saved, self._marks = {}, [], {}
+        if self._calls == FIRST:
+            self._digests = self._observed()
+        elif self._calls == SECOND:
+            self._compare(self._observed())
+            self._roots, self._saved, self._digests = {}, [], {}
 
-    def _observed(self) -> dict[tuple[str, str], Mark]:
-        reader, marks = _Marker(self._saved), {}
+    def _observed(self) -> dict[tuple[str, str], bytes]:
+        found, saved = {}, set(map(id, self._saved))
         for root, owner in self._roots.items():
             known = self._known.get(root, frozenset()) | self._own
             for name, value in _attributes(owner):
-                if name in known or f"{root}.{name}" in known:
+                is_known = name in known or f"{root}.{name}" in known
+                if is_known or id(value) in saved or rng.is_global(value):
                     continue
-                try:
-                    mark = reader.mark(value)
-                except Exception:  # of one attribute: the others are compared
-                    log.debug("%s.%s cannot be compared", root, name, exc_info=True)
-                    continue
-                if mark is not None:
-                    marks[root, name] = mark
-        return marks
+                # What has no encoding is not compared; what cannot be read must not end a training run.
+                with contextlib.suppress(Exception):
+                    data = encode_json(_compared(value, 0))
+                    found[root, name] = hashlib.blake2b(data, digest_size=16).digest()
+        return found
 
-    def _compare(self, now: Mapping[tuple[str, str], Mark]) -> None:
+    def _compare(self, now: Mapping[tuple[str, str], bytes]) -> None:
         # A new attribute has changed; a deleted one is as at the start.
-        changed = [key for key, mark in now.items() if not _is_same(self._marks.get(key), mark)]
+        changed = [key for key, digest in now.items() if self._digests.get(key) != digest]
         if not changed:
             return
         self.found = tuple(f"{root}.{name}" for root, name in changed)
@@ -620,148 +602,32 @@ class Unsaved:
         )
 
 
-def _attributes(owner: object) -> Iterator[tuple[str, object]]:
+def _attributes(owner: object) -> list[tuple[str, object]]:
     """The instance attributes, read past `__getattr__`, `__getattribute__` and properties."""
     try:
         found = object.__getattribute__(owner, "__dict__")
     except AttributeError:
-        return
-    internals = _MODULE_INTERNALS if _is(owner, torch.nn.Module) else frozenset()
-    if type(found) is dict:
-        yield from ((name, value) for name, value in list(found.items()) if name not in internals)
+        return []
+    internals = _MODULE_INTERNALS if issubclass(type(owner), torch.nn.Module) else frozenset()
+    return [row for row in dict(found).items() if row[0] not in internals]
 
 
-def _is(value: object, *kinds: type) -> bool:
-    """isinstance without `__class__`, which a proxy may compute."""
-    return issubclass(type(value), kinds)
-
-
-def _is_same(before: Mark | None, now: Mark) -> bool:
-    """Whether the values are equal; tensors compared by identity must be the same living ones."""
-    if before is None or len(before) != len(now):
-        return False
-    return all(
-        one() is not None and one() is other() if isinstance(one, weakref.ref) else one == other
-        for one, other in zip(before, now, strict=True)
-    )
-
-
-class _Marker:
-    """Makes marks, which are equal for equal values."""
-
-    def __init__(self, saved: Iterable[object]) -> None:
-        self._saved = {id(each) for each in saved}
-        for each in saved:
-            if _is(each, torch.nn.Module):
-                self._saved.update(map(id, _tensors_of(each)))
-
-    def mark(self, value: Any) -> Mark | None:
-        """None for a value that is not compared."""
-        if id(value) in self._saved:
-            return None
-        if _is(value, torch.nn.Module):
-            own = (each for each in _tensors_of(value) if id(each) not in self._saved)
-            return tuple(each for tensor in own for each in _identity(tensor)) or None
-        if _is(value, *_GENERATORS):
-            return None if rng.is_global(value) else (repr(rng.capture_one(value)),)
-        reading = _Marking()
-        return reading.mark() if reading.read(value, 0) else None
-
-
-class _Marking:
-    """The mark of one attribute: bytes for its value, and the identities of tensors that are not read."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._identities: list[Any] = []
-        self._values = self._bytes = 0
-
-    def mark(self) -> Mark:
-        return hashlib.blake2b(b" ".join(self._parts), digest_size=16).digest(), *self._identities
-
-    def read(self, value: Any, depth: int) -> bool:
-        """Add a value. False for one that is not plain."""
-        self._values += 1
-        if self._values > _MOST_VALUES or self._bytes > _MOST_BYTES:
-            return True  # the first so many are compared
-        if type(value) in _PLAIN:
-            self._add(repr(value).encode("utf-8", "surrogatepass"))
-        elif _is(value, torch.Tensor):
-            self._read_tensor(value)
-        elif _is(value, set, frozenset):
-            kind = set if _is(value, set) else frozenset
-            found = [_bytes_of(each) for each in itertools.islice(kind.__iter__(value), _MOST_ENTRIES)]
-            self._add(f"set {kind.__len__(value)}".encode())
-            self._add(b"\0".join(sorted(each for each in found if each is not None)))
-            return None not in found
-        elif _is(value, *_CONTAINERS):
-            kind = next(each for each in _CONTAINERS if _is(value, each))
-            return depth < _DEPTH and self._read_entries(kind, value, depth)
-        else:
-            data = _bytes_of(value)
-            if data is None:
-                return False
-            self._add(data)
-        return True
-
-    def _read_entries(self, kind: Any, value: Any, depth: int) -> bool:
-        count = kind.__len__(value)
-        self._add(f"{kind.__name__} {count}".encode())
-        entries: Iterable[Any] = dict.items(value) if kind is dict else kind.__iter__(value)
-        if count > _MOST_ENTRIES:
-            last = (
-                reversed(dict.items(value))
-                if kind is dict
-                else (kind.__getitem__(value, index) for index in range(count - 1, -1, -1))
-            )
-            entries = [*itertools.islice(entries, _END_ENTRIES), *itertools.islice(last, _END_ENTRIES)]
-        return all(self.read(each, depth + 1) for each in entries)
-
-    def _read_tensor(self, value: torch.Tensor) -> None:
-        read = type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == "cpu"
-        if read and value.layout is torch.strided and value.nbytes <= _MOST_BYTES:
-            self._add(f"{value.dtype}{tuple(value.shape)}".encode())
-            self._add(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            self._identities += _identity(value)
-
-    def _add(self, found: bytes) -> None:
-        self._bytes += len(found)
-        self._parts += (str(len(found)).encode(), found)
-
-
-def _bytes_of(value: Any) -> bytes | None:
-    """Return bytes for a plain value; None for any other. For a subclass (an enumeration of strings), those
-    of its value, since its own methods are the user's code."""
-    for kind in (bool, int, float, complex, str):
-        if _is(value, kind):
-            return f"{kind.__name__} {kind.__repr__(value)}".encode("utf-8", "surrogatepass")
-    if _is(value, bytes):
-        return b"bytes " + bytes.__getitem__(value, slice(None))
-    if _is(value, np.generic) or (type(value) is np.ndarray and value.nbytes <= _MOST_BYTES):
-        return None if value.dtype.hasobject else f"{value.dtype}{value.shape} ".encode() + value.tobytes()
-    return None
-
-
-def _identity(tensor: torch.Tensor) -> list[Any]:
-    """Return the identity and version of a tensor: an assignment changes the first, a change in place the
-    second. The reference is weak, because the address of a freed tensor may be reused."""
-    version = None if tensor.is_inference() else tensor._version
-    return [weakref.ref(tensor), version]
-
-
-def _tensors_of(module: Any) -> Iterator[torch.Tensor]:
-    """Parameters and buffers, read past `parameters()`, which a wrapper may replace."""
-    return itertools.islice(_all_tensors_of(module, set()), _MOST_TENSORS)
-
-
-def _all_tensors_of(module: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if module is None or id(module) in seen:
-        return
-    seen.add(id(module))
-    held = object.__getattribute__(module, "__dict__")
-    for tensor in (*held["_parameters"].values(), *held["_buffers"].values()):
-        if tensor is not None:
-            yield tensor
-    for each in held["_modules"].values():
-        yield from _all_tensors_of(each, seen)
+def _compared(value: Any, depth: int) -> Any:
+    """Return what is compared of a value, with an encoding unless an object of another kind is in it."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        is_read = kind in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+        if is_read and value.layout is torch.strided and value.nbytes <= _MOST_BYTES:
+            return [str(value.dtype), value.tolist()]
+        return [id(value), None if value.is_inference() else value._version]
+    if kind is np.ndarray and value.nbytes > _MOST_BYTES:
+        return id(value)
+    if kind in (set, frozenset):
+        return [len(value), sorted(map(encode_json, itertools.islice(value, _MOST_ENTRIES)))]
+    if depth > _DEPTH or kind not in (*_TABLES, list, tuple, deque):
+        return value
+    entries: Any = value.items() if kind in _TABLES else value
+    if len(value) > _MOST_ENTRIES:
+        last = itertools.islice(reversed(entries), _END_ENTRIES)
+        entries = [*itertools.islice(entries, _END_ENTRIES), *last]
+    return [len(value), [_compared(each, depth + 1) for each in entries]]
