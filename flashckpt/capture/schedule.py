@@ -45,12 +45,10 @@ class Schedule:
     """The decisions about captures, used by the training thread. This class requests no persisting.
 
     budget: gets the costs of iterations and snapshots.
-    is_automatic: the budget decides which boundaries are captured.
     every_step: each boundary is captured.
     """
 
     budget: Budget
-    is_automatic: bool
     every_step: bool
 
     def due(self, step: int, boundary_index: int) -> bool:
@@ -208,7 +206,7 @@ class Pace(Schedule):
             )
         _check_number(every if every != "auto" else None, "every")
         self._every = every
-        self.is_automatic, self.every_step = every == "auto", every == 1
+        self.every_step = every == 1
         self._clock = clock
         self.budget = Budget(overhead)
         self._due = False
@@ -230,7 +228,7 @@ class Pace(Schedule):
         persists = self.persist_due(step) and self._persist_steps is not None
         if self._every is None:
             return persists
-        return self._due or persists or (self.is_automatic and self.budget.allows())
+        return self._due or persists or (self._every == "auto" and self.budget.allows())
 
     def persist_due(self, step: int, *, ordered: bool = False) -> bool:
         if ordered:

@@ -30,10 +30,6 @@ _COUNTED = (
     (Event.SKIP, "snapshots_skipped"),
     (Event.TORN, "snapshots_lost"),
 )
-_FIRST = 3  # snapshots that are ignored: they measure what a snapshot costs
-_WINDOW = 6
-_FACTOR = 3.0  # a spacing that changed by this is logged again
-
 _SEALED_LIMIT_S = 600.0
 _COMMITTED_LIMIT_S = 3600.0
 _INTERVALS = 3.0
@@ -106,7 +102,6 @@ class SnapshotLog:
         self._capture = capture
         self._reported: dict[str, float] = {}
         self._plan: list[tuple[str, int, int]] = []
-        self._spacing = Spacing()
         self._limits_s, self._sealed, self._committed = limits_s, _Age(clock), _Age(clock)
 
     def poll(self, sealed: int | None, committed: int | None) -> Iterator[tuple[Event, dict[str, Any]]]:
@@ -117,9 +112,6 @@ class SnapshotLog:
         for event, count in _COUNTED:
             if now[count] > before.get(count, 0.0):
                 yield event, {"step": sealed, "count": int(now[count] - before.get(count, 0.0))}
-        spacing = self._spacing.news(sealed, int(now["snapshots"]))
-        if spacing is not None and self._capture.schedule.is_automatic:
-            log.info("%s", spacing)
         plan = self._capture.describe()
         if plan and plan != self._plan:
             self._plan = plan
@@ -132,33 +124,6 @@ class SnapshotLog:
 
     def report(self) -> dict[str, float]:
         return {"sealed_age_seconds": self._sealed.seconds, "committed_age_seconds": self._committed.seconds}
-
-
-class Spacing:
-    """The number of steps between two snapshots for `every="auto"`: logged once it has settled, and again
-    when it has changed much."""
-
-    def __init__(self) -> None:
-        self._since: tuple[int, int] | None = None
-        self._logged: float | None = None
-
-    def news(self, step: int | None, snapshots: int) -> str | None:
-        """Return a line for the log, or None. step: of the newest sealed snapshot. snapshots: taken so
-        far."""
-        if step is None or snapshots < _FIRST:
-            return None
-        if self._since is None or step < self._since[0]:
-            self._since = step, snapshots
-            return None
-        steps, taken = step - self._since[0], snapshots - self._since[1]
-        if taken < _WINDOW or steps < taken:
-            return None
-        self._since = step, snapshots
-        spacing, logged = steps / taken, self._logged
-        if logged is not None and 1 / _FACTOR < spacing / logged < _FACTOR:
-            return None
-        self._logged = spacing
-        return f"snapshots: about every {round(spacing)} steps" if spacing >= 1.5 else "snapshots: every step"
 
 
 class _Age:

@@ -83,7 +83,7 @@ class JointCoordination(Coordination):
         self._background_state, self._node_state = NodeState(memory, job.node), NodeState(memory, job.node)
         self._row = self._node_state.row_of(job.rank)
         self._row.live(ProcessId.of(os.getpid()))
-        self._followed = Followed(self._row, options.overhead, is_automatic=snapshot_policy.every == "auto")
+        self._followed = Followed(self._row, options.overhead)
         self.schedule: Schedule = self._followed
         self._snapshots = Snapshots(self._background_state, self._row, attempt.number, self._followed.budget)
         self._stop: JointStop | None = None
@@ -312,9 +312,10 @@ class Followed(Schedule):
     incomplete for all. It never requests persisting: rank 0 does once all ranks have a
     snapshot."""
 
-    def __init__(self, row: RankRow, overhead: float, *, is_automatic: bool) -> None:
+    every_step = False
+
+    def __init__(self, row: RankRow, overhead: float) -> None:
         self._row = row
-        self.is_automatic, self.every_step = is_automatic, False
         self.budget = Budget(overhead)
         self._announced = Announcement()
         self._is_due = False

@@ -16,7 +16,7 @@ def following(
 ) -> tuple[Run, Followed]:
     node_state = NodeState(bytearray(NodeState.num_bytes(1)), (0,))
     node_state.format()
-    schedule = Followed(node_state.rows[0], 0.01, is_automatic=False)
+    schedule = Followed(node_state.rows[0], 0.01)
     schedule.follow(Announcement(every=every, also=also))
     return Run(ring, sealer, schedule=schedule), schedule
 

@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer.run_log import SnapshotLog, Spacing, limits_s
+from flashckpt.checkpointer.run_log import SnapshotLog, limits_s
 from flashckpt.persist.ledger import Event
-
-
-def test_the_spacing_is_said_once_and_again_where_it_is_another() -> None:
-    spacing = Spacing()
-    steps = [(None, 0), (10, 2), (20, 3), (30, 5), (80, 9), (140, 15), (200, 21), (206, 27), (218, 39)]
-    said = [spacing.news(step, taken) for step, taken in steps]
-    assert said == [
-        None,
-        None,
-        None,
-        None,
-        "snapshots: about every 10 steps",
-        None,
-        None,
-        "snapshots: every step",
-        None,
-    ]
 
 
 class Captures:
@@ -35,7 +17,6 @@ class Captures:
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("snapshots", "snapshots_skipped", "snapshots_lost"), 0.0)
         self.plan: list[tuple[str, int, int]] = []
-        self.schedule = SimpleNamespace(is_automatic=True)
 
     def report(self) -> dict[str, float]:
         return dict(self.counts)

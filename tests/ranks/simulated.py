@@ -123,7 +123,7 @@ class PlayedRank:
         self.row = self.node_state.row_of(self.rank)
         self.slots: list[Any] = [PlayedSlot() for _ in range(conditions.slots)]
         self.ring = PlayedRing(self.slots)
-        self.schedule = Followed(self.row, 0.01, is_automatic=False)
+        self.schedule = Followed(self.row, 0.01)
         self.schedule.budget.plain(conditions.iteration_s)
         self.schedule.budget.burdened(conditions.iteration_s + 0.0004, 0.0004, ordered=True)
         self.snapshots = Snapshots(
