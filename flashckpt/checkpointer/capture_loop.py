@@ -1,8 +1,8 @@
 """The boundaries of an attached run: each is counted, captured if it is due or ordered, and its outcome is
 kept.
 
-`CaptureLoop` decides nothing about where a loop ends (`StopPolicy`), and `Growth` decides which boundary
-waits for larger slots. The training thread waits for storage only in `capture_now` and `capture_outside`.
+`CaptureLoop` decides nothing about where a loop ends (`StopPolicy`); `Growth` requests memory. The training
+thread waits for storage and memory only in `capture_now`, `capture_outside` and for the first slots.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ log = logging.getLogger(__name__)
 _TRIES = 4
 # In the first steps of a run, little is lost with it.
 _FIRST_BOUNDARIES = 32
-# Boundaries in a row that are skipped for lack of memory before one waits: larger slots are usually there by
-# then, and a state that grows in each step would outgrow those too if no boundary ever waited.
-_SKIPPED = 2
 
 
 class SaveOrder(Enum):
@@ -56,7 +53,7 @@ class CaptureLoop:
     """Called from the training thread only.
 
     unsaved: why the newest boundary that was due is not captured. order: what save() has ordered, after the
-    step `ordered_at`. waited: the number of boundaries that waited for larger slots.
+    step `ordered_at`.
     """
 
     def __init__(
@@ -73,9 +70,8 @@ class CaptureLoop:
         self._tree, self._progress, self._capture = tree, progress, capture
         self._keeper_link, self._use, self._stop, self._coordination = keeper_link, use, stop, coordination
         self._slots, self._surroundings = keeper_link.slots, surroundings
-        self._growth = Growth(capture, keeper_link, stop)
+        self._growth = Growth(capture, keeper_link)
         self._is_begun = self._has_required = False
-        self.waited = 0
         self.unsaved: FlashckptError | None = None
         self.order, self.ordered_at = SaveOrder.NONE, 0
         self._fulfilled = SaveOrder.NONE  # by the snapshot of the present boundary
@@ -225,8 +221,6 @@ class CaptureLoop:
         is_ordered = self._capture.is_ordered
         try:
             outcome = self._capture.boundary(self._progress.step, self.values, ordered=ordered)
-            if self._growth.waits_after(outcome):
-                outcome = self._capture_in_larger_slots(outcome, ordered)
             self._growth.note(outcome)
             if outcome.captured:
                 self._note_saved()
@@ -244,19 +238,6 @@ class CaptureLoop:
             self._growth.ask()
         except RuntimeError as error:  # of a device, or of a state_dict
             self.not_saved(error)
-
-    def _capture_in_larger_slots(self, outcome: BoundaryResult, ordered: bool) -> BoundaryResult:
-        """Wait for larger slots: a state that grows in each step would otherwise never be captured."""
-        self.waited += 1
-        with self._capture.heartbeat.resting():
-            for _ in range(_TRIES):
-                if not self._growth.wait_for_larger(outcome.step):
-                    break
-                self._slots.adopt()
-                outcome = self._capture.boundary(outcome.step, self.values, due=True, ordered=ordered)
-                if not self._growth.waits_after(outcome):
-                    break
-        return outcome
 
     # ---- captures that the program waits for
 
@@ -425,89 +406,56 @@ class CaptureLoop:
         self._slots.fits()
 
 
-class Memory(Enum):
-    """Whether the slots can hold the state."""
-
-    FITS = "the state fits its slots, as far as is known"
-    OUTGROWN = "boundaries are skipped until larger slots are there"
-    AWAITED = "a boundary that is due waits for larger slots"
-    REFUSED = "there is no memory for larger slots: no boundary waits until one is captured"
-
-
-MEMORY_TRANSITIONS: dict[Memory, frozenset[Memory]] = {
-    Memory.FITS: frozenset({Memory.OUTGROWN}),
-    Memory.OUTGROWN: frozenset({Memory.AWAITED, Memory.FITS}),
-    Memory.AWAITED: frozenset({Memory.REFUSED, Memory.FITS}),
-    Memory.REFUSED: frozenset({Memory.FITS}),
-}
-
-
 class Growth:
     """Slots for a state that grows: they are requested once its size is known, and again when it has outgrown
-    them. Owns which boundary waits for larger slots, and the order in which scarce memory changes hands."""
+    them. Boundaries are skipped until larger slots are there. Owns the order in which scarce memory changes
+    hands."""
 
-    def __init__(self, capture: Capture, keeper_link: KeeperLink, stop: StopPolicy) -> None:
+    def __init__(self, capture: Capture, keeper_link: KeeperLink) -> None:
         self._capture, self._keeper_link, self._slots = capture, keeper_link, keeper_link.slots
-        self._stop = stop
-        self._memory, self._skipped = Memory.FITS, 0
+        self._skipped, self._is_reported = 0, False
 
     def ask(self, *, ordered: bool = False) -> None:
-        """Request slots if the next capture needs others than there are."""
+        """Request slots if the next capture needs others than there are. If there is no memory for them
+        beside the present ones, release what is not needed."""
         slots, capture = self._slots, self._capture
         is_refused = slots.error is not None
         if slots.preparing and slots.ring is None and not (is_refused and ordered):
+            self._report()
             return  # they are coming: do not walk the state at each boundary for its size
         wanted = capture.memory_wanted(ordered=ordered)
-        if wanted is not None and not slots.ready:
+        if wanted is None:
+            if is_refused:
+                slots.fits()
+        elif not slots.ready:
             slots.ask(wanted, capture.region_wanted())
-        elif wanted is None and is_refused:
-            slots.fits()
+            is_short = isinstance(slots.error, OutOfSpaceError) and not ordered
+            if is_short and not self._has_made_room():
+                self._report()
 
     def require(self) -> None:
         """Request slots, and wait for them. Raises OutOfSpaceError or KeeperError if none can be had."""
         self.ask(ordered=True)
-        self._wait(lambda: self._slots.asked is None, lambda: False)
-
-    def wait_for_larger(self, step: int) -> bool:
-        """Wait for larger slots. Return False once a stop is requested, or if there is no memory for them."""
-        slots, stop = self._slots, self._stop
-        self.ask()
-        try:
-            self._wait(
-                lambda: slots.ready or stop.is_asked or not (slots.asked or slots.completing),
-                lambda: stop.is_asked,
-            )
-        except FlashckptError as error:
-            self._move(Memory.REFUSED)
-            newest = slots.newest_own()
-            log.warning(
-                "step %d is not captured, and training continues without waiting: %s The newest snapshot in "
-                "memory is of %s. Slots are requested again every few seconds.",
-                step, error, "no step" if newest is None else f"step {newest.step}",
-            )  # fmt: skip
-        return slots.ready
+        while True:
+            try:
+                return self._keeper_link.wait_for_slots()
+            except OutOfSpaceError:
+                if not self._has_made_room(waits=True):
+                    raise
 
     def note(self, outcome: BoundaryResult) -> None:
-        """Note the final outcome of a boundary."""
+        """Note the outcome of a boundary."""
         if outcome.captured:
             if self._skipped:
                 log.info("step %d fits its slots again, after %d skipped", outcome.step, self._skipped)
-            self._skipped = 0
-            self._move(Memory.FITS)
-        elif self._lacks_memory(outcome):
-            self._skipped += 1
-            if self._skipped == 1:
+            self._skipped, self._is_reported = 0, False
+        elif outcome.verdict is Verdict.SKIPPED and self._slots.ring is not None:
+            is_outgrown = self._capture.memory_wanted() is not None
+            if is_outgrown and not self._skipped:
                 log.info(
                     "step %d is not captured: the state needs larger slots, which are requested", outcome.step
                 )
-                self._move(Memory.OUTGROWN)
-            elif self._skipped == _SKIPPED and self._memory is Memory.OUTGROWN:
-                self._move(Memory.AWAITED)
-
-    def waits_after(self, outcome: BoundaryResult) -> bool:
-        """Whether this boundary waits for slots and is then tried again."""
-        is_awaited = self._memory is Memory.AWAITED and not self._stop.is_asked
-        return is_awaited and self._lacks_memory(outcome)
+            self._skipped += is_outgrown
 
     def keeps_region(self) -> bool:
         """If there is no memory for another region of constants, keep the former one, and request slots that
@@ -522,24 +470,26 @@ class Growth:
         slots.ask_again()
         return True
 
-    def _move(self, to: Memory) -> None:
-        assert to is self._memory or to in MEMORY_TRANSITIONS[self._memory], f"{self._memory} -> {to}"
-        self._memory = to
+    def _report(self) -> None:
+        """Warn once that there is no memory for larger slots."""
+        error, newest = self._slots.error, self._slots.newest_own()
+        is_short = isinstance(error, OutOfSpaceError) and self._slots.were_had
+        if is_short and not self._is_reported:
+            self._is_reported = True
+            log.warning(
+                "boundaries are not captured, and training continues: %s The newest snapshot in memory is of "
+                "%s. Slots are requested again every few seconds.",
+                error, "no step" if newest is None else f"step {newest.step}",
+            )  # fmt: skip
 
-    def _wait(self, has_come: Callable[[], bool], is_stopped: Callable[[], bool]) -> None:
-        while True:
-            try:
-                return self._keeper_link.wait_for_slots(has_come)
-            except OutOfSpaceError:
-                if not (self.keeps_region() or self._give_way(is_stopped)):
-                    raise
-
-    def _give_way(self, is_stopped: Callable[[], bool]) -> bool:
+    def _has_made_room(self, *, waits: bool = False) -> bool:
         """If larger slots do not fit beside the present ones, persist the newest snapshot, then release
-        another slot so that a larger one can be made. Return False if only the newest is left, or once
-        stopped."""
+        another slot so that a larger one can be made. Return False if only the newest is left. waits: until
+        the newest is persisted; otherwise a later boundary releases the slot."""
         slots = self._slots
-        if slots.ring is None:
+        if self.keeps_region():
+            return True
+        if slots.ring is None or (slots.is_for_one and len(slots.ring.slots) == 1 and not slots.is_single):
             return False
         self._capture.wait()  # the newest may be in flight
         newest = slots.newest_sealed()
@@ -547,25 +497,22 @@ class Growth:
         if slots.complete[0]:
             others = [slot for slot in others if not slots.is_needed(slot)]
         elif others or slots.is_single:
-            self._keeper_link.wait_at_rest(is_stopped)
+            if waits:
+                self._keeper_link.wait_at_rest()
+            elif not slots.is_at_rest():
+                return True
             crashpoints.point("growth.persisted")
         if slots.is_single and newest is not None:
             slot, generation = newest[0], newest[1].generation
             if generation in (slot.persisted, slot.cached):
                 others = [slot]
-        if is_stopped() or (not others and slots.is_for_one):
+        if not others and slots.is_for_one:
             return False
         if others:
             self._capture.let_go(oldest := min(others, key=_age))
             slots.give_up(oldest)
         slots.ask_for_one()
         return True
-
-    def _lacks_memory(self, outcome: BoundaryResult) -> bool:
-        slots = self._slots
-        if outcome.verdict is not Verdict.SKIPPED or (slots.ring is None and not slots.is_for_one):
-            return False
-        return self._capture.memory_wanted() is not None or slots.completing
 
 
 def _age(slot: Slot) -> tuple[int, int, int]:

@@ -181,17 +181,15 @@ class KeeperLink:
         """The monotonic time at which every wait ends."""
         return self._signals.deadline_s
 
-    def wait_for_slots(self, has_come: Callable[[], bool]) -> None:
-        """Wait until `has_come` is true of the requested slots. Raises OutOfSpaceError or KeeperError if they
-        cannot be had."""
+    def wait_for_slots(self) -> None:
+        """Wait for the requested slots. Raises OutOfSpaceError or KeeperError if they cannot be had."""
         slots = self.slots
-        if has_come():
+        if slots.asked is None:
             return
         slots.ask_again()
-        asked = slots.asked.state if slots.asked is not None else ()
-        timeout_s = self.timeout_s + MOST_SLOTS * sum(asked) / _SLOWEST_BYTES_PER_S
-        self._wait(lambda: has_come() or slots.error is not None, self._keeper_wait(timeout_s))
-        if not has_come():
+        timeout_s = self.timeout_s + MOST_SLOTS * sum(slots.asked.state) / _SLOWEST_BYTES_PER_S
+        self._wait(lambda: slots.asked is None or slots.error is not None, self._keeper_wait(timeout_s))
+        if slots.asked is not None:
             raise slots.error or KeeperError(
                 f"No slot was ready within {timeout_s:.0f} s: no snapshot could be taken. The live state is "
                 "as it was. The keeper's log is in the runtime folder."
@@ -209,21 +207,9 @@ class KeeperLink:
         if not self._wait(is_free, self._keeper_wait(self.timeout_s)):
             raise self._not_persisted(self._coordination.full_reason)
 
-    def wait_at_rest(self, is_stopped: Callable[[], bool]) -> None:
-        """Persist the newest snapshot in the slots, and wait until it is committed, or in the cache, or has
-        failed. Returns once `is_stopped`."""
-        newest = self.slots.newest_sealed()
-        if newest is None:
-            return
-        slot, generation = newest[0], newest[1].generation
-        if slot.persisted != generation:
-            slot.request_persist(generation)
-
-        def is_over() -> bool:
-            ends = (slot.persisted, slot.cached, slot.failed[0], slot.torn[0])
-            return generation in ends or is_stopped()
-
-        self._wait(is_over, self._keeper_wait(self.timeout_s))
+    def wait_at_rest(self) -> None:
+        """Wait until the newest snapshot in the slots is persisted, or in the cache, or that has failed."""
+        self._wait(self.slots.is_at_rest, self._keeper_wait(self.timeout_s))
 
     def wait_committed(self, *, or_cached: bool = False) -> None:
         """Wait until the newest snapshot of this attempt is committed. or_cached: if that is not in time,

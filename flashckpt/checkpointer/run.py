@@ -109,7 +109,6 @@ class Checkpointer:
         self._check_process()
         return {
             "loop_seconds": time.perf_counter() - self._began_s,
-            "boundaries_waited": self._loop.waited,
             **self._capture.report(),
             **self._keeper_link.report(),
         }

@@ -110,11 +110,12 @@ class Slots:
             return
         # With room to grow, so that a growing state outgrows its slots rarely.
         wanted = state.with_slack()
-        wanted = wanted.grown() if self.ring is not None else wanted
+        wanted = wanted.grown() if self.ring is not None and not self.is_for_one else wanted
+        count = 1 if self.is_for_one else self._count
         is_larger = before is not None and sum(state) > sum(before.state)
         # A state that grows in each step must not repeat a refused request in each.
         at_once = self.error is None or not is_larger
-        request = SlotRequest(state, state.with_slack(2), wanted, self._count, region=region)
+        request = SlotRequest(state, state.with_slack(2), wanted, count, region=region)
         self._put(request, before, at_once=at_once)
 
     def ask_for_one(self) -> None:
@@ -151,11 +152,6 @@ class Slots:
         with self._handover:
             if self.ring is not None and self.asked is not None and not self.asked.adds:
                 self.asked = self.error = None
-
-    @property
-    def completing(self) -> bool:
-        """Whether there are fewer slots than snapshots need, and others are requested."""
-        return self.ring is not None and len(self.ring.slots) < self._fewest and self.error is None
 
     def give_up(self, slot: Slot) -> None:
         """Release this slot, to which no capture writes any more: a larger one needs its memory, and the
@@ -266,6 +262,17 @@ class Slots:
         """Return the newest snapshot in the slots, of any attempt."""
         return self.ring.newest_sealed() if self.ring is not None else None
 
+    def is_at_rest(self) -> bool:
+        """Request that the newest snapshot in the slots is persisted. Return whether it is, or is in the
+        cache, or whether that has failed."""
+        newest = self.newest_sealed()
+        if newest is None:
+            return True
+        slot, generation = newest[0], newest[1].generation
+        if slot.persisted != generation:
+            slot.request_persist(generation)
+        return generation in (slot.persisted, slot.cached, slot.failed[0], slot.torn[0])
+
     def request_persist(self) -> None:
         """Request that the newest sealed snapshot is persisted."""
         newest = self.newest_sealed()
@@ -291,7 +298,8 @@ class Slots:
         self._release_regions()
         self._ask_for_the_others()
         request = self.asked
-        is_due = request is not None and time.monotonic() >= self._retry_s
+        # What is released now may be the room for it: `_let_go` wakes the next round.
+        is_due = not gone and time.monotonic() >= self._retry_s
         if request is not None and is_due and not (self._is_waiting or self._ended):
             self._is_waiting = True
             self._start("flashckpt-memory", lambda: self._wait_for(request))
@@ -407,8 +415,8 @@ class Slots:
                 self.asked = None  # the present ones are enough
                 return
             self.error, self._retry_s = error, time.monotonic() + _RETRY_S
-        # If there are slots, the boundary that waits for larger ones warns.
-        if self.ring is None or not isinstance(error, OutOfSpaceError):
+        # A boundary that finds no room for larger ones warns.
+        if not (self.were_had and isinstance(error, OutOfSpaceError)):
             self._warn(str(error), type(error).__name__)
 
     def _unreachable(self, request: SlotRequest, error: Exception) -> None:

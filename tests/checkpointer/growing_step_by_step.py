@@ -3,7 +3,8 @@
 `python -m tests.checkpointer.growing_step_by_step RUN LOG STEPS`
 
 Each line of LOG is [what, step, checksum of the state]: "resumed" as a life begins, "done" at the end of an
-iteration, before its boundary, "sealed" where that boundary has its snapshot. It knows what is public alone.
+iteration, before its boundary, "sealed" where that boundary has its snapshot. No boundary waits for memory,
+so the trainer does.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def train(run: str, log: str, steps: int) -> None:
             skipped = checkpointer.report().get("snapshots_skipped", 0)
             checkpointer.step()
             report = checkpointer.report()
+            if report:
+                until(lambda: checkpointer._keeper_link.slots.asked is None, "an answer")
             if report and report["snapshots_skipped"] == skipped:
                 until(lambda: checkpointer.report()["newest_sealed_step"] == checkpointer.completed, "a seal")
                 say("sealed", step)

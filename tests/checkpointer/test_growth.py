@@ -1,9 +1,10 @@
 """State that grows in every step: it is snapshotted all the same, in little memory. In ample memory:
 test_growth_killed.py.
 
-Real trainers, killed by SIGKILL and started again. With `every=1` at most `_LOST` steps may be lost while
-there is memory for a larger slot beside that of the newest snapshot: two boundaries are skipped while larger
-slots are made, the third waits for them, and one snapshot may still be on its way to its seal.
+Real trainers, killed by SIGKILL and started again. They train on once the request for slots is answered and
+what the next boundary may release is persisted: so with `every=1` at most `_LOST` steps are lost. Boundaries
+are skipped while the newest snapshot is persisted, other slots are released and a larger one is made; one
+snapshot may still be on its way to its seal.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from tests.processes import end, keepers_of
 from tests.waiting import until
 
 MIB = 1 << 20
-_LOST = 3
+_LOST = 6
 _STEPS, _KILLED_AT = 34, 22
 _CGROUP = Path("/sys/fs/cgroup/memory")
 # Of the room in a cgroup the keeper leaves this untouched; see `available_bytes`.
@@ -152,7 +153,6 @@ def test_in_little_memory(room: int, tmp_path: Path, runtime: Path, reference: l
         report = growing.goes(_STEPS, _KILLED_AT)
         assert report["newest_sealed_step"] >= _KILLED_AT - _LOST
         _is_counted(report, _KILLED_AT)
-        assert report["boundaries_waited"] > 0
         end(keepers_of(runtime))  # it may be of another cgroup from here on: named slots outlive it
     growing.cgroup = None
     growing.goes(_STEPS)
@@ -183,7 +183,7 @@ def test_without_memory_for_more_it_trains_on_and_says_so(tmp_path: Path, runtim
     with _limited(64 * MIB) as cgroup:
         growing = Growing(tmp_path / "replay", runtime, 1, cgroup)
         report = growing.goes(_STEPS, _STEPS)
-        assert "training continues without waiting" in growing.said()
+        assert "boundaries are not captured, and training continues" in growing.said()
         assert 0 < report["newest_sealed_step"] < _STEPS - _LOST
         _is_counted(report, _STEPS)
         until(lambda: flashckpt.steps(tmp_path / "replay/run"), "a commit")
@@ -198,7 +198,7 @@ def test_a_state_that_outgrew_its_slots_before_a_snapshot_was_due_ends_no_run(
     with _limited(24 * MIB) as cgroup:
         growing = Growing(tmp_path / "replay", runtime, 40, cgroup)
         report = growing.goes(steps, steps)
-        assert "training continues without waiting" in growing.said()
+        assert "boundaries are not captured, and training continues" in growing.said()
         assert report["newest_sealed_step"] == -1
         assert len(growing.lines()) == steps
         end(keepers_of(runtime))

@@ -22,8 +22,7 @@ from tests.processes import end, keepers_of
 from tests.waiting import until
 
 _LIVES, _STEPS = 6, 64
-# Two are skipped while larger slots are made, and a third is in flight or waits for them at its boundary. A
-# fourth is lost where the next one has begun before the third has its seal.
+# One is skipped while larger slots are made, one is in flight, and the next has begun before that is sealed.
 _LOST = 3
 _PROGRAM = "tests.checkpointer.growing_step_by_step"
 
