@@ -1,9 +1,8 @@
 """The trainer's background thread, and every wait of a trainer for its keeper.
 
 All that may take long on the trainer's side happens in this thread: the training thread only reads the
-attributes that the thread sets. Owns the order of a round: log, keeper, events, slots, newer attempts, other
-ranks. Never touches the model, and never holds the Checkpointer, so that a loop that is left by `break` can
-release it.
+attributes that the thread sets. Owns the order of a round: log, keeper, events, slots, other ranks. Never
+touches the model, and never holds the Checkpointer, so that a loop that is left by `break` can release it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _WAITING_TICK_S = 0.005
-# Pauses between two listings of attempts: where a listing costs a request, the keeper's answer has it, too.
-_LISTED_S, _LISTED_BESIDE_KEEPER_S = 2.0, 10.0
 # Memory is taken and faulted in at about a GiB a second; the keeper reports nothing meanwhile.
 _SLOWEST_BYTES_PER_S = 1 << 28
 _MOST_EVENTS = _MOST_WARNINGS = 1000
@@ -83,8 +80,7 @@ class KeeperLink:
         self._round_done = threading.Condition()
         self._rounds = self._waits = 0
         self._woken = threading.Event()
-        self._is_expedited = self._is_ended = self._has_answered = False
-        self._attempts_listed_s = 0.0
+        self._is_expedited = self._is_ended = False
         self._loaded, self._snapshots = loaded, SnapshotLog(capture, age_limits_s)
         self._warned: set[str] = set()
         self._watch = Watch(capture.heartbeat, options, self.event)
@@ -385,8 +381,7 @@ class KeeperLink:
 
     def _run(self) -> None:
         while not self._is_ended:
-            self._has_answered = self._tried(self._round, "the keeper cannot be asked")
-            self._tried(self._check_superseded, "the run's attempts cannot be listed")
+            self._tried(self._round, "the keeper cannot be asked")
             self._tried(self._check_finite, "the parameters of a snapshot cannot be checked")
             self._poll_ranks()
             with self._round_done:
@@ -404,8 +399,8 @@ class KeeperLink:
         if self._coordination.holds_whole:
             self._capture.hold_whole()
 
-    def _tried(self, operation: Callable[[], None], failed: str) -> bool:
-        """Return whether the operation succeeded. An error is logged once; the next round tries again."""
+    def _tried(self, operation: Callable[[], None], failed: str) -> None:
+        """Do an operation. An error is logged once; the next round tries again."""
         try:
             operation()
         except (FlashckptError, OSError) as error:
@@ -413,9 +408,6 @@ class KeeperLink:
         except Exception as error:  # a bug must not end the thread
             self._warn_once(f"the keeper link met {error!r} and continues")
             log.debug("in the keeper link", exc_info=True)
-        else:
-            return True
-        return False
 
     def _round(self) -> None:
         self._times.add(self._watch.poll(), self._capture.report())
@@ -425,6 +417,9 @@ class KeeperLink:
         if keeper.tend():
             log.warning("the keeper had died and was started again; what it was writing is written again")
         self.status = keeper.status(awaited=self._is_expedited)
+        newest = AttemptName.parse(self.status.superseded_by or "")
+        if newest is not None and newest.number > self._session.attempt.number:
+            self.superseded_by = str(newest)
         sealed, committed = self.newest_sealed_step(), self.status.newest_committed
         for event, fields in self._snapshots.poll(sealed, committed):
             self.event(event, **fields)
@@ -442,18 +437,6 @@ class KeeperLink:
             text = f"snapshots bypass the cache: {cache.error}; they are persisted from memory"
             self._warn_once(text, "cache")
         self.slots.tend()
-
-    def _check_superseded(self) -> None:
-        """Set `superseded_by` if a newer attempt has begun. Where each listing costs a request, the
-        keeper's answer is used, and the ranks of its node list less often."""
-        is_beside = self._has_answered and not self._session.store.capabilities.is_folder
-        newest = AttemptName.parse(self.status.superseded_by or "") if is_beside else None
-        pause_s = _LISTED_BESIDE_KEEPER_S if is_beside else _LISTED_S
-        if newest is None and not self._is_ended and time.monotonic() - self._attempts_listed_s >= pause_s:
-            self._attempts_listed_s = time.monotonic()
-            newest = self._session.newest_attempt()
-        if newest is not None and newest.number > self._session.attempt.number:
-            self.superseded_by = str(newest)
 
     def _check_finite(self, *, all_leaves: bool = False) -> None:
         """Warn once if the newest snapshot holds a parameter that is not finite."""

@@ -198,11 +198,6 @@ class Session:
         if parent is not None and start.tier in ("memory", "cache"):
             self.keeper.started(parent)
 
-    def newest_attempt(self) -> AttemptName | None:
-        """The newest attempt of the run. One listing, unless there is a new version."""
-        self.opened = View.of(self.store, self.opened.catalogue)
-        return self.opened.attempt
-
     def _begin(self, start: Start) -> None:
         parent, step, choice = start.parent, start.step, start.choice
         remote = self.remote_run if start.tier == "remote" else None

@@ -293,7 +293,7 @@ class Keeper:
                 # What older attempts have left is garbage from its beginning on.
                 self._newest = newest
                 self.deletions.make_room()
-            is_superseded = newest is not None and bool(living) and newest.number > living[-1].number
+            is_superseded = newest is not None and bool(living) and newest.number > living[0].number
             self.outcomes.superseded_by = str(newest) if is_superseded else None
             if found.problem:
                 self.outcomes.count("rounds_failed")

@@ -16,7 +16,6 @@ from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
 from flashckpt.persist.job import pause_s
 from flashckpt.store import open_store
-from tests import run_view
 from tests.keeper.driver import eventually, kill_keeper, the_keeper
 from tests.keeper.fake import keeper_pid
 from tests.memory.mounts import small_tmpfs
@@ -37,7 +36,8 @@ def in_a_pause(checkpointer: flashckpt.Checkpointer) -> None:
     for _ in range(STARTS):
         client._pauses.started()
     kill_keeper(client._runtime)
-    until(lambda: not checkpointer._keeper_link._has_answered, "a round without a keeper")
+    warned = checkpointer._keeper_link._warned
+    until(lambda: any("the keeper cannot be asked" in each for each in warned), "a round without a keeper")
     assert keeper_pid(client._runtime) is None
 
 
@@ -99,13 +99,3 @@ def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(tmp_path: Path
         with pytest.raises(flashckpt.RunHeldError, match=str(checkpointer._session.attempt)):
             attempts.check_not_held(store, elsewhere, watch_s=attempts.WATCH_S)
         assert keeper_pid(client._runtime) != pid
-
-
-def test_a_trainer_in_a_pause_sees_who_takes_its_run_over(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    store, checkpointer = open_store(str(run)), attached(run)
-    in_a_pause(checkpointer)
-    newer = run_view.begin(store)
-    until(lambda: checkpointer._keeper_link.superseded_by == str(newer), "the newer attempt")
-    assert keeper_pid(checkpointer._session.runtime) is None
-    abandon(checkpointer)

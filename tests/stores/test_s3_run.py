@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt.checkpointer import keeper_link
 from flashckpt.store import open_store
 from flashckpt.store.obstore_client import ObstoreClient
 from tests import run_view
@@ -48,8 +47,6 @@ def test_options_reach_the_keeper_and_are_written_nowhere(
 def test_the_keeper_reports_a_newer_attempt(
     s3_server: S3Server, bucket: str, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a listing costs a request, not every rank lists for itself."""
-    monkeypatch.setattr(keeper_link, "_LISTED_BESIDE_KEEPER_S", 1e9)
     url, options = f"s3://{bucket}/run", flashckpt.Options(storage_options=s3_server.options())
     weights = {"w": torch.zeros(1000)}
 
