@@ -153,12 +153,6 @@ class Progress:
         saved = self._sources.saved_position(name)
         return int(saved["batches_taken"]) if self.stands_in(name) else 0
 
-    def is_at_end_of(self, name: str) -> bool:
-        """Whether a restored position is behind the last batch of its loader, as far as is known."""
-        saved = self._sources.saved_position(name)
-        has_all = saved.get("length") is not None and saved.get("batches_taken") == saved["length"]
-        return self.stands_in(name) and (has_all or saved.get("over") is True)
-
     def epoch_length(self, loader: Any) -> int:
         """Return the number of batches of this epoch. Raises TypeError if the loader does not know it."""
         if self._open:

@@ -123,13 +123,6 @@ class TrainerRun:
         between two epochs. To be read before the first draw."""
         return next((self._progress.drawn(name) for name in self._progress.taps), 0)
 
-    @property
-    def at_end(self) -> bool:
-        """Whether the run was saved behind the last batch of an epoch whose end it has not passed. To be read
-        before the first draw."""
-        first = next(iter(self._progress.taps), None)
-        return first is not None and self._progress.is_at_end_of(first)
-
     def tap(self, loader: Any, name: str = "train", on_first: Callable[[], object] | None = None) -> Tap:
         """Return a tap in the place of `loader`. name: one for each loader that is open at the same time.
         on_first: called right before the first draw of each pass."""
@@ -342,7 +335,7 @@ class DisabledRun(TrainerRun):
         self.checkpointer, self.begun = checkpointer, False
 
     resumed = None
-    epoch, trained, at_end = 0, 0, False
+    epoch = trained = 0
 
     def tap(self, loader: Any, name: str = "train", on_first: Callable[[], object] | None = None) -> Any:
         return loader
@@ -353,28 +346,13 @@ class DisabledRun(TrainerRun):
             "Nothing was started. Resume by the trainer's own means."
         )
 
-    def restore_again(self) -> None:
-        """Nothing was restored."""
-
     def begin(self) -> None:
         self.begun = True
 
-    def end_iteration(
-        self, *, trained: int | Mapping[str, int], last: bool = False, provisional: bool = False
-    ) -> None:
-        """There is no boundary."""
+    def _ignore(self, **how: Any) -> None:
+        """Nothing is restored, there is no boundary, and nothing is held."""
 
-    def has_drawn(self, *, follows: bool) -> None:
-        """Do nothing."""
-
-    def end_epoch(self, *, trained: int | Mapping[str, int] | None = None, last: bool = False) -> None:
-        """There is no boundary."""
-
-    def close(self, *, out_of_data: bool = False) -> None:
-        """There is nothing to release."""
-
-    def abandon(self) -> None:
-        """There is nothing to release."""
+    restore_again = end_iteration = has_drawn = end_epoch = close = abandon = _ignore
 
 
 class Tap:

@@ -119,8 +119,7 @@ class Trainer:
             self.counters.apply()
             self.run.restore_again()
             for epoch in range(first, epochs):
-                at_end = self.run.at_end and epoch == first
-                self.epoch(epoch, self.run.trained if epoch == first else 0, at_end, epochs, cut)
+                self.epoch(epoch, self.run.trained if epoch == first else 0, epochs, cut)
                 if self.stopped:
                     break
             self.run.close()
@@ -134,10 +133,10 @@ class Trainer:
         random.random(), np.random.random(), torch.rand(3)
         self.counters.value = 0
 
-    def epoch(self, epoch: int, trained: int, at_end: bool, epochs: int, cut: int | None) -> None:
+    def epoch(self, epoch: int, trained: int, epochs: int, cut: int | None) -> None:
         draws = zip(*self.taps, strict=True)
         queue: deque[Any] = deque()
-        is_over = at_end
+        is_over = False
         while True:
             while not is_over and len(queue) <= self.ahead:
                 try:
