@@ -44,6 +44,7 @@ from flashckpt.state import rng
 from flashckpt.state.objects import Deferred as Deferred
 
 if TYPE_CHECKING:
+    from flashckpt.checkpointer.progress import Progress
     from flashckpt.checkpointer.session import Session
     from flashckpt.state.loader.source import Source
 
@@ -102,8 +103,9 @@ class TrainerRun:
         self.checkpointer, self._on_stop = checkpointer, on_stop
         self._progress, self._loop = checkpointer._progress, checkpointer._loop
         self._progress.manages_epochs = True
-        self._draws = _TapDraws(self)
         self.begun = self._stopped = False
+        # A tap has drawn a batch; one that the run had not drawn before it was saved.
+        self._has_begun_draws = self._drew_new = False
         # The trainer may change these before its loop continues.
         self._due_rng = checkpointer._due_rng
         self._due_gradients = _gradients(checkpointer) if self.resumed else []
@@ -127,9 +129,9 @@ class TrainerRun:
         """Return a tap in the place of `loader`. name: one for each loader that is open at the same time.
         on_first: called right before the first draw of each pass."""
         if is_tap(loader):
-            loader = inside(loader)[1]
+            loader = loader.__dict__["_loader"]
         self._progress.add_tap(name)
-        return Tap(self._draws, loader, name, on_first)
+        return Tap(self, loader, name, on_first)
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
         """Begin a run that has no step after `step` steps, with `batches` batches of `epoch` trained on. The
@@ -148,7 +150,7 @@ class TrainerRun:
         boundary. To be called once, where the loop continues, before it draws a new batch; otherwise the
         first draw sets the random numbers. Does nothing on a fresh run, or once an iteration has begun."""
         due, gradients, self._due_rng, self._due_gradients = self._due_rng, self._due_gradients, None, []
-        if due is not None and not self._draws.drew_new:
+        if due is not None and not self._drew_new:
             rng.restore(due)
         for parameter, gradient, version in gradients:
             if gradient._version != version:
@@ -159,6 +161,35 @@ class TrainerRun:
                 )
             if parameter.grad is None:
                 parameter.grad = gradient
+
+    def _open(self, name: str, loader: Any) -> Source:
+        """Begin a pass over a tap's loader."""
+        if self._due_rng is not None and not self._has_begun_draws:
+            rng.restore(self._due_rng)
+        source = self._progress.open_tap(name, loader, in_lockstep=self._has_begun_draws)
+        skipped = self._progress.to_skip if name == next(iter(self._progress.taps)) else 0
+        if skipped:
+            source.skip(skipped)
+            self._progress.to_skip = 0
+            source.count_trained(skipped)
+        return source
+
+    def _draw(self, name: str, source: Source) -> Any:
+        """Draw a tap's next batch."""
+        is_redraw = source.redraws
+        try:
+            batch = source.next()
+        except StopIteration:
+            self._progress.end_pass(name)
+            raise
+        if not self._progress.is_open(name):
+            raise BoundaryError(
+                f"The loader {name!r} was asked for a batch by an iterator of an epoch that has ended, so "
+                "the batch belongs to no epoch. What was captured is whole. Make an iterator in each epoch."
+            )
+        self._has_begun_draws = True
+        self._drew_new = self._drew_new or not is_redraw
+        return batch
 
     # ---- boundaries
 
@@ -272,51 +303,6 @@ class TrainerRun:
             checkpointer._release(raised=True)
 
 
-class _TapDraws:
-    """The draws of the taps. drew_new: a batch was drawn that the run had not drawn before it was saved."""
-
-    def __init__(self, run: TrainerRun) -> None:
-        self._run, self._progress = run, run._progress
-        self._sources: dict[str, Source] = {}
-        self._has_drawn = self.drew_new = False
-
-    def open(self, tap: Tap) -> None:
-        name, loader = inside(tap)
-        if self._run._due_rng is not None and not self._has_drawn:
-            rng.restore(self._run._due_rng)
-        source = self._progress.open_tap(name, loader, in_lockstep=self._has_drawn)
-        self._sources[name] = source
-        skipped = self._progress.to_skip if name == next(iter(self._progress.taps)) else 0
-        if skipped:
-            source.skip(skipped)
-            self._progress.to_skip = 0
-            source.count_trained(skipped)
-
-    def next(self, tap: Tap) -> Any:
-        name, _ = inside(tap)
-        source = self._sources[name]
-        is_redraw = source.redraws
-        try:
-            batch = source.next()
-        except StopIteration:
-            self._progress.end_pass(name)
-            raise
-        if not self._progress.is_open(name):
-            raise BoundaryError(
-                f"The loader {name!r} was asked for a batch by an iterator of an epoch that has ended, so "
-                "the batch belongs to no epoch. What was captured is whole. Make an iterator in each epoch."
-            )
-        self._has_drawn = True
-        self.drew_new = self.drew_new or not is_redraw
-        return batch
-
-    def drawn(self, name: str) -> int:
-        return self._progress.drawn(name)
-
-    def passes(self, name: str) -> int:
-        return self._progress.taps[name].ended
-
-
 def _gradients(checkpointer: Checkpointer) -> list[tuple[Tensor, Tensor, int]]:
     """Return each parameter that has a gradient, the gradient, and its version."""
     parameters = [p for _, p in checkpointer._loop.parameters()]
@@ -367,20 +353,20 @@ class Tap:
     """
 
     def __init__(
-        self, draws: _TapDraws, loader: Any, name: str, on_first: Callable[[], object] | None
+        self, run: TrainerRun, loader: Any, name: str, on_first: Callable[[], object] | None
     ) -> None:
-        own = {"_draws": draws, "_loader": loader, "_name": name, "_on_first": on_first, "_newest": None}
+        own = {"_run": run, "_loader": loader, "_name": name, "_on_first": on_first, "_newest": None}
         self.__dict__.update(own)
 
     @property
     def drawn(self) -> int:
-        draws: _TapDraws = self.__dict__["_draws"]
-        return draws.drawn(self.__dict__["_name"])
+        progress: Progress = self.__dict__["_run"]._progress
+        return progress.drawn(self.__dict__["_name"])
 
     @property
     def passes(self) -> int:
-        draws: _TapDraws = self.__dict__["_draws"]
-        return draws.passes(self.__dict__["_name"])
+        progress: Progress = self.__dict__["_run"]._progress
+        return progress.taps[self.__dict__["_name"]].ended
 
     @property  # type: ignore[misc]  # typeshed has an attribute that can be set
     def __class__(self) -> Any:
@@ -407,34 +393,29 @@ class _Pass(Iterator[Any]):
 
     def __init__(self, tap: Tap) -> None:
         self._tap = tap
-        self._begun = self._ended = False
+        self._source: Source | None = None
+        self._ended = False
 
     def __next__(self) -> Any:
         inside = self._tap.__dict__
+        run, name = inside["_run"], inside["_name"]
         if self._ended:
             raise StopIteration
         if inside["_newest"] is not self:
             raise BoundaryError(
-                f"An older iterator of the loader {inside['_name']!r} was asked for a batch after a newer "
-                "one was made. Nothing was captured, and the newer one is as it was. Draw from one "
-                "iterator of a loader at a time."
+                f"An older iterator of the loader {name!r} was asked for a batch after a newer one was made. "
+                "Nothing was captured, and the newer one is as it was. Draw from one iterator of a loader at "
+                "a time."
             )
-        draws: _TapDraws = inside["_draws"]
-        if not self._begun:
-            self._begun = True
+        if self._source is None:
             if inside["_on_first"] is not None:
                 inside["_on_first"]()
-            draws.open(self._tap)
+            self._source = run._open(name, inside["_loader"])
         try:
-            return draws.next(self._tap)
+            return run._draw(name, self._source)
         except StopIteration:
             self._ended = True
             raise
-
-
-def inside(tap: Tap) -> tuple[str, Iterable[Any]]:
-    """Return the name and the loader of a tap."""
-    return tap.__dict__["_name"], tap.__dict__["_loader"]
 
 
 def is_tap(value: object) -> bool:
