@@ -26,6 +26,7 @@ from torch.utils.data import Dataset, Sampler
 
 from flashckpt.capture.hooks import StepHook
 from flashckpt.capture.plan import local
+from flashckpt.checkpointer.attach import attach, loop
 from flashckpt.errors import StateError
 from flashckpt.state.modules import is_metric
 from flashckpt.state.optimizers import unwrapped
@@ -37,11 +38,6 @@ log = logging.getLogger(__name__)
 
 # Of a trainer with its own loop, the objects are the trainer's.
 OWN_LOOPS = ("", "accelerate")
-# Keywords of `attach` and `loop`, which cannot be names of the state.
-_TAKEN = {
-    "loader", "path", "epochs", "steps", "every", "persist_every", "keep", "remote", "remote_every",
-    "remote_keep", "cache", "options", "enabled", "state", "named",
-}  # fmt: skip
 _LEVELS = 4
 _MOST_ITEMS = 1000
 _MOST_SHOWN = 5
@@ -269,7 +265,8 @@ class Unnamed:
             return
         shown, more = found[:_MOST_SHOWN], ", …" if len(found) > _MOST_SHOWN else ""
         pairs = [(each.name.rpartition(".")[2], each.name) for each in shown]
-        pairs = [(f"my_{key}" if key in _TAKEN else key, name) for key, name in pairs]
+        taken = {*inspect.signature(attach).parameters, *inspect.signature(loop).parameters}
+        pairs = [(f"my_{key}" if key in taken else key, name) for key, name in pairs]
         keywords = ", ".join(f"{key}={name}" for key, name in pairs) + more
         state = ", ".join(f'"{key}": {name}' for key, name in pairs) + more
         is_module = any(isinstance(each.value, nn.Module) for each in found)

@@ -7,7 +7,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import flashckpt
 from flashckpt import StateError
-from flashckpt.checkpointer import unnamed
 from flashckpt.checkpointer.trainer_run import attach_trainer
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -170,8 +168,6 @@ def test_a_name_that_the_call_has_is_not_proposed(tmp_path: Path, caplog: pytest
     (line,) = told(caplog)
     assert "attach(…, my_state=state)" in line
     assert state.shadow
-    taken = {*signature(flashckpt.loop).parameters, *signature(flashckpt.attach).parameters}
-    assert taken == unnamed._TAKEN
 
 
 def test_parts_of_what_is_named_and_what_nothing_changes_are_silent(
