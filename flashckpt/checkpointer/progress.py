@@ -163,12 +163,6 @@ class Progress:
     def open_batches(self, loader: object, *, sets_epoch: bool = False) -> Source | None:
         """Return the source of this epoch's `.batches()`; None if it had ended before the resume. sets_epoch:
         call `set_epoch` of the loader's samplers and data set."""
-        if self._open:
-            raise BoundaryError(
-                "A second .batches() was begun while the first still gives batches. Nothing was captured. "
-                "The boundaries of two nested loops cannot be distinguished: put the inner loader into "
-                "the outer one, or leave the inner loop to run without .batches()."
-            )
         self.check_is_only()
         self._was_asked = True
         if self.has_ended:
