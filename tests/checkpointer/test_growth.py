@@ -1,5 +1,4 @@
-"""State that grows in every step: it is snapshotted all the same, in little memory. In ample memory:
-test_growth_killed.py.
+"""State that grows in every step: it is snapshotted all the same, in ample and in little memory.
 
 Real trainers, killed by SIGKILL and started again. They train on once the request for slots is answered and
 what the next boundary may release is persisted: so with `every=1` at most `_LOST` steps are lost. Boundaries
