@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import flashckpt
+from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.checkpointer.test_loop import Job
@@ -31,6 +32,16 @@ def shard(run: Path, step: int) -> Path:
     return path
 
 
+def committed(run: Path) -> list[run_view.Record]:
+    """Its committed steps, newest first."""
+    store = open_store(run)
+    return [run_view.read(store, name) for name in run_view.visible(store)[::-1]]
+
+
+def newest(run: Path) -> run_view.Record:
+    return committed(run)[0]
+
+
 def record(run: Path, step: int) -> Path:
     """The manifest of the newest commit of a step number."""
     newest = [name for name in records(run) if name.step == step][-1]
@@ -43,6 +54,7 @@ def quarantined(run: Path) -> list[int]:
 
 
 def flip(path: Path, offset: int) -> None:
+    """One bit of a file; once more, and it is as it was."""
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)

@@ -23,6 +23,7 @@ from flashckpt.memory.region import Record
 from flashckpt.memory.slot import Slot
 from flashckpt.store import open_store
 from tests import run_view
+from tests.checkpointer.damaged import flip
 from tests.commit.runs import newest_of
 from tests.keeper.driver import told
 from tests.memory.mounts import small_tmpfs
@@ -104,14 +105,6 @@ def record(run: Path, step: int) -> RankRecord:
 
 def files(run: Path) -> list[Path]:
     return sorted(run.glob("data/*/*/frozen-*.safetensors"))
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset, 0 if offset >= 0 else 2)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 8]))
 
 
 def sizes(runtime: Path, kind: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ import pytest
 from flashckpt.checkpointer.session import KnownRun, Session, Start, open_session
 from flashckpt.commit import attempts
 from flashckpt.commit.choice import Choice
-from flashckpt.errors import OptionError, RunError, RunHeldError, SupersededError
+from flashckpt.errors import OptionError, RunError, SupersededError
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.keeper.daemon import Keeper
@@ -145,12 +145,3 @@ def test_a_superseded_attempt_is_not_joined(node: Node) -> None:
     with pytest.raises(SupersededError):
         node.join(first.attempt)
     assert node.join(second.attempt).attempt == second.attempt
-
-
-def test_a_rank_is_held_once_by_a_process(node: Node) -> None:
-    first = node.lead()
-    with pytest.raises(RunHeldError):
-        node.lead()
-    node.join(first.attempt)
-    with pytest.raises(RunHeldError):
-        node.join(first.attempt)

@@ -89,14 +89,6 @@ def test_what_all_went_on_from_stays_until_all_have_a_newer_one(kept: Kept) -> N
     slots.close()
 
 
-def test_after_a_resume_from_disk_nothing_of_before_is_in_the_way(kept: Kept) -> None:
-    slots = slots_of(kept, (2, 0))
-    for boundary in (1, 2, 3, 4):
-        assert filled(slots, boundary) is not None
-    assert filled(slots, 5) is None
-    slots.close()
-
-
 def test_slots_that_come_later_know_what_is_complete_by_then(kept: Kept) -> None:
     slots = slots_of(kept, (1, 7))
     assert slots.ring is not None
@@ -105,14 +97,4 @@ def test_slots_that_come_later_know_what_is_complete_by_then(kept: Kept) -> None
         slots.ring.set_complete(2, boundary)
     given(slots)
     assert {slot.complete for slot in slots.ring.slots} == {(2, 2)}
-    slots.close()
-
-
-def test_a_rank_alone_keeps_its_newest_whatever_job_had_the_slots(kept: Kept) -> None:
-    slots = slots_of(kept, (0, 0))
-    assert boundaries(kept) == [(1, 5), (1, 7), (1, 8)]
-    assert filled(slots, 1) is not None
-    for boundary in (2, 3, 4, 5):
-        assert filled(slots, boundary) is not None
-    assert (2, 5) in boundaries(kept)
     slots.close()

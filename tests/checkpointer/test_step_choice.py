@@ -27,23 +27,13 @@ from flashckpt.state.tree import Tree
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.checkpointer.damaged import quarantined, trained
+from tests.checkpointer.damaged import committed, newest, quarantined, trained
 from tests.checkpointer.test_loop import Job
 from tests.checkpointer.voting import Voting
 from tests.commit.runs import of_format
 from tests.keeper.driver import told
 
 pytestmark = pytest.mark.usefixtures("runtime")
-
-
-def records(run: Path) -> list[run_view.Record]:
-    """Its committed steps, newest first."""
-    store = open_store(run)
-    return [run_view.read(store, name) for name in run_view.visible(store)[::-1]]
-
-
-def newest(run: Path) -> run_view.Record:
-    return records(run)[0]
 
 
 def rewrite_part(run: Path, change: Callable[[bytes], bytes]) -> None:
@@ -183,7 +173,7 @@ def test_a_shard_that_the_disk_does_not_give_leads_to_the_older_step_and_back(
 def test_a_disk_that_gives_no_shard_at_all_is_no_fresh_start(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    FaultyShards(monkeypatch, *records(run))
+    FaultyShards(monkeypatch, *committed(run))
     assert_refused(run, flashckpt.UnusableRunError, "Input/output error")
 
 

@@ -4,7 +4,7 @@ hand. Real runs in this process; those that are killed stand in tests/resume/tes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,11 @@ import flashckpt
 from flashckpt.format.names import SnapshotId
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.checkpointer.test_loop import Job, loader
+from tests.checkpointer.test_loop import Job, Stream, loader
 from tests.commit.runs import newest_of
 from tests.waiting import abandon, newest_sealed, until, until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
-
-
-class Stream:
-    """Batches that know no length."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter([torch.ones(2, 4) * number for number in range(3)])
 
 
 def weights(job: Job) -> torch.Tensor:
@@ -38,7 +31,7 @@ def saved(run: Path) -> torch.Tensor:
     return flashckpt.load(run)["model.weight"].clone()
 
 
-@pytest.mark.parametrize(("loader", "every"), [(Stream(), 1), (loader(3), None)], ids=["stream", "length"])
+@pytest.mark.parametrize(("loader", "every"), [(Stream(3), 1), (loader(3), None)], ids=["stream", "length"])
 def test_an_epochs_end_is_no_step(loader: Iterable[Any], every: Any, tmp_path: Path) -> None:
     """And what its code has made is what is saved under the step of its last batch."""
     run, job, seen = tmp_path / "run", Job(), []
@@ -262,7 +255,7 @@ def test_an_epochs_code_that_outgrows_the_slots_is_saved(save: bool, ready: bool
     run, job, tensors = tmp_path / "run", Job(), [torch.zeros(4)]
     with flashckpt.attach(run, every=1, persist_every=None, tensors=tensors, **job.named) as checkpointer:
         for _ in checkpointer.epochs(1):
-            for x in checkpointer.batches(Stream()):
+            for x in checkpointer.batches(Stream(3)):
                 job.train(x)
             assert newest_sealed(checkpointer) == 2
             tensors += [torch.ones(1 << 22)]

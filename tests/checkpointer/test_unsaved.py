@@ -56,14 +56,6 @@ def test_a_part_that_never_comes_is_waited_for_not_for_ever(monkeypatch: pytest.
     assert session.asked > 1
 
 
-def test_a_file_that_is_synced_is_no_keeper_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, idle_s=0.0)
-    writing = [Status(persisting=7, waiting=(7,), progress_bytes=1)] * 4
-    session: Any = Saying(*writing, Status(committed=(7,)))
-    resume._saved_by_keeper(session)
-    assert session.asked == 5
-
-
 def failing_session(tmp_path: Path, step: int, stored: int | None = None) -> Any:
     """Its keeper tries this step over and over: each try writes, and storage fails."""
     store = new_run(tmp_path / "run")
@@ -72,14 +64,6 @@ def failing_session(tmp_path: Path, step: int, stored: int | None = None) -> Any
     session: Any = Saying(*(Status(waiting=(step,), failing=(step,), progress_bytes=n) for n in range(6)))
     session.store = store
     return session
-
-
-def test_a_failure_of_storage_that_passes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten(monkeypatch, idle_s=0.0)
-    failing = [Status(waiting=(7,), failing=(7,))] * 4
-    session: Any = Saying(*failing, Status(persisting=7, waiting=(7,)), Status(committed=(7,)))
-    resume._saved_by_keeper(session)
-    assert session.asked == 6
 
 
 class Rewriting(Saying):
@@ -105,15 +89,3 @@ def test_bytes_that_are_written_in_vain_again_and_again_are_no_progress(
     newest.store = failing_session(tmp_path / "newest", 7).store
     with pytest.raises(RunError, match="step 7 is whole in this node's memory"):
         resume._saved_by_keeper(newest)
-
-
-def test_a_second_try_that_writes_for_long_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Longer than storage that fails is, as long as its bytes become more."""
-    shorten(monkeypatch, failing_s=0.0)
-    trying = Status(waiting=(7,), failing=(7,), persisting=7, counts={"failed": 1})
-    session: Any = Saying(*(replace(trying, progress_bytes=n) for n in range(6)), Status(committed=(7,)))
-    session.store = new_run(tmp_path / "run")
-    resume._saved_by_keeper(session)
-    assert session.asked == 7

@@ -33,9 +33,8 @@ from flashckpt.memory import memory_budget
 from flashckpt.options import Environment
 from flashckpt.restore import step_choice, step_reading
 from flashckpt.state.tree import Tree
-from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
-from tests import run_view
+from tests.checkpointer.damaged import flip, newest
 from tests.checkpointer.voting import Voting
 from tests.processes import keepers_of
 from tests.restore.snapshots import read
@@ -93,20 +92,6 @@ def save(run: Path) -> int:
         checkpointer.save()
         checkpointer.wait()
         return checkpointer.completed
-
-
-def newest(run: Path) -> run_view.Record:
-    store = open_store(run)
-    return run_view.read(store, run_view.visible(store)[-1])
-
-
-def flip(file: Path, at: int) -> None:
-    """One bit of a file; once more, and it is as it was."""
-    with open(file, "r+b") as opened:
-        opened.seek(at)
-        byte = opened.read(1)[0]
-        opened.seek(at)
-        opened.write(bytes([byte ^ 1]))
 
 
 def buffers() -> int:
