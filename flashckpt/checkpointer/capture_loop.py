@@ -23,8 +23,6 @@ from flashckpt.persist.ledger import Event
 from flashckpt.state import rng
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from flashckpt.capture import Capture
     from flashckpt.capture.engine import BoundaryResult
     from flashckpt.checkpointer.keeper_link import KeeperLink
@@ -378,15 +376,6 @@ class CaptureLoop:
             parts = {**tree.plain_values(state), "loaders": values["progress"]}
             self._too_large = too_large(parts, len(data), tree.most_values_bytes)
         raise self._too_large
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules that the state names."""
-        return self._tree.modules
-
-    def parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the parameters of the state, each once, with their names."""
-        return self._tree.parameters()
 
     def not_saved(self, error: Exception) -> None:
         """Note why a boundary is not captured, and log it once. The next boundary tries again."""

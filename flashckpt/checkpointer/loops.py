@@ -250,7 +250,7 @@ class Batches(LoopIterator):
     def _end_of_run(self) -> BoundaryError | None:
         """Note the end of a whole run, or warn of one that had ended before. Return an error if it has ended
         in this process, with the same modules: a loop over epochs around this one would train one epoch."""
-        checkpointer, modules = self.checkpointer, weakref.WeakSet(self.checkpointer._loop.modules)
+        checkpointer, modules = self.checkpointer, weakref.WeakSet(self.checkpointer._tree.modules)
         key = (checkpointer._session.identity, self._epochs, self._steps)
         if self._gave or not self.completed:
             _finished[key] = modules

@@ -198,9 +198,6 @@ class Progress:
             self.close_tap(name)
         return self._begin(loader, name, counts_trained=True, in_lockstep=in_lockstep)
 
-    def add_tap(self, name: str) -> None:
-        self.taps.setdefault(name, Passes())
-
     def end_pass(self, name: str) -> None:
         """Note that the tap's loader has given its last batch."""
         source = self._open.get(name)

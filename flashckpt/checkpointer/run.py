@@ -76,7 +76,7 @@ class Checkpointer:
         unnamed: Unnamed,
         resumed: Resumed | None,
     ) -> None:
-        self._progress, self._capture, self._session = progress, capture, session
+        self._tree, self._progress, self._capture, self._session = tree, progress, capture, session
         self._keeper_link, self._use, self._signals = keeper_link, use, signals
         self._coordination, self._stop = coordination, coordination.stop_policy(signals)
         self._unnamed = unnamed

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from flashckpt.checkpointer.attach import attach_for
 from flashckpt.checkpointer.loops import RunCall
+from flashckpt.checkpointer.progress import Passes, Progress
 from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.checkpointer.run_state import Resumed
 from flashckpt.commit.assets import has_assets, write_assets
@@ -44,7 +45,6 @@ from flashckpt.state import rng
 from flashckpt.state.objects import Deferred as Deferred
 
 if TYPE_CHECKING:
-    from flashckpt.checkpointer.progress import Progress
     from flashckpt.checkpointer.session import Session
     from flashckpt.state.loader.source import Source
 
@@ -130,7 +130,7 @@ class TrainerRun:
         on_first: called right before the first draw of each pass."""
         if is_tap(loader):
             loader = loader.__dict__["_loader"]
-        self._progress.add_tap(name)
+        self._progress.taps.setdefault(name, Passes())
         return Tap(self, loader, name, on_first)
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
@@ -305,7 +305,7 @@ class TrainerRun:
 
 def _gradients(checkpointer: Checkpointer) -> list[tuple[Tensor, Tensor, int]]:
     """Return each parameter that has a gradient, the gradient, and its version."""
-    parameters = [p for _, p in checkpointer._loop.parameters()]
+    parameters = [p for _, p in checkpointer._tree.parameters()]
     return [(p, p.grad, p.grad._version) for p in parameters if p.grad is not None]
 
 
