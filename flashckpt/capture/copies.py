@@ -700,8 +700,6 @@ def _parameter(live: LiveLeaf) -> Tensor:
 
 
 def _by_room(num_bytes: int, device: Device, left: dict[str, int], gated: bool) -> Way:
-    if not device.in_one_launch:
-        return Way.WAIT
     if left.get(device.name, 0) >= num_bytes:
         left[device.name] -= num_bytes
         return Way.CLONE

@@ -16,8 +16,7 @@ import logging
 import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,15 +85,13 @@ class Device(Protocol):
     def numa_node(self) -> int:
         """The NUMA node to which the device is attached; NO_NODE if there is only one, or if unknown."""
 
-    @property
-    def in_one_launch(self) -> bool:
-        """Whether a table runs as one launch. Otherwise it takes some operations for each leaf, so large
-        leaves are not cloned and get the way `wait`."""
-
-    def owns(self, tensor: Tensor) -> bool: ...
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether the tensor is on this device, and the device can digest it. torch copies other tensors of
+        the device, and waits for the copies."""
 
     def writes_to(self, tensor: Tensor) -> bool:
-        """Whether the tensor is in host memory that the device's streams write asynchronously."""
+        """Whether the device's streams write a tensor asynchronously that the device does not own: in
+        page-locked host memory, or on a device that cannot digest it."""
 
     def launch(self, work: Callable[[], None]) -> None:
         """Enqueue torch operations. The inputs of `work` must not change until these have run."""
@@ -196,7 +193,7 @@ class CudaDevice:
         self._taken: list[weakref.ref[Tensor]] = []
         self._most_taken = 0
         self._has_warned = False
-        why_not_in_one_launch(index)  # loads the CUDA module now, not at a boundary
+        why_no_kernel(index)  # loads the CUDA module now, not at a boundary
 
     @functools.cached_property
     def numa_node(self) -> int:
@@ -205,15 +202,13 @@ class CudaDevice:
         except RuntimeError:
             return NO_NODE
 
-    @property
-    def in_one_launch(self) -> bool:
-        return why_not_in_one_launch(self.index) == ""
-
     def owns(self, tensor: Tensor) -> bool:
-        return tensor.device == self._device
+        return tensor.device == self._device and why_no_kernel(self.index) == ""
 
     def writes_to(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and tensor.is_pinned()
+        if tensor.device.type == "cpu":
+            return tensor.is_pinned()
+        return tensor.device == self._device and not self.owns(tensor)
 
     # ---- on the compute stream
 
@@ -334,16 +329,6 @@ def _event(mark: StreamMark) -> Any:
     return mark.event
 
 
-WORKSPACE_BYTES = 64 << 20
-_BLOCK = _native.BLOCK_BYTES
-# Words, their products and the factors; other buffers are small in comparison.
-_BYTES_OF_A_BLOCK = 3 * _BLOCK
-_LANES, _STRIPES = 8, 16
-_FACTOR = 0x9E3779B97F4A7C15
-_HALF = (1 << 32) - 1
-_EMPTY = -1  # EMPTY_DIGEST, as int64
-
-
 def digest_tensors(tensors: Sequence[Tensor], threads: int) -> list[int]:
     """Return the digest of each tensor's bytes in row-major order. Reads each byte once; waits for devices.
     Makes row-major copies of all other tensors at once, which needs their size in memory."""
@@ -354,7 +339,8 @@ def digest_tensors(tensors: Sequence[Tensor], threads: int) -> list[int]:
         by_device.setdefault(leaf.device, []).append(index)
     for device, indexes in by_device.items():
         here = [leaves[index] for index in indexes]
-        digests[indexes] = _digest_host(here, threads) if device.type == "cpu" else _digest_device(here)
+        of_device = _digest_host if device.type == "cpu" else _digest_device
+        digests[indexes] = of_device(here, threads)
     return [int(digest) for digest in digests]
 
 
@@ -366,8 +352,10 @@ def _digest_host(leaves: Sequence[Tensor], threads: int) -> Addresses:
     return found
 
 
-def _digest_device(leaves: Sequence[Tensor]) -> Addresses:
+def _digest_device(leaves: Sequence[Tensor], threads: int) -> Sequence[int] | Addresses:
     device = leaves[0].device
+    if why_no_kernel(device.index or 0):
+        return [int(_digest_host([leaf.cpu()], threads)[0]) for leaf in leaves]
     out = torch.empty(len(leaves), dtype=torch.int64, device=device)
     with torch.cuda.device(device), torch.no_grad():
         CudaTable(device.index or 0, leaves, np.zeros(len(leaves), dtype=np.uint64)).run(out)
@@ -375,54 +363,32 @@ def _digest_device(leaves: Sequence[Tensor]) -> Addresses:
     return found
 
 
-# ---- a CUDA device
-
-
 class CudaTable:
-    """Row-major tensors of one device and their destinations (0 for no copy): copied and digested in one
-    launch if the kernel can be used, else with torch's operations. To be made and run on the current stream,
-    one run after another."""
+    """Row-major tensors of one device and their destinations (0 for no copy), copied and digested in one
+    launch. To be made and run on the current stream, one run after another."""
 
     def __init__(self, index: int, leaves: Sequence[Tensor], destinations: Addresses) -> None:
         self._index, self._count = index, len(leaves)
-        self._in_one_launch = why_not_in_one_launch(index) == ""
-        if self._in_one_launch:
-            self._entries = _uploaded(index, leaves, destinations)
-            self._leaves: list[Tensor] = []
-        else:
-            self._leaves = [bytes_of(leaf) for leaf in leaves]
-            self._digests = torch_digests(self._leaves)
-            self._pairs = [
-                (_memory_at(index, address, leaf.numel()), leaf)
-                for address, leaf in zip(destinations.tolist(), self._leaves, strict=True)
-                if address
-            ]
+        self._entries = _uploaded(index, leaves, destinations)
 
     def __len__(self) -> int:
         return self._count
 
     def run(self, out: Tensor) -> None:
         """Copy the leaves and write their digests to `out`: int64, contiguous, one for each leaf."""
-        if self._in_one_launch:
-            stream = torch.cuda.current_stream(self._index).cuda_stream
-            _native.cuda_digest_launch(
-                stream, self._entries.data_ptr(), self._count, out.data_ptr(), self._index
-            )
-            return
-        if self._pairs:
-            torch._foreach_copy_([target for target, _ in self._pairs], [leaf for _, leaf in self._pairs])
-        self._digests.into(self._leaves, out)
+        stream = torch.cuda.current_stream(self._index).cuda_stream
+        _native.cuda_digest_launch(stream, self._entries.data_ptr(), self._count, out.data_ptr(), self._index)
 
 
 @cache
-def why_not_in_one_launch(index: int) -> str:
-    """Return "" if a table is one launch on this device, else the reason, which is logged once."""
+def why_no_kernel(index: int) -> str:
+    """Return "" if the kernel can be used on this device, else the reason, which is logged once."""
     reason = _native.cuda_digests_usable(index)
     if reason:
         log.warning(
             "The kernel that copies and digests cannot be used on cuda:%d: %s. Snapshots are as safe without "
-            "it. torch's operations compute the digests, some for each tensor, and at each snapshot the loop "
-            "waits for the copy to the host.", index, reason,
+            "it: at each snapshot the loop waits while torch copies the state to the host, where it is "
+            "digested.", index, reason,
         )  # fmt: skip
     return reason
 
@@ -435,182 +401,3 @@ def _uploaded(index: int, leaves: Sequence[Tensor], destinations: Addresses) -> 
     entries = bytearray(_native.cuda_digest_table(sources, destinations.data, sizes))
     source = torch.frombuffer(entries, dtype=torch.uint8).pin_memory()
     return source.to(torch.device("cuda", index), non_blocking=True)
-
-
-def _memory_at(index: int, address: int, num_bytes: int) -> Tensor:
-    """Return a tensor over device memory that the caller owns."""
-    described = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-
-    class ForeignMemory:
-        __cuda_array_interface__ = described
-
-    return torch.as_tensor(ForeignMemory(), device=torch.device("cuda", index))
-
-
-# ---- torch's operations
-
-
-def signed(number: int) -> int:
-    """Return the int64 with these 64 bits."""
-    number &= (1 << 64) - 1
-    return number - (1 << 64) if number >> 63 else number
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a contiguous tensor, uint8 and one-dimensional, without a copy."""
-    # Not `view`: it rejects arbitrary strides of a last dimension of one element.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def workspace_bytes(sizes: Sequence[int], most: int = WORKSPACE_BYTES) -> int:
-    """Return the bytes of a `Workspace` for leaves of these sizes."""
-    return min(max(most // _BYTES_OF_A_BLOCK, 1), max(sum(map(_blocks, sizes)), 1)) * _BYTES_OF_A_BLOCK
-
-
-class Workspace:
-    """Memory and keys on one device, for any number of `TorchDigests` that run on one stream. allocate:
-    returns this many bytes on the device, uint8, aligned to 16. num_bytes: see `workspace_bytes`."""
-
-    def __init__(self, allocate: Callable[[int], Tensor], num_bytes: int = WORKSPACE_BYTES) -> None:
-        self.num_blocks = num_bytes // _BYTES_OF_A_BLOCK
-        memory = allocate(self.num_blocks * _BYTES_OF_A_BLOCK)
-        self.bytes, self.products, self.halves = memory.view(3, self.num_blocks, _BLOCK).unbind()
-        self.device = memory.device
-        self.keys = [self._keys(first, 128).view(_STRIPES, _LANES) for first in (0, 128)]
-        self.starts = [self._keys(first, _LANES) for first in (256, 264)]
-        self.folds = [self._keys(first, _LANES) for first in (272, 280)]
-        self.numbers = torch.arange(1, self.num_blocks + 1, dtype=torch.int64, device=self.device)
-
-    def _keys(self, first: int, count: int) -> Tensor:
-        numbers = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=self.device)
-        return _finalize(numbers.mul_(signed(_FACTOR)))
-
-    def folds_of(self, count: int) -> Tensor:
-        """Return int64[count]: the sum of the folds of each of the first `count` blocks of `bytes`."""
-        words = self.bytes[:count].view(torch.int64).view(count, _STRIPES, _LANES)
-        plain = words.sum(1).view(count, _LANES // 2, 2).flip(2).view(count, _LANES)
-        first = self._products(words, self.keys[0]).add_(self.starts[0]).add_(plain)
-        second = self._products(words, self.keys[1]).add_(self.starts[1])
-        return _folded(first, self.folds[0]).add_(_folded(second, self.folds[1]))
-
-    def _products(self, words: Tensor, keys: Tensor) -> Tensor:
-        """Return int64[blocks, lanes]: the sum over the stripes of each block of low times high half of
-        word ^ key."""
-        low, high = (
-            each[: len(words)].view(torch.int64).view(words.shape) for each in (self.products, self.halves)
-        )
-        torch.bitwise_xor(words, keys, out=low)
-        torch.bitwise_right_shift(low, 32, out=high)
-        low.bitwise_and_(_HALF)
-        return low.mul_(high.bitwise_and_(_HALF)).sum(1)
-
-
-@dataclass(frozen=True)
-class _Piece:
-    leaf: int
-    first_block: int
-    num_blocks: int
-    num_bytes: int
-    row: int  # in the workspace
-
-
-class _Batch:
-    """Pieces of leaves that share a workspace."""
-
-    def __init__(self, workspace: Workspace, pieces: Sequence[_Piece]) -> None:
-        self._workspace, self._pieces = workspace, pieces
-        self._count = sum(piece.num_blocks for piece in pieces)
-        flat = workspace.bytes.view(-1)
-        self._places = [flat[p.row * _BLOCK : p.row * _BLOCK + p.num_bytes] for p in pieces]
-        self._is_padded = any(piece.num_bytes % _BLOCK for piece in pieces)
-
-        def column(values: list[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=workspace.device)
-
-        self._leaves = column([piece.leaf for piece in pieces])
-        self._counts = column([piece.num_blocks for piece in pieces])
-        self._shifts = column([piece.first_block - piece.row for piece in pieces])
-
-    def add_to(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """Add the hashes of each leaf's blocks to its place in `out`."""
-        space = self._workspace
-        if self._is_padded:
-            space.bytes[: self._count].zero_()
-        starts = [(piece, piece.first_block * _BLOCK) for piece in self._pieces]
-        taken = [sources[piece.leaf][start : start + piece.num_bytes] for piece, start in starts]
-        torch._foreach_copy_(self._places, taken)
-        # With output_size, the host does not wait for the device.
-        piece = torch.repeat_interleave(self._counts, output_size=self._count)
-        hashes = space.numbers[: self._count] + self._shifts[piece]
-        hashes = _finalize(hashes.mul_(signed(_FACTOR)).add_(space.folds_of(self._count)))
-        out.index_add_(0, self._leaves[piece], hashes)
-
-
-class TorchDigests:
-    """Digests of leaves with known sizes in bytes. Small leaves share batches."""
-
-    def __init__(self, workspace: Workspace, sizes: Sequence[int]) -> None:
-        size_terms = [signed(size * _FACTOR) for size in sizes]
-        self._size_terms = torch.tensor(size_terms, dtype=torch.int64, device=workspace.device)
-        self._batches = [_Batch(workspace, pieces) for pieces in _batches(sizes, workspace.num_blocks)]
-
-    def into(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """Enqueue the digests on the current stream.
-
-        sources: the bytes of each leaf (`bytes_of`), at any alignment. out: int64[leaves], which receives the
-        bits of the unsigned digests.
-        """
-        out.copy_(self._size_terms)
-        for batch in self._batches:
-            batch.add_to(sources, out)
-        out.masked_fill_(out == _EMPTY, _EMPTY - 1)
-
-
-def torch_digests(leaves: Sequence[Tensor]) -> TorchDigests:
-    """Return the TorchDigests of leaves on one device, given as their bytes, with a new workspace there."""
-    sizes = [leaf.numel() for leaf in leaves]
-    device = leaves[0].device if leaves else torch.device("cpu")
-    allocate = partial(torch.empty, dtype=torch.uint8, device=device)
-    return TorchDigests(Workspace(allocate, workspace_bytes(sizes)), sizes)
-
-
-def _batches(sizes: Sequence[int], most: int) -> list[list[_Piece]]:
-    batches: list[list[_Piece]] = [[]]
-    row = 0
-    for leaf, size in enumerate(sizes):
-        done = 0
-        while done < _blocks(size):
-            if row == most:
-                batches.append([])
-                row = 0
-            count = min(_blocks(size) - done, most - row)
-            num_bytes = min(count * _BLOCK, size - done * _BLOCK)
-            batches[-1].append(_Piece(leaf, done, count, num_bytes, row))
-            row, done = row + count, done + count
-    return [batch for batch in batches if batch]
-
-
-def _blocks(num_bytes: int) -> int:
-    return -(-num_bytes // _BLOCK)
-
-
-def _finalize(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer."""
-    z = (z ^ _shifted(z, 30)).mul_(signed(0xBF58476D1CE4E5B9))
-    z = (z ^ _shifted(z, 27)).mul_(signed(0x94D049BB133111EB))
-    return z ^ _shifted(z, 31)
-
-
-def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Return z >> bits of the unsigned number."""
-    return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _folded(accumulators: Tensor, keys: Tensor) -> Tensor:
-    """Return int64[blocks]: the sum over the pairs of lanes of low ^ high half of the 128-bit product."""
-    a, b = (accumulators ^ keys).view(-1, _LANES // 2, 2).unbind(2)
-    low_a, high_a, low_b, high_b = a & _HALF, _shifted(a, 32), b & _HALF, _shifted(b, 32)
-    crossed = high_a * low_b
-    middle = _shifted(low_a * low_b, 32) + (crossed & _HALF) + low_a * high_b
-    high = high_a * high_b + _shifted(crossed, 32) + _shifted(middle, 32)
-    return ((a * b) ^ high).sum(1)

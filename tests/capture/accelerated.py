@@ -118,7 +118,7 @@ class Accelerated:
         self.step += 1
         step, host, device = self.step, {}, {}
         for live in self.state.walk_now():
-            if self.device.owns(live.tensor):
+            if self.device.holds(live.tensor):
                 device[live.name] = live.tensor.detach()
             else:
                 host[live.name] = bytes_of(live.tensor)

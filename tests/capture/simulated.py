@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashckpt import _native
-from flashckpt.capture.devices import PIECE_BYTES, Copies, StreamMark, bytes_of, torch_digests
+from flashckpt.capture.devices import PIECE_BYTES, Copies, StreamMark
 from flashckpt.capture.plan import Addresses
 from flashckpt.memory.memory_budget import NO_NODE
 
@@ -185,15 +185,13 @@ class SimulatedCopying:
 
 
 class SimulatedTable:
-    """Leaves that are copied and digested as one piece of work, by native code, or with torch's operations,
-    as on a device without the kernel."""
+    """Leaves that are copied and digested as one piece of work, by native code."""
 
-    def __init__(self, leaves: Sequence[Tensor], destinations: Addresses, in_one_launch: bool) -> None:
+    def __init__(self, leaves: Sequence[Tensor], destinations: Addresses) -> None:
         self._leaves = list(leaves)
         sources = [leaf.data_ptr() for leaf in leaves]
         sizes = [leaf.numel() * leaf.element_size() for leaf in leaves]
         rows = list(zip(range(len(leaves)), sources, destinations.tolist(), sizes, strict=True))
-        self._digests = None if in_one_launch else torch_digests([bytes_of(leaf) for leaf in leaves])
         self._cloned = [row for row in rows if row[2]]
         self._read = [row for row in rows if not row[2]]
 
@@ -201,11 +199,6 @@ class SimulatedTable:
         return len(self._leaves)
 
     def run(self, out: Tensor) -> None:
-        if self._digests is not None:
-            for _, source, destination, size in self._cloned:
-                ctypes.memmove(destination, source, size)
-            self._digests.into([bytes_of(leaf) for leaf in self._leaves], out)
-            return
         cloned, read = (array("Q", bytes(8 * len(rows))) for rows in (self._cloned, self._read))
         sources, places, sizes = (array("Q", [row[n] for row in self._cloned]) for n in (1, 2, 3))
         _native.copy_digest(sources, places, sizes, _native.address_of(cloned), 1)
@@ -236,7 +229,7 @@ class SimulatedDevice:
         self.room = room_bytes
         self.graph_capture = False
         self.out_of_memory = False
-        self.in_one_launch = True
+        self.has_kernel = True
         self.numa_node, self.failure = NO_NODE, ""
         self.allocated_bytes = 0
         self.registered: dict[int, int] = {}
@@ -258,9 +251,14 @@ class SimulatedDevice:
         self._pinned[storage.data_ptr()] = storage
 
     def writes_to(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._pinned
+        is_pinned = tensor.untyped_storage().data_ptr() in self._pinned
+        return is_pinned or (self.holds(tensor) and not self.has_kernel)
 
     def owns(self, tensor: Tensor) -> bool:
+        return self.holds(tensor) and self.has_kernel
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor was adopted."""
         return tensor.untyped_storage().data_ptr() in self._adopted
 
     def launch(self, work: Callable[[], None]) -> None:
@@ -269,7 +267,7 @@ class SimulatedDevice:
 
     def make_table(self, leaves: Sequence[Tensor], destinations: Addresses) -> SimulatedTable:
         self._refuse_in_graph()
-        return SimulatedTable(leaves, destinations, self.in_one_launch)
+        return SimulatedTable(leaves, destinations)
 
     def new_mark(self, *, timing: bool = False) -> SimulatedMark:
         return SimulatedMark()

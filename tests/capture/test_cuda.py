@@ -248,13 +248,13 @@ def test_a_registration_that_is_refused_costs_speed_and_no_snapshots(
 def test_without_the_kernel_snapshots_are_as_exact(
     sealer: _native.Sealer, large_ring: SlotRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "why_not_in_one_launch", lambda index: "a test asked for it")
+    monkeypatch.setattr(devices, "why_no_kernel", lambda index: "a test asked for it")
     odd = torch.randint(0, 255, (1_100_001,), dtype=torch.uint8, device="cuda")
     loop = Loop(sealer, more={"odd": odd, "shifted": odd[3:5000]})
     loop.attach(large_ring)
     for _ in range(5):
         loop.iterate(large_ring, behind=True)
-    assert loop.ways() == {"clone", "wait", "host"}
+    assert loop.ways() == {"host"}
     loop.capture.close()
 
 
@@ -445,7 +445,7 @@ def test_ten_thousand_leaves_do_not_block_the_training_thread(
 
 
 def test_the_kernel_equals_the_native_digest_at_every_alignment() -> None:
-    assert devices.why_not_in_one_launch(0) == ""
+    assert devices.why_no_kernel(0) == ""
     data = torch.randint(0, 256, (6_000_000,), dtype=torch.uint8)
     live = data.cuda()
     sizes = [0, 1, 2, 3, 4, 7, 8, 63, 64, 65, 1000, 1023, 1024, 1025, 2047, 2048, 4096, 70_001, 5_000_001]

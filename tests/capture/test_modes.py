@@ -30,8 +30,8 @@ def test_leaves_in_host_memory(ring: SlotRing, sealer: _native.Sealer) -> None:
 def test_leaves_on_a_device(ring: SlotRing, sealer: _native.Sealer) -> None:
     loop = Accelerated(ring, sealer)
     loop.add("turned", torch.randn(30, 20).t())
-    for in_one_launch in (True, False):
-        loop.device.in_one_launch = in_one_launch
+    for has_kernel in (True, False):
+        loop.device.has_kernel = has_kernel
         loop.capture._planner.drop()
         for _ in range(2):
             loop.train()
@@ -41,13 +41,13 @@ def test_leaves_on_a_device(ring: SlotRing, sealer: _native.Sealer) -> None:
     loop.close()
 
 
-@pytest.mark.parametrize("in_one_launch", [True, False])
+@pytest.mark.parametrize("has_kernel", [True, False])
 def test_boundaries_in_and_out_of_inference_mode(
-    ring: SlotRing, sealer: _native.Sealer, in_one_launch: bool
+    ring: SlotRing, sealer: _native.Sealer, has_kernel: bool
 ) -> None:
     """Tensors created at one boundary are written at another."""
     loop = Accelerated(ring, sealer)
-    loop.device.in_one_launch = in_one_launch
+    loop.device.has_kernel = has_kernel
     loop.add("turned", torch.randn(30, 20).t())
     loop.state.named["more"]["host"] = torch.randn(30, 20).t()
     with torch.inference_mode():

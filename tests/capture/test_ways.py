@@ -368,15 +368,18 @@ def test_nothing_is_queried_or_released_during_a_graph_capture(make: Maker) -> N
     loop.device.graph_capture = False
 
 
-def test_without_the_kernel_large_leaves_are_waited_for(make: Maker) -> None:
+def test_without_the_kernel_the_host_waits_for_the_devices_kernels(make: Maker) -> None:
     loop = make()
-    loop.device.in_one_launch = False
+    loop.device.has_kernel = False
     loop.add("odd", torch.randint(0, 255, (1_100_001,), dtype=torch.uint8))
     loop.add("transposed", torch.randn(700, 500).t())
-    warm(loop, 4)
-    ways = loop.ways()
-    assert ways["model.a"] == ways["more.odd"] == "wait"
-    assert ways["model.small"] == ways["more.transposed"] == "clone"
+    for _ in range(4):
+        loop.device.compute.hold()
+        threading.Timer(0.05, loop.device.compute.release).start()
+        assert loop.iterate(ordered=True).captured
+        loop.kernel(lambda: loop.model.a.data.add_(1))  # the next iteration's
+        assert loop.result() == "exact"
+    assert set(loop.ways().values()) == {"host"}
 
 
 def test_running_copies_end_before_the_slot_of_a_failed_capture_is_freed(
