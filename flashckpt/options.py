@@ -218,7 +218,8 @@ class Options:
     slots: snapshots held in host memory, 16 at most. None takes 3 if they fit into half of the available
         memory, else 2. With 1, each snapshot is committed before the next replaces it, and a kill in a
         capture falls back to storage.
-    device_memory: bytes of each device that the clone arena may take. None takes up to half of the free ones.
+    device_memory: bytes of each device for clones of large leaves, so that the loop does not wait for their
+        copies to the host.
     streams: device streams that write the state, other than the current and the default ones.
     linger: how long the keeper stays after an abnormal death and waits for the next attempt.
     grace: how long `wait()` and the end of a run wait while nothing is written or writing fails, and then the
@@ -245,7 +246,7 @@ class Options:
 
     overhead: float = 0.01
     slots: int | None = None
-    device_memory: int | None = None
+    device_memory: int = 0
     streams: Sequence[object] = ()
     linger: str = "30min"
     grace: str = "60s"
@@ -273,7 +274,7 @@ class Options:
         check("overhead", is_share, "a share of the loop's time, between 0 and 1")
         check("slots", _is_count(slots, 1) and slots <= MOST_SLOTS, f"a number, 1 to {MOST_SLOTS}, or None")
         check("threads", _is_count(threads, 1), "a number, 1 or more, or None")
-        check("device_memory", _is_count(self.device_memory or 0, 0), "a number of bytes, or None")
+        check("device_memory", _is_count(self.device_memory, 0), "a number of bytes")
         check("notice_file", isinstance(self.notice_file, (str, os.PathLike, type(None))), "a path, or None")
         check("watchdog_action", self.watchdog_action in ("report", "kill"), '"report" or "kill"')
         check("cache_limit", is_size, 'a size such as "500GB", a number of bytes, or None')

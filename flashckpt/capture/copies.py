@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +27,7 @@ from flashckpt.capture.constants import Constants, ConstantsChanged, parameters_
 from flashckpt.capture.devices import Copies, Copying, Device, DigestTable, StreamMark
 from flashckpt.capture.hooks import StepHooks
 from flashckpt.capture.plan import Addresses, Plan, Sharing
-from flashckpt.capture.slot_writer import HeartbeatWriter, SlotWriter
+from flashckpt.capture.slot_writer import SlotWriter
 from flashckpt.errors import StateError
 from flashckpt.state.tensors import is_sharded
 
@@ -137,11 +137,6 @@ class PreparedCopies:
         have ended too."""
         for each in self.on_devices:
             each.wait()
-
-    def ended(self) -> None:
-        """Release memory after the copies of a snapshot have ended."""
-        for each in self.on_devices:
-            each.ended()
 
     def gate(self) -> None:
         """Let the devices' streams, not the host, wait for open copies before an optimizer writes."""
@@ -329,7 +324,7 @@ class DeviceCopies:
         self._direct = [i for i in indexes if i not in set(cloned) and ways[i] not in digested]
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
-        self.arena = Arena(plan, cloned, holes)
+        self.arena = Arena(device, plan, cloned, holes)
         # The order of the digests: leaves that are read in place, then those made row-major.
         self._plain = [i for i in indexes if i not in plan.odd]
         self._order = self._plain + [i for i in indexes if i in plan.odd]
@@ -353,8 +348,6 @@ class DeviceCopies:
         device = self.device
         self._copying = self._gate = None
         self._host_table.fill(_native.EMPTY_DIGEST)
-        if not self.arena.is_allocated:
-            self.make_tables()
         if self._is_synchronised:
             device.synchronize()
         device.join_writers()
@@ -391,15 +384,6 @@ class DeviceCopies:
             with contextlib.suppress(RuntimeError):
                 self._copying.wait()
 
-    def ended(self) -> None:
-        """Release the arena after the copies have ended, if the device is short of memory; the next capture
-        allocates it again. torch cannot use the memory of an allocated arena when it runs out."""
-        arena, device = self.arena, self.device
-        may_go = arena.is_large and arena.is_allocated and not device.capturing()
-        with contextlib.suppress(RuntimeError):  # a device fails meanwhile: the arena is not used again
-            if may_go and device.room_bytes() < arena.num_bytes // 2:
-                arena.release()
-
     def moves(self, target: SlotWriter) -> Addresses:
         """Return the moves of the digests for the sealing thread, as rows of source, destination and
         bytes."""
@@ -423,8 +407,6 @@ class DeviceCopies:
     @torch.inference_mode(False)
     def make_tables(self) -> None:
         """Make the tables of the plan's tensors; to be called again after each patch."""
-        if not self.arena.is_allocated:
-            self.arena.take(self.device)
         leaves = [self._plan.tensors[i].detach() for i in self._plain] + self.arena.odd
         destinations = np.zeros(len(self._order), dtype=np.uint64)
         destinations[: len(self._plain)] = self.arena.addresses(self._plain)
@@ -489,57 +471,28 @@ class DeviceCopies:
 
 class Arena:
     """Device memory for the clones of a plan's leaves `indexes`, in image order, so that a single copy to the
-    host takes a run of many leaves. Leaves that are not row-major are made so. `take` allocates it before any
-    use.
+    host takes a run of many leaves. Leaves that are not row-major are made so. Raises torch.OutOfMemoryError.
 
     holes: leaves in host memory that may lie between clones without ending a run.
     bridged: the holes inside runs. The copy overwrites their places; the host fills them before the seal.
     odd: the row-major places of leaves that are not row-major.
     """
 
-    def __init__(self, plan: Plan, indexes: Sequence[int], holes: Collection[int]) -> None:
+    # Outside of inference mode, because later boundaries write these tensors in either mode.
+    @torch.inference_mode(False)
+    def __init__(self, device: Device, plan: Plan, indexes: Sequence[int], holes: Collection[int]) -> None:
         self._plan = plan
         self.indexes = list(indexes)
         self.bridged: list[int] = []
-        # The bytes that need free memory: small and odd leaves are cloned in any case.
-        large = [i for i in indexes if plan.sizes[i] >= SMALL_BYTES and i not in plan.odd]
-        self._optional_bytes = int(plan.sizes[large].sum())
         self._offsets: dict[int, int] = {}
         self._runs: list[tuple[int, int, int]] = []
-        self.num_bytes = self._place(holes)
+        self._buffer = device.allocate(self._place(holes))
         self._odd = [i for i in indexes if i in plan.odd]
-        self._buffer: Tensor | None = None
         self.odd: list[Tensor] = []
-
-    # ---- memory
-
-    @property
-    def is_large(self) -> bool:
-        """Whether the arena holds leaves that could use other ways."""
-        return self._optional_bytes > 0
-
-    @property
-    def is_allocated(self) -> bool:
-        return self._buffer is not None
-
-    def take(self, device: Device) -> None:
-        """Allocate the memory. Raises torch.OutOfMemoryError if the device has too little for it and the
-        loop."""
-        if self.is_large and device.room_bytes() < self._optional_bytes:
-            # Checked here, because the allocator would first release the memory that it caches for the loop.
-            raise torch.OutOfMemoryError(f"{device.name} has no room for an arena of {self.num_bytes} bytes")
-        self._buffer = device.allocate(self.num_bytes)
         for index in self._odd:
-            tensor, start = self._plan.tensors[index], self._offsets[index]
-            place = self._buffer[start : start + int(self._plan.sizes[index])]
+            tensor, start = plan.tensors[index], self._offsets[index]
+            place = self._buffer[start : start + int(plan.sizes[index])]
             self.odd.append(place.view(tensor.dtype).view(tensor.shape))
-
-    def release(self) -> None:
-        """Free the memory for the loop. No copy from it may be running."""
-        self._buffer = None
-        self.odd = []
-
-    # ---- contents
 
     def make_row_major(self) -> None:
         """Copy the odd leaves, with one operation each: torch has none for several with other strides."""
@@ -548,18 +501,14 @@ class Arena:
 
     def addresses(self, indexes: Sequence[int]) -> Addresses:
         """Return the addresses of leaves in the arena; 0 for leaves that are not in it."""
-        base = self._base()
+        base = self._buffer.data_ptr()
         found = [base + self._offsets[i] if i in self._offsets else 0 for i in indexes]
         return np.array(found, dtype=np.uint64)
 
     def copies(self, image_address: int) -> Copies:
         """Return the copies to an image, one for each run."""
-        base = np.array([self._base(), image_address, 0], dtype=np.uint64)
+        base = np.array([self._buffer.data_ptr(), image_address, 0], dtype=np.uint64)
         return np.array(self._runs, dtype=np.uint64).reshape(-1, 3) + base
-
-    def _base(self) -> int:
-        assert self._buffer is not None, "the arena is not allocated"
-        return self._buffer.data_ptr()
 
     def _place(self, holes: Collection[int]) -> int:
         """Compute the runs (offset in the arena, offset in the image, bytes); return the bytes needed."""
@@ -631,14 +580,14 @@ class CopyPolicy:
         plan: Plan,
         owners: Sequence[Device | None],
         fired: frozenset[int],
-        free_bytes: Mapping[str, int],
+        device_memory: int,
     ) -> list[Way]:
         """Return one way for each leaf. owners: the device of each, None for host memory. fired: ids of the
-        optimizers whose hooks have fired. free_bytes: device name -> bytes for an arena. Leaves that no gate
-        protects get the arena first."""
+        optimizers whose hooks have fired. device_memory: bytes on each device for clones of large leaves;
+        those that no gate protects come first."""
         gated = self._gated(plan, fired)
         ways = [self._fixed(plan, i, owner) for i, owner in enumerate(owners)]
-        left = dict(free_bytes)
+        left = {owner.name: device_memory for owner in owners if owner is not None}
         for protected in (False, True):
             for i, owner in enumerate(owners):
                 if ways[i] is None and owner is not None and (i in gated) == protected:
@@ -700,7 +649,7 @@ def _parameter(live: LiveLeaf) -> Tensor:
 
 
 def _by_room(num_bytes: int, device: Device, left: dict[str, int], gated: bool) -> Way:
-    if left.get(device.name, 0) >= num_bytes:
+    if left[device.name] >= num_bytes:
         left[device.name] -= num_bytes
         return Way.CLONE
     return Way.GATE if gated else Way.WAIT
@@ -715,8 +664,6 @@ def describe(plan: Plan, ways: Iterable[Way]) -> list[tuple[str, int, int]]:
     return [(way.value, len(found), sum(found)) for way, found in sizes.items() if found]
 
 
-# The free memory of a device is known after two iterations of the loop.
-_WARM_BOUNDARIES = 2
 # Walks at one boundary before an error: one is enough for a state whose tensors stay the same.
 _MOST_WALKS = 3
 
@@ -735,7 +682,7 @@ class Walkable(Protocol):
 
 class Planner:
     """The owner of the current plan and its copies. `current` is None before the first capture, and when ways
-    must be chosen again. device_memory: bytes for arenas on a device; None to measure."""
+    must be chosen again. device_memory: see `CopyPolicy.choose`."""
 
     def __init__(
         self,
@@ -743,16 +690,15 @@ class Planner:
         policy: CopyPolicy,
         hooks: StepHooks,
         constants: Constants,
-        heartbeat: HeartbeatWriter,
         devices: Sequence[Device],
-        device_memory: int | None,
+        device_memory: int,
         threads: int,
         sharing: Sharing | None = None,
     ) -> None:
         self.current: PreparedCopies | None = None
         self._tree, self._policy, self._hooks, self._constants = tree, policy, hooks, constants
-        self._heartbeat, self._devices = heartbeat, devices
-        self._limit, self._threads, self._sharing = device_memory, threads, sharing
+        self._devices, self._device_memory = devices, device_memory
+        self._threads, self._sharing = threads, sharing
         self._walk: Walk | None = None
         self._planned_for = self._conditions()
 
@@ -762,7 +708,6 @@ class Planner:
         itself may create new tensors. Raises StateError if the tensors change each time."""
         if self._tree.current is None:
             self.walk()
-        self._drop_if_short()
         for _ in range(_MOST_WALKS):
             data = values()
             copies, walk = self.current, self._tree.current
@@ -777,7 +722,7 @@ class Planner:
             # Read before the plan: facts about replicas that arrive meanwhile are for the next plan.
             self._planned_for = self._conditions()
             plan = self.plan(self._walk)
-            self.current = self._prepared(plan, self._free_memory())
+            self.current = self._prepared(plan)
         raise StateError(
             "The tensors of the state are replaced at each read. Nothing was captured, because values and "
             "tensors would not belong together. Let each state_dict return the same tensors when it is "
@@ -795,7 +740,7 @@ class Planner:
     def copies_of_constants(self) -> PreparedCopies:
         """Return the copies of the constants into a new region."""
         walk = self.walk()
-        return self._prepared(Plan(walk, only=self._constants.to_copy(walk.leaves)), {})
+        return self._prepared(Plan(walk, only=self._constants.to_copy(walk.leaves)))
 
     def drop(self) -> None:
         """Drop the copies, so that the next capture makes new ones. A snapshot in flight holds its own
@@ -810,32 +755,16 @@ class Planner:
         if self.current is not None:
             self.current.gate()
 
-    def _prepared(self, plan: Plan, free_bytes: dict[str, int]) -> PreparedCopies:
+    def _prepared(self, plan: Plan) -> PreparedCopies:
         # An empty leaf needs no device.
         owners = [
             next((device for device in self._devices if size and device.owns(tensor)), None)
             for tensor, size in zip(plan.tensors, plan.sizes.tolist(), strict=True)
         ]
-        ways = self._policy.choose(plan, owners, self._hooks.fired, free_bytes)
+        ways = self._policy.choose(plan, owners, self._hooks.fired, self._device_memory)
         return PreparedCopies(plan, owners, ways, self._policy.torn, self._devices, self._threads)
 
     def _conditions(self) -> tuple[object, ...]:
-        """Return the facts, besides the plan, on which the ways depend: the optimizers whose hooks fired,
-        whether free memory is known, and the leaves that are no longer shared."""
-        is_warm = not self._devices or self._heartbeat.boundaries >= _WARM_BOUNDARIES
-        return self._hooks.fired, is_warm, self._sharing.conditions if self._sharing is not None else None
-
-    def _free_memory(self) -> dict[str, int]:
-        """Return device name -> bytes for arenas: half of the free memory, or at most the user's limit."""
-        limit, found = self._limit, {}
-        for device in self._devices if self._conditions()[1] or limit is not None else ():
-            free = device.room_bytes()
-            found[device.name] = max(0, free // 2 if limit is None else min(free, limit))
-        return found
-
-    def _drop_if_short(self) -> None:
-        """Drop the copies if a device is short of memory: the next ones use smaller arenas, or none."""
-        if self.current is not None and any(
-            each.arena.is_large and each.device.room_bytes() < 0 for each in self.current.on_devices
-        ):
-            self.drop()
+        """Return the facts, besides the plan, on which the ways depend: the optimizers whose hooks fired, and
+        the leaves that are no longer shared."""
+        return self._hooks.fired, self._sharing.conditions if self._sharing is not None else None

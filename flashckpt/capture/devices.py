@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -32,8 +31,6 @@ log = logging.getLogger(__name__)
 
 # Larger pieces would delay the loop's own small reads (`loss.item()`) behind gigabytes.
 PIECE_BYTES = 32 << 20
-# Kept free for the loop beyond torch's peak: cuBLAS workspaces, NCCL, fragmentation.
-_MARGIN_BYTES = 256 << 20
 
 
 Copies = Addresses
@@ -123,12 +120,8 @@ class Device(Protocol):
         refuses, copies are slower; warns once."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return a uint8 tensor from the allocator of the loop's own tensors, which can reuse the memory as
-        soon as the tensor is freed. Raises torch.OutOfMemoryError."""
-
-    def room_bytes(self) -> int:
-        """Return the bytes that captures may still allocate without a shortage for the loop; negative if they
-        have allocated too much."""
+        """Return a uint8 tensor from the allocator of the loop's own tensors. Raises
+        torch.OutOfMemoryError."""
 
     def capturing(self) -> bool:
         """Whether a graph is being captured on a stream that may write state, or the device has failed. Then
@@ -190,8 +183,6 @@ class CudaDevice:
         self._device = torch.device("cuda", index)
         self._streams: list[Any] = [each for each in streams if getattr(each, "device", None) == self._device]
         self._copies = _native.CudaCopies(index, PIECE_BYTES)
-        self._taken: list[weakref.ref[Tensor]] = []
-        self._most_taken = 0
         self._has_warned = False
         why_no_kernel(index)  # loads the CUDA module now, not at a boundary
 
@@ -259,34 +250,8 @@ class CudaDevice:
                     "Options(slots=2) needs less memory.", error,
                 )  # fmt: skip
 
-    # ---- memory
-
     def allocate(self, num_bytes: int) -> Tensor:
-        made = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._taken.append(weakref.ref(made))
-        self._most_taken = max(self._most_taken, self._taken_bytes())
-        return made
-
-    def room_bytes(self) -> int:
-        """Return the free memory within the process's limit, plus the memory of released arenas that torch
-        caches, minus the memory that torch held at its peak and has released, minus a margin. Return 0 for a
-        pluggable allocator, which has no statistics: the loop's needs are then unknown."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        try:
-            held = torch.cuda.memory_reserved(self._device)
-            peak = torch.cuda.max_memory_reserved(self._device)
-            allocated = torch.cuda.memory_allocated(self._device)
-            allowed = int(total * _memory_fraction(self._device))
-        except RuntimeError:
-            return 0
-        growth, kept = max(0, peak - held), held - allocated
-        free = min(free, allowed - held)
-        return int(free - growth - _MARGIN_BYTES + min(kept, self._most_taken - self._taken_bytes()))
-
-    def _taken_bytes(self) -> int:
-        alive = [(ref, made) for ref in self._taken if (made := ref()) is not None]
-        self._taken = [ref for ref, _ in alive]
-        return sum(made.numel() for _, made in alive)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     # ---- queries
 
@@ -317,11 +282,6 @@ class CudaDevice:
 
     def _writer_handles(self) -> array[int]:
         return array("Q", [stream.cuda_stream for stream in self._writers()])
-
-
-def _memory_fraction(device: torch.device) -> float:
-    """Return the share of the device's memory that torch may allocate (set_per_process_memory_fraction)."""
-    return float(torch.cuda.get_per_process_memory_fraction(device))
 
 
 def _event(mark: StreamMark) -> Any:

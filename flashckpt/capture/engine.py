@@ -111,8 +111,7 @@ class Capture:
         self.heartbeat = HeartbeatWriter(self._writers.by_name)
         self.finite = FiniteCheck(self._writers.by_name)
         self._planner = Planner(
-            tree, self._policy, self.hooks, self._constants, self.heartbeat, devices,
-            options.device_memory, threads, sharing,
+            tree, self._policy, self.hooks, self._constants, devices, options.device_memory, threads, sharing,
         )  # fmt: skip
         self._in_flight = InFlight(
             self._planner, self._policy, self._constants, sealer, self._lost, group_failure
@@ -564,7 +563,6 @@ class InFlight:
             self._pending.remove(snapshot)
             copies, snapshot.copies = snapshot.copies, None
             assert copies is not None
-            copies.ended()
             if snapshot.is_withdrawn:
                 self._abandon(snapshot)
             elif state is SlotState.UNCONFIRMED:

@@ -62,13 +62,12 @@ class Accelerated:
         ring: SlotRing,
         sealer: _native.Sealer,
         *,
-        room: int = 1 << 40,
         streams: tuple[Any, ...] = (),
-        device_memory: int | None = None,
+        device_memory: int = 1 << 30,
         **options: Any,
     ) -> None:
         torch.manual_seed(1)
-        self.device = SimulatedDevice(room_bytes=room, piece_bytes=128 << 10, streams=streams)
+        self.device = SimulatedDevice(piece_bytes=128 << 10, streams=streams)
         self.model = torch.nn.Module()
         for name in ("a", "b"):
             self.model.register_parameter(name, torch.nn.Parameter(torch.randn(LARGE)))

@@ -218,7 +218,6 @@ class SimulatedDevice:
         self,
         name: str = "simulated:0",
         *,
-        room_bytes: int = 1 << 40,
         piece_bytes: int = PIECE_BYTES,
         streams: tuple[SimulatedStream, ...] = (),
         clock: Callable[[], float] = time.perf_counter,
@@ -226,12 +225,10 @@ class SimulatedDevice:
         self.name = name
         self.compute = SimulatedStream(f"{name} compute")
         self.side = SimulatedStream(f"{name} side")
-        self.room = room_bytes
         self.graph_capture = False
         self.out_of_memory = False
         self.has_kernel = True
         self.numa_node, self.failure = NO_NODE, ""
-        self.allocated_bytes = 0
         self.registered: dict[int, int] = {}
         self._streams = streams
         self._piece_bytes = piece_bytes
@@ -314,11 +311,7 @@ class SimulatedDevice:
         self._refuse_in_graph()
         if self.out_of_memory:
             raise torch.OutOfMemoryError("the simulated device has no memory left")
-        self.allocated_bytes += num_bytes
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-
-    def room_bytes(self) -> int:
-        return self.room
 
     def capturing(self) -> bool:
         return self.graph_capture

@@ -28,7 +28,7 @@ class Counting(SimulatedDevice):
     another thread."""
 
     def __init__(self) -> None:
-        super().__init__(room_bytes=0)
+        super().__init__()
         self.handed: list[int] = []
 
     def copy_to_host(self, copies: Copies, num_first: int, after: StreamMark) -> SimulatedCopying:

@@ -13,8 +13,6 @@ from tests.capture.simulated import SimulatedMark, SimulatedStream
 
 from .accelerated import LARGE, Accelerated, Maker, warm
 
-NO_ROOM = 0
-
 
 @pytest.fixture
 def host_waits(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
@@ -52,7 +50,7 @@ def test_the_host_waits_for_a_leaf_torn_on_the_way_wait(
     make: Maker, host_waits: list[Callable[[], object]], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Events do not hold back an unknown stream; a waiting host enqueues nothing on it."""
-    rogue, loop = SimulatedStream("rogue"), make(room=NO_ROOM)
+    rogue, loop = SimulatedStream("rogue"), make(device_memory=0)
     teacher = torn_on_wait(loop, rogue)
     for _ in range(2):
         loop.device.side.hold()
@@ -72,7 +70,7 @@ def test_a_second_digest_refuses_a_synchronised_leaf_written_meanwhile(
 ) -> None:
     """Another thread writes just after the copy: bytes and digest agree, although both may have been read in
     the middle of the write."""
-    rogue, loop = SimulatedStream("rogue"), make(room=NO_ROOM)
+    rogue, loop = SimulatedStream("rogue"), make(device_memory=0)
     teacher = torn_on_wait(loop, rogue)
     again = DeviceCopies._digest_direct_again
 

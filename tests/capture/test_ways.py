@@ -24,8 +24,6 @@ from tests.capture.simulated import SimulatedCopying, SimulatedDevice, Simulated
 from .accelerated import LARGE, Maker, warm
 from .content import Walk, bytes_of, newest
 
-NO_ROOM = 0
-
 
 def test_a_clone_is_in_the_order_of_the_loops_kernels(make: Maker) -> None:
     """The host is ahead of the device: kernels of this iteration have not run at the boundary."""
@@ -38,7 +36,7 @@ def test_a_clone_is_in_the_order_of_the_loops_kernels(make: Maker) -> None:
 
 
 def test_the_copy_does_not_start_before_the_loops_kernels_are_done(make: Maker) -> None:
-    loop = warm(make(room=NO_ROOM))
+    loop = warm(make(device_memory=0))
     loop.device.compute.hold()
     assert loop.iterate().captured
     assert loop.device.side.pending() > 1  # behind the wait for the compute stream
@@ -48,7 +46,7 @@ def test_the_copy_does_not_start_before_the_loops_kernels_are_done(make: Maker) 
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_a_gate_holds_the_next_step_back_until_the_copy_has_ended(make: Maker, is_dropped: bool) -> None:
     """Also of a plan that is dropped meanwhile, because ways are chosen again."""
-    loop = warm(make(room=NO_ROOM))
+    loop = warm(make(device_memory=0))
     assert loop.ways()["model.a"] == loop.ways()["optimizer.0.momentum"] == "gate"
     loop.begin_copies()
     if is_dropped:
@@ -66,7 +64,7 @@ def _fail(*arguments: object, **named: object) -> NoReturn:
 def test_a_device_that_fails_before_its_gate_is_closed_raises_nothing_in_a_hook(
     make: Maker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = warm(make(room=NO_ROOM))
+    loop = warm(make(device_memory=0))
     loop.begin_copies()
     monkeypatch.setattr(SimulatedCopying, "hold_writers", _fail)
     loop.train()
@@ -74,7 +72,7 @@ def test_a_device_that_fails_before_its_gate_is_closed_raises_nothing_in_a_hook(
     assert loop.result() == "torn", "what the open gate let through is found by digests"
 
 
-@pytest.mark.parametrize("call", ["room_bytes", "mark", "elapsed_s"])
+@pytest.mark.parametrize("call", ["mark", "elapsed_s"])
 def test_a_device_that_fails_at_a_boundary_raises_nothing_there(
     make: Maker, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -107,7 +105,7 @@ def test_nothing_is_captured_from_a_device_that_has_failed(make: Maker) -> None:
 
 def test_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
     """A compiled step, or a graph's replay, calls no hook before it writes parameters."""
-    loop = warm(make(room=NO_ROOM))
+    loop = warm(make(device_memory=0))
     loop.train()
     loop.device.side.hold()
     assert loop.boundary().captured
@@ -118,7 +116,7 @@ def test_without_hooks_the_digest_finds_the_tear(make: Maker) -> None:
 
 def test_a_torn_leaf_gets_the_safer_way_and_is_exact(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
     """Embedding(max_norm): the forward pass writes the weight before any step's hook."""
-    loop = warm(make(room=NO_ROOM))
+    loop = warm(make(device_memory=0))
     loop.train()
     loop.device.side.hold()
     loop.boundary()
@@ -140,7 +138,7 @@ def test_a_torn_leaf_gets_the_safer_way_and_is_exact(make: Maker, caplog: pytest
 
 def test_the_loop_waits_for_leaves_without_a_gate(make: Maker) -> None:
     """An EMA teacher: no gradient, in no optimizer, written at each step by code without a hook."""
-    loop = make(room=NO_ROOM)
+    loop = make(device_memory=0)
     teacher = loop.add("teacher", torch.randn(LARGE))
     for _ in range(5):
         loop.train()
@@ -153,10 +151,10 @@ def test_the_loop_waits_for_leaves_without_a_gate(make: Maker) -> None:
     assert loop.ways()["more.teacher"] == "wait"
 
 
-@pytest.mark.parametrize("room", [1 << 40, NO_ROOM])
+@pytest.mark.parametrize("memory", [1 << 30, 0])
 @pytest.mark.parametrize("inside", [True, False])
-def test_writes_without_version_counters(make: Maker, room: int, inside: bool) -> None:
-    loop = warm(make(room=room))
+def test_writes_without_version_counters(make: Maker, memory: int, inside: bool) -> None:
+    loop = warm(make(device_memory=memory))
     view = loop.model.a.detach().numpy()
     versions = (loop.model.a._version, loop.model.b._version)
     loop.train()
@@ -171,13 +169,13 @@ def test_writes_without_version_counters(make: Maker, room: int, inside: bool) -
     loop.kernel(lambda: loop.model.b.data.mul_(1.5))
     loop.kernel(lambda: view.__setitem__(slice(0, 100), 4.0))
     loop.device.compute.drain()
-    assert loop.result() == ("torn" if inside and room == NO_ROOM else "exact")
+    assert loop.result() == ("torn" if inside and not memory else "exact")
     assert versions == (loop.model.a._version, loop.model.b._version)
 
 
-@pytest.mark.parametrize("room", [1 << 40, NO_ROOM])
-def test_new_memory_of_a_parameter_while_the_old_is_copied(make: Maker, room: int) -> None:
-    loop = warm(make(room=room))
+@pytest.mark.parametrize("memory", [1 << 30, 0])
+def test_new_memory_of_a_parameter_while_the_old_is_copied(make: Maker, memory: int) -> None:
+    loop = warm(make(device_memory=memory))
     loop.train()
     loop.device.side.hold()
     assert loop.boundary().captured
@@ -186,15 +184,15 @@ def test_new_memory_of_a_parameter_while_the_old_is_copied(make: Maker, room: in
     old = loop.model.a.data.data_ptr()
     loop.model.a.data = fresh  # the old memory has no other owner now
     rubbish = [torch.full((LARGE,), 9.0) for _ in range(8)]
-    if room == NO_ROOM:
+    if not memory:
         assert old not in [each.data_ptr() for each in rubbish]
     assert loop.result() == "exact"
     loop.iterate()
     assert loop.result() == "exact"
 
 
-def test_small_leaves_are_cloned_even_without_room(make: Maker) -> None:
-    loop = warm(make(room=NO_ROOM))
+def test_small_leaves_are_cloned_without_an_option(make: Maker) -> None:
+    loop = warm(make(device_memory=0))
     ways = loop.ways()
     assert ways["model.small"] == ways["model.brief"] == "clone"
     assert ways["optimizer.0.step"] == "host"
@@ -220,7 +218,7 @@ def test_leaves_that_are_not_row_major_are_made_so_on_the_device(make: Maker) ->
 
 def test_a_leaf_that_moves_to_an_odd_address_keeps_its_own_digest(make: Maker) -> None:
     """As a view into a flat buffer; leaves are digested and copied in place."""
-    loop = make(room=NO_ROOM)
+    loop = make(device_memory=0)
     half = torch.nn.Parameter(torch.randn(4 * LARGE).to(torch.bfloat16), requires_grad=False)
     loop.model.register_parameter("early", half)
     loop.device.adopt(half)
@@ -236,7 +234,7 @@ def test_a_leaf_that_moves_to_an_odd_address_keeps_its_own_digest(make: Maker) -
 
 def test_the_second_digest_detects_an_unnamed_stream(make: Maker, caplog: pytest.LogCaptureFixture) -> None:
     rogue = SimulatedStream("rogue")
-    loop = make(device_memory=1 << 30)
+    loop = make()
     loop.device.others = (rogue,)
     loop.train()
     loop.device.compute.drain()
@@ -258,10 +256,10 @@ def test_the_second_digest_detects_an_unnamed_stream(make: Maker, caplog: pytest
     rogue.close()
 
 
-@pytest.mark.parametrize("room", [1 << 40, NO_ROOM])
-def test_named_streams_are_waited_for_and_held(make: Maker, room: int) -> None:
+@pytest.mark.parametrize("memory", [1 << 30, 0])
+def test_named_streams_are_waited_for_and_held(make: Maker, memory: int) -> None:
     named = SimulatedStream("named")
-    loop = make(room=room, streams=(named,))
+    loop = make(device_memory=memory, streams=(named,))
     warm(loop)
     loop.train()
     loop.device.compute.drain()
@@ -295,7 +293,7 @@ def test_a_copy_that_is_still_running_skips_the_next_boundary(make: Maker) -> No
 
 
 def test_nothing_is_enqueued_while_a_graph_is_captured(make: Maker) -> None:
-    loop = warm(make(room=NO_ROOM))
+    loop = warm(make(device_memory=0))
     loop.device.side.hold()
     loop.iterate()
     loop.device.graph_capture = True  # any use of the device fails from here on
@@ -319,44 +317,9 @@ def test_a_device_without_memory_skips_snapshots_and_the_run_continues(make: Mak
     warm(loop)
 
 
-def test_the_arena_is_released_after_each_copy_while_memory_is_short(make: Maker) -> None:
-    """torch cannot use the memory of an allocated arena when it runs out."""
-    loop = warm(make(), 4)
-    transfer = loop.capture._planner.current.on_devices[0]
-    assert transfer.arena.is_allocated
-    loop.device.room = transfer.arena.num_bytes // 2 - 1
-    loop.iterate()
-    assert transfer.arena.is_allocated, "the copies are on their way"
-    assert loop.result() == "exact"
-    assert not transfer.arena.is_allocated
-    loop.device.room = transfer.arena.num_bytes  # the loop's peak is over: the released memory is free again
-    loop.iterate()
-    assert loop.result() == "exact"
-    assert loop.ways()["model.a"] == "clone"
-    assert loop.capture._planner.current.on_devices[0] is transfer
-
-
-def test_no_arena_is_allocated_again_if_the_loop_has_the_memory(make: Maker) -> None:
-    loop = warm(make(), 4)
-    arena = loop.capture._planner.current.on_devices[0].arena
-    loop.device.room = 1 << 20
-    loop.iterate()
-    assert loop.result() == "exact"
-    assert not arena.is_allocated
-    taken = loop.device.allocated_bytes
-    outcome = loop.iterate()
-    assert outcome.verdict is Verdict.SKIPPED
-    assert "memory" in outcome.reason
-    assert loop.device.allocated_bytes == taken
-    warm(loop, 2)
-    assert loop.ways()["model.a"] == "gate"
-
-
-def test_nothing_is_queried_or_released_during_a_graph_capture(make: Maker) -> None:
+def test_nothing_is_queried_during_a_graph_capture(make: Maker) -> None:
     """A query of an event during the capture would invalidate the user's graph."""
     loop = warm(make(), 4)
-    transfer = loop.capture._planner.current.on_devices[0]
-    loop.device.room = 1
     loop.device.side.hold()
     loop.iterate()
     loop.device.graph_capture = True  # any use of the device fails from here on
@@ -364,7 +327,6 @@ def test_nothing_is_queried_or_released_during_a_graph_capture(make: Maker) -> N
     loop.device.side.drain()
     assert loop.sealer.drain(240)
     assert loop.capture.boundary(99, lambda: b"{}").verdict is not Verdict.CAPTURED
-    assert transfer.arena.is_allocated
     loop.device.graph_capture = False
 
 
@@ -462,7 +424,7 @@ def test_host_memory_that_the_device_writes_is_read_after_its_kernels(make: Make
 
 def test_without_a_hook_before_the_boundary_the_loop_waits_for_copies_of_gated_leaves(make: Maker) -> None:
     """The last writer called no hook, and may write again without one."""
-    loop = warm(make(room=NO_ROOM))
+    loop = warm(make(device_memory=0))
     assert loop.ways()["model.a"] == "gate"
     loop.train(hooks=False)
     loop.device.compute.drain()
@@ -527,7 +489,7 @@ def test_leaves_of_optimizers_whose_hooks_were_seen_are_gated() -> None:
         policy = CopyPolicy(optimizers, Constants(optimizers, [device], 1, {}, (), None))
         assert policy.tear("model.torn", Way.HOST)
         assert not policy.tear("model.torn", Way.GATE), "there is no safer way"
-        ways = policy.choose(plan, [device] * len(plan.leaves), frozenset({id(fires)}), {})
+        ways = policy.choose(plan, [device] * len(plan.leaves), frozenset({id(fires)}), 0)
         found = {leaf.name: way.value for leaf, way in zip(plan.leaves, ways, strict=True)}
         gated = ["model.fires", "model.fsdp.weight", "model.plain"]
         assert sorted(name for name, way in found.items() if way == "gate") == gated
@@ -539,11 +501,11 @@ def test_leaves_of_optimizers_whose_hooks_were_seen_are_gated() -> None:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("room", [NO_ROOM, 1 << 40])
+@pytest.mark.parametrize("memory", [0, 1 << 30])
 def test_leaves_of_another_rank_are_digested_in_order_and_not_copied(
-    make: Maker, ring: SlotRing, room: int
+    make: Maker, ring: SlotRing, memory: int
 ) -> None:
-    loop = make(room=room, sharing=Sharing(0, is_divided=True, node=(0, 1), least_bytes=1))
+    loop = make(device_memory=memory, sharing=Sharing(0, is_divided=True, node=(0, 1), least_bytes=1))
     walk = loop.state.walk
 
     def shared(used_up: Callable[..., bool]) -> Walk:

@@ -56,10 +56,6 @@ class Device(SimulatedDevice):
     def _refuse_in_graph(self):
         call_torch()
 
-    def room_bytes(self):
-        call_torch()
-        return self.room
-
     def join_writers(self):
         call_torch()
 
