@@ -251,13 +251,14 @@ class Sealer:
         table: int,
         table_count: int,
         on_done_word: int = 0,
-        moves: Buffer | None = None,
+        landed: Buffer | None = None,
         held: Buffer | None = None,
     ) -> None:
         """Seal a slot once all events in `waits` are set. Never blocks.
 
-        Then moves bytes (`moves`: u64 triples of source, destination and bytes, flat); checks that the digest
-        table (u64[table_count] at `table`) has no EMPTY_DIGEST and ends with the u64s of `held`; writes
+        Then puts EMPTY_DIGEST in place of each digest that differs from its bytes (`landed`: u64 triples of
+        address, bytes and entry, flat); checks that the digest table (u64[table_count] at `table`) has no
+        EMPTY_DIGEST and ends with the u64s of `held`; writes
         XXH3-128 of the metadata to record[0:16] and of record[0:240] to record[240:256]; and changes the u64
         at `word` from `expected` to `desired`. If a wait fails, or a digest is empty or differs from `held`,
         sets the word to `expected` with state and owner 0 instead, and `failures` has the reason. In both

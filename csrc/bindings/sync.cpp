@@ -59,16 +59,17 @@ std::vector<std::uint64_t> handles_of(nb::handle waits) {
     return handles;
 }
 
-// A u64 array of (source, destination, bytes), flat.
-std::vector<Move> moves_of(nb::handle flat) {
+// A u64 array of (address, bytes, entry of the table), flat.
+std::vector<Landed> landed_of(nb::handle flat, std::uint64_t table_count) {
     if (flat.is_none()) return {};
     U64View view(flat);
-    if (view.size() % 3 != 0) raise_value("moves must be triples of source, destination and bytes");
-    std::vector<Move> moves;
+    if (view.size() % 3 != 0) raise_value("landed must be triples of address, bytes and entry");
+    std::vector<Landed> landed;
     for (std::size_t i = 0; i < view.size(); i += 3) {
-        moves.push_back({view.data()[i], view.data()[i + 1], view.data()[i + 2]});
+        landed.push_back({view.data()[i], view.data()[i + 1], view.data()[i + 2]});
+        if (landed.back().entry >= table_count) raise_value("landed has an entry past the table");
     }
-    return moves;
+    return landed;
 }
 
 std::vector<std::uint64_t> numbers_of(nb::handle flat) {
@@ -79,7 +80,7 @@ std::vector<std::uint64_t> numbers_of(nb::handle flat) {
 
 void submit(Sealer& sealer, nb::handle waits, std::uint64_t word, std::uint64_t expected,
             std::uint64_t desired, std::uint64_t record, std::uint64_t metadata, std::uint64_t metadata_bytes,
-            std::uint64_t table, std::uint64_t table_count, std::uint64_t on_done_word, nb::handle moves,
+            std::uint64_t table, std::uint64_t table_count, std::uint64_t on_done_word, nb::handle landed,
             nb::handle held) {
     u64_pointer(word);
     if (record == 0) raise_value("record must be an address");
@@ -88,8 +89,9 @@ void submit(Sealer& sealer, nb::handle waits, std::uint64_t word, std::uint64_t 
     if (on_done_word != 0) u64_pointer(on_done_word);
     std::vector<std::uint64_t> last = numbers_of(held);
     if (last.size() > table_count) raise_value("more digests are held than the table has");
-    raise_if(sealer.submit({handles_of(waits), word, expected, desired, record, metadata, metadata_bytes,
-                            table, table_count, on_done_word, moves_of(moves), std::move(last)}));
+    raise_if(
+        sealer.submit({handles_of(waits), word, expected, desired, record, metadata, metadata_bytes, table,
+                       table_count, on_done_word, landed_of(landed, table_count), std::move(last)}));
 }
 
 nb::list take_failures(Sealer& sealer) {
@@ -126,7 +128,7 @@ void bind_sync(nb::module_& module) {
         .def("submit", submit, nb::kw_only(), nb::arg("waits"), nb::arg("word"), nb::arg("expected"),
              nb::arg("desired"), nb::arg("record"), nb::arg("metadata"), nb::arg("metadata_bytes"),
              nb::arg("table"), nb::arg("table_count"), nb::arg("on_done_word") = 0,
-             nb::arg("moves") = nb::none(), nb::arg("held") = nb::none())
+             nb::arg("landed") = nb::none(), nb::arg("held") = nb::none())
         .def(
             "drain",
             [](Sealer& self, double timeout_s) {

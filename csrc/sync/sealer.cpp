@@ -1,7 +1,7 @@
 #include "sync/sealer.h"
 
 #include "checksum/xxh3.h"
-#include "digest/block_hash.h"
+#include "digest/digest.h"
 #include "sync/pool.h"
 
 #include <cstring>
@@ -40,15 +40,16 @@ struct Outcome {
 };
 
 Outcome seal_slot(const Seal& seal) {
-    for (const Move& move : seal.moves) {
-        std::memcpy(reinterpret_cast<void*>(move.destination), reinterpret_cast<const void*>(move.source),
-                    move.num_bytes);
+    for (const Landed& each : seal.landed) {
+        std::uint64_t* entry = u64_at(seal.table) + each.entry;
+        if (*entry != digest(reinterpret_cast<const std::uint8_t*>(each.address), each.num_bytes))
+            *entry = kEmptyDigest;
     }
     for (std::uint64_t entry = 0; entry < seal.table_count; ++entry) {
         std::uint64_t value = __atomic_load_n(u64_at(seal.table) + entry, __ATOMIC_ACQUIRE);
         if (value == kEmptyDigest) {
             return {"digest " + std::to_string(entry) + " of " + std::to_string(seal.table_count) +
-                        " was never taken",
+                        " was never taken, or its bytes differ from it",
                     true, true};
         }
     }

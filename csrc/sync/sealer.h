@@ -18,11 +18,11 @@ namespace flashckpt {
 constexpr std::uint64_t kRecordBytes = 256;
 constexpr std::uint64_t kChecksumBytes = 16;
 
-// Bytes to move after all waits are over and before the digests are checked.
-struct Move {
-    std::uint64_t source = 0;
-    std::uint64_t destination = 0;
+// Bytes that were copied after their digest was taken: compared with it when all waits are over.
+struct Landed {
+    std::uint64_t address = 0;
     std::uint64_t num_bytes = 0;
+    std::uint64_t entry = 0; // in the table
 };
 
 // All addresses must stay mapped until the seal is done or refused.
@@ -37,7 +37,7 @@ struct Seal {
     std::uint64_t table = 0; // digests, u64[table_count]
     std::uint64_t table_count = 0;
     std::uint64_t on_done_word = 0; // 0, or an address whose u64 grows by one when this seal is decided
-    std::vector<Move> moves;
+    std::vector<Landed> landed;
     // Required values of the last entries of the table: digests of bytes in other regions.
     std::vector<std::uint64_t> held;
 };

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from flashckpt import _native, crashpoints
 from flashckpt.capture.constants import Constants, ConstantsChanged, parameters_of
-from flashckpt.capture.devices import Copies, Copying, Device, DigestTable, StreamMark
+from flashckpt.capture.devices import Copies, Copying, Device, StreamMark
 from flashckpt.capture.hooks import StepHooks
-from flashckpt.capture.plan import Addresses, Plan, Sharing
+from flashckpt.capture.plan import Addresses, Plan, Sharing, is_plain
 from flashckpt.capture.slot_writer import SlotWriter
 from flashckpt.errors import StateError
 from flashckpt.state.tensors import is_sharded
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-_EMPTY = _native.EMPTY_DIGEST - (1 << 64)  # as int64
 # A run in the arena starts at the same offset modulo this as in the image: kernels read wide words.
 _ALIGNED = 512
-# The first captures of a plan digest all sources again after the copy. Later captures do so for a sample of
-# host memory, because a thread may begin to write it at any time.
+# The first captures of a plan compare all leaves with their digests again after the copy. Later captures do
+# so for a sample, because a thread or a stream may begin to write them at any time.
 _CHECKED = 3
 _SAMPLED, _SAMPLED_BYTES = 256, 4096
+_COMPARED_BYTES = 64 << 20
 
 
 class PreparedCopies:
@@ -75,12 +75,10 @@ class PreparedCopies:
         self.host = HostCopies(plan, host, ways, unsafe, threads)
         self._host_writers: dict[int, tuple[Device, StreamMark]] = {}
         self._find_host_writers(host)
-        holes = self.host.may_be_staged()
         self.on_devices: list[DeviceCopies] = []
         for device in {id(owner): owner for owner in owners if owner is not None}.values():
             indexes = [i for i, owner in enumerate(owners) if owner is device]
-            self.on_devices.append(DeviceCopies(device, plan, indexes, ways, unsafe, holes))
-        self.host.stage(i for each in self.on_devices for i in each.arena.bridged)
+            self.on_devices.append(DeviceCopies(device, plan, indexes, ways, unsafe))
 
     @property
     def uses_devices(self) -> bool:
@@ -113,14 +111,17 @@ class PreparedCopies:
         the slot any more."""
         try:
             target.prepare(self.plan, values)
-            handles = self._capture(target, gated=gated)
+            check, turn = self._captures < _CHECKED, self._captures
+            self._captures += 1
+            handles = self._capture(target, gated=gated, check=check, turn=turn)
             if target.slot.header.holds_constants:
                 crashpoints.point("share.filled")
             if persist:
                 target.slot.request_persist(target.generation, home=home)
-            moves = [self.host.moves(target), *(each.moves(target) for each in self.on_devices)]
+            landed = [each.landed(target, check=check) for each in self.on_devices]
+            rows = np.concatenate(landed) if landed else np.empty((0, 3), dtype=np.uint64)
             target.seal(
-                sealer, handles, np.concatenate(moves), step, attempt, boundary,
+                sealer, handles, rows, step, attempt, boundary,
                 held=self._held, confirms=confirms,
             )  # fmt: skip
         except BaseException:
@@ -148,15 +149,13 @@ class PreparedCopies:
         first = self.plan.first_constant
         return [first + int(i) for i in np.flatnonzero(table[first:] != self._held)]
 
-    def _capture(self, target: SlotWriter, *, gated: bool) -> list[int]:
+    def _capture(self, target: SlotWriter, *, gated: bool, check: bool, turn: int) -> list[int]:
         """Start all copies; return the handles for which the seal waits. Devices come first, because their
         copies run while the host copies host memory."""
-        check, turn = self._captures < _CHECKED, self._captures
-        self._captures += 1
         for device, mark in self._host_writers.values():
             device.join_writers()
             device.mark(mark)
-        handles = [each.capture(target, gated=gated, check=check) for each in self.on_devices]
+        handles = [each.capture(target, gated=gated) for each in self.on_devices]
         for _, mark in self._host_writers.values():
             mark.wait()
         self.host.capture(target, check=check, turn=turn)
@@ -200,29 +199,8 @@ class HostCopies:
         self._destinations = np.empty_like(self._sources)
         self._digests = np.empty_like(self._sources)
         self._block_ends = np.cumsum(-(-self._sizes.astype(np.int64) // _SAMPLED_BYTES))
-        self.stage(())
         # If all leaves are plain host leaves, digests go to the slot's table directly.
         self._whole = len(self._plain) == len(plan.leaves)
-
-    def may_be_staged(self) -> frozenset[int]:
-        """Return the small leaves that can be copied into the image later."""
-        return frozenset(i for i in self._plain.tolist() if self._plan.sizes[i] < SMALL_BYTES)
-
-    def stage(self, indexes: Iterable[int]) -> None:
-        """Copy these leaves of `may_be_staged` to a staging buffer from now on, because the copies of a
-        device overwrite their places in the image. `moves` returns their later moves into the image."""
-        chosen = set(indexes)
-        staged = [place for place, index in enumerate(self._plain.tolist()) if index in chosen]
-        self._staged = np.array(staged, dtype=np.int64)
-        sizes = self._sizes[self._staged]
-        self._staging = np.empty(int(sizes.sum()), dtype=np.uint8)
-        starts = np.cumsum(sizes, dtype=np.uint64) - sizes
-        self._staged_places = starts + np.uint64(self._staging.ctypes.data)
-
-    def moves(self, target: SlotWriter) -> Addresses:
-        """Return the moves for the sealing thread, as rows of source, destination and bytes."""
-        places = self._offsets[self._staged] + np.uint64(target.image_address)
-        return np.stack([self._staged_places, places, self._sizes[self._staged]], axis=1)
 
     def moved(self) -> None:
         """Read the addresses again after the plan was patched."""
@@ -237,7 +215,6 @@ class HostCopies:
         """
         if len(self._plain):
             np.add(self._offsets, np.uint64(target.image_address), out=self._destinations)
-            self._destinations[self._staged] = self._staged_places
             out = target.table_address if self._whole else _native.address_of(self._digests.data)
             _native.copy_digest(
                 self._sources.data, self._destinations.data, self._sizes.data, out, self._threads
@@ -303,8 +280,7 @@ def _elsewhere(plan: Plan, index: int) -> bool:
 
 
 class DeviceCopies:
-    """The copies of a plan's leaves on one device. unsafe: leaves that were torn before. holes: leaves in
-    host memory that may lie between cloned ones (`Arena`)."""
+    """The copies of a plan's leaves on one device. unsafe: leaves that were torn before."""
 
     def __init__(
         self,
@@ -313,61 +289,71 @@ class DeviceCopies:
         indexes: Sequence[int],
         ways: Sequence[Way],
         unsafe: Collection[int],
-        holes: Collection[int],
     ) -> None:
         self.device, self._plan = device, plan
-        synchronised = [i for i in indexes if i in unsafe]
-        self._is_synchronised = bool(synchronised)
+        self._unsafe = [i for i in indexes if i in unsafe]
         cloned = [i for i in indexes if ways[i] is Way.CLONE or i in plan.odd]
         # Leaves that are only digested: the plan's region or another rank's slot holds their bytes.
         digested = (Way.LEFT, Way.CONSTANT)
         self._direct = [i for i in indexes if i not in set(cloned) and ways[i] not in digested]
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
-        self.arena = Arena(device, plan, cloned, holes)
+        self.arena = Arena(device, plan, cloned)
         # The order of the digests: leaves that are read in place, then those made row-major.
         self._plain = [i for i in indexes if i not in plan.odd]
         self._order = self._plain + [i for i in indexes if i in plan.odd]
-        self._checked = [i for i in cloned if i not in plan.odd]
-        self._checked_always = [i for i in synchronised if i not in plan.odd and i not in set(self._checked)]
+        # The copied leaves, and the first one to compare in the next capture.
+        self._copied, self._next = [*self._direct, *cloned], 0
+        self._ends = np.cumsum(plan.sizes[self._copied])
         self._make_buffers()
         self.make_tables()
         self._read = device.new_mark()
         self._copying: Copying | None = None
         self._gate: Copying | None = None
 
-    def capture(self, target: SlotWriter, *, gated: bool, check: bool) -> int:
-        """Enqueue all copies and digests; return the handle for which the seal waits. `moves` puts the
-        digests into the slot's table.
+    def capture(self, target: SlotWriter, *, gated: bool) -> int:
+        """Enqueue all copies and digests; return the handle for which the seal waits.
 
         gated: a hook will close the gate before the next write; otherwise the loop waits for copies that read
-        live leaves. check: digest the sources again after the clone, and let the seal refuse a difference.
-        Leaves that were torn before are checked in each capture, and the host waits for their copies: events
-        do not hold back an unknown stream or a graph's, but a host that enqueues nothing does.
+        live leaves. For leaves that were torn before, the host waits: events do not hold back an unknown
+        stream or a graph's, but a host that enqueues nothing does.
         """
         device = self.device
         self._copying = self._gate = None
-        self._host_table.fill(_native.EMPTY_DIGEST)
-        if self._is_synchronised:
+        if self._unsafe:
             device.synchronize()
         device.join_writers()
         if self.arena.odd:
             device.launch(self.arena.make_row_major)
         device.launch(partial(self._table.run, self._digests))
-        if self._clone_check is not None and (check or self._is_synchronised):
-            self._digest_again(self._clone_check, self._clone_places)
         device.mark(self._read)
         # No other stream may write the leaves before they were read.
         device.hold_writers(self._read)
-        if self._is_synchronised:
-            return self._copy_synchronised(target)
         direct = self._direct_copies(target)
-        copying = self._begin([direct, *self._settled_copies(target)], len(direct))
-        if self._waits or (self._gates and not gated):
+        digests = self._digest_copies + np.array([0, target.table_address, 0], dtype=np.uint64)
+        copies = np.concatenate([direct, self.arena.copies(target.image_address), digests])
+        copying = self._copying = device.copy_to_host(copies, len(direct), self._read)
+        if self._unsafe:
+            copying.wait()
+        elif self._waits or (self._gates and not gated):
             copying.hold_writers()
         elif self._gates:
             self._gate = copying
         return copying.handle
+
+    def landed(self, target: SlotWriter, *, check: bool) -> Addresses:
+        """Return the leaves whose bytes in the image the seal compares with their digests, as rows of
+        address, bytes and entry in the table. check: all; otherwise those of this turn, and those torn
+        before."""
+        index = np.array(self._copied if check else self._in_turn(), dtype=np.int64)
+        places = self._plan.offsets[index] + np.uint64(target.image_address)
+        return np.stack([places, self._plan.sizes[index], index.astype(np.uint64)], axis=1)
+
+    def _in_turn(self) -> list[int]:
+        before = self._ends[self._next - 1] if self._next else 0
+        first, end = self._next, int(np.searchsorted(self._ends, before + _COMPARED_BYTES)) + 1
+        self._next = end if end < len(self._copied) else 0
+        return sorted({*self._copied[first:end], *self._unsafe})
 
     def gate(self) -> None:
         """Let the device's streams, not the host, wait for the open copies before an optimizer writes."""
@@ -384,25 +370,14 @@ class DeviceCopies:
             with contextlib.suppress(RuntimeError):
                 self._copying.wait()
 
-    def moves(self, target: SlotWriter) -> Addresses:
-        """Return the moves of the digests for the sealing thread, as rows of source, destination and
-        bytes."""
-        base = [self._host_table.ctypes.data, target.table_address, 0]
-        return self._digest_moves + np.array(base, dtype=np.uint64)
-
     # ---- with the plan
 
     # Outside of inference mode, because later boundaries write these tensors in either mode.
     @torch.inference_mode(False)
     def _make_buffers(self) -> None:
-        device, count = self.device, len(self._order)
-        self._digests = device.allocate(8 * count).view(torch.int64)
-        self._again = device.allocate(8 * count).view(torch.int64)
-        self._host_digests = device.host_memory(8 * count)  # keeps the memory of the next array alive
-        self._host_table: Addresses = self._host_digests.numpy().view(np.uint64)
-        self._digest_moves = _runs(self._order)
-        self._clone_places = self._places(self._checked)
-        self._direct_places = self._places(self._checked_always)
+        self._digests = self.device.allocate(8 * len(self._order)).view(torch.int64)
+        self._digest_copies = _runs(self._order)
+        self._digest_copies[:, 0] += np.uint64(self._digests.data_ptr())
 
     @torch.inference_mode(False)
     def make_tables(self) -> None:
@@ -411,50 +386,8 @@ class DeviceCopies:
         destinations = np.zeros(len(self._order), dtype=np.uint64)
         destinations[: len(self._plain)] = self.arena.addresses(self._plain)
         self._table = self.device.make_table(leaves, destinations)
-        self._clone_check = self._check_table(self._checked)
-        self._direct_check = self._check_table(self._checked_always)
-
-    def _check_table(self, indexes: Sequence[int]) -> DigestTable | None:
-        leaves = [self._plan.tensors[i].detach() for i in indexes]
-        return self.device.make_table(leaves, np.zeros(len(leaves), dtype=np.uint64)) if leaves else None
-
-    def _places(self, indexes: Sequence[int]) -> Tensor:
-        places = {index: place for place, index in enumerate(self._order)}
-        host = self.device.host_memory(8 * len(indexes)).view(torch.int64)
-        host.copy_(torch.tensor([places[i] for i in indexes], dtype=torch.int64, device="cpu"))
-        # Non-blocking, because this copy runs behind the loop's kernels.
-        return host.to(self._digests.device, non_blocking=True)
 
     # ---- at a boundary
-
-    def _digest_again(self, table: DigestTable, places: Tensor) -> None:
-        """Digest leaves again, on the device. A leaf that differs gets the entry that the seal refuses."""
-        again = self._again[: len(table)]
-        self.device.launch(partial(table.run, again))
-
-        def compare() -> None:
-            found = self._digests[places]
-            self._digests.index_copy_(0, places, found.masked_fill_(found != again, _EMPTY))
-
-        self.device.launch(compare)
-
-    def _copy_synchronised(self, target: SlotWriter) -> int:
-        """Copy while the host waits, and digest live leaves again after their copies: bytes and digest may
-        agree although both were read in the middle of a write."""
-        direct = self._direct_copies(target)
-        self._begin([direct], len(direct)).wait()
-        if self._direct_check is not None:
-            self._digest_direct_again(self._direct_check)
-            self.device.mark(self._read)
-            self._read.wait()  # else the next write could be mistaken for one during the copy
-        return self._begin(self._settled_copies(target), 0).handle
-
-    def _digest_direct_again(self, table: DigestTable) -> None:
-        self._digest_again(table, self._direct_places)
-
-    def _begin(self, parts: Sequence[Copies], num_first: int) -> Copying:
-        self._copying = self.device.copy_to_host(np.concatenate(parts), num_first, self._read)
-        return self._copying
 
     def _direct_copies(self, target: SlotWriter) -> Copies:
         """Return the copies of leaves that are read in place."""
@@ -462,31 +395,22 @@ class DeviceCopies:
         places = plan.offsets[index] + np.uint64(target.image_address)
         return np.stack([plan.addresses[index], places, plan.sizes[index]], axis=1)
 
-    def _settled_copies(self, target: SlotWriter) -> list[Copies]:
-        """Return the copies of the arena and the digests, which the loop does not write."""
-        row = [self._digests.data_ptr(), self._host_table.ctypes.data, self._host_table.nbytes]
-        digests = np.array([row], dtype=np.uint64)
-        return [self.arena.copies(target.image_address), digests]
-
 
 class Arena:
     """Device memory for the clones of a plan's leaves `indexes`, in image order, so that a single copy to the
     host takes a run of many leaves. Leaves that are not row-major are made so. Raises torch.OutOfMemoryError.
 
-    holes: leaves in host memory that may lie between clones without ending a run.
-    bridged: the holes inside runs. The copy overwrites their places; the host fills them before the seal.
     odd: the row-major places of leaves that are not row-major.
     """
 
     # Outside of inference mode, because later boundaries write these tensors in either mode.
     @torch.inference_mode(False)
-    def __init__(self, device: Device, plan: Plan, indexes: Sequence[int], holes: Collection[int]) -> None:
+    def __init__(self, device: Device, plan: Plan, indexes: Sequence[int]) -> None:
         self._plan = plan
         self.indexes = list(indexes)
-        self.bridged: list[int] = []
         self._offsets: dict[int, int] = {}
         self._runs: list[tuple[int, int, int]] = []
-        self._buffer = device.allocate(self._place(holes))
+        self._buffer = device.allocate(self._place())
         self._odd = [i for i in indexes if i in plan.odd]
         self.odd: list[Tensor] = []
         for index in self._odd:
@@ -510,36 +434,24 @@ class Arena:
         base = np.array([self._buffer.data_ptr(), image_address, 0], dtype=np.uint64)
         return np.array(self._runs, dtype=np.uint64).reshape(-1, 3) + base
 
-    def _place(self, holes: Collection[int]) -> int:
+    def _place(self) -> int:
         """Compute the runs (offset in the arena, offset in the image, bytes); return the bytes needed."""
         end = 0
         offsets, sizes = self._plan.offsets.tolist(), self._plan.sizes.tolist()
-        before = -1
         for index in self.indexes:
             there, size = offsets[index], sizes[index]
-            gap = range(before + 1, index)
-            if before >= 0 and self._is_bridged(gap, there - offsets[before] - sizes[before], holes):
-                self.bridged += gap
-                here, start, _ = self._runs.pop()
-                self._runs.append((here, start, there + size - start))
-                self._offsets[index] = here + there - start
-            else:
-                here = -(-end // _ALIGNED) * _ALIGNED + there % _ALIGNED
-                self._runs.append((here, there, size))
-                self._offsets[index] = here
-            end = self._offsets[index] + size
-            before = index
+            here, start, num_bytes = self._runs.pop() if self._runs else (0, there, 0)
+            if start + num_bytes != there:
+                self._runs.append((here, start, num_bytes))
+                here, start, num_bytes = -(-end // _ALIGNED) * _ALIGNED + there % _ALIGNED, there, 0
+            self._offsets[index] = here + num_bytes
+            self._runs.append((here, start, num_bytes + size))
+            end = here + num_bytes + size
         return end
-
-    def _is_bridged(self, gap: range, num_bytes: int, holes: Collection[int]) -> bool:
-        """Whether the gap between two clones in the image is small and consists of these holes alone."""
-        if num_bytes < 0 or num_bytes > SMALL_BYTES or not all(index in holes for index in gap):
-            return False
-        return sum(int(self._plan.sizes[index]) for index in gap) == num_bytes
 
 
 def _runs(order: Sequence[int]) -> Addresses:
-    """Return the moves of a packed table to the entries `order` of the slot's table: joined rows of source
+    """Return the copies of a packed table to the entries `order` of the slot's table: joined rows of source
     offset, destination offset and bytes."""
     entries = np.array(order, dtype=np.int64)
     starts = np.flatnonzero(np.diff(entries, prepend=-2) != 1)
@@ -735,7 +647,15 @@ class Planner:
     def plan(self, walk: Walk) -> Plan:
         """Return a plan of one walk, in which the region holds the constants."""
         region, used = self._constants.parts(walk.leaves)
-        return Plan(walk, region, used, sharing=self._sharing, constants=self._constants.names)
+        return Plan(walk, region, used, None, self._sharing, self._group, self._constants.names)
+
+    def _group(self, tensor: Tensor) -> int:
+        """Return the group of a leaf: those of a device that are cloned, its others, those of the host. So
+        one copy takes many clones."""
+        for number, device in enumerate(self._devices):
+            if device.owns(tensor):
+                return 2 * number + (tensor.nbytes >= SMALL_BYTES and is_plain(tensor))
+        return 2 * len(self._devices)
 
     def copies_of_constants(self) -> PreparedCopies:
         """Return the copies of the constants into a new region."""

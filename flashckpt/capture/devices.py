@@ -63,8 +63,6 @@ class DigestTable(Protocol):
     """Leaves that are digested, and cloned on the device, together. Made with a plan, used at each
     boundary."""
 
-    def __len__(self) -> int: ...
-
     def run(self, out: Tensor) -> None:
         """Copy the leaves with a destination, and write the digest of each leaf into `out` (int64, one for
         each leaf). To be called by `Device.launch`."""
@@ -330,9 +328,6 @@ class CudaTable:
     def __init__(self, index: int, leaves: Sequence[Tensor], destinations: Addresses) -> None:
         self._index, self._count = index, len(leaves)
         self._entries = _uploaded(index, leaves, destinations)
-
-    def __len__(self) -> int:
-        return self._count
 
     def run(self, out: Tensor) -> None:
         """Copy the leaves and write their digests to `out`: int64, contiguous, one for each leaf."""

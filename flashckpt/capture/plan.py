@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,6 +78,7 @@ class Plan:
         entries have the region's digest and no tensor.
     only: the names of the leaves to plan; None for all.
     sharing: the leaves that other ranks hold too, and their writers.
+    group: returns the group of a tensor, for the order of the image (`Layout.of`).
     constants: name -> whether the leaf is still constant, of all leaves that ever were.
     """
 
@@ -88,6 +89,7 @@ class Plan:
         used: frozenset[str] = frozenset(),
         only: frozenset[str] | None = None,
         sharing: Sharing | None = None,
+        group: Callable[[Tensor], int] = lambda tensor: 0,
         constants: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         lives = [live for live in walk.leaves if only is None or live.name in only]
@@ -101,12 +103,13 @@ class Plan:
         elsewhere = {name for each in sets for name, by in each.writers.items() if by not in mine}
         left = {name for each in sets for name, by in each.owners.items() if by not in mine}
         assert left <= elsewhere, "a rank's own slot must hold all leaves that it writes"
-        shard = Layout.of(each for each in ordinary if each.name not in elsewhere)
+        groups = {e.name: group(local(e.tensor)) for e in lives}
+        shard = Layout.of((each for each in ordinary if each.name not in elsewhere), groups)
         self.image = SlotImage(
             shard,
             region.layout if region is not None else None,
-            _layout(each for each in ordinary if each.name in elsewhere - left),
-            _layout(each for each in ordinary if each.name in left),
+            _layout((each for each in ordinary if each.name in elsewhere - left), groups),
+            _layout((each for each in ordinary if each.name in left), groups),
         )
         self.region = region
         self.leaves = self.image.leaves
@@ -252,9 +255,9 @@ class Plan:
         self._watch = _native.Watch(items, tensors)
 
 
-def _layout(leaves: Iterable[Leaf]) -> Layout | None:
+def _layout(leaves: Iterable[Leaf], groups: Mapping[str, int]) -> Layout | None:
     found = tuple(leaves)
-    return Layout.of(found) if found else None
+    return Layout.of(found, groups) if found else None
 
 
 def _item(container: Any, key: Any) -> Any:

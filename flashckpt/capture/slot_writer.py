@@ -102,7 +102,7 @@ class SlotWriter:
         self,
         sealer: _native.Sealer,
         waits: Sequence[int],
-        moves: Addresses,
+        landed: Addresses,
         step: int,
         attempt: tuple[int, int],
         boundary: int = 0,
@@ -110,11 +110,10 @@ class SlotWriter:
         held: Addresses,
         confirms: bool = False,
     ) -> None:
-        """Submit the slot to the sealing thread, which seals it after all waits and moves, if all digests are
-        present.
+        """Submit the slot to the sealing thread, which seals it after all waits, if all digests are present.
 
         waits: the handles of running copies.
-        moves: late copies into the slot, as rows of source, destination and bytes.
+        landed: bytes to compare with their digests after the copies, as rows of address, bytes and entry.
         held: the digests of the constants in their region, which must match.
         confirms: see `Slot.submit`.
         """
@@ -140,10 +139,10 @@ class SlotWriter:
             )
         )
         crashpoints.point("seal.submitting")
-        count, late = len(plan.leaves), moves.reshape(-1).data
+        count, flat = len(plan.leaves), landed.reshape(-1).data
         self.slot.submit(
             sealer, self.owner, self.generation, places, count,
-            waits=waits, moves=late, held=held.data, confirms=confirms,
+            waits=waits, landed=flat, held=held.data, confirms=confirms,
         )  # fmt: skip
         crashpoints.point("seal.submitted")
 

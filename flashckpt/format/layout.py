@@ -13,6 +13,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from flashckpt._native import xxh3_128
@@ -77,16 +78,16 @@ class Leaf:
         return self.name, self.dtype, self.shape, self.stride, self.aliases, self.box
 
 
-def image_order(leaf: Leaf) -> tuple[int, int, str]:
+def image_order(leaf: Leaf, group: int = 0) -> tuple[int, int, int, str]:
     """Sort key for the leaves of an image: by the largest power of two, up to ALIGNED, that divides the size,
-    largest first; then by element size, largest first; then by name.
+    largest first; then by group; then by element size, largest first; then by name.
 
     So each leaf starts at a multiple of that power of two, and is aligned to its elements. Ordered by element
     size alone, an optimizer's 4-byte `step` tensors would misalign all later leaves, and kernels that write
     clones of these could store at most 4 bytes at a time.
     """
     rest = leaf.num_bytes % ALIGNED
-    return -(rest & -rest or ALIGNED), -DTYPES[leaf.dtype][0], leaf.name
+    return -(rest & -rest or ALIGNED), group, -DTYPES[leaf.dtype][0], leaf.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,10 @@ class Layout:
     num_bytes: int
 
     @classmethod
-    def of(cls, leaves: Iterable[Leaf]) -> Layout:
-        """Order the leaves, assign offsets and write the header. Names must be unique."""
-        return cls.ordered(sorted(leaves, key=image_order))
+    def of(cls, leaves: Iterable[Leaf], groups: Mapping[str, int] = MappingProxyType({})) -> Layout:
+        """Order the leaves, assign offsets and write the header. Names must be unique. groups: name -> the
+        group of a leaf, 0 unless named: leaves of one alignment are ordered by group."""
+        return cls.ordered(sorted(leaves, key=lambda leaf: image_order(leaf, groups.get(leaf.name, 0))))
 
     @classmethod
     def ordered(cls, leaves: Iterable[Leaf]) -> Layout:

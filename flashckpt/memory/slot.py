@@ -328,13 +328,14 @@ class Slot(forks.OwnDescriptor):
         count: int,
         *,
         waits: Sequence[int] = (),
-        moves: memoryview | None = None,
+        landed: memoryview | None = None,
         held: memoryview | None = None,
         confirms: bool = False,
     ) -> None:
         """Hand a slot to the thread that seals it; all but the `count` digests of its metadata must be
-        written. The thread seals after all `waits`, late copies (`moves`: u64 triples of source, destination
-        and bytes) and digests, the last ones copied from `held` (u64). `confirms`: leave it UNCONFIRMED."""
+        written. The thread seals after all `waits` if all digests are present, those of `landed` (u64 triples
+        of address, bytes and entry) are those of the bytes there, and the last ones are those of `held`
+        (u64). `confirms`: leave it UNCONFIRMED."""
         sealed = Word(SlotState.SEALED, 0, generation)
         unconfirmed = Word(SlotState.UNCONFIRMED, owner, generation)
         sealer.submit(
@@ -347,7 +348,7 @@ class Slot(forks.OwnDescriptor):
             metadata_bytes=places.num_bytes,
             table=self.metadata_address + places.table,
             table_count=count,
-            moves=moves,
+            landed=landed,
             held=held,
         )
 

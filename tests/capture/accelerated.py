@@ -149,7 +149,7 @@ class Accelerated:
         self.capture._in_flight.poll()
 
     def result(self) -> str:
-        """Return "exact", "torn" (the keeper's audit discards it), or "none". Any other result fails here."""
+        """Return "exact" or "none". Fails here for a snapshot that is not the boundary's state."""
         self.finish()
         found = self.ring.newest_sealed()
         if found is None or found[1].step != self.step:
@@ -157,23 +157,9 @@ class Accelerated:
         content = newest(self.ring)
         gradients = {name for name in content.leaves if name.endswith(".grad")}
         leaves = {name: data for name, data in content.leaves.items() if name not in gradients}
-        reference = self.references[content.step]
-        assert leaves.keys() == reference.keys()
-        different = sorted(name for name in leaves if leaves[name] != reference[name])
-        assert different == content.torn, "bytes that are not the boundary's have their digest"
-        return "torn" if different else "exact"
-
-    def audit(self) -> list[str]:
-        """Discard the newest snapshot if it is torn, and name the leaves, as the keeper does."""
-        found = self.ring.newest_sealed()
-        assert found is not None
-        slot, sealed = found
-        content = newest(self.ring)
-        if content.torn:
-            names = [leaf.name for leaf in content.layout.leaves]
-            slot.set_torn(sealed.generation, [names.index(name) for name in content.torn])
-            assert slot.free(slot.state())
-        return content.torn
+        assert leaves == self.references[content.step]
+        assert content.torn == []
+        return "exact"
 
     def ways(self) -> dict[str, str]:
         arrangement = self.capture._planner.current

@@ -58,7 +58,7 @@ def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tup
     module = torch.nn.Module()
     leaves = {f"{i:05}.device": torch.full((elements,), float(i)) for i in range(count)}
     device.adopt(*leaves.values())
-    hosts = {f"{i:05}.host": torch.full((), float(i)) for i in range(count)}
+    hosts = {f"{i:05}.host": torch.full((elements,), float(i)) for i in range(count)}
     state = State(plain=leaves | hosts)
     if way == "gate":
         for name, leaf in leaves.items():
@@ -96,7 +96,7 @@ def test_operations_do_not_grow_with_the_number_of_leaves(
     assert operations[0] <= 8
     assert [len(handed) for _, handed in results] == [1, 1]
     if way == "small":
-        # The arena has the image's layout, including host leaves: one copy, and one of the digests.
+        # The image has the cloned leaves of one alignment in a row: one copy, and one of the digests.
         assert [handed[0] for _, handed in results] == [2, 2]
 
 

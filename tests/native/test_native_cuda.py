@@ -244,10 +244,15 @@ lane.wait(lane.submit(u64(a), u64(b), u64(8), 0))
 sealer.submit(
     waits=[lane.handle], word=base, expected=memory[0], desired=memory[0] + 1, record=base + 512,
     metadata=base + 1024, metadata_bytes=64, table=base + 1024, table_count=3,
-    moves=u64(a, b + 500, 30, a + 30, b + 530, 1))
+    landed=u64(b, 8, 0))
+assert sealer.drain(60)
+assert memory[0] == 9 << 16 and memory[128] == _native.EMPTY_DIGEST, "not the digest of what was copied"
+memory[0], memory[128] = 1 | 4 << 8 | 9 << 16, _native.digest(a, 8)
+sealer.submit(
+    waits=[lane.handle], word=base, expected=memory[0], desired=memory[0] + 1, record=base + 512,
+    metadata=base + 1024, metadata_bytes=64, table=base + 1024, table_count=3, landed=u64(b, 8, 0))
 assert sealer.drain(60)
 assert memory[0] == 2 | 4 << 8 | 9 << 16
-assert to[500:531] == source[:31]
 sealer.close()
 lane.close()
 """
