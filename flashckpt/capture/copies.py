@@ -475,8 +475,8 @@ class Way(str, Enum):
 
 
 class CopyPolicy:
-    """The choice of a way for each leaf of a plan. optimizers: torch's own, already unwrapped. constants: a
-    constant that is torn becomes an ordinary leaf.
+    """The choice of a way for each leaf of a plan. constants: a constant that is torn becomes an ordinary
+    leaf.
 
     `torn`: the names of leaves that were ever found torn. On a device, such a leaf gets the way `wait`, and
     the host waits for the whole device before and after its copy. In host memory, a writing thread cannot be

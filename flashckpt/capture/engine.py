@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from flashckpt.capture.constants import NO_VALUES, Constants, ConstantsChanged, 
 from flashckpt.capture.copies import CopyPolicy, Planner, PreparedCopies, Walkable, describe
 from flashckpt.capture.devices import Device
 from flashckpt.capture.finite import FiniteCheck
-from flashckpt.capture.hooks import StepHooks, unwrapped
+from flashckpt.capture.hooks import StepHooks
 from flashckpt.capture.plan import ConstantsRegion, Sharing
 from flashckpt.capture.schedule import Intervals, Schedule
 from flashckpt.capture.slot_writer import HeartbeatWriter, SlotWriter, SlotWriters
@@ -67,7 +66,7 @@ class Capture:
 
     schedule: decides which boundaries are captured.
     attempt: (number, nonce) of this attempt.
-    optimizers: those of the state, wrapped or not.
+    optimizers: those of the state.
     owner: this process's index in the owner tables of the slots, by slot name if they differ.
     known: leaf name -> digest in the snapshot from which the state was restored.
     constants: the names of the constants in that snapshot; region: the region that it names.
@@ -85,7 +84,7 @@ class Capture:
         devices: Sequence[Device] = (),
         *,
         schedule: Schedule,
-        optimizers: Sequence[object] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
         attempt: tuple[int, int] = (0, 0),
         owner: int | Mapping[str, int] = 1,
         known: Mapping[str, int] = MappingProxyType({}),
@@ -95,8 +94,7 @@ class Capture:
         group_failure: Callable[[], str] | None = None,
     ) -> None:
         self._sealer, self._devices, self._attempt = sealer, devices, attempt
-        inner = [unwrapped(optimizer) for optimizer in optimizers]
-        self._optimizers: list[Any] = [o for o in inner if isinstance(o, torch.optim.Optimizer)]
+        self._optimizers = optimizers
         self.hooks = StepHooks(self._optimizers, lambda: self._planner.gate(), devices)
         self.schedule = schedule
         threads = options.threads or torch.get_num_threads()

@@ -52,18 +52,6 @@ class Boundary:
     gated: bool
 
 
-def unwrapped(optimizer: object) -> object:
-    """Return the torch optimizer inside wrappers that hold it as `.optimizer` (accelerate's does)."""
-    seen: set[int] = set()
-    while not isinstance(optimizer, Optimizer) and id(optimizer) not in seen:
-        seen.add(id(optimizer))
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            break
-        optimizer = inner
-    return optimizer
-
-
 @dataclass(slots=True)
 class _OptimizerSteps:
     """The gradients that an optimizer used in its last step, as objects with their versions. held: the
@@ -99,7 +87,7 @@ class StepHook:
 
 
 class StepHooks:
-    """Hooks on the attached optimizers (torch's own, `unwrapped`).
+    """Hooks on the attached optimizers.
 
     before_step: called before an optimizer writes, and before all other pre-hooks.
     steps: the number of steps of all optimizers.

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashckpt.capture.hooks import Habit, StepHooks, unwrapped
+from flashckpt.capture.hooks import Habit, StepHooks
 
 
 def parameter() -> torch.nn.Parameter:
@@ -147,19 +147,6 @@ def test_hooks_are_silent_in_graphs_and_compilation(
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     optimizer.step()
     assert not called
-
-
-def test_wrapped_optimizers_are_unwrapped() -> None:
-    optimizer = torch.optim.SGD([parameter()], lr=0.1)
-
-    class Wrapper:
-        def __init__(self, inner: object) -> None:
-            self.optimizer = inner
-
-    assert unwrapped(Wrapper(Wrapper(optimizer))) is optimizer
-    loop = Wrapper(None)
-    loop.optimizer = loop
-    assert unwrapped(loop) is loop
 
 
 def test_a_step_that_a_scaler_skips_is_no_step() -> None:
