@@ -9,7 +9,6 @@ attributes of the user's objects and calls none of their methods.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import logging
 import random
@@ -110,9 +109,7 @@ def _raw(generator: object) -> _Raw:
     if isinstance(generator, torch.Generator):
         return _Raw(generator.get_state(), _torch_bytes)
     if isinstance(generator, np.random.RandomState):
-        is_global = generator is np.random.get_state.__self__  # type: ignore[attr-defined]
-        state = _numpy_global.state() if is_global else generator.get_state(legacy=False)
-        return _Raw(state, _numpy_plain)
+        return _Raw(generator.get_state(legacy=False), _numpy_plain)
     if isinstance(generator, np.random.Generator):
         # Packed now: a bit generator of another package may return the arrays from which it draws.
         return _Raw(_plain(dict(generator.bit_generator.state)), lambda state: state)
@@ -130,52 +127,6 @@ def _packed(raw: Any) -> Any:
     return [_packed(each) for each in raw]
 
 
-class _NumpyGlobal:
-    """A cached reader for the state of NumPy's global generator. NumPy copies the 624 words of its Mersenne
-    Twister one by one, which takes 30 us. A comparison of the memory takes 1 us, and the words do not change
-    in a training process that does not draw from NumPy.
-
-    The words do not show whether the second normal number of a pair is buffered (`has_gauss`). So a state is
-    cached only if no number is buffered, and only if its words differ from the last ones with a buffered
-    number: a new pair changes the words. One change is not detected: a `np.random.set_state` of the program
-    to the middle of the newest pair, if no state was read in that middle before.
-    """
-
-    _NUM_BYTES = 4 * _NUMPY_WORDS + 4  # the words and the position
-
-    def __init__(self) -> None:
-        self._bits: Any = None
-        self._address = 0
-        self._words = b""
-        self._state: Any = None
-        self._buffered_at = b""  # the words of the last state with a buffered number
-
-    def state(self) -> Any:
-        bits = np.random.get_bit_generator() if hasattr(np.random, "get_bit_generator") else None
-        if type(bits) is not np.random.MT19937:
-            return np.random.get_state(legacy=False)
-        if bits is not self._bits:
-            self._bits, self._address = bits, bits.ctypes.state_address
-            self.forget()
-        words = ctypes.string_at(self._address, self._NUM_BYTES)
-        if self._state is not None and words == self._words:
-            return self._state
-        state: Any = np.random.get_state(legacy=False)
-        self._state = None
-        if state["has_gauss"]:
-            self._buffered_at = words
-        elif words != self._buffered_at:
-            self._words, self._state = words, state
-        return state
-
-    def forget(self) -> None:
-        """Drop the cache after a state was set: the same words may have another buffered number."""
-        self._state, self._buffered_at = None, b""
-
-
-_numpy_global = _NumpyGlobal()
-
-
 def restore_one(generator: object, state: Any) -> None:
     """Restore one generator. Raises DamagedError if the state belongs to another type of generator."""
     with _damaged(f"the state of a {type(generator).__name__}"):
@@ -187,7 +138,6 @@ def _read(generator: Any, state: Any) -> Callable[[], object]:
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, _torch_state(state))
     if isinstance(generator, np.random.RandomState):
-        _numpy_global.forget()
         return partial(generator.set_state, _numpy_state(state))
     if isinstance(generator, np.random.Generator):
         return partial(setattr, generator.bit_generator, "state", _array_back(state))
