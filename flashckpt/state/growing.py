@@ -1,19 +1,13 @@
 """A list to which a program only appends (the log of a trainer), with each entry encoded once.
 
-Owns the blocks of encoded entries: typed JSON, one entry a line. A block is compressed once it has
-`_BLOCK_BYTES`, and blocks are joined so that a list of n entries has about log2(n) blocks. The newest entries
-are in no block. A large block is bytes and so becomes a leaf, which is copied without a new encoding.
-
-A program may still change the newest `_OPEN` entries. Each call compares `_AUDITED` of the older entries, in
-turns, and encodes the whole list again if one differs. Until its turn comes, a changed entry is saved as it
-was before.
+Owns the encoded entries: typed JSON, one entry a line, compressed in streams of about `_STREAM_BYTES` that
+are joined to one value. It is bytes, so a large one becomes a leaf, which is copied without a new encoding.
+The program may still change the newest `_OPEN` entries. An older one that it changes is saved as it was.
 """
 
 from __future__ import annotations
 
-import logging
 import zlib
-from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,16 +15,12 @@ from flashckpt.errors import StateError
 from flashckpt.format.records import MAX_VALUES_BYTES
 from flashckpt.format.typed import decode_json, encode_json
 
-log = logging.getLogger(__name__)
-
 _OPEN = 16
-_AUDITED = 16
-# Together with the open entries, smaller than a leaf: a leaf that changes its size at each snapshot would
-# cause a new walk of the whole state.
-_BLOCK_BYTES = 32 << 10
+# Much smaller than the headroom of a slot: each further stream makes the leaf larger.
+_STREAM_BYTES = 32 << 10
 # A tenth of the time of the default level, for a fifth more bytes.
 _LEVEL = 1
-_KEYS = {"blocks", "newest"}
+_KEYS = {"closed", "newest"}
 
 
 class GrowingList:
@@ -42,17 +32,15 @@ class GrowingList:
 
     def __init__(self, get: Callable[[], list[Any]]) -> None:
         self._get = get
-        self._warned = False
         self._reset()
 
     def _reset(self) -> None:
         self._list: list[Any] | None = None
-        self._blocks: list[bytes] = []  # compressed; one block may hold several streams in sequence
-        self._texts: list[bytes] = []  # closed entries that are in no block yet
+        self._closed = b""  # compressed streams
+        self._texts: list[bytes] = []  # encoded entries that are in no stream yet
         self._num_bytes = 0  # of `_texts`
-        self._hashes = array("q")  # a hash of the text of each closed entry
-        self._last: Any = None  # the last closed entry
-        self._turn = 0
+        self._num_encoded = 0
+        self._last: Any = None  # the last encoded entry
 
     def state_dict(self) -> dict[str, Any]:
         """Return all entries, encoding only the new ones. Raises StateError for an entry without an exact
@@ -61,10 +49,17 @@ class GrowingList:
         if not self._continues(entries):
             self._reset()
         self._list = entries
-        for entry in entries[len(self._hashes) : max(0, len(entries) - _OPEN)]:
-            self._close(entry, encode_json(entry))
-        newest = [encode_json(entry) for entry in entries[len(self._hashes) :]]
-        return {"blocks": list(self._blocks), "newest": b"\n".join([*self._texts, *newest])}
+        streams = [self._closed]
+        for entry in entries[self._num_encoded : -_OPEN]:
+            self._texts.append(encode_json(entry))
+            self._num_bytes += len(self._texts[-1])
+            self._num_encoded, self._last = self._num_encoded + 1, entry
+            if self._num_bytes >= _STREAM_BYTES:
+                streams.append(zlib.compress(b"\n".join(self._texts), _LEVEL))
+                self._texts, self._num_bytes = [], 0
+        self._closed = b"".join(streams)
+        newest = [encode_json(entry) for entry in entries[self._num_encoded :]]
+        return {"closed": self._closed, "newest": b"\n".join([*self._texts, *newest])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Fill the live list with the saved entries. Raises ValueError for a state that `state_dict` cannot
@@ -74,16 +69,11 @@ class GrowingList:
         entries: list[Any] = self._live()
         entries.clear()
         self._reset()
-        for block in state["blocks"]:
-            for text in _streams(block):
-                texts = text.split(b"\n")
-                entries += _decoded(texts)
-                self._hashes.extend(map(hash, texts))
-            self._blocks.append(block)
-        if entries:
-            self._last = entries[-1]
-        texts = state["newest"].split(b"\n") if state["newest"] else []
-        entries += _decoded(texts)
+        for text in _streams(state["closed"]):
+            entries += _decoded(text.split(b"\n"))
+        self._closed, self._num_encoded = state["closed"], len(entries)
+        self._last = entries[-1] if entries else None
+        entries += _decoded(state["newest"].split(b"\n") if state["newest"] else [])
         self._list = entries
 
     def _live(self) -> list[Any]:
@@ -97,56 +87,27 @@ class GrowingList:
 
     def _continues(self, entries: list[Any]) -> bool:
         """Whether the encoded entries are still the beginning of the list, as far as they are compared."""
-        closed = len(self._hashes)
-        if entries is not self._list or len(entries) < closed:
-            return False
-        if closed and entries[closed - 1] is not self._last:
-            return False
-        for _ in range(min(_AUDITED, closed)):
-            self._turn = (self._turn + 1) % closed
-            if hash(encode_json(entries[self._turn])) != self._hashes[self._turn]:
-                if not self._warned:
-                    self._warned = True
-                    log.warning(
-                        "entry %d of a GrowingList was changed after it was saved. The whole list is encoded "
-                        "again; steps saved since the change may hold the old entry. Name the list itself if "
-                        "its entries change",
-                        self._turn,
-                    )
-                return False
-        return True
-
-    def _close(self, entry: Any, text: bytes) -> None:
-        self._texts.append(text)
-        self._hashes.append(hash(text))
-        self._num_bytes += len(text)
-        self._last = entry
-        if self._num_bytes < _BLOCK_BYTES:
-            return
-        self._blocks.append(zlib.compress(b"\n".join(self._texts), _LEVEL))
-        self._texts, self._num_bytes = [], 0
-        # Like the carry of a binary counter: each byte is copied once for each doubling of the list.
-        while len(self._blocks) > 1 and len(self._blocks[-2]) < 2 * len(self._blocks[-1]):
-            last = self._blocks.pop()
-            self._blocks[-1] += last
+        count = self._num_encoded
+        is_same = entries is self._list and len(entries) >= count
+        return is_same and (not count or entries[count - 1] is self._last)
 
 
-def _streams(block: bytes) -> Iterator[bytes]:
-    """Yield the decompressed streams of a block. Raises ValueError if it is damaged."""
-    while block:
+def _streams(closed: bytes) -> Iterator[bytes]:
+    """Yield the decompressed streams. Raises ValueError if it is damaged."""
+    while closed:
         stream = zlib.decompressobj()
         try:
-            text = stream.decompress(block, MAX_VALUES_BYTES)
+            text = stream.decompress(closed, MAX_VALUES_BYTES)
         except zlib.error as error:
-            raise ValueError(f"a block of entries is damaged: {error}") from error
+            raise ValueError(f"the entries are damaged: {error}") from error
         if not stream.eof:
-            raise ValueError("a block of entries is truncated or too large")
+            raise ValueError("the entries are truncated or too many")
         yield text
-        block = stream.unused_data
+        closed = stream.unused_data
 
 
 def _decoded(texts: list[bytes]) -> list[Any]:
     found = decode_json(b"[" + b",".join(texts) + b"]")
     if not isinstance(found, list) or len(found) != len(texts):
-        raise ValueError("a block of entries does not hold one entry a line")
+        raise ValueError("the entries are not one a line")
     return found

@@ -73,15 +73,6 @@ def test_each_entry_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(encoded) <= 50
 
 
-def test_blocks_are_few() -> None:
-    holder = Owner()
-    for step in range(30_000):
-        holder.entries.append(step)
-        if step % 1000 == 0:
-            holder.list.state_dict()
-    assert len(holder.list.state_dict()["blocks"]) <= 8
-
-
 @pytest.mark.parametrize("length", [20, 1500])
 def test_another_list_and_a_shorter_one_are_encoded_again(length: int) -> None:
     holder = Owner([entry(step) for step in range(length)])
@@ -107,18 +98,8 @@ def test_the_newest_entries_may_change() -> None:
     assert loaded(holder.saved()).entries == holder.entries
 
 
-def test_a_changed_older_entry_is_found_in_its_turn(caplog: pytest.LogCaptureFixture) -> None:
-    holder = Owner([entry(step) for step in range(200)])
-    holder.list.state_dict()
-    holder.entries[70]["eval_loss"] = 1.5
-    for _ in range(200 // 16 + 1):
-        saved = holder.saved()
-    assert loaded(saved).entries == holder.entries
-    assert "entry 70" in caplog.text
-
-
 def test_a_snapshot_of_it_is_restored() -> None:
-    """Its large blocks are leaves; the newest entries are read again between two walks."""
+    """The older entries are a leaf; the newest entries are read again between two walks."""
     holder, other = Owner([entry(step) for step in range(9000)]), Owner()
     tree = Tree({"log": holder.list})
     assert capture(tree).layout.leaves
@@ -143,8 +124,8 @@ def test_unsupported_lists_and_entries_are_refused() -> None:
 @pytest.mark.parametrize(
     "spoil", [lambda b: b[:-3], lambda b: b[:90] + b"\0\0\0" + b[93:], lambda b: b + b"x"]
 )
-def test_damaged_blocks_are_refused(spoil: Any) -> None:
+def test_damaged_entries_are_refused(spoil: Any) -> None:
     saved = Owner([entry(step) for step in range(2000)]).saved()
-    saved["blocks"][0] = spoil(saved["blocks"][0])
-    with pytest.raises(ValueError, match="block"):
+    saved["closed"] = spoil(saved["closed"])
+    with pytest.raises(ValueError, match="the entries are"):
         loaded(saved)
