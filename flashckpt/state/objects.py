@@ -230,8 +230,6 @@ class ObjectEntry(StateEntry):
         """Load the state, then compare the state that the object returns with the saved one."""
         recorded = value["state"]
         self.target.load_state_dict(Settling(filling).settle(recorded, None, self.name))
-        if isinstance(self.target, Optimizer) and saves_as_torch(self.target):
-            _undo_casts(self.target, Settling(filling).settle(recorded, None, self.name))
         held = Walk()
         now = self.values(held)["state"]
         wrong = [f"{leaf.name} was not saved" for leaf in held.leaves if leaf.name not in saved.names]
@@ -292,35 +290,6 @@ def fill_unowned(optimizer: Optimizer, filling: Filling, live: Walk) -> None:
     for name, leaf in live.named.items():
         if leaf.owner is optimizer and leaf.kind == "parameter":
             filling.fill(name, leaf.tensor)
-
-
-def saves_as_torch(target: Optimizer) -> bool:
-    """Whether an optimizer's state_dict and load_state_dict are torch's own. It may have hooks."""
-    kind = type(target)
-    return kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict
-
-
-def _undo_casts(target: Optimizer, given: Any) -> None:
-    """Restore the saved dtypes of state that torch casts to the parameter's dtype at a load. Only where
-    `state_dict` returns the tensor that the optimizer holds: then no hook has converted it."""
-    handed: Any = target.state_dict()
-    parameters = [p for group in target.param_groups for p in group["params"]]
-    for index, parameter in enumerate(parameters):
-        shown, recorded = _state_at(handed, index), _state_at(given, index)
-        live: Any = target.state.get(parameter)
-        for key in recorded.keys() & shown.keys() if isinstance(live, dict) else ():
-            saved, held = recorded[key], shown[key]
-            if not isinstance(saved, Tensor) or not isinstance(held, Tensor) or live.get(key) is not held:
-                continue
-            if held.dtype != saved.dtype and held.shape == saved.shape:
-                live[key] = saved.to(held.device)
-
-
-def _state_at(packed: Any, index: int) -> dict[Any, Any]:
-    """Return the state of one parameter from the result of torch's own state_dict; {} for other forms."""
-    states = packed.get("state") if isinstance(packed, dict) else None
-    state = states.get(index) if isinstance(states, dict) else None
-    return state if isinstance(state, dict) else {}
 
 
 def changed_values(recorded: Any, found: Any, name: str) -> dict[str, str]:

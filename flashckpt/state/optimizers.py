@@ -27,7 +27,6 @@ from flashckpt.state.objects import (
     StateEntry,
     fill_unowned,
     misfit,
-    saves_as_torch,
     take_unowned,
     unknown_classes,
 )
@@ -320,16 +319,23 @@ def _misplaced(
 
 
 def has_own_saving(target: Optimizer) -> bool:
-    """Whether an optimizer changes how it saves or loads, by overriding methods or by hooks."""
-    if not saves_as_torch(target):
-        return True
+    """Whether an optimizer overrides how it saves or loads."""
+    kind = type(target)
+    return not (kind.state_dict is Optimizer.state_dict and kind.load_state_dict is Optimizer.load_state_dict)
+
+
+def warn_of_unsaved(name: str, target: Optimizer) -> None:
+    """Warn if an optimizer with torch's own saving has hooks on it, or keeps values in attributes of its
+    own."""
+    if has_own_saving(target):
+        return
     hooks = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
-    return any(getattr(target, f"_optimizer_{hook}_hooks", None) for hook in hooks)
-
-
-def warn_of_attributes(name: str, target: Optimizer) -> None:
-    """Warn if an optimizer with torch's own saving keeps values in attributes of its own."""
-    if has_own_saving(target) or type(target).__module__.startswith("torch."):
+    if any(getattr(target, f"_optimizer_{hook}_hooks", None) for hook in hooks):
+        log.warning(
+            "%s: hooks on state_dict and load_state_dict of a %s are not called. If they keep values, name "
+            "an object that has them.", name, type(target).__name__,
+        )  # fmt: skip
+    if type(target).__module__.startswith("torch."):
         return
     own = [
         key

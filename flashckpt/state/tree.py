@@ -54,7 +54,7 @@ from flashckpt.state.optimizers import (
     check_not_zero,
     has_own_saving,
     unwrapped,
-    warn_of_attributes,
+    warn_of_unsaved,
 )
 from flashckpt.state.tensors import DTYPE_NAMES, PLAIN, described, fits, make, span, strides
 
@@ -97,7 +97,7 @@ class Tree:
         walk = self.walk(_all_used_up)
         check_drivers(targets, optimizers, self.parameters())
         for name, optimizer in optimizers.items():
-            warn_of_attributes(name, optimizer)
+            warn_of_unsaved(name, optimizer)
         warn_of_hooks(self.modules, targets)
         entries = [entry for entry in self._entries.values() if isinstance(entry, ModuleEntry)]
         check_own_saving({path: each for e in entries for path, each in e.modules.items()}, walk.leaves)

@@ -126,8 +126,9 @@ def trained(kind: type[Momentum], hook: bool) -> tuple[nn.Module, Momentum, Tree
     return model, optimizer, Tree({"model": model, "optimizer": optimizer})
 
 
-def test_hooks_alone_cost_no_precision() -> None:
+def test_hooks_of_an_optimizer_are_not_called(caplog: pytest.LogCaptureFixture) -> None:
     _, optimizer, tree = trained(Momentum, hook=True)
+    assert "hooks on state_dict and load_state_dict of a Momentum are not called" in caplog.text
     optimizer.step()
     image = capture(tree)
     _, _, again = trained(Momentum, hook=True)
