@@ -101,7 +101,6 @@ class Constants:
             before.update((name, now[name]) for name in were)
         constants = [each for each in candidates if now[each.name] == before[each.name]]
         self.names = {each.name: True for each in constants}
-        self._log_uncovered(leaves)
         held = self.region.by_name() if self.region is not None else {}
         if all(self._is_held(each, held) and held[each.name][1] == now[each.name] for each in constants):
             self._ordinary.update(held.keys() - {each.name for each in constants})
@@ -200,22 +199,6 @@ class Constants:
     def _read(self, lives: Sequence[LiveLeaf]) -> dict[str, int]:
         found = digest_tensors([each.tensor for each in lives], self._threads)
         return {each.name: digest for each, digest in zip(lives, found, strict=True)}
-
-    def _log_uncovered(self, leaves: Sequence[LiveLeaf]) -> None:
-        """Log the leaves that probably never change and are still copied into each slot."""
-        owned = parameters_of(self._optimizers)
-        frozen = [each for each in leaves if _is_frozen(each)]
-        in_optimizer = [each for each in frozen if id(each.held) in owned]
-        moved = [each for each in frozen if not self._is_read_in_place(each.tensor)]
-        buffers = [each for each in leaves if each.kind == "buffer" and _num_bytes(each) >= LEAST_BYTES]
-        for what, found in (
-            ("frozen parameters in an optimizer (give it only trained parameters)", in_optimizer),
-            ("frozen parameters that are not row-major (make them contiguous)", moved),
-            ("buffers of 1 MiB or more, such as those of quantized bases", buffers),
-        ):
-            if found:
-                num_bytes = sum(map(_num_bytes, found))
-                log.info("each slot has a copy of %s bytes of %s", f"{num_bytes:,}", what)
 
 
 def parameters_of(optimizers: Iterable[Any]) -> set[int]:

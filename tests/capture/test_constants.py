@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -243,9 +242,8 @@ def test_a_parameter_added_later_is_an_ordinary_leaf(start: Start) -> None:
     assert run.capture.region_wanted() is None
 
 
-def test_leaves_that_are_never_constants(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """Small leaves, leaves of an optimizer or with a gradient, leaves that are not row-major, and buffers.
-    Their bytes in each slot are logged once."""
+def test_leaves_that_are_never_constants(start: Start) -> None:
+    """Small leaves, leaves of an optimizer or with a gradient, leaves that are not row-major, and buffers."""
     model = torch.nn.Module()
     kinds = {"small": (3, False), "owned": (LARGE, False), "trained": (LARGE, True)}
     for name, (count, trains) in kinds.items():
@@ -255,14 +253,8 @@ def test_leaves_that_are_never_constants(start: Start, caplog: pytest.LogCapture
     optimizer = torch.optim.SGD([model.owned], lr=0.1)
     capture = start(State(model=model), optimizers=[optimizer]).capture
     capture.digest_candidates()
-    with caplog.at_level(logging.INFO, logger="flashckpt"):
-        assert capture.memory_needed(ordered=True) is not None
-        assert capture.memory_needed(ordered=True) is not None
+    assert capture.memory_needed(ordered=True) is not None
     assert capture.region_wanted() is None
-    logged = "\n".join(caplog.messages)
-    assert logged.count("1,200,000 bytes of frozen parameters in an optimizer") == 1
-    assert logged.count("1,600,000 bytes of frozen parameters that are not row-major") == 1
-    assert logged.count("1,200,000 bytes of buffers") == 1
 
 
 @pytest.mark.dist
