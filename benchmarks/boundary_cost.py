@@ -41,9 +41,8 @@ def main() -> None:
         "Python's generator": random.getstate,
         "NumPy's generator": lambda: np.random.get_state(legacy=False),
         "torch's generator": torch.default_generator.get_state,
-        "all three, recorded": source.generators.record_all,
+        "all three, packed": source.generators.capture_all,
         "a position": source.position,
-        "a position, NumPy drawn in between": lambda: (np.random.rand(), source.position()),
     }
     for name, call in rows.items():
         print(f"{name:48}{fastest_us(call):8.1f} us")

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,21 +49,15 @@ def _globals() -> dict[str, Any]:
 def capture() -> State:
     """Return the states of the global generators: Python, NumPy, torch CPU, each CUDA device if CUDA is
     initialised."""
-    state: State = _packed(_record())
+    state = capture_cpu()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = [capture_one(generator) for generator in torch.cuda.default_generators]
     return state
 
 
 def capture_cpu() -> State:
     """Return the same without devices: the generators of a loader's worker process."""
     return {name: capture_one(generator) for name, generator in _globals().items()}
-
-
-def _record() -> dict[str, Any]:
-    """Return the raw states that `capture` packs."""
-    raw: dict[str, Any] = {name: _raw(generator) for name, generator in _globals().items()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raw["cuda"] = [_raw(generator) for generator in torch.cuda.default_generators]
-    return raw
 
 
 def restore(state: State) -> None:
@@ -95,36 +89,15 @@ def is_global(value: object) -> bool:
 
 def capture_one(generator: object) -> Any:
     """Return the state of one generator of torch, Python or NumPy, as plain values."""
-    return _packed(_raw(generator))
-
-
-class _Raw(NamedTuple):
-    """The state of a generator as it returns it, in separate memory, and the function that packs it."""
-
-    state: Any
-    pack: Callable[[Any], Any]
-
-
-def _raw(generator: object) -> _Raw:
     if isinstance(generator, torch.Generator):
-        return _Raw(generator.get_state(), _torch_bytes)
+        return _torch_bytes(generator.get_state())
     if isinstance(generator, np.random.RandomState):
-        return _Raw(generator.get_state(legacy=False), _numpy_plain)
+        return _numpy_plain(generator.get_state(legacy=False))
     if isinstance(generator, np.random.Generator):
-        # Packed now: a bit generator of another package may return the arrays from which it draws.
-        return _Raw(_plain(dict(generator.bit_generator.state)), lambda state: state)
+        return _plain(dict(generator.bit_generator.state))
     if isinstance(generator, random.Random):
-        return _Raw(generator.getstate(), _python_bytes)
+        return _python_bytes(generator.getstate())
     raise StateError(f"{type(generator).__name__} is not a random number generator that can be saved.")
-
-
-def _packed(raw: Any) -> Any:
-    """Return nested dicts and lists with each `_Raw` packed."""
-    if isinstance(raw, _Raw):
-        return raw.pack(raw.state)
-    if isinstance(raw, dict):
-        return {name: _packed(each) for name, each in raw.items()}
-    return [_packed(each) for each in raw]
 
 
 def restore_one(generator: object, state: Any) -> None:
@@ -236,23 +209,6 @@ _PLAIN = (type(None), bool, int, float, str, bytes)
 _OPAQUE = (*_PLAIN, type, ModuleType, FunctionType, torch.Tensor, np.ndarray, logging.Logger)
 
 
-class Recorded:
-    """The states of generators at one moment. Later draws do not change it."""
-
-    __slots__ = ("_raw", "_value")
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self._raw: dict[str, Any] | None = raw
-        self._value: dict[str, Any] = {}
-
-    def value(self) -> dict[str, Any]:
-        """Return the states as `Generators.capture_all` does. Each call returns the same object: do not
-        change it."""
-        if self._raw is not None:
-            self._value, self._raw = _packed(self._raw), None
-        return self._value
-
-
 class Generators:
     """The generators reachable from named roots, each once, under its first path."""
 
@@ -273,12 +229,7 @@ class Generators:
 
     def capture_all(self) -> dict[str, Any]:
         """Return the states of these generators and of the global ones."""
-        return self.record_all().value()
-
-    def record_all(self) -> Recorded:
-        """Record the same states; pack them only when they are read."""
-        own = {path: _raw(generator) for path, generator in self._found.items()}
-        return Recorded({"global": _record(), "own": own})
+        return {"global": capture(), "own": self.capture()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the states whose path has a generator here. Raises DamagedError."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flashckpt.errors import DamagedError, MismatchError
-from flashckpt.state import rng
 from flashckpt.state.loader.order import Share, checked_fields
 
 log = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class Position(NamedTuple):
     made_of: dict[str, Any]
     at_iter: dict[str, Any] | None
     at_draw: dict[str, Any] | None
-    now: Any
+    now: dict[str, Any]
     parts: dict[str, Any]
     ahead: list[Any]
     has_ended: bool
@@ -80,10 +79,7 @@ class Position(NamedTuple):
         made_of, share = self.made_of, self.made_of.get("share")
         if share is not None:
             made_of = {**made_of, "share": share.value()}
-        states = [
-            each.value() if isinstance(each, rng.Recorded) else each for each in (self.now, *self.ahead)
-        ]
-        return {**self._asdict(), "made_of": made_of, "now": states[0], "ahead": states[1:]}
+        return {**self._asdict(), "made_of": made_of}
 
     @property
     def is_open(self) -> bool:

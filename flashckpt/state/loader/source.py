@@ -233,9 +233,9 @@ class Source:
         ahead = [*(each.now for each in others), *self._generator_states()]
         return first._replace(ahead=ahead, has_ended=has_ended).value()
 
-    def _generator_states(self) -> list[dict[str, Any] | rng.Recorded]:
+    def _generator_states(self) -> list[dict[str, Any]]:
         """Return the generator states of each remaining redraw, and last the current ones."""
-        now = self.generators.record_all() if self._restore_at_fetch is None else self._restore_at_fetch
+        now = self.generators.capture_all() if self._restore_at_fetch is None else self._restore_at_fetch
         if not self._redraws:
             return [now]
         *others, last = self._redraws
