@@ -86,12 +86,14 @@ class StateEntry:
 
 
 def warn_of_hooks(modules: Iterable[nn.Module], named: Mapping[str, object]) -> None:
-    """Warn about communication hooks of DDP whose state (PowerSGD's error feedback) no named object holds."""
+    """Warn about torch's communication hooks of DDP whose state (PowerSGD's error feedback) no named object
+    holds."""
     held = {id(value) for _, value in rng.reached(named)}
     for module in (each for root in modules for each in root.modules()):
         if isinstance(module, nn.parallel.DistributedDataParallel):
             for _, state in module._comm_hooks:
-                if _holds_numbers(state) and id(state) not in held:
+                is_torchs = type(state).__module__.startswith("torch.distributed.algorithms.")
+                if is_torchs and id(state) not in held:
                     log.warning(
                         "a communication hook of DDP has a %s, which is not saved: a resumed run begins "
                         "with a new one, and its gradients differ from those of an uninterrupted run. Name "
@@ -99,16 +101,6 @@ def warn_of_hooks(modules: Iterable[nn.Module], named: Mapping[str, object]) -> 
                         "docs/distributed.md shows one for PowerSGD",
                         type(state).__name__,
                     )
-
-
-def _holds_numbers(state: object) -> bool:
-    """Whether an object's attributes, including those in `__slots__`, hold numbers, tensors or generators."""
-    names = {*getattr(state, "__dict__", ()), *getattr(type(state), "__slots__", ())}
-    values = [getattr(state, name, None) for name in names]
-    return any(
-        isinstance(each, (Tensor, dict, list)) or type(each) is int or rng.is_generator(each)
-        for each in values
-    )
 
 
 # Containers and generators
