@@ -16,7 +16,7 @@ from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.format.typed import Encoded
 from flashckpt.state import rng
 from flashckpt.state.loader.position import LayoutChange, Position, is_at_end
-from flashckpt.state.loader.source import Source, iterator_of, keeps_workers
+from flashckpt.state.loader.source import Source, with_new_workers
 from flashckpt.state.values import StoredTensor
 
 # Attributes of DataLoaderShard and DataLoaderDispatcher that this module reads or replaces.
@@ -247,11 +247,9 @@ class ReceivedSource(Source):
     batches and only saves generators."""
 
     kind = "received"
-    parts = frozenset({"keeps_workers"})
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader, rng.Generators({"loader": loader.base_dataloader}))
-        self._has_workers = False
 
     def converted(self, resume: Mapping[str, Any]) -> Mapping[str, Any]:
         """Convert a position from another number of ranks to this kind: it may be that of the drawing rank,
@@ -259,13 +257,12 @@ class ReceivedSource(Source):
         made_of = resume.get("made_of")
         if resume.get("kind") == self.kind or not isinstance(made_of, dict) or "moved" not in made_of:
             return resume
-        return {**resume, "kind": self.kind, "length": None, "parts": {"keeps_workers": False}}
+        return {**resume, "kind": self.kind, "length": None, "parts": {}}
 
     def unused_iterator(self, loader: Any) -> Iterator[Any]:
         """Return the iterator that the dispatcher creates and never uses. Undo its draw of the workers' seed
         in a resumed epoch, which had drawn it already."""
-        iterator = iterator_of(loader, self.generators, had_workers=self._has_workers)
-        self._has_workers = keeps_workers(loader)
+        iterator: Iterator[Any] = iter(with_new_workers(loader))
         due, self._restore_at_fetch = self._restore_at_fetch, None
         if due is not None:
             self.generators.restore_all(due)
@@ -274,9 +271,6 @@ class ReceivedSource(Source):
     def count_trained(self, batches: int = 0) -> None:
         self.batches_taken = batches
 
-    def _load(self, position: Position) -> None:
-        self._has_workers = position.parts["keeps_workers"] is True
-
     def _parts(self) -> tuple[bool, dict[str, Any]]:
         over = self._over or (self.batches_taken > 0 and self._loader.end_of_dataloader)
-        return over, {"keeps_workers": self._has_workers}
+        return over, {}

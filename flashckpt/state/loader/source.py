@@ -425,30 +425,10 @@ class ReplayedSource(Source):
     The kind of its positions is "replayed". `clock` returns seconds."""
 
     kind = "replayed"
-    parts = frozenset({"keeps_workers"})
 
     def __init__(self, loader: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        # A DataLoader holds its persistent workers, so a copy gets its own.
-        own = copy.copy(loader) if isinstance(loader, DataLoader) else loader
-        if own is not loader:
-            vars(own)["_iterator"] = None
-        super().__init__(own, rng.Generators({"loader": loader}))
+        super().__init__(with_new_workers(loader), rng.Generators({"loader": loader}))
         self._clock = clock
-        # Whether the run has seeded persistent workers so far, and before the present epoch.
-        self._has_workers = self._had_workers = False
-
-    def close(self) -> None:
-        self.rest()
-
-    def rest(self) -> None:
-        super().rest()
-        if keeps_workers(self._loader):
-            end_workers(self._loader._iterator)
-            self._loader._iterator = None
-
-    def _enter(self, epoch: int) -> None:
-        super()._enter(epoch)
-        self._had_workers = self._has_workers
 
     def _is_global(self, position: Position) -> bool:
         is_same = type(self._loader) in _FREE_TO_REPLAY and position.length == self._length
@@ -457,8 +437,7 @@ class ReplayedSource(Source):
     def _iterate(self) -> tuple[Iterator[Any], bool]:
         """Return an iterator, and whether batches were drawn from it before."""
         self._at_iter = self.generators.capture_all()
-        iterator = iterator_of(self._loader, self.generators, had_workers=self._had_workers)
-        self._has_workers = keeps_workers(self._loader)
+        iterator = iter(self._loader)
         if iterator is not self._loader:
             return iterator, False
         used = any(reference() is iterator for reference in _used_iterators)
@@ -482,7 +461,6 @@ class ReplayedSource(Source):
 
     def _reopen(self, position: Position) -> None:
         assert position.at_iter is not None
-        self._had_workers = position.parts["keeps_workers"] is True
         total, is_free = position.batches_taken, type(self._loader) in _FREE_TO_REPLAY
         self.generators.restore_all(position.at_iter)
         iterator, used = self._iterate()
@@ -502,14 +480,6 @@ class ReplayedSource(Source):
                 type(self._loader).__name__, total, position.epoch,
             )  # fmt: skip
         draw_again(iterator, total, self._clock, log_every_s=math.inf if is_free else _LOG_EVERY_S)
-
-    def _load(self, position: Position) -> None:
-        has_begun = position.is_open and keeps_workers(self._loader)
-        self._has_workers = self._had_workers = has_begun or position.parts["keeps_workers"] is True
-
-    def _parts(self) -> tuple[bool, dict[str, Any]]:
-        between = self._over or self._at_iter is None
-        return self._over, {"keeps_workers": self._has_workers if between else self._had_workers}
 
 
 def draw_again(
@@ -543,19 +513,15 @@ def end_workers(iterator: object) -> None:
         shutdown()
 
 
-def keeps_workers(loader: Any) -> bool:
-    """Whether a loader's workers persist across epochs."""
-    return isinstance(loader, DataLoader) and loader.num_workers > 0 and loader.persistent_workers
-
-
-def iterator_of(loader: Any, generators: rng.Generators, *, had_workers: bool) -> Iterator[Any]:
-    """Return `iter(loader)`. had_workers: the run seeded its persistent workers in an earlier epoch. If this
-    process has none yet, start them first and undo the draw of their seed."""
-    if had_workers and keeps_workers(loader) and loader._iterator is None:
-        before = generators.capture_all()
-        DataLoader.__iter__(loader)  # that of a subclass may be a generator function
-        generators.restore_all(before)
-    return iter(loader)
+def with_new_workers(loader: Any) -> Any:
+    """Return a copy of a DataLoader that starts new workers for each iterator, so that an epoch begins as it
+    does after a resume; any other loader as it is."""
+    if not isinstance(loader, DataLoader):
+        return loader
+    own = copy.copy(loader)
+    # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
+    vars(own).update(_iterator=None, persistent_workers=False)
+    return own
 
 
 # Facts of loaders
