@@ -199,8 +199,6 @@ class HostCopies:
         self._destinations = np.empty_like(self._sources)
         self._digests = np.empty_like(self._sources)
         self._block_ends = np.cumsum(-(-self._sizes.astype(np.int64) // _SAMPLED_BYTES))
-        # If all leaves are plain host leaves, digests go to the slot's table directly.
-        self._whole = len(self._plain) == len(plan.leaves)
 
     def moved(self) -> None:
         """Read the addresses again after the plan was patched."""
@@ -215,12 +213,11 @@ class HostCopies:
         """
         if len(self._plain):
             np.add(self._offsets, np.uint64(target.image_address), out=self._destinations)
-            out = target.table_address if self._whole else _native.address_of(self._digests.data)
+            out = _native.address_of(self._digests.data)
             _native.copy_digest(
                 self._sources.data, self._destinations.data, self._sizes.data, out, self._threads
             )
-            if not self._whole:
-                target.table[self._plain] = self._digests
+            target.table[self._plain] = self._digests
         for number, index in enumerate(self._odd):
             is_in_turn = turn % len(self._odd) == number
             self._capture_odd(target, index, check=check or is_in_turn or index in self._unsafe)
