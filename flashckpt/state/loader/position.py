@@ -74,13 +74,6 @@ class Position(NamedTuple):
     ahead: list[Any]
     has_ended: bool
 
-    def value(self) -> dict[str, Any]:
-        """Return plain values, for `read`."""
-        made_of, share = self.made_of, self.made_of.get("share")
-        if share is not None:
-            made_of = {**made_of, "share": share.value()}
-        return {**self._asdict(), "made_of": made_of}
-
     @property
     def is_open(self) -> bool:
         """Whether it is in the middle of an epoch, also of one that was divided again and not drawn from."""

@@ -227,11 +227,11 @@ class Source:
     def position(self) -> dict[str, Any]:
         """Return the position, for `Position.read`. To be called between two calls of `next`."""
         if not self._before_draws:
-            return self._position_now().value()
+            return self._position_now()._asdict()
         first, *others = self._before_draws
         has_ended = self._over or (self._ends_after_redraws and bool(self._redraws))
         ahead = [*(each.now for each in others), *self._generator_states()]
-        return first._replace(ahead=ahead, has_ended=has_ended).value()
+        return first._replace(ahead=ahead, has_ended=has_ended)._asdict()
 
     def _generator_states(self) -> list[dict[str, Any]]:
         """Return the generator states of each remaining redraw, and last the current ones."""
@@ -242,12 +242,12 @@ class Source:
         return [now, *others, {**last, "global": rng.capture()}]
 
     def _position_now(self) -> Position:
-        """Return the position, to be encoded later. Later draws do not change it: its contents are immutable,
-        or the source replaces them and never modifies them."""
+        """Return the position in plain values, to be encoded later. Later draws do not change it: the source
+        replaces its contents and never modifies them."""
         # `_parts` first: the state_dict of a loader may draw.
         over, parts = self._parts()
         now, *ahead = self._generator_states()
-        made_of = self._made_of if self._share is None else {**self._made_of, "share": self._share}
+        made_of = self._made_of if self._share is None else {**self._made_of, "share": self._share.value()}
         return Position(
             kind=self.kind,
             epoch=self._epoch,
