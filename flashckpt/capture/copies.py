@@ -290,9 +290,8 @@ class DeviceCopies:
         self.device, self._plan = device, plan
         self._unsafe = [i for i in indexes if i in unsafe]
         cloned = [i for i in indexes if ways[i] is Way.CLONE or i in plan.odd]
-        # Leaves that are only digested: the plan's region or another rank's slot holds their bytes.
-        digested = (Way.LEFT, Way.CONSTANT)
-        self._direct = [i for i in indexes if i not in set(cloned) and ways[i] not in digested]
+        # Others are only digested: the region of constants or another rank's slot holds their bytes.
+        self._direct = [i for i in indexes if i not in plan.odd and ways[i] in (Way.GATE, Way.WAIT)]
         self._waits = any(ways[i] is Way.WAIT for i in indexes)
         self._gates = any(ways[i] is Way.GATE for i in indexes)
         self.arena = Arena(device, plan, cloned)
