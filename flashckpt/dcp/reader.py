@@ -32,7 +32,7 @@ from flashckpt.errors import DamagedError, FlashckptError, OptionError, RunError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import Hole, LeafRef, children, decode_json
 from flashckpt.restore.merged_state import SavedRank, SavedState
-from flashckpt.restore.snapshot import leaf_view
+from flashckpt.restore.step_reading import read_leaves
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.state.leaves import is_stored, leaf_names, value_of
@@ -232,7 +232,7 @@ class _Step:
         """step: None takes the newest. Raises NoSuchStepError, RunError, DamagedError, MismatchError."""
         record = resolve(store, step)
         self.identity = str(record.name)
-        self._url, self._step = store.url, record.step
+        self._record = record
         self._whole = WholeTensors(record)
         self._leaves = {name: leaf for leaf in self._whole.leaves for name in (leaf.name, *leaf.aliases)}
         self.tensors: dict[str, Leaf] = {}
@@ -320,24 +320,11 @@ class _Step:
         return Metadata(state_dict_metadata={**tensors, **values}, planner_data=self.paths)
 
     def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
-        wanted = [
-            (
-                self.tensors[item.storage_index.fqn],
-                TensorSlice(tuple(item.storage_offsets), tuple(item.lengths)),
-            )
-            for item in items
-        ]
-        try:
-            slices = self._whole.slices(wanted, torch.get_num_threads())
-        except FileNotFoundError as error:
-            raise DamagedError(
-                f"{self._url}: a file of step {self._step} does not exist. Nothing was loaded. The run's job "
-                "may have deleted the step during the load: load again.",
-                step=self._step,
-                path=self._url,
-            ) from error
-        for data, leaf in slices:
-            yield leaf_view(data, leaf, 0)
+        wanted = []
+        for number, item in enumerate(items):
+            region = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
+            wanted.append(self._whole.slice(self.tensors[item.storage_index.fqn], region, str(number)))
+        yield from read_leaves(wanted, self._record, torch.get_num_threads()).values()
 
     def value(self, fqn: str) -> Any:
         """Return a value that is not a tensor; tensors inside of it are on the CPU."""
@@ -347,8 +334,7 @@ class _Step:
     def _made(self, value: Any, name: str) -> Any:
         if type(value) is LeafRef:
             leaf = self._leaves[name]
-            [(data, _)] = self._whole.slices([(leaf, TensorSlice.of(leaf))], 1)
-            tensor = leaf_view(data, leaf, 0)
+            tensor = read_leaves([(leaf, self._whole.parts(leaf))], self._record, 1)[leaf.name]
             return value_of(value.about, tensor) if is_stored(value) else tensor
         items = list(children(value))
         made = [(key, self._made(item, join(name, key))) for key, item in items]

@@ -11,7 +11,7 @@ from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import NoSuchStepError, OptionError
 from flashckpt.format.layout import Leaf
-from flashckpt.restore.step_reading import new_tensors, read_into
+from flashckpt.restore.step_reading import read_leaves
 from flashckpt.restore.step_tensors import entry_of
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.state.leaves import Filling, Saved, leaf_names
@@ -90,8 +90,6 @@ def _leaves_of(record: StepRecord, rank: int, only: str | None) -> _Leaves:
             f"The step has no leaf under {only!r}. Nothing was changed. It has: {', '.join(there)}.",
             step=record.step,
         )
-    tensors = new_tensors(wanted, record.step)
-    rows = [(leaf, whole.parts(leaf), tensors[leaf.name]) for leaf in wanted]
-    read_into(rows, record.store, torch.get_num_threads())
+    tensors = read_leaves([(leaf, whole.parts(leaf)) for leaf in wanted], record, torch.get_num_threads())
     found = {name: tensors[leaf.name] for leaf in wanted for name in (leaf.name, *leaf.aliases)}
     return found, {leaf.name: leaf for leaf in wanted}

@@ -137,6 +137,14 @@ def read_into(
     return found
 
 
+def read_leaves(wanted: Sequence[tuple[Leaf, Parts]], record: StepRecord, threads: int) -> dict[str, Tensor]:
+    """Read leaves of a step, each from the pieces that make it up, into new tensors, by name. Raises
+    OutOfSpaceError and what `ReadPlan.run` does."""
+    found = new_tensors([leaf for leaf, _ in wanted], record.step)
+    read_into([(leaf, parts, found[leaf.name]) for leaf, parts in wanted], record.store, threads)
+    return found
+
+
 def _plan_of(rows: Sequence[tuple[Leaf, Parts, Tensor]], buffered: Set[str]) -> ReadPlan:
     plan = ReadPlan(buffered=buffered)
     for leaf, parts, tensor in rows:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -22,16 +21,6 @@ log = logging.getLogger(__name__)
 WINDOW_BYTES = 24 << 20
 _MOST_WINDOW_BYTES = 64 << 20
 _ALL = 1 << 62
-
-
-def plan_of(layout: Layout, parts: Sequence[Parts], into: memoryview) -> ReadPlan:
-    """Return the plan that reads an image of `layout`, whose leaves consist of `parts`, in its order. Writes
-    the image's header at once."""
-    plan = ReadPlan()
-    into[: layout.data_start] = layout.header
-    for leaf, pieces_ in zip(layout.leaves, parts, strict=True):
-        take(plan, leaf, into, layout.data_start + leaf.offset, pieces_)
-    return plan
 
 
 def take(
@@ -160,46 +149,16 @@ class WholeTensors:
             log.info("%d tensors differ from rank to rank: those of rank %d are taken (%s)",
                      len(by_rank), rank, escaped(", ".join(by_rank[:5])))  # fmt: skip
 
-    def layout(self, leaves: Sequence[Leaf] | None = None) -> Layout:
-        """Return the layout of an image of some of the leaves, or of all."""
-        return Layout.of(self.leaves if leaves is None else leaves)
-
-    def read(self, layout: Layout, into: memoryview, threads: int) -> int:
-        """Read an image of a layout from `layout()`, verified. Raises what `ReadPlan.run` does."""
-        parts = [self._parts[leaf.name] for leaf in layout.leaves]
-        return plan_of(layout, parts, into).run(self._record.store, threads)
-
     def parts(self, leaf: Leaf) -> Parts:
         """Return the pieces that make up one of `leaves`."""
         return self._parts[leaf.name]
 
-    def slices(
-        self, wanted: Sequence[tuple[Leaf, TensorSlice]], threads: int
-    ) -> list[tuple[memoryview, Leaf]]:
-        """Read slices of `leaves`, verified: the bytes of each, row-major, and its leaf. Raises what
-        `ReadPlan.run` does."""
-        layout = Layout.of(
-            Leaf(
-                name=str(number),
-                dtype=leaf.dtype,
-                shape=region.shape,
-                box=Box(shape=leaf.shape, start=region.start) if region.shape != leaf.shape else None,
-            )
-            for number, (leaf, region) in enumerate(wanted)
-        )
-        parts: list[Parts] = []
-        for each in layout.leaves:
-            leaf, region = wanted[int(each.name)]
-            cut = [(piece, part.common(region)) for piece, part in self._parts[leaf.name]]
-            parts.append([(piece, both) for piece, both in cut if both is not None])
-        image = memoryview(mmap.mmap(-1, layout.num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        plan_of(layout, parts, image).run(self._record.store, threads)
-        in_order = sorted(layout.leaves, key=lambda each: int(each.name))
-        starts = [layout.data_start + each.offset for each in in_order]
-        return [
-            (image[start : start + each.num_bytes], each)
-            for start, each in zip(starts, in_order, strict=True)
-        ]
+    def slice(self, leaf: Leaf, region: TensorSlice, name: str) -> tuple[Leaf, Parts]:
+        """Return a slice of one of `leaves` as a leaf called `name`, and the pieces that make it up."""
+        box = Box(shape=leaf.shape, start=region.start) if region.shape != leaf.shape else None
+        cut = [(piece, part.common(region)) for piece, part in self._parts[leaf.name]]
+        parts = [(piece, common) for piece, common in cut if common is not None]
+        return Leaf(name=name, dtype=leaf.dtype, shape=region.shape, box=box), parts
 
     def _stored(self) -> list[tuple[list[str], StepTensor]]:
         """Return each tensor once, with its names."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashckpt.errors import DamagedError, MismatchError
-from flashckpt.format.layout import Box, Layout, Leaf
-from flashckpt.restore.step_tensors import Parts, StepRanks, TensorSlice, overlapping
-from flashckpt.restore.whole_tensors import WholeTensors, plan_of
+from flashckpt.format.layout import Box, Leaf
+from flashckpt.restore.step_reading import read_leaves
+from flashckpt.restore.step_tensors import StepRanks, TensorSlice, overlapping
+from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.runs import load
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.commit.runs import new_run
 from tests.restore.sharded import CHUNK_BYTES, Counted, Held, committed, flip, partitions, taken, tensors
+from tests.state.image import raw_bytes
 
 WHOLE = np.arange(6 * 4000, dtype="float32").reshape(6, 4000)
 
@@ -32,18 +33,6 @@ def store(scratch: str) -> LocalStore:
 
 def rows(first: int, behind: int, whole: np.ndarray = WHOLE) -> TensorSlice:
     return TensorSlice((first, *(0 for _ in whole.shape[1:])), (behind - first, *whole.shape[1:]))
-
-
-def wanted_layout(ranks: StepRanks, wanted: Mapping[str, TensorSlice]) -> tuple[Layout, list[Parts]]:
-    """How these boxes stand in an image, and where the bytes of each are found."""
-    leaves = []
-    for name, region in wanted.items():
-        tensor = ranks.tensor(name)
-        assert tensor is not None
-        box = None if region.shape == tensor.shape else Box(shape=tensor.shape, start=region.start)
-        leaves.append(Leaf(name=name, dtype=tensor.dtype, shape=region.shape, box=box))
-    layout = Layout.of(leaves)
-    return layout, ranks.find([(leaf.name, wanted[leaf.name]) for leaf in layout.leaves])
 
 
 def of_one_rank(record: run_view.Record, rank: int) -> run_view.Record:
@@ -64,13 +53,15 @@ def read(
     parts are read as they are needed."""
     begins = of_one_rank(record, rank) if is_large else record
     ranks = StepRanks(begins, rank, world, **({"small_bytes": 0} if is_large else {}))
-    layout, parts = wanted_layout(ranks, wanted)
-    image = memoryview(bytearray(layout.num_bytes))
-    plan_of(layout, parts, image).run(store or record.store, threads=2)
-    assert bytes(image[: layout.data_start]) == layout.header
-    starts = {leaf.name: layout.data_start + leaf.offset for leaf in layout.leaves}
-    sizes = {leaf.name: leaf.num_bytes for leaf in layout.leaves}
-    return {name: bytes(image[starts[name] : starts[name] + sizes[name]]) for name in wanted}
+    rows = []
+    for name, region in wanted.items():
+        tensor = ranks.tensor(name)
+        assert tensor is not None
+        box = None if region.shape == tensor.shape else Box(shape=tensor.shape, start=region.start)
+        leaf = Leaf(name=name, dtype=tensor.dtype, shape=region.shape, box=box)
+        rows.append((leaf, ranks.find([(name, region)])[0]))
+    of_store = record if store is None else replace(record, store=store)
+    return {name: raw_bytes(each) for name, each in read_leaves(rows, of_store, threads=2).items()}
 
 
 @settings(max_examples=40, deadline=None)
