@@ -12,26 +12,25 @@ SIGBUS. The reads are buffered, because the ranks of a node read parts of each o
 from __future__ import annotations
 
 import os
-import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from flashckpt import _native
-from flashckpt.errors import DamagedError, OutOfSpaceError
+from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.typed import decode_json
-from flashckpt.memory import memory_budget
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.restore.snapshot import Snapshot, leaf_view
-from flashckpt.threads import start_thread
+from flashckpt.restore.step_reading import check_memory
+from flashckpt.store.read_plan import each_piece
 
 _CHUNK_BYTES = 8 << 20
 _MOST_THREADS = 8
-# A start in private memory equals that in the image modulo this: vector loads stay aligned.
-_ALIGNMENT = 512
 
 
 @dataclass
@@ -130,7 +129,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
             )
         ranges.append(SlotRange(held.region, 0, metadata.image.constants_bytes))
     own = len(ranges)
-    fetched, memory = fetch(ranges + _left_to_others(held, metadata), held.step, threads)
+    fetched = fetch(ranges + _left_to_others(held, metadata), held.step, threads)
     layout, images, left = metadata.image, fetched[:own], fetched[own:]
     places = list[tuple[Leaf, memoryview, int]]()
     for index, (leaf, start) in enumerate(zip(layout.leaves, layout.starts(), strict=True)):
@@ -141,8 +140,6 @@ def _audited(held: Held, threads: int) -> Snapshot:
             places.append((leaf, view, first + start))
     changed = _wrong(places, metadata.digests, threads)
     if changed or not held._is_still:
-        if memory is not None:
-            memory.discard()
         where = "the cache" if held.slot.is_cached else "memory"
         raise DamagedError(
             f"{len(changed)} leaves of the snapshot of step {held.step} in {where} are not what was captured "
@@ -164,7 +161,6 @@ def _audited(held: Held, threads: int) -> Snapshot:
         region=(constants, tuple(metadata.digests[layout.first_constant :]))
         if constants is not None
         else None,
-        memory=memory,
     )
 
 
@@ -242,87 +238,30 @@ class SlotRange:
     num_bytes: int
 
 
-def fetch(
-    ranges: Sequence[SlotRange], step: int, threads: int
-) -> tuple[Sequence[tuple[memoryview, int]], _native.Mapping | None]:
-    """Return the buffer and the first byte of each range, and the memory into which those of cached slots
-    were read; None if no slot is cached. Raises OutOfSpaceError; DamagedError if a file is truncated or its
-    disk fails. Keeps nothing then."""
-    starts, end = list[int](), 0
-    for each in ranges:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT + each.start % _ALIGNMENT
-        starts.append(start)
-        end = start + each.num_bytes if each.slot.is_cached else end
-    if not end:
-        return [(each.slot.image_view, each.start) for each in ranges], None
-    memory = _taken(end, step)
-    view = memoryview(memory)
-    rows = list(zip(ranges, starts, strict=True))
+def fetch(ranges: Sequence[SlotRange], step: int, threads: int) -> list[tuple[memoryview, int]]:
+    """Return the buffer and the first byte of each range; those of cached slots are read into new memory.
+    Raises OutOfSpaceError; DamagedError if a file is truncated or its disk fails."""
+    cached = [each for each in ranges if each.slot.is_cached]
+    check_memory(sum(each.num_bytes for each in cached), f"The cached copy of step {step}")
+    views = [np.empty(each.num_bytes, np.uint8).data for each in cached]
+    chunks = [(n, at) for n, each in enumerate(cached) for at in range(0, each.num_bytes, _CHUNK_BYTES)]
+
+    def read(number: int, at: int) -> None:
+        each, view = cached[number], views[number][at : at + _CHUNK_BYTES]
+        offset = each.slot.image_offset + each.start + at
+        while view:
+            num_bytes = os.preadv(each.slot.image_descriptor, [view], offset)
+            if not num_bytes:
+                raise OSError(f"{each.slot.name} is truncated")
+            view, offset = view[num_bytes:], offset + num_bytes
+
     try:
-        _read(
-            [(each, view[start : start + each.num_bytes]) for each, start in rows if each.slot.is_cached],
-            threads,
-        )
+        each_piece("the cache", chunks, max(1, min(threads, _MOST_THREADS)), read)
     except OSError as error:
-        memory.discard()
         raise DamagedError(
             f"The cached copy of step {step} cannot be read: {error}. It is passed over.", step=step
         ) from error
-    except BaseException:
-        memory.discard()
-        raise
+    filled = iter(views)
     return [
-        (view, start) if each.slot.is_cached else (each.slot.image_view, each.start) for each, start in rows
-    ], memory
-
-
-def _taken(num_bytes: int, step: int) -> _native.Mapping:
-    """Return private memory for a cached snapshot. Raises OutOfSpaceError."""
-    available = memory_budget.available_bytes()
-    if num_bytes > available:
-        raise OutOfSpaceError(
-            f"The cached copy of step {step} needs {num_bytes:,} bytes of host memory, and {available:,} may "
-            "be taken here (the least of what the machine and every cgroup above this process leave, less a "
-            "margin). Nothing was loaded or changed. Give the job more memory, use fewer loader workers, or "
-            "spread the state over more ranks.",
-            needed=num_bytes,
-            available=available,
-        )
-    return _native.Mapping(num_bytes=num_bytes)
-
-
-def _read(wanted: Sequence[tuple[SlotRange, memoryview]], threads: int) -> None:
-    """Read each range into its view, in a few threads. Raises the first error."""
-    chunks = iter(
-        [(each, view, done) for each, view in wanted for done in range(0, each.num_bytes, _CHUNK_BYTES)]
-    )
-    lock, errors = threading.Lock(), list[BaseException]()
-
-    def run() -> None:
-        try:
-            while not errors:
-                with lock:
-                    found = next(chunks, None)
-                if found is None:
-                    return
-                each, view, done = found
-                _read_chunk(each, view[done : done + _CHUNK_BYTES], done)
-        except BaseException as error:
-            errors.append(error)
-
-    several = min(threads, _MOST_THREADS, sum(-(-len(view) // _CHUNK_BYTES) for _, view in wanted))
-    helpers = [start_thread("flashckpt-cache", run) for _ in range(several - 1)]
-    run()
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
-
-
-def _read_chunk(each: SlotRange, view: memoryview, done: int) -> None:
-    offset = each.slot.image_offset + each.start + done
-    while view:
-        num_bytes = os.preadv(each.slot.image_descriptor, [view], offset)
-        if not num_bytes:
-            raise OSError(f"{each.slot.name} is truncated")
-        view, offset = view[num_bytes:], offset + num_bytes
+        (next(filled), 0) if each.slot.is_cached else (each.slot.image_view, each.start) for each in ranges
+    ]

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.names import AttemptName
@@ -27,7 +26,6 @@ class Snapshot:
         others.
     constants: the names of the leaves that were constants at the capture. region: the leaves of the region
         that holds them in memory, and their digests.
-    memory: private memory of `tensors`, which `discard` releases.
     untaken: leaves of a step of another layout that have no place on this rank; elsewhere: those of them that
         belong to modules, so that another rank must have a place for them.
     """
@@ -43,15 +41,12 @@ class Snapshot:
     own: set[str] = field(default_factory=set, repr=False)
     constants: frozenset[str] = field(default=frozenset(), repr=False)
     region: tuple[Layout, tuple[int, ...]] | None = field(default=None, repr=False)
-    memory: _native.Mapping | None = field(default=None, repr=False)
     untaken: tuple[str, ...] = field(default=(), repr=False)
     elsewhere: tuple[str, ...] = field(default=(), repr=False)
 
     def discard(self) -> None:
-        """Release the memory that was taken for it, even if references to this object remain."""
+        """Release its tensors, even if references to this object remain."""
         self.tensors.clear()
-        if self.memory is not None:
-            self.memory.discard()
 
     @property
     def world(self) -> int:

@@ -79,7 +79,7 @@ class StepReading:
         again."""
         snapshot = self.snapshot
         new = [leaf for name, leaf in snapshot.leaves.items() if name not in targets]
-        tensors = dict(targets) | new_tensors(new, self.record.step)
+        tensors = dict(targets) | new_tensors(new, f"Step {self.record.step}")
         rows = list[tuple[Leaf, Parts, Tensor]]()
         try:
             rows += [(leaf, self._parts[name], tensors[name]) for name, leaf in snapshot.leaves.items()]
@@ -98,28 +98,37 @@ class StepReading:
         return snapshot
 
 
-def new_tensors(leaves: Iterable[Leaf], step: int) -> dict[str, Tensor]:
-    """Return a new row-major host tensor for each leaf, by name. step: for the error. Raises
+def new_tensors(leaves: Iterable[Leaf], what: str) -> dict[str, Tensor]:
+    """Return a new row-major host tensor for each leaf, by name. what: for the error. Raises
     OutOfSpaceError."""
     leaves = list(leaves)
-    needed, available = sum(leaf.num_bytes for leaf in leaves), memory_budget.available_bytes()
-    error: RuntimeError | None = None
-    if needed <= available:
-        try:
-            return {
-                leaf.name: torch.empty(leaf.shape, dtype=TORCH_DTYPES[leaf.dtype], device="cpu")
-                for leaf in leaves
-            }
-        except RuntimeError as refused:  # torch gives no errno
-            error, available = refused, 0
-    raise OutOfSpaceError(
-        f"Step {step} needs {needed:,} bytes of host memory to be loaded, and {available:,} may be taken "
+    needed = sum(leaf.num_bytes for leaf in leaves)
+    check_memory(needed, what)
+    try:
+        return {
+            leaf.name: torch.empty(leaf.shape, dtype=TORCH_DTYPES[leaf.dtype], device="cpu")
+            for leaf in leaves
+        }
+    except RuntimeError as error:  # torch gives no errno
+        raise _too_large(what, needed, 0) from error
+
+
+def check_memory(needed: int, what: str) -> None:
+    """Raise OutOfSpaceError if it takes more bytes of host memory than there are."""
+    available = memory_budget.available_bytes()
+    if needed > available:
+        raise _too_large(what, needed, available)
+
+
+def _too_large(what: str, needed: int, available: int) -> OutOfSpaceError:
+    return OutOfSpaceError(
+        f"{what} needs {needed:,} bytes of host memory to be loaded, and {available:,} may be taken "
         "here (the least of what the machine and every cgroup above this process leave, less a margin). "
         "Nothing of it was loaded. Give the job more memory, use fewer loader workers, or spread the "
         "state over more ranks.",
         needed=needed,
         available=available,
-    ) from error
+    )
 
 
 def read_into(
@@ -140,7 +149,7 @@ def read_into(
 def read_leaves(wanted: Sequence[tuple[Leaf, Parts]], record: StepRecord, threads: int) -> dict[str, Tensor]:
     """Read leaves of a step, each from the pieces that make it up, into new tensors, by name. Raises
     OutOfSpaceError and what `ReadPlan.run` does."""
-    found = new_tensors([leaf for leaf, _ in wanted], record.step)
+    found = new_tensors([leaf for leaf, _ in wanted], f"Step {record.step}")
     read_into([(leaf, parts, found[leaf.name]) for leaf, parts in wanted], record.store, threads)
     return found
 
