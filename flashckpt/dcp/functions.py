@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from flashckpt.checkpointer.attach import append
 from flashckpt.checkpointer.run import Checkpointer, saved_now
-from flashckpt.dcp.planners import LoadPlanner, slices_in
+from flashckpt.dcp.planners import LoadPlanner, refuse_slices
 from flashckpt.dcp.reader import PART, Reader
 from flashckpt.dcp.writer import METADATA
-from flashckpt.errors import FlashckptError, OptionError, RunError, StateError
+from flashckpt.errors import FlashckptError, OptionError, RunError
 from flashckpt.options import Environment, is_switched_off
 from flashckpt.store import open_store
 
@@ -91,13 +91,7 @@ def async_save(
     named = {
         key: each.state_dict() if isinstance(each, Stateful) else each for key, each in state_dict.items()
     }
-    if (sliced := slices_in(named)) is not None:
-        raise StateError(
-            f"{sliced} has slices of a larger tensor (CheckpointableTensor), which flashckpt.dcp.save does "
-            "not support. Nothing was saved. Save it by torch.distributed.checkpoint.save with "
-            "flashckpt.dcp.Writer and SavePlanner.",
-            location=sliced,
-        )
+    refuse_slices(named)
     return _Attached.to(checkpoint_id, named).save(named)
 
 

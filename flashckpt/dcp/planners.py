@@ -1,33 +1,24 @@
 """Planners that keep pickle out of a DCP checkpoint: values that are not tensors become typed JSON.
 
 Owns which values may be saved, and checks every tensor and value before any rank writes. Plans are torch's.
-Also converts tensors that hold slices of a larger tensor, described by four attributes (torch 2.15:
-`CheckpointableTensor`), to a form that the planners of every supported torch understand: torch before 2.15
-would keep one rank's slices and drop those of all other ranks.
 """
 
 from __future__ import annotations
 
 import copy
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
     SavePlan,
-    TensorWriteData,
     WriteItem,
     WriteItemType,
 )
@@ -38,104 +29,22 @@ from flashckpt.format.typed import checked, decode_json
 from flashckpt.state import values as _registers  # noqa: F401  # registers the types of torch and NumPy
 from flashckpt.state.tensors import PLAIN, check, is_sharded, refuse
 
-ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_SLICES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_SHOWN = 5
 
 
-def has_slices(value: object) -> bool:
-    """Whether a value is a tensor with the attributes of slices."""
-    return isinstance(value, Tensor) and all(hasattr(value, name) for name in ATTRIBUTES)
-
-
-def slices_in(value: Any, name: str = "") -> str | None:
-    """Return the name of the first tensor with slices in nested dicts and lists, or None."""
-    if has_slices(value):
-        return name
-    pairs = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    )
-    found = (slices_in(item, f"{name}.{key}" if name else str(key)) for key, item in pairs)
-    return next((each for each in found if each is not None), None)
-
-
-def copy_attributes(source: Tensor, target: Tensor) -> Tensor:
-    """Copy the attributes of slices from `source` to its copy `target`."""
-    for name in ATTRIBUTES:
-        setattr(target, name, getattr(source, name))
-    return target
-
-
-def sliced(value: Any, name: str) -> Any:
-    """Return a tensor with slices as `Slices`, which shares its memory; return other values unchanged. Raises
-    StateError for attributes that contradict each other or the tensor."""
-    if not has_slices(value) or isinstance(value, Slices):
-        return value
-    _check(value, name)
-    made: Any = value.detach().as_subclass(Slices)
-    made.whole = torch.Size(value.global_shape)
-    made.chunks = [
-        (torch.Size(whole), tuple(map(slice, here, map(sum, zip(here, size, strict=True)))), torch.Size(size))
-        for whole, here, size in zip(
-            value.global_offsets, value.local_offsets, value.local_sizes, strict=True
-        )
-        # Drop empty slices: one may start at the index of another slice. Keep those of an empty tensor.
-        if math.prod(size) or not made.whole.numel()
-    ]
-    return made
-
-
-class Slices(Tensor):
-    """Slices of a larger tensor, with DCP's methods for shards. `whole`: shape of the larger tensor.
-    `chunks`: for each slice the first index in the larger tensor, the place in this tensor, and the shape."""
-
-    whole: torch.Size
-    chunks: list[tuple[torch.Size, tuple[slice, ...], torch.Size]]
-
-    def size(self, dim: int | None = None) -> Any:
-        """The size of the larger tensor, which DCP compares with the checkpoint's."""
-        return self.whole if dim is None else self.whole[dim]
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.as_subclass(Tensor))
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.whole),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=offsets, sizes=sizes) for offsets, _, sizes in self.chunks]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, place, _ in self.chunks:
-            if offsets == index.offset:
-                return self.as_subclass(Tensor)[place]
-        raise ValueError(f"{index.fqn} has no slice at {index.offset}")
-
-
-def _check(value: Any, name: str) -> None:
-    lists = [value.global_offsets, value.local_offsets, value.local_sizes]
-    fits = len({len(each) for each in lists}) == 1 and all(
-        len(whole) == len(here) == len(size) == value.dim() == len(value.global_shape)
-        and all(0 <= a <= a + n <= most for a, n, most in zip(whole, size, value.global_shape, strict=True))
-        and all(0 <= a <= a + n <= most for a, n, most in zip(here, size, value.shape, strict=True))
-        for whole, here, size in zip(*lists, strict=False)
-    )
-    if not fits:
+def refuse_slices(value: Any, name: str = "") -> None:
+    """Raise StateError if nested dicts and lists have a tensor that describes itself as slices of a larger
+    one: planners of torch before 2.15 would keep one rank's slices and drop those of all other ranks."""
+    if isinstance(value, Tensor) and all(hasattr(value, each) for each in _SLICES):
         raise StateError(
-            f"{name} has global_shape, global_offsets, local_offsets and local_sizes that contradict each "
-            "other or its own shape. Nothing was saved or loaded. Give each slice an offset and a size "
-            "inside both.",
+            f"{name} has slices of a larger tensor (CheckpointableTensor), which flashckpt.dcp does not "
+            "support. Nothing was saved or loaded. Give DTensors or plain tensors.",
             location=name,
         )
-
-
-# Planners
-
-
-_SHOWN = 5
+    pairs = value.items() if isinstance(value, Mapping) else ()
+    for key, item in enumerate(value) if isinstance(value, list) else pairs:
+        refuse_slices(item, f"{name}.{key}" if name else str(key))
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -145,8 +54,8 @@ class SavePlanner(DefaultSavePlanner):
     _encoded: dict[str, bytes]
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        refuse_slices(state_dict)
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = {fqn: sliced(value, fqn) for fqn, value in self.state_dict.items()}
 
     def create_local_plan(self) -> SavePlan:
         self._encoded = {}
@@ -168,12 +77,12 @@ class LoadPlanner(DefaultLoadPlanner):
     names that the checkpoint lacks and tensors of another shape."""
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+        refuse_slices(state_dict)
         others = list(_others(state_dict))
         super().set_up_planner(state_dict, metadata, is_coordinator)
         # While searching for meta tensors, torch replaces values of unknown types by None: restore them.
         for path, value in others:
             _container(state_dict, path)[path[-1]] = value
-        self.state_dict = {fqn: sliced(value, fqn) for fqn, value in self.state_dict.items()}
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -245,8 +154,6 @@ def check_tensor(tensor: Tensor, name: str) -> None:
     here: Any = tensor
     if is_sharded(tensor):
         here = here.to_local()
-    elif isinstance(tensor, Slices):
-        here = tensor.as_subclass(Tensor)
     if type(here) not in PLAIN:
         refuse(
             name,
@@ -268,6 +175,7 @@ class Stager(AsyncStager):
     _synchronize_after_execute = False
 
     def stage(self, state_dict: Any, **_: Any) -> Any:
+        refuse_slices(state_dict)
         return {key: _staged(value, str(key)) for key, value in state_dict.items()}
 
     def synchronize_staging(self) -> None:
@@ -279,11 +187,10 @@ class Stager(AsyncStager):
 
 def _staged(value: Any, name: str) -> Any:
     if isinstance(value, Tensor):
-        check_tensor(sliced(value, name), name)
+        check_tensor(value, name)
         if hasattr(value, "local_shards"):  # a ShardedTensor, whose `to` copies only to another device
             return copy.deepcopy(value).cpu()
-        copied = value.detach().to("cpu", copy=True)
-        return copy_attributes(value, copied) if has_slices(value) else copied
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
         return {key: _staged(item, f"{name}.{key}") for key, item in value.items()}
     if type(value) is list:

@@ -30,13 +30,16 @@ import flashckpt.dcp as dcp
 
 VALUES = {"step": 7, "name": "é", "set": {1, 2}, "nan": float("nan"), "pair": (1, 2), "list": [{"a": 1}, 2]}
 BLANK = {"step": 0, "name": "", "set": set(), "nan": 0.0, "pair": (), "list": [{"a": 0}, 0]}
+# The name that a file of the Writer has for the slice of rank 0.
+LIKE_A_SLICE = "model.0.weight@0,0"
 
 
 class Job:
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self.model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        # Of three ranks, one has no row of the last weight.
+        self.model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2))
         for each in (self.model[0], self.model[2], self.model):
             fully_shard(each, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 10.0 ** -(2 + seed))
@@ -79,7 +82,7 @@ def save(job: Job, how: str, path: str) -> None:
             checkpointer.step()
             checkpointer.save()
         return
-    state = {**job.state(), "values": VALUES}
+    state = {**job.state(), "values": VALUES, LIKE_A_SLICE: torch.ones(2)}
     if how == "functions":
         dcp.save(state, checkpoint_id=path)
         dcp.close()
@@ -93,14 +96,16 @@ def save(job: Job, how: str, path: str) -> None:
 
 
 def load(job: Job, how: str, path: str) -> None:
-    state = job.state() if how == "run" else {**job.state(), "values": dict(BLANK)}
-    if how == "bare":
-        del state["values"]
+    state = job.state()
+    if how not in ("run", "bare"):
+        state |= {"values": dict(BLANK), LIKE_A_SLICE: torch.zeros(2)}
     if how == "functions":
         dcp.load(state, checkpoint_id=path)
     else:
         torch_dcp.load(state, storage_reader=dcp.Reader(path), planner=dcp.LoadPlanner())
-    assert how in ("run", "bare") or repr(state["values"]) == repr(VALUES), state["values"]
+    if how not in ("run", "bare"):
+        assert repr(state["values"]) == repr(VALUES), state["values"]
+        assert state[LIKE_A_SLICE].tolist() == [1, 1]
     model, optimizer = state["model"], state["optimizer"]
     set_state_dict(job.model, job.optimizer, model_state_dict=model, optim_state_dict=optimizer)
 
@@ -173,6 +178,12 @@ def fail(job: Job, path: str) -> None:
     torch_dcp.save({**job.state(), "n": 2}, storage_writer=writer, planner=dcp.SavePlanner())
     dcp.load(loaded, checkpoint_id=path)
     print("then", {1: "older", 2: "newer"}[loaded["n"]], flush=True)
+    try:
+        own = dcp.Writer(f"{path}-{dist.get_rank()}")
+        torch_dcp.save(job.state(), storage_writer=own, planner=dcp.SavePlanner(), no_dist=True)
+    except torch_dcp.CheckpointException as error:
+        [(failure, _)] = error.failures.values()
+        print(f"refused alone {type(failure).__name__}", flush=True)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     for part in ({"no_dist": True}, {"process_group": alone}):
         try:

@@ -147,7 +147,7 @@ def test_unsupported_values_are_refused_and_the_next_save_works(tmp_path: Path) 
     with pytest.raises(StateError, match=r"mine\.odd.*Custom"):
         dcp.save({**state(2), "mine": {"odd": Custom()}}, checkpoint_id=tmp_path)
     with pytest.raises(StateError, match=r"mine\.w has slices"):
-        dcp.save({"mine": {"w": sliced(torch.zeros(7, 3), (0, 2))}}, checkpoint_id=tmp_path)
+        dcp.save({"mine": {"w": sliced()}}, checkpoint_id=tmp_path)
     assert equal(loaded(tmp_path), state(1))
     dcp.save(state(3), checkpoint_id=tmp_path)
     assert equal(loaded(tmp_path), state(3))

@@ -45,4 +45,4 @@ def test_a_rank_that_fails_fails_all_and_the_next_save_works(launcher: Launcher,
             "refused CheckpointException StateError",
         ]
         assert rank.out[2:4] == ["still older", "then newer"]
-        assert rank.out[4:6] == ["refused OptionError", "refused OptionError"]
+        assert rank.out[4:7] == ["refused alone PersistError", "refused OptionError", "refused OptionError"]

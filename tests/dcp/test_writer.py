@@ -169,10 +169,19 @@ class Custom:
     pass
 
 
+def sliced() -> torch.Tensor:
+    """A tensor that describes itself as the first rows of a larger one."""
+    made: Any = torch.zeros(2, 3)
+    made.global_shape, made.local_sizes = (7, 3), ((2, 3),)
+    made.global_offsets = made.local_offsets = ((0, 0),)
+    found: torch.Tensor = made
+    return found
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [(Custom(), "Custom"), ((1, torch.zeros(2)), "Tensor"), (torch.zeros(3).to_sparse(), "layout"),
-     (torch.zeros(3, device="meta"), "meta")],
+     (torch.zeros(3, device="meta"), "meta"), (sliced(), "slices of a larger tensor")],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
 def test_unsupported_values_are_refused_by_name_before_anything_is_written(
@@ -389,72 +398,7 @@ def test_a_tensor_may_change_once_async_save_has_returned(tmp_path: Path) -> Non
     assert equal(loaded(tmp_path), before)
 
 
-# Slices
-
-
-def sliced(whole: torch.Tensor, *rows: tuple[int, int], padding: int = 1) -> torch.Tensor:
-    """A tensor that holds some rows of another, with padding before each."""
-    parts, local, at = [], [], 0
-    for start, stop in rows:
-        parts += [torch.full((padding, whole.shape[1]), -1.0), whole[start:stop]]
-        local.append((at + padding, 0))
-        at += padding + stop - start
-    made: Any = torch.cat(parts)
-    made.global_shape = tuple(whole.shape)
-    made.global_offsets = tuple((start, 0) for start, _ in rows)
-    made.local_offsets = tuple(local)
-    made.local_sizes = tuple((stop - start, whole.shape[1]) for start, stop in rows)
-    return made
-
-
-@pytest.mark.parametrize("staged", [False, True])
-def test_slices_are_parts_of_the_larger_tensor(tmp_path: Path, staged: bool) -> None:
-    whole = torch.randn(7, 3)
-    given = {"w": sliced(whole, (0, 2), (2, 7))}
-    save(dcp.Stager().stage(given) if staged else given, tmp_path)
-    found = {"w": torch.zeros(7, 3)}
-    load(found, tmp_path)
-    assert torch.equal(found["w"], whole)
-    other = {"w": sliced(torch.zeros(7, 3), (1, 4), (6, 7))}
-    load(other, tmp_path)
-    expected = sliced(whole, (1, 4), (6, 7))
-    assert torch.equal(other["w"], expected)
-
-
-def test_slices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    given: Any = sliced(torch.zeros(7, 3), (0, 2))
-    given.global_offsets = ((6, 0),)
-    assert "w has global_shape" in refused(lambda: save({"w": given}, tmp_path), StateError)
-
-
-def test_a_tensor_named_like_a_slice(tmp_path: Path) -> None:
-    given = {"w": torch.arange(6.0).reshape(3, 2), "w@0,0": torch.full((2, 2), 7.0), "w@0,0@": torch.ones(2)}
-    save({**given, "w": sliced(given["w"], (0, 2), (2, 3))}, tmp_path)
-    found = {name: torch.zeros_like(each) for name, each in given.items()}
-    load(found, tmp_path)
-    assert equal(found, given)
-
-
-def test_a_slice_without_rows(tmp_path: Path) -> None:
-    """It starts at the index of another slice."""
-    whole = torch.randn(4, 3)
-    given = {"w": sliced(whole, (0, 2), (2, 2), (2, 4)), "none": sliced(whole[:0], (0, 0), (0, 0))}
-    save(given, tmp_path)
-    found = {"w": torch.zeros(4, 3), "none": torch.zeros(0, 3)}
-    load(found, tmp_path)
-    assert torch.equal(found["w"], whole)
-
-
-def test_a_part_of_a_tensor_is_not_committed(tmp_path: Path) -> None:
-    """A rank saves alone: a load would not fill the rest of the tensor."""
-    whole = torch.randn(7, 3)
-    save({"w": whole}, tmp_path)
-    part: Any = sliced(whole, (0, 2))
-    part.global_shape = (7, 3)
-    assert "w is incomplete" in refused(lambda: save({"w": part}, tmp_path), PersistError)
-    found = {"w": torch.zeros(7, 3)}
-    load(found, tmp_path)
-    assert torch.equal(found["w"], whole)
+# Concurrent saves
 
 
 def test_a_save_overtaken_by_another_reports_its_loss(
