@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Size, Tensor
@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from flashckpt.commit.lineage import resolve
+from flashckpt.commit.steps import StepRecord
 from flashckpt.dcp.planners import LoadPlanner
-from flashckpt.dcp.writer import METADATA, Images, files_in, read_metadata
+from flashckpt.dcp.writer import METADATA, files_in, fqn_of, read_record
 from flashckpt.errors import DamagedError, FlashckptError, OptionError, RunError
 from flashckpt.format.layout import Leaf
-from flashckpt.format.typed import Hole, LeafRef, children, decode_json
+from flashckpt.format.typed import Hole, LeafRef, children, decode
 from flashckpt.restore.merged_state import SavedRank, SavedState
 from flashckpt.restore.step_reading import read_leaves
 from flashckpt.restore.step_tensors import TensorSlice
@@ -40,21 +41,7 @@ from flashckpt.state.tensors import TORCH_DTYPES, fill
 from flashckpt.state.values import join, rebuild, references
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-
-
-class Source(Protocol):
-    """An open checkpoint. `identity`: equal on all ranks that read the same checkpoint."""
-
-    identity: str
-
-    def metadata(self) -> Metadata: ...
-
-    def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
-        """Yield the tensors of the items, in order. Verify all of them before yielding the first. Raises
-        DamagedError."""
-
-    def value(self, fqn: str) -> Any:
-        """Return a verified value that is not a tensor. Raises DamagedError."""
+from flashckpt.store.read_plan import MissingShardError
 
 
 class Reader(StorageReader):
@@ -68,7 +55,7 @@ class Reader(StorageReader):
 
     def __init__(self, path: str | os.PathLike[str] | None = None, step: int | None = None) -> None:
         self.path, self.step = None if path is None else os.fspath(path), step
-        self._source: Source | None = None
+        self._source: _Checkpoint | None = None
         self.refusal: FlashckptError | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -113,7 +100,7 @@ class Reader(StorageReader):
                 f"flashckpt.dcp.Reader got a {type(planner).__name__}, which unpickles every value that is "
                 "not a tensor. Nothing was loaded. Pass planner=flashckpt.dcp.LoadPlanner()."
             )
-        found = [source.value(item.storage_index.fqn) for item in values]
+        found = source.values([item.storage_index.fqn for item in values])
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         for item, piece in zip(tensors, source.pieces(tensors), strict=True):
             target = planner.resolve_tensor(item).detach()
@@ -133,12 +120,12 @@ class Reader(StorageReader):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     @property
-    def _opened(self) -> Source:
+    def _opened(self) -> _Checkpoint:
         assert self._source is not None, "read_metadata was not called"
         return self._source
 
 
-def _source(store: Store, step: int | None) -> Source:
+def _source(store: Store, step: int | None) -> _Checkpoint:
     if step is None and store.exists(METADATA):
         return _WriterFolder(store)
     if store.exists(".metadata"):
@@ -148,57 +135,9 @@ def _source(store: Store, step: int | None) -> Source:
             path=store.url,
         )
     if step is None and files_in(store):
-        read_metadata(store)  # raises the error that no save was completed
+        read_record(store)  # raises the error that no save was completed
     return _Step(store, step)
 
-
-class _WriterFolder:
-    """A checkpoint that a Writer wrote."""
-
-    def __init__(self, store: Store) -> None:
-        self._saved, self._images = read_metadata(store), Images(store)
-        self.identity = min(self._saved.files, default="")
-
-    def metadata(self) -> Metadata:
-        tensors = {
-            fqn: _tensor(each.dtype, each.shape, list(each.chunks))
-            for fqn, each in self._saved.tensors.items()
-        }
-        values = dict.fromkeys(self._saved.values, BytesStorageMetadata())
-        return Metadata(state_dict_metadata={**tensors, **values}, planner_data=dict(self._saved.paths))
-
-    def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
-        chunks = [self._chunk(item) for item in items]  # verify all before the first is used
-        for item, chunk in zip(items, chunks, strict=True):
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                chunk = chunk.narrow(dim, start, length)
-            yield chunk
-
-    def _chunk(self, item: ReadItem) -> Tensor:
-        each, at = self._saved.tensors[item.storage_index.fqn], tuple(item.storage_index.offset or ())
-        needed = [a + n for a, n in zip(item.storage_offsets, item.lengths, strict=True)]
-        for (start, shape), place in each.chunks.items():
-            if start == at and all(size >= most for size, most in zip(shape, needed, strict=True)):
-                return self._images.tensor(place, each.dtype, shape)
-        raise KeyError(item.storage_index)
-
-    def value(self, fqn: str) -> Any:
-        return decode_json(self._images.data(self._saved.values[fqn]))
-
-
-def _tensor(dtype: str, shape: tuple[int, ...], chunks: list[Any]) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
-        size=Size(shape),
-        chunks=[ChunkStorageMetadata(offsets=Size(at), sizes=Size(sizes)) for at, sizes in chunks],
-    )
-
-
-# Steps of a run
-
-
-PART = "state_dict"
-"""The name of the one part of a run that `flashckpt.dcp.save` makes."""
 
 Path = tuple[str | int, ...]
 
@@ -211,6 +150,92 @@ class _Value:
     name: str
 
 
+class _Checkpoint:
+    """An open checkpoint as the items of a state_dict. `tensors`: by name. `paths`: position of each in the
+    nested state_dict. `identity`: equal on all ranks that read the same checkpoint.
+
+    Tensors are assembled from all ranks; where ranks differ, rank 0's are taken.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        self.identity = str(record.name)
+        self._record, self._whole = record, WholeTensors(record)
+        self.tensors: dict[str, Leaf] = {}
+        self._values: dict[str, _Value] = {}
+        self.paths: dict[str, Path] = {}
+
+    def metadata(self) -> Metadata:
+        tensors: Mapping[str, Any] = {
+            fqn: TensorStorageMetadata(
+                properties=TensorProperties(dtype=TORCH_DTYPES[leaf.dtype]),
+                size=Size(leaf.shape),
+                chunks=[ChunkStorageMetadata(offsets=Size([0] * len(leaf.shape)), sizes=Size(leaf.shape))],
+            )
+            for fqn, leaf in self.tensors.items()
+        }
+        values = dict.fromkeys(self._values, BytesStorageMetadata())
+        return Metadata(state_dict_metadata={**tensors, **values}, planner_data=self.paths)
+
+    def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
+        """Yield the tensors of the items, in order. Verifies all of them before it yields the first. Raises
+        DamagedError, OutOfSpaceError."""
+        wanted = []
+        for number, item in enumerate(items):
+            region = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
+            wanted.append(self._whole.slice(self.tensors[item.storage_index.fqn], region, str(number)))
+        try:
+            yield from read_leaves(wanted, self._record, torch.get_num_threads()).values()
+        except MissingShardError as error:
+            raise DamagedError(
+                f"{error} Nothing was loaded. A newer save, or the run's job, may have removed it during the "
+                "load: load again.",
+                step=self._record.step,
+                path=self._record.store.url,
+            ) from error
+
+    def values(self, names: Sequence[str]) -> list[Any]:
+        """Return values that are not tensors, verified; tensors inside of them are on the CPU."""
+        found = [self._values[name] for name in names]
+        return [self._made(each.value, each.name) for each in found]
+
+    def _made(self, value: Any, name: str) -> Any:
+        return value
+
+
+class _WriterFolder(_Checkpoint):
+    """A checkpoint that a Writer wrote."""
+
+    def __init__(self, store: Store) -> None:
+        record = read_record(store)
+        super().__init__(record)
+        [part] = record.parts
+        try:
+            for name, path in part.environment["paths"]:
+                self.paths[name] = _checked_path(path)
+            for name, value in (row for rank in part.ranks for row in rank.values.items()):
+                self._values[name] = _Value(decode(value), "")
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedError(
+                f"{store.url}/{METADATA} does not have the form it was written in ({error!r}). Nothing was "
+                "loaded. Load another checkpoint.",
+                path=store.url,
+            ) from error
+        self.tensors = {fqn_of(leaf.name): leaf for leaf in self._whole.leaves}
+
+
+def _checked_path(path: Any) -> Path:
+    if not path or not isinstance(path, list) or not all(type(part) in (str, int) for part in path):
+        raise ValueError("a path has a part that is neither text nor a number")
+    return tuple(path)
+
+
+# Steps of a run
+
+
+PART = "state_dict"
+"""The name of the one part of a run that `flashckpt.dcp.save` makes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Module:
     """A module over all ranks: its extra state by name, and the leaves that its state_dict leaves out."""
@@ -219,25 +244,19 @@ class _Module:
     left_out: set[str] = field(default_factory=set)
 
 
-class _Step:
-    """A committed step of a run as the items of a state_dict. `tensors`, `values`: by name. `paths`: position
-    of each in the nested state_dict.
+class _Step(_Checkpoint):
+    """A committed step of a run.
 
     Names are those of each part's `state_dict()` below the part's name; for an optimizer those of torch's
     `get_optimizer_state_dict`, by the names of parameters. Items of a run that `flashckpt.dcp.save` made have
-    no part's name. Tensors are assembled from all ranks; where ranks differ, rank 0's are taken.
+    no part's name.
     """
 
     def __init__(self, store: Store, step: int | None) -> None:
         """step: None takes the newest. Raises NoSuchStepError, RunError, DamagedError, MismatchError."""
         record = resolve(store, step)
-        self.identity = str(record.name)
-        self._record = record
-        self._whole = WholeTensors(record)
+        super().__init__(record)
         self._leaves = {name: leaf for leaf in self._whole.leaves for name in (leaf.name, *leaf.aliases)}
-        self.tensors: dict[str, Leaf] = {}
-        self.values: dict[str, _Value] = {}
-        self.paths: dict[str, Path] = {}
         modules: dict[str, _Module] = {}
         try:
             for number in sorted(each.rank for part in record.parts for each in part.ranks):
@@ -301,7 +320,7 @@ class _Step:
             for index, item in enumerate(value):
                 self._add((*path, index), join(name, index), item)
         else:
-            self.values.setdefault(self._named(path), _Value(value, name))
+            self._values.setdefault(self._named(path), _Value(value, name))
 
     def _add_tensor(self, path: Path, leaf_name: str) -> None:
         self.tensors.setdefault(self._named(path), self._leaves[leaf_name])
@@ -310,26 +329,6 @@ class _Step:
         fqn = ".".join(map(str, path))
         self.paths.setdefault(fqn, path)
         return fqn
-
-    def metadata(self) -> Metadata:
-        tensors: Mapping[str, Any] = {
-            fqn: _tensor(leaf.dtype, leaf.shape, [((0,) * len(leaf.shape), leaf.shape)])
-            for fqn, leaf in self.tensors.items()
-        }
-        values = dict.fromkeys(self.values, BytesStorageMetadata())
-        return Metadata(state_dict_metadata={**tensors, **values}, planner_data=self.paths)
-
-    def pieces(self, items: list[ReadItem]) -> Iterator[Tensor]:
-        wanted = []
-        for number, item in enumerate(items):
-            region = TensorSlice(tuple(item.storage_offsets), tuple(item.lengths))
-            wanted.append(self._whole.slice(self.tensors[item.storage_index.fqn], region, str(number)))
-        yield from read_leaves(wanted, self._record, torch.get_num_threads()).values()
-
-    def value(self, fqn: str) -> Any:
-        """Return a value that is not a tensor; tensors inside of it are on the CPU."""
-        entry = self.values[fqn]
-        return self._made(entry.value, entry.name)
 
     def _made(self, value: Any, name: str) -> Any:
         if type(value) is LeafRef:

@@ -23,13 +23,14 @@ from flashckpt import crashpoints
 from flashckpt.checkpointer.progress import ANY_LOOP, Progress
 from flashckpt.commit.commit_step import found_run, publish_part
 from flashckpt.commit.view import check_place, check_writable, has_run
+from flashckpt.commit.written import write_image
 from flashckpt.errors import FlashckptError, OptionError, RunError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Folder
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Layout, Leaf
 from flashckpt.format.manifest import shard_name
 from flashckpt.format.names import DATA, MAX_STEP, AttemptName, SnapshotId
-from flashckpt.format.records import CHUNK_BYTES, MAX_VALUES_BYTES, Part, RankRecord, ShardRecord
+from flashckpt.format.records import MAX_VALUES_BYTES, Part, RankRecord
 from flashckpt.format.typed import LeafRef, children, encode_json, too_large
 from flashckpt.importing.source import (
     Source,
@@ -42,13 +43,13 @@ from flashckpt.importing.source import (
     without_unreadable,
 )
 from flashckpt.restore.filling import MARK
+from flashckpt.restore.step_reading import host_bytes
 from flashckpt.state import rng
 from flashckpt.state.tensors import DTYPE_NAMES, bits
 from flashckpt.state.tree import NAMESPACE
 from flashckpt.state.values import CONTAINERS, join, rebuild
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
-from flashckpt.store.read_plan import ImageSums
 
 OnProgress = Callable[[int, int], None]
 
@@ -154,48 +155,25 @@ def _write_shard(
 ) -> RankRecord:
     tensors = {leaf.name: tensor for leaf, tensor in content.leaves}
     layout = Layout.of(leaf for leaf, _ in content.leaves)
+
+    def leaves() -> Iterator[memoryview]:
+        """Yield the bytes of each tensor, with one in memory at a time."""
+        for leaf in layout.leaves:
+            tensor = tensors[leaf.name].read()
+            if tuple(tensor.shape) != leaf.shape or DTYPE_NAMES.get(tensor.dtype) != leaf.dtype:
+                raise damaged(source, f"{leaf.name} changed while it was read")
+            held = bits(tensor).contiguous()
+            yield host_bytes(held)
+
     name = shard_name(0, secrets.token_hex(6))
-    sums = ImageSums(layout, CHUNK_BYTES)
-    chunks = _chunks(_pieces(layout, tensors, source), sums, layout.num_bytes, progress)
-    store.write_parts(f"{folder.path}/{name}", chunks, layout.num_bytes)
+    written = write_image(store, f"{folder.path}/{name}", layout, leaves(), progress)
     return RankRecord(
         rank=0,
-        shard=ShardRecord.of(name, layout, sums.checksums()),
-        leaves=layout.leaves,
-        digests=tuple(sums.digests()),
+        shard=written.shard,
+        leaves=written.leaves,
+        digests=written.digests,
         values=strict_loads(encode_json(content.values), what="values"),
     )
-
-
-def _pieces(layout: Layout, tensors: dict[str, SourceTensor], source: str) -> Iterator[memoryview]:
-    """Yield the bytes of the image: its header and each tensor, with one tensor in memory at a time."""
-    yield memoryview(layout.header)
-    for leaf in layout.leaves:
-        tensor = tensors[leaf.name].read()
-        if tuple(tensor.shape) != leaf.shape or DTYPE_NAMES.get(tensor.dtype) != leaf.dtype:
-            raise damaged(source, f"{leaf.name} changed while it was read")
-        if tensor.numel():
-            data = bits(tensor).contiguous().reshape(-1).view(torch.uint8)
-            yield memoryview(data.numpy())  # type: ignore[arg-type]
-
-
-def _chunks(
-    pieces: Iterator[memoryview], sums: ImageSums, total: int, progress: OnProgress
-) -> Iterator[bytes]:
-    """Regroup the pieces into chunks and add them to the sums."""
-    buffer, done = bytearray(), 0
-    for piece in pieces:
-        while piece:
-            part = piece[: CHUNK_BYTES - len(buffer)]
-            buffer += part
-            piece = piece[len(part) :]
-            if len(buffer) == CHUNK_BYTES or done + len(buffer) == total:
-                chunk = bytes(buffer)
-                sums.add(done, memoryview(chunk))
-                done += len(chunk)
-                yield chunk
-                buffer.clear()
-                progress(done, total)
 
 
 # The mapping of a source
