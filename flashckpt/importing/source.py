@@ -16,7 +16,7 @@ import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -28,6 +28,7 @@ from flashckpt.format.checked_json import unique
 from flashckpt.format.layout import DTYPES, MAX_DIMENSIONS, MAX_LEAF_BYTES
 from flashckpt.format.typed import MAX_DEPTH, check_roundtrip, children, decode
 from flashckpt.options import user_path
+from flashckpt.restore.step_tensors import TensorSlice, overlapping
 from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, check, is_wrapper, strides
 from flashckpt.state.values import CONTAINERS, join, rebuild
 
@@ -689,55 +690,39 @@ def _value(path: str, name: str, record: Any, pieces: list[_Item | str]) -> Any:
     if dtype not in DTYPE_NAMES:
         return Unreadable(f"has the dtype {dtype}")
     sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in record.chunks}  # type: ignore[attr-defined]
-    boxes = [(item.at if item.at is not None else (0,) * len(shape), item) for item in items]
-    placed = [(at, sizes[at], item) for at, item in boxes]
-    _check_boxes(path, name, shape, [(at, size) for at, size, _ in placed])
+    starts = [item.at if item.at is not None else (0,) * len(shape) for item in items]
+    slices = [TensorSlice(start, sizes[start]) for start in starts]
+    _check_covered(path, name, shape, slices)
+    placed = list(zip(slices, items, strict=True))
     return SourceTensor(DTYPE_NAMES[dtype], shape, lambda: _gathered(name, dtype, shape, placed))
 
 
-def _check_boxes(
-    path: str, name: str, shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> None:
+def _check_covered(path: str, name: str, shape: tuple[int, ...], pieces: list[TensorSlice]) -> None:
     """Raise DamagedError unless the pieces cover the tensor with each element once."""
     if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > _MAX_ELEMENTS:
         raise damaged(path, f"{name[:200]!r} has the shape {shape}")
-    for at, size in boxes:
-        if len(at) != len(shape) or len(size) != len(shape):
+    for piece in pieces:
+        if len(piece.start) != len(shape) or len(piece.shape) != len(shape):
             raise damaged(path, f"a piece of {name[:200]!r} has another number of dimensions")
-        if not all(min(a, n) >= 0 and a + n <= whole for a, n, whole in zip(at, size, shape, strict=True)):
+        rows = zip(piece.start, piece.shape, shape, strict=True)
+        if not all(min(start, n) >= 0 and start + n <= whole for start, n, whole in rows):
             raise damaged(path, f"a piece of {name[:200]!r} is outside of the tensor")
-    full = [box for box in boxes if math.prod(box[1])]
-    if sum(math.prod(size) for _, size in full) != math.prod(shape) or _overlap(full):
+    full = [piece for piece in pieces if piece.num_elements]
+    is_covered = sum(piece.num_elements for piece in full) == math.prod(shape)
+    if not is_covered or len(set(full)) != len(full) or overlapping(full) is not None:
         raise damaged(path, f"the pieces of {name[:200]!r} do not cover the tensor")
 
 
-def _overlap(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two boxes overlap. In sorted order, each box is compared only with boxes that end after its
-    start."""
-    open_: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for at, size in sorted(boxes):
-        if at:
-            open_ = [(a, n) for a, n in open_ if a[0] + n[0] > at[0]]
-        for a, n in open_:
-            if all(x < y + m and y < x + k for x, k, y, m in zip(at, size, a, n, strict=True)):
-                return True
-        open_.append((at, size))
-    return False
-
-
 def _gathered(
-    name: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    placed: list[tuple[tuple[int, ...], tuple[int, ...], _Item]],
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], placed: list[tuple[TensorSlice, _Item]]
 ) -> Tensor:
     whole = torch.empty(shape, dtype=dtype, device="cpu")
-    for at, size, item in placed:
+    for place, item in placed:
         piece = item.load()
-        if not isinstance(piece, Tensor) or tuple(piece.shape) != size or piece.dtype != dtype:
+        if not isinstance(piece, Tensor) or tuple(piece.shape) != place.shape or piece.dtype != dtype:
             raise damaged(item.path, f"a piece of {name[:200]!r} differs from its description in .metadata")
         target = whole
-        for dimension, (start, count) in enumerate(zip(at, size, strict=True)):
+        for dimension, (start, count) in enumerate(zip(place.start, place.shape, strict=True)):
             target = target.narrow(dimension, start, count)
         target.copy_(piece.detach())
     return whole
