@@ -15,7 +15,7 @@ import os
 import tempfile
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -42,12 +42,11 @@ _THREADS = 2
 @dataclass(frozen=True, slots=True)
 class SelectedLeaf:
     """One tensor to export. `leaf`: names, dtype and shape in the export. `stored`: those in the step, which
-    holds the tensor as `parts`. `place`: sort key for the fastest reading order."""
+    holds the tensor as `parts`."""
 
     leaf: Leaf
     stored: Leaf
     parts: Parts
-    place: tuple[str, int]
 
     def of_piece(self, piece: memoryview) -> memoryview:
         """Convert a stored piece to exported bytes."""
@@ -70,11 +69,13 @@ def pieces_of(store: Store, leaves: Sequence[SelectedLeaf]) -> Iterator[memoryvi
 @dataclass(frozen=True, slots=True)
 class Names:
     """The names of an export. only: parts of the state or leaves, all if empty. prefix: removed from each
-    name, for example "model." if the export has one module. excluded: leaves that are not exported."""
+    name, for example "model." if the export has one module. excluded: leaves that are not exported; inside:
+    what names of others begin with."""
 
     only: tuple[str, ...] = ()
     prefix: str = ""
     excluded: frozenset[str] = frozenset()
+    inside: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, record: StepRecord, only: Sequence[str]) -> Names:
@@ -82,13 +83,11 @@ class Names:
         Excludes buffers that are not persistent, unless `only` names them, and tensors inside a module's
         extra state, which have no names in a file of tensors."""
         excluded = transient_names(record) - set(only)
-        if len(only) != 1:
-            return cls(tuple(only), excluded=excluded)
-        _, entry = entry_of(record, 0, only[0])
+        entry = entry_of(record, 0, only[0])[1] if len(only) == 1 else {}
         if entry.get("kind") != "module":
             return cls(tuple(only), excluded=excluded)
         inside = tuple(f"{path}._extra_state{mark}" for path in entry.get("extra", {}) for mark in ".[")
-        return cls(tuple(only), f"{only[0]}.", excluded | _Within(inside).names(record))
+        return cls(tuple(only), f"{only[0]}.", excluded, inside)
 
     def of_leaf(self, leaf: Leaf) -> Leaf | None:
         """The leaf with its exported names, or None if no name is exported."""
@@ -99,34 +98,46 @@ class Names:
         return replace(leaf, name=names[0], aliases=tuple(names[1:]), box=None, offset=-1)
 
     def _has(self, name: str) -> bool:
-        if name in self.excluded:
+        if name in self.excluded or name.startswith(self.inside):
             return False
         return not self.only or any(name == each or name.startswith(f"{each}.") for each in self.only)
 
 
-@dataclass(frozen=True, slots=True)
-class _Within:
-    prefixes: tuple[str, ...]
-
-    def names(self, record: StepRecord) -> frozenset[str]:
-        """Names of leaves of a step that begin with one of the prefixes."""
-        if not self.prefixes:
-            return frozenset()
-        leaves = (leaf for part in record.parts for rank in part.ranks for _, leaf, _ in rank.counted())
-        return frozenset(
-            n for leaf in leaves for n in (leaf.name, *leaf.aliases) if n.startswith(self.prefixes)
-        )
-
-
 def select(record: StepRecord, only: Sequence[str], dtype: str | None) -> list[SelectedLeaf]:
     """Select whole tensors of a step. Raises NoSuchStepError if no tensor has such a name."""
-    names = Names.of(record, only)
-    return _stored(record, 0, names, dtype) if record.world == 1 else _assembled(record, names, dtype)
+    tensors = WholeTensors(record)
+    rows = [(leaf, tensors.parts(leaf)) for leaf in tensors.leaves]
+    return _selected(record, rows, Names.of(record, only), dtype)
 
 
 def select_rank(record: StepRecord, rank: int, only: Sequence[str], dtype: str | None) -> list[SelectedLeaf]:
-    """Select the leaves in the files of one rank, as stored."""
-    return _stored(record, rank, Names(tuple(only)), dtype)
+    """Select the leaves in the files of one rank, as stored: of a sliced tensor, only the slice."""
+    files = {contents.shard.file: StepFile(path, contents) for path, contents in record.files(rank)}
+    rows = list[tuple[Leaf, Parts]]()
+    for file, leaf, digest in record.rank(rank).counted():
+        stored = replace(leaf, box=None)
+        piece = Piece(TensorSlice.of(stored), rank, files[file], leaf, digest)
+        rows.append((stored, [(piece, piece.region)]))
+    return _selected(record, rows, Names(tuple(only)), dtype)
+
+
+def _selected(
+    record: StepRecord, rows: Sequence[tuple[Leaf, Parts]], names: Names, dtype: str | None
+) -> list[SelectedLeaf]:
+    found = list[SelectedLeaf]()
+    for leaf, parts in rows:
+        if (exported := names.of_leaf(leaf)) is not None:
+            if dtype is not None and leaf.dtype in CASTABLE:
+                exported = replace(exported, dtype=dtype)
+            found.append(SelectedLeaf(exported, leaf, parts))
+    if not found:
+        there = sorted({leaf.name.partition(".")[0] for leaf, _ in rows})
+        raise NoSuchStepError(
+            f"step {record.step} has no leaf under {' or '.join(names.only) or 'any name'}. Nothing was "
+            f"written. It has: {', '.join(there)}.",
+            step=record.step,
+        )
+    return found
 
 
 def dtype_name(dtype: object) -> str:
@@ -152,44 +163,6 @@ def only_module(record: StepRecord, only: Sequence[str], format: str) -> str:
     raise OptionError(
         f"format={format!r} exports one module, and step {record.step} has {', '.join(modules) or 'none'}. "
         "Nothing was written. Name one of them with --only."
-    )
-
-
-def _stored(record: StepRecord, rank: int, names: Names, dtype: str | None) -> list[SelectedLeaf]:
-    files = {contents.shard.file: StepFile(path, contents) for path, contents in record.files(rank)}
-    found, leaves = list[SelectedLeaf](), list[Leaf]()
-    for file, leaf, digest in record.rank(rank).counted():
-        leaves.append(leaf)
-        if (exported := names.of_leaf(leaf)) is not None:
-            # As stored: of a sliced tensor, only the slice.
-            stored = replace(leaf, box=None)
-            piece = Piece(TensorSlice.of(stored), rank, files[file], leaf, digest)
-            place = file, leaf.offset
-            found.append(SelectedLeaf(_cast(exported, dtype), stored, [(piece, piece.region)], place))
-    return found or _refuse(record, names.only, leaves)
-
-
-def _assembled(record: StepRecord, names: Names, dtype: str | None) -> list[SelectedLeaf]:
-    tensors = WholeTensors(record)
-    pairs = [(names.of_leaf(leaf), leaf) for leaf in tensors.leaves]
-    found = [
-        SelectedLeaf(_cast(exported, dtype), leaf, tensors.parts(leaf), (leaf.name, 0))
-        for exported, leaf in pairs
-        if exported is not None
-    ]
-    return found or _refuse(record, names.only, tensors.leaves)
-
-
-def _cast(leaf: Leaf, dtype: str | None) -> Leaf:
-    return replace(leaf, dtype=dtype) if dtype is not None and leaf.dtype in CASTABLE else leaf
-
-
-def _refuse(record: StepRecord, only: Sequence[str], leaves: Iterable[Leaf]) -> list[SelectedLeaf]:
-    names = sorted({leaf.name.partition(".")[0] for leaf in leaves})
-    raise NoSuchStepError(
-        f"step {record.step} has no leaf under {' or '.join(only) or 'any name'}. Nothing was written. "
-        f"It has: {', '.join(names)}.",
-        step=record.step,
     )
 
 
@@ -245,7 +218,7 @@ def write_sharded(folder: str, selected: Selected, most_bytes: int) -> None:
     """Write files with at most `most_bytes` of tensors each (or one larger tensor), and the index that
     transformers and others read. A single file has no index."""
     os.mkdir(folder)
-    shards = _shards(sorted(selected.leaves, key=lambda each: each.place), most_bytes)
+    shards = _shards(selected.leaves, most_bytes)
     index, done, total = dict[str, str](), 0, selected.num_bytes
     for number, leaves in enumerate(shards, start=1):
         name = "model.safetensors"
@@ -294,7 +267,7 @@ def write_dcp(folder: str, selected: Selected) -> None:
 
 def in_file_order(leaves: Sequence[SelectedLeaf]) -> list[SelectedLeaf]:
     """Order leaves as in a safetensors file: each starts at a multiple of its dtype's size."""
-    return sorted(leaves, key=lambda each: (-DTYPES[each.leaf.dtype][0], each.place))
+    return sorted(leaves, key=lambda each: -DTYPES[each.leaf.dtype][0])
 
 
 def _shards(leaves: Sequence[SelectedLeaf], most_bytes: int) -> list[list[SelectedLeaf]]:
