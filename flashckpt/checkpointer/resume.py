@@ -283,7 +283,7 @@ def _resume(
         fits = partial(_check, tree, progress.integration)
         save = partial(_saved_by_keeper, session)
         steps = StepChoice(
-            session.opened, survived, rank, fits, threads, group.agreement(), layout, save,
+            session.opened, survived, rank, fits, layout, threads, group.agreement(), save,
             partial(_unsaved, session), session.remote_run, targets,
         )  # fmt: skip
         refused = steps.refused

@@ -32,9 +32,9 @@ from flashckpt.commit.steps import StepRecord, missing_of, read_checkpoint, step
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, OutOfSpaceError, RunError, UnusableRunError
 from flashckpt.format.catalogue import Checkpoint
-from flashckpt.format.layout import Leaf
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.restore import memory_tier
+from flashckpt.restore.filling import LiveLayout
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.node_copies import fetched
 from flashckpt.restore.snapshot import Snapshot
@@ -170,27 +170,6 @@ class Agreement:
         return proposal.could
 
 
-class Layouts(Protocol):
-    """The division of the live state among ranks: see `LiveLayout`."""
-
-    def is_of(self, world: int, leaves: Sequence[Leaf]) -> bool: ...
-    def has(self, record: StepRecord) -> bool: ...
-    def begin(self, record: StepRecord) -> StepReading: ...
-
-
-class AsItWas:
-    """The layout of any step."""
-
-    def is_of(self, world: int, leaves: Sequence[Leaf]) -> bool:
-        return True
-
-    def has(self, record: StepRecord) -> bool:
-        return True
-
-    def begin(self, record: StepRecord) -> StepReading:
-        raise AssertionError("it has that of every step")
-
-
 class StepChoice:
     """The candidates of one run.
 
@@ -210,9 +189,9 @@ class StepChoice:
         survived: list[Held],
         rank: int,
         fits: Fits,
+        layout: LiveLayout,
         threads: int,
         agreement: Agreement | None = None,
-        layout: Layouts | None = None,
         save: Callable[[], None] = lambda: None,
         unsaved: Callable[[], Sequence[CommitName]] = tuple,
         remote: RemoteRun | None = None,
@@ -221,7 +200,7 @@ class StepChoice:
         self._home, self._store, self._survived, self._rank = home, home.store, survived, rank
         self._remote = remote
         self._targets = targets
-        self._layout, self._save, self._unsaved = layout or AsItWas(), save, unsaved
+        self._layout, self._save, self._unsaved = layout, save, unsaved
         self._fits, self._threads = fits, threads
         self._agreement = agreement or Agreement()
         stores = [home.store] if remote is None else [home.store, remote.store]

@@ -23,7 +23,7 @@ from flashckpt.restore.step_choice import StepChoice
 from tests.commit.runs import new_run
 from tests.persist.node import Node, begun
 from tests.persist.sharing import SharingRank
-from tests.restore.snapshots import content
+from tests.restore.snapshots import AnyLayout, content
 
 NODE = (0, 1, 2)
 STEP = 3
@@ -132,13 +132,14 @@ def test_a_slot_of_another_rank_that_is_not_what_it_was_makes_it_unreadable(
 
 
 def test_what_cannot_be_put_together_is_passed_over(node: Node, ranks: list[SharingRank]) -> None:
-    loaded = StepChoice(
-        View.of(node.store), [ranks[0].held(others(ranks, 0))], 0, lambda snapshot: None, 1
-    ).choose()
+    def choice_of(held: Held) -> StepChoice:
+        return StepChoice(View.of(node.store), [held], 0, lambda snapshot: None, AnyLayout(), 1)
+
+    loaded = choice_of(ranks[0].held(others(ranks, 0))).choose()
     assert loaded is not None
     assert loaded.snapshot.step == STEP
     loaded.drop()
-    choice = StepChoice(View.of(node.store), [ranks[0].held(ranks[2:])], 0, lambda snapshot: None, 1)
+    choice = choice_of(ranks[0].held(ranks[2:]))
     assert choice.choose() is None, "there is nothing else"
     [reason] = choice.refused
     assert f"step {STEP} " in reason

@@ -16,6 +16,7 @@ from flashckpt.ranks.job import Job
 from flashckpt.restore.step_choice import Proposal, StepChoice
 from tests.commit.runs import attempt_at, commit, name_of, new_run
 from tests.ranks.together import LIMIT_S, each_rank
+from tests.restore.snapshots import AnyLayout
 
 A = AttemptName(1, "aaaaaaaa")
 
@@ -108,7 +109,7 @@ def test_steps_are_listed_once_the_keepers_of_all_nodes_have_saved(tmp_path: Pat
         if rank == 0:
             job.store = Heard(job.store, has_saved, has_spoken)
         return Listed(
-            View.of(store), [], rank, lambda snapshot: None, 1, RanksAgreement(job),
+            View.of(store), [], rank, lambda snapshot: None, AnyLayout(), 1, RanksAgreement(job),
             save=lambda: keeper_of(rank), unsaved=lambda: [name_of(200, attempt)] if rank == 1 else [],
         ).choose()  # fmt: skip
 

@@ -24,6 +24,7 @@ from flashckpt.store.read_plan import ReadPlan
 from tests import run_view
 from tests.commit.runs import HOLDER
 from tests.restore.sharded import Held, begun, committed
+from tests.restore.snapshots import AnyLayout
 from tests.stores.memory_client import MemoryClient
 
 RANKS, RANKS_A_NODE = 512, 8
@@ -63,7 +64,7 @@ class Hearing(Agreement):
 
 def chosen(store: Store, rank: int) -> Loaded:
     agreement = Agreement() if rank == 0 else Hearing(store)
-    loaded = StepChoice(View.of(store), [], rank, lambda snapshot: None, 1, agreement).choose()
+    loaded = StepChoice(View.of(store), [], rank, lambda snapshot: None, AnyLayout(), 1, agreement).choose()
     assert loaded is not None
     return loaded
 
@@ -109,7 +110,7 @@ def test_rank_0_finds_a_missing_file_that_it_does_not_read(kind: str) -> None:
     newest, folder = record.name, record.folder
     [gone] = [each.name for each in store.list(folder) if each.name.startswith(kind)]
     store.remove(f"{folder}/{gone}")
-    choice = StepChoice(View.of(store), [], 0, lambda snapshot: None, 1)
+    choice = StepChoice(View.of(store), [], 0, lambda snapshot: None, AnyLayout(), 1)
     loaded = choice.choose()
     assert loaded is not None
     assert loaded.snapshot.step == 300
