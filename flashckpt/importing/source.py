@@ -18,9 +18,11 @@ import stat
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flashckpt.errors import DamagedError, OptionError, StateError
@@ -212,9 +214,7 @@ def lookup(tree: Any, key: str) -> Any:
 # Safetensors: a file, or several with an index. The format has no checksums, so a flipped byte goes unnoticed
 
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors package
 _MAX_INDEX_BYTES = 1 << 30
-_METADATA = "__metadata__"
 _STORED = {stored: name for name, (_, stored) in DTYPES.items() if stored is not None}
 
 
@@ -238,9 +238,12 @@ def read_safetensors(path: str) -> dict[Any, Any]:
 def _weight_map(path: str) -> dict[str, str]:
     if os.path.getsize(path) > _MAX_INDEX_BYTES:
         raise damaged(path, "it is too long for an index")
-    with open(path, "rb") as file:
-        index = _parsed(path, file.read())
-    file_of = index.get("weight_map")
+    try:
+        with open(path, "rb") as file:
+            index = json.loads(file.read(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"it is not JSON ({str(error)[:200]})") from error
+    file_of = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(file_of, dict) or not file_of:
         raise damaged(path, "it has no weight_map")
     for name, file_name in file_of.items():
@@ -249,61 +252,31 @@ def _weight_map(path: str) -> dict[str, str]:
     return file_of
 
 
-def _parsed(path: str, data: bytes | bytearray) -> dict[str, Any]:
-    try:
-        found = json.loads(data, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"its header or index is not JSON ({str(error)[:200]})") from error
-    if not isinstance(found, dict):
-        raise damaged(path, "its header or index is not a JSON object")
-    return found
-
-
 def _tensors(path: str) -> dict[Any, Any]:
-    num_bytes = os.path.getsize(path)
-    length = int.from_bytes(read_at(path, 0, 8), "little")
-    if not 2 <= length <= min(_MAX_HEADER_BYTES, num_bytes - 8):
-        raise damaged(path, f"its header has {length} bytes, and the file has {num_bytes}")
-    header = _parsed(path, read_at(path, 8, length))
-    metadata = header.pop(_METADATA, None) or {}
-    rows = {name: _row(path, name, row) for name, row in header.items()}
-    at = 0
-    for name, (_, _, start, end) in sorted(rows.items(), key=lambda row: row[1][2:]):
-        if start != at:
-            raise damaged(path, f"{name[:200]!r} does not start at the end of the tensor before it")
-        at = end
-    if 8 + length + at != num_bytes:
-        raise damaged(path, f"it has {num_bytes} bytes, and its header describes {8 + length + at}")
+    try:
+        file: Any = safe_open(path, framework="pt")  # checks that tensors fill the file without holes
+        metadata: dict[str, Any] = file.metadata() or {}
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        stored = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
+    except SafetensorError as error:
+        raise damaged(path, str(error)[:300]) from error
     dtypes, aliases = _json_of(metadata, "flashckpt.dtypes"), _json_of(metadata, "flashckpt.aliases")
     found = {}
-    for name, (dtype, shape, start, _) in rows.items():
-        dtype, shape = _recorded(path, name, dtypes, dtype, shape)
-        found[name] = _tensor(path, dtype, shape, 8 + length + start)
+    for name, (stored_dtype, shape) in stored.items():
+        if stored_dtype not in _STORED or len(shape) > MAX_DIMENSIONS:
+            raise damaged(path, f"{name[:200]!r} is a {stored_dtype[:40]} of {len(shape)} dimensions")
+        dtype, shape = _recorded(path, name, dtypes, _STORED[stored_dtype], shape)
+        found[name] = SourceTensor(dtype, shape, partial(_read, file, name, dtype, shape))
     # `save_model` of safetensors writes ties into its metadata, as name -> name.
-    names = {**(metadata if isinstance(metadata, dict) else {}), **aliases}
-    found.update(
-        {
-            name: found[first]
-            for name, first in names.items()
-            if name not in found and isinstance(first, str) and first in found
-        }
-    )
+    for name, first in {**metadata, **aliases}.items():
+        if name not in found and isinstance(first, str) and first in found:
+            found[name] = found[first]
     return found
 
 
-def _row(path: str, name: str, row: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Parse a tensor's row of the header: dtype, shape, start and end in the data."""
-    if not isinstance(row, dict) or not isinstance(row.get("dtype"), str):
-        raise damaged(path, f"its header does not describe {name[:200]!r}")
-    dtype = _STORED.get(row["dtype"])
-    if dtype is None:
-        raise damaged(path, f"{name[:200]!r} has the unknown dtype {row['dtype'][:40]!r}")
-    shape, offsets = _sizes(row.get("shape")), _sizes(row.get("data_offsets"))
-    if shape is None or offsets is None or len(offsets) != 2:
-        raise damaged(path, f"{name[:200]!r} has no shape or no offsets")
-    if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype][0]:
-        raise damaged(path, f"{name[:200]!r} has another length than its shape")
-    return dtype, shape, offsets[0], offsets[1]
+def _read(file: Any, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    tensor: Tensor = file.get_tensor(name).clone()
+    return tensor.view(TORCH_DTYPES[dtype]).view(shape)
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
@@ -334,18 +307,6 @@ def _recorded(
         if sizes is not None and math.prod(sizes) * DTYPES[true_dtype][0] == math.prod(shape):
             return true_dtype, sizes
     raise damaged(path, f"its metadata does not match {name[:200]!r}")
-
-
-def _tensor(path: str, dtype: str, shape: tuple[int, ...], offset: int) -> SourceTensor:
-    num_bytes = math.prod(shape) * DTYPES[dtype][0]
-
-    def read() -> Tensor:
-        if not num_bytes:
-            return torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")
-        data = read_at(path, offset, num_bytes)
-        return torch.frombuffer(data, dtype=torch.uint8).view(TORCH_DTYPES[dtype]).view(shape)
-
-    return SourceTensor(dtype, shape, read)
 
 
 # Pickles: files of torch.save, and folders of torch.distributed.checkpoint
