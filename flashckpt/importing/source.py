@@ -337,12 +337,10 @@ class _Placeholder:
 
 
 def read_torch(path: str) -> dict[Any, Any]:
-    """Read a file into a dict. Tensors are mapped from an archive, and read into memory from an older file.
-    Raises DamagedError, which names the file, if it is damaged, hostile or not a dictionary."""
+    """Read a file into a dict of mapped tensors. Raises DamagedError, which names the file, if it is damaged,
+    hostile or not a dictionary."""
     with open(path, "rb") as file:
-        is_archive = check_archive(file, path)
-        file.seek(0)
-        found = load_safely(file, path, is_archive=is_archive, mapped=path if is_archive else None)
+        found = load_safely(file, path, mapped=path)
     tree = plain(found, "")
     if not isinstance(tree, dict):
         why = tree.why if isinstance(tree, Unreadable) else f"it holds a {type(found).__name__}"
@@ -350,11 +348,11 @@ def read_torch(path: str) -> dict[Any, Any]:
     return tree
 
 
-def check_archive(file: BinaryIO, path: str) -> bool:
-    """Whether the file is an archive. Raises DamagedError if a record does not match its checksum or is
+def _check_archive(file: BinaryIO, path: str) -> None:
+    """Raise DamagedError for a file that is not an archive, and if a record does not match its checksum or is
     compressed: torch never compresses records, and a compressed one may have any size."""
     if not zipfile.is_zipfile(file):
-        return False
+        raise damaged(path, "it is no archive, as torch.save writes them since torch 1.6")
     try:
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
@@ -365,15 +363,16 @@ def check_archive(file: BinaryIO, path: str) -> bool:
                         pass
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
         raise damaged(path, str(error)[:300]) from error
-    return True
 
 
-def load_safely(file: BinaryIO, path: str, *, is_archive: bool, mapped: str | None = None) -> Any:
+def load_safely(file: BinaryIO, path: str, mapped: str | None = None) -> Any:
     """Load with `torch.load(weights_only=True)`, with placeholders for classes that it refuses. `mapped`: the
     file's path, to get tensors that are views of the file."""
+    _check_archive(file, path)
+    file.seek(0)
     try:
         with torch.serialization.safe_globals(_numpy_placeholders()):
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(file) if is_archive else []
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
             for name in sorted(names):
                 module, _, rest = name.partition(".")
                 if module in _HOSTILE_MODULES or (module == "builtins" and rest in _HOSTILE_BUILTINS):
@@ -497,14 +496,6 @@ def tensor_of(tensor: Tensor, name: str) -> SourceTensor | Unreadable:
     return SourceTensor(DTYPE_NAMES[detached.dtype], tuple(detached.shape), lambda: detached, stride)
 
 
-def load_item(data: bytes | bytearray, path: str) -> Any:
-    """Load one value that torch.save wrote into a larger file, with placeholders."""
-    file = io.BytesIO(data)
-    is_archive = check_archive(file, path)
-    file.seek(0)
-    return load_safely(file, path, is_archive=is_archive)
-
-
 # Folders of torch.distributed.checkpoint
 
 
@@ -581,7 +572,7 @@ class _Item:
     at: tuple[int, ...] | None
 
     def load(self) -> Any:
-        return load_item(read_at(self.path, self.offset, self.length), self.path)
+        return load_safely(io.BytesIO(read_at(self.path, self.offset, self.length)), self.path)
 
 
 def read_dcp(folder: str) -> dict[Any, Any]:
