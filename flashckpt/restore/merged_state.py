@@ -8,6 +8,7 @@ bytes of tensors, and changes nothing live. Imported only for such a step."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -57,8 +58,9 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> S
     ranks = StepRanks(record, rank, world)
     merged = MergedState(tree, tree.found(), ranks, rank, world)
     merged.merge()
-    leaves = {taken.leaf.name: taken.leaf for taken in merged.leaves}
-    complete = [(taken.leaf.name, complete_piece(taken.leaf, taken.parts)) for taken in merged.leaves]
+    leaves = {leaf.name: leaf for leaf, _ in merged.leaves}
+    parts = {leaf.name: parts for leaf, parts in merged.leaves}
+    complete = {name: complete_piece(leaf, parts[name]) for name, leaf in leaves.items()}
     log.info(
         "step %d of %d ranks is put together for rank %d of %d: %d leaves, %d bytes",
         record.step, record.world, rank, world, len(leaves), sum(leaf.num_bytes for leaf in leaves.values()),
@@ -69,22 +71,13 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> S
         boundary=record.boundary,
         tier="local",
         leaves=leaves,
-        digests={name: piece.digest for name, piece in complete if piece is not None},
+        digests={name: piece.digest for name, piece in complete.items() if piece is not None},
         values=_values(merged, ranks, rank, world),
         untaken=merged.untaken(),
         elsewhere=merged.untaken(("module",)),
     )
-    parts = {taken.leaf.name: taken.parts for taken in merged.leaves}
     files = {piece.file.path for each in parts.values() for piece, _ in each}
     return StepReading(record, snapshot, parts, files if world > 1 else ())
-
-
-@dataclass(frozen=True, slots=True)
-class TakenLeaf:
-    """A leaf as it is on this rank, and the pieces that make it up."""
-
-    leaf: Leaf
-    parts: Parts
 
 
 def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dict[str, Any]:
@@ -166,7 +159,7 @@ class MergedState:
         self._names: set[str] = set()
         self._used: set[str] = set()
         self._owner: dict[str, int] = {}
-        self.leaves: list[TakenLeaf] = []
+        self.leaves: list[tuple[Leaf, Parts]] = []
         self.value: dict[str, Any] = {}
 
     def merge(self) -> None:
@@ -189,8 +182,7 @@ class MergedState:
                 f"The values of the step are malformed ({error!r}). It cannot be used; nothing was loaded."
             ) from error
         found = self._ranks.find([(tensor.name, region) for _, tensor, region in self._wanted])
-        pairs = zip(self._wanted, found, strict=True)
-        self.leaves += [TakenLeaf(leaf, parts) for (leaf, _, _), parts in pairs]
+        self.leaves += [(leaf, parts) for (leaf, _, _), parts in zip(self._wanted, found, strict=True)]
 
     def _check_not_flat(self) -> None:
         """Raise MismatchError if parameters are, or were, in the flat form of FSDP1."""
@@ -303,7 +295,7 @@ class MergedState:
         aliases = tuple(each for each in (piece.leaf.name, *piece.leaf.aliases) if each != name)
         self._names.update((here, *aliases))
         leaf = replace(piece.leaf, name=here, aliases=aliases, offset=-1)
-        self.leaves.append(TakenLeaf(leaf, [(piece, piece.region)]))
+        self.leaves.append((leaf, [(piece, piece.region)]))
 
     def _want(
         self,
@@ -324,7 +316,7 @@ class MergedState:
         own = tensor.of_rank(self._nearest(tensor)) if tensor.is_by_rank else None
         if own is not None:
             as_it_was = replace(own.leaf, name=name, aliases=aliases, offset=-1)
-            self.leaves.append(TakenLeaf(as_it_was, [(own, own.region)]))
+            self.leaves.append((as_it_was, [(own, own.region)]))
         else:
             self._wanted.append((leaf, tensor, region))
 
@@ -449,10 +441,10 @@ class MergedState:
         scalars: list[Any] = []
         places = [place for group in entry.places() for place in group]
         for index, (full, prefix, parameter) in enumerate(places):
-            found = self._state_of(entry.name, full)
-            if found is None:
+            saved = self.saved(self._owner[full]) if full in self._owner else None
+            state = None if saved is None else saved.states.get((entry.name, full))
+            if saved is None or state is None:
                 continue
-            saved, state = found
             schema = self._live_schema(saved, state, prefix, parameter)
             number, _ = schemas.setdefault(encode_json(schema), (len(schemas), schema))
             columns[0].append(index)
@@ -463,13 +455,6 @@ class MergedState:
             "state": columns,
             "scalars": scalars,
         }
-
-    def _state_of(self, optimizer: str, full: str) -> tuple[SavedRank, SavedState] | None:
-        rank = self._owner.get(full)
-        if rank is None:
-            return None
-        state = self.saved(rank).states.get((optimizer, full))
-        return None if state is None else (self.saved(rank), state)
 
     def _live_schema(self, saved: SavedRank, state: SavedState, prefix: str, parameter: Tensor) -> Any:
         """Return the schema with references to tensors as they are created for this parameter; takes their
@@ -602,8 +587,4 @@ def _extra_references(value: Mapping[str, Any]) -> Iterator[tuple[str, LeafRef]]
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    stride, found = 1, []
-    for size in reversed(shape):
-        found.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(found))
+    return tuple(math.prod(max(size, 1) for size in shape[place + 1 :]) for place in range(len(shape)))
