@@ -178,7 +178,6 @@ class ReadPlan:
         self._are_shared, self._buffered = digests is not None, buffered
         self._digests = digests if digests is not None else Digests()
         self._files: dict[str, _File] = {}
-        self._headers: list[tuple[str, Contents, memoryview]] = []
         self._memory: list[memoryview] = []
         self._addresses: dict[int, int] = {}
         self.num_bytes = 0
@@ -219,7 +218,6 @@ class ReadPlan:
         file, num_bytes = self._of(path, contents), contents.shard.num_bytes
         if into is not None:
             self.copy(path, contents, 0, num_bytes, (), into, 0)
-            self._headers.append((path, contents, into))
         file.ranges.extend((0, num_bytes))
         for leaf, digest in zip(contents.layout().leaves, contents.digests, strict=True):
             self.digest(path, contents, leaf, digest)
@@ -266,10 +264,6 @@ class ReadPlan:
                 pool.shutdown(wait=True, cancel_futures=True)
         if not self._are_shared:
             self._digests.check(source.url)
-        for path, contents, into in self._headers:
-            header = contents.layout().header
-            if into[: len(header)] != header:
-                raise damaged(source.url, path, "its header is not that of its leaves")
         return found
 
     def _of(self, path: str, contents: Contents) -> _File:
