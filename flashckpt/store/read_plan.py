@@ -180,7 +180,6 @@ class ReadPlan:
         self._files: dict[str, _File] = {}
         self._memory: list[memoryview] = []
         self._addresses: dict[int, int] = {}
-        self.num_bytes = 0
 
     def copy(
         self,
@@ -200,7 +199,6 @@ class ReadPlan:
             raise ValueError(f"a copy from {path} does not fit into its memory")
         rows = [number for step in steps for number in step]
         self._of(path, contents).copies.extend((source, self._address(into) + target, run, len(steps), *rows))
-        self.num_bytes += _repeated(run, steps)
 
     def digest(
         self, path: str, contents: Contents, leaf: Leaf, digest: int, low: int = 0, high: int | None = None
@@ -232,8 +230,8 @@ class ReadPlan:
             for path, file in sorted(self._files.items())
         ]
 
-    def run(self, source: Source, threads: int) -> int:
-        """Read it, and return the bytes read. After an error or a signal, no further chunk is begun.
+    def run(self, source: Source, threads: int) -> None:
+        """Read it. After an error or a signal, no further chunk is begun.
 
         Raises DamagedError if a chunk or a leaf is not the committed one, MissingShardError, and
         UnreadableShardError if the disk fails; OSError.
@@ -241,8 +239,7 @@ class ReadPlan:
         plans, cancel, reads = self.native(), array("Q", [0]), _Reads()
         at_once = max(1, min(threads, len(plans), _MOST_FILES))
 
-        def read(path: str, plan: _native.FilePlan) -> int:
-            num_bytes = sum((last - first) * plan.chunk_bytes for first, last in plan.left())
+        def read(path: str, plan: _native.FilePlan) -> None:
             with reads.one(), _naming(source, path):
                 source.read_chunks(
                     path, plan, threads=max(1, threads // at_once), cancel=_native.address_of(cancel)
@@ -250,12 +247,11 @@ class ReadPlan:
             if bad := plan.bad_chunks():
                 words = ", ".join(map(str, bad[:_SHOWN]))
                 raise damaged(source.url, path, f"chunk {words} does not have its checksum")
-            return min(num_bytes, plan.num_bytes)
 
         # Also after an error or a signal, no thread writes to the memory once this returns.
         pool = ThreadPoolExecutor(at_once, "flashckpt-files")
         try:
-            found = sum(pool.map(lambda each: read(*each), plans))
+            list(pool.map(lambda each: read(*each), plans))
         finally:
             cancel[0] = 1
             try:
@@ -264,7 +260,6 @@ class ReadPlan:
                 pool.shutdown(wait=True, cancel_futures=True)
         if not self._are_shared:
             self._digests.check(source.url)
-        return found
 
     def _of(self, path: str, contents: Contents) -> _File:
         if path not in self._files:
@@ -383,9 +378,3 @@ def _naming(source: Source, path: str) -> Iterator[None]:
             where = f"{source.url}/{path}"
             raise UnreadableShardError(error.errno, error.strerror, where) from error
         raise
-
-
-def _repeated(run: int, steps: Steps) -> int:
-    for count, _, _ in steps:
-        run *= count
-    return run

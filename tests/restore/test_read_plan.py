@@ -129,7 +129,7 @@ def test_a_signal_after_an_error_is_raised_once_no_thread_writes(store: Store, f
 def test_all_goes_to_its_places_as_often_as_it_is_run(store: Store, files: Files, threads: int) -> None:
     plan, places = plan_of(files)
     for _ in range(2):
-        assert plan.run(store, threads) == sum(len(image) for image, _ in files.values())
+        plan.run(store, threads)
         assert places == list(expected(files))
         for place in places:
             place[:] = bytes(len(place))
