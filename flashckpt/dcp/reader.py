@@ -208,12 +208,11 @@ class _WriterFolder(_Checkpoint):
     def __init__(self, store: Store) -> None:
         record = read_record(store)
         super().__init__(record)
-        [part] = record.parts
         try:
-            for name, path in part.environment["paths"]:
+            for name, path in record.parts[0].environment["paths"]:
                 self.paths[name] = _checked_path(path)
-            for name, value in (row for rank in part.ranks for row in rank.values.items()):
-                self._values[name] = _Value(decode(value), "")
+            for rank in (rank for part in record.parts for rank in part.ranks):
+                self._values |= {name: _Value(decode(value), "") for name, value in rank.values.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(
                 f"{store.url}/{METADATA} does not have the form it was written in ({error!r}). Nothing was "

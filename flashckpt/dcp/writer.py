@@ -337,6 +337,7 @@ def record_of(store: Store, part: Part) -> StepRecord:
         name=CommitName(part.step, part.id.attempt, part.id.boundary),
         manifest=Manifest(folder=folder, step=part.step, world=part.world, parts=(), shards=()),
         places={each.shard.file: each.shard.file for each in part.ranks},
-        parts=StepParts.of([part]),
+        # A record of a rank is found by its part.
+        parts=StepParts.of(replace(part, node=each.rank, ranks=(each,)) for each in part.ranks),
         store=store,
     )
