@@ -273,7 +273,7 @@ def _resume(
 
     def targets(snapshot: Snapshot) -> Mapping[str, Tensor]:
         found = tree.targets(snapshot.saved)
-        writing.into(found)
+        writing.into(snapshot, found)
         return found
 
     def chosen() -> None:
@@ -330,7 +330,8 @@ def _fill(
             devices = devices_of(leaf.tensor for leaf in tree.found().leaves)
             for device in devices:
                 closing.callback(device.close)
-            writing.check(fill(tree, snapshot, threads, devices))
+            writing.check(snapshot)
+            fill(tree, snapshot, threads, devices)
         snapshot.discard()  # before slots are asked for
         progress.restore(snapshot.section("progress"))
         rng.restore(snapshot.section("rng"))

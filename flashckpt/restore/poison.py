@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -19,26 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flashckpt.errors import StateError
-from flashckpt.state.tree import Tree
+from flashckpt.restore.snapshot import Snapshot
+from flashckpt.state.tree import PARTIAL, Tree
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class _Poison:
-    """Of one module or optimizer: its hooks, and the live tensors that a failed start may have written
-    into."""
-
-    hooks: list[Any]
-    given: list[tuple[str, Tensor]]
-
-    def lift(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-
-
-# By the identity of the object: the hash of some modules changes with their state.
-_poisoned: dict[int, _Poison] = {}
+# The hooks of modules and optimizers that are held back, by the identity of the object: the hash of some
+# modules changes with their state.
+_poisoned: dict[int, list[Any]] = {}
 
 
 class Writing:
@@ -46,31 +34,23 @@ class Writing:
 
     def __init__(self, tree: Tree) -> None:
         self._tree, self.begun = tree, False
-        self._given: list[tuple[str, Tensor]] = []
-        for target in self._targets():
-            if (poison := _poisoned.get(id(target))) is not None:
-                self._given += poison.given
+        self._snapshot: Snapshot | None = None
+        self._is_read = self._is_mixed = any(id(target) in _poisoned for target in self._targets())
 
-    def into(self, targets: Mapping[str, Tensor]) -> None:
+    def into(self, snapshot: Snapshot, targets: Mapping[str, Tensor]) -> None:
         """Note that a step is read into these live tensors."""
-        self.begun = self.begun or bool(targets)
-        self._given += targets.items()
+        self._is_mixed, self._snapshot = self._is_read, snapshot
+        self._is_read, self.begun = self._is_read or bool(targets), self.begun or bool(targets)
 
-    def check(self, filled: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise StateError if a step was read into live tensors that the restored one has not filled. filled:
-        the names of its leaves, and the live tensors."""
-        there = dict(filled)
-        given = [(name, each) for name, each in self._given if name not in there]
-        if not given:
-            return
-        places = {each.data_ptr() for each in there.values()}
-        live = {leaf.tensor.data_ptr() for leaf in self._tree.found().leaves} - places
-        if left := sorted({name for name, each in given if each.data_ptr() in live}):
+    def check(self, snapshot: Snapshot) -> None:
+        """Raise StateError, before a step is restored, if it was imported, so that it leaves what it lacks as
+        it is, and if another step was read into the live state before, by this start or one that failed."""
+        is_mixed = self._is_mixed if self._snapshot is snapshot else self._is_read
+        if is_mixed and PARTIAL in snapshot.section("state"):
             raise StateError(
-                f"A newer step was read into {', '.join(left[:5])} before it proved damaged, and the step "
-                "that was then loaded has no value for it. Nothing was trained. Start the program again: it "
-                "begins with a value of its own. If this returns, choose a step with `flashckpt branch`.",
-                location=left[0],
+                "A newer step was read into the live state before it proved damaged, and the imported step "
+                "that is left may have no value for all of it. Nothing was trained. Start the program again: "
+                "it begins with a state of its own. If this returns, choose a step with `flashckpt branch`."
             )
 
     def failed(self, error: BaseException) -> None:
@@ -88,9 +68,8 @@ class Writing:
 
         for target in self._targets():
             if id(target) in _poisoned:
-                _poisoned[id(target)].given += self._given
                 continue
-            hooks = []
+            hooks = list[Any]()
             try:
                 if isinstance(target, Optimizer):
                     hooks.append(target.register_step_pre_hook(refuse))
@@ -99,7 +78,7 @@ class Writing:
             except Exception as refused:  # as a ScriptModule does
                 log.error("%s takes no hook that keeps it from training (%s): %s",
                           type(target).__name__, refused, message)  # fmt: skip
-            _poisoned[id(target)] = _Poison(hooks, list(self._given))
+            _poisoned[id(target)] = hooks
             weakref.finalize(target, _poisoned.pop, id(target), None)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()  # what is compiled does not look at hooks
@@ -112,8 +91,8 @@ class Writing:
                 "This state may be partly a checkpoint's, of a start that failed, and this call has loaded "
                 "none over it. Nothing was trained. Start the program again: it then builds the state anew."
             )
-        for each in poisoned:
-            _poisoned.pop(each).lift()
+        for hook in (hook for each in poisoned for hook in _poisoned.pop(each)):
+            hook.remove()
 
     def _targets(self) -> list[Any]:
         targets = (getattr(entry, "target", None) for entry in self._tree.entries.values())

@@ -116,7 +116,7 @@ class ModuleEntry(StateEntry):
         self.extras: list[tuple[str, nn.Module]] = []
         self.flat: dict[str, list[Any]] = {}
         self._flat_record = Encoded(self.flat)
-        self._transient: list[str] = []
+        self.transient: list[str] = []
         self._shapes: dict[str, torch.Size] = {}  # of persistent buffers, at the first walk
         self._resized: set[str] = set()
         # FSDP's sharded parameters. After a forward pass without a backward pass, a module shows others in
@@ -127,7 +127,7 @@ class ModuleEntry(StateEntry):
         self._frozen_record = Encoded(self._frozen)
 
     def take(self, walk: Walk) -> None:
-        self.modules, self.extras, self._transient, self.parameters = {}, [], [], []
+        self.modules, self.extras, self.transient, self.parameters = {}, [], [], []
         before, self._sharded, self._fsdp, self.flat = self._sharded, {}, [], {}
         self._visit(self.target, self.name, walk, _Around(before))
         self._flat_record = Encoded(self.flat)
@@ -140,8 +140,8 @@ class ModuleEntry(StateEntry):
         value: dict[str, Any] = {"kind": self.kind, "frozen": self._frozen_now()}
         if self.flat:
             value["flat"] = self._flat_record
-        if self._transient:
-            value["transient"] = self._transient
+        if self.transient:
+            value["transient"] = self.transient
         if self._resized:
             value["resized"] = sorted(self._resized)
         if self.extras:
@@ -170,7 +170,7 @@ class ModuleEntry(StateEntry):
             self.parameters.append((name, parameter))
         for name, key, buffer in self._take("buffer", module, path, walk, around):
             if key in module._non_persistent_buffers_set:
-                self._transient.append(name)
+                self.transient.append(name)
             elif self._shapes.setdefault(name, buffer.shape) != buffer.shape:
                 self._resized.add(name)
         if is_metric(module) or _has_extra_state(module):
@@ -225,7 +225,7 @@ class ModuleEntry(StateEntry):
             wrong = misfit(leaf, mine.get(name))
             if wrong and not self._may_make(leaf, name, value):
                 rows += [(name, recorded, here) for _, recorded, here in wrong]
-        for name in mine.keys() - recorded.keys() - set(self._transient):
+        for name in mine.keys() - recorded.keys() - set(self.transient):
             rows.append((name, MISSING, described(mine[name].tensor, mine[name].box)))
         rows += self._flat_rows(value.get("flat", {}), {row[0] for row in rows})
         recorded_extra, live_extra = set(value.get("extra", {})), {path for path, _ in self.extras}

@@ -251,14 +251,19 @@ class Tree:
     def targets(self, saved: Saved) -> dict[str, Tensor]:
         """Return the live tensors that a restore of `saved`, which the last call of `differences` found to
         fit, fills byte for byte, by the names of the leaves: parameters, buffers and optimizer state in host
-        memory, contiguous, and of no memory in common."""
+        memory, contiguous, and of no memory in common. Without buffers that are not persistent: an older step
+        may lack one, and leaves it as it is."""
         if self._fitting is None or self._fitting[0] is not saved or not self._fitting[1].is_valid():
             return {}
         found: dict[str, Tensor] = {}
         named = self._fitting[1].named
+        modules = [entry for entry in self.entries.values() if isinstance(entry, ModuleEntry)]
+        transient = {name for module in modules for name in module.transient}
         for name, leaf in saved.leaves.items():
             live = named.get(name)
             if live is None or live.name != name or live.container is None or live.kind not in _FILLED:
+                continue
+            if not transient.isdisjoint((name, *live.aliases)):
                 continue
             if live.aliases and live.kind == "optimizer":  # it may be restored as two tensors, in any order
                 continue
