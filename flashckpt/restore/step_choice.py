@@ -57,36 +57,6 @@ Targets = Callable[[Snapshot], Mapping[str, Tensor]]
 _Found = TypeVar("_Found")
 
 
-def with_retries(read: Callable[[], _Found], what: str, url: str, run: str, *, is_step: bool) -> _Found:
-    """Call `read`, which reads from a store, and retry it if storage fails. Raises RunError if it still
-    fails; UnreadableShardError, if one shard alone does. Damaged bytes of a step are read once more: memory
-    or a line may have damaged them. run: the URL of the run's own store, for the error."""
-    for pause_s in _PAUSES_S:
-        try:
-            return read()
-        except FileNotFoundError:
-            raise
-        except DamagedError as error:
-            if not is_step:
-                raise
-            is_step = False
-            log.warning("%s: %s is not as it was written (%s); reading it once more", url, what, error)
-        except OSError as error:
-            log.warning("%s: %s cannot be read (%s); trying again", url, what, error)
-            time.sleep(pause_s)
-    try:
-        return read()
-    except (FileNotFoundError, UnreadableShardError):
-        raise
-    except OSError as error:
-        raise RunError(
-            f"{url}: {what} cannot be read ({error}), in {TRIES} tries. The files may be "
-            "intact, and nothing was quarantined. Start again when the storage answers; to resume from an "
-            f"older step instead, run `flashckpt branch {run} STEP`.",
-            path=run,
-        ) from error
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A snapshot of the lineage in one tier: `held` in a slot of this node or its cache, or the `checkpoint`
@@ -463,9 +433,33 @@ class StepChoice:
         return None
 
     def _retried(self, what: str, read: Callable[[], _Found], store: Store | None = None) -> _Found:
-        """Call `with_retries`. store: the one that bytes of a step are read from; None for other reads."""
-        is_step = store is not None
-        return with_retries(read, what, (store or self._store).url, self._store.url, is_step=is_step)
+        """Call `read`, and retry it if storage fails. Raises RunError if it still fails; if one shard alone
+        does, UnreadableShardError. store: the one that bytes of a step are read from, None for other reads.
+        Damaged bytes of a step are read once more: memory or a line may have damaged them."""
+        url, is_step = (store or self._store).url, store is not None
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                return read()
+            except FileNotFoundError:
+                raise
+            except DamagedError as error:
+                if not is_step or pause_s is None:
+                    raise
+                is_step = False
+                log.warning("%s: %s is not as it was written (%s); reading it once more", url, what, error)
+            except OSError as error:
+                if pause_s is None and isinstance(error, UnreadableShardError):
+                    raise
+                if pause_s is None:
+                    raise RunError(
+                        f"{url}: {what} cannot be read ({error}), in {TRIES} tries. The files may be intact, "
+                        "and nothing was quarantined. Start again when the storage answers; to resume from "
+                        f"an older step instead, run `flashckpt branch {self._store.url} STEP`.",
+                        path=self._store.url,
+                    ) from error
+                log.warning("%s: %s cannot be read (%s); trying again", url, what, error)
+                time.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
 
     def _with_advice(self, read: Callable[[], _Found]) -> _Found:
         """Return the result of `read`; an OutOfSpaceError also says how to free memory of this run."""
