@@ -27,11 +27,11 @@ from torch import Tensor
 
 from flashckpt.errors import DamagedError, OptionError, StateError
 from flashckpt.format.checked_json import unique
-from flashckpt.format.layout import DTYPES, MAX_DIMENSIONS, MAX_LEAF_BYTES
+from flashckpt.format.layout import DTYPES, MAX_DIMENSIONS
 from flashckpt.format.typed import MAX_DEPTH, check_roundtrip, children, decode
 from flashckpt.options import user_path
 from flashckpt.restore.step_tensors import TensorSlice, overlapping
-from flashckpt.state.tensors import DTYPE_NAMES, TORCH_DTYPES, check, is_wrapper, strides
+from flashckpt.state.tensors import DTYPE_NAMES, check, is_wrapper, strides
 from flashckpt.state.values import CONTAINERS, join, rebuild
 
 _MOST_VALUES = 1 << 24
@@ -260,53 +260,30 @@ def _tensors(path: str) -> dict[Any, Any]:
         stored = {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
     except SafetensorError as error:
         raise damaged(path, str(error)[:300]) from error
-    dtypes, aliases = _json_of(metadata, "flashckpt.dtypes"), _json_of(metadata, "flashckpt.aliases")
+    if metadata.get("flashckpt.dtypes", "{}") != "{}":
+        raise OptionError(
+            f"{path} is an export with tensors of dtypes that safetensors lacks, which it has as bytes. "
+            "Nothing was written. Copy the run that it is of with `flashckpt copy`, or export the others."
+        )
     found = {}
     for name, (stored_dtype, shape) in stored.items():
         if stored_dtype not in _STORED or len(shape) > MAX_DIMENSIONS:
             raise damaged(path, f"{name[:200]!r} is a {stored_dtype[:40]} of {len(shape)} dimensions")
-        dtype, shape = _recorded(path, name, dtypes, _STORED[stored_dtype], shape)
-        found[name] = SourceTensor(dtype, shape, partial(_read, file, name, dtype, shape))
+        found[name] = SourceTensor(_STORED[stored_dtype], shape, partial(file.get_tensor, name))
     # `save_model` of safetensors writes ties into its metadata, as name -> name.
-    for name, first in {**metadata, **aliases}.items():
+    for name, first in {**metadata, **_aliases(metadata)}.items():
         if name not in found and isinstance(first, str) and first in found:
             found[name] = found[first]
     return found
 
 
-def _read(file: Any, name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    tensor: Tensor = file.get_tensor(name).clone()
-    return tensor.view(TORCH_DTYPES[dtype]).view(shape)
-
-
-def _sizes(value: Any) -> tuple[int, ...] | None:
-    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
-        return None
-    return tuple(value) if all(type(n) is int and 0 <= n <= MAX_LEAF_BYTES for n in value) else None
-
-
-def _json_of(metadata: Any, key: str) -> dict[str, Any]:
-    """Parse metadata that `flashckpt export` adds: ties, and dtypes that safetensors lacks."""
+def _aliases(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the ties in the metadata that `flashckpt export` writes."""
     try:
-        found = json.loads(metadata[key])
-    except (KeyError, TypeError, ValueError, RecursionError):
+        found = json.loads(metadata["flashckpt.aliases"])
+    except (KeyError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _recorded(
-    path: str, name: str, dtypes: dict[str, Any], dtype: str, shape: tuple[int, ...]
-) -> tuple[str, tuple[int, ...]]:
-    row = dtypes.get(name)
-    if row is None:
-        return dtype, shape
-    true_dtype = row.get("dtype") if isinstance(row, dict) else None
-    is_known = isinstance(true_dtype, str) and true_dtype in DTYPES and true_dtype in TORCH_DTYPES
-    if isinstance(true_dtype, str) and is_known and dtype == "uint8":
-        sizes = _sizes(row.get("shape"))
-        if sizes is not None and math.prod(sizes) * DTYPES[true_dtype][0] == math.prod(shape):
-            return true_dtype, sizes
-    raise damaged(path, f"its metadata does not match {name[:200]!r}")
 
 
 # Pickles: files of torch.save, and folders of torch.distributed.checkpoint
