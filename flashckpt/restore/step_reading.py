@@ -136,7 +136,11 @@ def read_into(
 ) -> dict[str, int]:
     """Read leaves, each from the pieces that make it up, into contiguous host tensors, and return their
     digests. buffered: files that are read through the page cache. Raises what `ReadPlan.run` does."""
-    _plan_of(rows, buffered).run(source, threads)
+    plan = ReadPlan(buffered=buffered)
+    for leaf, parts, tensor in rows:
+        # Of a leaf that is assembled, each piece has a digest.
+        take(plan, leaf, host_bytes(tensor), parts, digests=complete_piece(leaf, parts) is None)
+    plan.run(source, threads)
     # In place: one more pass costs less than a digest of each chunk in its buffer.
     found = _digests({leaf.name: tensor for leaf, _, tensor in rows}, threads)
     for leaf, parts in [(leaf, parts) for leaf, parts, _ in rows]:
@@ -152,15 +156,6 @@ def read_leaves(wanted: Sequence[tuple[Leaf, Parts]], record: StepRecord, thread
     found = new_tensors([leaf for leaf, _ in wanted], f"Step {record.step}")
     read_into([(leaf, parts, found[leaf.name]) for leaf, parts in wanted], record.store, threads)
     return found
-
-
-def _plan_of(rows: Sequence[tuple[Leaf, Parts, Tensor]], buffered: Set[str]) -> ReadPlan:
-    plan = ReadPlan(buffered=buffered)
-    for leaf, parts, tensor in rows:
-        # Of a leaf that is assembled, each piece has a digest.
-        is_assembled = complete_piece(leaf, parts) is None
-        take(plan, leaf, host_bytes(tensor), 0, parts, digests=is_assembled)
-    return plan
 
 
 def host_bytes(tensor: Tensor) -> memoryview:

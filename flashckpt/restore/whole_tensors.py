@@ -27,20 +27,19 @@ def take(
     plan: ReadPlan,
     leaf: Leaf,
     into: memoryview,
-    target: int,
     parts: Parts,
     *,
     is_slice: bool = False,
     digests: bool = True,
 ) -> None:
-    """Add a leaf that consists of `parts` to a plan; it begins at byte `target` of `into`. With `digests`, a
+    """Add a leaf that consists of `parts` to a plan; `into` is its memory. With `digests`, a
     piece that is used completely is compared with its digest. is_slice: the leaf has some rows of each piece,
     and other calls take the rest."""
     wanted = TensorSlice.of(leaf)
     for piece, common in parts:
         path, contents = piece.file.path, piece.file.contents
         begin = contents.shard.data_start + piece.leaf.offset
-        source, goal, run, steps = copy_of(piece.leaf, begin, piece.region, wanted, target, common)
+        source, goal, run, steps = copy_of(piece.leaf, begin, piece.region, wanted, 0, common)
         plan.copy(path, contents, source, run, steps, into, goal)
         if digests and (is_slice or common == piece.region):
             plan.digest(path, contents, piece.leaf, piece.digest, *piece.rows(common))
@@ -92,7 +91,7 @@ def pieces(
         plan, found = ReadPlan(digests), list[tuple[int, memoryview]]()
         for index, rows, parts in window:
             into = memoryview(bytearray(rows.num_bytes))
-            take(plan, rows, into, 0, parts, is_slice=True)
+            take(plan, rows, into, parts, is_slice=True)
             found.append((index, into))
         plan.run(source, threads)
         yield from found
