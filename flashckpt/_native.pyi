@@ -110,9 +110,6 @@ class Mapping:
         """Page-lock the memory for every CUDA device until it is unmapped, in runs that end at multiples of
         1 GiB. Raises RuntimeError with the driver's reason if it refuses some runs, which stay pageable."""
 
-    def discard(self) -> None:
-        """Release private memory at once. Remaining views then show zeros."""
-
     def close(self) -> None:
         """Unmap the memory. Raises BufferError if there are views; the last view then unmaps it."""
 

@@ -104,10 +104,6 @@ void Mapping::forget() {
     size_ = 0;
 }
 
-void Mapping::empty() {
-    (void)::madvise(data_, size_, MADV_DONTNEED);
-}
-
 Error Mapping::take(void* data, std::size_t num_bytes, const char* what, Mapping& out) {
     const int code = errno;
     if (data == MAP_FAILED) return os_error(code, "map " + std::to_string(num_bytes) + " bytes of " + what);

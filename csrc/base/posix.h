@@ -58,8 +58,6 @@ class Mapping {
     std::size_t size() const { return size_; }
     // Gives up ownership without unmapping, for a forked child, which does not have the mapping.
     void forget();
-    // Returns the pages of anonymous memory to the system; they read as zeros afterwards.
-    void empty();
 
     // Aligns a file's mapping to huge pages like the file's own offsets, so that huge pages of the file are
     // mapped as huge pages. `offset` must be a multiple of the machine's page. Faults in all pages.

@@ -62,9 +62,7 @@ class Region {
         }
         raise_if(error);
     }
-    explicit Region(std::uint64_t num_bytes) : is_own_(true) {
-        raise_if(Mapping::anonymous(num_bytes, mapping_));
-    }
+    explicit Region(std::uint64_t num_bytes) { raise_if(Mapping::anonymous(num_bytes, mapping_)); }
     ~Region() { drop(); }
     Region(const Region&) = delete;
     Region& operator=(const Region&) = delete;
@@ -103,17 +101,6 @@ class Region {
         drop();
     }
 
-    void discard() {
-        if (!is_own_) raise_value("others have this memory, too");
-        if (mapping_.data() == nullptr || is_forked()) return;
-        ++views_; // it must not be closed meanwhile
-        {
-            Released released;
-            mapping_.empty();
-        }
-        --views_;
-    }
-
     static int refuse(Py_buffer* out, const char* reason) {
         if (out != nullptr) out->obj = nullptr;
         PyErr_SetString(PyExc_ValueError, reason);
@@ -137,7 +124,6 @@ class Region {
     std::uint64_t address() const { return reinterpret_cast<std::uint64_t>(mapping_.data()); }
 
     const pid_t maker_ = ::getpid();
-    const bool is_own_ = false;
     const bool is_readonly_ = false;
     Mapping mapping_;
     std::size_t views_ = 0;
@@ -173,7 +159,6 @@ void bind_memory(nb::module_& module) {
              nb::arg("num_bytes"))
         .def(nb::init<std::uint64_t>(), nb::arg("num_bytes"))
         .def("register", &Region::register_with, nb::arg("device"))
-        .def("discard", &Region::discard)
         .def("close", &Region::close);
 }
 

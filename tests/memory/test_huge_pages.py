@@ -276,19 +276,6 @@ class TestMapping:
         assert bytes(mapping) == bytes(5 << 20)
         mapping.close()
 
-    def test_memory_of_ones_own_is_given_back_under_a_view(self) -> None:
-        mapping = _native.Mapping(num_bytes=5 << 20)
-        view = memoryview(mapping)
-        view[:] = b"x" * (5 << 20)
-        address = _native.address_of(mapping)
-        assert int(smaps(address)["Rss"].split()[0]) >= 5 << 10
-        mapping.discard()
-        assert int(smaps(address)["Rss"].split()[0]) == 0
-        assert not any(view)
-        view.release()
-        mapping.close()
-        mapping.discard()
-
     def test_what_cannot_be_mapped_is_an_error(self) -> None:
         reader, writer = os.pipe()
         with pytest.raises(OSError, match="map 4096 bytes"):
