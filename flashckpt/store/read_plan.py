@@ -136,10 +136,6 @@ class Digests:
             self._native = _native.LeafDigests(array("Q", [leaf.num_bytes for _, leaf, _ in self._rows]))
         return self._native
 
-    def restart(self) -> None:
-        """Forget all reads."""
-        self._native = None
-
     def found(self) -> array[int]:
         return array("Q", self.native().digests())
 
@@ -168,8 +164,8 @@ class _File:
 
 
 class ReadPlan:
-    """Chunks of files, and copies of their bytes into memory. A chunk is verified before a byte of it is
-    copied. It may be run again.
+    """Chunks of files, and copies of their bytes into memory, read once. A chunk is verified before a byte of
+    it is copied.
 
     `digests`: where leaves come in slices, that of all plans that read them; the caller checks them after the
     last. `buffered`: files that are read through the page cache, since other processes read them, too."""
@@ -222,8 +218,6 @@ class ReadPlan:
 
     def native(self) -> list[tuple[str, _native.FilePlan]]:
         """The native plan of each file, before any read."""
-        if not self._are_shared:
-            self._digests.restart()
         found = self._digests.native()
         return [
             (path, file.native(found, direct=path not in self._buffered))
