@@ -16,7 +16,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,14 +39,6 @@ ANY_LOOP = "any"
 _BATCHES_CHECKED = 8  # more than any sensible read-ahead draws before it trains
 
 
-class Passes(NamedTuple):
-    """The passes of a tap over its loader in the present epoch. ended: passes that have ended. drawn_before:
-    batches of the passes before the present one."""
-
-    ended: int = 0
-    drawn_before: int = 0
-
-
 class Progress:
     """The counts of a run.
 
@@ -55,7 +47,8 @@ class Progress:
     stays 0, and samplers are not given one. iterated: an iteration was counted in this epoch. is_cut: a stop
     kept the batches of this epoch from beginning, so that the epoch is not over.
 
-    taps: by name, in the order in which they were made. to_skip: batches that the first pass of the first tap
+    taps: for each tap, in the order in which they were made, the batches of this epoch before its present
+    pass. to_skip: batches that the first pass of the first tap
     drops, because a run that began elsewhere has trained on them. integration: the trainer's name, "" for a
     loop of the program. A run belongs to one.
     """
@@ -63,7 +56,7 @@ class Progress:
     def __init__(self, integration: str = "") -> None:
         self.integration = integration
         self.to_skip = 0
-        self.taps: dict[str, Passes] = {}
+        self.taps: dict[str, int] = {}
         self.step = 0
         self.epoch = 0
         self.has_ended = self.manages_epochs = self.iterated = self.is_cut = False
@@ -83,7 +76,7 @@ class Progress:
             "open": sorted({*self._open, *self._resumes_in}),
             "iterated": self.iterated,
             "integration": self.integration,
-            "taps": [[name, *passes] for name, passes in self.taps.items()],
+            "taps": [[name, before] for name, before in self.taps.items()],
             "to_skip": self.to_skip,
             "sources": self._sources.value() if self._held is None else self._held,
         }
@@ -193,29 +186,19 @@ class Progress:
     def open_tap(self, name: str, loader: object, *, in_lockstep: bool) -> Source:
         """Return the source of the tap's next pass over its loader. in_lockstep: as in `Source.begin`."""
         if name in self._open:
-            passes, drawn = self.taps[name]
-            self.taps[name] = Passes(passes, drawn + self._open[name].batches_taken)
+            self.taps[name] += self._open[name].batches_taken
             self.close_tap(name)
         return self._begin(loader, name, counts_trained=True, in_lockstep=in_lockstep)
-
-    def end_pass(self, name: str) -> None:
-        """Note that the tap's loader has given its last batch."""
-        source = self._open.get(name)
-        # A resumed position behind the last batch was counted already, and an epoch may have ended before its
-        # iterator was asked for more than it has.
-        if source is not None and not source.was_over:
-            passes, drawn = self.taps[name]
-            self.taps[name] = Passes(passes + 1, drawn)
 
     def drawn(self, name: str) -> int:
         """Return the batches that a tap has given in this epoch; if it has not drawn since a resume, those
         that were trained on."""
         skipped = self.to_skip if name == next(iter(self.taps)) else 0
-        return self.taps[name].drawn_before + self.taken_of(name) + skipped
+        return self.taps[name] + self.taken_of(name) + skipped
 
     def count_trained(self, trained: int | Mapping[str, int] | None) -> None:
         """Note how many batches of this epoch were trained on; None for all that were drawn."""
-        for name, (_, before) in self.taps.items():
+        for name, before in self.taps.items():
             source = self._open.get(name)
             if source is not None:
                 count = trained.get(name) if isinstance(trained, Mapping) else trained
@@ -263,7 +246,7 @@ class Progress:
         self.to_skip = 0
         self.iterated = self.is_cut = self.has_ended = self._was_asked = False
         self._resumes_in.clear()
-        self.taps = dict.fromkeys(self.taps, Passes())
+        self.taps = dict.fromkeys(self.taps, 0)
         self._sources.retire(self.epoch)
 
     def close(self) -> None:
@@ -283,17 +266,14 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _read_taps(saved: Any) -> dict[str, Passes]:
+def _read_taps(saved: Any) -> dict[str, int]:
     """Return the taps of `Progress.value`. Raises ValueError for anything else."""
-    if not isinstance(saved, list):
-        raise ValueError("its taps cannot be read")
-    taps: dict[str, Passes] = {}
-    for row in saved:
-        is_good = isinstance(row, list) and len(row) == 3 and isinstance(row[0], str)
-        if not is_good or not all(map(_is_count, row[1:])):
-            raise ValueError("a tap cannot be read")
-        taps[row[0]] = Passes(*row[1:])
-    return taps
+    rows: list[Any] = saved if isinstance(saved, list) else [None]
+    for row in rows:
+        is_row = isinstance(row, list) and len(row) == 2
+        if not (is_row and isinstance(row[0], str) and _is_count(row[1])):
+            raise ValueError("its taps cannot be read")
+    return dict(rows)
 
 
 class Use:

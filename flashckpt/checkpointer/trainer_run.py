@@ -34,7 +34,7 @@ from torch import Tensor
 
 from flashckpt.checkpointer.attach import attach_for
 from flashckpt.checkpointer.loops import RunCall
-from flashckpt.checkpointer.progress import Passes, Progress
+from flashckpt.checkpointer.progress import Progress
 from flashckpt.checkpointer.run import Checkpointer
 from flashckpt.checkpointer.run_state import Resumed
 from flashckpt.commit.assets import has_assets, write_assets
@@ -125,13 +125,12 @@ class TrainerRun:
         between two epochs. To be read before the first draw."""
         return next((self._progress.drawn(name) for name in self._progress.taps), 0)
 
-    def tap(self, loader: Any, name: str = "train", on_first: Callable[[], object] | None = None) -> Tap:
-        """Return a tap in the place of `loader`. name: one for each loader that is open at the same time.
-        on_first: called right before the first draw of each pass."""
+    def tap(self, loader: Any, name: str = "train") -> Tap:
+        """Return a tap in the place of `loader`. name: one for each loader that is open at the same time."""
         if is_tap(loader):
             loader = loader.__dict__["_loader"]
-        self._progress.taps.setdefault(name, Passes())
-        return Tap(self, loader, name, on_first)
+        self._progress.taps.setdefault(name, 0)
+        return Tap(self, loader, name)
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
         """Begin a run that has no step after `step` steps, with `batches` batches of `epoch` trained on. The
@@ -177,11 +176,7 @@ class TrainerRun:
     def _draw(self, name: str, source: Source) -> Any:
         """Draw a tap's next batch."""
         is_redraw = source.redraws
-        try:
-            batch = source.next()
-        except StopIteration:
-            self._progress.end_pass(name)
-            raise
+        batch = source.next()
         if not self._progress.is_open(name):
             raise BoundaryError(
                 f"The loader {name!r} was asked for a batch by an iterator of an epoch that has ended, so "
@@ -241,20 +236,19 @@ class TrainerRun:
             self._loop.withdraw()
             self._loop.settle()
 
-    def end_epoch(self, *, trained: int | Mapping[str, int] | None = None, last: bool = False) -> None:
+    def end_epoch(self, *, last: bool = False) -> None:
         """Pass the boundary of an epoch's end, after its own code; it also ends the iteration that has begun.
-        trained: None for all batches that were drawn. last: no epoch follows; the step is committed."""
+        last: no epoch follows; the step is committed."""
         if self._stopped:
             return
         checkpointer = self.checkpointer
         with RunCall(self.checkpointer):
-            self._progress.count_trained(trained)
+            self._progress.count_trained(None)  # batches drawn ahead end with the epoch
             if checkpointer._in_iteration:
                 # One snapshot, of the epoch's end, even if a stop arrives in between.
                 checkpointer._leave_iteration()
                 checkpointer._enter_boundary(checkpointer.completed + 1)
                 self._loop.pass_boundary(held=True)
-            self._progress.count_trained(None)  # batches drawn ahead end with the epoch
             for name in self._progress.taps:
                 self._progress.close_tap(name)
             checkpointer._end_of_epoch(last=last)
@@ -323,7 +317,7 @@ class DisabledRun(TrainerRun):
     resumed = None
     epoch = trained = 0
 
-    def tap(self, loader: Any, name: str = "train", on_first: Callable[[], object] | None = None) -> Any:
+    def tap(self, loader: Any, name: str = "train") -> Any:
         return loader
 
     def begin_at(self, step: int, epoch: int, batches: int) -> None:
@@ -346,27 +340,17 @@ class Tap:
     first `next`, may be iterated again, and need not be exhausted. Attributes and `isinstance` are the
     loader's.
 
-    name: under which a resume finds its position. on_first: called right before the first draw of each pass.
-
+    name: under which a resume finds its position.
     drawn: batches given in this epoch; if the tap has not drawn since a resume, those that were trained on.
-    passes: the passes over the loader that have ended in this epoch.
     """
 
-    def __init__(
-        self, run: TrainerRun, loader: Any, name: str, on_first: Callable[[], object] | None
-    ) -> None:
-        own = {"_run": run, "_loader": loader, "_name": name, "_on_first": on_first, "_newest": None}
-        self.__dict__.update(own)
+    def __init__(self, run: TrainerRun, loader: Any, name: str) -> None:
+        self.__dict__.update(_run=run, _loader=loader, _name=name, _newest=None)
 
     @property
     def drawn(self) -> int:
         progress: Progress = self.__dict__["_run"]._progress
         return progress.drawn(self.__dict__["_name"])
-
-    @property
-    def passes(self) -> int:
-        progress: Progress = self.__dict__["_run"]._progress
-        return progress.taps[self.__dict__["_name"]].ended
 
     @property  # type: ignore[misc]  # typeshed has an attribute that can be set
     def __class__(self) -> Any:
@@ -408,8 +392,6 @@ class _Pass(Iterator[Any]):
                 "a time."
             )
         if self._source is None:
-            if inside["_on_first"] is not None:
-                inside["_on_first"]()
             self._source = run._open(name, inside["_loader"])
         try:
             return run._draw(name, self._source)
