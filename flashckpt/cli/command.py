@@ -5,6 +5,7 @@ numbers for people (in JSON plain numbers). Never decides what is shown.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import sys
@@ -31,7 +32,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from flashckpt.errors import DamagedError, DivergedError, FlashckptError, RunError, UsageError
-from flashckpt.format.names import MAX_STEP, AttemptName, SnapshotId, parse_at
+from flashckpt.format.names import MAX_STEP, AttemptName, CommitName, SnapshotId, parse_at
 from flashckpt.printable import escaped
 from flashckpt.recovery.report import Watcher
 from flashckpt.replication.mirror import known_remote
@@ -43,24 +44,31 @@ P = ParamSpec("P")
 _PLAIN: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _BAR_AFTER_S = 1.0
+_REASONS = ("detail", "problem")
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The run: a folder, or a URL as s3://bucket/run.")]
 Remote = Annotated[
     str | None,
     typer.Option("--remote", metavar="URL", help='Its remote too; "auto": the one it was last trained with.'),
 ]
+Step = Annotated[
+    str | None,
+    typer.Option("--step", metavar="STEP[@ATTEMPT]", help="The one a resume would take if left out."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
 class StepName(NamedTuple):
-    """A step number, and the attempt or the snapshot named with it."""
+    """A step number, and the attempt or the snapshot named with it; None for those that are not named."""
 
-    step: int
+    step: int | None
     at: AttemptName | SnapshotId | None
 
 
-def step_name(text: str) -> StepName:
+def step_name(text: str | None) -> StepName:
     """Parse 1200, 1200@000002-7fa3c1d2, or 1200@000002-7fa3c1d2:1234. BadParameter for any other text."""
+    if text is None:
+        return StepName(None, None)
     digits, sign, name = text.partition("@")
     at = parse_at(name) if sign else None
     if not (digits.isascii() and digits.isdigit()) or int(digits[:20]) > MAX_STEP or (sign and at is None):
@@ -174,7 +182,25 @@ def notices() -> Console:
 
 
 def write_json(value: object) -> None:
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    """Write a value whose dataclasses become objects, and the names of attempts texts."""
+    sys.stdout.write(json.dumps(value, indent=2, default=_plain) + "\n")
+
+
+def fields_of(row: Any) -> dict[str, Any]:
+    """The fields of a dataclass: those of a checkpoint's name stand beside the others, and an empty reason is
+    None."""
+    found: dict[str, Any] = {}
+    for each in dataclasses.fields(row):
+        value = getattr(row, each.name)
+        if isinstance(value, CommitName):
+            found |= fields_of(value)
+        else:
+            found[each.name] = value or None if each.name in _REASONS else value
+    return found
+
+
+def _plain(value: object) -> object:
+    return str(value) if isinstance(value, AttemptName) else fields_of(value)
 
 
 def size(num_bytes: int) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,39 +14,28 @@ from flashckpt.cli.command import (
     AsJson,
     Bar,
     ExitCode,
+    Run,
+    Step,
     ends,
+    fields_of,
     notices,
     number,
     results,
     size,
+    step_name,
     text,
     word,
     write_json,
-)
-
-if TYPE_CHECKING:
-    from flashckpt.importing.run import Imported
-
-import time
-from typing import TYPE_CHECKING
-
-from flashckpt.cli.command import (
-    Run,
-    step_name,
 )
 from flashckpt.options import checked_compress
 from flashckpt.store import open_store
 
 if TYPE_CHECKING:
+    from flashckpt.importing.run import Imported
     from flashckpt.replication.run_copy import RunCopy, StepResult
-
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where to: a folder, file://, s3://, gs:// or az://.")
-]
-Step = Annotated[
-    str | None,
-    typer.Option("--step", metavar="STEP[@ATTEMPT]", help="The one a resume would take if left out."),
 ]
 CompressHow = Annotated[
     str,
@@ -88,7 +77,7 @@ def copy(
     if step is not None and all_steps:
         raise typer.BadParameter("--step names one, --all every one.")
     how = checked_compress(compress)
-    number, at = step_name(step) if step is not None else (None, None)
+    number, at = step_name(step)
     source, target = open_store(run), open_store(url)
     began_s = time.monotonic()
     with Bar(notices(), "copying") as bar:
@@ -104,29 +93,18 @@ def copy(
             may_supersede=lambda: refuse_if_trained(target),
         )
     if as_json:
-        write_json(_plain(done))
+        plain = {"run": done.source, "target": done.target, "run_id": done.run_id, "ok": done.ok}
+        steps = [_plain_step(each) for each in done.steps]
+        write_json(plain | {"sent_bytes": done.sent_bytes, "steps": steps})
     else:
         _print(done, time.monotonic() - began_s, has_read=repair)
     return ExitCode.WELL if done.ok else ExitCode.DAMAGED
 
 
-def _plain(done: RunCopy) -> dict[str, object]:
-    return {
-        "run": done.source,
-        "target": done.target,
-        "run_id": done.run_id,
-        "ok": done.ok,
-        "sent_bytes": done.sent_bytes,
-        "steps": [_plain_step(each) for each in done.steps],
-    }
-
-
 def _plain_step(each: StepResult) -> dict[str, object]:
     copied = each.copied
     return {
-        "step": each.name.step,
-        "attempt": str(each.name.attempt),
-        "boundary": each.name.boundary,
+        **fields_of(each.name),
         "outcome": None if copied is None else copied.outcome.value,
         "num_bytes": None if copied is None else copied.num_bytes,
         "sent_bytes": None if copied is None else copied.sent_bytes,
@@ -234,11 +212,8 @@ def import_(
     with Bar(notices(), "importing") as bar:
         done = import_checkpoint(src, run, mapped, progress=bar.progress)
     if as_json:
-        write_json(
-            asdict(done)
-            | {"attempt": str(done.attempt)}
-            | {"parts": [{"name": n, "tensors": count, "num_bytes": b} for n, count, b in done.parts]}
-        )
+        parts = [{"name": name, "tensors": count, "num_bytes": b} for name, count, b in done.parts]
+        write_json(fields_of(done) | {"parts": parts})
     else:
         _print_import(done)
     return ExitCode.WELL

@@ -395,13 +395,3 @@ def waiting_text(each: Waiting) -> str:
         f"flashckpt: step {each.step} of attempt {each.attempt} is not committed: it waits for "
         f"{named(each.missing)}, the parts of {there:,} of {each.world:,} ranks are there."
     )
-
-
-def plain_waiting(each: Waiting) -> dict[str, object]:
-    """The same as JSON."""
-    return {
-        "step": each.step,
-        "attempt": str(each.attempt),
-        "world": each.world,
-        "missing": list(each.missing),
-    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -210,7 +209,7 @@ def keepers(
         return _end(end, discard=discard, as_json=as_json)
     rows = [*node.keepers(), *([] if cache is None else node.caches(user_path(cache)))]
     if as_json:
-        write_json({"keepers": [asdict(row) for row in rows]})
+        write_json({"keepers": rows})
     elif rows:
         results().print(_keeper_table(rows))
     else:
@@ -225,7 +224,7 @@ def _end(target: str, *, discard: bool, as_json: bool) -> ExitCode:
     with Bar(notices()) as watcher:
         node.end(row, discard=discard, progress=watcher.progress, say=watcher.say)
     if as_json:
-        write_json({"ended": asdict(row)})
+        write_json({"ended": row})
     else:
         what = f"{row.folder} is empty" if row.pid is None else f"the keeper {row.pid} of {row.run} has ended"
         results().print(f"{what}; {size(row.num_bytes)} are free", soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from statistics import median
 from typing import Annotated, Any
 
@@ -16,6 +15,7 @@ from flashckpt.cli.command import (
     ExitCode,
     Run,
     ends,
+    fields_of,
     number,
     results,
     size,
@@ -35,7 +35,6 @@ from flashckpt.cli.history import (
     lineage,
     num_bytes,
     persisted,
-    plain_waiting,
     rank_rows,
     resumed,
     waiting,
@@ -63,7 +62,7 @@ def show(run: Run, step: Shown = None, rank: OfRank = None, as_json: AsJson = Fa
     """Show a step: sizes, timings, lineage, environment, ranks, leaves. Points at ranks that are far slower
     than the others, and, where no step is named, at those that the next one waits for."""
     store = open_store(run)
-    record = resolve(store, *(step_name(step) if step is not None else (None, None)))
+    record = resolve(store, *step_name(step))
     if rank is not None:
         record.part_of(rank)
     origins = lineage(View.of(store), record.attempt)
@@ -246,9 +245,7 @@ def _plain_step(
     return {
         "run": store.url,
         "remote": known_remote(store) or None,
-        "step": record.step,
-        "attempt": str(record.attempt),
-        "boundary": record.boundary,
+        **fields_of(record.name),
         "visible": _is_visible(store, record),
         "committed_at": command.iso_time(committed_at_s(View.of(store), record.name)),
         "world": record.world,
@@ -258,8 +255,8 @@ def _plain_step(
         "resumed": resumed(store, record.step, record.attempt),
         "lineage": origins,
         "environment": dict(record.parts[0].environment),
-        "ranks": [asdict(row) | {"far": list(row.far)} for row in rank_rows(store, record)],
-        "waiting": [plain_waiting(each) for each in waiting(store)],
+        "ranks": rank_rows(store, record),
+        "waiting": waiting(store),
         "leaves": _plain_leaves(record, rank),
     }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,9 @@ from flashckpt.cli.command import (
     ExitCode,
     Remote,
     Run,
+    Step,
     ends,
+    fields_of,
     notices,
     number,
     remote_of,
@@ -28,10 +29,10 @@ from flashckpt.cli.command import (
     word,
     write_json,
 )
-from flashckpt.cli.history import StepRow, plain_waiting, step_rows, waiting, waiting_text
+from flashckpt.cli.history import StepRow, step_rows, waiting, waiting_text
 from flashckpt.commit import lineage
 from flashckpt.commit.assets import read_assets
-from flashckpt.commit.verification import Report, Row
+from flashckpt.commit.verification import Report
 from flashckpt.commit.verification import verify as read_again
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, OptionError
@@ -43,7 +44,7 @@ from flashckpt.store.base import Store
 
 if TYPE_CHECKING:
     from flashckpt.export.step import Exported as ExportResult
-    from flashckpt.recovery.storage import Pruned, Pruning
+    from flashckpt.recovery.storage import Pruning
 
 
 class Format(str, Enum):
@@ -70,10 +71,6 @@ Verified = Annotated[
     str | None, typer.Argument(metavar="STEP[@ATTEMPT]", help="Every visible one if left out.")
 ]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The file or folder to write.")]
-Exported = Annotated[
-    str | None,
-    typer.Option("--step", metavar="STEP[@ATTEMPT]", help="The one a resume would take if left out."),
-]
 Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="NAME", help="A part of the state (model), or a leaf. May be repeated."),
@@ -126,7 +123,7 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
         plain = {
             "steps": [{**_plain_row(row), "next": row.name == first} for row in rows],
             "passed_over": [str(each) for each in choice.passed_over],
-            "waiting": [plain_waiting(each) for each in waits],
+            "waiting": waits,
             "remote": remote or None,
         }
         write_json({"run": store.url, "run_id": view.run_id, **plain, "problem": lost or None})
@@ -184,9 +181,7 @@ def _notes(row: StepRow, is_next: bool) -> str:
 
 def _plain_row(row: StepRow) -> dict[str, object]:
     return {
-        "step": row.name.step,
-        "attempt": str(row.name.attempt),
-        "boundary": row.name.boundary,
+        **fields_of(row.name),
         "visible": row.visible,
         "world": row.world,
         "num_bytes": row.num_bytes,
@@ -210,6 +205,7 @@ def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
 
     store = open_store(run)
     target, at = step_name(step)
+    assert target is not None
     name = start_at(run, target, None if at is None else str(at))
     view = View.of(store)
     snapshot = view.parent
@@ -255,22 +251,10 @@ def prune(
     keep = Keep(last=keep_last, every_steps=every_steps)
     done = delete_older(open_store(run), keep, dry_run=dry_run)
     if as_json:
-        write_json(
-            {
-                "run": done.run,
-                "dry_run": done.dry_run,
-                "gone": [_plain_pruned(each) for each in done.gone],
-                "kept": list(done.kept),
-            }
-        )
+        write_json(done)
     else:
         _print_pruned(done)
     return ExitCode.WELL
-
-
-def _plain_pruned(each: Pruned) -> dict[str, object]:
-    name = {"step": each.name.step, "attempt": str(each.name.attempt), "boundary": each.name.boundary}
-    return name | {"num_bytes": each.num_bytes}
 
 
 def _print_pruned(done: Pruning) -> None:
@@ -318,7 +302,7 @@ def _verified(
     store: Store, step: str | None, *, all_branches: bool, as_json: bool
 ) -> tuple[dict[str, object], ExitCode, Report]:
     """Verify one store. Returns the result as JSON, the exit code and the report."""
-    number, at = step_name(step) if step is not None else (None, None)
+    number, at = step_name(step)
     open_run(store, create=False)
     began_s = time.monotonic()
     with Bar(notices(), "verifying") as bar:
@@ -328,17 +312,10 @@ def _verified(
     lost = _assets_problem(store) if step is None else ""
     if lost:
         notices().print(lost, style="red")
-    files = [_plain_file(row) for row in report.rows]
     is_whole = report.ok and not lost
     plain: dict[str, object] = {"run": store.url, "ok": is_whole, "num_bytes": report.num_bytes}
-    plain |= {"files": files, "problem": lost or None, "remote": None}
+    plain |= {"files": report.rows, "problem": lost or None, "remote": None}
     return plain, ExitCode.WELL if is_whole else ExitCode.DAMAGED, report
-
-
-def _plain_file(row: Row) -> dict[str, object]:
-    name = {"step": row.name.step, "attempt": str(row.name.attempt), "boundary": row.name.boundary}
-    found = {"file": row.file, "status": row.status, "detail": row.detail or None}
-    return name | found | {"num_bytes": row.num_bytes}
 
 
 def _assets_problem(store: Store) -> str:
@@ -386,7 +363,7 @@ def export(
     run: Run,
     out: Out,
     format: As = Format.SAFETENSORS,
-    step: Exported = None,
+    step: Step = None,
     only: Only = None,
     dtype: Dtype = None,
     max_shard_size: MaxShardSize = None,
@@ -397,7 +374,7 @@ def export(
 ) -> ExitCode:
     """Write the tensors of a step to a file or folder, each whole, for any number of ranks. Every byte is
     verified before OUT gets its name."""
-    number, at = step_name(step) if step is not None else (None, None)
+    number, at = step_name(step)
     with Bar(notices(), "exporting") as bar:
         done = _export(
             open_store(run),
@@ -415,7 +392,7 @@ def export(
         )
     if as_json:
         files = [{"file": name, "num_bytes": num_bytes} for name, num_bytes in done.files]
-        write_json(asdict(done) | {"attempt": str(done.attempt), "files": files})
+        write_json(fields_of(done) | {"files": files})
     else:
         total = size(sum(num_bytes for _, num_bytes in done.files))
         results().print(
