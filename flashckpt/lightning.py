@@ -33,7 +33,9 @@ from flashckpt.checkpointer.trainer_run import (
     TrainerRun,
     Unsaved,
     attach_trainer,
+    by_class,
     check_overridden,
+    refuse,
     require,
 )
 from flashckpt.errors import BoundaryError, OptionError, StateError
@@ -118,15 +120,9 @@ def check_release() -> None:
     check_overridden("lightning", PACKAGE.partition(".")[0], TESTED, names)
 
 
-def _check_trainer(trainer: Any, kind: type, theirs: object) -> None:
-    """Raise OptionError for a trainer whose loop flashckpt cannot resume exactly. kind: the class
-    `Checkpoint`. theirs: the checkpoint of Lightning that this fit has loaded, if any."""
-    for is_so, why in _refused(trainer, kind, theirs):
-        if is_so:
-            raise OptionError(f"flashckpt cannot checkpoint this trainer: {why}. Nothing was started.")
-
-
 def _refused(trainer: Any, kind: type, theirs: object) -> Iterator[tuple[bool, str]]:
+    """Yield why a trainer is refused, and whether this holds. kind: the class `Checkpoint`. theirs: the
+    checkpoint of Lightning that this fit has loaded, if any."""
     yield (
         sum(isinstance(callback, kind) for callback in trainer.callbacks) > 1,
         "it has two callbacks flashckpt.lightning.Checkpoint; keep one",
@@ -261,7 +257,7 @@ class _Fit:
     def _run_stage(self) -> Any:
         trainer = self._trainer
         try:
-            _check_trainer(trainer, type(self._callback), self._theirs)
+            refuse(_refused(trainer, type(self._callback), self._theirs))
             self._forget_search()
             run = self._attach()
         except BaseException:
@@ -654,7 +650,7 @@ class UserState(Deferred):
     def __init__(self, trainer: Any, me: object, own: Iterable[str]) -> None:
         self._trainer = trainer
         callbacks = [callback for callback in trainer.callbacks if callback is not me]
-        self.callbacks = dict(_labelled(callbacks))
+        self.callbacks = by_class(callbacks)
         self.roots = {"trainer": trainer, "module": trainer.lightning_module, **self.callbacks}
         if trainer.datamodule is not None:
             self.roots["datamodule"] = trainer.datamodule
@@ -792,15 +788,6 @@ class UserState(Deferred):
             "lr_schedulers": [],
             "hyper_parameters": {},
         }
-
-
-def _labelled(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield callbacks with the names of their classes; further callbacks of a class get a number."""
-    counts: dict[str, int] = {}
-    for callback in callbacks:
-        name = type(callback).__name__
-        counts[name] = counts.get(name, 0) + 1
-        yield (name if counts[name] == 1 else f"{name}-{counts[name]}"), callback
 
 
 def _of_kind(table: Mapping[str, tuple[str, ...]], value: object) -> list[str]:

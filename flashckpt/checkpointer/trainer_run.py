@@ -415,6 +415,25 @@ def require(extra: str, *modules: str) -> None:
         )
 
 
+def refuse(reasons: Iterable[tuple[bool, str]]) -> None:
+    """Raise OptionError for the first of these reasons that holds: the loop of this trainer cannot be resumed
+    exactly."""
+    for holds, why in reasons:
+        if holds:
+            raise OptionError(f"flashckpt cannot checkpoint this trainer: {why}. Nothing was started.")
+
+
+def by_class(callbacks: Iterable[Any]) -> dict[str, Any]:
+    """Callbacks by the names of their classes; the second of a class is NAME-2."""
+    named: dict[str, Any] = {}
+    for callback in callbacks:
+        name, number = type(callback).__name__, 1
+        while (label := name if number == 1 else f"{name}-{number}") in named:
+            number += 1
+        named[label] = callback
+    return named
+
+
 def check_overridden(
     extra: str,
     package: str,

@@ -12,7 +12,6 @@ import dataclasses
 import inspect
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,9 @@ from flashckpt.checkpointer.trainer_run import (
     TrainerRun,
     Unsaved,
     attach_trainer,
+    by_class,
     check_overridden,
+    refuse,
     require,
 )
 from flashckpt.errors import MismatchError, OptionError, StateError
@@ -463,9 +464,7 @@ def check_trainer(trainer: Any) -> None:
             f"flashckpt.transformers.train takes a transformers.Trainer, not a {type(trainer).__name__}. "
             "Nothing was started. Pass a trainer of transformers or trl."
         )
-    for is_so, what in _refused(trainer):
-        if is_so:
-            raise OptionError(f"flashckpt cannot checkpoint this trainer: {what}. Nothing was started.")
+    refuse(_refused(trainer))
 
 
 def _refused(trainer: Any) -> Iterator[tuple[bool, str]]:
@@ -678,14 +677,7 @@ class TrainerPart(Deferred):
 
 
 def named_callbacks(trainer: Any) -> dict[str, Any]:
-    """The callbacks of a trainer by the names of their classes; the second of a class is NAME-2."""
-    named: dict[str, Any] = {}
-    counts: Counter[str] = Counter()
-    for callback in trainer.callback_handler.callbacks:
-        name = type(callback).__name__
-        counts[name] += 1
-        named[name if counts[name] == 1 else f"{name}-{counts[name]}"] = callback
-    return named
+    return by_class(trainer.callback_handler.callbacks)
 
 
 def _warn_lost(names: list[str]) -> None:
