@@ -45,9 +45,7 @@ def size_of(text: object) -> int | None:
     return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper())) or None
 
 
-def check_call(
-    every: object, persist_every: object, keep: object, options: object, tiers: TiersCall | None = None
-) -> None:
+def check_call(every: object, persist_every: object, keep: object, options: object, tiers: TiersCall) -> None:
     """Check the arguments of `attach` and `loop` other than the state. Raises OptionError before anything is
     started: an option that is not understood could mean that nothing is saved."""
     if every is not None and every != "auto" and not _is_count(every, 1):
@@ -63,9 +61,8 @@ def check_call(
             # Without the value: a dictionary may hold the keys of a store.
             call = f"flashckpt.{kind.__name__}"
             _refuse(f"{name}={type(value).__name__}", f"Pass a {call}, as in {name}={call}({example}).")
-    if tiers is not None:
-        _check_remote(tiers)
-        _check_cache(tiers.cache, options)
+    _check_remote(tiers)
+    _check_cache(tiers.cache, options)
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:
