@@ -221,7 +221,6 @@ class _Fit:
         self._originals: dict[str, Callable[..., Any]] = {}
         self._loaders: list[Any] = []  # loaders that taps replace
         self._taps: dict[str, Any] = {}
-        self._is_held = False
         self._theirs: object = None  # the checkpoint of Lightning that this fit loads
         self.run: TrainerRun | None = None
         self._replace(
@@ -340,9 +339,8 @@ class _Fit:
         }
         # For loaders of unknown length, the iterator that setup_data makes draws a batch. That is too early,
         # except in the first epoch, where Lightning makes no other iterator.
-        self._is_held = self.run.resumed is not None or self.run.begun
-        taps = self._taps.values()
-        combined.flattened = [_Held(tap) for tap in taps] if self._is_held else list(taps)
+        self.run.is_held = self.run.resumed is not None or self.run.begun
+        combined.flattened = list(self._taps.values())
 
     def _on_run_start(self) -> None:
         self._original(self._loop, "on_run_start")
@@ -350,10 +348,10 @@ class _Fit:
             self._continue()
 
     def _on_batches_start(self, data_fetcher: Any) -> None:
+        assert self.run is not None
         self._original(self._epoch, "on_run_start", data_fetcher)
-        if self._is_held:
-            self._is_held = False
-            self._loop._combined_loader.flattened = list(self._taps.values())
+        if self.run.is_held:
+            self.run.is_held = False
             iter(data_fetcher)
             self._continue()
             data_fetcher.fetched += self._epoch.batch_progress.current.ready
@@ -413,22 +411,6 @@ class _Fit:
     def _stop(self) -> None:
         """Stop after the boundary is committed. After a signal, Lightning's own handler has been called."""
         raise _named("utilities.exceptions:SIGTERMException") if self._trainer.received_sigterm else _Stopped
-
-
-class _Held:
-    """Replacement for a tap that gives no batch until the loop reaches the point where it resumes."""
-
-    def __init__(self, tap: Any) -> None:
-        self._tap = tap
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_tap"], name)
-
-    def __len__(self) -> int:
-        return len(self._tap)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
 
 
 def _interrupted(call: Callable[..., Any], *arguments: Any) -> BaseException | None:

@@ -100,7 +100,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._state["train_state"] = self._train_state
         self._run: TrainerRun | None = None
         self._drawn = 0
-        self._in_iteration = self._is_done = self._is_stopping = False
+        self._in_iteration = self._is_done = False
 
     # ---- what torchtitan calls
 
@@ -159,7 +159,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         run = self._run
         if run is not None and self._is_done:
             self._end_iteration(run)
-        if run is None or self._is_stopping:
+        if run is None or run.stopped:
             return False
         if not self._in_iteration:
             self._in_iteration = True
@@ -175,7 +175,7 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
 
     def _on_stop(self) -> None:
         # The trainer treats the end of its data as the end of the loop. It counts a step before it draws.
-        self._is_stopping, self._trainer.step = True, self._train_state.step
+        self._trainer.step = self._train_state.step
 
 
 class _TrainState:

@@ -97,13 +97,15 @@ def _keep_assets(session: Session, assets: Callable[[], Mapping[str, bytes]]) ->
 
 class TrainerRun:
     """checkpointer: its public methods may be called at any time. begun: an iteration has begun in this
-    process. epoch: the present one, 0 on a fresh run."""
+    process. epoch: the present one, 0 on a fresh run. stopped: `on_stop` was called. is_held: while it is
+    set, a new pass over a tap gives no batch, because the trainer has not reached the place where it resumes.
+    """
 
     def __init__(self, checkpointer: Checkpointer, on_stop: Callable[[], object]) -> None:
         self.checkpointer, self._on_stop = checkpointer, on_stop
         self._progress, self._loop = checkpointer._progress, checkpointer._loop
         self._progress.manages_epochs = True
-        self.begun = self._stopped = False
+        self.begun = self.stopped = self.is_held = False
         # A tap has drawn a batch; one that the run had not drawn before it was saved.
         self._has_begun_draws = self._drew_new = False
         # The trainer may change these before its loop continues.
@@ -190,7 +192,7 @@ class TrainerRun:
 
     def begin(self) -> None:
         """Begin an iteration, in which a batch is trained on. Signals are watched from the first one on."""
-        if self._stopped:
+        if self.stopped:
             return
         with RunCall(self.checkpointer):
             if not self.begun:
@@ -207,7 +209,7 @@ class TrainerRun:
         """Pass the boundary: all of the iteration is done. trained: the batches of this epoch that were
         trained on, of each tap, or by the taps' names. last: no iteration follows; the step is committed.
         provisional: it is unknown whether a batch follows; the caller draws, and calls `has_drawn`."""
-        if self._stopped:
+        if self.stopped:
             return
         checkpointer = self.checkpointer
         with RunCall(checkpointer):
@@ -228,7 +230,7 @@ class TrainerRun:
 
     def has_drawn(self, *, follows: bool) -> None:
         """After a provisional boundary: a batch follows, or the epoch's end is the next boundary."""
-        if self._stopped:
+        if self.stopped:
             return
         if follows:
             self._stop_here()
@@ -239,7 +241,7 @@ class TrainerRun:
     def end_epoch(self, *, last: bool = False) -> None:
         """Pass the boundary of an epoch's end, after its own code; it also ends the iteration that has begun.
         last: no epoch follows; the step is committed."""
-        if self._stopped:
+        if self.stopped:
             return
         checkpointer = self.checkpointer
         with RunCall(self.checkpointer):
@@ -259,7 +261,7 @@ class TrainerRun:
         if not self.checkpointer._stops_here():
             self._loop.settle()
             return
-        self._stopped = True
+        self.stopped = True
         with RunCall(self.checkpointer):
             self._progress.is_cut = self._progress.has_open_sources
             self.checkpointer._end_loop(self._capture_last)
@@ -280,7 +282,7 @@ class TrainerRun:
         with RunCall(self.checkpointer):
             if out_of_data:
                 checkpointer._abandon_iteration()
-            if self.begun and not self._stopped:
+            if self.begun and not self.stopped:
                 checkpointer._end_loop(lambda: checkpointer._end(capture))
             else:
                 checkpointer._end(_nothing)
@@ -291,7 +293,7 @@ class TrainerRun:
         checkpointer = self.checkpointer
         with RunCall(checkpointer), checkpointer._signals.ending() as signals:
             checkpointer._capture.confirm()  # the loader has failed, and not ended
-            if self.begun and not self._stopped:
+            if self.begun and not self.stopped:
                 signals.leave()
             checkpointer._abandon_iteration()
             checkpointer._release(raised=True)
@@ -316,6 +318,7 @@ class DisabledRun(TrainerRun):
 
     resumed = None
     epoch = trained = 0
+    stopped = False
 
     def tap(self, loader: Any, name: str = "train") -> Any:
         return loader
@@ -368,6 +371,8 @@ class Tap:
         return len(self.__dict__["_loader"])
 
     def __iter__(self) -> Iterator[Any]:
+        if self.__dict__["_run"].is_held:
+            return iter(())
         newest = self.__dict__["_newest"] = _Pass(self)
         return newest
 

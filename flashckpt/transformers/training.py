@@ -90,7 +90,6 @@ class _Training:
         self._base_loader: Any = None  # the loader inside of Accelerate's loader
         self._attached = False
         self._is_open = False  # an iteration has batches, and its boundary follows
-        self._is_stopping = False
         self._given = 0  # batches of this epoch, as the trainer counts them
         self._offset = 0  # difference of the tap's count to that of the trainer
         self._is_offset_due = False
@@ -230,12 +229,12 @@ class _Training:
             self._unsaved.observe()
             self._part.batches = self._given
             self.run.end_iteration(trained=self._given + self._offset, provisional=not self._knows_end())
-            if self._is_stopping:
+            if self.run.stopped:
                 raise _Stopped
         samples = self._originals["get_batch_samples"](epoch_iterator, num_batches, device)
         if is_boundary and not self._knows_end():
             self.run.has_drawn(follows=bool(samples[0]))
-            if self._is_stopping:
+            if self.run.stopped:
                 raise _Stopped
         # The trainer keeps drawing from a loader without a length: an empty result is not an iteration.
         if samples[0]:
@@ -342,7 +341,6 @@ class _Training:
             self.run.end_epoch(last=is_last)
 
     def _on_stop(self) -> None:
-        self._is_stopping = True
         self._trainer.control.should_training_stop = True
 
     # ---- batches
