@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashckpt.checkpointer.attach import attach_for
-from flashckpt.checkpointer.trainer_run import check_overridden, require
+from flashckpt.checkpointer.trainer_run import check_overridden, numbered, require
 from flashckpt.errors import OptionError
 
 if TYPE_CHECKING:
@@ -103,15 +103,12 @@ def _check(accelerator: Any, state: Mapping[str, object] | None) -> None:
 
 def _prepared(accelerator: Any) -> dict[str, object]:
     """Objects that the accelerator has prepared, by name."""
-    kinds: dict[str, list[Any]] = {
-        "model": accelerator._models,
-        "optimizer": [getattr(each, "optimizer", each) for each in accelerator._optimizers],
-        "scheduler": [getattr(each, "scheduler", each) for each in accelerator._schedulers],
-        "custom": accelerator._custom_objects,
-    }
-    named: dict[str, object] = {
-        f"{kind}{number or ''}": each for kind, all_of in kinds.items() for number, each in enumerate(all_of)
-    }
+    named = numbered(
+        model=accelerator._models,
+        optimizer=[getattr(each, "optimizer", each) for each in accelerator._optimizers],
+        scheduler=[getattr(each, "scheduler", each) for each in accelerator._schedulers],
+        custom=accelerator._custom_objects,
+    )
     if accelerator.scaler is not None:
         named["scaler"] = accelerator.scaler
     named["accelerator"] = _Counters(accelerator)

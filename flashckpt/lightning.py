@@ -35,6 +35,7 @@ from flashckpt.checkpointer.trainer_run import (
     attach_trainer,
     by_class,
     check_overridden,
+    numbered,
     refuse,
     require,
 )
@@ -317,8 +318,7 @@ class _Fit:
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         return {
             "model": trainer.strategy.model or trainer.lightning_module,
-            **_numbered("optimizer", trainer.optimizers),
-            **_numbered("scheduler", schedulers),
+            **numbered(optimizer=trainer.optimizers, scheduler=schedulers),
             **dict(self._users.modules()),
             "trainer": self._counters,
             "callbacks": self._users,
@@ -439,12 +439,6 @@ def _drop_broadcast(trainer: Any) -> None:
 
 def _reached(count: int, limit: int) -> bool:
     return limit != -1 and count >= limit
-
-
-def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
-    if len(values) == 1:
-        return {name: values[0]}
-    return {f"{name}{number}": value for number, value in enumerate(values)}
 
 
 # State of a Trainer outside of module, optimizers and schedulers

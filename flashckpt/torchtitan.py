@@ -16,7 +16,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flashckpt.checkpointer.trainer_run import Tap, TrainerRun, attach_trainer, check_overridden, require
+from flashckpt.checkpointer.trainer_run import (
+    Tap,
+    TrainerRun,
+    attach_trainer,
+    check_overridden,
+    numbered,
+    require,
+)
 from flashckpt.errors import OptionError
 from flashckpt.options import Keep
 
@@ -86,16 +93,9 @@ class FlashCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._config, self._path = config, os.path.join(base_folder, config.folder)
         self._loader, self._trainer = dataloader, _trainer_of(states, dataloader)
         self._train_state = _TrainState(self._trainer)
-        kinds = {
-            "model": model_parts,
-            "optimizer": optimizers.optimizers,
-            "lr_scheduler": lr_schedulers.schedulers,
-        }
-        self._state: dict[str, Any] = {
-            f"{kind}{number or ''}": part
-            for kind, parts in kinds.items()
-            for number, part in enumerate(parts)
-        }
+        self._state = numbered(
+            model=model_parts, optimizer=optimizers.optimizers, lr_scheduler=lr_schedulers.schedulers
+        )
         self._state.update({name: part for name, part in states.items() if part is not self._trainer})
         self._state["train_state"] = self._train_state
         self._run: TrainerRun | None = None

@@ -428,6 +428,11 @@ def refuse(reasons: Iterable[tuple[bool, str]]) -> None:
             raise OptionError(f"flashckpt cannot checkpoint this trainer: {why}. Nothing was started.")
 
 
+def numbered(**kinds: Iterable[object]) -> dict[str, object]:
+    """Name the parts of a state: the first of a kind "optimizer", further ones "optimizer1" and so on."""
+    return {f"{kind}{n or ''}": part for kind, parts in kinds.items() for n, part in enumerate(parts)}
+
+
 def by_class(callbacks: Iterable[Any]) -> dict[str, Any]:
     """Callbacks by the names of their classes; the second of a class is NAME-2."""
     named: dict[str, Any] = {}
