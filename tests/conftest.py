@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import parameter_sets, process_guard, rerun, run_view, slow_first
+from tests import parameter_sets, process_guard, run_view, slow_first
 from tests.descriptor_guard import nothing_stays_open
 from tests.folders import let_folders_go
 from tests.processes import end, keepers_of
@@ -28,7 +28,7 @@ _keepers: list[Keepers] = []
 
 def pytest_configure(config: pytest.Config) -> None:
     # The last one's hooks are called first: parameter_sets reads the marks that process_guard sets.
-    for plugin in (rerun, slow_first, parameter_sets, process_guard):
+    for plugin in (slow_first, parameter_sets, process_guard):
         config.pluginmanager.register(plugin)
 
 

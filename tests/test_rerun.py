@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +30,8 @@ pytestmark = pytest.mark.process
 
 def run_tests(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_written.py").write_text(text)
-    command = [sys.executable, str(ROOT / "scripts/run-tests"), "-p", "tests.rerun", "-n", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    command = [sys.executable, str(ROOT / "scripts/run-tests"), "-n", "2"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 def test_a_test_that_passes_alone_is_named_as_flaky(tmp_path: Path) -> None:
