@@ -12,8 +12,8 @@ from flashckpt.format.layout import Leaf
 
 def check_coverage(by_rank: Mapping[int, Iterable[Leaf]]) -> list[str]:
     """Name the tensors that ranks hold with different dtypes or shapes, or whose slices overlap or leave
-    holes. Replicas, the same slice on several ranks, do not overlap. A tensor that no rank holds a slice of is
-    each rank's own."""
+    holes. Replicas, the same slice on several ranks, do not overlap. A tensor of which no rank holds a slice
+    is each rank's own."""
     held: dict[str, list[Leaf]] = defaultdict(list)
     for leaf in (leaf for leaves in by_rank.values() for leaf in leaves):
         held[leaf.name].append(leaf)

@@ -25,6 +25,14 @@ def data_of(run: Path, step: int) -> Path:
     return run / run_view.folder_of(LocalStore(str(run)), newest.id)
 
 
+def flip(path: str | Path, offset: int, bit: int = 1) -> None:
+    """Flip one bit of a file; once more, and it is as it was. offset: from the end where it is negative."""
+    with open(path, "r+b", buffering=0) as file:
+        at = file.seek(offset, os.SEEK_SET if offset >= 0 else os.SEEK_END)
+        [byte] = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte ^ bit]), at)
+
+
 def contents(*folders: Path) -> list[bytes]:
     """Of all files that are there to the end of the look."""
     found = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -73,10 +72,3 @@ def cached_steps(cache: Path, ranks: int = 1) -> list[int]:
     """The steps that so many ranks have in a cache, oldest first. A keeper may remove files meanwhile."""
     counted = Counter(map(step_of, slots_in(cache)))
     return sorted(step for step, count in counted.items() if step >= 0 and count == ranks)
-
-
-def flip(path: Path, offset: int) -> None:
-    """Turn one bit of a file over."""
-    with open(path, "r+b", buffering=0) as file:
-        byte = os.pread(file.fileno(), 1, offset)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 1]), offset)

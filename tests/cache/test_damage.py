@@ -16,8 +16,9 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.layout import PAGE
 from flashckpt.memory.region import SlotHeader
 from flashckpt.restore.memory_tier import SlotRange, fetch
-from tests.cache.home import Home, cached_steps, files_in, flip, slots_in
+from tests.cache.home import Home, cached_steps, files_in, slots_in
 from tests.cache.loop import Training
+from tests.folders import flip
 from tests.waiting import abandon, until
 
 pytestmark = pytest.mark.process

@@ -16,9 +16,10 @@ from flashckpt.memory.slot import Slot
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Fate
 from flashckpt.store import open_store
-from tests.cache.home import Home, cached_steps, files_in, flip, slots_in
+from tests.cache.home import Home, cached_steps, files_in, slots_in
 from tests.cache.loop import Training
 from tests.cache.test_damage import image_of
+from tests.folders import flip
 from tests.waiting import abandon, until
 
 pytestmark = pytest.mark.process
