@@ -20,6 +20,7 @@ from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.store.local import LocalStore
 from tests.commit import runs
 from tests.commit.runs import attempt_at, commit, contents_of, folder_of, name_of, new_run, put
+from tests.folders import flip
 from tests.run_view import manifest_of
 
 
@@ -35,12 +36,6 @@ def store(tmp_path: Path) -> LocalStore:
 def committed(store: LocalStore, part: Part) -> None:
     put(store, part)
     assert commit_step.commit(View.of(store), folder_of(store, part.id), KEEP_ALL)
-
-
-def flip(path: str, byte: int) -> None:
-    data = bytearray(Path(path).read_bytes())
-    data[byte] ^= 1
-    Path(path).write_bytes(data)
 
 
 def test_a_whole_run(store: LocalStore) -> None:

@@ -17,6 +17,7 @@ from flashckpt.recovery.report import Kind
 from flashckpt.store.local import LocalStore, System
 from tests import run_view
 from tests.commit.runs import commit, is_whole, name_of, new_run, part_of, publish
+from tests.folders import flip
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.messes import old
 from tests.recovery.scene import recovered, rows, whole_tree
@@ -110,12 +111,6 @@ def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path
     assert report.resume.step == 1
     assert shard_of(run, 2, attempt).exists()
     assert shard_of(run, 3, attempt).exists()
-
-
-def flip(path: Path, byte: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[byte] ^= 1
-    path.write_bytes(data)
 
 
 # Damage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -169,16 +168,6 @@ class Counted:
             start, stop = first * plan.chunk_bytes, min(last * plan.chunk_bytes, plan.num_bytes)
             self.shards.append((path, start, stop - start))
         self.store.read_chunks(path, plan, **how)
-
-
-def flip(store: Store, path: str, offset: int) -> None:
-    """Change one bit of a file."""
-    file = os.open(os.path.join(store.url, path), os.O_RDWR)
-    try:
-        [byte] = os.pread(file, 1, offset)
-        os.pwrite(file, bytes([byte ^ 16]), offset)
-    finally:
-        os.close(file)
 
 
 # Cutting tensors up

@@ -20,7 +20,8 @@ from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.commit.runs import new_run
-from tests.restore.sharded import CHUNK_BYTES, Counted, Held, committed, flip, partitions, taken, tensors
+from tests.folders import flip
+from tests.restore.sharded import CHUNK_BYTES, Counted, Held, committed, partitions, taken, tensors
 from tests.state.image import raw_bytes
 
 WHOLE = np.arange(6 * 4000, dtype="float32").reshape(6, 4000)
@@ -118,13 +119,13 @@ def test_a_flipped_bit_is_found_where_its_chunk_is_needed_and_there_alone(store:
     begin = shard.data_start + 16000
     needed = range(begin // CHUNK_BYTES, -(-(begin + 16000) // CHUNK_BYTES))
     for chunk in range(-(-shard.num_bytes // CHUNK_BYTES)):
-        flip(store, path, chunk * CHUNK_BYTES + 5)
+        flip(f"{store.url}/{path}", chunk * CHUNK_BYTES + 5)
         if chunk in needed:
             with pytest.raises(DamagedError, match=f"chunk {chunk} "):
                 read(record, {"w": rows(4, 5)})
         else:
             assert read(record, {"w": rows(4, 5)})["w"] == WHOLE[4:5].tobytes()
-        flip(store, path, chunk * CHUNK_BYTES + 5)
+        flip(f"{store.url}/{path}", chunk * CHUNK_BYTES + 5)
 
 
 def test_a_piece_that_is_taken_whole_has_its_digest(store: LocalStore) -> None:
@@ -309,7 +310,7 @@ def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) 
     assert tuple(found["model.w"].shape) == WHOLE.shape
     assert found["model.b"].tolist() == [0, 0, 0]
     assert found["model.same"] is found["model.tied"]
-    flip(store, record.shard_path(2), record.rank(2).shard.num_bytes - 1)
+    flip(f"{store.url}/{record.shard_path(2)}", record.rank(2).shard.num_bytes - 1)
     with pytest.raises(DamagedError):
         load(store.url)
 
