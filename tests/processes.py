@@ -52,6 +52,13 @@ def _told(pid: int, what: str) -> bytes:
         return file.read()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still, as after SIGSTOP. False for one that has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return _told(pid, "stat").rpartition(b")")[2].split()[0] == b"T"
+    return False
+
+
 def end(pids: list[int]) -> None:
     """Kill processes and wait until they are gone."""
     for pid in pids:

@@ -13,13 +13,12 @@ import flashckpt
 from flashckpt.store import open_store
 from tests import run_view
 from tests.checkpointer.test_loop import Job
-from tests.processes import keepers_of
+from tests.processes import is_stopped, keepers_of
 from tests.waiting import abandon, until
 
 
 def stopped(runtime: Path) -> list[int]:
-    stats = {pid: Path(f"/proc/{pid}/stat") for pid in keepers_of(runtime)}
-    return [pid for pid, stat in stats.items() if stat.exists() and " T " in stat.read_text()]
+    return [pid for pid in keepers_of(runtime) if is_stopped(pid)]
 
 
 def test_it_does_not_say_that_a_step_is_safe_which_the_next_attempt_may_not_see(

@@ -29,7 +29,7 @@ from tests.commit.runs import half_steps
 from tests.crash import tiny
 from tests.crash.tiny import RESUMED, STEP, Record
 from tests.descriptors import readable
-from tests.processes import end, keepers_of
+from tests.processes import end, is_stopped, keepers_of
 from tests.waiting import pause_s, until
 from tests.zygote import DEVNULL, Zygote
 
@@ -141,11 +141,7 @@ class Job:
 
     def stopped(self) -> int | None:
         """The pid of a process of this run that has stopped itself, None where none has."""
-        for pid in [self._pid, *self.keepers()]:
-            with contextlib.suppress(OSError, IndexError):
-                if pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
-                    return pid
-        return None
+        return next((pid for pid in (self._pid, *self.keepers()) if pid > 0 and is_stopped(pid)), None)
 
     def let_go_on(self) -> None:
         """Whoever has stopped itself goes on: a keeper that a trainer starts anew is armed as well."""

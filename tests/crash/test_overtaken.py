@@ -14,7 +14,7 @@ import pytest
 
 import flashckpt
 from tests import zygote
-from tests.processes import end, keepers_of
+from tests.processes import end, is_stopped, keepers_of
 from tests.waiting import until
 
 _LIVES, _EPOCHS = 4, 12
@@ -45,12 +45,7 @@ def killed(folder: Path, runtime: Path, number: int, armed: str, chance: random.
 
 
 def standing(runtime: Path) -> list[int]:
-    found = []
-    for pid in keepers_of(runtime):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            if " T " in Path(f"/proc/{pid}/stat").read_text():
-                found.append(pid)
-    return found
+    return [pid for pid in keepers_of(runtime) if is_stopped(pid)]
 
 
 def tags_on_disk(run: Path) -> list[int]:
