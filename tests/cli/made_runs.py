@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flashckpt import _native
-from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.format.manifest import shard_name
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.format.owner import Owner
-from flashckpt.format.records import Part, RankRecord, ShardRecord
+from flashckpt.format.records import Part, RankRecord
+from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Store
 from tests import run_view
+from tests.commit.runs import write_shard
+from tests.restore.sharded import Held, contents_of
 
-LEAVES = (
-    Leaf(name="model.weight", dtype="float32", shape=(64, 3), aliases=("model.tied",)),
-    Leaf(name="optimizer.state.weight.step", dtype="float32", shape=()),
-    Leaf(name="model.bias", dtype="bfloat16", shape=(64,)),
-)
 ENVIRONMENT = {"torch": "2.13.0", "device": "cpu"}
 
 
@@ -52,100 +48,94 @@ class MadeRun:
     def commit(self, attempt: AttemptName, step: int) -> Path:
         """Commit a step of one rank, with values that depend on the step, which is its boundary too. Returns
         its shard."""
-        layout = Layout.of(LEAVES)
-        data = bytes((index * 31 + step) % 251 for index in range(layout.num_bytes))
-        pieces = {
-            leaf.name: data[layout.data_start + leaf.offset :][: leaf.num_bytes] for leaf in layout.leaves
-        }
-        part = Part(
-            id=SnapshotId(attempt, step),
-            step=step,
-            world=1,
-            node=0,
-            ranks=(self._write(attempt, step, 0, layout, pieces),),
-            environment=ENVIRONMENT,
-        )
-        run_view.publish(self.store, part)
-        run_view.commit(self.store, SnapshotId(attempt, step))
+        part = self.publish(attempt, step, {0: leaves_of(step)}, 1)
+        run_view.commit(self.store, part.id)
         return self.of(attempt, step) / part.ranks[0].shard.file
-
-    def of(self, attempt: AttemptName, step: int) -> Path:
-        """The folder of a checkpoint, or of a snapshot that the newest attempt writes."""
-        return self.folder / run_view.folder_of(self.store, SnapshotId(attempt, step))
-
-    def publish(self, attempt: AttemptName, step: int, ranks: Sequence[int], world: int) -> Part:
-        """Write what one node has of a step of `world` ranks: their shards and its part."""
-        records = []
-        for rank in ranks:
-            tensors = tensors_of(step)
-            leaves = {leaf.name: leaf for leaf in leaves_of(rank, world)}
-            pieces = {name: _cut(tensors[name], leaf).tobytes() for name, leaf in leaves.items()}
-            pieces["model.seen"] = np.array([step, rank], "int64").tobytes()
-            records.append(self._write(attempt, step, rank, Layout.of(leaves.values()), pieces))
-        part = Part(
-            id=SnapshotId(attempt, step),
-            step=step,
-            world=world,
-            node=min(ranks),
-            ranks=tuple(records),
-            environment=ENVIRONMENT,
-        )
-        run_view.publish(self.store, part)
-        return part
 
     def commit_nodes(self, attempt: AttemptName, step: int, *nodes: Sequence[int]) -> None:
         """Commit a step of these nodes' ranks."""
         world = sum(map(len, nodes))
         for ranks in nodes:
-            self.publish(attempt, step, ranks, world)
+            self.publish_node(attempt, step, ranks, world)
         run_view.commit(self.store, SnapshotId(attempt, step))
 
-    def _write(
-        self, attempt: AttemptName, step: int, rank: int, layout: Layout, pieces: dict[str, bytes]
-    ) -> RankRecord:
-        image = bytearray(layout.header + b"".join(pieces[leaf.name] for leaf in layout.leaves))
-        name = shard_name(rank, "5f2c")
-        path = self.of(attempt, step) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(image)
-        address = _native.address_of(image) + layout.data_start
-        digests = tuple(_native.digest(address + leaf.offset, leaf.num_bytes) for leaf in layout.leaves)
-        shard = ShardRecord.of(name, layout, _native.xxh3_128(image))
-        values = {"step": step, "rank": rank}
-        return RankRecord(rank=rank, shard=shard, leaves=layout.leaves, digests=digests, values=values)
+    def publish_node(self, attempt: AttemptName, step: int, ranks: Sequence[int], world: int) -> None:
+        self.publish(attempt, step, {rank: slices_of(step, rank, world) for rank in ranks}, world)
+
+    def publish(
+        self,
+        attempt: AttemptName,
+        step: int,
+        held: Mapping[int, Sequence[Held]],
+        world: int,
+        environment: Mapping[str, Any] = ENVIRONMENT,
+    ) -> Part:
+        """Write what one node has of a step: the shards of these ranks and its part."""
+        records = []
+        for rank, leaves in held.items():
+            image, contents = contents_of(shard_name(rank, "5f2c"), leaves)
+            path = f"{run_view.folder_of(self.store, SnapshotId(attempt, step))}/{contents.shard.file}"
+            write_shard(self.store, path, image, contents.layout())
+            values = {"step": step, "rank": rank}
+            records.append(
+                RankRecord(
+                    rank=rank,
+                    shard=contents.shard,
+                    leaves=contents.leaves,
+                    digests=contents.digests,
+                    values=values,
+                )
+            )
+        part = Part(
+            id=SnapshotId(attempt, step),
+            step=step,
+            world=world,
+            node=min(held),
+            ranks=tuple(records),
+            environment=environment,
+        )
+        run_view.publish(self.store, part)
+        return part
+
+    def of(self, attempt: AttemptName, step: int) -> Path:
+        """The folder of a checkpoint, or of a snapshot that the newest attempt writes."""
+        return self.folder / run_view.folder_of(self.store, SnapshotId(attempt, step))
 
 
-def tensors_of(step: int) -> dict[str, np.ndarray]:
-    """The whole tensors of a step of several ranks, each with values of its own; `model.seen` is every
-    rank's own."""
+def held(name: str, tensor: np.ndarray, *aliases: str) -> Held:
+    """A whole tensor."""
+    return Held(name, tensor, TensorSlice((0,) * tensor.ndim, tensor.shape), aliases)
+
+
+def leaves_of(step: int) -> list[Held]:
+    """What the one rank of a step has."""
     noise = np.random.default_rng(step)
-    return {
-        "model.weight": noise.standard_normal((10, 3)).astype("float32"),
-        "model.head": noise.standard_normal((4, 8)).astype("float32"),
-        "model.bias": noise.standard_normal(3).astype("float32"),
-        "model.seen": np.zeros(2, "int64"),
-        "optimizer.state.weight.step": np.array(step, "float32"),
-    }
+    return [
+        held("model.weight", noise.standard_normal((64, 3)).astype("float32"), "model.tied"),
+        held("optimizer.state.weight.step", np.array(step, "float32")),
+        held("model.bias", noise.standard_normal(64).astype("float16")),
+    ]
 
 
-def leaves_of(rank: int, world: int) -> list[Leaf]:
-    """What a rank has of them: rows of one, as FSDP2 divides them, columns of another, and the rest whole."""
-    found = []
-    for name, tensor in tensors_of(0).items():
-        start, shape = [0] * tensor.ndim, list(tensor.shape)
-        dimension = {"model.weight": 0, "model.head": 1}.get(name)
-        if dimension is not None:
-            each = -(-tensor.shape[dimension] // world)
-            start[dimension] = min(rank * each, tensor.shape[dimension])
-            shape[dimension] = min(each, tensor.shape[dimension] - start[dimension])
-        box = Box(shape=tensor.shape, start=tuple(start)) if tuple(shape) != tensor.shape else None
-        found.append(Leaf(name=name, dtype=str(tensor.dtype), shape=tuple(shape), box=box))
-    return found
+def slices_of(step: int, rank: int, world: int) -> list[Held]:
+    """What a rank has of a step: rows of one tensor, as FSDP2 divides them, columns of another, and the rest
+    whole, of which `model.seen` is each rank's own."""
+    noise = np.random.default_rng(step)
+    return [
+        _slice("model.weight", noise.standard_normal((10, 3)).astype("float32"), 0, rank, world),
+        _slice("model.head", noise.standard_normal((4, 8)).astype("float32"), 1, rank, world),
+        held("model.bias", noise.standard_normal(3).astype("float32")),
+        held("model.seen", np.array([step, rank], "int64")),
+        held("optimizer.state.weight.step", np.array(step, "float32")),
+    ]
 
 
-def _cut(tensor: np.ndarray, leaf: Leaf) -> np.ndarray:
-    start = leaf.box.start if leaf.box is not None else (0,) * tensor.ndim
-    return tensor[tuple(slice(at, at + size) for at, size in zip(start, leaf.shape, strict=True))]
+def _slice(name: str, tensor: np.ndarray, dimension: int, rank: int, world: int) -> Held:
+    start, shape = [0] * tensor.ndim, list(tensor.shape)
+    each = -(-tensor.shape[dimension] // world)
+    start[dimension] = min(rank * each, tensor.shape[dimension])
+    shape[dimension] = min(each, tensor.shape[dimension] - start[dimension])
+    return Held(name, tensor, TensorSlice(tuple(start), tuple(shape)))
 
 
 @dataclass

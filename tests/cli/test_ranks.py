@@ -1,4 +1,4 @@
-"""What is said of many ranks: numbers in words, boxes, and which rank is far from the others."""
+"""Which rank is far from the others."""
 
 from __future__ import annotations
 
@@ -6,34 +6,7 @@ import random
 
 import pytest
 
-from flashckpt.cli.history import box_of, box_text, far_above, named, spans
-from flashckpt.format.layout import Box, Leaf
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ((), ""),
-        ((3,), "3"),
-        ((0, 1, 2, 5), "0–2, 5"),
-        ((5, 0, 1), "0–1, 5"),
-        ((7, 7), "7"),
-        (range(99), "0–98"),
-    ],
-)
-def test_ranks_are_told_by_runs(ranks: tuple[int, ...], text: str) -> None:
-    assert spans(ranks) == text
-
-
-def test_one_rank_is_no_plural() -> None:
-    assert (named((4, 4)), named((4, 5))) == ("rank 4", "ranks 4–5")
-
-
-def test_a_box_is_told_as_python_writes_it() -> None:
-    leaf = Leaf(name="w", dtype="float32", shape=(2, 4), box=Box(shape=(8, 4), start=(6, 0)))
-    assert box_text(box_of(leaf), (8, 4)) == "[6:8, :]"
-    assert box_text(box_of(Leaf(name="w", dtype="float32", shape=(8, 4))), (8, 4)) == ""
-    assert box_text(box_of(Leaf(name="s", dtype="float32", shape=())), ()) == ""
+from flashckpt.cli.history import far_above
 
 
 @pytest.mark.parametrize("world", [4, 1000])

@@ -9,13 +9,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
-from made_runs import Ended, MadeRun
+from made_runs import Ended, MadeRun, held
 
 from flashckpt.errors import DamagedError
-from flashckpt.format.layout import Layout, Leaf
-from flashckpt.format.names import CommitName, SnapshotId
-from flashckpt.format.records import Part
+from flashckpt.format.names import CommitName
 from flashckpt.persist.ledger import Event, Ledger
 from tests import run_view
 
@@ -35,14 +34,9 @@ def hostile(run: MadeRun) -> MadeRun:
     """A run with such texts wherever a record has a free one."""
     attempt = run.attempt()
     run.commit(attempt, 1)
-    layout = Layout.of([Leaf(name=f"{EVIL}.weight", dtype="uint8", shape=(4,), aliases=(f"{EVIL}.tied",))])
-    record = run._write(attempt, 2, 0, layout, {f"{EVIL}.weight": b"1234"})
-    part = Part(
-        id=SnapshotId(attempt, 2), step=2, world=1, node=0, ranks=(record,),
-        environment={"torch": EVIL, f"{EVIL}-name": "1"},
-    )  # fmt: skip
-    run_view.publish(run.store, part)
-    run_view.commit(run.store, SnapshotId(attempt, 2))
+    leaf = held(f"{EVIL}.weight", np.arange(4, dtype="uint8"), f"{EVIL}.tied")
+    part = run.publish(attempt, 2, {0: [leaf]}, 1, {"torch": EVIL, f"{EVIL}-name": "1"})
+    run_view.commit(run.store, part.id)
     for step, host in ((1, f"host {EVIL}"), (2, run_view.this_host())):
         run_view.mark_damaged(run.store, CommitName(step, attempt, step), host, f"reason {EVIL}")
     (run.of(attempt, 1) / f".{EVIL.replace('/', '')}.tmp").write_bytes(b"")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from made_runs import Ended, MadeRun, leaves_of, tensors_of
+from made_runs import Ended, MadeRun, slices_of
 
 from flashckpt.format.names import EVENTS, AttemptName
 from flashckpt.persist.ledger import file_names
@@ -43,10 +43,10 @@ def test_a_step_of_several_ranks_is_listed_and_shown(made: tuple[MadeRun, Attemp
     assert [(each["rank"], each["node"]) for each in shown["ranks"]] == [(0, 0), (1, 0), (2, 2), (3, 2)]
     found = {(each["name"], each["rank"]): each for each in shown["leaves"]}
     for rank in range(WORLD):
-        for leaf in leaves_of(rank, WORLD):
-            row = found[leaf.name, rank]
-            assert row["shape"] == list(leaf.shape)
-            assert row["global_shape"] == list(tensors_of(0)[leaf.name].shape)
+        for each in slices_of(100, rank, WORLD):
+            row = found[each.name, rank]
+            assert row["shape"] == list(each.region.shape)
+            assert row["global_shape"] == list(each.whole.shape)
             assert row["file"].startswith(f"rank-{rank:05d}-")
     assert found["model.weight", 3]["box"] == [[9, 10], [0, 3]]
     assert found["model.bias", 3]["box"] is None
@@ -106,7 +106,7 @@ def test_a_slow_rank_is_named(made: tuple[MadeRun, AttemptName], shell: Shell) -
 
 def test_the_ranks_that_a_step_waits_for_are_named(made: tuple[MadeRun, AttemptName], shell: Shell) -> None:
     run, attempt = made
-    run.publish(attempt, 200, NODES[0], WORLD)
+    run.publish_node(attempt, 200, NODES[0], WORLD)
     words = f"step 200 of attempt {attempt} is not committed: it waits for ranks 2–3"
     for command in ("ls", "show"):
         ended = shell(command, run.folder)
@@ -115,6 +115,6 @@ def test_the_ranks_that_a_step_waits_for_are_named(made: tuple[MadeRun, AttemptN
         [waits] = shell(command, run.folder, "--json").json["waiting"]
         assert (waits["step"], waits["missing"], waits["world"]) == (200, [2, 3], WORLD)
     # What an older step waits for is nobody's trouble any more.
-    run.publish(attempt, 90, NODES[1], WORLD)
+    run.publish_node(attempt, 90, NODES[1], WORLD)
     run.commit_nodes(attempt, 300, *NODES)
     assert shell("ls", run.folder, "--json").json["waiting"] == []
