@@ -1,18 +1,20 @@
-"""Runs one recipe in a process of its own.
+"""Runs one recipe in a process of its own, which is killed or signalled in one of its steps.
 
 `python -m tests.resume.trainer RECIPE RUN LOG [HOLD_AT] [OPTIONS-JSON]`
 
-Each record is one line of LOG, flushed before the next instruction. In iteration HOLD_AT the recipe
-prints "held STEP" and stands still: the parent kills it there. Of the options `release` is a file that lets
-it go on, and `grace` that of `Options`; all others are those of the loop.
+Each record is one line of LOG, flushed before the next instruction. In iteration HOLD_AT (in its backward
+pass, or between epochs) the recipe prints "held STEP" and stands still. The options are those of the loop,
+and `options` those of `flashckpt.Options`. Further ones: `release`, a file that lets the recipe continue;
+`leaves`, where the program installs a handler that ends it, "before" the loop or "in" that iteration;
+`raises`, for an error in that iteration.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,37 +22,49 @@ import torch
 import flashckpt
 from tests.resume import gradients, loaders, modules, values
 from tests.resume.recipes import RECIPES, seed
-from tests.waiting import until, until_room, until_slots
+from tests.signals.conduct import expect_interrupts, leave_by_signal, say, stand_still
+from tests.waiting import until_room, until_slots
 
 
 def main() -> None:
     recipe, run, log_path, hold_at = sys.argv[1:5]
     options = json.loads(sys.argv[5]) if len(sys.argv) > 5 else {}
-    release = options.pop("release", "")
-    if "grace" in options:
-        options["options"] = flashckpt.Options(grace=options.pop("grace"))
+    release, leaves, raises = (options.pop(name, "") for name in ("release", "leaves", "raises"))
+    if "options" in options:
+        options["options"] = flashckpt.Options(**options["options"])
+    expect_interrupts()
     torch.set_num_threads(1)
     seed()
+    looped: list[Any] = []
 
     def hold(step: int) -> None:
-        if step == int(hold_at):
-            print(f"held {step}", flush=True)
-            if release:
-                until(lambda: os.path.exists(release), "being let go")
-            else:
-                signal.pause()
+        if step != int(hold_at):
+            return
+        if leaves == "in":
+            leave_by_signal()
+        if raises:
+            raise ValueError("of the user's own")
+        say(f"held {step}")
+        if release:
+            stand_still(Path(release))
+        else:
+            signal.pause()
 
+    if leaves == "before":
+        leave_by_signal()
     with open(log_path, "a", buffering=1) as log:
 
-        def record(looped: Any, value: object) -> None:
-            checkpointer = getattr(looped, "checkpointer", looped)
-            until_slots(checkpointer)
-            until_room(checkpointer)
-            print(json.dumps([looped.completed, value]), file=log, flush=True)
+        def record(run: Any, value: object) -> None:
+            looped[:] = [getattr(run, "checkpointer", run)]
+            until_slots(looped[0])
+            until_room(looped[0])
+            print(json.dumps([run.completed, value]), file=log, flush=True)
 
         recipes = {**RECIPES, **loaders.RECIPES, **modules.RECIPES, **gradients.RECIPES, **values.RECIPES}
         recipes[recipe](record, hold, run, options)
-    print("finished", flush=True)
+    for checkpointer in looped:
+        say(f"after {checkpointer.completed} {checkpointer.stop_reason}")
+    say("finished")
 
 
 if __name__ == "__main__":

@@ -75,13 +75,19 @@ class Trainer:
         return [event for event in ledger(self.run) if event["event"] == kind]
 
 
+def key_of(step: object, value: object) -> object:
+    """A step; or an epoch, whose code runs under the step of its last batch's boundary, as the next iteration
+    does."""
+    first = value[0] if isinstance(value, list) else None
+    return first if str(first).startswith("epoch") else step
+
+
 def last_of_each(records: list[list[object]]) -> dict[object, object]:
     """A step, or an epoch's code, that was done twice, before the kill and after it, must have given the same
     both times."""
     by_step: dict[object, object] = {}
     for step, value in records:
-        first = value[0] if isinstance(value, list) else None
-        key = first if str(first).startswith("epoch") else step
+        key = key_of(step, value)
         assert by_step.setdefault(key, value) == value, f"step {key} went differently the second time"
     return by_step
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import flashckpt
 from flashckpt.store import open_store
 from tests import run_view, zygote
 from tests.events import ledger, whole_lines
+from tests.resume.training import key_of, last_of_each
 from tests.waiting import until
 
 
@@ -82,8 +84,9 @@ class Job:
     def start(self, **orders: object) -> Process:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
         environment.update(orders.pop("environment", {}))  # type: ignore[call-overload]
-        text = json.dumps({"go": str(self.go), **orders})
-        arguments = ["tests.signals.program", self.recipe, str(self.run), str(self.log), text]
+        hold_at = str(orders.pop("hold_at", -1))
+        options = json.dumps({"every": 1, "persist_every": None, "release": str(self.go), **orders})
+        arguments = ["tests.resume.trainer", self.recipe, str(self.run), str(self.log), hold_at, options]
         return Process(arguments, environment, self.folder, fresh=self._fresh)
 
     def script(self, name: str) -> Process:
@@ -120,20 +123,14 @@ class Job:
 
     def records(self) -> dict[object, object]:
         """The last value of each step and of each epoch's code; what was done twice gave the same."""
-        found: dict[object, object] = {}
-        for key, value in self._lines():
-            assert found.setdefault(key, value) == value, f"step {key} went differently the second time"
-        return found
+        return last_of_each(self._lines())
 
     def times(self) -> dict[object, int]:
         """How often each step, and each epoch's code, was done."""
-        keys = [key for key, _ in self._lines()]
-        return {key: keys.count(key) for key in keys}
+        return dict(Counter(key_of(*line) for line in self._lines()))
 
-    def _lines(self) -> list[tuple[object, object]]:
-        lines = map(json.loads, whole_lines(self.log))
-        # The code of an epoch runs under the step of its last batch's boundary, as the next iteration does.
-        return [(value[0] if str(value[0]).startswith("epoch") else step, value) for step, value in lines]
+    def _lines(self) -> list[list[object]]:
+        return [json.loads(line) for line in whole_lines(self.log)]
 
 
 @functools.cache

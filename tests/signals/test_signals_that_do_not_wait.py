@@ -39,7 +39,7 @@ def go_on(stopped: list[int]) -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_an_iteration_longer_than_the_grace_period(name: str, tmp_path: Path, runtime: Path) -> None:
     job = Job(tmp_path / "job", "plain")
-    process = job.held(6, signals={"grace": "500ms"})
+    process = job.held(6, options={"grace": "500ms"})
     process.send(name)
     ended = process.ended()
     assert ended.status == control_status(name)
@@ -50,7 +50,7 @@ def test_an_iteration_longer_than_the_grace_period(name: str, tmp_path: Path, ru
 def test_a_commit_longer_than_the_grace_period(tmp_path: Path, runtime: Path, stopped: list[int]) -> None:
     """The boundary is sealed; the keeper commits it when it can, though the trainer is gone."""
     job = Job(tmp_path / "job", "plain")
-    process = job.held(6, signals={"grace": "2s"})
+    process = job.held(6, options={"grace": "2s"})
     stop_keeper(runtime, stopped)
     process.send("SIGTERM")
     process.until_noted("SIGTERM")
@@ -127,7 +127,7 @@ def test_a_forked_child_dies_as_it_would_have(tmp_path: Path, runtime: Path) -> 
 def test_an_exception_raises_and_what_was_sealed_is_saved(tmp_path: Path, runtime: Path) -> None:
     """Nobody asked for any of it to be persisted."""
     job = Job(tmp_path / "job", "plain")
-    ended = job.start(**{"hold_at": 6, "raise": True}).ended()
+    ended = job.start(hold_at=6, raises=True).ended()
     assert ended.status == 1
     assert "ValueError: of the user's own" in ended.err
     until(lambda: job.run.exists() and job.steps() == [6], "the keeper to save what was sealed")
