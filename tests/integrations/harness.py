@@ -1,14 +1,13 @@
 """The acceptance tests of all integrations: a case runs plain, with flashckpt, and with flashckpt and killed;
 all three give the same.
 
-    @pytest.fixture(scope="module")
-    def framework() -> Iterator[Zygote]:
-        yield from harness.framework("transformers.trainer", "tests.integrations.hf.cases")
+    IMPORTED = ("tests.integrations.hf.cases", "transformers.trainer")
 
-    def test_map_style(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-        harness.check("tests.integrations.hf.cases:map_style", framework, tmp_path, runtime)
+    def test_map_style(cases: Cases) -> None:
+        cases.check("map_style")
 
-A case is a function of its `Job` (job.py), in a module that the zygote has imported. Each attempt is a
+A case is a function of its `Job` (job.py), in the first of the modules that the zygote has imported (see
+conftest.py). Each attempt is a
 process forked from the zygote, in a session of its own. The kills are planned from the moments that the
 unkilled run has reported (`plan`): each name at least once, the rest by a seeded draw, in the order in which
 they occur.
@@ -53,18 +52,19 @@ def framework(*modules: str, environment: Mapping[str, str] | None = None) -> It
 def check_older(
     releases: Sequence[str], names: str, case: str, folder: Path, runtime: Path, *imported: str
 ) -> None:
-    """`check` with older releases of a framework ("lightning==2.6.5"), which pip installs into a folder of
-    their own, before those of this environment. names: a case that asserts that they are used and tested, and
-    that flashckpt's tables of names fit them; its option `release` is the first one's. imported: more
-    modules."""
+    """`Cases.check` with older releases of a framework ("lightning==2.6.5"), which pip installs into a folder
+    of their own, before those of this environment. names: a case that asserts that they are used and tested,
+    and that flashckpt's tables of names fit them; its option `release` is the first one's. Both cases with
+    their modules. imported: more modules."""
     packages = folder / "packages"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages)]
     subprocess.run([*install, *releases], check=True, timeout=300)
-    modules = {each.partition(":")[0] for each in (names, case)}
-    for older in framework(*imported, *modules, environment={"PYTHONPATH": str(packages)}):
+    (names_module, _, names), (module, _, case) = names.partition(":"), case.partition(":")
+    modules = {*imported, names_module, module}
+    for older in framework(*modules, environment={"PYTHONPATH": str(packages)}):
         release = releases[0].partition("==")[2].removesuffix(".*")
-        Run(names, older, folder / "names", runtime, WHOLE, release=release).finish()
-        check(case, older, folder, runtime)
+        Cases(names_module, older, folder / "names", runtime).finished(names, release=release)
+        Cases(module, older, folder, runtime).check(case)
 
 
 @dataclass
@@ -276,67 +276,80 @@ def plan(
     return [replace(each, number=number) for each in ends]
 
 
-def check(
-    case: str,
-    framework: Zygote,
-    folder: Path,
-    runtime: Path,
-    *,
-    kills: int = 5,
-    seed: int = 1,
-    ranks: int = 1,
-    victims: Sequence[int] | None = None,
-    plain: bool = True,
-    again: bool = True,
-    **options: object,
-) -> tuple[Outcome, Outcome]:
-    """Run the case plain, with flashckpt, and with flashckpt and killed; compare. Returns the outcomes of the
-    unkilled and of the killed run.
+class Cases:
+    """The cases of one module, run in the folder of one test."""
 
-    kills: at least as many. ranks, victims: as `Run.attempt`. plain=False leaves the run without flashckpt
-    out. again: start the finished run once more; it must begin no iteration and give the same record.
-    options: the case's (`job.options`).
-    """
-    runs = {kind: Run(case, framework, folder, runtime, kind, **options) for kind in (PLAIN, WHOLE, KILLED)}
-    whole = runs[WHOLE].finish(ranks=ranks)
-    if plain:
-        assert_same(runs[PLAIN].finish(ranks=ranks), whole, PLAIN, "with flashckpt")
-    planned = plan(whole.moments[0][0], kills, seed)
-    killed = runs[KILLED].finish_killed(planned, ranks=ranks, victims=victims)
-    hits = len({attempt for _, attempt, _ in killed.hits})
-    assert hits >= kills, f"{hits} of {len(planned)} kills were sent, at {killed.hits}"
-    missing = {name for name, _ in whole.moments[0][0]} - {name for name, *_ in killed.hits}
-    assert not missing, f"no kill hit {missing}: {killed.hits}"
-    assert_same(whole, killed, "with flashckpt", f"killed at {[name for name, *_ in killed.hits]}")
-    if again:
-        before = replace(whole, ends=[*whole.ends])
-        runs[WHOLE].finish(ranks=ranks)
-        assert not whole.iterations(1), f"a finished run has trained again: {whole.iterations(1)}"
-        assert_same(before, whole, "finished", "started again")
-    return whole, killed
+    def __init__(self, module: str, framework: Zygote, folder: Path, runtime: Path) -> None:
+        self.module, self.framework, self.folder, self.runtime = module, framework, folder, runtime
 
+    def run(self, case: str, kind: str = WHOLE, *, within: str = "", **options: object) -> Run:
+        """A run of a case, not started yet. within: a folder for it beside the others of this test. options:
+        the case's (`job.options`)."""
+        name, folder = f"{self.module}:{case}", self.folder / within
+        return Run(name, self.framework, folder, self.runtime, kind, **options)
 
-def check_terminated(
-    case: str,
-    framework: Zygote,
-    folder: Path,
-    runtime: Path,
-    *,
-    stops: int = 4,
-    seed: int = 1,
-    **options: object,
-) -> tuple[Outcome, Outcome]:
-    """The same with SIGTERM: no iteration is repeated. Returns the outcomes of the unkilled and of the
-    stopped run, whose `ends` say how each attempt ended."""
-    whole = Run(case, framework, folder, runtime, WHOLE, **options).finish()
-    # Before the first iteration no handler is installed, after the last none is: nothing is saved there.
-    inside = [place for place in whole.moments[0][0] if place[0] not in (START, AFTER) and place[1] != 0]
-    planned = [replace(each, outside=False) for each in plan(inside, stops + 2, seed, signal.SIGTERM)[1:-1]]
-    stopped = Run(case, framework, folder, runtime, KILLED, **options).finish_killed(planned)
-    assert len(stopped.hits) >= stops, f"{len(stopped.hits)} signals were sent, at {stopped.hits}"
-    assert not stopped.repeated(), f"iterations {stopped.repeated()} were repeated after {stopped.hits}"
-    assert_same(whole, stopped, "with flashckpt", f"stopped at {[name for name, *_ in stopped.hits]}")
-    return whole, stopped
+    def finished(self, case: str, kind: str = WHOLE, **options: object) -> Outcome:
+        """A run of a case by one process that reaches its end."""
+        return self.run(case, kind, **options).finish()
+
+    def said(self) -> str:
+        """What all runs have written."""
+        found = self.folder.glob("*-files/said-*")
+        return "\n".join(each.read_text(errors="replace") for each in found)
+
+    def check(
+        self,
+        case: str,
+        *,
+        kills: int = 5,
+        seed: int = 1,
+        ranks: int = 1,
+        victims: Sequence[int] | None = None,
+        plain: bool = True,
+        again: bool = True,
+        **options: object,
+    ) -> tuple[Outcome, Outcome]:
+        """Run the case plain, with flashckpt, and with flashckpt and killed; compare. Returns the outcomes of
+        the unkilled and of the killed run.
+
+        kills: at least as many. ranks, victims: as `Run.attempt`. plain=False leaves the run without
+        flashckpt out. again: start the finished run once more; it must begin no iteration and give the same
+        record.
+        """
+        runs = {kind: self.run(case, kind, **options) for kind in (PLAIN, WHOLE, KILLED)}
+        whole = runs[WHOLE].finish(ranks=ranks)
+        if plain:
+            assert_same(runs[PLAIN].finish(ranks=ranks), whole, PLAIN, "with flashckpt")
+        planned = plan(whole.moments[0][0], kills, seed)
+        killed = runs[KILLED].finish_killed(planned, ranks=ranks, victims=victims)
+        hits = len({attempt for _, attempt, _ in killed.hits})
+        assert hits >= kills, f"{hits} of {len(planned)} kills were sent, at {killed.hits}"
+        missing = {name for name, _ in whole.moments[0][0]} - {name for name, *_ in killed.hits}
+        assert not missing, f"no kill hit {missing}: {killed.hits}"
+        assert_same(whole, killed, "with flashckpt", f"killed at {[name for name, *_ in killed.hits]}")
+        if again:
+            before = replace(whole, ends=[*whole.ends])
+            runs[WHOLE].finish(ranks=ranks)
+            assert not whole.iterations(1), f"a finished run has trained again: {whole.iterations(1)}"
+            assert_same(before, whole, "finished", "started again")
+        return whole, killed
+
+    def check_terminated(
+        self, case: str, *, stops: int = 4, seed: int = 1, **options: object
+    ) -> tuple[Outcome, Outcome]:
+        """The same with SIGTERM: no iteration is repeated. Returns the outcomes of the unkilled and of the
+        stopped run, whose `ends` say how each attempt ended."""
+        whole = self.finished(case, **options)
+        # Before the first iteration no handler is installed, after the last none is: nothing is saved there.
+        inside = [place for place in whole.moments[0][0] if place[0] not in (START, AFTER) and place[1] != 0]
+        planned = [
+            replace(each, outside=False) for each in plan(inside, stops + 2, seed, signal.SIGTERM)[1:-1]
+        ]
+        stopped = self.run(case, KILLED, **options).finish_killed(planned)
+        assert len(stopped.hits) >= stops, f"{len(stopped.hits)} signals were sent, at {stopped.hits}"
+        assert not stopped.repeated(), f"iterations {stopped.repeated()} were repeated after {stopped.hits}"
+        assert_same(whole, stopped, "with flashckpt", f"stopped at {[name for name, *_ in stopped.hits]}")
+        return whole, stopped
 
 
 def assert_same(a: Outcome, b: Outcome, a_name: str = "the first", b_name: str = "the second") -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.integrations import harness
-from tests.zygote import Zygote
+from tests.integrations.harness import Cases
 
-CASE = "tests.integrations.plain.cases:loop"
-
-
-@pytest.fixture(scope="module")
-def framework() -> Iterator[Zygote]:
-    yield from harness.framework("tests.integrations.plain.cases")
+IMPORTED = ("tests.integrations.plain.cases",)
 
 
 @pytest.mark.parametrize("forget", ["random numbers", "counter"])
-def test_a_broken_resume_is_found(framework: Zygote, tmp_path: Path, runtime: Path, forget: str) -> None:
+def test_a_broken_resume_is_found(cases: Cases, forget: str) -> None:
     # A value that is logged again after the kill is another one.
     with pytest.raises(AssertionError, match=r"is .* in attempt \d+ and .* in attempt \d+"):
-        harness.check(CASE, framework, tmp_path, runtime, plain=False, again=False, forget=forget)
+        cases.check("loop", plain=False, again=False, forget=forget)
 
 
 def test_differences_are_named() -> None:

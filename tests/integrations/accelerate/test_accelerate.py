@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations import harness
-from tests.integrations.job import KILLED, STEP, WHOLE, Kill
-from tests.zygote import Zygote
+from tests.integrations.harness import Cases
+from tests.integrations.job import KILLED, STEP, Kill
 
 MODULE = "tests.integrations.accelerate.cases"
-TRAIN, OLDER = f"{MODULE}:train", "1.14"
+IMPORTED, OLDER = (MODULE,), "1.14"
 CASES: dict[str, dict[str, Any]] = {
     "dispatched": {"accumulated": 2, "stream": True},
     "seeded": {"seedable": True},
@@ -31,31 +30,27 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def framework() -> Iterator[Zygote]:
-    yield from harness.framework(MODULE)
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_run_continues_after_kills(framework: Zygote, tmp_path: Path, runtime: Path, name: str) -> None:
-    _, killed = harness.check(TRAIN, framework, tmp_path, runtime, **CASES[name])
+def test_a_run_continues_after_kills(cases: Cases, name: str) -> None:
+    _, killed = cases.check("train", **CASES[name])
     assert sum(killed.iterations(number)[:1] == [1] for number in range(len(killed.ends))) < 4
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_release_before(tmp_path: Path, runtime: Path) -> None:
-    harness.check_older([f"accelerate=={OLDER}.*"], f"{MODULE}:names", TRAIN, tmp_path, runtime)
+    releases = [f"accelerate=={OLDER}.*"]
+    harness.check_older(releases, f"{MODULE}:names", f"{MODULE}:train", tmp_path, runtime)
 
 
 @pytest.mark.long
-def test_several_models_and_loaders(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    harness.check(f"{MODULE}:several", framework, tmp_path, runtime)
+def test_several_models_and_loaders(cases: Cases) -> None:
+    cases.check("several")
 
 
 @pytest.mark.long
-def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    _, stopped = harness.check_terminated(TRAIN, framework, tmp_path, runtime, accumulated=2, seedable=True)
+def test_a_terminated_run_repeats_nothing(cases: Cases) -> None:
+    _, stopped = cases.check_terminated("train", accumulated=2, seedable=True)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 
@@ -71,25 +66,20 @@ def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, run
     ],
     ids=["shard", "dispatched", "stream", "persistent workers"],
 )
-def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path, options: dict[str, Any]) -> None:
-    harness.check(TRAIN, framework, tmp_path, runtime, ranks=2, **options)
+def test_two_ranks(cases: Cases, options: dict[str, Any]) -> None:
+    cases.check("train", ranks=2, **options)
 
 
-def test_random_numbers_in_the_workers_of_a_stateful_loader_are_warned_of(
-    framework: Zygote, tmp_path: Path, runtime: Path
-) -> None:
-    run = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, stateful=True, workers=1, epochs=1)
+def test_random_numbers_in_the_workers_of_a_stateful_loader_are_warned_of(cases: Cases) -> None:
+    run = cases.run("train", stateful=True, workers=1, epochs=1)
     run.finish()
     assert "does not keep its workers' random numbers" in run.said()
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
-def test_an_epoch_continues_on_another_number_of_ranks(
-    framework: Zygote, tmp_path: Path, runtime: Path, before: int, after: int
-) -> None:
-    case = f"{MODULE}:rows"
-    run = harness.Run(case, framework, tmp_path, runtime, KILLED)
+def test_an_epoch_continues_on_another_number_of_ranks(cases: Cases, before: int, after: int) -> None:
+    run = cases.run("rows", KILLED)
     assert -signal.SIGKILL in run.attempt(Kill(STEP, 3), ranks=before)
     outcome = run.finish(ranks=after)
     first = outcome.iterations(1)[0]
@@ -111,10 +101,8 @@ def assert_each_row_once(folder: Path, first: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.dist
-def test_batches_drawn_by_one_rank_continue_on_more_ranks_after_an_epoch(
-    framework: Zygote, tmp_path: Path, runtime: Path
-) -> None:
-    run = harness.Run(f"{MODULE}:rows", framework, tmp_path, runtime, KILLED, dispatch=True)
+def test_batches_drawn_by_one_rank_continue_on_more_ranks_after_an_epoch(cases: Cases) -> None:
+    run = cases.run("rows", KILLED, dispatch=True)
     assert -signal.SIGKILL in run.attempt(Kill(STEP, 11))
     assert run.finish(ranks=2).iterations(1)[0] == 11
     assert "Not exact" not in run.said()
@@ -122,10 +110,8 @@ def test_batches_drawn_by_one_rank_continue_on_more_ranks_after_an_epoch(
 
 
 @pytest.mark.dist
-def test_batches_drawn_by_one_rank_are_refused_on_more_ranks_within_an_epoch(
-    framework: Zygote, tmp_path: Path, runtime: Path
-) -> None:
-    run = harness.Run(f"{MODULE}:rows", framework, tmp_path, runtime, KILLED, dispatch=True)
+def test_batches_drawn_by_one_rank_are_refused_on_more_ranks_within_an_epoch(cases: Cases) -> None:
+    run = cases.run("rows", KILLED, dispatch=True)
     assert -signal.SIGKILL in run.attempt(Kill(STEP, 3))
     run.attempt(ranks=2)
     assert run.outcome.iterations(1) == []

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.integrations import harness
+from tests.integrations.harness import Cases
 from tests.zygote import Zygote
 
 pytestmark = pytest.mark.process
-CASES = "tests.integrations.gpu.fsdp2"
+IMPORTED = ("tests.integrations.gpu.fsdp2", "transformers.trainer")
 _ON_GPU = [
     pytest.mark.gpu,
     # `make gpu` gives each test 60 s; these start a dozen processes one after another.
@@ -39,23 +40,23 @@ def framework() -> Iterator[Zygote]:
     skip_without("transformers", "accelerate", "trl", "peft", "datasets", "lightning", "torchmetrics")
     # Processes are forked from this one: it may count devices, and must not initialize CUDA.
     counts_by_nvml = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    yield from harness.framework("transformers.trainer", CASES, environment=counts_by_nvml)
+    yield from harness.framework(*IMPORTED, environment=counts_by_nvml)
 
 
 @pytest.mark.parametrize("case", ["transformers", "lightning"])
 @pytest.mark.parametrize(("device", "ranks"), DEVICES)
-def test_shards(framework: Zygote, tmp_path: Path, runtime: Path, case: str, device: str, ranks: int) -> None:
-    harness.check(f"{CASES}:{case}", framework, tmp_path, runtime, ranks=ranks, kills=7, device=device)
+def test_shards(cases: Cases, case: str, device: str, ranks: int) -> None:
+    cases.check(case, ranks=ranks, kills=7, device=device)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=_ON_GPU)])
-def test_a_scaler(framework: Zygote, tmp_path: Path, runtime: Path, device: str) -> None:
-    harness.check(f"{CASES}:scaled", framework, tmp_path, runtime, kills=7, device=device)
+def test_a_scaler(cases: Cases, device: str) -> None:
+    cases.check("scaled", kills=7, device=device)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=_ON_GPU)])
 def test_the_trainer_of_torchtitan(tmp_path: Path, runtime: Path, device: str) -> None:
     skip_without("torchtitan", "torchdata", "tokenizers", "triton")
-    case = "tests.integrations.gpu.titan"
-    for made in harness.framework(case, environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
-        harness.check(f"{case}:trainer", made, tmp_path, runtime, kills=7, device=device)
+    module = "tests.integrations.gpu.titan"
+    for made in harness.framework(module, environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        Cases(module, made, tmp_path, runtime).check("trainer", kills=7, device=device)

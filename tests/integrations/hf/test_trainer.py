@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integrations import harness
-from tests.integrations.harness import Run
-from tests.integrations.job import BETWEEN, KILLED, PLAIN, STEP, WHOLE, Kill
-from tests.zygote import Zygote
+from tests.integrations.harness import Cases, Run
+from tests.integrations.job import BETWEEN, KILLED, PLAIN, STEP, Kill
 
-CASES, REFUSED = "tests.integrations.hf.cases", "tests.integrations.hf.refused"
+CASES, REFUSED, EXPORTS = (f"tests.integrations.hf.{name}" for name in ("cases", "refused", "exports"))
 OLDER = "5.22"
-MODULES = ("transformers.trainer", CASES, REFUSED)
-
-
-@pytest.fixture(scope="module")
-def framework() -> Iterator[Zygote]:
-    """transformers, trl and peft are imported once."""
-    yield from harness.framework(*MODULES)
+IMPORTED = (CASES, "transformers.trainer", REFUSED, EXPORTS)
 
 
 LONG = [pytest.mark.long, pytest.mark.timeout(1200)]
@@ -41,15 +33,14 @@ SHORT = (
 @pytest.mark.parametrize(
     "case", [*SHORT, *(pytest.param(each, marks=LONG) for each in ("compiled", "plateau", "dpo"))]
 )
-def test_killed(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> None:
+def test_killed(cases: Cases, case: str) -> None:
     """The detector of what is not saved has nothing to report, but of the batch that `own_loader` keeps."""
-    harness.check(f"{CASES}:case_{case}", framework, tmp_path, runtime)
-    said = "".join(each.read_text(errors="replace") for each in tmp_path.glob("*-files/said-*"))
-    assert case == "own_loader" or "are not saved" not in said, said
+    cases.check(f"case_{case}")
+    assert case == "own_loader" or "are not saved" not in cases.said(), cases.said()
 
 
-def test_a_trainer_of_trl_is_killed(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    harness.check(f"{CASES}:case_sft", framework, tmp_path, runtime)
+def test_a_trainer_of_trl_is_killed(cases: Cases) -> None:
+    cases.check("case_sft")
 
 
 @pytest.mark.long
@@ -61,37 +52,36 @@ def test_the_release_before(tmp_path: Path, runtime: Path) -> None:
 
 
 @pytest.mark.long
-def test_snapshots_now_and_then(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_snapshots_now_and_then(cases: Cases) -> None:
     """Steps after the last snapshot are trained again, with the same numbers."""
-    case = f"{CASES}:case_accumulates_in_workers"
-    harness.check(case, framework, tmp_path, runtime, plain=False, again=False, every=3)
+    cases.check("case_accumulates_in_workers", plain=False, again=False, every=3)
 
 
 @pytest.mark.parametrize("case", ["accumulates_in_workers", pytest.param("own_loader", marks=LONG)])
-def test_terminated(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> None:
-    _, stopped = harness.check_terminated(f"{CASES}:case_{case}", framework, tmp_path, runtime)
+def test_terminated(cases: Cases, case: str) -> None:
+    _, stopped = cases.check_terminated(f"case_{case}")
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 
 @pytest.mark.long
 @pytest.mark.dist
-def test_two_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    harness.check(f"{CASES}:case_two_ranks", framework, tmp_path, runtime, ranks=2, again=False)
+def test_two_ranks(cases: Cases) -> None:
+    cases.check("case_two_ranks", ranks=2, again=False)
 
 
 @pytest.mark.dist
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_killed_stream_that_rank_0_draws_for_all(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_a_killed_stream_that_rank_0_draws_for_all(cases: Cases) -> None:
     """An epoch has 3 steps: its first batch completes the last one, also where it is resumed after 2."""
-    harness.check(f"{CASES}:case_dispatched", framework, tmp_path, runtime, ranks=2)
+    cases.check("case_dispatched", ranks=2)
 
 
 @pytest.mark.long
 @pytest.mark.dist
-def test_another_number_of_ranks(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_another_number_of_ranks(cases: Cases) -> None:
     """An epoch of 6 steps is begun on two ranks, continued on one, and ended on two: each item once."""
-    run = Run(f"{CASES}:case_on_other_ranks", framework, tmp_path, runtime, KILLED)
+    run = cases.run("case_on_other_ranks", KILLED)
     # A signal to two ranks stops them at a step on which they agree, which may be any: a kill before step 3.
     assert -signal.SIGKILL in run.attempt(Kill(STEP, 3), ranks=2)
     seen = _items(run, 2)
@@ -118,15 +108,14 @@ def _items(run: Run, ranks: int) -> list[tuple[int, int, list[int]]]:
 
 
 @pytest.mark.long
-def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_more_steps_continue_in_the_epoch(cases: Cases) -> None:
     """A run of 7 steps that is started again with 12 ends as one of 12 steps."""
-    case = f"{CASES}:case_of_steps"
-    run = Run(case, framework, tmp_path, runtime, WHOLE, steps=7)
+    run = cases.run("case_of_steps", steps=7)
     run.finish()
     run.options["steps"] = 12
     more = run.finish()
     assert more.iterations(1) == [8, 9, 10, 11, 12]
-    plain = Run(case, framework, tmp_path, runtime, PLAIN, steps=12).finish()
+    plain = cases.finished("case_of_steps", PLAIN, steps=12)
     assert not harness.differences(plain.records, more.records)
 
 
@@ -138,51 +127,46 @@ def test_more_steps_continue_in_the_epoch(framework: Zygote, tmp_path: Path, run
     ],
     ids=["workers", "second epoch"],
 )
-def test_a_checkpoint_of_the_trainer_is_loaded_once(
-    framework: Zygote, tmp_path: Path, runtime: Path, origin: str, step: int, kills: int
-) -> None:
+def test_a_checkpoint_of_the_trainer_is_loaded_once(cases: Cases, origin: str, step: int, kills: int) -> None:
     """As the trainer's own resume has it, killed or not, with its augmentation from the first step on."""
-    saved = Run(f"{CASES}:case_{origin}", framework, tmp_path / "origin", runtime, PLAIN)
+    saved = cases.run(f"case_{origin}", PLAIN, within="origin")
     saved.finish()
     options = {"origin": origin, "initial": str(saved.folder / "out" / f"checkpoint-{step}")}
-    case = f"{CASES}:case_from_initial"
-    whole, _ = harness.check(case, framework, tmp_path, runtime, kills=kills, **options)
+    whole, _ = cases.check("case_from_initial", kills=kills, **options)
     assert whole.iterations(0)[0] == step + 1
 
 
 @pytest.mark.long
-def test_a_stop_ends_training_like_the_trainer(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_a_stop_ends_training_like_the_trainer(cases: Cases) -> None:
     """The notice file ends train(), which returns; the epoch's end is left for the next start."""
-    case = f"{CASES}:case_noticed"
-    run = Run(case, framework, tmp_path, runtime, WHOLE, notice=2)
+    run = cases.run("case_noticed", notice=2)
     first = run.finish()
     assert first.iterations(0) == [1, 2]
     assert BETWEEN not in {name for name, _ in first.moments[0][0]}
     del run.options["notice"]
     whole = run.finish()
     assert whole.iterations(1)[0] == 3
-    unstopped = Run(case, framework, tmp_path / "other", runtime, WHOLE).finish()
+    unstopped = cases.finished("case_noticed", within="other")
     assert not harness.differences(unstopped.records, whole.records)
 
 
 @pytest.mark.long
-def test_changes_that_are_not_saved(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
+def test_changes_that_are_not_saved(cases: Cases) -> None:
     """A counter in the trainer and one in a callback are found; with own= they are saved."""
-    case = f"{CASES}:case_with_counters"
-    run = Run(case, framework, tmp_path, runtime, WHOLE)
+    run = cases.run("case_with_counters")
     run.finish()
     assert "Seeing.seen (trainer)" in run.said()
     assert "Counts.count" in run.said()
-    own = ["seen", "Counts.count"]
-    killed = Run(case, framework, tmp_path / "own", runtime, WHOLE, own=own)
+    killed = cases.run("case_with_counters", within="own", own=["seen", "Counts.count"])
     killed.attempt(Kill(STEP, 5))
     found = killed.finish()
     harness.assert_same(run.outcome, found, "unkilled", "killed")
     assert "are not saved" not in killed.said()
 
 
-def test_refused(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    ended = Run(f"{REFUSED}:all_of_it", framework, tmp_path, runtime, WHOLE).finish()
+def test_refused(cases: Cases) -> None:
+    cases.module = REFUSED
+    ended = cases.finished("all_of_it")
     assert ended.records == [{}], "each assertion of the case held"
 
 
@@ -194,6 +178,20 @@ def test_refused(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
         "ended_by_a_callback",
     ],
 )  # fmt: skip
-def test_started_again(framework: Zygote, tmp_path: Path, runtime: Path, case: str) -> None:
-    ended = Run(f"{CASES}:case_{case}", framework, tmp_path, runtime, WHOLE).finish()
+def test_started_again(cases: Cases, case: str) -> None:
+    ended = cases.finished(f"case_{case}")
     assert ended.records == [{}], "each assertion of the case held"
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("export", ["tied", "sharded", "experts", "lora", "wrapped", "refusals", "untied"])
+def test_from_pretrained_gives_the_weights_of_a_run(cases: Cases, export: str) -> None:
+    """Bit for bit; or the export is refused."""
+    cases.module = EXPORTS
+    assert cases.finished("single", export=export).records == [{}], "each assertion of the case held"
+
+
+@pytest.mark.dist
+def test_from_pretrained_gives_the_weights_of_ranks(cases: Cases) -> None:
+    cases.module = EXPORTS
+    assert cases.run("ranks").finish(ranks=2).records == [{}, {}], "each assertion of the case held"

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations import harness
-from tests.integrations.job import PLAIN, WHOLE
+from tests.integrations.harness import Cases
+from tests.integrations.job import PLAIN
 from tests.integrations.torchtitan import STEPS
-from tests.zygote import Zygote
 
-TRAIN = "tests.integrations.torchtitan.cases:train"
-
-
-@pytest.fixture(scope="module")
-def framework() -> Iterator[Zygote]:
-    yield from harness.framework("tests.integrations.torchtitan.cases")
+IMPORTED = ("tests.integrations.torchtitan.cases",)
 
 
 @pytest.mark.parametrize(
@@ -31,24 +24,19 @@ def framework() -> Iterator[Zygote]:
     ],
     ids=["accumulated", "workers"],
 )
-def test_a_run_continues_after_kills(
-    framework: Zygote, tmp_path: Path, runtime: Path, options: dict[str, Any]
-) -> None:
-    _, killed = harness.check(TRAIN, framework, tmp_path, runtime, **options)
+def test_a_run_continues_after_kills(cases: Cases, options: dict[str, Any]) -> None:
+    _, killed = cases.check("train", **options)
     assert sum(killed.iterations(number)[:1] == [1] for number in range(len(killed.ends))) < 4
 
 
 @pytest.mark.long
-def test_a_terminated_run_repeats_nothing(framework: Zygote, tmp_path: Path, runtime: Path) -> None:
-    _, stopped = harness.check_terminated(TRAIN, framework, tmp_path, runtime, accumulated=2)
+def test_a_terminated_run_repeats_nothing(cases: Cases) -> None:
+    _, stopped = cases.check_terminated("train", accumulated=2)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 
-def test_a_run_that_is_stopped_ends_as_at_the_end_of_its_data(
-    framework: Zygote, tmp_path: Path, runtime: Path
-) -> None:
-    plain = harness.Run(TRAIN, framework, tmp_path, runtime, PLAIN).finish()
-    run = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, stop_at=6)
+def test_a_run_that_is_stopped_ends_as_at_the_end_of_its_data(cases: Cases) -> None:
+    plain, run = cases.finished("train", PLAIN), cases.run("train", stop_at=6)
     stopped = run.finish()
     # The trainer counted a step before its draw, which is taken back.
     assert stopped.records[0]["trainer"]["step"] == 6
@@ -60,13 +48,10 @@ def test_a_run_that_is_stopped_ends_as_at_the_end_of_its_data(
 
 @pytest.mark.long
 @pytest.mark.parametrize("documents", [118, 126], ids=["after an iteration", "within an iteration"])
-def test_data_that_end_between_two_snapshots(
-    framework: Zygote, tmp_path: Path, runtime: Path, documents: int
-) -> None:
+def test_data_that_end_between_two_snapshots(cases: Cases, documents: int) -> None:
     """The last iteration is canceled, and the one before it is committed though no snapshot was due."""
     options = {"documents": documents, "accumulated": 2, "every": 1000}
-    plain = harness.Run(TRAIN, framework, tmp_path, runtime, PLAIN, **options).finish()
-    run = harness.Run(TRAIN, framework, tmp_path, runtime, WHOLE, **options)
+    plain, run = cases.finished("train", PLAIN, **options), cases.run("train", **options)
     whole = run.finish()
     harness.assert_same(plain, whole)
     trained = whole.iterations(0)

@@ -1,13 +1,11 @@
-"""One process that imports transformers once and forks each case: a model is trained for a step in a run,
-exported, and loaded again by `from_pretrained`. Prints `{case: "" or what is wrong}`."""
+"""Cases of exports: a model is trained for a step in a run, exported, and loaded again by `from_pretrained`.
+Each asserts what has to hold, and returns an empty record."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from flashckpt.errors import DamagedError, FlashckptError, MismatchError, NoSuch
 from flashckpt.export.step import LIST
 from flashckpt.store import open_store
 from flashckpt.transformers import export, keep_config
+from tests.integrations.job import Job
 
 WORLD = 2
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -217,64 +216,30 @@ def case_untied(home: Path) -> None:
     assert not (home / "out").exists()
 
 
-def case_ranks(home: Path) -> None:
+def ranks(job: Job) -> dict[str, Any]:
     """FSDP2 on two ranks: whole tensors from their shards, with a tie."""
-    ranks = [forked(lambda rank=rank: fsdp2(home, rank)) for rank in range(WORLD)]
-    wrong = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
-    assert wrong == [0] * WORLD, wrong
-    expected = torch.load(home / "expected.pt", weights_only=True)
-    export(home / "run", home / "out", max_shard_size="4KB")
-    check_same(loaded_from(home / "out"), expected)
-
-
-def fsdp2(home: Path, rank: int) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(WORLD)
-    )
-    dist.init_process_group("gloo", f"file://{home}/store", world_size=WORLD, rank=rank)
+    dist.init_process_group("gloo")
     torch.manual_seed(5)
     model = llama(tie_word_embeddings=True)
     mesh = init_device_mesh("cpu", (WORLD,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    trained(home / "run", model)
+    trained(job.folder / "run", model)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    if rank == 0:
-        torch.save(state, home / "expected.pt")
     dist.barrier()
     dist.destroy_process_group()
+    if job.rank == 0:
+        export(job.folder / "run", job.folder / "out", max_shard_size="4KB")
+        check_same(loaded_from(job.folder / "out"), state)
+    return {}
 
 
-def forked(program: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        program()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def main(home: Path) -> None:
-    torch.set_num_threads(1)
-    cases = {name.removeprefix("case_"): each for name, each in globals().items() if name.startswith("case_")}
-    chosen = sys.argv[2:] or list(cases)
-    for name in chosen:
-        (home / name).mkdir()
-        torch.manual_seed(3)
-        status = os.waitpid(forked(lambda name=name: cases[name](home / name)), 0)[1]  # type: ignore[misc]
-        print(json.dumps([name, os.waitstatus_to_exitcode(status)]), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def single(job: Job) -> dict[str, Any]:
+    """The case that the option `export` names."""
+    globals()[f"case_{job.options['export']}"](job.folder)
+    return {}

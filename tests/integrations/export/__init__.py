@@ -1,1 +1,0 @@
-"""Folders for `from_pretrained`, from runs of models of transformers and peft."""
