@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from made_runs import Ended, MadeRun
+from made_runs import Ended, MadeRun, Shell
 
 from flashckpt.store import open_store
 from tests import run_view
@@ -32,7 +32,7 @@ def forking() -> Iterator[Zygote]:
 
 
 @pytest.fixture
-def shell(forking: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., Ended]:
+def shell(forking: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> Shell:
     """Runs `flashckpt` with these arguments in a process of its own."""
     own = {} if "runtime" in request.fixturenames else {"FLASHCKPT_RUNTIME": str(tmp_path)}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,3 +147,7 @@ class Ended:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+Shell = Callable[..., Ended]
+"""Runs the command with these arguments in a process of its own."""

@@ -3,11 +3,10 @@ takes the newest, or the one that is named STEP@ATTEMPT:BOUNDARY."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_runs import Ended, MadeRun
+from made_runs import MadeRun, Shell
 
 from flashckpt.format.names import AttemptName
 from flashckpt.store import open_store
@@ -15,8 +14,6 @@ from tests import run_view
 from tests.commit.runs import commit, name_of
 
 pytestmark = pytest.mark.process
-
-Shell = Callable[..., Ended]
 
 
 @pytest.fixture

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_runs import Ended, MadeRun
+from made_runs import MadeRun, Shell
 
 from flashckpt.format.names import CommitName
 from flashckpt.memory.runtime import identity_of
@@ -16,7 +15,6 @@ from tests import run_view
 
 pytestmark = pytest.mark.process
 
-Shell = Callable[..., Ended]
 
 HOLD_LOCK = """
 import sys

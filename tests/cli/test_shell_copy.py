@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_runs import Ended, MadeRun
+from made_runs import MadeRun, Shell
 
 import flashckpt
 
 pytestmark = pytest.mark.process
-
-Shell = Callable[..., Ended]
 
 
 def test_a_run_is_copied_and_is_one_there(run: MadeRun, shell: Shell, tmp_path: Path) -> None:

@@ -6,19 +6,16 @@ import os
 import pty
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from made_runs import Ended, MadeRun, held
+from made_runs import MadeRun, Shell, held
 
 from flashckpt.errors import DamagedError
 from flashckpt.format.names import CommitName
 from flashckpt.persist.ledger import Event, Ledger
 from tests import run_view
-
-Shell = Callable[..., Ended]
 
 # Clears the screen, colours, sets the title, reorders, rings, moves back; and rich's own markup.
 EVIL = "e\x1b[2J\x1b[31m\x1b]0;title\x07\x9b31m\u202egnp\x7f\r\x08[red]vil[/red]"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import Ended
+from made_runs import Shell
 
 from flashckpt.keeper import node_keepers as node
 from flashckpt.memory.region import is_region_name
@@ -23,17 +23,16 @@ from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
 from tests.processes import keepers_of
 
-Keepers = Callable[..., Ended]
 Listed = Callable[[], list[dict[str, Any]]]
 
 
 @pytest.fixture
-def keepers(shell: Callable[..., Ended], runtime: Path) -> Keepers:
+def keepers(shell: Shell, runtime: Path) -> Shell:
     return partial(shell, "keepers")
 
 
 @pytest.fixture
-def listed(keepers: Keepers) -> Listed:
+def listed(keepers: Shell) -> Listed:
     def rows() -> list[dict[str, Any]]:
         done = keepers("--json")
         assert done.code == 0, done.err
@@ -56,7 +55,7 @@ def regions(runtime: Path) -> list[Path]:
 
 
 def test_one_of_a_living_trainer_is_listed_and_not_ended(
-    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
 ) -> None:
     trainer = trains(tmp_path / "run", runtime)
     trainer.do("snapshot", 3, True)
@@ -80,7 +79,7 @@ def test_one_of_a_living_trainer_is_listed_and_not_ended(
 
 
 def test_one_that_lingers_saves_what_it_has_and_ends(
-    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
 ) -> None:
     trainer = trains(tmp_path / "run", runtime)
     trainer.do("snapshot", 3, False)
@@ -96,7 +95,7 @@ def test_one_that_lingers_saves_what_it_has_and_ends(
     assert listed() == []
 
 
-def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Path, keepers: Keepers) -> None:
+def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Path, keepers: Shell) -> None:
     """Not even the trainer's end can be written down there."""
     trainer = Process(small_disk / "run", runtime, linger_s=3600, kib=4096)
     trainer.do("start", None, 0, None)
@@ -143,7 +142,7 @@ def test_one_that_waits_for_another_node_has_nothing_left_to_do(
 
 @pytest.mark.long
 def test_one_that_does_not_answer_is_listed(
-    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
 ) -> None:
     trainer = trains(tmp_path / "run", runtime)
     (pid,) = keepers_of(runtime)
@@ -158,7 +157,7 @@ def test_one_that_does_not_answer_is_listed(
 
 
 def test_what_is_left_of_a_run_that_was_deleted_is_freed(
-    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
 ) -> None:
     run = tmp_path / "run"
     trainer = trains(run, runtime)
@@ -182,7 +181,7 @@ def test_what_is_left_of_a_run_that_was_deleted_is_freed(
 
 
 def test_what_is_left_is_listed_and_not_freed_under_who_trains_again(
-    tmp_path: Path, runtime: Path, keepers: Keepers, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
 ) -> None:
     trainer = trains(tmp_path / "run", runtime)
     trainer.do("snapshot", 3, False)
@@ -201,7 +200,7 @@ def test_what_is_left_is_listed_and_not_freed_under_who_trains_again(
     again.gone()
 
 
-def test_none_and_wrong_usage(tmp_path: Path, keepers: Keepers, listed: Listed) -> None:
+def test_none_and_wrong_usage(tmp_path: Path, keepers: Shell, listed: Listed) -> None:
     assert listed() == []
     assert "No keeper" in keepers().err
     assert keepers("--discard").code == 2

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from made_runs import Ended, MadeRun, slices_of
+from made_runs import MadeRun, Shell, slices_of
 
 from flashckpt.format.names import EVENTS, AttemptName
 from flashckpt.persist.ledger import file_names
 
 pytestmark = pytest.mark.process
 
-Shell = Callable[..., Ended]
 NODES = ((0, 1), (2, 3))
 WORLD = 4
 

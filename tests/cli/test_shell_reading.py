@@ -7,11 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_runs import ENVIRONMENT, Ended, MadeRun, leaves_of
+from made_runs import ENVIRONMENT, MadeRun, Shell, leaves_of
 from rich.console import Console
 
 from flashckpt.cli.command import Bar
@@ -23,8 +22,6 @@ from tests.commit.runs import of_format
 from tests.folders import flip
 
 pytestmark = pytest.mark.process
-
-Shell = Callable[..., Ended]
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from made_runs import Ended, MadeRun
+from made_runs import MadeRun, Shell
 
 import flashckpt
 from flashckpt.format.names import AttemptName
@@ -15,8 +14,6 @@ from flashckpt.replication.run_copy import copy_run
 from flashckpt.store.local import LocalStore
 
 pytestmark = pytest.mark.process
-
-Shell = Callable[..., Ended]
 
 
 def trained_with(run: MadeRun, attempt: AttemptName, remote: Path) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from made_runs import Ended, MadeRun
+from made_runs import MadeRun, Shell
 
 pytestmark = pytest.mark.process
 
 
-def test_times_are_those_of_the_ledger(run: MadeRun, shell: Callable[..., Ended]) -> None:
+def test_times_are_those_of_the_ledger(run: MadeRun, shell: Shell) -> None:
     first = run.attempt()
     run.commit(first, 10)
     second = run.attempt(first, 10)
@@ -45,7 +43,7 @@ LIES = [
 ]
 
 
-def test_a_ledger_that_lies_changes_nothing(run: MadeRun, shell: Callable[..., Ended]) -> None:
+def test_a_ledger_that_lies_changes_nothing(run: MadeRun, shell: Shell) -> None:
     attempt = run.attempt()
     run.commit(attempt, 10)
     (run.folder / "events").mkdir()
