@@ -84,15 +84,15 @@ def refuse_if_held(store: Store, runtime: RuntimeFolder | None) -> None:
     check_not_held(store, *_probe(runtime))
 
 
-def died_here(store: Store, runtime: RuntimeFolder) -> list[AttemptName]:
+def died_here(store: Store, runtime: RuntimeFolder) -> AttemptName | None:
     """The newest attempt, if it is of this boot and runtime folder and its end is not recorded. It is dead if
     no trainer lives here."""
     view, me = View.of(store), local_owner(runtime.path)
     theirs, newest = view.catalogue.owner, view.attempt
     if newest is None or theirs is None or not theirs.lock or ending(view, newest):
-        return []
+        return None
     is_here = (theirs.boot_id, theirs.runtime_id) == (me.boot_id, me.runtime_id)
-    return [newest] if is_here else []
+    return newest if is_here else None
 
 
 @dataclass

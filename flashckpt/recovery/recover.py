@@ -178,7 +178,7 @@ def _recovered(
         held.guard()
         quarantine(held.store, examined, ledger)
         if keeper is None:
-            _end_attempts(held, node.unsaved, ledger)
+            _note_death(held, node.unsaved, ledger)
         watcher.stage("clearing")
         orphans |= {each.place: each for each in clear_garbage(held, ledger)}
         # A dry run names the step of a start right now.
@@ -226,19 +226,20 @@ def _ask_keeper(held: Hold, watcher: Watcher, *, discard: bool) -> tuple[int | N
     return keeper or 0, status
 
 
-def _end_attempts(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) -> None:
-    """Record that the attempts that died on this node are dead, so that the next job need not watch them;
-    only once everything of theirs is saved."""
-    died = died_here(held.store, held.runtime)
-    # After the listing: a job that has begun meanwhile is among them, and lives.
+def _note_death(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) -> None:
+    """Record that the newest attempt is dead, if it died on this node, so that the next job need not watch
+    it; only once everything of it is saved."""
+    name = died_here(held.store, held.runtime)
+    # After the listing: a job that has begun meanwhile may be the newest, and lives.
     held.guard()
-    for name in (name for name in died if name not in unsaved):
-        try:
-            attempts.mark_ended(held.store, name, "dead")
-        except OSError as error:
-            log.warning("the end of attempt %s could not be recorded: %s", name, error)
-        else:
-            ledger.add(str(name), Event.DEATH, by="recover")
+    if name is None or name in unsaved:
+        return
+    try:
+        attempts.mark_ended(held.store, name, "dead")
+    except OSError as error:
+        log.warning("the end of attempt %s could not be recorded: %s", name, error)
+    else:
+        ledger.add(str(name), Event.DEATH, by="recover")
 
 
 class _NodeSnapshots:
@@ -262,7 +263,7 @@ class _NodeSnapshots:
         self._regions = Regions(self._runtime, life, is_view=is_view)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._queue = Queue(
-            Regions(self._runtime, life, is_view=True) if is_keepers else self._regions,
+            self._regions,
             Writer(self._store, nonce, guard=held.guard, gathers=True),
             Worker("writer", self._wake),
             ledger,
@@ -288,18 +289,19 @@ class _NodeSnapshots:
     def _adopt(self, cache: str | None) -> None:
         self._regions.adopt_named()
         for name, why in self._regions.not_adopted.items():
-            self._unreadable.append(Finding(Kind.SNAPSHOT, Fate.KEPT, name, detail=why, damage=True))
+            self._note_unreadable(name, Fate.KEPT, why)
         for path in [] if cache is None else self._open_cache(user_path(cache)):
             name = os.path.basename(path)
             try:
                 slot = open_cached(path, self._runtime.identity)
             except DamagedError as error:
                 self._damaged_files.append(name)
-                self._note_unreadable(name, Fate.TORN, error)
+                self._note_unreadable(name, Fate.TORN, str(error))
             except (FlashckptError, OSError) as error:
                 # The file stays: it may be of another version, or its disk may fail.
                 self._unread_files.append(name)
-                self._note_unreadable(name, Fate.FAILED if isinstance(error, OSError) else Fate.KEPT, error)
+                fate = Fate.FAILED if isinstance(error, OSError) else Fate.KEPT
+                self._note_unreadable(name, fate, str(error))
             else:
                 held = self._regions.put_cached(slot, path)
                 if held is not None and not slot.header.holds_constants:
@@ -307,8 +309,9 @@ class _NodeSnapshots:
         ranks = {held.slot.rank for held in self._regions.everything()}
         self.unseen = self._unseen(ranks | {rank_of(each.place) for each in self._unreadable})
 
-    def _note_unreadable(self, name: str, outcome: Fate, error: Exception) -> None:
-        self._unreadable.append(Finding(Kind.SNAPSHOT, outcome, name, detail=str(error), damage=True))
+    def _note_unreadable(self, name: str, outcome: Fate, why: str, step: int | None = None) -> None:
+        found = Finding(Kind.SNAPSHOT, outcome, name, step=step, detail=why, damage=True)
+        self._unreadable.append(found)
 
     def _open_cache(self, base: str) -> list[str]:
         """The files of the run in a cache, which is locked unless this is a view."""
@@ -405,9 +408,7 @@ class _NodeSnapshots:
                 self._note(held.slot.name, Fate.TORN, str(error))
         for torn in status.torn:
             why = f"not the bytes of its boundary: {', '.join(torn.leaves[:_SHOWN]) or 'its metadata'}"
-            self._unreadable.append(
-                Finding(Kind.SNAPSHOT, Fate.TORN, torn.slot, torn.step, detail=why, damage=True)
-            )
+            self._note_unreadable(torn.slot, Fate.TORN, why, torn.step)
 
     def _note_outcome(self, job: StepJob, outcome: StepOutcome) -> None:
         fate, detail = _fate_of(outcome, is_dry_run=self._hold.is_view)
@@ -426,12 +427,8 @@ class _NodeSnapshots:
         found = self._snapshots.get(name)
         if found is None:
             return [name]
-        mine = rank_of(name), found.attempt, found.boundary
-        return [
-            other
-            for other, each in self._snapshots.items()
-            if (rank_of(other), each.attempt, each.boundary) == mine
-        ]
+        mine = rank_of(name), found.id
+        return [other for other, each in self._snapshots.items() if (rank_of(other), each.id) == mine]
 
     def _note(self, name: str, outcome: Fate, detail: str = "") -> None:
         found = self._snapshots.get(name, Finding(Kind.SNAPSHOT, outcome, name))
@@ -495,13 +492,13 @@ class _NodeSnapshots:
             Survivor(
                 slot=name,
                 rank=rank_of(name),
-                attempt=each.attempt,
+                attempt=each.id.attempt,
                 step=each.step,
-                boundary=each.boundary,
+                boundary=each.id.boundary,
                 is_committed=name in self._saved and is_whole(newest, self._saved[name]),
             )
             for name, each in self._snapshots.items()
-            if each.attempt is not None and each.step is not None and each.outcome is not Fate.TORN
+            if each.id is not None and each.step is not None and each.outcome is not Fate.TORN
         ]
         names = {each.slot for each in left if not each.is_committed}
         kept = {each.slot for each in left if each.attempt in self.unsaved} & names
@@ -618,8 +615,7 @@ def _name_of(sealed: Sealed) -> CommitName:
 
 def _row(sealed: Sealed, outcome: Fate, detail: str = "") -> Finding:
     num_bytes = sealed.record.image_bytes + sealed.record.constants_bytes
-    about = sealed.slot.name, sealed.step, sealed.attempt, num_bytes
-    return Finding(Kind.SNAPSHOT, outcome, *about, detail, False, sealed.boundary)
+    return Finding(Kind.SNAPSHOT, outcome, sealed.slot.name, sealed.id, sealed.step, num_bytes, detail)
 
 
 def _fate_of(outcome: StepOutcome, *, is_dry_run: bool) -> tuple[Fate, str]:

@@ -1,29 +1,26 @@
 """The report of a recovery: each finding and its outcome. Owns the words and the shape of its JSON.
 
-Scripts depend on the words: tests/contracts/test_recover_contract.py pins them.
+Scripts depend on the words, which docs/recovery.md explains: tests/contracts/test_recover_contract.py pins
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, SnapshotId
 
 
 class Kind(str, Enum):
     """The kind of a finding."""
 
     SNAPSHOT = "snapshot"
-    """A sealed snapshot in a slot of this node's memory."""
     PARTS = "parts"
-    """A snapshot at rest, which was not committed."""
     STEP = "step"
-    """A committed step that is or was damaged, or quarantined."""
     ORPHANS = "orphans"
-    """Files of dead processes that cannot be used."""
 
 
 class Fate(str, Enum):
@@ -31,49 +28,49 @@ class Fate(str, Enum):
 
     COMMITTED = "committed"
     SOUND = "sound"
-    """In a dry run: whole in memory, and a recovery would commit it, if storage takes it."""
     WAS_COMMITTED = "was committed"
     TORN = "torn"
-    """Its bytes were not those of its boundary: freed, never persisted."""
     FAILED = "failed"
-    """It could not be saved; it is still where it was."""
     KEPT = "kept"
-    """Left where it is, for the reason given."""
     DROPPED = "dropped"
-    """A snapshot that is older than a commit, or of an abandoned branch: freed."""
     DISCARDED = "discarded"
-    """Committed nowhere, and freed because of `--discard`."""
     QUARANTINED = "quarantined"
     WAS_QUARANTINED = "was quarantined"
     REMOVED = "removed"
 
 
+class RemoteFate(str, Enum):
+    """The outcome of copying the newest step to the remote."""
+
+    COPIED = "copied"
+    THERE = "there already"
+    DELETED = "deleted there"
+    MISSING = "missing"
+    NOTHING = "no step"
+    FAILED = "failed"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One finding. `place`: a slot's name or a path in the run. `detail`: the reason, may be empty. `damage`:
-    bytes differ from those that were written. `boundary`: that of a snapshot."""
+    bytes differ from those that were written."""
 
     kind: Kind
     outcome: Fate
     place: str
+    id: SnapshotId | None = None
     step: int | None = None
-    attempt: AttemptName | None = None
     num_bytes: int = 0
     detail: str = ""
     damage: bool = False
-    boundary: int = 0
+
+    @property
+    def attempt(self) -> AttemptName | None:
+        return None if self.id is None else self.id.attempt
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind.value,
-            "outcome": self.outcome.value,
-            "step": self.step,
-            "attempt": None if self.attempt is None else str(self.attempt),
-            "place": self.place,
-            "num_bytes": self.num_bytes,
-            "damage": self.damage,
-            "detail": self.detail or None,
-        }
+        names = "kind", "outcome", "step", "attempt", "place", "num_bytes", "damage", "detail"
+        return _plain(self, names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,24 +83,6 @@ class Resume:
     attempt: AttemptName
     tier: str
     of_all: bool = True
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step, "attempt": str(self.attempt), "tier": self.tier, "of_all": self.of_all,
-        }  # fmt: skip
-
-
-class RemoteFate(str, Enum):
-    """The outcome of copying the newest step to the remote."""
-
-    COPIED = "copied"
-    THERE = "there already"
-    DELETED = "deleted there"
-    """Another copier has committed a newer step there."""
-    MISSING = "missing"
-    """In a dry run: it would be copied."""
-    NOTHING = "no step"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +97,6 @@ class RemoteReport:
     sent_bytes: int = 0
     problem: str = ""
     note: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "url": self.url,
-            "outcome": self.outcome.value,
-            "step": self.step,
-            "attempt": None if self.attempt is None else str(self.attempt),
-            "sent_bytes": self.sent_bytes,
-            "problem": self.problem or None,
-            "note": self.note or None,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +140,18 @@ class RecoveryReport:
             "found": [each.to_dict() for each in self.findings],
             "whole_steps": self.whole,
             "num_bytes_read": self.num_bytes,
-            "resume": None if self.resume is None else self.resume.to_dict(),
+            "resume": None if self.resume is None else _plain(self.resume),
             "resume_problem": self.resume_problem or None,
             "unseen_ranks": [list(row) for row in ranges_of(self.unseen)],
-            "remote": None if self.remote is None else self.remote.to_dict(),
+            "remote": None if self.remote is None else _plain(self.remote),
         }
+
+
+def _plain(record: Any, names: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a record, by default all, as JSON. An empty text is null."""
+    row = {name: getattr(record, name) for name in names or (each.name for each in fields(record))}
+    row |= {name: str(value) for name, value in row.items() if isinstance(value, AttemptName)}
+    return {name: None if value == "" else value for name, value in row.items()}
 
 
 def ranges_of(ranks: Sequence[int]) -> list[tuple[int, int]]:

@@ -42,8 +42,8 @@ class Examined:
     num_bytes: int = 0
 
     def add(self, each: CommitName, outcome: Fate, why: str, *, damage: bool = False) -> None:
-        about = str(each), each.step, each.attempt, 0
-        self.findings.append(Finding(Kind.STEP, outcome, *about, why, damage, each.boundary))
+        found = Finding(Kind.STEP, outcome, str(each), each.id, each.step, detail=why, damage=damage)
+        self.findings.append(found)
 
 
 def commit_whole(store: Store, *, dry_run: bool) -> list[Finding]:
@@ -56,9 +56,8 @@ def commit_whole(store: Store, *, dry_run: bool) -> list[Finding]:
         return [_failed(each, error) for each in _pending(store, before)[::-1]]
     for each in after.catalogue.checkpoints:
         if not before.catalogue.has(each.id):
-            about = each.folder.path, each.step, each.id.attempt, each.num_bytes
             fate = Fate.SOUND if dry_run else Fate.COMMITTED
-            found.append(Finding(Kind.PARTS, fate, *about, boundary=each.id.boundary))
+            found.append(Finding(Kind.PARTS, fate, each.folder.path, each.id, each.step, each.num_bytes))
     return found[::-1]
 
 
@@ -75,8 +74,7 @@ def _pending(store: Store, newest: View) -> list[Folder]:
 
 
 def _failed(folder: Folder, error: OSError) -> Finding:
-    about = folder.path, None, folder.id.attempt, 0
-    return Finding(Kind.PARTS, Fate.FAILED, *about, str(error), False, folder.id.boundary)
+    return Finding(Kind.PARTS, Fate.FAILED, folder.path, folder.id, detail=str(error))
 
 
 def _unfinished(store: Store, folder: Folder) -> list[Finding]:
@@ -90,8 +88,7 @@ def _unfinished(store: Store, folder: Folder) -> list[Finding]:
     there = {rank.rank for head in heads for rank in head.ranks}
     is_complete = len(there) == heads[0].world
     why = "not all of its ranks' parts are there" if not is_complete else "its files are not all there"
-    about = folder.path, heads[0].step, folder.id.attempt, num_bytes
-    return [Finding(Kind.PARTS, Fate.KEPT, *about, why, False, folder.id.boundary)]
+    return [Finding(Kind.PARTS, Fate.KEPT, folder.path, folder.id, heads[0].step, num_bytes, why)]
 
 
 def examine(store: Store, watcher: Watcher, *, read: bool) -> Examined:
@@ -116,9 +113,9 @@ def quarantine(store: Store, examined: Examined, ledger: Ledger) -> None:
         with suppress(OSError):
             _clear(store, each)
     for index, found in enumerate(examined.findings):
-        if found.outcome is not Fate.QUARANTINED or found.step is None or found.attempt is None:
+        if found.outcome is not Fate.QUARANTINED or found.step is None or found.id is None:
             continue
-        name = CommitName(found.step, found.attempt, found.boundary)
+        name = CommitName(found.step, found.id.attempt, found.id.boundary)
         try:
             lineage.quarantine(store, name, lineage.this_host(), found.detail)
         except OSError as error:
@@ -210,8 +207,8 @@ def _garbage(store: Store) -> Iterator[Finding]:
         for entry in store.list(folder.path):
             if entry.is_folder or (kept is Spared.FROZEN and entry.name.startswith(FROZEN_PREFIX)):
                 continue
-            about = f"{folder.path}/{entry.name}", None, folder.id.attempt, entry.num_bytes
-            yield Finding(Kind.ORPHANS, Fate.REMOVED, *about, _GARBAGE, False, folder.id.boundary)
+            path, size = f"{folder.path}/{entry.name}", entry.num_bytes
+            yield Finding(Kind.ORPHANS, Fate.REMOVED, path, folder.id, None, size, _GARBAGE)
 
 
 # ---- retention by hand, while no job trains the run

@@ -207,7 +207,9 @@ def test_a_part_that_cannot_be_read_stays_and_hinders_nothing_else(store: LocalS
     files, failing = whole_tree(bad), Failing(store.url, f"{bad.relative_to(run)}/node-")
     for dry_run, outcome, steps in ((True, "sound", []), (False, "committed", [1])):
         report = recover(failing, dry_run=dry_run)
-        assert (1, outcome) in {(each.boundary, each.outcome.value) for each in report.findings}
+        assert (1, outcome) in {
+            (each.id and each.id.boundary, each.outcome.value) for each in report.findings
+        }
         assert visible(store) == steps
         assert whole_tree(bad) == files
 
@@ -301,7 +303,7 @@ def test_storage_that_cannot_be_written_is_told_thing_by_thing(store: LocalStore
     before = whole_tree(run / "data")
     report = recover(LocalStore(store.url, ReadOnly()))
     assert rows(report) == [("parts", "failed", None), ("step", "failed", 2), ("orphans", "failed", None)]
-    assert report.findings[0].boundary == 3
+    assert [each.id and each.id.boundary for each in report.findings] == [3, 2, None]
     assert all("Read-only file system" in each.detail for each in report.findings)
     assert report.failed
     assert report.resume is not None

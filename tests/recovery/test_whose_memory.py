@@ -80,7 +80,7 @@ def test_an_attempt_that_begins_meanwhile_is_not_called_dead(
     store, lock = open_store(str(run)), "trainer-00000-1-deadbeef.lock"
     began: list[LifeLock | None] = []
 
-    def begins(store: Store, folder: RuntimeFolder) -> list[AttemptName]:
+    def begins(store: Store, folder: RuntimeFolder) -> AttemptName | None:
         began.append(LifeLock.acquire(folder, lock))
         run_view.begin(store, owner=local_owner(folder.path, lock))
         return node.died_here(store, folder)
