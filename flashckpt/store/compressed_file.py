@@ -11,17 +11,14 @@ import errno
 import logging
 import os
 import struct
-import sys
 import threading
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, groupby, pairwise
-from operator import itemgetter
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, RunError
@@ -33,21 +30,13 @@ from flashckpt.store.read_plan import ImageSums, add_pieces
 
 _PIECE_BYTES = 8 << 20
 """Plain bytes that a thread reads and unpacks at once: a multiple of a frame."""
-_FRAMES_AT_ONCE = 4
 
 
 # ---- reading
 
 
-class Bytes(Protocol):
-    """What reads ranges of files: a store."""
-
-    def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
-        """See Store.read_bytes."""
-
-
 def read_compressed(
-    store: Bytes,
+    store: Store,
     path: str,
     stored_bytes: int,
     plan: _native.FilePlan,
@@ -60,40 +49,22 @@ def read_compressed(
     of another plain length; otherwise as `Store.read_chunks`."""
     table = read_table(partial(store.read_bytes, path), path, stored_bytes, plan.num_bytes)
 
-    def fetch(start: int, stop: int) -> bytearray:
-        data = bytearray(stop - start)
-        _unpack(store, path, table, start, memoryview(data))
-        return data
+    def fetch(start: int, stop: int) -> memoryview:
+        """Read whole frames in one request, and return the wanted bytes of them."""
+        frames = range(start // FRAME_BYTES, count_of(stop))
+        begin, first = frames.start * FRAME_BYTES, table.offsets[frames.start]
+        data = memoryview(store.read_bytes(path, first, table.offsets[frames.stop] - first))
+        plain = memoryview(bytearray(min(frames.stop * FRAME_BYTES, plan.num_bytes) - begin))
+        for index in frames:
+            frame = data[table.offsets[index] - first : table.offsets[index + 1] - first]
+            place = index * FRAME_BYTES - begin
+            try:
+                codec().unpack(table.widths[index], frame, plain[place : place + FRAME_BYTES])
+            except ValueError as error:
+                raise damaged(path, f"frame {index} cannot be unpacked: {error}") from error
+        return plain[start - begin : stop - begin]
 
     add_pieces(path, plan, _PIECE_BYTES, at_once, fetch, progress, cancel)
-
-
-def _unpack(store: Bytes, path: str, table: Table, start: int, into: memoryview) -> None:
-    """Read bytes of the plain file from `start`, a few frames per request."""
-    frames = table.frames(start, start + len(into))
-    for first in frames[::_FRAMES_AT_ONCE]:
-        last = min(first + _FRAMES_AT_ONCE, frames.stop)
-        begin = table.offsets[first]
-        data = memoryview(store.read_bytes(path, begin, table.offsets[last] - begin))
-        for index in range(first, last):
-            frame = data[table.offsets[index] - begin : table.offsets[index + 1] - begin]
-            _unpack_frame(path, table, index, frame, start, into)
-
-
-def _unpack_frame(
-    path: str, table: Table, index: int, frame: memoryview, start: int, into: memoryview
-) -> None:
-    """Unpack a frame's share of the bytes from `start` into `into`, whose first byte is that at `start`."""
-    begin, end = table.frame_of(index)
-    low, high = max(begin, start), min(end, start + len(into))
-    is_whole = (low, high) == (begin, end)
-    target = into[low - start : high - start] if is_whole else memoryview(bytearray(end - begin))
-    try:
-        codec().unpack(table.widths, begin, frame, target)
-    except ValueError as error:
-        raise damaged(path, f"frame {index} cannot be unpacked: {error}") from error
-    if not is_whole:
-        into[low - start : high - start] = target[low - begin : high - begin]
 
 
 # ---- writing: whether compression is worth it, and the threads that compress
@@ -142,13 +113,13 @@ class _Frames:
 
     def __init__(self, layout: Layout, source: MemoryRange, threads: int, progress: int) -> None:
         self._num_bytes, self._source = layout.num_bytes, source
-        self._widths, self.sums = Widths.of(layout), ImageSums(layout, FRAME_BYTES)
+        self._widths, self.sums = widths_of(layout), ImageSums(layout, FRAME_BYTES)
         self._threads, self._progress = max(1, threads), progress
         self.sent_bytes = 0
 
     def parts(self) -> Iterator[bytes]:
         """Yield the file's bytes. A frame counts as done when the next one is requested."""
-        sizes, under_way = array("I"), deque[Future[bytes]]()
+        sizes, under_way = list[int](), deque[Future[bytes]]()
         with ThreadPoolExecutor(self._threads, thread_name_prefix="compress") as pool:
             try:
                 for index in range(count_of(self._num_bytes) + self._threads):
@@ -168,8 +139,8 @@ class _Frames:
     def _frame(self, index: int) -> bytes:
         start = index * FRAME_BYTES
         plain = _read(self._source, start, min(FRAME_BYTES, self._num_bytes - start))
-        frame = codec().pack(self._widths, start, plain)
-        codec().unpack(self._widths, start, frame, plain)
+        frame = codec().pack(self._widths[index], plain)
+        codec().unpack(self._widths[index], frame, plain)
         self.sums.add(start, plain)
         return frame
 
@@ -181,14 +152,14 @@ class _Frames:
 
 def _ratio(layout: Layout, source: MemoryRange) -> float:
     """The share of their length to which samples spread over a shard shrink."""
-    widths = Widths.of(layout)
+    widths = widths_of(layout)
     last = max(0, layout.num_bytes - _SAMPLE_BYTES) // _SAMPLE_BYTES
     starts = sorted({_SAMPLE_BYTES * (last * i // (_SAMPLES - 1)) for i in range(_SAMPLES)})
     plain_bytes = packed_bytes = 0
     for start in starts:
         plain = _read(source, start, min(_SAMPLE_BYTES, layout.num_bytes - start))
         plain_bytes += len(plain)
-        packed_bytes += len(codec().pack(widths, start, plain))
+        packed_bytes += len(codec().pack(widths[start // FRAME_BYTES], plain))
     return packed_bytes / plain_bytes
 
 
@@ -210,16 +181,15 @@ FRAME_BYTES = CHUNK_BYTES
 LARGEST_FRAME = FRAME_BYTES + (FRAME_BYTES >> 8) + 64
 """Longest possible frame: zstandard's bound and its header."""
 
-_WIDTHS = 1, 8, 4, 2, 1
-"""Element size in bytes in each part of an image: its header, then parts of its leaves."""
 _MAGIC = b"flashpl1"
 # A skippable frame holds the table, so zstandard's own tools can read the whole file.
 _SKIPPED = struct.Struct("<II")
 _SKIPPED_MAGIC = 0x184D2A5E
-_TRAILER = struct.Struct("<8s5Q")
+_TRAILER = struct.Struct("<8sQ")
 _CHECKSUM_BYTES = 16
 _FIXED_BYTES = _SKIPPED.size + _TRAILER.size + _CHECKSUM_BYTES
-_SIZE_BYTES = 4
+# A row of the table: the length of a frame, and in the highest two bits the binary logarithm of its width.
+_ROW_BYTES, _WIDTH_SHIFT = 4, 30
 
 # In byte planes single bytes repeat and longer strings hardly do. A small table of 7-byte matches is twice as
 # fast as level 1 with the same ratio.
@@ -230,57 +200,23 @@ def _width(leaf: Leaf) -> int:
     return min(DTYPES[leaf.dtype][0], 8)  # complex128 is a pair of 8 bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Widths:
-    """Element sizes in a file. `stops`: the end of the part for each of _WIDTHS."""
-
-    stops: tuple[int, ...]
-
-    @classmethod
-    def of(cls, layout: Layout) -> Widths:
-        """Find the stops that give most bytes the width of their elements. Widths only fall along a file,
-        while an image may have each width several times (`image_order`)."""
-        end = layout.data_start
-        # For each width as the last so far: number of bytes with their own width, and the stops before it.
-        best = [(0, (end,) * place) for place in range(1, len(_WIDTHS))]
-        for width, leaves in groupby(layout.leaves, key=_width):
-            for place in range(1, len(best)):
-                fitting, stops = best[place - 1]
-                best[place] = max(best[place], (fitting, (*stops, end)))
-            num_bytes = sum(leaf.num_bytes for leaf in leaves)
-            best = [
-                (fitting + (num_bytes if each == width else 0), stops)
-                for each, (fitting, stops) in zip(_WIDTHS[1:], best, strict=True)
-            ]
-            end += num_bytes
-        _, stops = max(best, key=itemgetter(0))  # the widest among equals
-        return cls(stops + (end,) * (len(_WIDTHS) - len(stops)))
-
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the pieces of a range with one element size: start and stop relative to `start`, and the
-        size."""
-        begin = start
-        for end, width in zip(self.stops, _WIDTHS, strict=True):
-            if begin < (last := min(end, stop)):
-                yield begin - start, last - start, width
-                begin = last
+def widths_of(layout: Layout) -> list[int]:
+    """For each frame of a file, the element size in bytes (1, 2, 4 or 8) of most of its bytes."""
+    found = [Counter[int]() for _ in range(count_of(layout.num_bytes))]
+    for leaf in layout.leaves:
+        start, stop = layout.data_start + leaf.offset, layout.data_start + leaf.offset + leaf.num_bytes
+        for index in range(start // FRAME_BYTES, count_of(stop)):
+            begin = index * FRAME_BYTES
+            found[index][_width(leaf)] += min(stop, begin + FRAME_BYTES) - max(start, begin)
+    return [max(each, key=each.__getitem__, default=1) for each in found]
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Positions of the frames in a compressed file. `offsets` has one entry more than there are frames."""
+class Table(NamedTuple):
+    """The frames of a compressed file: the element size of each, and their positions. `offsets` has one entry
+    more than there are frames."""
 
-    num_bytes: int
-    widths: Widths
-    offsets: array[int]
-
-    def frames(self, start: int, stop: int) -> range:
-        """Indices of the frames that hold a range of the plain file."""
-        return range(start // FRAME_BYTES, -(-stop // FRAME_BYTES) if stop > start else start // FRAME_BYTES)
-
-    def frame_of(self, index: int) -> tuple[int, int]:
-        """Start and stop of a frame in the plain file."""
-        return index * FRAME_BYTES, min((index + 1) * FRAME_BYTES, self.num_bytes)
+    widths: list[int]
+    offsets: list[int]
 
 
 def count_of(num_bytes: int) -> int:
@@ -290,14 +226,17 @@ def count_of(num_bytes: int) -> int:
 
 def most_bytes(num_bytes: int) -> int:
     """Longest possible compressed file for `num_bytes` plain bytes."""
-    return num_bytes + count_of(num_bytes) * (LARGEST_FRAME - FRAME_BYTES + _SIZE_BYTES) + _FIXED_BYTES
+    return num_bytes + count_of(num_bytes) * (LARGEST_FRAME - FRAME_BYTES + _ROW_BYTES) + _FIXED_BYTES
 
 
-def table_bytes(num_bytes: int, widths: Widths, sizes: array[int]) -> bytes:
-    """The bytes after the frames. `sizes` (array("I")): compressed lengths of the frames."""
-    data = _little(sizes).tobytes()
+def table_bytes(num_bytes: int, widths: Sequence[int], sizes: Iterable[int]) -> bytes:
+    """The bytes after the frames, which have these element sizes and compressed lengths."""
+    rows = (
+        (width.bit_length() - 1) << _WIDTH_SHIFT | size for width, size in zip(widths, sizes, strict=True)
+    )
+    data = array("I", rows).tobytes()
     data = _SKIPPED.pack(_SKIPPED_MAGIC, len(data) + _FIXED_BYTES - _SKIPPED.size) + data
-    data += _TRAILER.pack(_MAGIC, num_bytes, *widths.stops[:-1])
+    data += _TRAILER.pack(_MAGIC, num_bytes)
     return data + _native.xxh3_128(data)
 
 
@@ -305,24 +244,24 @@ def read_table(read: Callable[[int, int], bytes], path: str, stored_bytes: int, 
     """Read the table of a compressed file of `stored_bytes`, which has `num_bytes` plain bytes.
     `read(offset, num_bytes)` returns bytes of the file; it is called once, for the table. Raises DamagedError
     if the table is invalid."""
-    size = _SIZE_BYTES * count_of(num_bytes) + _FIXED_BYTES
+    size = _ROW_BYTES * count_of(num_bytes) + _FIXED_BYTES
     if stored_bytes < size:
         raise damaged(path, f"{stored_bytes} bytes, and its table alone has {size}")
     data = read(stored_bytes - size, size)
     if _native.xxh3_128(memoryview(data)[:-_CHECKSUM_BYTES]) != data[-_CHECKSUM_BYTES:]:
         raise damaged(path, "its table does not have its checksum")
-    magic, found_bytes, *stops = _TRAILER.unpack_from(data, size - _TRAILER.size - _CHECKSUM_BYTES)
+    magic, found_bytes = _TRAILER.unpack_from(data, size - _TRAILER.size - _CHECKSUM_BYTES)
     if (*_SKIPPED.unpack_from(data), magic) != (_SKIPPED_MAGIC, size - _SKIPPED.size, _MAGIC):
         raise damaged(path, "its table is invalid")
-    widths = Widths((*stops, num_bytes))
-    if found_bytes != num_bytes or any(after < before for before, after in pairwise(widths.stops)):
+    if found_bytes != num_bytes:
         raise damaged(path, "its table is that of another file")
-    sizes = array("I")
-    sizes.frombytes(memoryview(data)[_SKIPPED.size :][: size - _FIXED_BYTES])
-    offsets = array("Q", accumulate(_little(sizes), initial=0))
+    rows = array("I")
+    rows.frombytes(memoryview(data)[_SKIPPED.size :][: size - _FIXED_BYTES])
+    sizes = [row & (1 << _WIDTH_SHIFT) - 1 for row in rows]
+    offsets = [*accumulate(sizes, initial=0)]
     if offsets[-1] + size != stored_bytes or any(not 0 < each <= LARGEST_FRAME for each in sizes):
         raise damaged(path, "its table does not match its frames")
-    return Table(num_bytes, widths, offsets)
+    return Table([1 << (row >> _WIDTH_SHIFT) for row in rows], offsets)
 
 
 class Codec:
@@ -336,17 +275,16 @@ class Codec:
         self._decompressor = library.ZstdDecompressor()
         self.plain, self._split, self._joined = (memoryview(bytearray(FRAME_BYTES)) for _ in range(3))
 
-    def pack(self, widths: Widths, start: int, plain: memoryview) -> bytes:
-        """Return the frame of the plain file's bytes at `start`."""
+    def pack(self, width: int, plain: memoryview) -> bytes:
+        """Return the frame of a chunk, whose elements have `width` bytes."""
         planes = self._split[: len(plain)]
-        for begin, end, width in widths.runs(start, start + len(plain)):
-            _native.split_planes(plain[begin:end], width, planes[begin:end])
+        _native.split_planes(plain, width, planes)
         frame: bytes = self._compressor.compress(planes)
         return frame
 
-    def unpack(self, widths: Widths, start: int, frame: memoryview | bytes, into: memoryview) -> None:
-        """Unpack a frame, whose bytes belong at `start` of the plain file, into memory of exactly their
-        length. Raises ValueError, and leaves the memory unchanged, if the frame is invalid."""
+    def unpack(self, width: int, frame: memoryview | bytes, into: memoryview) -> None:
+        """Unpack a frame into memory of exactly the length of its chunk. Raises ValueError, and leaves the
+        memory unchanged, if the frame is invalid."""
         planes = self._joined[: len(into)]
         try:
             about = self._library.get_frame_parameters(frame)
@@ -360,8 +298,7 @@ class Codec:
             raise ValueError(str(error)) from error
         if found != len(into):
             raise ValueError(f"it has {found} bytes instead of {len(into)}")
-        for begin, end, width in widths.runs(start, start + len(into)):
-            _native.join_planes(planes[begin:end], width, into[begin:end])
+        _native.join_planes(planes, width, into)
 
 
 def _end_of(frame: memoryview | bytes, at: int, has_checksum: bool) -> int:
@@ -390,13 +327,6 @@ def codec() -> Codec:
 def damaged(path: str, why: str) -> DamagedError:
     """The error of reading a damaged compressed file."""
     return DamagedError(f"its compressed file is damaged: {why}", path=path)
-
-
-def _little(sizes: array[int]) -> array[int]:
-    if sys.byteorder == "big":
-        sizes = sizes[:]
-        sizes.byteswap()
-    return sizes
 
 
 def _zstandard() -> Any:

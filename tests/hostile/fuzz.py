@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import traceback
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from flashckpt.format.owner import Alive
 from flashckpt.format.records import Part
 from flashckpt.memory import region as page
 from flashckpt.memory.slot import Slot
-from flashckpt.store.compressed_file import Widths, codec, read_table, table_bytes
+from flashckpt.store.compressed_file import codec, read_table, table_bytes
 from tests.format.replicated import part_of, rank_of, table
 from tests.hostile.made_run import make_run
 from tests.keeper.region import write_constants
@@ -138,13 +137,12 @@ def _repaired_slot(data: bytes) -> bytes:
 
 
 _PLAIN = bytes(range(256)) * 40
-_WIDTHS = Widths((1000, 3000, 7000, 9000, len(_PLAIN)))
-_TABLE_BYTES = len(table_bytes(len(_PLAIN), _WIDTHS, array("I", [0])))
+_TABLE_BYTES = len(table_bytes(len(_PLAIN), [4], [0]))
 
 
 def _compressed() -> bytes:
-    frame = codec().pack(_WIDTHS, 0, memoryview(_PLAIN))
-    return frame + table_bytes(len(_PLAIN), _WIDTHS, array("I", [len(frame)]))
+    frame = codec().pack(4, memoryview(_PLAIN))
+    return frame + table_bytes(len(_PLAIN), [4], [len(frame)])
 
 
 def _read_compressed(data: bytes) -> bytes:
@@ -154,7 +152,7 @@ def _read_compressed(data: bytes) -> bytes:
 
     table, plain = read_table(read, "file", len(data), len(_PLAIN)), bytearray(len(_PLAIN))
     try:
-        codec().unpack(table.widths, 0, read(0, table.offsets[1]), memoryview(plain))
+        codec().unpack(table.widths[0], read(0, table.offsets[1]), memoryview(plain))
     except ValueError as error:
         raise DamagedError(str(error)) from error
     return bytes(plain)
