@@ -36,7 +36,7 @@ class Capabilities:
 
     conditional_create: `create` refuses a taken name even under concurrent calls. Without it a run is only
     read. is_folder: a folder of a file system, which may be moved while the run is in use; other stores send
-    requests, each with a round trip, and rewrite a file to append to it. delay_s: longest time for which a
+    requests, each with a round trip, and take no `append`. delay_s: longest time for which a
     busy server may delay or refuse the write of a small file; 0 if it does not.
     """
 
@@ -131,8 +131,8 @@ class Store(Protocol):
         other file."""
 
     def append(self, path: str, data: bytes, max_bytes: int) -> bool:
-        """Append to a file, not durably. If an existing file would exceed `max_bytes`, append nothing and
-        return False."""
+        """Append to a file of a folder, not durably. If an existing file would exceed `max_bytes`, append
+        nothing and return False."""
 
     def list(self, folder: str) -> list[Entry]:
         """List all files and folders, sorted by name; skip links and all other kinds. Return an empty list if

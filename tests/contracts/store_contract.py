@@ -97,12 +97,6 @@ class StoreContract:
         with pytest.raises(DamagedError, match="at most 99"):
             store.read("file", 99)
 
-    def test_appends(self, store: Store) -> None:
-        assert store.append("events/log", b"x" * 200, 100), "the first line is taken whatever its length"
-        assert store.append("events/log", b"y" * 50, 250)
-        assert not store.append("events/log", b"z", 250)
-        assert store.read("events/log", MAX) == b"x" * 200 + b"y" * 50
-
     def test_lists_files_and_folders_by_name(self, store: Store) -> None:
         names = [f"file-{number:03d}" for number in range(30)]
         for name in [*names[::2], *names[1::2]]:
@@ -152,7 +146,6 @@ class StoreContract:
             lambda: store.read_bytes(path, 0, 1),
             lambda: store.create(path, b""),
             lambda: store.replace(path, b""),
-            lambda: store.append(path, b"", 1),
             lambda: store.exists(path),
             lambda: store.remove(path),
             lambda: store.list(path),

@@ -22,6 +22,14 @@ class TestLocalStore(StoreContract):
     def opener(self, tmp_path: Path) -> Callable[[], Store]:
         return partial(open_store, str(tmp_path))
 
+    def test_appends(self, store: Store) -> None:
+        assert store.append("events/log", b"x" * 200, 100), "the first line is taken whatever its length"
+        assert store.append("events/log", b"y" * 50, 250)
+        assert not store.append("events/log", b"z", 250)
+        assert store.read("events/log", 999) == b"x" * 200 + b"y" * 50
+        with pytest.raises(ValueError, match="not a path inside a run"):
+            store.append("../out", b"", 1)
+
 
 class NoLinks(System):
     def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
