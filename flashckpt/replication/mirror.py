@@ -101,7 +101,6 @@ class Mirror:
         self.copying: CommitName | None = None
         self._progress = array("Q", [0])
         self._target: Store | None = None
-        self._copier: StepCopier | None = None
         self._newest: CommitName | None = None
         # The newest attempt of the source, which the target follows.
         self._settled: AttemptName | None = None
@@ -118,61 +117,58 @@ class Mirror:
         OSError if a store fails; RunError if the remote holds another run, or another job trains it;
         DamagedError if the step is damaged here. Then the remote has whole steps only.
         """
-        _, copier = self._opened()
-        here = View.of(self._source)
+        here = open_run(self._source, create=False)
+        target = self._opened(here.run_id)
         if here.attempt is None:
             return Mirrored(of=None)
+        copier = StepCopier(
+            self._source,
+            target,
+            progress=_native.address_of(self._progress),
+            compress=self._remote.compress,
+            keep=self._remote.keep,
+            may_supersede=lambda: attempts.check_not_held(target, attempts.local_owner()),
+        )
         if self._settled != here.attempt:
             there = copier.follow()
             tidy(there, here.attempt)
             self._settled = here.attempt
             self._newest = there.newest_first()[0] if there.visible() else None
         try:
-            copied = self._copied(copier, wanted, is_due)
+            copied = self._copied(copier, target, wanted, is_due)
         finally:
             self.copying = None
         return Mirrored(of=self._settled, newest=self._newest, copied=copied)
 
-    def _opened(self) -> tuple[Store, StepCopier]:
-        if self._target is None:
-            self._target = open_store(self._remote.url, self._remote.options)
-        run_id, target = open_run(self._source, create=False).run_id, self._target
-        found = None
-        if self._copier is not None:
-            try:
-                found = open_run(target, create=False)
-            except NoSuchStepError:
-                # Another process has deleted it all.
-                self._copier, target = None, open_store(self._remote.url, self._remote.options)
-                self._target = target
-        if found is None or self._copier is None:
+    def _opened(self, run_id: str) -> Store:
+        """The remote. Makes the run there if it has none. RunError if it holds another one."""
+        target = self._target or open_store(self._remote.url, self._remote.options)
+        try:
+            found = open_run(target, create=False)
+        except NoSuchStepError:
+            # Another process may have deleted it all: a store does not make a folder again that has vanished.
+            target = open_store(self._remote.url, self._remote.options)
             found = open_run(target, create=True, run_id=run_id)
             self._settled, self._has_assets = None, False
+        self._target = target
         if found.run_id != run_id:
             raise RunError(
                 f"{target.url} holds another run ({found.run_id}) than {self._source.url} ({run_id}). Nothing"
                 " was changed there, and nothing is copied to it. Name a remote of this run's own.",
                 path=target.url,
             )
-        if self._copier is None:
-            self._copier = StepCopier(
-                self._source,
-                target,
-                progress=_native.address_of(self._progress),
-                compress=self._remote.compress,
-                keep=self._remote.keep,
-                may_supersede=lambda: attempts.check_not_held(target, attempts.local_owner()),
-            )
-        return target, self._copier
+        return target
 
-    def _copied(self, copier: StepCopier, wanted: CommitName | None, is_due: IsDue) -> Copied | None:
+    def _copied(
+        self, copier: StepCopier, target: Store, wanted: CommitName | None, is_due: IsDue
+    ) -> Copied | None:
         for _ in range(_TRIES):
             each = self._chosen(wanted, is_due)
             if each is None:
                 return None
             # From here on retention keeps it. If retention was faster, there is a newer step.
             self.copying = each
-            self._copy_assets()
+            self._copy_assets(target)
             try:
                 copied = copier.copy(each)
             except NoSuchStepError:
@@ -184,12 +180,12 @@ class Mirror:
             return copied
         return None
 
-    def _copy_assets(self) -> None:
+    def _copy_assets(self, target: Store) -> None:
         """Copy the assets before a step: the trainer writes them after its attempt has started."""
-        if self._has_assets or self._target is None:
+        if self._has_assets:
             return
         try:
-            self._has_assets = copy_assets(self._source, self._target)
+            self._has_assets = copy_assets(self._source, target)
         except (FlashckptError, OSError) as error:
             # Steps matter more than a config. After a failure of storage, retry with the next step.
             log.warning("the assets of the run are not copied to the remote: %s", error)

@@ -84,7 +84,7 @@ def lived(run: Path, said: Path, system: System | None) -> int:
         try:
             watcher = MortalWatcher(system) if isinstance(system, Mortal) else None
             report = recover(LocalStore(str(run), system), watcher=watcher)
-            said.write_text(json.dumps(report.resume and report.resume.to_dict()))
+            said.write_text(json.dumps(report.to_dict()["resume"]))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
