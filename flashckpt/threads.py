@@ -8,9 +8,14 @@ import queue
 import select
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from flashckpt.errors import OutOfSpaceError
+
+_Found = TypeVar("_Found")
+
+_POLL_S = 0.1
 
 
 def start_thread(name: str, run: Callable[[], object]) -> threading.Thread:
@@ -25,6 +30,24 @@ def start_thread(name: str, run: Callable[[], object]) -> threading.Thread:
             "cgroup's pids.max), or use fewer loader workers."
         ) from error
     return thread
+
+
+def watched(name: str, work: Callable[[], _Found], report: Callable[[], object]) -> _Found:
+    """Return what `work` returns. Runs it in a thread, for which an interrupt does not wait, and calls
+    `report` until it is done."""
+    done: Future[_Found] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = start_thread(f"flashckpt-{name}", run)
+    while thread.is_alive():
+        thread.join(_POLL_S)
+        report()
+    return done.result()
 
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from flashckpt import _native
 from flashckpt.commit.file_check import FileStatus, verify_file
@@ -23,6 +20,7 @@ from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents
 from flashckpt.store.base import Store
+from flashckpt.threads import watched
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far, and the bytes to read in all."""
@@ -30,7 +28,6 @@ Progress = Callable[[int, int], None]
 _Claimed = tuple[str, int, bytes, tuple[int, ...]]
 """A file, with the length, checksums and digests in a step's record."""
 
-_POLL_S = 0.1
 _SHOWN = 8
 
 
@@ -147,19 +144,14 @@ class _Reading:
             return verify_file(self._store, path, contents, threads=self._threads)
         self._word[0] = 0
         word = _native.address_of(self._word)
-        with ThreadPoolExecutor(1) as pool:
-            how: dict[str, Any] = {"threads": self._threads, "progress_word": word}
-            future = pool.submit(verify_file, self._store, path, contents, **how)
-            while True:
-                try:
-                    result = future.result(timeout=_POLL_S)
-                    break
-                except NotYet:
-                    if future.done():
-                        raise
-                    self._progress(self._before + self._word[0], self._total)
+        progress = self._progress
+        result = watched(
+            "verify",
+            lambda: verify_file(self._store, path, contents, threads=self._threads, progress_word=word),
+            lambda: progress(self._before + self._word[0], self._total),
+        )
         self._before += contents.shard.num_bytes
-        self._progress(self._before, self._total)
+        progress(self._before, self._total)
         return result
 
 

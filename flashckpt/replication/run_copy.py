@@ -36,6 +36,7 @@ from flashckpt.commit.steps import (
     committed,
     damaged,
     is_whole,
+    missing_of,
     read_checkpoint,
     read_manifest,
     step_of,
@@ -47,15 +48,13 @@ from flashckpt.format.catalogue import Checkpoint, Folder
 from flashckpt.format.layout import PAGE
 from flashckpt.format.manifest import COMPRESSED, File, FrozenFile, Manifest, plain_name
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
-from flashckpt.format.records import CHUNK_BYTES, Contents, Part
+from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.options import Compress, Keep
 from flashckpt.store import are_apart
-from flashckpt.store.base import LengthError, MemoryRange, Read, Store, write_once
+from flashckpt.store.base import LengthError, MemoryRange, Store, write_once
 from flashckpt.store.compressed_file import is_worth, write_compressed
-from flashckpt.store.read_plan import read_shard
-from flashckpt.threads import start_thread
+from flashckpt.threads import watched
 
-_SHOWN = 8
 MIRROR = Home("mirror")
 
 
@@ -205,15 +204,16 @@ class StepCopier:
         record = step_of(self._source, manifest)
         files = _Files(record)
         made = self._as_there(manifest, files, there, target)
+        places, lengths = made.places(), made.paths()
+        missing = set(missing_of(self._target, made))
         changed = False
         for place, row in enumerate(made.parts):
-            path = f"{made.folder.path}/{row.name}"
-            changed |= self._mend_part(path, record.part_bytes(place), name)
-        places, lengths = made.places(), made.paths()
+            changed |= self._mend_small(f"{made.folder.path}/{row.name}", record.part_bytes(place), name)
         for path, contents in files.contents.items():
             there_path = places[contents.shard.file]
-            changed |= self._mend(path, there_path, lengths[there_path], contents, name)
-        changed |= self._mend_manifest(made, target, name)
+            is_absent = there_path in missing
+            changed |= self._mend(path, there_path, lengths[there_path], contents, name, is_absent)
+        changed |= self._mend_small(target.manifest_path, made.to_bytes(), name)
         if self._repairs:
             change = partial(clear, checkpoint=target)
             there = View(Stores({HOME.store: self._target}).run(HOME.update(change)), self._target)
@@ -232,7 +232,7 @@ class StepCopier:
         with suppress(DamagedError):
             if (found := read_manifest(self._target, target)) is not None:
                 if _names(found) != _names(manifest):
-                    raise self._is_whole_other(target.manifest_path, manifest.step)
+                    raise self._is_other(target.manifest_path, manifest.step)
                 return found
         compressed = dict[str, FrozenFile]()
         lengths = {each.shard.file: each.shard.num_bytes for each in files.contents.values()}
@@ -257,49 +257,45 @@ class StepCopier:
             lineage=ancestry(there.catalogue, target.id)[1:],
         )
         if checkpoint_of(made).manifest != target.manifest:
-            raise self._is_whole_other(target.manifest_path, manifest.step)
+            raise self._is_other(target.manifest_path, manifest.step)
         return made
 
-    def _mend_part(self, path: str, data: bytes, name: CommitName) -> bool:
-        """Write a part that is missing in the target, or, when repairing, damaged there."""
+    def _mend_small(self, path: str, data: bytes, name: CommitName) -> bool:
+        """Write a part or a manifest that is missing in the target, or, when repairing, another there."""
         try:
-            found = self._target.read(path, Part.MAX_BYTES)
-            if found == data:
+            if self._target.read(path, len(data)) == data:
                 return False
-            Part.from_bytes(found, path)
         except FileNotFoundError:
             self._target.create(path, data)
             return True
-        except DamagedError as error:
-            if not self._repairs:
-                raise self._is_not_whole(path, name) from error
-            self._target.replace(path, data)
-            return True
-        raise self._is_whole_other(path, name.step)
-
-    def _mend_manifest(self, made: Manifest, target: Checkpoint, name: CommitName) -> bool:
-        try:
-            if read_manifest(self._target, target) is not None:
-                return False
-        except DamagedError as error:
-            if not self._repairs:
-                raise self._is_not_whole(target.manifest_path, name) from error
-        self._target.replace(target.manifest_path, made.to_bytes())
+        except DamagedError:
+            pass  # it is longer
+        if not self._repairs:
+            raise self._is_not_whole(path, name)
+        self._target.replace(path, data)
         return True
 
-    def _mend(self, path: str, there: str, num_bytes: int, contents: Contents, name: CommitName) -> bool:
+    def _mend(
+        self,
+        path: str,
+        there: str,
+        num_bytes: int,
+        contents: Contents,
+        name: CommitName,
+        is_absent: bool,
+    ) -> bool:
         """Send a file that is missing in the target, or, when repairing, damaged there. A file that is there
-        is read: it may have rotted. `num_bytes`: the length that the target's manifest gives."""
-        is_there = self._target.exists(there)
-        if is_there:
+        is read: it may have rotted. `num_bytes`: the length that the target's manifest gives. `is_absent`: no
+        file of this length is there."""
+        if not is_absent:
             status, detail = self._verify(self._target, there, contents)
             if status == "unreadable":
                 raise OSError(errno.EIO, detail, f"{self._target.url}/{there}")
-            if status == "ok" and self._has(there, num_bytes):
+            if status == "ok":
                 _native.fetch_add(self._progress, contents.shard.num_bytes)
                 return False
-            if not self._repairs:
-                raise self._is_not_whole(there, name)
+        if not self._repairs and self._target.exists(there):
+            raise self._is_not_whole(there, name)
         with self._image(path, contents, name.step) as image:
             found = self._write(path, there, contents, image, name.step, replaces=True)
         if found != num_bytes:
@@ -312,14 +308,12 @@ class StepCopier:
             )
         return True
 
-    def _has(self, path: str, num_bytes: int) -> bool:
-        folder, _, file = path.rpartition("/")
-        return any((each.name, each.num_bytes) == (file, num_bytes) for each in self._target.list(folder))
-
     # ---- files
 
-    def _verify(self, store: Store, path: str, contents: Contents) -> tuple[FileStatus, str]:
-        return verify_file(store, path, contents, threads=self._threads)
+    def _verify(
+        self, store: Store, path: str, contents: Contents, into: memoryview | None = None
+    ) -> tuple[FileStatus, str]:
+        return verify_file(store, path, contents, into, threads=self._threads)
 
     def _write(
         self,
@@ -344,10 +338,10 @@ class StepCopier:
         crashpoints.point("copy.written")
         # Chunks of another size than today's are covered by the digests of their leaves.
         is_alike = contents.shard.chunk_bytes != CHUNK_BYTES or written.checksums == contents.shard.checksums
-        if wrong := _words(Read(digests=written.digests, bad_chunks=[] if is_alike else [0]), contents):
+        if not is_alike or tuple(written.digests) != contents.digests:
             with suppress(OSError):
                 self._target.remove(there)
-            raise _damaged(self._source, path, wrong, step)
+            raise _damaged(self._source, path, "it has changed while it was copied", step)
         self._sent_bytes += num_bytes
         return num_bytes
 
@@ -356,7 +350,7 @@ class StepCopier:
         """The image of a file of the source: the local file, or a spool file with its bytes. All bytes
         were compared with the record before: no damaged byte is sent, and a failing disk raises an error (in
         a mapping it would be a SIGBUS)."""
-        num_bytes, wrong = contents.shard.num_bytes, ""
+        num_bytes = contents.shard.num_bytes
         try:
             is_plain = not path.endswith(COMPRESSED)
             descriptor = self._source.descriptor(path, num_bytes) if is_plain else None
@@ -365,31 +359,19 @@ class StepCopier:
         is_here = descriptor is not None
         descriptor = spool(num_bytes) if descriptor is None else descriptor
         try:
-            if not is_here:
-                wrong = self._fetch(path, contents, descriptor)
+            if is_here:
+                status, why = self._verify(self._source, path, contents)
             else:
-                status, wrong = self._verify(self._source, path, contents)
-                if status == "unreadable":
-                    raise OSError(errno.EIO, wrong, f"{self._source.url}/{path}")
-            if wrong:
-                raise _damaged(self._source, path, wrong, step)
+                pages = mmap.mmap(descriptor, -(-num_bytes // PAGE) * PAGE)
+                with pages, memoryview(pages) as into:
+                    status, why = self._verify(self._source, path, contents, into)
+            if status == "unreadable":
+                raise OSError(errno.EIO if is_here else errno.EREMOTEIO, why, f"{self._source.url}/{path}")
+            if status != "ok":
+                raise _damaged(self._source, path, why, step)
             yield MemoryRange(descriptor, 0)
         finally:
             os.close(descriptor)
-
-    def _fetch(self, path: str, contents: Contents, descriptor: int) -> str:
-        """Read a file of the source into the spool file. Returns what is wrong with it, in words."""
-        with mmap.mmap(descriptor, -(-contents.shard.num_bytes // PAGE) * PAGE) as memory:
-            view = memoryview(memory)
-            try:
-                found = read_shard(self._source, path, contents, view, threads=self._threads)
-            except FileNotFoundError:
-                return "it is missing"
-            except LengthError as error:
-                return str(error)
-            finally:
-                view.release()
-        return _words(found, contents)
 
     # ---- errors
 
@@ -403,25 +385,20 @@ class StepCopier:
 
     def _is_not_whole(self, path: str, name: CommitName) -> RunError:
         return RunError(
-            f"{self._target.url}/{path} is damaged, and that file was not touched. {self._advice(name)}",
+            f"{self._target.url}/{path} is damaged, and that file was not touched. `flashckpt copy "
+            f"{self._source.url} {self._target.url} --step {name} --repair` reads what is there, and sends "
+            "again what is damaged.",
             step=name.step,
             path=path,
         )
 
-    def _is_whole_other(self, path: str, step: int) -> RunError:
-        """The error for a file that is not damaged: it is never replaced."""
+    def _is_other(self, path: str, step: int) -> RunError:
         return RunError(
-            f"{self._target.url}/{path} differs from the file that step {step} of the source has, and is not "
-            "damaged: it stays, and the step was not copied. `flashckpt show` describes both. To have both, "
-            "copy to a place of its own.",
+            f"{self._target.url}/{path} names other files than step {step} of the source has: it stays, and "
+            "the step was not copied. `flashckpt show` describes both. To have both, copy to a place of its "
+            "own.",
             step=step,
             path=path,
-        )
-
-    def _advice(self, name: CommitName) -> str:
-        return (
-            f"`flashckpt copy {self._source.url} {self._target.url} --step {name} --repair` reads what is "
-            "there, and sends again what is damaged."
         )
 
 
@@ -456,14 +433,6 @@ def _num_bytes(manifest: Manifest) -> int:
     return sum(each.num_bytes for each in manifest.shards) + sum(each.num_bytes for each in manifest.frozen)
 
 
-def _words(found: Read, contents: Contents) -> str:
-    """What is wrong, empty where nothing is."""
-    leaves = ", ".join(found.wrong_leaves(contents)[:_SHOWN])
-    if leaves:
-        return f"not the bytes that were captured: {leaves}"
-    return "chunks do not have their checksums" if found.bad_chunks else ""
-
-
 def _damaged(store: Store, path: str, why: str, step: int) -> DamagedError:
     return DamagedError(
         f"{store.url}/{path} is damaged: {why}. Step {step} was not copied, other steps are as they were. "
@@ -490,7 +459,6 @@ def spool(num_bytes: int) -> int:
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done, and the bytes in all."""
-_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -567,7 +535,8 @@ def copy_run(
             steps = _chosen(source, step, at, all_steps=all_steps)
         return found
 
-    rows = _watched(work, word, _total(source, chosen), progress)
+    total = _total(source, chosen)
+    rows = watched("copy", work, lambda: progress(min(word[0], total), total))
     # After the steps, which damaged assets must not keep from being copied.
     copy_assets(source, target, repairs=repairs)
     there = View.of(target)
@@ -644,25 +613,3 @@ def _total(source: Store, chosen: list[CommitName]) -> int:
         with suppress(DamagedError, NoSuchStepError):
             total += _num_bytes(read_checkpoint(source, committed(view, each)))
     return total
-
-
-def _watched(
-    work: Callable[[], list[StepResult]], word: array[int], total: int, progress: Progress
-) -> list[StepResult]:
-    """Run `work` in a thread, for which an interrupt does not wait, and report the progress."""
-    found: list[StepResult] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.extend(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = start_thread("flashckpt-copy", run)
-    while thread.is_alive():
-        thread.join(_POLL_S)
-        progress(min(word[0], total), total)
-    if errors:
-        raise errors[0]
-    return found

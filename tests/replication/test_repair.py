@@ -89,7 +89,7 @@ def test_a_repair_harms_nothing_where_the_source_is_damaged_too(
     assert files(tmp_path / "target") == before
 
 
-def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_path: Path) -> None:
+def test_a_repair_makes_each_part_that_of_the_source(near: tuple[Store, Store], tmp_path: Path) -> None:
     source, target = near
     attempt = made(source, [10])
     copy_run(source, target)
@@ -97,11 +97,11 @@ def test_a_repair_takes_no_other_step_for_damage(near: tuple[Store, Store], tmp_
     whole = Part.from_bytes(part.read_bytes(), "part")
     part.write_bytes(replace(whole, environment={"torch": "another"}).to_bytes())
     before = files(tmp_path / "target")
-    for repairs in (False, True):
-        with pytest.raises(RunError, match="differs from the file.*copy to a place of its own") as told:
-            StepCopier(source, target, repairs=repairs).copy(name_of(10, attempt))
-        assert "--repair" not in str(told.value), "it would do nothing"
+    with pytest.raises(RunError, match=r"that file was not touched.*--repair"):
+        StepCopier(source, target).copy(name_of(10, attempt))
     assert files(tmp_path / "target") == before
+    assert StepCopier(source, target, repairs=True).copy(name_of(10, attempt)).outcome is Outcome.REPAIRED
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
 
 
 def test_a_repair_that_finds_no_room_takes_nothing_away(
