@@ -276,30 +276,18 @@ class LocalStore:
 
     # Folders, links and paths
 
-    def make_folder(self, path: str) -> None:
-        """Make the folder and its parents. Each is durable in its parent on return."""
-        names = split(path)
-        self._make_root()
-        for depth in range(1, len(names) + 1):
-            self._make_one(names[:depth])
-
     def _in_folder(self, path: str, act: Callable[[str, int], _Found], *, durable: bool = True) -> _Found:
         """Call `act(name, folder)` with the opened folder of `path`. Make a missing folder. With `durable`,
         the folder is durable in its parents."""
         *names, name = split(path)
         for attempt in range(_FOLDER_TRIES):
             try:
-                with self._folder(names) as folder:
-                    if durable:
-                        # Each time, since another process may have removed and remade the folder, even with
-                        # the same inode. After opening, since a folder removed later takes no new name.
-                        self.make_folder("/".join(names))
+                with self._folder(names, makes=durable or attempt > 0) as folder:
                     return act(name, folder)
             except FileNotFoundError:
                 # The folder is missing, or another process removed it while it was empty.
                 if attempt + 1 == _FOLDER_TRIES:
                     raise
-                self.make_folder("/".join(names))
         raise AssertionError("unreachable: the last try returns or raises")
 
     @contextmanager
@@ -322,21 +310,33 @@ class LocalStore:
                 raise other_length(path, size, num_bytes)
 
     @contextmanager
-    def _folder(self, names: Sequence[str]) -> Iterator[int]:
-        """Open a directory name by name, so that no link on the way is followed."""
+    def _folder(self, names: Sequence[str], *, makes: bool = False) -> Iterator[int]:
+        """Open a directory name by name, so that no link on the way is followed. `makes`: make those that are
+        missing; all are durable in their parents then."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        if makes:
+            self._make_root()
         opened = os.open(self._root, flags)
         self._existed = True
         try:
             for depth, name in enumerate(names, 1):
+                if makes:
+                    with suppress(FileExistsError):
+                        self._system.make_folder(name, opened)
                 try:
                     inner = os.open(name, flags | os.O_NOFOLLOW, dir_fd=opened)
                 except OSError as error:
                     if error.errno in (errno.ENOTDIR, errno.ELOOP):
                         raise self._not_a_folder("/".join(names[:depth])) from None
                     raise
-                os.close(opened)
-                opened = inner
+                above, opened = opened, inner
+                try:
+                    if makes:
+                        # Also if it existed: its maker may not have synced it yet. After opening it, since a
+                        # folder that is removed later takes no new name, and may be made again unsynced.
+                        self._system.sync_folder(above)
+                finally:
+                    os.close(above)
             yield opened
         finally:
             os.close(opened)
@@ -450,21 +450,6 @@ class LocalStore:
                 self._system.sync_folder(above)
             finally:
                 os.close(above)
-
-    def _make_one(self, names: Sequence[str]) -> None:
-        for attempt in range(_FOLDER_TRIES):
-            try:
-                with self._folder(names[:-1]) as above:
-                    with suppress(FileExistsError):
-                        self._system.make_folder(names[-1], above)
-                    # Also if the folder existed: its creator may not have synced it yet.
-                    self._system.sync_folder(above)
-                with self._folder(names):
-                    return
-            except FileNotFoundError:
-                if attempt + 1 == _FOLDER_TRIES:
-                    raise
-                self.make_folder("/".join(names[:-1]))
 
     def _remove_empty(self, name: str, folder: int) -> None:
         try:
