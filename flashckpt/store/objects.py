@@ -14,7 +14,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any, Protocol
 
 from flashckpt import _native
@@ -278,16 +277,8 @@ class ObjectStore:
     def write_parts(
         self, path: str, parts: Iterable[bytes], most_bytes: int, *, replaces: bool = False
     ) -> None:
-        key, part_bytes = _key(path), _part_bytes(most_bytes, COMPRESSED_PART_BYTES)
-        rest, first = self._throttled(parts), list[bytes]()
-        for part in rest:
-            first.append(part)
-            if sum(map(len, first)) > part_bytes:
-                break
-        if sum(map(len, first)) <= part_bytes:
-            self._put_shard(key, memoryview(b"".join(first)), replaces)
-        else:
-            self._upload(path, map(memoryview, chain(first, rest)), part_bytes, replaces)
+        part_bytes = _part_bytes(most_bytes, COMPRESSED_PART_BYTES)
+        self._upload(path, map(memoryview, self._throttled(parts)), part_bytes, replaces)
 
     def _upload(self, path: str, parts: Iterable[memoryview], part_bytes: int, replaces: bool) -> None:
         if not replaces and self.exists(path):
