@@ -39,7 +39,7 @@ class MirrorUpload:
     def __init__(self, store: Store, wake: int, ledger: Ledger, count: Callable[[str, int], None]) -> None:
         self._store, self._wake, self._ledger, self._count = store, wake, ledger, count
         self._remote: Remote | None = None
-        self._is_ours = self._is_living = False
+        self._is_living = False
         self._attempt: AttemptName | None = None
         self._mirror: Mirror | None = None
         self._worker: Worker | None = None
@@ -81,12 +81,12 @@ class MirrorUpload:
             return
         self._stays_since = None
         self._linger_s, self._grace_s = newest.linger_s, newest.grace_s
-        is_ours = 0 in newest.ranks
-        if (newest.remote, is_ours) != (self._remote, self._is_ours):
-            self._remote, self._is_ours = newest.remote, is_ours
+        remote = newest.remote if 0 in newest.ranks else None
+        if remote != self._remote:
+            self._remote = remote
             self._begin_anew()
             self._mirror = self._worker = None  # a worker that hangs in its store is abandoned
-            if self._remote is not None and is_ours:
+            if self._remote is not None:
                 # Imported here: most keepers copy nothing, and start faster.
                 from flashckpt.replication.mirror import Mirror
 
