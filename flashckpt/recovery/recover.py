@@ -455,24 +455,16 @@ class _NodeSnapshots:
         if self._cache is not None:
             for name in self._damaged_files:
                 self._cache.remove(name)
-            sealed = [held.sealed() for held in self._regions.cached()]
-            named = {each.record.constants_nonce for each in sealed if each is not None}
-            # A file that could not be read may name constants of its rank, too.
-            unknown = {rank_of(name) for name in self._unread_files}
-            for held in self._regions.cached_constants():
-                if held.slot.header.nonce not in named and held.slot.rank not in unknown:
-                    self._remove_cached(held)
+            # A slot that stays may name constants, and so may a file that could not be read.
+            are_needed = bool(self._regions.cached() or self._unread_files)
+            for held in [] if are_needed else self._regions.cached_constants():
+                self._remove_cached(held)
             if not self._cache.names():
                 self._cache.discard()
 
     def _settle(self, examined: Examined, *, discard: bool) -> set[str]:
         """The names of the slots that stay; notes the outcome of the others."""
-        # In a dry run `examined` lacks the steps that were committed to the overlay.
-        committed = set(self._saved.values()) & set(View.of(self._store).visible())
-        whole = examined.whole | (committed - examined.damaged if self._hold.is_view else set())
-        newest = max(whole, default=None)
-        lost = {each for each in examined.damaged if newest is None or each > newest}
-        stays = {name for name, each in self._saved.items() if each in lost}
+        stays = {name for name, each in self._saved.items() if each in examined.damaged}
         for name in stays:
             self._note(name, Fate.KEPT, "its copy at rest is not whole: training resumes from memory")
         for name in self._needed() - stays:
