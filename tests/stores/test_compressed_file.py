@@ -98,7 +98,7 @@ def test_a_frame_has_the_width_of_most_of_its_bytes() -> None:
         )
 
     assert widths(int64=64, float32=999, bfloat16=256, uint8=512) == [4]
-    assert widths(complex128=FRAME_BYTES // 16, bfloat16=FRAME_BYTES, uint8=FRAME_BYTES) == [8, 2, 2, 1]
+    assert widths(complex128=FRAME_BYTES // 16, bfloat16=FRAME_BYTES, uint8=FRAME_BYTES) == [8, 2, 2, 1, 1]
     assert widths(uint8=17, float32=0) == [1]
     assert widths() == [1], "a header alone"
 
