@@ -50,7 +50,6 @@ class MirrorUpload:
         """Forget the state of the remote."""
         self._there: CommitName | None = None  # the newest in the remote
         self._error, self._retry = "", Retry()
-        self._hopeless: CommitName | None | bool = False  # the step that the last try failed to copy for good
         self._due_s = 0.0
         self._stays_since: float | None = None
         self._progressed = 0.0, 0  # when bytes were sent last, and how many by then
@@ -59,12 +58,13 @@ class MirrorUpload:
     def _begin_attempt(self) -> None:
         """Find out what a new attempt resumes from, and whether the remote has that."""
         self._is_unknown, self._poll_s = True, 0.0
-        # Of the steps committed here since: the newest, the next to copy, the one being copied, the one
+        # Of the steps committed here since: the newest, the newest due one, and whether one waits to be
         # copied.
         self._newest: CommitName | None = None
-        self._wanted: CommitName | None = None
-        self._taken: CommitName | None = None
-        self._handled: CommitName | None = None
+        self._last_due: CommitName | None = None
+        self._waits = False
+        self._handled: CommitName | None = None  # the newest one when the last due copy began
+        self._is_hopeless = False  # the newest step can never be copied
 
     @property
     def copying(self) -> CommitName | None:
@@ -97,21 +97,22 @@ class MirrorUpload:
 
     def committed(self, each: CommitName) -> None:
         """Note a committed step."""
-        newest = self._newest
-        if self._mirror is None or (newest is not None and each.id <= newest.id):
+        newest, mirror = self._newest, self._mirror
+        if mirror is None or (newest is not None and each.id <= newest.id):
             return
-        self._newest = each
-        last = self._wanted or self._taken or self._there
+        self._newest, self._is_hopeless = each, False
+        last = self._last_due or self._there
         if self._is_due(None if last is None else last.step, each.step):
-            self._replace_wanted(each)
+            self._last_due = each
+            if each != mirror.copying:
+                self._wait()
 
-    def _replace_wanted(self, each: CommitName) -> None:
-        """Copy this step next instead of an older one. The older one counts as skipped, unless only a time is
-        the interval, or it is being copied already."""
-        is_copied = self._mirror is not None and self._wanted == self._mirror.copying
-        if self._wanted is not None and not is_copied and not isinstance(self._every, str):
+    def _wait(self) -> None:
+        """Copy the newest step next. One that waits already counts as skipped, unless only a time is the
+        interval."""
+        if self._waits and not isinstance(self._every, str):
             self._count("mirror_skipped", 1)
-        self._wanted = each
+        self._waits = True
 
     @property
     def _every(self) -> str | int | None:
@@ -131,42 +132,40 @@ class MirrorUpload:
         if mirror is None or worker is None:
             return
         worker.collect()
-        if not self._is_living and self._wanted is None and not self._is_last_handled:
-            self._wanted = self._newest
-        is_wanted = self._wanted is not None and (now >= self._due_s or not self._is_living)
-        polls = self._is_unknown and now >= self._poll_s
+        if worker.busy:
+            return
         if not self._is_living:
             self._retry.expedite(_MAX_LAST_PAUSE_S)
-        if worker.busy or not self._retry.is_due(now) or not (polls or is_wanted):
+            self._waits = self._waits or not self._is_last_handled
+        polls = self._is_unknown and now >= self._poll_s
+        waits = self._waits and (now >= self._due_s or not self._is_living)
+        if not self._retry.is_due(now) or not (polls or waits):
             return
-        wanted, self._wanted = self._wanted, None
-        self._taken, self._is_unknown = wanted, False
+        newest, waited, self._waits, self._is_unknown = self._newest, self._waits, False, False
 
         def done(found: Mirrored | BaseException) -> None:
-            self._taken = None
             if isinstance(found, BaseException):
-                self._failed(found, wanted, polled=polls)
+                self._failed(found, newest, waited=waited, polled=polls)
             else:
-                self._done(found, wanted, time.monotonic() - now)
+                self._handled = newest if waited else self._handled
+                self._done(found, time.monotonic() - now)
 
-        worker.submit(partial(mirror.bring, wanted, self._is_due), done)
+        worker.submit(partial(mirror.bring, self._is_due), done)
 
     @property
     def _is_last_handled(self) -> bool:
-        return self._newest in (None, self._taken, self._there, self._handled)
+        return self._newest in (None, self._there, self._handled)
 
-    def _done(self, found: Mirrored, wanted: CommitName | None, seconds: float) -> None:
-        self._there, self._handled = found.newest, wanted
-        if self._wanted == self._there:
-            self._wanted = None  # it was found in the store before its commit was reported
+    def _done(self, found: Mirrored, seconds: float) -> None:
+        self._there = found.newest
+        if self._newest == self._there:
+            self._waits = False  # it was found in the store before its commit was reported
         self._retry.succeeded()
-        self._error, self._hopeless = "", False
+        self._error, self._is_hopeless = "", False
         if found.of != self._attempt and self._is_living:
             # The attempt has not reported yet what it resumes from, which the remote must have, too.
             self._is_unknown, self._poll_s = True, time.monotonic() + _POLL_S
-        if self._remote is None:
-            return
-        if found.copied is not None:
+        if self._remote is not None and found.copied is not None:
             self._note_copied(found.copied, self._remote, seconds)
 
     def _note_copied(self, copied: Copied, remote: Remote, seconds: float) -> None:
@@ -183,25 +182,20 @@ class MirrorUpload:
             steps = [each.step for each in copied.dropped]
             self._ledger.add(str(copied.name.attempt), Event.PRUNE, remote=remote.url, steps=steps)
 
-    def _failed(self, error: BaseException, wanted: CommitName | None, *, polled: bool) -> None:
+    def _failed(self, error: BaseException, newest: CommitName | None, *, waited: bool, polled: bool) -> None:
         self._retry.failed(time.monotonic())
         self._is_unknown = self._is_unknown or polled
-        newer = self._wanted
-        self._wanted = wanted
-        if newer is not None:
-            self._replace_wanted(newer)
+        if waited:
+            self._wait()
         self._count("mirror_failed", 1)
         is_ours = isinstance(error, FlashckptError)
         message = (str(error) if is_ours else f"{type(error).__name__}: {error}")[:_MAX_TEXT]
         # A server that is away gives many messages; a permanent error has one.
         is_news = not self._error or (is_ours and message != self._error)
-        # A permanent error of another step says nothing about the wanted one.
-        step = error.step if isinstance(error, FlashckptError) else None
-        is_about = wanted is None or step in (None, wanted.step)
-        self._error, self._hopeless = message, wanted if is_ours and is_about else False
+        self._error, self._is_hopeless = message, is_ours and newest == self._newest
         if is_news:
             log.warning("nothing is copied to the remote: %s", message)
-            self._note_error(message, wanted)
+            self._note_error(message, newest)
 
     def _note_error(self, message: str, step: CommitName | None) -> None:
         attempt = None if self._attempt is None else str(self._attempt)
@@ -215,7 +209,7 @@ class MirrorUpload:
     def _is_behind(self) -> bool:
         if self._mirror is None or self._worker is None:
             return False
-        is_at_it = self._worker.busy or self._is_unknown or self._wanted is not None
+        is_at_it = self._worker.busy or self._is_unknown or self._waits
         return is_at_it or not self._is_last_handled
 
     def holds(self, now: float) -> bool:
@@ -224,8 +218,7 @@ class MirrorUpload:
         mirror, worker = self._mirror, self._worker
         if mirror is None or worker is None or not self._is_behind:
             return False
-        last = self._newest if self._wanted is None else self._wanted
-        if self._hopeless is not False and self._hopeless == last and not worker.busy:
+        if self._is_hopeless and not worker.busy:
             return False
         progress = mirror.progress_bytes
         if self._stays_since is None:

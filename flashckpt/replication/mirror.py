@@ -110,9 +110,8 @@ class Mirror:
     def progress_bytes(self) -> int:
         return int(_native.load(_native.address_of(self._progress)))
 
-    def bring(self, wanted: CommitName | None, is_due: IsDue) -> Mirrored:
-        """Copy `wanted`, or the newest step if that is not visible any more or None, if `is_due`; the steps
-        that the remote keeps no longer go with it.
+    def bring(self, is_due: IsDue) -> Mirrored:
+        """Copy the newest step, if `is_due`; the steps that the remote keeps no longer go with it.
 
         OSError if a store fails; RunError if the remote holds another run, or another job trains it;
         DamagedError if the step is damaged here. Then the remote has whole steps only.
@@ -135,7 +134,7 @@ class Mirror:
             self._settled = here.attempt
             self._newest = there.newest_first()[0] if there.visible() else None
         try:
-            copied = self._copied(copier, target, wanted, is_due)
+            copied = self._copied(copier, target, is_due)
         finally:
             self.copying = None
         return Mirrored(of=self._settled, newest=self._newest, copied=copied)
@@ -159,11 +158,9 @@ class Mirror:
             )
         return target
 
-    def _copied(
-        self, copier: StepCopier, target: Store, wanted: CommitName | None, is_due: IsDue
-    ) -> Copied | None:
+    def _copied(self, copier: StepCopier, target: Store, is_due: IsDue) -> Copied | None:
         for _ in range(_TRIES):
-            each = self._chosen(wanted, is_due)
+            each = self._chosen(is_due)
             if each is None:
                 return None
             # From here on retention keeps it. If retention was faster, there is a newer step.
@@ -172,7 +169,7 @@ class Mirror:
             try:
                 copied = copier.copy(each)
             except NoSuchStepError:
-                self.copying = wanted = None
+                self.copying = None
                 continue
             before = self._newest
             if copied.outcome is not Outcome.DELETED and (before is None or before <= each):
@@ -191,15 +188,9 @@ class Mirror:
             log.warning("the assets of the run are not copied to the remote: %s", error)
             self._has_assets = not isinstance(error, OSError)
 
-    def _chosen(self, wanted: CommitName | None, is_due: IsDue) -> CommitName | None:
-        if wanted is not None and wanted in View.of(self._source).visible():
-            return wanted
-        newest, last = _newest_whole(self._source), self._newest
+    def _chosen(self, is_due: IsDue) -> CommitName | None:
+        view, last = View.of(self._source), self._newest
+        newest = next((each for each in view.newest_first() if is_whole(view, each)), None)
         if newest is None or (last is not None and newest.step <= last.step):
             return None  # the remote may be ahead of all steps here
         return newest if is_due(None if last is None else last.step, newest.step) else None
-
-
-def _newest_whole(store: Store) -> CommitName | None:
-    view = View.of(store)
-    return next((each for each in view.newest_first() if is_whole(view, each)), None)

@@ -57,8 +57,8 @@ def always(last: int | None, step: int) -> bool:
     return True
 
 
-def brought(mirror: Mirror, wanted: CommitName | None = None) -> Mirrored:
-    return mirror.bring(wanted, always)
+def brought(mirror: Mirror) -> Mirrored:
+    return mirror.bring(always)
 
 
 def test_the_newest_is_copied_and_what_is_old_there_goes(tiers: Tiers) -> None:
@@ -79,29 +79,6 @@ def test_the_newest_is_copied_and_what_is_old_there_goes(tiers: Tiers) -> None:
     assert brought(mirror).copied is None
     theirs = of_step(tiers.run)
     assert of_step(tiers.there).items() <= theirs.items()
-
-
-def test_a_step_that_is_not_due_is_not_copied(tiers: Tiers) -> None:
-    asked: list[tuple[int | None, int]] = []
-
-    def is_due(last: int | None, step: int) -> bool:
-        asked.append((last, step))
-        return step >= 5
-
-    mirror = tiers.mirror()
-    for step in (4, 5, 6):
-        tiers.add(step)
-        mirror.bring(None, is_due)
-    assert asked == [(None, 4), (None, 5), (5, 6)]
-    assert tiers.steps() == [5, 6]
-
-
-def test_what_was_wanted_and_is_gone_gives_way_to_the_newest(tiers: Tiers) -> None:
-    tiers.add(1, 2, 3, 4)
-    delete(tiers.source, name_of(2, tiers.attempt))
-    assert brought(tiers.mirror(), name_of(2, tiers.attempt)).newest == name_of(4, tiers.attempt)
-    assert brought(tiers.mirror(), name_of(3, tiers.attempt)).copied is not None
-    assert tiers.steps() == [3, 4]
 
 
 def test_a_step_that_is_deleted_while_it_is_copied(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,15 +132,6 @@ def test_a_remote_that_was_deleted_is_begun_anew(tiers: Tiers) -> None:
     brought(mirror)
     assert tiers.steps() == [2]
     assert open_run(tiers.target, create=False).run_id == open_run(tiers.source, create=False).run_id
-
-
-def test_a_remote_of_another_run_is_not_touched(tiers: Tiers) -> None:
-    other = open_run(tiers.target, create=True)
-    tiers.add(1)
-    with pytest.raises(RunError, match=f"holds another run \\({other.run_id}\\)"):
-        brought(tiers.mirror())
-    assert open_run(tiers.target, create=False) == other
-    assert list(files(tiers.there)) == ["catalogue/000000001"]
 
 
 def gone_on(tiers: Tiers, attempt: AttemptName, step: int) -> None:
