@@ -80,10 +80,6 @@ class Copied:
     dropped: tuple[CommitName, ...] = ()
 
     @property
-    def step(self) -> int:
-        return self.name.step
-
-    @property
     def is_new(self) -> bool:
         """Whether this copy has committed it."""
         return self.outcome is Outcome.COPIED
@@ -527,13 +523,23 @@ def copy_run(
     )
 
     def work() -> list[StepResult]:
-        if not all_steps and step is None:
-            return [_newest(source, copier)]
         steps = chosen
-        while not (found := [row for each in steps if (row := _one(copier, each, reports=all_steps))]):
+        while not (found := [row for each in steps if (row := copied(each))]):
             # A living job has deleted all of them and committed newer ones.
             steps = _chosen(source, step, at, all_steps=all_steps)
         return found
+
+    def copied(each: CommitName) -> StepResult | None:
+        try:
+            return StepResult(name=each, copied=copier.copy(each))
+        except NoSuchStepError:
+            if step is not None:
+                raise
+            return None
+        except DamagedError as error:
+            if not all_steps:
+                raise
+            return StepResult(name=each, problem=str(error))
 
     total = _total(source, chosen)
     rows = watched("copy", work, lambda: progress(min(word[0], total), total))
@@ -576,29 +582,6 @@ def _chosen(
         if found := [each for each in view.newest_first() if is_whole(view, each)]:
             return found
     return [resolve(source, step, at).name]
-
-
-def _newest(source: Store, copier: StepCopier) -> StepResult:
-    """Copy the newest step. If a living job deletes it meanwhile, copy a newer one."""
-    while True:
-        name = resolve(source).name
-        try:
-            return StepResult(name=name, copied=copier.copy(name))
-        except NoSuchStepError:
-            continue
-
-
-def _one(copier: StepCopier, each: CommitName, *, reports: bool) -> StepResult | None:
-    try:
-        return StepResult(name=each, copied=copier.copy(each))
-    except NoSuchStepError:
-        if not reports:
-            raise
-        return None
-    except DamagedError as error:
-        if not reports:
-            raise
-        return StepResult(name=each, problem=str(error))
 
 
 def _seen(row: StepResult, there: View) -> StepResult:
