@@ -16,15 +16,13 @@ from flashckpt.commit.lineage import branch
 from flashckpt.errors import KeeperError, RunHeldError
 from flashckpt.format.names import ALIVE
 from flashckpt.keeper import node_keepers as keepers
-from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.held_regions import sealed_in
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Keep
 from flashckpt.recovery import node
 from flashckpt.recovery.storage import prune
 from flashckpt.store import open_store
 from tests import run_view
-from tests.descriptors import closed_after
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually
 from tests.keeper.fake import keeper_pid
@@ -222,28 +220,3 @@ def test_a_keeper_that_does_not_answer_is_named(lingers: Crash, monkeypatch: pyt
     assert len(regions_of(lingers.folder)) == 3
     lingers.wake()
     eventually(lambda: committed(lingers.run) == [1, 2])
-
-
-def test_the_keeper_sees_its_trainers_death_before_it_is_believed(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A keeper that has not seen it yet has nothing to save, and says so: that is not taken for done. The
-    lock of a trainer that never spoke to the keeper is not waited for without end."""
-    folder = closed_after(RuntimeFolder.open(str(runtime), "0" * 32))
-    election = LifeLock.acquire(folder, ELECTION_LOCK)
-    assert election is not None
-    dead = Path(folder.path) / "trainer-00000-1-deadbeef.lock"
-    dead.touch(mode=0o600)
-    looks: list[bool] = []
-
-    def guard() -> None:
-        looks.append(dead.exists())
-        if len(looks) == 3:
-            dead.unlink()
-
-    keepers._wait_for_deaths(folder, guard)
-    assert looks == [True, True, True], "it looked until the keeper had removed the lock, and no longer"
-    dead.touch(mode=0o600)
-    monkeypatch.setattr(keepers, "_DEATHS_S", 0.2)
-    keepers._wait_for_deaths(folder, lambda: None)
-    election.release(folder)

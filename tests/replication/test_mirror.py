@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts, commit_step
+from flashckpt.commit import attempts
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import RunError, RunHeldError
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep, Remote
 from flashckpt.replication.mirror import Mirror, Mirrored
 from flashckpt.replication.run_copy import Copied, StepCopier
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import HOLDER, attempt_at, name_of
-from tests.replication.copied import add, delete, files, of_step, visible
+from tests.replication.copied import add, delete, files, visible
 from tests.run_view import begin_as, next_name
 
 
@@ -61,26 +61,6 @@ def brought(mirror: Mirror) -> Mirrored:
     return mirror.bring(always)
 
 
-def test_the_newest_is_copied_and_what_is_old_there_goes(tiers: Tiers) -> None:
-    mirror = tiers.mirror(keep=2)
-    assert brought(mirror).copied is None, "there is nothing yet"
-    assert View.of(tiers.target).attempt == tiers.attempt, "whose run it is, is known at once"
-    pruned: list[int] = []
-    for step in (1, 2, 3, 4):
-        tiers.add(step)
-        found = brought(mirror)
-        assert found.newest == name_of(step, tiers.attempt)
-        assert found.copied is not None
-        pruned += [each.step for each in found.copied.dropped]
-    assert (tiers.steps(), pruned) == ([3, 4], [1, 2])
-    assert View.of(tiers.target).checkpoints == (name_of(3, tiers.attempt), name_of(4, tiers.attempt))
-    snapshots = {name.rpartition("/")[0][-20:] for name in of_step(tiers.there) if "/" in name}
-    assert snapshots == {f"{step:020d}" for step in (3, 4)}
-    assert brought(mirror).copied is None
-    theirs = of_step(tiers.run)
-    assert of_step(tiers.there).items() <= theirs.items()
-
-
 def test_a_step_that_is_deleted_while_it_is_copied(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another process, which does not know of the copy: a newer one takes its place."""
     mirror = tiers.mirror()
@@ -98,29 +78,6 @@ def test_a_step_that_is_deleted_while_it_is_copied(tiers: Tiers, monkeypatch: py
     assert brought(mirror).newest == name_of(2, tiers.attempt)
     assert mirror.copying is None
     assert tiers.steps() == [2]
-
-
-def test_retention_spares_the_step_that_is_copied_and_no_other(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror = tiers.mirror()
-    tiers.add(1, 2)
-    copy, keep = StepCopier.copy, Keep(last=2)
-
-    def prune() -> list[int]:
-        in_use = frozenset[SnapshotId]() if mirror.copying is None else frozenset([mirror.copying.id])
-        return [each.step for each in commit_step.retain(View.of(tiers.source), keep, in_use)[1]]
-
-    def beside(copier: StepCopier, name: CommitName) -> Copied:
-        monkeypatch.undo()
-        tiers.add(3, 4, 5)
-        assert prune() == [1, 3]
-        return copy(copier, name)
-
-    monkeypatch.setattr(StepCopier, "copy", beside)
-    assert brought(mirror).newest == name_of(2, tiers.attempt)
-    assert tiers.steps() == [2]
-    assert prune() == [2]
 
 
 def test_a_remote_that_was_deleted_is_begun_anew(tiers: Tiers) -> None:

@@ -13,7 +13,7 @@ from flashckpt.commit.view import View, open_run
 from flashckpt.errors import RunError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Folder
 from flashckpt.format.names import AttemptName
-from flashckpt.replication.mirror import check_unanswered, prepare
+from flashckpt.replication.mirror import prepare
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
@@ -33,12 +33,6 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return LocalStore(str(folder)) if request.param == "folder" else FlatStore(f"flat://{folder}")
 
 
-def away(tmp_path: Path) -> Store:
-    """A store that gives an error for whatever it is asked."""
-    (tmp_path / "file").write_bytes(b"")
-    return LocalStore(str(tmp_path / "file" / "run"))
-
-
 def added(store: Store, step: int) -> AttemptName:
     """A step, of an attempt of its own."""
     attempt = attempt_at(store)
@@ -49,15 +43,10 @@ def added(store: Store, step: int) -> AttemptName:
 
 def start(local: Store, remote: Store) -> AttemptName:
     """Ask the mirror; then reserve a name in the home."""
-    above, found = 0, run_id(local)
-    try:
-        there = prepare(local, remote, found)
-        known = there.view.catalogue
-        found, above = known.run_id, highest_number(known, there.writers)
-    except OSError as error:
-        check_unanswered(local, remote, found, str(error))
-    open_run(local, create=True, run_id=found)
-    ours = next_name(local, above)
+    there = prepare(local, remote, run_id(local))
+    known = there.view.catalogue
+    open_run(local, create=True, run_id=known.run_id)
+    ours = next_name(local, highest_number(known, there.writers))
     attempts.reserve(local, ours)
     return ours
 
@@ -90,22 +79,6 @@ def test_a_process_that_only_looks_changes_nothing(local: LocalStore, remote: St
     choice = next_start(View.of(local), remote=RemoteRun(store=remote))
     assert choice.lead is not choice.home
     assert sorted(Path(local.url).rglob("*")) == before
-
-
-def test_another_run_is_refused_before_it_begins(local: LocalStore, remote: Store) -> None:
-    open_run(local, create=True)
-    open_run(remote, create=True)
-    before = sorted(Path(local.url).rglob("*"))
-    with pytest.raises(UnusableRunError, match="different runs"):
-        start(local, remote)
-    assert sorted(Path(local.url).rglob("*")) == before
-
-
-def test_nothing_begins_where_nobody_can_tell(local: LocalStore, tmp_path: Path) -> None:
-    """The fault that loses weeks: a new node, and a remote that does not answer for a minute."""
-    with pytest.raises(RunError, match="has no step, and the mirror .* cannot be read"):
-        start(local, away(tmp_path))
-    assert is_empty(local), "an id of its own would keep the remote's run out for good"
 
 
 def test_a_remote_without_its_catalogue_is_not_believed(local: LocalStore, remote: Store) -> None:
