@@ -6,22 +6,16 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 from urllib.parse import unquote, urlsplit
 from weakref import WeakSet
 
 from flashckpt.errors import OptionError
 from flashckpt.options import storage_options, user_path
 from flashckpt.printable import redacted
-from flashckpt.store import objects
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from flashckpt.store.objects import UploadRate
-
-if TYPE_CHECKING:
-    from flashckpt.store.objects import ObjectClient
-
-_Client = TypeVar("_Client", bound="ObjectClient")
+from flashckpt.store.objects import OPTION, ObjectClient, ObjectStore, UploadRate
 
 ENTRY_POINTS = "flashckpt.stores"
 """Group of entry points by which a package adds a store: the name is the URL's scheme, the value a callable
@@ -105,7 +99,7 @@ def give_options(url: str, options: Mapping[str, Any]) -> None:
     on, since credentials may have been replaced. Raises OptionError for invalid options."""
     if options != _options.get(url):
         for client in [*_clients.get(url, ())]:
-            client.renew({name: value for name, value in options.items() if name != objects.OPTION})
+            client.renew(_without_rate(options))
         _options[url] = dict(options)
 
 
@@ -146,36 +140,30 @@ def _canonical(url: str) -> str:
     return f"{scheme}://{rest}"
 
 
-def _client_options(url: str) -> dict[str, Any]:
-    return {name: value for name, value in options_of(url).items() if name != objects.OPTION}
-
-
-def _rate_of(url: str) -> UploadRate:
-    """The rate that all stores of a URL with the same limit share."""
-    ceiling = options_of(url).get(objects.OPTION, 0)
-    if (url, ceiling) not in _rates:
-        _rates[url, ceiling] = UploadRate(ceiling)
-    return _rates[url, ceiling]
-
-
-def _registered(client: _Client) -> _Client:
-    _clients[client.url].add(client)
-    return client
+def _without_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != OPTION}
 
 
 def _store_at(url: str, scheme: str) -> Store:
     # Late imports: most runs are folders.
-    from flashckpt.store.objects import ObjectStore
-
+    client: ObjectClient
+    options = options_of(url)
     if scheme in _BUCKETS:
         from flashckpt.store.obstore_client import ObstoreClient
 
-        return ObjectStore(_registered(ObstoreClient(url, _client_options(url))), _rate_of(url))
-    from importlib.metadata import entry_points
+        client = ObstoreClient(url, _without_rate(options))
+    else:
+        from importlib.metadata import entry_points
 
-    for each in entry_points(group=ENTRY_POINTS, name=scheme):
-        factory: Callable[[str], Store] = each.load()
-        return factory(url)
-    from flashckpt.store.fsspec_client import FsspecClient
+        for each in entry_points(group=ENTRY_POINTS, name=scheme):
+            factory: Callable[[str], Store] = each.load()
+            return factory(url)
+        from flashckpt.store.fsspec_client import FsspecClient
 
-    return ObjectStore(_registered(FsspecClient(url, _client_options(url))))
+        client = FsspecClient(url, _without_rate(options))
+    _clients[client.url].add(client)
+    ceiling = options.get(OPTION, 0)
+    # All stores of a URL with the same limit share it.
+    if (url, ceiling) not in _rates:
+        _rates[url, ceiling] = UploadRate(ceiling)
+    return ObjectStore(client, _rates[url, ceiling])
