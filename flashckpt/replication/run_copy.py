@@ -128,7 +128,7 @@ class StepCopier:
         try:
             if (target := there.checkpoint(name.id)) is not None:
                 return self._found_there(here, name, there, target)
-            return self._copied(here, checkpoint, there)
+            return self._copied(here, name, checkpoint, there)
         except (DamagedError, FileNotFoundError):
             if not View.of(self._source).has(name):
                 raise self._no_step(name) from None
@@ -144,13 +144,10 @@ class StepCopier:
         steps = MIRROR.follow(secrets.token_hex(4), here.catalogue)
         return View(Stores({MIRROR.store: self._target}).run(steps), self._target)
 
-    def _copied(self, here: View, checkpoint: Checkpoint, there: View) -> Copied:
+    def _copied(self, here: View, name: CommitName, checkpoint: Checkpoint, there: View) -> Copied:
         self._check_followed(here, there)
-        manifest = read_manifest(self._source, checkpoint)
-        if manifest is None:
-            raise _damaged(self._source, checkpoint.manifest_path, "it is missing", checkpoint.step)
-        record = step_of(self._source, manifest)
-        files = _Files(record)
+        manifest = read_checkpoint(self._source, checkpoint)
+        files = _Files(step_of(self._source, manifest))
         stores = Stores(
             {HOME.store: self._source, MIRROR.store: self._target}, copy=partial(self._send, files)
         )
@@ -159,15 +156,9 @@ class StepCopier:
         if after is None:
             raise _damaged(self._source, checkpoint.folder.path, "its files are gone", checkpoint.step)
         view = View(after, self._target)
-        found = view.checkpoint(checkpoint.id)
-        return Copied(
-            name=record.name,
-            outcome=Outcome.DELETED if found is None else Outcome.COPIED,
-            num_bytes=_num_bytes(manifest),
-            sent_bytes=self._sent_bytes,
-            view=view,
-            dropped=tuple(sorted(set(there.checkpoints).difference(view.checkpoints))),
-        )
+        outcome = Outcome.COPIED if after.has(checkpoint.id) else Outcome.DELETED
+        dropped = tuple(sorted(set(there.checkpoints).difference(view.checkpoints)))
+        return self._result(name, outcome, manifest, view, dropped)
 
     def _check_followed(self, here: View, there: View) -> None:
         if there.attempt not in (None, here.attempt) and not there.catalogue.ended:
@@ -218,9 +209,18 @@ class StepCopier:
             outcome = Outcome.REPAIRED if self._repairs else Outcome.COPIED
         return self._result(name, outcome, manifest, there)
 
-    def _result(self, name: CommitName, outcome: Outcome, manifest: Manifest, view: View) -> Copied:
-        num_bytes = _num_bytes(manifest)
-        return Copied(name=name, outcome=outcome, num_bytes=num_bytes, sent_bytes=self._sent_bytes, view=view)
+    def _result(
+        self,
+        name: CommitName,
+        outcome: Outcome,
+        manifest: Manifest,
+        view: View,
+        dropped: tuple[CommitName, ...] = (),
+    ) -> Copied:
+        return Copied(
+            name=name, outcome=outcome, num_bytes=_num_bytes(manifest),
+            sent_bytes=self._sent_bytes, view=view, dropped=dropped,
+        )  # fmt: skip
 
     def _as_there(self, manifest: Manifest, files: _Files, there: View, target: Checkpoint) -> Manifest:
         """The manifest of the target, made again from that of the source if it cannot be read. RunError if

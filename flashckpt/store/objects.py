@@ -155,10 +155,6 @@ class ObjectStore:
         return self._client.url
 
     @property
-    def client(self) -> ObjectClient:
-        return self._client
-
-    @property
     def capabilities(self) -> Capabilities:
         return Capabilities(
             conditional_create=not self._client.is_read_only,  # see check

@@ -85,10 +85,6 @@ class ObstoreClient:
             f"{_endpoint(self._url, self._options)} {account if self._url.startswith('az:') else ''}".strip()
         )
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        return self._options
-
     def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
         how = {"use_multipart": False, "mode": "create" if is_new else "overwrite"}
         store = self._store if len(data) <= _SMALL else self._uploads

@@ -59,7 +59,11 @@ def large() -> Iterator[Shard]:
 
 
 def opened(url: str, server: S3Server, **options: Any) -> ObjectStore:
-    return ObjectStore(ObstoreClient(url, {**server.options(), **options}))
+    return ObjectStore(client_of(url, server, **options))
+
+
+def client_of(url: str, server: S3Server, **options: Any) -> ObstoreClient:
+    return ObstoreClient(url, {**server.options(), **options})
 
 
 def puts(proxy: Proxy) -> list[int]:
@@ -131,7 +135,9 @@ def test_an_object_of_another_client_is_never_taken_for_ours(
         assert other.read(name, 100) == b"theirs"
 
 
-def test_a_run_whose_every_creation_is_sent_twice(store: ObjectStore, proxy: Proxy, bucket: str) -> None:
+def test_a_run_whose_every_creation_is_sent_twice(
+    store: ObjectStore, proxy: Proxy, s3_server: S3Server, bucket: str
+) -> None:
     """Assets, a counter, frozen leaves, shards, parts, manifests and versions."""
     proxy.fault = EachTwice()
     run_view.make(store)
@@ -146,7 +152,7 @@ def test_a_run_whose_every_creation_is_sent_twice(store: ObjectStore, proxy: Pro
     assert attempts.is_reserved(store, name, exclusively=True)
     names = [request.path for request in proxy.requests if request.method == "PUT"]
     assert all(names.count(name) >= 2 for name in names)
-    absent = ObjectStore(ObstoreClient(f"s3://{bucket}/other", store.client.options))  # type: ignore[attr-defined]
+    absent = opened(f"s3://{bucket}/other", s3_server, endpoint=proxy.endpoint)
     assert not attempts.is_reserved(absent, name, exclusively=True)
 
 
@@ -268,10 +274,11 @@ def test_a_slow_line_does_not_fail_an_upload(
 
     proxy.fault = fault
     part = memoryview(bytes(PART_BYTES))
-    store = opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint)
-    store.client.upload("shard", [part, part], PART_BYTES)
+    client_of(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint).upload(
+        "shard", [part, part], PART_BYTES
+    )
     monkeypatch.undo()
-    assert opened(f"s3://{bucket}/run", s3_server).client.size("shard") == 2 * PART_BYTES
+    assert client_of(f"s3://{bucket}/run", s3_server).size("shard") == 2 * PART_BYTES
 
 
 def test_a_server_that_vanishes_during_an_upload_is_detected(
@@ -281,7 +288,7 @@ def test_a_server_that_vanishes_during_an_upload_is_detected(
     monkeypatch.setattr(obstore_client, "_LEAST_UPLOAD_S", 0.5)
     monkeypatch.setattr(obstore_client, "_SLOWER", 0.0)
     monkeypatch.setattr(obstore_client, "_DEADLINE_S", 0.1)
-    client = opened(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint).client
+    client = client_of(f"s3://{bucket}/run", s3_server, endpoint=proxy.endpoint)
     part, over = memoryview(bytes(PART_BYTES)), threading.Event()
     client.upload("first", [part, part], PART_BYTES)
 
@@ -433,7 +440,7 @@ def test_each_part_has_the_servers_checksum_if_requested(
 
 
 def test_an_upload_that_fails_leaves_nothing_visible(
-    store: ObjectStore, proxy: Proxy, large: Shard, boto: Any, bucket: str
+    store: ObjectStore, proxy: Proxy, s3_server: S3Server, large: Shard, boto: Any, bucket: str
 ) -> None:
     def fault(request: Request) -> Fault:
         return "refuse" if "partNumber=2" in request.path else ""
@@ -441,7 +448,7 @@ def test_an_upload_that_fails_leaves_nothing_visible(
     proxy.fault = fault
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(obstore_client, "_DEADLINE_S", 0.5)
-        failing = ObjectStore(ObstoreClient(store.url, store._client._options))  # type: ignore[attr-defined]
+        failing = opened(store.url, s3_server, endpoint=proxy.endpoint)
         with pytest.raises(OSError, match="SlowDown|503"):
             failing.write_shard("shard", large.layout, large.region)
     assert not store.exists("shard")
