@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 
@@ -66,6 +66,7 @@ from flashckpt.threads import Worker
 log = logging.getLogger(__name__)
 
 _SHOWN = 8
+_SAVED = frozenset({Fate.COMMITTED, Fate.SOUND, Fate.WAS_COMMITTED})
 _NEWER_FAILED = "a newer one could not be saved"
 _INCOMPLETE = "not all ranks of this node have it there"
 _TIERS = {Place.MEMORY: "memory", Place.CACHE: "cache", Place.HOME: "local", Place.MIRROR: "remote"}
@@ -275,7 +276,6 @@ class _NodeSnapshots:
         self._snapshots: dict[str, Finding] = {}
         self._unreadable: list[Finding] = []
         self._waiting: set[AttemptName] = set()
-        self._saved: dict[str, CommitName] = {}
         self._cache: CacheFolder | None = None
         self._cached: list[HeldRegion] = []  # also those that the queue drops: their files remain
         self._damaged_files: list[str] = []
@@ -350,10 +350,8 @@ class _NodeSnapshots:
         """Persist and commit the snapshots that are needed. Afterwards `findings` has a row for each."""
         self._regions.reclaim()
         for held, sealed in self._sealed():
-            self._snapshots[held.slot.name] = _row(sealed, Fate.KEPT)
-            if sealed.is_persisted:
-                self._saved[held.slot.name] = _name_of(sealed)
-                self._note(held.slot.name, Fate.WAS_COMMITTED)
+            outcome = Fate.WAS_COMMITTED if sealed.is_persisted else Fate.KEPT
+            self._snapshots[held.slot.name] = _row(sealed, outcome)
         for rank in sorted({held.slot.rank for held in (*self._regions.slots(), *self._regions.cached())}):
             self._queue.rescue(rank)
         self._run()
@@ -419,8 +417,6 @@ class _NodeSnapshots:
                 self._note(name, Fate.KEPT, f"what rank {rank_of(outcome.slot)} has of it is torn")
             else:
                 self._note(name, fate, detail)
-            if outcome.state is JobState.COMMITTED:
-                self._saved[name] = job.name
 
     def _copies(self, name: str) -> list[str]:
         """The slot and the one that has the same snapshot, in memory or in the cache."""
@@ -464,10 +460,15 @@ class _NodeSnapshots:
 
     def _settle(self, examined: Examined, *, discard: bool) -> set[str]:
         """The names of the slots that stay; notes the outcome of the others."""
-        stays = {name for name, each in self._saved.items() if each in examined.damaged}
+        saved = {
+            name: CommitName(each.step, each.id.attempt, each.id.boundary)
+            for name, each in self._snapshots.items()
+            if each.outcome in _SAVED and each.step is not None and each.id is not None
+        }
+        stays = {name for name, each in saved.items() if each in examined.damaged}
         for name in stays:
             self._note(name, Fate.KEPT, "its copy at rest is not whole: training resumes from memory")
-        for name in self._needed() - stays:
+        for name in self._needed(saved) - stays:
             if discard:
                 self._note_discarded(name)
             else:
@@ -477,8 +478,9 @@ class _NodeSnapshots:
                 self._snapshots[name] = replace(each, outcome=Fate.DROPPED)
         return stays
 
-    def _needed(self) -> set[str]:
-        """Slots with a snapshot that is committed nowhere and still counts."""
+    def _needed(self, saved: Mapping[str, CommitName]) -> set[str]:
+        """Slots with a snapshot that is committed nowhere and still counts. `saved`: the checkpoints of the
+        others."""
         newest = View.of(self._store)
         left = [
             Survivor(
@@ -487,7 +489,7 @@ class _NodeSnapshots:
                 attempt=each.id.attempt,
                 step=each.step,
                 boundary=each.id.boundary,
-                is_committed=name in self._saved and is_whole(newest, self._saved[name]),
+                is_committed=name in saved and is_whole(newest, saved[name]),
             )
             for name, each in self._snapshots.items()
             if each.id is not None and each.step is not None and each.outcome is not Fate.TORN
@@ -599,10 +601,6 @@ class _NodeSnapshots:
             return not differing(metadata, snapshot.sources(metadata))
         except (DamagedError, Torn, OSError):
             return False
-
-
-def _name_of(sealed: Sealed) -> CommitName:
-    return CommitName(sealed.step, sealed.attempt, sealed.boundary)
 
 
 def _row(sealed: Sealed, outcome: Fate, detail: str = "") -> Finding:
