@@ -87,7 +87,7 @@ class LocalStore:
             try:
                 # The new file may depend on names in this folder that another process has just made.
                 self._system.sync_folder(folder)
-                created = self._publish(temporary, name, data, folder)
+                created = self._publish(temporary, name, folder)
                 # Callers rely on the name from here, even if another process made it: no power loss may undo
                 # it.
                 self._system.sync_folder(folder)
@@ -226,7 +226,7 @@ class LocalStore:
             with self._folder(folders) as folder:
                 if replaces:
                     self._system.rename(temporary, name, folder)
-                elif not self._publish(temporary, name, b"", folder):
+                elif not self._publish(temporary, name, folder):
                     raise FileExistsError(errno.EEXIST, "another file has the name", path)
                 try:
                     self._system.sync_folder(folder)  # before a part refers to the name
@@ -295,7 +295,12 @@ class LocalStore:
         """Open a file for reading. Yield descriptor and length."""
         *folders, name = split(path)
         with self._folder(folders) as folder:
-            file = self._open(name, folder, path)
+            try:
+                # O_NONBLOCK: opening a named pipe would otherwise block.
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                file = os.open(name, flags, dir_fd=folder)
+            except OSError as error:
+                raise (self._not_a_file(path) if error.errno == errno.ELOOP else error) from None
             try:
                 status = os.fstat(file)
                 if not stat.S_ISREG(status.st_mode):
@@ -341,15 +346,6 @@ class LocalStore:
         finally:
             os.close(opened)
 
-    def _open(self, name: str, folder: int, path: str) -> int:
-        try:
-            # O_NONBLOCK: opening a named pipe would otherwise block.
-            return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise self._not_a_file(path) from None
-            raise
-
     def _not_a_file(self, path: str) -> DamagedError:
         return DamagedError(
             f"{path} is a link or another object that is not a file. It was neither followed nor read. "
@@ -385,7 +381,7 @@ class LocalStore:
         while rest:
             rest = rest[self._system.write(file, rest) :]
 
-    def _publish(self, temporary: str, name: str, data: bytes, folder: int) -> bool:
+    def _publish(self, temporary: str, name: str, folder: int) -> bool:
         try:
             self._system.link(temporary, name, folder, folder)
         except FileExistsError:
@@ -393,13 +389,13 @@ class LocalStore:
             return self._has_two_links(temporary, folder)
         except OSError as error:
             if error.errno in _NO_LINKS:
-                return self._publish_by_rename(temporary, name, data, folder)
-            if self._has_two_links(temporary, folder) or self._holds(name, data, folder):
+                return self._publish_by_rename(temporary, name, folder)
+            if self._has_two_links(temporary, folder):
                 return True
             raise
         return True
 
-    def _publish_by_rename(self, temporary: str, name: str, data: bytes, folder: int) -> bool:
+    def _publish_by_rename(self, temporary: str, name: str, folder: int) -> bool:
         try:
             self._system.rename_new(temporary, name, folder)
         except FileExistsError:
@@ -412,26 +408,11 @@ class LocalStore:
                     "was changed. Use another file system for the run.",
                     path=self._root,
                 ) from error
-            if self._holds(name, data, folder):
-                return True
             raise
         return True
 
     def _has_two_links(self, temporary: str, folder: int) -> bool:
         return os.stat(temporary, dir_fd=folder, follow_symlinks=False).st_nlink > 1
-
-    def _holds(self, name: str, data: bytes, folder: int) -> bool:
-        """Whether the name has these bytes, for a small file."""
-        if not data:
-            return False
-        try:
-            file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-        except OSError:
-            return False
-        try:
-            return _read_all(file, len(data)) == data
-        finally:
-            os.close(file)
 
     def _make_root(self) -> None:
         missing = []

@@ -46,15 +46,16 @@ def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, code: int) -> None
     assert os.listdir(tmp_path) == ["name"]
 
 
-def test_a_lost_answer_is_judged_by_the_bytes(tmp_path: Path) -> None:
+def test_a_link_that_fails_is_an_error(tmp_path: Path) -> None:
+    """Whatever has the name: the caller tries again, and then reads what it finds there."""
+
     def created(code: int, theirs: bytes | None) -> bool:
         (tmp_path / "name").unlink(missing_ok=True)
         return LocalStore(str(tmp_path), Strange(code, works=False, theirs=theirs)).create("name", b"data")
 
-    assert created(errno.EIO, b"data")
     assert not created(errno.EEXIST, b"theirs")
     assert (tmp_path / "name").read_bytes() == b"theirs"
-    for theirs in (None, b"theirs"):
+    for theirs in (None, b"theirs", b"data"):
         with pytest.raises(OSError, match="Input/output"):
             created(errno.EIO, theirs)
     assert os.listdir(tmp_path) == ["name"]
