@@ -11,13 +11,14 @@ from flashckpt.commit.steps import read_manifest
 from flashckpt.commit.view import View, folders_in
 from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.manifest import PART, shard_name
-from flashckpt.format.names import AttemptName
+from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
+from tests import run_view
 from tests.commit.runs import name_of
 from tests.keeper.driver import Process, runtime_of, the_keeper
 from tests.keeper.fake import keeper_pid
@@ -163,3 +164,11 @@ def contents(run: Path) -> dict[str, Any]:
         if path.is_file() and path.suffix != ".tmp" and not name.startswith(("events/", "data/", CATALOGUE)):
             found[name] = path.read_bytes()
     return found
+
+
+def begun(store: LocalStore, parent: CommitName | None = None, world: int = 1) -> AttemptName:
+    """An attempt that is over."""
+    snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
+    name = run_view.begin(store, snapshot, step, world=world)
+    run_view.end(store, name, "dead")
+    return name

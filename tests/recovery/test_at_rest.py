@@ -11,7 +11,7 @@ import pytest
 
 from flashckpt.commit.lineage import branch, damage
 from flashckpt.commit.view import View
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.names import AttemptName
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Kind
 from flashckpt.store.local import LocalStore, System
@@ -20,7 +20,8 @@ from tests.commit.runs import commit, is_whole, name_of, new_run, part_of, publi
 from tests.folders import flip
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.messes import old
-from tests.recovery.scene import recovered, rows, whole_tree
+from tests.recovery.scene import begun, recovered, rows, whole_tree
+from tests.replication.copied import visible
 
 
 @pytest.fixture
@@ -31,18 +32,6 @@ def run(tmp_path: Path, runtime: Path) -> Path:
 @pytest.fixture
 def store(run: Path) -> LocalStore:
     return new_run(run)
-
-
-def begun(store: LocalStore, parent: CommitName | None = None, world: int = 1) -> AttemptName:
-    """An attempt that is over."""
-    snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
-    name = run_view.begin(store, snapshot, step, world=world)
-    run_view.end(store, name, "dead")
-    return name
-
-
-def visible(store: LocalStore) -> list[int]:
-    return [each.step for each in View.of(store).visible()]
 
 
 def folder_of(run: Path, step: int, attempt: AttemptName) -> Path:

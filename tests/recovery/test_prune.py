@@ -9,32 +9,19 @@ from pathlib import Path
 import pytest
 
 from flashckpt.commit.lineage import branch
-from flashckpt.commit.view import View
 from flashckpt.errors import UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE
-from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
 from flashckpt.recovery.storage import prune
 from flashckpt.store.local import LocalStore
-from tests import run_view
 from tests.commit.runs import commit, is_whole, new_run
-from tests.recovery.scene import whole_tree
+from tests.recovery.scene import begun, whole_tree
+from tests.replication.copied import visible
 
 
 @pytest.fixture
 def store(tmp_path: Path, runtime: Path) -> LocalStore:
     return new_run(tmp_path / "run")
-
-
-def begun(store: LocalStore, parent: CommitName | None = None) -> AttemptName:
-    snapshot, step = (None, 0) if parent is None else (parent.id, parent.step)
-    name = run_view.begin(store, snapshot, step)
-    run_view.end(store, name)
-    return name
-
-
-def visible(store: LocalStore) -> list[int]:
-    return [each.step for each in View.of(store).visible()]
 
 
 def test_the_newest_stay_and_the_others_go(store: LocalStore, runtime: Path) -> None:
