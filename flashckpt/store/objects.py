@@ -148,7 +148,6 @@ class ObjectStore:
 
     def __init__(self, client: ObjectClient, rate: UploadRate | None = None) -> None:
         self._client, self._rate = client, rate or UploadRate()
-        self._brief: ObjectStore | None = None
 
     @property
     def url(self) -> str:
@@ -163,10 +162,7 @@ class ObjectStore:
         )
 
     def brief(self) -> ObjectStore:
-        if self._brief is None:
-            brief = ObjectStore(self._client.brief(), self._rate)
-            self._brief = brief._brief = brief
-        return self._brief
+        return ObjectStore(self._client.brief(), self._rate)
 
     def place(self) -> str:
         return f"{self.url} {self._client.server}".rstrip()
