@@ -33,7 +33,7 @@ from flashckpt.commit.commit_step import KEEP_ALL
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import Folder
-from flashckpt.format.checked_json import TAIL_BYTES, checksum_in, dump
+from flashckpt.format.checked_json import TAIL_BYTES, dump
 from flashckpt.format.layout import Box, Layout, Leaf
 from flashckpt.format.manifest import PART, File, PartHead, part_name, shard_name
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -226,7 +226,8 @@ def _write_hollow(file: int, head: PartHead, length: int) -> None:
     """A part whose body is a hole: what its head is followed by, and its tail, are there."""
     data = dump({"kind": Part.KIND, **head.to_dict()}, {})
     body = data[:-TAIL_BYTES].ljust(length - TAIL_BYTES, b"\0")
-    tail = data[-TAIL_BYTES:].replace(checksum_in(data, what="").encode(), xxh3_128(body).hex().encode())
+    checksum, wanted = (xxh3_128(each).hex().encode() for each in (data[:-TAIL_BYTES], body))
+    tail = data[-TAIL_BYTES:].replace(checksum, wanted)
     os.pwrite(file, data[:-TAIL_BYTES], 0)
     os.pwrite(file, tail, length - TAIL_BYTES)
 

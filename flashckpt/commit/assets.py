@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashckpt.errors import DamagedError, OptionError
-from flashckpt.format.checked_json import Fields, JsonRecord
+from flashckpt.format.checked_json import JsonRecord
+from flashckpt.format.forms import Form, fields, items, pair, shown, text
 from flashckpt.format.names import ASSETS
 from flashckpt.store.base import Store, write_once
 
@@ -23,27 +24,28 @@ _NAME = re.compile(r"(?!\.)[A-Za-z0-9._ -]{1,200}(?:/(?!\.)[A-Za-z0-9._ -]{1,200
 MAX_BYTES, MAX_FILES = 128 << 20, 1000
 
 
+def _of_base64(found: Any) -> bytes:
+    try:
+        return base64.b64decode(found, validate=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{shown(found)} is not base64") from error
+
+
+_DATA: Form[bytes] = Form(lambda data: base64.b64encode(data).decode(), _of_base64)
+_ROWS = items(pair(text(_NAME), _DATA), MAX_FILES)
+_FILES: Form[Mapping[str, bytes]] = Form(
+    lambda files: _ROWS.dump(tuple(files.items())), lambda found: dict(_ROWS.load(found))
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assets(JsonRecord):
     """The file of the assets, by name."""
 
     KIND = "assets"
     MAX_BYTES = 2 * MAX_BYTES
+    FORMS = fields(files=_FILES)
     files: Mapping[str, bytes] = field(repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"files": [[name, base64.b64encode(data).decode()] for name, data in self.files.items()]}
-
-    @classmethod
-    def from_fields(cls, fields: Fields) -> Assets:
-        files = {}
-        for row in fields.rows("files", "name", "data", max_items=MAX_FILES):
-            name = row.text("name", pattern=_NAME)
-            try:
-                files[name] = base64.b64decode(row.text("data", max_chars=cls.MAX_BYTES), validate=True)
-            except ValueError:
-                fields.refuse(f"{name!r} is not base64")
-        return cls(files=files)
 
 
 def write_assets(store: Store, files: Mapping[str, bytes]) -> bool:

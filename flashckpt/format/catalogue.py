@@ -11,14 +11,29 @@ the names in data/. Decides nothing; see flashckpt/catalogue/.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
 
-from flashckpt.format.checked_json import MAX_INTEGER, Fields, JsonRecord
+from flashckpt.format.checked_json import JsonRecord
+from flashckpt.format.forms import (
+    ATTEMPT,
+    FLAG,
+    ID,
+    MAX_INTEGER,
+    Form,
+    a_set,
+    fields,
+    integer,
+    items,
+    named,
+    optional,
+    pair,
+    row,
+    text,
+)
 from flashckpt.format.names import DATA, MAX_RANK, MAX_STEP, AttemptName, SnapshotId
-from flashckpt.format.owner import Owner
+from flashckpt.format.owner import OWNER, Owner
 from flashckpt.printable import escaped
 
 CATALOGUE = "catalogue"
@@ -65,9 +80,12 @@ class Folder:
     writer: AttemptName
     id: SnapshotId
 
+    def __str__(self) -> str:
+        return f"{self.writer}/{self.name}"
+
     @property
     def path(self) -> str:
-        return f"{DATA}/{self.writer}/{self.name}"
+        return f"{DATA}/{self}"
 
     @property
     def name(self) -> str:
@@ -81,6 +99,15 @@ class Folder:
         if match is None or attempt is None or int(match[2]) > MAX_INTEGER:
             return None
         return cls(writer, SnapshotId(attempt, int(match[2])))
+
+
+def _folder_of(text: str) -> Folder | None:
+    writer, _, name = text.partition("/")
+    attempt = AttemptName.parse(writer)
+    return None if attempt is None else Folder.parse(attempt, name)
+
+
+FOLDER: Form[Folder] = named(_folder_of, "a folder of a snapshot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +135,22 @@ def manifest_name(nonce: str) -> str:
     return f"manifest-{nonce}.json"
 
 
+CHECKPOINT: Form[Checkpoint] = row(
+    Checkpoint,
+    id=ID,
+    step=integer(0, MAX_STEP),
+    writer=ATTEMPT,
+    manifest=text(NONCE),
+    num_bytes=integer(),
+    bases=a_set(FOLDER),
+)
+_WRITER: Form[AttemptName] = Form(
+    lambda name: "" if name == NO_ATTEMPT else str(name),
+    lambda found: NO_ATTEMPT if found == "" else ATTEMPT.load(found),
+)
+
+_REASON: Form[str] = Form(str, lambda found: escaped(text().load(found)))
+
 Lineage = tuple[SnapshotId, ...]
 """The last snapshot of each ancestor of an attempt that belongs to the attempt's history, newest first. The
 first one is the parent: the snapshot that the attempt resumed."""
@@ -132,6 +175,23 @@ class Catalogue(JsonRecord):
 
     KIND = "catalogue"
     MAX_BYTES = 64 << 20
+    FORMS = fields(
+        run_id=text(RUN_ID),
+        version=integer(1, MAX_VERSION),
+        writer=_WRITER,
+        attempt=_WRITER,
+        world=integer(1, MAX_RANK),
+        owner=optional(OWNER),
+        parent_step=integer(0, MAX_STEP),
+        parent_url=text(),
+        ended=FLAG,
+        failed_starts=integer(),
+        committed=optional(ID),
+        checkpoints=items(CHECKPOINT),
+        lineages=items(pair(ATTEMPT, items(ID))),
+        foreign=a_set(ATTEMPT),
+        damaged=items(pair(ID, _REASON)),
+    )
 
     run_id: str = ""
     version: int = 0
@@ -160,183 +220,26 @@ class Catalogue(JsonRecord):
     def damaged_ids(self) -> frozenset[SnapshotId]:
         return frozenset(id for id, _ in self.damaged)
 
-    def to_dict(self) -> dict[str, Any]:
-        names, folders = _Numbers[AttemptName](), _Numbers[Folder]()
-        checkpoints = [
-            [
-                *_id_row(each.id, names),
-                each.step,
-                names[each.writer],
-                each.manifest,
-                each.num_bytes,
-                [folders[base] for base in sorted(each.bases)],
-            ]
-            for each in self.checkpoints
-        ]
-        lineages = [
-            [names[attempt], [_id_row(id, names) for id in lineage]] for attempt, lineage in self.lineages
-        ]
-        return {
-            "run_id": self.run_id,
-            "version": self.version,
-            "writer": _text_of(self.writer),
-            "attempt": _text_of(self.attempt),
-            "world": self.world,
-            "owner": None if self.owner is None else self.owner.to_dict(),
-            "parent_step": self.parent_step,
-            "parent_url": self.parent_url,
-            "ended": self.ended,
-            "failed_starts": self.failed_starts,
-            "committed": None if self.committed is None else _id_row(self.committed, names),
-            "checkpoints": checkpoints,
-            "lineages": lineages,
-            "foreign": [str(each) for each in sorted(self.foreign)],
-            "damaged": [[_id_row(id, names), why] for id, why in self.damaged],
-            # Behind the others, since these make the numbers.
-            "bases": [[names[each.writer], *_id_row(each.id, names)] for each in folders],
-            "attempts": [str(each) for each in names],
-        }
-
-    @classmethod
-    def from_fields(cls, fields: Fields) -> Catalogue:
-        names = tuple(_attempt(fields, each) for each in fields.items("attempts"))
-        bases = tuple(Folder(*_folder(fields, row, names)) for row in _rows(fields, "bases", 3))
-        checkpoints = tuple(_checkpoint(fields, row, names, bases) for row in _rows(fields, "checkpoints", 7))
-        lineages = []
-        for number, rows in _rows(fields, "lineages", 2):
-            if type(rows) is not list:
-                fields.refuse("a lineage is not a list")
-            attempt, lineage = _item(fields, names, number), tuple(_id(fields, row, names) for row in rows)
-            check_lineage(fields, attempt, lineage)
-            lineages.append((attempt, lineage))
-        catalogue = cls(
-            run_id=fields.text("run_id", pattern=RUN_ID),
-            version=fields.integer("version", 1, MAX_VERSION),
-            writer=_attempt_or_none(fields, "writer"),
-            attempt=_attempt_or_none(fields, "attempt"),
-            world=fields.integer("world", 1, MAX_RANK),
-            owner=Owner.of(fields.within("owner")) if fields.has("owner") else None,
-            parent_step=fields.integer("parent_step", 0, MAX_STEP),
-            parent_url=fields.text("parent_url"),
-            ended=fields.flag("ended"),
-            failed_starts=fields.integer("failed_starts"),
-            committed=_id(fields, fields.items("committed"), names) if fields.has("committed") else None,
-            checkpoints=checkpoints,
-            lineages=tuple(lineages),
-            foreign=frozenset(_attempt(fields, each) for each in fields.items("foreign")),
-            damaged=tuple(
-                (_id(fields, row, names), _reason(fields, why)) for row, why in _rows(fields, "damaged", 2)
-            ),
-        )
-        ids = {each.id for each in checkpoints}
-        if len(ids) != len(checkpoints) or not ids.issuperset(id for id, _ in catalogue.damaged):
-            fields.refuse("a checkpoint is listed twice, or a damaged one is not listed")
-        known = dict(lineages)
-        has_begun = catalogue.attempt != NO_ATTEMPT
-        if len(known) != len(lineages) or (has_begun and catalogue.attempt not in known):
-            fields.refuse("the lineage of an attempt is there twice, or that of the current one is missing")
-        return catalogue
+    def check(self) -> None:
+        ids = {each.id for each in self.checkpoints}
+        if len(ids) != len(self.checkpoints) or not ids.issuperset(self.damaged_ids):
+            raise ValueError("a checkpoint is listed twice, or a damaged one is not listed")
+        known = dict(self.lineages)
+        if len(known) != len(self.lineages) or self.attempt not in {NO_ATTEMPT, *known}:
+            raise ValueError("the lineage of an attempt is there twice, or the current one is missing")
+        for attempt, lineage in self.lineages:
+            check_lineage(attempt, lineage)
 
 
 EMPTY = Catalogue()
 """A run that does not exist yet."""
 
 
-_T = TypeVar("_T")
-
-
-class _Numbers(dict[_T, int]):
-    """A number for each value, in the order in which they were asked for."""
-
-    def __missing__(self, value: _T) -> int:
-        self[value] = number = len(self)
-        return number
-
-
-def _id_row(id: SnapshotId, names: Mapping[AttemptName, int]) -> list[int]:
-    return [names[id.attempt], id.boundary]
-
-
-def lineage_rows(lineage: Lineage) -> list[list[Any]]:
-    """A lineage as JSON."""
-    return [[str(each.attempt), each.boundary] for each in lineage]
-
-
-def check_lineage(fields: Fields, attempt: AttemptName, lineage: Lineage) -> None:
-    """DamagedError unless each ancestor is older than the one before."""
+def check_lineage(attempt: AttemptName, lineage: Lineage) -> None:
+    """ValueError unless each ancestor is older than the one before."""
     attempts = [attempt, *(each.attempt for each in lineage)]
     if any(newer <= older for newer, older in pairwise(attempts)):
-        fields.refuse("a lineage is out of order")
-
-
-# A catalogue may have ten thousand checkpoints, so that a row costs a few microseconds and no `Fields`.
-
-
-def _rows(fields: Fields, key: str, length: int) -> list[list[Any]]:
-    rows = fields.items(key)
-    if any(type(row) is not list or len(row) != length for row in rows):
-        fields.refuse(f"a row of {key!r} does not have {length} items")
-    return rows
-
-
-def _item(fields: Fields, items: tuple[Any, ...], number: Any) -> Any:
-    if type(number) is not int or not 0 <= number < len(items):
-        fields.refuse("a row names an attempt or a base that is not there")
-    return items[number]
-
-
-def _id(fields: Fields, row: Any, names: tuple[AttemptName, ...]) -> SnapshotId:
-    if type(row) is not list or len(row) != 2 or not is_count(row[1], MAX_INTEGER):
-        fields.refuse("a row does not name a snapshot")
-    return SnapshotId(_item(fields, names, row[0]), row[1])
-
-
-def _folder(fields: Fields, row: list[Any], names: tuple[AttemptName, ...]) -> tuple[AttemptName, SnapshotId]:
-    return _item(fields, names, row[0]), _id(fields, row[1:], names)
-
-
-def _attempt(fields: Fields, text: Any) -> AttemptName:
-    name = AttemptName.parse(text) if isinstance(text, str) else None
-    if name is None:
-        fields.refuse("a text is not the name of an attempt")
-    return name
-
-
-def _text_of(attempt: AttemptName) -> str:
-    return "" if attempt == NO_ATTEMPT else str(attempt)
-
-
-def _attempt_or_none(fields: Fields, key: str) -> AttemptName:
-    text = fields.text(key)
-    return _attempt(fields, text) if text else NO_ATTEMPT
-
-
-def _reason(fields: Fields, text: Any) -> str:
-    if not isinstance(text, str) or len(text) > 4096:
-        fields.refuse("the reason of a damage is not a text of at most 4096 characters")
-    return escaped(text)
-
-
-def _checkpoint(
-    fields: Fields, row: list[Any], names: tuple[AttemptName, ...], bases: tuple[Folder, ...]
-) -> Checkpoint:
-    attempt, boundary, step, writer, manifest, num_bytes, numbers = row
-    if type(numbers) is not list or not isinstance(manifest, str) or not NONCE.fullmatch(manifest):
-        fields.refuse("a checkpoint names no manifest, or no bases")
-    if not (is_count(step, MAX_STEP) and is_count(num_bytes, MAX_INTEGER)):
-        fields.refuse("a step or a length is not a whole number in its range")
-    return Checkpoint(
-        id=_id(fields, [attempt, boundary], names),
-        step=step,
-        writer=_item(fields, names, writer),
-        manifest=manifest,
-        num_bytes=num_bytes,
-        bases=frozenset(_item(fields, bases, number) for number in numbers),
-    )
-
-
-def is_count(value: Any, high: int) -> bool:
-    return type(value) is int and 0 <= value <= high
+        raise ValueError("a lineage is out of order")
 
 
 def folders_of(writer: AttemptName, names: Iterable[str]) -> list[Folder]:

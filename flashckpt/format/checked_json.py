@@ -1,5 +1,5 @@
-"""Checksummed JSON, the form of every small file of a run: the envelope, bounded reading of fields, and the
-base class of all records. Knows no particular record, and never touches a disk.
+"""Checksummed JSON, the form of every small file of a run: the envelope, and the base class of
+all records. Knows no particular record, and never touches a disk.
 
 A file is one ASCII JSON object that begins with its format version and ends with a checksum of all preceding
 bytes, so that a truncated or altered file never parses. See docs/format.md.
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from flashckpt._native import xxh3_128
 from flashckpt.errors import DamagedError, FormatError
-from flashckpt.format.names import AttemptName
+from flashckpt.format.forms import Form, dump_fields, load_fields, shown
 
 FORMAT = 1
 """Format version of every record."""
@@ -61,26 +60,13 @@ def _checksum(data: bytes | memoryview) -> bytes:
     return xxh3_128(data).hex().encode("ascii")
 
 
-def checksum_in(tail: bytes, *, what: str) -> str:
-    """Return the checksum, in hex, from a file's last TAIL_BYTES or from the whole file, without verifying
-    it. Raises DamagedError if it is missing."""
-    tail = tail[-TAIL_BYTES:]
-    digits = tail[len(_BEFORE) : -len(_AFTER)]
-    if (
-        not tail.startswith(_BEFORE)
-        or not tail.endswith(_AFTER)
-        or re.fullmatch(rb"[0-9a-f]{32}", digits) is None
-    ):
+def checked(data: bytes, *, what: str) -> None:
+    """Raise DamagedError unless a whole file ends with the checksum of its bytes."""
+    tail = data[-TAIL_BYTES:]
+    if not tail.startswith(_BEFORE) or not tail.endswith(_AFTER):
         _refuse(what, "it does not end with its checksum")
-    return digits.decode("ascii")
-
-
-def checked(data: bytes, *, what: str) -> str:
-    """Return the checksum of a whole file. Raises DamagedError if it does not match the bytes."""
-    found = checksum_in(data, what=what)
-    if len(data) <= TAIL_BYTES or found.encode("ascii") != _checksum(memoryview(data)[:-TAIL_BYTES]):
+    if tail[len(_BEFORE) : -len(_AFTER)] != _checksum(memoryview(data)[:-TAIL_BYTES]):
         _refuse(what, "its checksum does not match")
-    return found
 
 
 def parse_head(data: bytes, *, what: str) -> dict[str, Any] | None:
@@ -190,97 +176,30 @@ def _depth_within(obj: object, limit: int) -> bool:
     return False
 
 
-MAX_INTEGER = 2**63 - 1
-MAX_ITEMS = 10_000_000
-
-
-class Fields:
-    """One JSON object, read field by field. Each method raises DamagedError, which names file and field."""
-
-    __slots__ = ("_obj", "what")
-
-    def __init__(self, obj: object, what: str) -> None:
-        self.what = what
-        if not isinstance(obj, dict):
-            self.refuse("an object is missing")
-        self._obj: dict[str, Any] = obj
-
-    def refuse(self, why: str) -> NoReturn:
-        _refuse(self.what, why)
-
-    def has(self, key: str) -> bool:
-        return self._obj.get(key) is not None
-
-    def integer(self, key: str, low: int = 0, high: int = MAX_INTEGER) -> int:
-        value = self._obj.get(key)
-        if type(value) is not int or not low <= value <= high:
-            self.refuse(f"{key!r} is not a whole number from {low} to {high}")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self._obj.get(key)
-        if type(value) is not bool:
-            self.refuse(f"{key!r} is not true or false")
-        return value
-
-    def text(self, key: str, *, max_chars: int = 4096, pattern: re.Pattern[str] | None = None) -> str:
-        value = self._obj.get(key)
-        if not isinstance(value, str) or len(value) > max_chars:
-            self.refuse(f"{key!r} is not a text of at most {max_chars} characters")
-        if pattern is not None and pattern.fullmatch(value) is None:
-            self.refuse(f"{key!r} is {value[:80]!r}, which is not a valid name")
-        return value
-
-    def items(self, key: str, max_items: int = MAX_ITEMS) -> list[Any]:
-        value = self._obj.get(key)
-        if not isinstance(value, list) or len(value) > max_items:
-            self.refuse(f"{key!r} is not a list of at most {max_items} items")
-        return value
-
-    def plain(self, key: str) -> dict[str, Any]:
-        """Return an object without checking its contents."""
-        value = self._obj.get(key)
-        if not isinstance(value, dict):
-            self.refuse(f"{key!r} is not an object")
-        return value
-
-    def rows(self, key: str, *names: str, max_items: int = MAX_ITEMS) -> list[Fields]:
-        """Return a list of rows, each a list whose items get these names."""
-        rows = self.items(key, max_items)
-        if any(not isinstance(row, list) or len(row) != len(names) for row in rows):
-            self.refuse(f"a row of {key!r} is not {', '.join(names)}")
-        return [Fields(dict(zip(names, row, strict=True)), self.what) for row in rows]
-
-    def within(self, key: str) -> Fields:
-        return Fields(self._obj.get(key), self.what)
-
-    def each(self, key: str, max_items: int = MAX_ITEMS) -> list[Fields]:
-        return [Fields(item, self.what) for item in self.items(key, max_items)]
-
-    def hex(self, key: str, num_bytes: int) -> bytes:
-        """Return exactly `num_bytes` bytes, written as lower-case hex digits."""
-        value = self._obj.get(key)
-        if not isinstance(value, str) or re.fullmatch(rf"[0-9a-f]{{{2 * num_bytes}}}", value) is None:
-            self.refuse(f"{key!r} does not hold {num_bytes} bytes as hex")
-        return bytes.fromhex(value)
-
-
 R = TypeVar("R", bound="JsonRecord")
 
 
 class JsonRecord:
-    """One small file. It contains its kind, so that a file under the name of another kind is refused."""
+    """One small file. It contains its kind, so that a file under the name of another kind is refused.
+    `FORMS`: of its keys, which are attributes, in the order in which they stand."""
 
     __slots__ = ()
     KIND: ClassVar[str]
+    FORMS: ClassVar[Mapping[str, Form[Any]]]
     MAX_BYTES: ClassVar[int] = 1 << 16
 
     def to_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
+        return dump_fields(self, self.FORMS)
 
     @classmethod
-    def from_fields(cls: type[R], fields: Fields) -> R:
-        raise NotImplementedError
+    def from_dict(cls: type[R], found: Mapping[str, Any]) -> R:
+        """Raises ValueError for what `to_dict` never returns."""
+        made = cls(**load_fields(found, cls.FORMS))
+        made.check()
+        return made
+
+    def check(self) -> None:
+        """Raise ValueError if its fields contradict each other."""
 
     def to_bytes(self) -> bytes:
         """Return the file's bytes. Raises ValueError if they exceed MAX_BYTES or could not be read back."""
@@ -295,16 +214,13 @@ class JsonRecord:
     @classmethod
     def from_bytes(cls: type[R], data: bytes, what: str) -> R:
         """Parse and validate a file. `what` names the file in errors. Raises DamagedError or FormatError."""
-        fields = Fields(parse(data, what=what, max_bytes=cls.MAX_BYTES), what)
-        kind = fields.text("kind")
-        if kind != cls.KIND:
-            fields.refuse(f"it is a {kind[:20]!r} instead of a {cls.KIND!r}")
-        return cls.from_fields(fields)
+        return cls.from_parsed(parse(data, what=what, max_bytes=cls.MAX_BYTES), what)
 
-
-def attempt_of(fields: Fields, key: str) -> AttemptName:
-    """Read a field with the name of an attempt."""
-    name = AttemptName.parse(fields.text(key, max_chars=32))
-    if name is None:
-        fields.refuse(f"{key!r} is not the name of an attempt")
-    return name
+    @classmethod
+    def from_parsed(cls: type[R], found: Mapping[str, Any], what: str) -> R:
+        if found.get("kind") != cls.KIND:
+            _refuse(what, f"it is a {shown(found.get('kind'))} instead of a {cls.KIND!r}")
+        try:
+            return cls.from_dict(found)
+        except ValueError as error:
+            _refuse(what, str(error))

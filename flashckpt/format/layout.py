@@ -9,6 +9,7 @@ allows. See docs/format.md.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,22 @@ from types import MappingProxyType
 from typing import Any
 
 from flashckpt._native import xxh3_128
-from flashckpt.format.checked_json import Fields, compact
+from flashckpt.format.checked_json import compact
+from flashckpt.format.forms import (
+    HEX,
+    OBJECT,
+    Form,
+    fields,
+    integer,
+    items,
+    load_fields,
+    named,
+    optional,
+    record,
+    row,
+    text,
+)
+from flashckpt.format.names import MAX_RANK
 
 PAGE = 4096
 ALIGNED = 512
@@ -188,9 +204,14 @@ class SlotImage:
         return [start + leaf.offset for start, layout in found for leaf in layout.leaves]
 
 
+def names_of(leaves: Iterable[Leaf]) -> list[str]:
+    """All names of leaves, with their aliases."""
+    return [name for leaf in leaves for name in (leaf.name, *leaf.aliases)]
+
+
 def outdated(shard: Iterable[Leaf], constants: Iterable[Leaf]) -> frozenset[int]:
     """Indexes of constants whose name is a name or an alias of a leaf in `shard`."""
-    names = {name for leaf in shard for name in (leaf.name, *leaf.aliases)}
+    names = set(names_of(shard))
     return frozenset(index for index, leaf in enumerate(constants) if leaf.name in names)
 
 
@@ -199,7 +220,7 @@ def contradiction(shard: Sequence[Leaf], constants: Sequence[Leaf]) -> str:
     stale = outdated(shard, constants)
     if len(stale) == len(constants):
         return "all its constants are outdated"
-    names = {name for leaf in shard for name in (leaf.name, *leaf.aliases)}
+    names = set(names_of(shard))
     if any(not names.isdisjoint(leaf.aliases) for i, leaf in enumerate(constants) if i not in stale):
         return "a constant has a name that another leaf has"
     return ""
@@ -252,117 +273,83 @@ def _ranges(shape: Sequence[int], box: Box) -> list[list[int]]:
     return [[start, start + size] for start, size in zip(box.start, shape, strict=True)]
 
 
-def leaves_from_columns(fields: Fields) -> tuple[Leaf, ...]:
-    """Decode leaves, in the written order, with offsets. Raises DamagedError unless all are complete,
+def leaves_of(found: Any) -> tuple[Leaf, ...]:
+    """Decode columns: leaves in the written order, with offsets. Raises ValueError unless all are complete,
     bounded, unique and aligned to their elements."""
-    names = fields.items("names", MAX_LEAVES)
-    dtypes, shapes = _dtype_column(fields, len(names)), fields.items("shapes", MAX_LEAVES)
-    if len(shapes) != len(names):
-        fields.refuse("its columns are of different lengths")
-    strides, aliases = _sparse(fields, "strides", len(names)), _sparse(fields, "aliases", len(names))
-    boxes = _sparse(fields, "boxes", len(names))
+    columns = load_fields(OBJECT.load(found), _COLUMNS)
+    names, dtypes, shapes, table = (columns[key] for key in ("names", "dtype", "shapes", "dtypes"))
+    strides, aliases, boxes = (_sparse(columns[key], len(names)) for key in ("strides", "aliases", "boxes"))
+    if not len(names) == len(dtypes) == len(shapes):
+        raise ValueError("its columns are of different lengths")
     leaves, offset = list[Leaf](), 0
     known: dict[Any, Any] = {}  # layers repeat shapes and boxes: share one object for each
-    for i, (name, dtype, shape) in enumerate(zip(names, dtypes, shapes, strict=True)):
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or name == RESERVED:
-            fields.refuse(f"leaf {i} has no valid name")
+    for i, (name, number, whole) in enumerate(zip(names, dtypes, shapes, strict=True)):
+        if name == RESERVED or number >= len(table):
+            raise ValueError(f"leaf {i} has no valid name or no dtype")
+        dtype = table[number]
         if offset % DTYPES[dtype][0]:
-            fields.refuse(f"leaf {name[:200]!r} is not aligned to its elements")
-        whole = _sizes(fields, shape)
-        stored, box = _box(fields, boxes[i], whole) if i in boxes else (whole, None)
+            raise ValueError(f"leaf {name[:200]!r} is not aligned to its elements")
+        stored, box = _box(boxes[i], whole) if i in boxes else (whole, None)
         stored, box = known.setdefault(stored, stored), known.setdefault(box, box)
         leaf = Leaf(
             name=name,
             dtype=dtype,
             shape=stored,
-            stride=_stride(fields, strides[i], shape) if i in strides else None,
-            aliases=_aliases(fields, aliases[i]) if i in aliases else (),
+            stride=_SIZES.load(strides[i]) if i in strides else None,
+            aliases=_ALIASES.load(aliases[i]) if i in aliases else (),
             box=box,
             offset=offset,
         )
-        num_bytes = leaf.num_bytes
-        if num_bytes > MAX_LEAF_BYTES:
-            fields.refuse(f"leaf {name[:200]!r} has more than {MAX_LEAF_BYTES} bytes")
+        if leaf.stride is not None and len(leaf.stride) != len(whole):
+            raise ValueError("a stride has another number of dimensions than its shape")
+        if leaf.num_bytes > MAX_LEAF_BYTES or (i in aliases and not leaf.aliases):
+            raise ValueError(f"leaf {name[:200]!r} has more than {MAX_LEAF_BYTES} bytes, or no aliases")
         leaves.append(leaf)
-        offset += num_bytes
-    _check_unique(fields, leaves)
+        offset += leaf.num_bytes
+    every = names_of(leaves)
+    if len(set(every)) != len(every):
+        raise ValueError("a name is repeated")
+    "".join(every).encode("utf-8")  # UnicodeEncodeError is a ValueError
     return tuple(leaves)
 
 
-def _dtype_column(fields: Fields, count: int) -> list[str]:
-    table, column = fields.items("dtypes", len(DTYPES)), fields.items("dtype", MAX_LEAVES)
-    if len(column) != count:
-        fields.refuse("its columns are of different lengths")
-    for dtype in table:
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            fields.refuse(f"dtype {str(dtype)[:40]!r} is not known")
-    for position in column:
-        if type(position) is not int or not 0 <= position < len(table):
-            fields.refuse("a dtype is not in its table")
-    return [table[position] for position in column]
+_SIZES = items(integer(0, MAX_SIZE), MAX_DIMENSIONS)
+_NAME = text(re.compile(r".+", re.DOTALL), max_chars=MAX_NAME_CHARS)
+_ALIASES = items(_NAME)
+_COLUMNS = fields(
+    names=items(_NAME, MAX_LEAVES),
+    dtypes=items(named(lambda dtype: dtype if dtype in DTYPES else None, "a dtype"), len(DTYPES)),
+    dtype=items(integer(), MAX_LEAVES),
+    shapes=items(_SIZES, MAX_LEAVES),
+    strides=OBJECT,
+    aliases=OBJECT,
+    boxes=OBJECT,
+)
+LEAVES: Form[tuple[Leaf, ...]] = Form(leaf_columns, leaves_of)
 
 
-def _sparse(fields: Fields, key: str, count: int) -> dict[int, Any]:
-    column: dict[int, Any] = {}
-    for text, value in fields.plain(key).items():
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and str(int(text)) == text):
-            fields.refuse(f"{key!r} has {text[:20]!r}, which is not the index of a leaf")
-        if int(text) >= count:
-            fields.refuse(f"{key!r} names a leaf past the last")
-        column[int(text)] = value
-    return column
+def _sparse(column: Mapping[str, Any], count: int) -> dict[int, Any]:
+    for key in column:
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and str(int(key)) == key):
+            raise ValueError(f"{key[:20]!r} is not the index of a leaf")
+        if int(key) >= count:
+            raise ValueError("a column names a leaf past the last")
+    return {int(key): value for key, value in column.items()}
 
 
-def _sizes(fields: Fields, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
-        fields.refuse(f"a shape is not a list of at most {MAX_DIMENSIONS} sizes")
-    for size in value:
-        if type(size) is not int or not 0 <= size <= MAX_SIZE:
-            fields.refuse(f"a size is not a whole number from 0 to {MAX_SIZE}")
-    return tuple(value)
-
-
-def _stride(fields: Fields, value: object, shape: list[int]) -> tuple[int, ...]:
-    stride = _sizes(fields, value)
-    if len(stride) != len(shape):
-        fields.refuse("a stride has another number of dimensions than its shape")
-    return stride
-
-
-def _box(fields: Fields, value: object, whole: tuple[int, ...]) -> tuple[tuple[int, ...], Box]:
+def _box(found: Any, whole: tuple[int, ...]) -> tuple[tuple[int, ...], Box]:
     """Decode a box: its sizes and its position."""
-    if not isinstance(value, list) or len(value) != len(whole):
-        fields.refuse("a box has another number of dimensions than its tensor")
-    ranges = [_sizes(fields, each) for each in value]
+    ranges = items(_SIZES).load(found)
+    if len(ranges) != len(whole):
+        raise ValueError("a box has another number of dimensions than its tensor")
     if any(
         len(each) != 2 or not each[0] <= each[1] <= size for each, size in zip(ranges, whole, strict=True)
     ):
-        fields.refuse("a box does not lie in its tensor")
+        raise ValueError("a box does not lie in its tensor")
     stored = tuple(stop - start for start, stop in ranges)
     if stored == whole:
-        fields.refuse("a box covers its whole tensor")
+        raise ValueError("a box covers its whole tensor")
     return stored, Box(shape=whole, start=tuple(start for start, _ in ranges))
-
-
-def _aliases(fields: Fields, value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value:
-        fields.refuse("aliases are not a list of names")
-    for name in value:
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-            fields.refuse("an alias is not a name")
-    return tuple(value)
-
-
-def _check_unique(fields: Fields, leaves: Sequence[Leaf]) -> None:
-    names = [leaf.name for leaf in leaves]
-    for leaf in leaves:
-        names.extend(leaf.aliases)
-    if len(set(names)) != len(names):
-        fields.refuse("a name is repeated")
-    try:
-        "".join(names).encode("utf-8")
-    except UnicodeEncodeError:
-        fields.refuse("a name is not Unicode text")
 
 
 def digests_to_hex(digests: Sequence[int]) -> str:
@@ -373,12 +360,14 @@ def digests_to_hex(digests: Sequence[int]) -> str:
     return words.tobytes().hex()
 
 
-def digests_of(data: bytes) -> tuple[int, ...]:
-    """Decode the bytes of digests written by `digests_to_hex`."""
-    words = array("Q", data)
+def _digests_of(found: Any) -> tuple[int, ...]:
+    words = array("Q", HEX.load(found))
     if sys.byteorder == "little":
         words.byteswap()
     return tuple(words)
+
+
+DIGESTS: Form[tuple[int, ...]] = Form(digests_to_hex, _digests_of)
 
 
 # Replicas: leaves that a set of ranks declares identical. Does not compare ranks: see commit
@@ -410,23 +399,24 @@ def count_of(ranks: Ranks) -> int:
     return sum(map(len, ranks))
 
 
-def ranks_to_json(ranks: Ranks) -> list[list[int]]:
-    return [[run[0], run[-1] + 1, run.step] for run in ranks]
+def _ranks_of_rows(found: Any) -> Ranks:
+    """Raises ValueError unless there are at least two ranks, in order."""
+    runs: Ranks = _RUNS.load(found)
+    for place, run in enumerate(runs):
+        is_odd = not run or run.stop != run[-1] + 1 or (len(run) == 1 and run.step != 1)
+        if is_odd or (place and run.start <= runs[place - 1][-1]):
+            raise ValueError("a set of ranks is out of order")
+    if count_of(runs) < 2:
+        raise ValueError("a set of ranks has fewer than 2")
+    return runs
 
 
-def ranks_from_json(fields: Fields, key: str, world: int) -> Ranks:
-    """Read a set of ranks. Raises DamagedError unless it has at least two ranks of `world`, in order."""
-    runs: list[range] = []
-    for row in fields.rows(key, "start", "stop", "step", max_items=world):
-        start = row.integer("start", 0, world - 1)
-        run = range(start, row.integer("stop", start + 1, world), row.integer("step", 1, world))
-        is_odd = run.stop != run[-1] + 1 or (len(run) == 1 and run.step != 1)
-        if is_odd or (runs and start <= runs[-1][-1]):
-            fields.refuse("a set of ranks is out of order")
-        runs.append(run)
-    if count_of(tuple(runs)) < 2:
-        fields.refuse("a set of ranks has fewer than 2")
-    return tuple(runs)
+_RANK = integer(0, MAX_RANK)
+_RUNS = items(
+    row(lambda start, stop, step: range(start, stop, step), start=_RANK, stop=_RANK, step=integer(1)),
+    MAX_RANK,
+)
+RANKS: Form[Ranks] = Form(_RUNS.dump, _ranks_of_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -446,28 +436,22 @@ class Replicas:
         """Each leaf with its digest and its writer."""
         return zip(self.leaves, self.digests, self.writers, strict=True)
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "ranks": ranks_to_json(self.ranks),
-            "leaves": leaf_columns(self.leaves),
-            "digests": digests_to_hex(self.digests),
-            "writers": list(self.writers),
-        }
-
     def checksum(self) -> str:
         """XXH3-128, in hex, of the table as a part encodes it. Ranks with equal tables get equal
         checksums."""
-        return xxh3_128(compact(self.to_dict())).hex()
+        return xxh3_128(compact(REPLICAS.dump(self))).hex()
 
-    @classmethod
-    def of(cls, fields: Fields, world: int) -> Replicas:
-        ranks = ranks_from_json(fields, "ranks", world)
-        leaves = tuple(replace(leaf, offset=-1) for leaf in leaves_from_columns(fields.within("leaves")))
-        writers = fields.items("writers", len(leaves))
-        if not leaves or len(writers) != len(leaves):
-            fields.refuse("a table of replicas is empty, or its columns are of different lengths")
-        for writer in writers:
-            if writer is not None and (type(writer) is not int or not has_rank(ranks, writer)):
-                fields.refuse("the writer of a replica is not in its set of ranks")
-        digests = digests_of(fields.hex("digests", 8 * len(leaves)))
-        return cls(ranks=ranks, leaves=leaves, digests=digests, writers=tuple(writers))
+
+def _replicas(
+    ranks: Ranks, leaves: tuple[Leaf, ...], digests: tuple[int, ...], writers: tuple[int | None, ...]
+) -> Replicas:
+    if not len(leaves) == len(digests) == len(writers) > 0:
+        raise ValueError("a table of replicas is empty, or its columns are of different lengths")
+    if not all(writer is None or has_rank(ranks, writer) for writer in writers):
+        raise ValueError("the writer of a replica is not in its set of ranks")
+    leaves = tuple(replace(leaf, offset=-1) for leaf in leaves)
+    return Replicas(ranks=ranks, leaves=leaves, digests=digests, writers=writers)
+
+
+WRITERS: Form[tuple[int | None, ...]] = items(optional(integer()))
+REPLICAS: Form[Replicas] = record(_replicas, ranks=RANKS, leaves=LEAVES, digests=DIGESTS, writers=WRITERS)

@@ -8,21 +8,14 @@ verified when they are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flashckpt.format.catalogue import (
-    CHECKSUM,
-    RUN_ID,
-    Folder,
-    Lineage,
-    check_lineage,
-    is_count,
-    lineage_rows,
-)
-from flashckpt.format.checked_json import MAX_INTEGER, Fields, JsonRecord, attempt_of, dump, parse_head
-from flashckpt.format.layout import Ranks, has_rank, ranks_from_json, ranks_to_json
+from flashckpt.format.catalogue import CHECKSUM, FOLDER, RUN_ID, Folder, Lineage, check_lineage
+from flashckpt.format.checked_json import JsonRecord, dump, parse_head
+from flashckpt.format.forms import ID, Form, dump_fields, fields, integer, items, optional, pair, row, text
+from flashckpt.format.layout import RANKS, Ranks, has_rank
 from flashckpt.format.names import MAX_RANK, MAX_STEP, SnapshotId
 
 SHARD = re.compile(r"rank-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors")
@@ -86,6 +79,26 @@ class RankFiles(NamedTuple):
     tables: tuple[int, ...] = ()
 
 
+_LENGTH = integer(1, MAX_FILE_BYTES)
+
+
+def _file_of(pattern: re.Pattern[str]) -> Form[File]:
+    return row(File, name=text(pattern), num_bytes=_LENGTH)
+
+
+def _frozen_of(pattern: re.Pattern[str]) -> Form[FrozenFile]:
+    return row(FrozenFile, base=FOLDER, name=text(pattern), num_bytes=_LENGTH)
+
+
+_RANK_FILES: Form[RankFiles] = row(
+    RankFiles,
+    rank=integer(),
+    shard=_file_of(SHARD),
+    frozen=optional(_frozen_of(FROZEN)),
+    tables=items(integer()),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartHead(JsonRecord):
     """What one node wrote of a snapshot: the first bytes of its part, which is written after its files.
@@ -96,6 +109,14 @@ class PartHead(JsonRecord):
 
     KIND = "part"
     MAX_BYTES = 256 << 20
+    FORMS = fields(
+        id=ID,
+        step=integer(0, MAX_STEP),
+        world=integer(1, MAX_RANK),
+        node=integer(0, MAX_RANK),
+        ranks=items(_RANK_FILES, MAX_RANK),
+        tables=items(pair(RANKS, text(CHECKSUM)), MAX_RANK),
+    )
 
     id: SnapshotId
     step: int
@@ -113,22 +134,7 @@ class PartHead(JsonRecord):
         return [each.frozen for each in self.ranks if each.frozen is not None]
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            **_id_dict(self.id),
-            "step": self.step,
-            "world": self.world,
-            "node": self.node,
-            "files": [
-                [
-                    each.rank,
-                    *each.shard,
-                    None if each.frozen is None else _frozen_row(each.frozen),
-                    list(each.tables),
-                ]
-                for each in self.ranks
-            ],
-            "tables": [[ranks_to_json(ranks), checksum] for ranks, checksum in self.tables],
-        }
+        return dump_fields(self, PartHead.FORMS)
 
     def _dumped(self) -> bytes:
         return dump({"kind": self.KIND, **self.to_dict()}, {})
@@ -137,51 +143,23 @@ class PartHead(JsonRecord):
     def from_prefix(cls, data: bytes, what: str) -> PartHead | None:
         """The head, from the first bytes of a part. None if they do not hold all of it. DamagedError."""
         found = parse_head(data, what=what)
-        return None if found is None else cls.from_fields(Fields(found, what))
+        return None if found is None else cls.from_parsed(found, what)
 
-    @classmethod
-    def from_fields(cls, fields: Fields) -> PartHead:
-        if fields.text("kind") != cls.KIND:
-            fields.refuse("it is not a part")
-        world = fields.integer("world", 1, MAX_RANK)
-        rows = fields.rows("tables", "ranks", "checksum", max_items=MAX_RANK)
-        tables = [
-            (ranks_from_json(row, "ranks", world), row.text("checksum", pattern=CHECKSUM)) for row in rows
-        ]
-        head = cls(
-            id=_id_of(fields),
-            step=fields.integer("step", 0, MAX_STEP),
-            world=world,
-            node=fields.integer("node", 0, world - 1),
-            ranks=tuple(
-                _rank_files(row, world, tables)
-                for row in fields.rows(
-                    "files", "rank", "shard", "num_bytes", "frozen", "tables", max_items=world
-                )
-            ),
-            tables=tuple(tables),
-        )
-        ranks = [each.rank for each in head.ranks]
-        if not ranks or min(ranks) != head.node or len(set(ranks)) != len(ranks):
-            fields.refuse("it has no ranks, a rank twice, or the name of another node")
-        if {index for each in head.ranks for index in each.tables} != set(range(len(tables))):
-            fields.refuse("a table of replicas belongs to no rank")
-        return head
-
-
-def _rank_files(row: Fields, world: int, tables: Sequence[tuple[Ranks, str]]) -> RankFiles:
-    rank, indexes = row.integer("rank", 0, world - 1), tuple(row.items("tables", len(tables)))
-    for index in indexes:
-        if type(index) is not int or not 0 <= index < len(tables) or not has_rank(tables[index][0], rank):
-            row.refuse(f"rank {rank} has a table of replicas whose ranks do not include it")
-    if len({tables[index][0] for index in indexes}) != len(indexes):
-        row.refuse(f"rank {rank} has two tables for one set of ranks")
-    return RankFiles(
-        rank=rank,
-        shard=File(row.text("shard", pattern=SHARD), row.integer("num_bytes", 1, MAX_FILE_BYTES)),
-        frozen=_frozen_file(row, row.items("frozen"), FROZEN) if row.has("frozen") else None,
-        tables=indexes,
-    )
+    def check(self) -> None:
+        ranks = [each.rank for each in self.ranks]
+        if not ranks or min(ranks) != self.node or len(set(ranks)) != len(ranks):
+            raise ValueError("it has no ranks, a rank twice, or the name of another 'node'")
+        highest = max([*ranks, *(of[-1][-1] for of, _ in self.tables)])
+        if highest >= self.world:
+            raise ValueError(f"it names rank {highest}, and its world is {self.world}")
+        for each in self.ranks:
+            sets = [self.tables[index][0] for index in each.tables if index < len(self.tables)]
+            if len(sets) != len(each.tables) or not all(has_rank(of, each.rank) for of in sets):
+                raise ValueError(f"rank {each.rank} has a table of replicas whose ranks do not include it")
+            if len(set(sets)) != len(sets):
+                raise ValueError(f"rank {each.rank} has two tables for one set of ranks")
+        if {index for each in self.ranks for index in each.tables} != set(range(len(self.tables))):
+            raise ValueError("a table of replicas belongs to no rank")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +173,16 @@ class Manifest(JsonRecord):
 
     KIND = "manifest"
     MAX_BYTES = 256 << 20
+    FORMS = fields(
+        folder=FOLDER,
+        step=integer(0, MAX_STEP),
+        world=integer(1, MAX_RANK),
+        run_id=text(RUN_ID),
+        lineage=items(ID),
+        parts=items(row(PartFile, name=text(PART), num_bytes=_LENGTH, ranks=items(integer())), MAX_RANK),
+        shards=items(_file_of(_STORED_SHARD), MAX_RANK),
+        frozen=items(_frozen_of(_STORED_FROZEN), MAX_RANK),
+    )
 
     folder: Folder
     step: int
@@ -236,49 +224,13 @@ class Manifest(JsonRecord):
         """Of all its files."""
         return sum(self.paths().values())
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "writer": str(self.folder.writer),
-            **_id_dict(self.folder.id),
-            "step": self.step,
-            "world": self.world,
-            "run_id": self.run_id,
-            "lineage": lineage_rows(self.lineage),
-            "parts": [[each.name, each.num_bytes, list(each.ranks)] for each in self.parts],
-            "shards": [list(each) for each in self.shards],
-            "frozen": [_frozen_row(each) for each in self.frozen],
-        }
-
-    @classmethod
-    def from_fields(cls, fields: Fields) -> Manifest:
-        world = fields.integer("world", 1, MAX_RANK)
-        lineage = fields.rows("lineage", "attempt", "boundary", max_items=MAX_RANK)
-        parts = [
-            PartFile(*_file(fields, row, PART), _ranks(fields, row, world))
-            for row in _rows(fields, "parts", 3)
-        ]
-        manifest = cls(
-            folder=Folder(attempt_of(fields, "writer"), _id_of(fields)),
-            step=fields.integer("step", 0, MAX_STEP),
-            world=world,
-            run_id=fields.text("run_id", pattern=RUN_ID),
-            lineage=tuple(
-                SnapshotId(attempt_of(row, "attempt"), row.integer("boundary", 0, MAX_INTEGER))
-                for row in lineage
-            ),
-            parts=tuple(parts),
-            shards=tuple(File(*_file(fields, row, _STORED_SHARD)) for row in _rows(fields, "shards", 2)),
-            frozen=tuple(
-                _frozen_file(fields, row, _STORED_FROZEN) for row in fields.items("frozen", MAX_RANK)
-            ),
-        )
-        check_lineage(fields, manifest.folder.id.attempt, manifest.lineage)
-        names = [each.name for each in parts] + [each.name for each in manifest.shards]
-        if len(set(names)) != len(names) or len(manifest.shards) != world:
-            fields.refuse("it names a file twice, or not one shard for each rank")
-        if sorted(rank for part in parts for rank in part.ranks) != list(range(world)):
-            fields.refuse("its parts do not hold each rank once")
-        return manifest
+    def check(self) -> None:
+        check_lineage(self.folder.id.attempt, self.lineage)
+        names = [each.name for each in self.parts] + [each.name for each in self.shards]
+        if len(set(names)) != len(names) or len(self.shards) != self.world:
+            raise ValueError("it names a file twice, or not one shard for each rank")
+        if sorted(rank for part in self.parts for rank in part.ranks) != list(range(self.world)):
+            raise ValueError("its parts do not hold each rank once")
 
 
 def manifest_of(folder: Folder, parts: Iterable[tuple[File, PartHead]]) -> Manifest:
@@ -307,47 +259,3 @@ def are_alike(heads: Iterable[PartHead]) -> bool:
         len(set(by_rank.values())) == 1 and len(by_rank) == sum(map(len, ranks))
         for ranks, by_rank in held.items()
     )
-
-
-def _id_dict(id: SnapshotId) -> dict[str, Any]:
-    return {"attempt": str(id.attempt), "boundary": id.boundary}
-
-
-def _id_of(fields: Fields) -> SnapshotId:
-    return SnapshotId(attempt_of(fields, "attempt"), fields.integer("boundary"))
-
-
-def _frozen_row(file: FrozenFile) -> list[Any]:
-    return [str(file.base.writer), file.base.name, file.name, file.num_bytes]
-
-
-def _frozen_file(fields: Fields, row: Any, pattern: re.Pattern[str]) -> FrozenFile:
-    if type(row) is not list or len(row) != 4:
-        fields.refuse("a frozen file is not a list of 4 items")
-    writer = attempt_of(Fields({"writer": row[0]}, fields.what), "writer")
-    base = Folder.parse(writer, row[1]) if isinstance(row[1], str) else None
-    if base is None:
-        fields.refuse("a frozen file is in no folder of a snapshot")
-    return FrozenFile(base, *_file(fields, row[2:], pattern))
-
-
-def _rows(fields: Fields, key: str, length: int) -> list[list[Any]]:
-    rows: list[list[Any]] = fields.items(key, MAX_RANK)
-    if any(type(row) is not list or len(row) != length for row in rows):
-        fields.refuse(f"a row of {key!r} does not have {length} items")
-    return rows
-
-
-def _file(fields: Fields, row: list[Any], pattern: re.Pattern[str]) -> tuple[str, int]:
-    name, num_bytes = row[:2]
-    if not isinstance(name, str) or pattern.fullmatch(name) is None:
-        fields.refuse(f"{str(name)[:80]!r} is not the name of such a file")
-    if not is_count(num_bytes, MAX_FILE_BYTES) or not num_bytes:
-        fields.refuse(f"the length of {name!r} is not a whole number from 1 to {MAX_FILE_BYTES}")
-    return name, num_bytes
-
-
-def _ranks(fields: Fields, row: list[Any], world: int) -> tuple[int, ...]:
-    if type(row[2]) is not list or not all(is_count(rank, world - 1) for rank in row[2]):
-        fields.refuse("a part has ranks beyond the world")
-    return tuple(row[2])

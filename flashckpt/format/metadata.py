@@ -6,17 +6,20 @@ region. See docs/memory.md.
 
 from __future__ import annotations
 
-import json
 import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from flashckpt.errors import DamagedError, FormatError
-from flashckpt.format.checked_json import Fields, compact, strict_loads
+from flashckpt.format.checked_json import compact, strict_loads
+from flashckpt.format.forms import fields, integer, items, load_fields, row
 from flashckpt.format.layout import (
+    LEAVES,
     MAX_LEAVES,
+    RANKS,
+    WRITERS,
     Layout,
     Leaf,
     Ranks,
@@ -25,12 +28,8 @@ from flashckpt.format.layout import (
     contradiction,
     has_rank,
     image_order,
-    leaf_columns,
-    leaves_from_columns,
-    ranks_from_json,
-    ranks_to_json,
+    names_of,
 )
-from flashckpt.format.names import MAX_RANK
 
 MAGIC = b"FLCKMETA"
 VERSION = 3
@@ -79,12 +78,16 @@ def _aligned(num_bytes: int) -> int:
 
 def plan_bytes(layout: Layout) -> bytes:
     """Encode the leaves of a layout as compact JSON columns, without offsets, which follow from the order."""
-    return json.dumps(leaf_columns(layout.leaves), separators=(",", ":")).encode("ascii")
+    return compact(LEAVES.dump(layout.leaves))
 
 
 def layout_of(data: Buffer) -> Layout:
     """Decode a layout written by `plan_bytes`. Raises DamagedError for anything else."""
-    return Layout.ordered(leaves_from_columns(Fields(strict_loads(bytes(data), what=_WHAT), _WHAT)))
+    found = strict_loads(bytes(data), what=_WHAT)
+    try:
+        return Layout.ordered(LEAVES.load(found))
+    except ValueError as error:
+        _damaged(str(error))
 
 
 class ReplicaSet(NamedTuple):
@@ -103,9 +106,9 @@ def replicas_bytes(kept: Layout | None, left: Layout | None, sets: Sequence[Repl
     of other ranks of the node. Return nothing if there are no sets."""
     if not sets:
         return b""
-    columns = [leaf_columns(each.leaves if each is not None else ()) for each in (kept, left)]
-    rows = [[ranks_to_json(each.ranks), each.indexes, each.writers, each.owners] for each in sets]
-    return compact({"kept": columns[0], "left": columns[1], "sets": rows})
+    leaves = [each.leaves if each is not None else () for each in (kept, left)]
+    values = zip(_REPLICAS.items(), (*leaves, tuple(sets)), strict=True)
+    return compact({key: form.dump(value) for (key, form), value in values})
 
 
 @dataclass(slots=True)
@@ -188,8 +191,11 @@ class Metadata:
             _damaged("it is longer than its memory")
         layout = layout_of(view[places.plan : places.plan + plan_len])
         text = bytes(view[places.replicas : places.replicas + replicas_len])
-        replicas = Fields(strict_loads(text, what=_WHAT), _WHAT) if text else None
-        kept, left = (None, None) if replicas is None else _others_of(replicas, layout)
+        replicas = _replicas_of(text) if text else {"kept": (), "left": (), "sets": ()}
+        kept, left = (Layout.ordered(replicas[key]) if replicas[key] else None for key in ("kept", "left"))
+        names = [name for each in (layout, kept, left) if each is not None for name in names_of(each.leaves)]
+        if len(set(names)) != len(names):
+            _damaged("it has a leaf twice that another rank writes or holds")
         constants = None
         if constants_len:
             constants = layout_of(view[places.constants : places.constants + constants_len])
@@ -198,53 +204,48 @@ class Metadata:
                 _damaged(why)
         digests = array("Q", bytes(view[places.table : places.values]))
         values = bytes(view[places.values : places.num_bytes])
-        found = cls(layout, digests, values, constants, kept, left=left)
-        found.sets = () if replicas is None else _sets_of(replicas, found.image)
+        found = cls(layout, digests, values, constants, kept, replicas["sets"], left)
+        if text:
+            _check_sets(found.sets, found.image)
         if count != len(found.leaves):
             _damaged(f"it has {count} digests for {len(found.leaves)} leaves")
         return found
 
 
-def _others_of(replicas: Fields, layout: Layout) -> tuple[Layout | None, Layout | None]:
-    """Decode the leaves that other ranks write (`kept`) or hold (`left`)."""
-    names = {name for leaf in layout.leaves for name in (leaf.name, *leaf.aliases)}
-    found: list[Layout | None] = []
-    for key in ("kept", "left"):
-        leaves = leaves_from_columns(replicas.within(key))
-        of_these = {name for leaf in leaves for name in (leaf.name, *leaf.aliases)}
-        if not names.isdisjoint(of_these):
-            _damaged("it has a leaf twice that another rank writes or holds")
-        names |= of_these
-        found.append(Layout.ordered(leaves) if leaves else None)
-    return found[0], found[1]
+_REPLICAS = fields(
+    kept=LEAVES,
+    left=LEAVES,
+    sets=items(
+        row(ReplicaSet, ranks=RANKS, indexes=items(integer()), writers=WRITERS, owners=WRITERS), MAX_LEAVES
+    ),
+)
 
 
-def _sets_of(replicas: Fields, image: SlotImage) -> tuple[ReplicaSet, ...]:
-    leaves, shard, first = image.leaves, len(image.shard.leaves), image.first_constant
-    seen, found = set(image.outdated), []
-    for row in replicas.rows("sets", "ranks", "indexes", "writers", "holders", max_items=MAX_LEAVES):
-        ranks = ranks_from_json(row, "ranks", MAX_RANK)
-        indexes, *others = (row.items(key, MAX_LEAVES) for key in ("indexes", "writers", "holders"))
-        if not indexes or any(len(each) != len(indexes) for each in others):
+def _replicas_of(text: bytes) -> dict[str, Any]:
+    found = strict_loads(text, what=_WHAT)
+    try:
+        return load_fields(found, _REPLICAS)
+    except ValueError as error:
+        _damaged(str(error))
+
+
+def _check_sets(sets: Sequence[ReplicaSet], image: SlotImage) -> None:
+    shard, first = len(image.shard.leaves), image.first_constant
+    seen = set(image.outdated)
+    for each in sets:
+        if not len(each.indexes) == len(each.writers) == len(each.owners) > 0:
             _damaged("a set of replicas is empty, or its columns are of different lengths")
-        for index, writer, owner in zip(indexes, *others, strict=True):
-            if type(index) is not int or not 0 <= index < len(leaves) or index in seen:
+        for index, writer, owner in zip(each.indexes, each.writers, each.owners, strict=True):
+            if index >= len(image.leaves) or index in seen:
                 _damaged("a replica is not one of its leaves, or is repeated")
-            for rank in (writer, owner):
-                if rank is not None and (type(rank) is not int or not has_rank(ranks, rank)):
-                    _damaged("the writer or owner of a replica is not in its set of ranks")
-            if (
-                writer is None
-                and shard <= index < first
-                or owner is None
-                and image.first_left <= index < first
-            ):
+            if not all(rank is None or has_rank(each.ranks, rank) for rank in (writer, owner)):
+                _damaged("the writer or owner of a replica is not in its set of ranks")
+            is_elsewhere = shard <= index < first
+            if is_elsewhere and (writer is None or (owner is None and index >= image.first_left)):
                 _damaged("a leaf is left to other ranks without the rank that has it")
             seen.add(index)
-        found.append(ReplicaSet(ranks, tuple(indexes), *map(tuple, others)))
     if not seen.issuperset(range(shard, first)):
         _damaged("a leaf is left to another rank and is not a replica")
-    return tuple(found)
 
 
 def _damaged(reason: str) -> NoReturn:

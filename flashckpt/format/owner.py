@@ -5,10 +5,10 @@ Owns their types and encoding.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from flashckpt.format.checked_json import Fields, JsonRecord
+from flashckpt.format.checked_json import JsonRecord
+from flashckpt.format.forms import Form, fields, integer, record, text
 
 _PHASE = re.compile(r"training|saving|closed|dead")
 _MAX_RESTARTS = 10**9
@@ -31,21 +31,18 @@ class Owner:
     job_id: str = ""
     restart_count: int = 0
 
-    @classmethod
-    def of(cls, fields: Fields) -> Owner:
-        return cls(
-            boot_id=fields.text("boot_id", max_chars=64),
-            runtime=fields.text("runtime"),
-            runtime_id=fields.text("runtime_id", max_chars=64),
-            lock=fields.text("lock", max_chars=255),
-            host=fields.text("host", max_chars=255),
-            pid=fields.integer("pid"),
-            job_id=fields.text("job_id"),
-            restart_count=fields.integer("restart_count", 0, _MAX_RESTARTS),
-        )
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+OWNER: Form[Owner] = record(
+    Owner,
+    boot_id=text(max_chars=64),
+    runtime=text(),
+    runtime_id=text(max_chars=64),
+    lock=text(max_chars=255),
+    host=text(max_chars=255),
+    pid=integer(),
+    job_id=text(),
+    restart_count=integer(0, _MAX_RESTARTS),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +51,8 @@ class Alive(JsonRecord):
     `phase`: "training", "saving", or how it has ended, "closed" or "dead"."""
 
     KIND = "alive"
+    FORMS = fields(count=integer(), phase=text(_PHASE))
+
     count: int
     phase: str = "training"
 
@@ -61,10 +60,3 @@ class Alive(JsonRecord):
     def ended(self) -> str:
         """How it has ended, "closed" or "dead"; empty if it has not."""
         return self.phase if self.phase in ("closed", "dead") else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "phase": self.phase}
-
-    @classmethod
-    def from_fields(cls, fields: Fields) -> Alive:
-        return cls(count=fields.integer("count"), phase=fields.text("phase", pattern=_PHASE))

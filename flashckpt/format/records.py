@@ -6,21 +6,32 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashckpt.format.catalogue import CHECKSUM, Folder
-from flashckpt.format.checked_json import Fields, JsonRecord, dump
+from flashckpt.format.checked_json import JsonRecord, dump
+from flashckpt.format.forms import (
+    HEX,
+    OBJECT,
+    Form,
+    fields,
+    integer,
+    items,
+    load_fields,
+    optional,
+    record,
+    text,
+)
 from flashckpt.format.layout import (
+    DIGESTS,
+    LEAVES,
     PAGE,
+    REPLICAS,
     Layout,
     Leaf,
     Replicas,
     contradiction,
-    digests_of,
-    digests_to_hex,
-    leaf_columns,
-    leaves_from_columns,
     outdated,
 )
 from flashckpt.format.manifest import FROZEN, MAX_FILE_BYTES, SHARD, File, FrozenFile, PartHead, RankFiles
@@ -143,45 +154,36 @@ class Part(JsonRecord):
     def _halves(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The head, and the rest."""
         tables = _Tables(self.ranks)
-        return self._head(tables).to_dict(), {
-            "environment": dict(self.environment),
-            "replicas": [table.to_dict() for table in tables.by_checksum.values()],
-            "ranks": [
-                {
-                    "shard": _contents_to_dict(rank.contents),
-                    "frozen": None if rank.constants is None else _contents_to_dict(rank.constants),
-                    "values": dict(rank.values),
-                }
-                for rank in self.ranks
-            ],
-        }
+        replicas = tuple(tables.by_checksum.values())
+        body = {"environment": self.environment, "replicas": replicas, "contents": self.ranks}
+        return self._head(tables).to_dict(), {key: _BODY[key].dump(value) for key, value in body.items()}
 
     def _dumped(self) -> bytes:
         head, body = self._halves()
         return dump({"kind": self.KIND, **head}, body)
 
     @classmethod
-    def from_fields(cls, fields: Fields) -> Part:
-        head = PartHead.from_fields(fields)
-        tables = [Replicas.of(each, head.world) for each in fields.each("replicas", MAX_RANK)]
-        contents = fields.each("ranks", head.world)
+    def from_dict(cls, found: Mapping[str, Any]) -> Part:
+        head, body = PartHead.from_dict(found), load_fields(found, _BODY)
+        text(CHECKSUM).load(found.get("head"))
+        tables, contents = body["replicas"], body["contents"]
         if len(tables) != len(head.tables) or len(contents) != len(head.ranks):
-            fields.refuse("its head does not match its ranks")
-        ranks = [
-            _rank_of(each, files, head.world, tuple(tables[index] for index in files.tables))
-            for each, files in zip(contents, head.ranks, strict=True)
-        ]
+            raise ValueError("its head does not match its ranks")
+        rows = zip(contents, head.ranks, strict=True)
+        ranks = tuple(_placed(each, files, tuple(tables[at] for at in files.tables)) for each, files in rows)
         part = cls(
             id=head.id,
             step=head.step,
             world=head.world,
             node=head.node,
-            ranks=tuple(ranks),
-            environment=fields.plain("environment"),
+            ranks=ranks,
+            environment=body["environment"],
         )
-        fields.text("head", pattern=CHECKSUM)
         if part.head() != head:
-            fields.refuse("its head does not match its ranks")
+            raise ValueError("its head does not match its ranks")
+        sliced = (leaf.box for each in ranks for leaf in (*each.leaves, *(each.constants or each).leaves))
+        if part.world == 1 and any(sliced):
+            raise ValueError("the only rank has a slice of a leaf, and no rank has the rest")
         return part
 
 
@@ -211,43 +213,17 @@ def _files_of(rank: RankRecord, tables: tuple[int, ...]) -> RankFiles:
     return RankFiles(rank.rank, File(rank.shard.file, rank.shard.num_bytes), frozen, tables)
 
 
-def _contents_to_dict(contents: Contents) -> dict[str, Any]:
-    shard = contents.shard
-    assert len(contents.digests) == len(contents.leaves)
-    return {
-        "file": shard.file,
-        "num_bytes": shard.num_bytes,
-        "data_start": shard.data_start,
-        "chunk_bytes": shard.chunk_bytes,
-        "checksums": shard.checksums.hex(),
-        "leaves": leaf_columns(contents.leaves),
-        "digests": digests_to_hex(contents.digests),
-    }
-
-
-def _rank_of(fields: Fields, files: RankFiles, world: int, replicas: tuple[Replicas, ...]) -> RankRecord:
-    contents = _contents_of(fields.within("shard"), SHARD)
-    constants = _contents_of(fields.within("frozen"), FROZEN) if fields.has("frozen") else None
-    if (constants is None) != (files.frozen is None):
-        fields.refuse("its head does not match its ranks")
-    if constants is not None and (why := contradiction(contents.leaves, constants.leaves)):
-        fields.refuse(why)
-    leaves = contents.leaves + (constants.leaves if constants is not None else ())
-    if world == 1 and any(leaf.box is not None for leaf in leaves):
-        fields.refuse("the only rank has a slice of a leaf, and no rank has the rest")
-    found = RankRecord(
-        rank=files.rank,
-        shard=contents.shard,
-        leaves=contents.leaves,
-        digests=contents.digests,
-        values=fields.plain("values"),
-        constants=constants,
-        base=None if constants is None or files.frozen is None else files.frozen.base,
-        replicas=replicas,
-    )
-    if why := _misplaced(found):
-        fields.refuse(why)
-    return found
+def _placed(rank: RankRecord, files: RankFiles, replicas: tuple[Replicas, ...]) -> RankRecord:
+    """The record of a rank, with what the head says of it."""
+    if (rank.constants is None) != (files.frozen is None):
+        raise ValueError("its head does not match its ranks")
+    base = None if files.frozen is None else files.frozen.base
+    placed = replace(rank, rank=files.rank, base=base, replicas=replicas)
+    if rank.constants is not None and (why := contradiction(rank.leaves, rank.constants.leaves)):
+        raise ValueError(why)
+    if why := _misplaced(placed):
+        raise ValueError(why)
+    return placed
 
 
 def _misplaced(rank: RankRecord) -> str:
@@ -269,22 +245,55 @@ def _misplaced(rank: RankRecord) -> str:
     return ""
 
 
-def _contents_of(fields: Fields, name: re.Pattern[str]) -> Contents:
-    num_bytes = fields.integer("num_bytes", PAGE, MAX_FILE_BYTES)
-    data_start = fields.integer("data_start", PAGE, num_bytes)
-    chunk_bytes = fields.integer("chunk_bytes", PAGE, 16 << 20)
-    if data_start % PAGE or chunk_bytes % PAGE:
-        fields.refuse("its data or its chunks do not start on pages")
-    leaves = leaves_from_columns(fields.within("leaves"))
+def _checked(contents: Contents) -> Contents:
+    """Raise ValueError unless the leaves fill the file, and each chunk and each leaf has its checksum."""
+    shard, leaves = contents.shard, contents.leaves
+    if shard.data_start % PAGE or shard.chunk_bytes % PAGE:
+        raise ValueError("its data or its chunks do not start on pages")
     end = leaves[-1].offset + leaves[-1].num_bytes if leaves else 0
-    if data_start + end != num_bytes:
-        fields.refuse(f"its leaves take {end} bytes, its file has room for {num_bytes - data_start}")
-    shard = ShardRecord(
-        file=fields.text("file", pattern=name),
-        num_bytes=num_bytes,
-        data_start=data_start,
-        chunk_bytes=chunk_bytes,
-        checksums=fields.hex("checksums", 16 * -(-num_bytes // chunk_bytes)),
+    if shard.data_start + end != shard.num_bytes:
+        raise ValueError(f"its leaves take {end} bytes, its file has {shard.num_bytes - shard.data_start}")
+    if len(shard.checksums) != 16 * -(-shard.num_bytes // shard.chunk_bytes):
+        raise ValueError("it has not one checksum for each chunk")
+    if len(contents.digests) != len(leaves):
+        raise ValueError("it has not one digest for each leaf")
+    return contents
+
+
+def _shard_of(pattern: re.Pattern[str]) -> Form[ShardRecord]:
+    return record(
+        ShardRecord,
+        file=text(pattern),
+        num_bytes=integer(PAGE, MAX_FILE_BYTES),
+        data_start=integer(PAGE, MAX_FILE_BYTES),
+        chunk_bytes=integer(PAGE, 16 << 20),
+        checksums=HEX,
     )
-    digests = digests_of(fields.hex("digests", 8 * len(leaves)))
-    return Contents(shard=shard, leaves=leaves, digests=digests)
+
+
+_CONTENTS: Form[Contents] = record(
+    lambda **found: _checked(Contents(**found)), shard=_shard_of(FROZEN), leaves=LEAVES, digests=DIGESTS
+)
+
+
+def _rank_of(constants: Contents | None, **found: Any) -> RankRecord:
+    rank = RankRecord(rank=0, constants=constants, **found)
+    _checked(rank.contents)
+    return rank
+
+
+_BODY = fields(
+    environment=OBJECT,
+    replicas=items(REPLICAS, MAX_RANK),
+    contents=items(
+        record(
+            _rank_of,
+            shard=_shard_of(SHARD),
+            leaves=LEAVES,
+            digests=DIGESTS,
+            constants=optional(_CONTENTS),
+            values=OBJECT,
+        ),
+        MAX_RANK,
+    ),
+)

@@ -88,14 +88,13 @@ def test_round_trip(record: JsonRecord) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("checkpoints", [[0, 3, 3, 0, "5f2c", 9, []]] * 2),
-        ("checkpoints", [[9, 3, 3, 0, "5f2c", 9, []]]),
-        ("checkpoints", [[0, 3, 3, 0, "5f2c", 9, [7]]]),
+        ("checkpoints", [[[str(A), 3], 3, str(A), "5f2c", 9, []]] * 2),
+        ("checkpoints", [[[str(A), 3], 3, str(A), "5f2c", 9, [7]]]),
         ("lineages", []),
-        ("lineages", [[0, []], [1, [[0, 3]]], [1, []]]),
-        ("lineages", [[0, []], [1, [[1, 3]]]]),
-        ("lineages", [[0, [[1, 1]]], [1, []]]),
-        ("damaged", [[[1, 99], "it is not a checkpoint"]]),
+        ("lineages", [[str(A), []], [str(B), [[str(A), 3]]], [str(B), []]]),
+        ("lineages", [[str(A), []], [str(B), [[str(B), 3]]]]),
+        ("lineages", [[str(A), [[str(B), 1]]], [str(B), []]]),
+        ("damaged", [[[str(B), 99], "it is not a checkpoint"]]),
         ("version", 0),
         ("committed", [0]),
     ],
@@ -114,7 +113,7 @@ def test_a_catalogue_that_contradicts_itself(key: str, value: Any) -> None:
         ("parts", [["node-00000-5f2c.json", 700, [0]]]),
         ("parts", [["node-00000-5f2c.json", 700, [0, 1]], ["node-00001-5f2c.json", 700, [1]]]),
         ("shards", [["rank-00000-5f2c.safetensors", 4096], ["../../rank-00001-5f2c.safetensors", 4096]]),
-        ("frozen", [["000001-7fa3c1d2", "..", "frozen-00001-5f2c.safetensors", 1]]),
+        ("frozen", [["000001-7fa3c1d2/..", "frozen-00001-5f2c.safetensors", 1]]),
     ],
 )
 def test_a_manifest_that_contradicts_itself(key: str, value: Any) -> None:

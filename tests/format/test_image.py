@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from flashckpt.errors import DamagedError
-from flashckpt.format.checked_json import Fields
-from flashckpt.format.layout import DTYPES, PAGE, Layout, Leaf, leaf_columns, leaves_from_columns
+from flashckpt.format.layout import DTYPES, LEAVES, PAGE, Layout, Leaf
 from tests.commit.runs import image_of, leaves_of
 
 
@@ -70,11 +68,10 @@ def test_leaves_of_any_size_shift_no_large_leaf(tmp_path: Path, dtype: str) -> N
 
 def test_any_order_with_aligned_leaves_is_read() -> None:
     rows = [("a", "float64", 1), ("b", "float32", 1), ("c", "float32", 128), ("d", "bfloat16", 3)]
-    leaves = [Leaf(name=name, dtype=dtype, shape=(size,)) for name, dtype, size in rows]
-    columns = leaf_columns(leaves)
-    found = leaves_from_columns(Fields(columns, "a table"))
+    leaves = tuple(Leaf(name=name, dtype=dtype, shape=(size,)) for name, dtype, size in rows)
+    found = LEAVES.load(LEAVES.dump(leaves))
     assert [leaf.offset for leaf in found] == [0, 8, 12, 524]
     assert Layout.ordered(found).leaves == found
     assert Layout.of(found).leaves != found
-    with pytest.raises(DamagedError, match="'c' is not aligned"):
-        leaves_from_columns(Fields(leaf_columns(leaves[::-1]), "a table"))
+    with pytest.raises(ValueError, match="'c' is not aligned"):
+        LEAVES.load(LEAVES.dump(leaves[::-1]))

@@ -11,16 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashckpt.errors import DamagedError
-from flashckpt.format.checked_json import Fields
-from flashckpt.format.layout import (
-    Leaf,
-    Replicas,
-    count_of,
-    has_rank,
-    ranks_from_json,
-    ranks_of,
-    ranks_to_json,
-)
+from flashckpt.format.layout import RANKS, Leaf, Replicas, count_of, has_rank, ranks_of
 from flashckpt.format.manifest import PartHead
 from flashckpt.format.records import Part
 from tests.format.replicated import SHARED, part_of, rank_of, table
@@ -42,20 +33,20 @@ def test_a_set_of_ranks_there_and_back(members: set[int]) -> None:
     assert ranks_of(reversed(sorted(members))) == ranks
     assert count_of(ranks) == len(members)
     assert {rank for rank in range(42) if has_rank(ranks, rank)} == members
-    assert ranks_from_json(Fields({"r": ranks_to_json(ranks)}, "file"), "r", 41) == ranks
+    assert RANKS.load(RANKS.dump(ranks)) == ranks
 
 
 @pytest.mark.parametrize(
     "rows",
     [
-        [], [[0, 1, 1]], [[0, 5, 1]], [[0, 2, 1], [1, 3, 1]], [[2, 4, 1], [0, 2, 1]], [[0, 3, 2], [1, 4, 2]],
+        [], [[0, 1, 1]], [[0, 2, 1], [1, 3, 1]], [[2, 4, 1], [0, 2, 1]], [[0, 3, 2], [1, 4, 2]],
         [[0, 4, 2]], [[0, 1, 2], [2, 3, 1]], [[0, 2, 0]], [[0, 2, -1]], [[-1, 1, 1]], [[0, 2]], [0, 2], "x",
         [[0, True, 1]], [[0, 2.0, 1]], [[0, 0, 1]], [[2, 0, 1]],
     ],
 )  # fmt: skip
 def test_invalid_sets_of_ranks(rows: Any) -> None:
-    with pytest.raises(DamagedError):
-        ranks_from_json(Fields({"r": rows}, "file"), "r", 4)
+    with pytest.raises(ValueError, match=r"rank|row|list|number"):
+        RANKS.load(rows)
 
 
 def test_ranks_with_equal_replicas_share_one_table() -> None:
@@ -122,10 +113,10 @@ def test_a_constant_that_changed_may_be_written_by_another_rank() -> None:
         put("tables", []),
         put("tables", 0, 0, [[0, 2, 1]]),
         put("tables", 0, 1, "0" * 32),
-        put("files", 0, 4, [1]),
-        put("files", 0, 4, [0, 0]),
-        put("files", 0, 4, [True]),
-        put("files", 0, 0, 3),
+        put("ranks", 0, 3, [1]),
+        put("ranks", 0, 3, [0, 0]),
+        put("ranks", 0, 3, [True]),
+        put("ranks", 0, 0, 3),
     ],
 )
 def test_bad_tables(change: Callable[[dict[str, Any]], None]) -> None:
@@ -158,7 +149,7 @@ def test_files_that_contradict_the_tables() -> None:
     one = table((0, 1), {"model.weight": 1}, leaves=SHARED[:1])
     two = table((0, 1), {"optimizer.step": 1}, leaves=SHARED[2:3])
     assert "two tables" in refusal(part_of(rank_of(0, one, two), world=2))
-    assert "from 1 to 1" in refusal(part_of(rank_of(0, table((0, 1), {})), world=1))
+    assert "names rank 1" in refusal(part_of(rank_of(0, table((0, 1), {})), world=1))
 
 
 def test_a_table_may_have_further_keys() -> None:

@@ -36,7 +36,7 @@ def changed(record: Any, change: Callable[[dict[str, Any]], None]) -> bytes:
 
 def dumped(obj: dict[str, Any]) -> bytes:
     """A file that says this, its head sealed as its end is."""
-    body = {key: obj[key] for key in ("environment", "replicas", "ranks") if key in obj and "files" in obj}
+    body = {key: obj[key] for key in ("environment", "replicas", "contents") if key in obj}
     head = {key: value for key, value in obj.items() if key not in body and key != "head"}
     return dump(head, body if "head" in obj else None)
 
@@ -53,8 +53,8 @@ def put(*path: Any) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-SHARD = ("ranks", 0, "shard")
-LEAVES = (*SHARD, "leaves")
+SHARD = ("contents", 0, "shard")
+LEAVES = ("contents", 0, "leaves")
 BAD_SHARDS: dict[str, list[object]] = {
     "file": [
         "../rank-00001-5f2c.safetensors", "/etc/passwd", "rank-00001-5f2c.safetensors/..",
@@ -65,7 +65,6 @@ BAD_SHARDS: dict[str, list[object]] = {
     "data_start": [0, 4097],
     "chunk_bytes": [0, 1, 4097],
     "checksums": ["", "zz" * 32, None, " 0" * 32],
-    "digests": ["00", []],
 }  # fmt: skip
 BAD_LEAVES: dict[str, list[object]] = {
     "names": [[], "x" * 26, {}],
@@ -93,28 +92,29 @@ BAD_PARTS: list[tuple[Any, ...]] = [
     *((*LEAVES, key, value) for key, values in BAD_LEAVES.items() for value in values),
     *((*LEAVES, key, 0, value) for key, values in BAD_FIRST_LEAF.items() for value in values),
     (*LEAVES, "names", 1, "rows"),  # twice
-    ("ranks", 0, "frozen", "file", "rank-00001-5f2c.safetensors"),
-    *(("ranks", value) for value in ([], {})),
-    ("ranks", 0, None),
-    *(("files", 0, 0, value) for value in (2, -1, 0.0)),
-    ("files", []),
-    ("files", 0, []),
-    *(("files", 0, 1, f"{name}.safetensors") for name in ("rank-00001-5f2d", "../rank-00001-5f2c")),
-    *(("files", 0, 2, value) for value in (4096, 2**60)),
-    *(("files", 0, 3, value) for value in ("", None, [])),
-    *(("files", 0, 3, *place) for place in ((0, "../x"), (1, "../x"), (1, None), (2, "/etc/passwd"))),
-    ("files", 0, 3, 2, "rank-00001-5f2c.safetensors"),
-    ("files", 0, 3, 2, "frozen-00001-5f2d.safetensors"),  # another than its rank names
-    *(("files", 0, 3, 3, value) for value in (0, 2**60)),
-    *(("files", 0, 4, value) for value in (None, [0])),
+    *(("contents", 0, "digests", value) for value in ("00", "zz", [])),
+    ("contents", 0, "constants", "shard", "file", "rank-00001-5f2c.safetensors"),
+    *(("contents", value) for value in ([], {})),
+    ("contents", 0, None),
+    *(("ranks", 0, 0, value) for value in (2, -1, 0.0)),
+    ("ranks", []),
+    ("ranks", 0, []),
+    *(("ranks", 0, 1, 0, f"{name}.safetensors") for name in ("rank-00001-5f2d", "../rank-00001-5f2c")),
+    *(("ranks", 0, 1, 1, value) for value in (4096, 2**60)),
+    *(("ranks", 0, 2, value) for value in ("", None, [])),
+    *(("ranks", 0, 2, *place) for place in ((0, "../x"), (0, f"{A}/../x"), (0, None), (1, "/etc/passwd"))),
+    ("ranks", 0, 2, 1, "rank-00001-5f2c.safetensors"),
+    ("ranks", 0, 2, 1, "frozen-00001-5f2d.safetensors"),  # another than its rank names
+    *(("ranks", 0, 2, 2, value) for value in (0, 2**60)),
+    *(("ranks", 0, 3, value) for value in (None, [0])),
     ("replicas", None),
     *(("tables", value) for value in (None, [{}])),
-    *(("ranks", 0, "values", value) for value in ([], None)),
+    *(("contents", 0, "values", value) for value in ([], None)),
     *(("world", value) for value in (0, 2**70)),
-    ("ranks", 0, "frozen", 5),
-    ("ranks", 0, "frozen", "leaves", "names", 0, "zero"),
-    *(("attempt", value) for value in ("../../x", "000002-7fa3c1d2/..", None)),
-    *(("boundary", value) for value in (-1, None)),
+    ("contents", 0, "constants", 5),
+    ("contents", 0, "constants", "leaves", "names", 0, "zero"),
+    *(("id", 0, value) for value in ("../../x", "000002-7fa3c1d2/..", None)),
+    *(("id", 1, value) for value in (-1, None)),
     *(("step", value) for value in (-1, 10**12)),
     *(("node", value) for value in (-1, 0)),
     ("environment", None),
@@ -170,9 +170,15 @@ NAMES = [
 
 
 def test_names_never_leave_their_folders() -> None:
-    in_manifests = [("parts", 0, 0), ("shards", 0, 0), *(("frozen", 0, number) for number in range(3))]
+    in_manifests = [("folder",), ("parts", 0, 0), ("shards", 0, 0), ("frozen", 0, 0), ("frozen", 0, 1)]
     assert accepted(MANIFEST, [(*place, name) for place in in_manifests for name in NAMES]) == []
-    in_catalogues = [("checkpoints", 0, 4), ("attempts", 0), ("foreign", 0), ("run_id",)]
+    in_catalogues = [
+        ("checkpoints", 0, 2),
+        ("checkpoints", 0, 3),
+        ("checkpoints", 0, 5, 0),
+        ("foreign", 0),
+        ("run_id",),
+    ]
     whole = replace(CATALOGUE, foreign=frozenset({AttemptName(12345679, "00000000")}))
     assert accepted(whole, [(*place, name) for place in in_catalogues for name in NAMES]) == []
 
@@ -181,12 +187,12 @@ BAD_CATALOGUES: list[tuple[Any, ...]] = [
     ("version", 0), ("version", 10**9), ("writer", "x"), ("attempt", None), ("world", 0),
     ("parent_step", 2**64), ("failed_starts", -1), ("ended", 1), ("owner", 5), ("owner", "pid", -1),
     ("owner", "lock", "x" * 300), ("owner", "restart_count", None), ("committed", [0]),
-    ("checkpoints", 0, 1, -1), ("checkpoints", 0, 0, 7), ("damaged", 0, 1, "x" * 5000),
+    ("checkpoints", 0, 1, -1), ("checkpoints", 0, 0, [7, 7]), ("damaged", 0, 1, "x" * 5000),
     ("damaged", 0, 1, None),
 ]  # fmt: skip
 BAD_MANIFESTS: list[tuple[Any, ...]] = [
     ("parts", []), ("parts", 0, []), ("parts", 0, 1, 2**60), ("parts", 0, 2, [1]), ("shards", 0, 1, -1),
-    ("shards", [["rank-00000-5f2c.safetensors", 1]] * 2), ("lineage", [["000001", 1]]), ("writer", None),
+    ("shards", [["rank-00000-5f2c.safetensors", 1]] * 2), ("lineage", [["000001", 1]]), ("folder", None),
 ]  # fmt: skip
 
 
