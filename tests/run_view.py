@@ -130,7 +130,7 @@ def steps(store: Store) -> list[int]:
 
 def passed_over(store: Store) -> list[str]:
     """What a start would say of each newer snapshot that it does not resume."""
-    return [str(each) for each in lineage.next_start(View.of(store)).passed_over]
+    return list(lineage.next_start(View.of(store)).passed_over)
 
 
 def this_host() -> str:

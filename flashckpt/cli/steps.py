@@ -122,7 +122,7 @@ def ls(run: Run, all_branches: AllBranches = False, as_json: AsJson = False) -> 
     if as_json:
         plain = {
             "steps": [{**_plain_row(row), "next": row.name == first} for row in rows],
-            "passed_over": [str(each) for each in choice.passed_over],
+            "passed_over": list(choice.passed_over),
             "waiting": waits,
             "remote": remote or None,
         }

@@ -13,13 +13,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice, takewhile
-from typing import Any
 
 from flashckpt.catalogue.changes import is_visible, parent_of, relate, visibility
 from flashckpt.errors import RunError, UnusableRunError
-from flashckpt.format.catalogue import EMPTY, Catalogue, Checkpoint
+from flashckpt.format import forms
+from flashckpt.format.catalogue import CHECKPOINT, EMPTY, Catalogue, Checkpoint
+from flashckpt.format.forms import FLAG, ID, Form
 from flashckpt.format.manifest import Manifest
-from flashckpt.format.names import AttemptName, CommitName, SnapshotId
+from flashckpt.format.names import CommitName, SnapshotId
 
 MOST_OFFERS = 64
 """Of one rank, the newest ones. A node's memory holds far fewer."""
@@ -65,15 +66,6 @@ class RankOffers:
         newest = sorted(offers, key=lambda each: (each.id, not each.problem, -each.place))
         return cls(rank, tuple(newest[: -MOST_OFFERS - 1 : -1]))
 
-    def to_json(self) -> list[Any]:
-        """In plain JSON, for rank 0."""
-        return [self.rank, [_offer_json(each) for each in self.offers]]
-
-    @classmethod
-    def from_json(cls, row: Sequence[Any]) -> RankOffers:
-        rank, offers = row
-        return cls(rank, tuple(map(_offer_of, offers)))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -111,30 +103,6 @@ class Candidate:
             places |= {Place.HOME} if self.home is not None else set()
         return tuple(sorted(places))
 
-    def to_json(self) -> list[Any]:
-        """In plain JSON, for the other ranks."""
-        stored = [_stored_json(each) for each in (self.home, self.mirror)]
-        return [*_id_json(self.id), self.step, *stored, self.from_mirror]
-
-    @classmethod
-    def from_json(cls, row: Sequence[Any]) -> Candidate:
-        attempt, boundary, step, home, mirror, from_mirror = row
-        id = _id_of(attempt, boundary)
-        here, there = (_stored_of(id, step, each) for each in (home, mirror))
-        return cls(id=id, step=step, home=here, mirror=there, from_mirror=from_mirror)
-
-
-@dataclass(frozen=True, slots=True)
-class PassedOver:
-    """A snapshot that is newer than the first candidate and is not resumed from, with the reasons."""
-
-    id: SnapshotId
-    step: int
-    why: str
-
-    def __str__(self) -> str:
-        return f"step {self.step} of attempt {self.id.attempt} (boundary {self.id.boundary}): {self.why}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -142,7 +110,8 @@ class Choice:
     without `needs_save`, is a fresh run.
 
     `needs_save`: memory or cache of some node has something newer than every rank can read. The keepers save
-    what they can; then the ranks offer and choose again. `passed_over` and `warnings` are for the log.
+    what they can; then the ranks offer and choose again. `passed_over`: the snapshots that are newer than the
+    first candidate, each with the reasons. It and `warnings` are for the log.
     `refusal`: the start ends with this error, and nothing is loaded.
 
     `home`: the version of the home's catalogue that was chosen from; `lead`: the same, or the mirror's if the
@@ -152,28 +121,31 @@ class Choice:
 
     candidates: tuple[Candidate, ...] = ()
     needs_save: bool = False
-    passed_over: tuple[PassedOver, ...] = ()
+    passed_over: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     refusal: RunError | None = None
     home: Catalogue = field(default=EMPTY, compare=False, repr=False)
     lead: Catalogue = field(default=EMPTY, compare=False, repr=False)
     manifests: Mapping[Place, Manifest] = field(default_factory=dict, compare=False, repr=False)
 
-    def to_json(self) -> list[Any]:
-        """What the other ranks need, in plain JSON. A refusal is raised instead."""
-        passed_over = [[*_id_json(each.id), each.step, each.why] for each in self.passed_over]
-        candidates = [each.to_json() for each in self.candidates]
-        return [candidates, self.needs_save, passed_over, list(self.warnings)]
 
-    @classmethod
-    def from_json(cls, row: Sequence[Any]) -> Choice:
-        candidates, needs_save, passed_over, warnings = row
-        return cls(
-            candidates=tuple(map(Candidate.from_json, candidates)),
-            needs_save=needs_save,
-            passed_over=tuple(PassedOver(_id_of(*id), step, why) for *id, step, why in passed_over),
-            warnings=tuple(warnings),
-        )
+_PROBLEM: Form[str] = Form(lambda problem: problem[:MOST_PROBLEM_CHARS], forms.text().load)
+_OFFER = forms.row(Offer, id=ID, step=forms.integer(), place=Form(int, Place), problem=_PROBLEM)
+_CANDIDATE = forms.row(
+    Candidate,
+    id=ID,
+    step=forms.integer(),
+    home=forms.optional(CHECKPOINT),
+    mirror=forms.optional(CHECKPOINT),
+    from_mirror=FLAG,
+)
+_TEXTS = forms.items(forms.of_type(str, "a text"))
+OFFERS: Form[RankOffers] = forms.row(RankOffers, rank=forms.integer(), offers=forms.items(_OFFER))
+"""What each rank sends to rank 0."""
+CHOICE: Form[Choice] = forms.row(
+    Choice, candidates=forms.items(_CANDIDATE), needs_save=FLAG, passed_over=_TEXTS, warnings=_TEXTS
+)
+"""What the other ranks need. A refusal is raised instead."""
 
 
 def choose(
@@ -280,10 +252,11 @@ class _Table:
         first = candidates[0].id if candidates else None
         return takewhile(lambda id: id != first, self._known)
 
-    def passed_over(self, candidates: Sequence[Candidate]) -> Iterator[PassedOver]:
+    def passed_over(self, candidates: Sequence[Candidate]) -> Iterator[str]:
         """The snapshots that are newer than the first candidate, newest first, as many as are shown."""
         for id in islice(self._newer_than(candidates), _MOST_UNREADABLE):
-            yield PassedOver(id, self._known[id].step, self._unreadable(id))
+            what = f"step {self._known[id].step} of attempt {id.attempt} (boundary {id.boundary})"
+            yield f"{what}: {self._unreadable(id)}"
 
     def _unreadable(self, id: SnapshotId) -> str:
         found = [f"in {store.url}: {store.broken[id]}" for store in self._stores if id in store.broken]
@@ -390,41 +363,3 @@ def _unreached(home: Stored, mirror: Stored, why: str) -> RunError:
 def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
-
-
-# ---- JSON
-
-
-def _offer_json(each: Offer) -> list[Any]:
-    return [*_id_json(each.id), each.step, int(each.place), each.problem[:MOST_PROBLEM_CHARS]]
-
-
-def _offer_of(row: Sequence[Any]) -> Offer:
-    attempt, boundary, step, place, problem = row
-    return Offer(id=_id_of(attempt, boundary), step=step, place=Place(place), problem=problem)
-
-
-def _stored_json(each: Checkpoint | None) -> list[Any] | None:
-    """What a rank needs in order to read a checkpoint whose id and step it has."""
-    return None if each is None else [str(each.writer), each.manifest]
-
-
-def _stored_of(id: SnapshotId, step: int, row: Sequence[Any] | None) -> Checkpoint | None:
-    if row is None:
-        return None
-    writer, manifest = row
-    return Checkpoint(id=id, step=step, writer=_attempt_of(writer), manifest=manifest)
-
-
-def _id_json(id: SnapshotId) -> list[Any]:
-    return [str(id.attempt), id.boundary]
-
-
-def _id_of(attempt: str, boundary: int) -> SnapshotId:
-    return SnapshotId(_attempt_of(attempt), boundary)
-
-
-def _attempt_of(text: str) -> AttemptName:
-    name = AttemptName.parse(text)
-    assert name is not None, text
-    return name

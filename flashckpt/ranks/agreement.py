@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from flashckpt._native import xxh3_64
-from flashckpt.commit.choice import Choice, RankOffers
+from flashckpt.commit.choice import CHOICE, OFFERS, Choice, RankOffers
 from flashckpt.errors import MismatchError, OptionError, StateError
 from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
@@ -213,13 +213,13 @@ class RanksAgreement(Agreement):
     def choose(self, mine: RankOffers, decide: Callable[[Sequence[RankOffers]], Choice]) -> Choice:
         """Return the decision of rank 0 from the offers of all ranks. Raises its error on all ranks."""
 
-        def decided(rows: list[Any]) -> list[Any]:
-            return decide(list(map(RankOffers.from_json, rows))).to_json()
+        def decided(rows: list[Any]) -> Any:
+            return CHOICE.dump(decide(list(map(OFFERS.load, rows))))
 
         what = "which step all ranks resume from"
         # The keepers of other nodes may save for as long as storage takes.
-        found = self._job.agree(what, mine.to_json(), decided, timeout_s=LOADING_TIMEOUT_S)
-        return Choice.from_json(found)
+        found = self._job.agree(what, OFFERS.dump(mine), decided, timeout_s=LOADING_TIMEOUT_S)
+        return CHOICE.load(found)
 
     def saved(self) -> None:
         """Report that this node's keeper has saved what it can. Returns when all have: a rank that lists the

@@ -201,7 +201,7 @@ class StepChoice:
             self._agreement.saved()
             choice = self._agreed(is_saved=True)
         for each in choice.passed_over:
-            self.refused.append(str(each))
+            self.refused.append(each)
             log.error("passed over: %s", each)
         for warning in choice.warnings:
             log.warning("%s", warning)
