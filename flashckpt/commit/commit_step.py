@@ -16,7 +16,7 @@ from flashckpt import crashpoints
 from flashckpt.catalogue.changes import Hopeless, expired, hopeless, is_newer
 from flashckpt.catalogue.changes import Keep as Kept
 from flashckpt.catalogue.requests import Stores
-from flashckpt.commit.steps import check_alike
+from flashckpt.commit.steps import check_alike, heads_at_rest
 from flashckpt.commit.view import HOME, View
 from flashckpt.errors import DivergedError, RunError, SupersededError
 from flashckpt.format.catalogue import Catalogue, Folder
@@ -60,20 +60,6 @@ class Outcome:
         return bool(self.state)
 
 
-class KnownHeads:
-    """The heads of the parts in one folder that were read, for a committer that polls until all parts are
-    there. A part never changes and is read once. Heads of another folder replace them."""
-
-    def __init__(self) -> None:
-        self._folder: Folder | None = None
-        self._heads: dict[str, PartHead] = {}
-
-    def of(self, folder: Folder) -> dict[str, PartHead]:
-        if folder != self._folder:
-            self._folder, self._heads = folder, {}
-        return self._heads
-
-
 def folder_of(view: View, id: SnapshotId) -> Folder:
     """The folder that the newest attempt writes a snapshot into. SupersededError if it can never be
     committed: it is of an older attempt, and not the one that the newest attempt has resumed. RunError if the
@@ -114,13 +100,13 @@ def commit(
     folder: Folder,
     keep: Keep,
     *,
-    known: KnownHeads | None = None,
+    known: dict[str, PartHead] | None = None,
     in_use: frozenset[SnapshotId] = frozenset(),
     is_of_many: bool = False,
     guard: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Commit a snapshot once its parts cover every rank. `folder`: of the newest attempt. `keep`: what
-    retention keeps; it drops the rest in the same version. `known`: heads read in an earlier call. `in_use`:
+    retention keeps; it drops the rest in the same version. `known`: the heads of parts that an earlier call has read, by name. `in_use`:
     checkpoints that retention spares. `is_of_many`: of many nodes; their parts are read at once. `guard`:
     raises if this process may not commit any more; called before the version is created, and again before the
     commit is reported.
@@ -129,13 +115,13 @@ def commit(
     of different steps or worlds.
     """
     store = view.store
-    stores, heads = Stores({HOME.store: store}), (known or KnownHeads()).of(folder)
+    stores, heads = Stores({HOME.store: store}), {} if known is None else known
     if is_of_many:
         _read_heads(store, folder, heads)
     try:
         manifest = stores.run(HOME.gather(folder, heads))
     except DivergedError:
-        check_alike(store, folder.path, heads)
+        check_alike(store, folder.path, heads_at_rest(store, folder))
         raise
     if manifest is None:
         return Outcome(Committed.WAITING, view)

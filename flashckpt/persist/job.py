@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from flashckpt.commit.commit_step import KnownHeads
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import Folder
+from flashckpt.format.manifest import PartHead
 from flashckpt.format.metadata import Metadata
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.memory.cache_folder import CachePlace
@@ -272,7 +272,7 @@ class StepJob:
     folder: Folder | None = None
     part: str = ""
     hastened_for: SnapshotId | None = None
-    known: KnownHeads = field(default_factory=KnownHeads)
+    known: dict[str, PartHead] = field(default_factory=dict)
     lacks: str = ""
 
     @property

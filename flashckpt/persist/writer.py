@@ -264,7 +264,7 @@ class Writer:
             nonce = f"{self._nonce}{self._files:04x}"
             file = commit_step.publish_part(self._store, tried.folder, part, nonce)
             job.has_part, job.part = True, file.name
-            job.known.of(tried.folder)[file.name] = part.head()  # the committer need not read it
+            job.known[file.name] = part.head()  # the committer need not read it
         except DamagedError:
             self._frozen.forget(job.snapshots)
             raise
