@@ -55,7 +55,7 @@ from flashckpt.format.catalogue import (
     manifest_name,
     version_path,
 )
-from flashckpt.format.manifest import PART, File, Manifest, PartHead, are_alike, manifest_of
+from flashckpt.format.manifest import PART, File, Manifest, PartHead, manifest_of, unlike
 from flashckpt.format.names import DATA, AttemptName, SnapshotId
 
 _SHOWN = 20
@@ -89,7 +89,7 @@ class Home(Versions):
         chosen = _exact_cover(heads, names)
         if chosen is None:
             return None
-        if not are_alike(head for _, head in chosen):
+        if unlike({file.name: head for file, head in chosen}):
             raise DivergedError(
                 f"{folder.path} is not committed: replicas of its ranks differ. Committed checkpoints are "
                 "untouched. Find the rank that computes something else, and resume from an earlier step.",

@@ -7,8 +7,6 @@ writes.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,8 +17,8 @@ from flashckpt.commit.view import HOME, View
 from flashckpt.errors import DamagedError, DivergedError, NoSuchStepError
 from flashckpt.format.catalogue import Checkpoint, Folder
 from flashckpt.format.checked_json import checked
-from flashckpt.format.layout import Leaf, Ranks, Replicas, count_of
-from flashckpt.format.manifest import COMPRESSED, Manifest, PartFile, PartHead, are_alike
+from flashckpt.format.layout import Leaf, Ranks, Replicas
+from flashckpt.format.manifest import COMPRESSED, Manifest, PartFile, PartHead, unlike
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.records import Contents, Part, RankRecord
 from flashckpt.store.base import Store
@@ -71,29 +69,11 @@ class StepParts:
 
 _SHOWN = 8
 
-_Held = dict[str, dict[int, str]]
-"""For a set of ranks, by checksum of their table: the ranks that have it, each with its part's file."""
-
-
-def _unlike(heads: Mapping[str, PartHead]) -> dict[Ranks, _Held]:
-    """The sets of ranks in all parts of a step that do not all have the same table of replicas."""
-    found: dict[Ranks, _Held] = defaultdict(lambda: defaultdict(dict))
-    for file, head in heads.items():
-        by_index = [found[ranks][checksum] for ranks, checksum in head.tables]
-        for rank in head.ranks:
-            for index in rank.tables:
-                by_index[index][rank.rank] = file
-    return {
-        ranks: held
-        for ranks, held in found.items()
-        if len(held) > 1 or sum(map(len, held.values())) != count_of(ranks)
-    }
-
 
 def check_alike(store: Store, folder: str, heads: Mapping[str, PartHead]) -> None:
     """DivergedError, with ranks and leaves, unless all ranks of each set have the same table of replicas.
     `heads`: those of all parts in a snapshot's folder, by name. DamagedError, OSError."""
-    rows = [row for ranks, held in _unlike(heads).items() for row in _rows(store, folder, ranks, held)]
+    rows = [row for ranks, held in unlike(heads).items() for row in _rows(store, folder, ranks, held)]
     if not rows:
         return
     step = next(iter(heads.values())).step
@@ -109,7 +89,9 @@ def check_alike(store: Store, folder: str, heads: Mapping[str, PartHead]) -> Non
     )
 
 
-def _rows(store: Store, folder: str, ranks: Ranks, held: _Held) -> list[tuple[list[int], list[str]]]:
+def _rows(
+    store: Store, folder: str, ranks: Ranks, held: Mapping[str, Mapping[int, str]]
+) -> list[tuple[list[int], list[str]]]:
     """Ranks of a set that differ from most of it, with the names of the leaves that differ."""
     by_number = sorted(held.items(), key=lambda each: (-len(each[1]), min(each[1])))
     tables = [(sorted(of), _table(store, folder, ranks, *min(of.items()))) for _, of in by_number]
@@ -343,7 +325,7 @@ def step_of(
         named |= {(each.name, each.num_bytes) for each in head.frozen}
         if not all(file + COMPRESSED in compressed for file, _ in named - rows):
             raise damaged(manifest.folder.path, "its manifest names other files than its parts", name.step)
-    if ranks is None and not are_alike(parts.heads):
+    if ranks is None and unlike(dict(enumerate(parts.heads))):
         raise damaged(manifest.folder.path, "its parts contradict each other about replicas", name.step)
     return StepRecord(name=name, manifest=manifest, places=manifest.places(), parts=parts, store=store)
 
@@ -369,26 +351,21 @@ def _parts_of(
     store: Store, manifest: Manifest, ranks: Collection[int], *, with_writers: bool
 ) -> tuple[Part, ...]:
     """The parts that hold these ranks, by the rows of the manifest."""
-    rows = sorted(manifest.parts, key=lambda row: row.ranks[0])
+    rows = {rank: row for row in manifest.parts for rank in row.ranks}
     found: dict[str, Part] = {}
     held: dict[int, RankRecord] = {}
 
-    def find(wanted: int) -> None:
-        if not 0 <= wanted < manifest.world:
-            raise _no_rank(manifest, wanted)
-        behind = bisect_right(rows, wanted, key=lambda row: row.ranks[0])
-        row = next(each for each in (*rows[:behind][::-1], *rows[behind:]) if wanted in each.ranks)
-        part = _read_part(store, manifest, row)
-        found[row.name] = part
-        held.update((rank.rank, rank) for rank in part.ranks)
+    def find(wanted: Collection[int]) -> None:
+        for rank in sorted(wanted):
+            if rank not in rows:
+                raise _no_rank(manifest, rank)
+            if rank not in held:
+                part = found[rows[rank].name] = _read_part(store, manifest, rows[rank])
+                held.update((each.rank, each) for each in part.ranks)
 
-    for wanted in sorted(ranks):
-        if wanted not in held:
-            find(wanted)
-    writers = {by for rank in ranks for by, _, _ in held[rank].elsewhere()} if with_writers else set()
-    for wanted in sorted(writers):
-        if wanted not in held:
-            find(wanted)
+    find(ranks)
+    if with_writers:
+        find({by for rank in ranks for by, _, _ in held[rank].elsewhere()})
     return tuple(found.values())
 
 

@@ -8,20 +8,21 @@ verified when they are read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flashckpt.format.catalogue import CHECKSUM, FOLDER, RUN_ID, Folder, Lineage, check_lineage
 from flashckpt.format.checked_json import JsonRecord, dump, parse_head
 from flashckpt.format.forms import ID, Form, dump_fields, fields, integer, items, optional, pair, row, text
-from flashckpt.format.layout import RANKS, Ranks, has_rank
+from flashckpt.format.layout import RANKS, Ranks, count_of, has_rank
 from flashckpt.format.names import MAX_RANK, MAX_STEP, SnapshotId
 
 SHARD = re.compile(r"rank-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors")
 FROZEN = re.compile(r"frozen-[0-9]{5,7}-[0-9a-f]{4,32}\.safetensors")
 PART = re.compile(r"node-([0-9]{5,7})-[0-9a-f]{4,32}\.json")
 MAX_FILE_BYTES = 1 << 50
+K = TypeVar("K")
 COMPRESSED = ".zst"
 """The end of the names of compressed files, which a copy may have. The rest is the name of the plain file."""
 _STORED_SHARD, _STORED_FROZEN = (re.compile(rf"{each.pattern}(\.zst)?") for each in (SHARD, FROZEN))
@@ -246,16 +247,16 @@ def manifest_of(folder: Folder, parts: Iterable[tuple[File, PartHead]]) -> Manif
     )
 
 
-def are_alike(heads: Iterable[PartHead]) -> bool:
-    """Whether all ranks that hold the same leaves have the same table of replicas: `heads` are those of all
-    nodes."""
-    held: dict[Ranks, dict[int, str]] = {}
-    for head in heads:
+def unlike(heads: Mapping[K, PartHead]) -> dict[Ranks, dict[str, dict[int, K]]]:
+    """The sets of ranks, in the parts of all nodes, that do not all have the same table of replicas. For each
+    set, by checksum of their table: the ranks that have it, each with the key of its part."""
+    found: dict[Ranks, dict[str, dict[int, K]]] = {}
+    for key, head in heads.items():
         for rank in head.ranks:
-            for index in rank.tables:
-                ranks, checksum = head.tables[index]
-                held.setdefault(ranks, {})[rank.rank] = checksum
-    return all(
-        len(set(by_rank.values())) == 1 and len(by_rank) == sum(map(len, ranks))
-        for ranks, by_rank in held.items()
-    )
+            for ranks, checksum in (head.tables[index] for index in rank.tables):
+                found.setdefault(ranks, {}).setdefault(checksum, {})[rank.rank] = key
+    return {
+        ranks: held
+        for ranks, held in found.items()
+        if len(held) > 1 or sum(map(len, held.values())) != count_of(ranks)
+    }

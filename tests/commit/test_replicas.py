@@ -172,7 +172,7 @@ def test_a_step_whose_parts_were_exchanged_is_damaged(store: LocalStore, attempt
     """Whatever made a manifest for it."""
     publish_all(store, attempt, {2: rank_record(store, attempt, 2, changed=["model.weight"])})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(home, "are_alike", lambda _: True)
+        patched.setattr(home, "unlike", lambda _: {})
         assert commit(store, attempt)
     with pytest.raises(DamagedError, match="contradict each other about replicas"):
         read_step(store, name_of(100, attempt))
