@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 from flashckpt.format.names import AttemptName, SnapshotId
 
 MAX_INTEGER = 2**63 - 1
 MAX_ITEMS = 10_000_000
+_MAX_NAME = 255
 _SHOWN = 80
 
 T = TypeVar("T")
@@ -77,9 +79,10 @@ HEX: Form[bytes] = Form(bytes.hex, _of_hex)
 
 def named(parse: Callable[[str], T | None], what: str) -> Form[T]:
     """A value that stands as its text."""
+    known = lru_cache(maxsize=1024)(parse)  # a catalogue repeats few names
 
     def load(found: Any) -> T:
-        value = parse(found) if isinstance(found, str) else None
+        value = known(found) if isinstance(found, str) and len(found) <= _MAX_NAME else None
         if value is None:
             raise ValueError(f"{shown(found)} is not the name of {what}")
         return value
