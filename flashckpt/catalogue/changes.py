@@ -155,14 +155,16 @@ def is_committable(catalogue: Catalogue, checkpoint: Checkpoint) -> bool:
     return is_own and is_new and checkpoint.bases <= bases(catalogue) | {checkpoint.folder}
 
 
-class Hopeless(Enum):
-    """Why no later version can name a snapshot."""
+class Committed(Enum):
+    """Whether a snapshot is committed, or can be. With the last two no later version can name it."""
 
+    YES = "committed"
+    WAITING = "not all parts are there"
     OVERTAKEN = "a newer snapshot was committed before it"
     BASE_GONE = "no checkpoint has its frozen files any more"
 
 
-def hopeless(catalogue: Catalogue, checkpoint: Checkpoint) -> Hopeless | None:
+def hopeless(catalogue: Catalogue, checkpoint: Checkpoint) -> Committed | None:
     """Why no version from this one on can name a snapshot. None while one can, or if this one does.
 
     `commit` adds nothing then. A base is gone for ever if no checkpoint names it, and its own snapshot can
@@ -171,9 +173,9 @@ def hopeless(catalogue: Catalogue, checkpoint: Checkpoint) -> Hopeless | None:
     if catalogue.has(checkpoint.id):
         return None
     if not _is_pending(catalogue, checkpoint.folder):
-        return Hopeless.OVERTAKEN
+        return Committed.OVERTAKEN
     missing = checkpoint.bases - bases(catalogue)
-    return None if all(_is_pending(catalogue, each) for each in missing) else Hopeless.BASE_GONE
+    return None if all(_is_pending(catalogue, each) for each in missing) else Committed.BASE_GONE
 
 
 class Spared(Enum):

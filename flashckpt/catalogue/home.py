@@ -16,7 +16,7 @@ from typing import cast
 
 from flashckpt._native import xxh3_128
 from flashckpt.catalogue.changes import (
-    Hopeless,
+    Committed,
     Keep,
     Launch,
     MovedError,
@@ -67,11 +67,9 @@ class Home(Versions):
 
     # ---- snapshots
 
-    def gather(
-        self, folder: Folder, known: dict[str, PartHead] | None = None
-    ) -> Steps[Manifest | Hopeless | None]:
-        """Return the manifest of a snapshot; None if parts, or files that they name, are not there yet;
-        `Hopeless` if a base has lost a file. `known`: heads of parts that were read, by name; gets those that
+    def gather(self, folder: Folder, known: dict[str, PartHead] | None = None) -> Steps[Manifest | Committed]:
+        """Return the manifest of a snapshot; WAITING if parts, or files that they name, are not there yet;
+        BASE_GONE if a base has lost a file. `known`: heads of parts that were read, by name; gets those that
         are read here.
 
         A node has two parts if its keeper was replaced; either is right. DamagedError if the parts are of
@@ -88,7 +86,7 @@ class Home(Versions):
             )
         chosen = _exact_cover(heads, names)
         if chosen is None:
-            return None
+            return Committed.WAITING
         if unlike({file.name: head for file, head in chosen}):
             raise DivergedError(
                 f"{folder.path} is not committed: replicas of its ranks differ. Committed checkpoints are "
@@ -100,7 +98,7 @@ class Home(Versions):
             # Those in its own folder are chosen by their sizes.
             is_there = base == folder and files.items() <= names.items()
             if not is_there and (yield from self._missing(base, files)):
-                return Hopeless.BASE_GONE if base != folder else None
+                return Committed.BASE_GONE if base != folder else Committed.WAITING
         return manifest
 
     def heads(

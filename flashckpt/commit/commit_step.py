@@ -10,10 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from flashckpt import crashpoints
-from flashckpt.catalogue.changes import Hopeless, expired, hopeless, is_newer
+from flashckpt.catalogue.changes import Committed, expired, hopeless, is_newer
 from flashckpt.catalogue.changes import Keep as Kept
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.steps import check_alike, heads_at_rest
@@ -35,29 +34,18 @@ _AT_ONCE = 32
 """Concurrent reads, where each may take a round trip."""
 
 
-class Committed(Enum):
-    """True only if the snapshot is committed and every later start finds it."""
-
-    YES = "committed"
-    WAITING = "not all parts are there"
-    OVERTAKEN = "a newer snapshot was committed before it"
-    BASE_GONE = "no checkpoint has its frozen files any more"
-
-    def __bool__(self) -> bool:
-        return self is Committed.YES
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """`view`: the newest one. `dropped`: the checkpoints that retention dropped with this commit; None if it
-    is still due, since another keeper has committed the snapshot, or a checkpoint is not whole."""
+    """True only if the snapshot is committed and every later start finds it. `view`: the newest one.
+    `dropped`: the checkpoints that retention dropped with this commit; None if it is still due, since another
+    keeper has committed the snapshot, or a checkpoint is not whole."""
 
     state: Committed
     view: View
     dropped: tuple[CommitName, ...] | None = ()
 
     def __bool__(self) -> bool:
-        return bool(self.state)
+        return self.state is Committed.YES
 
 
 def folder_of(view: View, id: SnapshotId) -> Folder:
@@ -123,10 +111,8 @@ def commit(
     except DivergedError:
         check_alike(store, folder.path, heads_at_rest(store, folder))
         raise
-    if manifest is None:
-        return Outcome(Committed.WAITING, view)
-    if isinstance(manifest, Hopeless):
-        return Outcome(Committed.BASE_GONE, view)
+    if isinstance(manifest, Committed):
+        return Outcome(manifest, view)
     guard()
     return publish_manifest(view, manifest, keep, in_use=in_use, guard=guard)
 
@@ -163,9 +149,7 @@ def publish_manifest(
     guard()
     found = View(after, view.store)
     if not after.has(checkpoint.id):
-        why = hopeless(after, checkpoint)
-        state = Committed.BASE_GONE if why is Hopeless.BASE_GONE else Committed.OVERTAKEN
-        return Outcome(state, found)
+        return Outcome(hopeless(after, checkpoint) or Committed.OVERTAKEN, found)
     dropped = tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
     ids = frozenset(each.id for each in after.checkpoints)
     is_due = not dropped and bool(expired(after, replace(kept(keep, in_use), whole=ids)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashckpt.catalogue import mirror as mirrors
 from flashckpt.catalogue.changes import (
-    Hopeless,
+    Committed,
     Keep,
     Launch,
     ancestry,
@@ -195,10 +195,10 @@ class Leader:
         frozen: str | FrozenFile = "",
     ) -> Steps[Catalogue]:
         name, folder = f"{self.name}{id.boundary}", Folder(writer, id)
-        manifest: Manifest | Hopeless | None = None
+        manifest: Manifest | Committed = Committed.WAITING
         for _ in range(self.polls):
             manifest = yield from HOME.gather(folder)
-            if manifest is not None:
+            if manifest is not Committed.WAITING:
                 break
         if not self.polls:
             head = yield from _until_done(lambda: write(writer, id, name, frozen=frozen))

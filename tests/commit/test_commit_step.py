@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashckpt import crashpoints
+from flashckpt.catalogue.changes import Committed
 from flashckpt.commit import commit_step
-from flashckpt.commit.commit_step import KEEP_ALL, Committed, Outcome, collect, is_overtaken
+from flashckpt.commit.commit_step import KEEP_ALL, Outcome, collect, is_overtaken
 from flashckpt.commit.steps import is_whole, missing_ranks, read_step
 from flashckpt.commit.view import View
 from flashckpt.errors import SupersededError

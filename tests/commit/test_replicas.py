@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from flashckpt.catalogue import home
+from flashckpt.catalogue.changes import Committed
 from flashckpt.commit import attempts, commit_step, steps
-from flashckpt.commit.commit_step import KEEP_ALL, Committed, Outcome
+from flashckpt.commit.commit_step import KEEP_ALL, Outcome
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, DivergedError
