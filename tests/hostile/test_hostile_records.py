@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,15 @@ from hypothesis import strategies as st
 from flashckpt.commit.lineage import resolve, steps
 from flashckpt.commit.steps import read_step
 from flashckpt.errors import DamagedError, FlashckptError, FormatError
-from flashckpt.format.catalogue import Catalogue, Checkpoint, Folder
+from flashckpt.format.catalogue import Catalogue
 from flashckpt.format.checked_json import dump, parse
-from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, PartHead
-from flashckpt.format.names import AttemptName, SnapshotId
-from flashckpt.format.owner import Alive, Owner
+from flashckpt.format.manifest import Manifest, PartHead
+from flashckpt.format.owner import Alive
 from flashckpt.format.records import Part
+from tests.catalogue.test_records import CATALOGUE, MANIFEST, A, B
 from tests.commit.runs import attempt_at, commit, name_of, new_run
 from tests.format.test_checked_json import sealed
-from tests.format.test_records import BASE, ID, A, B, part
+from tests.format.test_records import part
 from tests.run_view import folder_of, manifest_of
 
 MAX = 1 << 24
@@ -138,30 +137,6 @@ def test_bad_parts() -> None:
     assert accepted(part(), BAD_PARTS) == []
 
 
-CHECKPOINT = Checkpoint(id=ID, step=100, writer=B, manifest="5f2c", num_bytes=9, bases=frozenset({BASE}))
-CATALOGUE = Catalogue(
-    run_id="5eed" * 4,
-    version=42,
-    writer=B,
-    attempt=B,
-    ended=False,
-    committed=ID,
-    checkpoints=(CHECKPOINT,),
-    lineages=((A, ()), (B, (ID,))),
-    damaged=((ID, "host: chunk 3"),),
-    owner=Owner(boot_id="b", runtime="/r", runtime_id="1:2", lock="l", host="h", pid=3, job_id="j"),
-    parent_step=100,
-)
-MANIFEST = Manifest(
-    folder=Folder(B, ID),
-    step=100,
-    world=1,
-    run_id="5eed" * 4,
-    lineage=(SnapshotId(AttemptName(1, "7fa3c1d2"), 3),),
-    parts=(PartFile("node-00000-5f2c.json", 700, (0,)),),
-    shards=(File("rank-00000-5f2c.safetensors", 4096),),
-    frozen=(FrozenFile(BASE, "frozen-00000-5f2c.safetensors", 8192),),
-)
 RECORDS = [CATALOGUE, MANIFEST, Alive(count=5), part()]
 NAMES = [
     "../x", "/x", "a/b", "", "..", "node-00000-5f2c.json/../../x", "rank-00000-5f2c.safetensors\0", 5, None,
@@ -179,8 +154,7 @@ def test_names_never_leave_their_folders() -> None:
         ("foreign", 0),
         ("run_id",),
     ]
-    whole = replace(CATALOGUE, foreign=frozenset({AttemptName(12345679, "00000000")}))
-    assert accepted(whole, [(*place, name) for place in in_catalogues for name in NAMES]) == []
+    assert accepted(CATALOGUE, [(*place, name) for place in in_catalogues for name in NAMES]) == []
 
 
 BAD_CATALOGUES: list[tuple[Any, ...]] = [
@@ -188,11 +162,20 @@ BAD_CATALOGUES: list[tuple[Any, ...]] = [
     ("parent_step", 2**64), ("failed_starts", -1), ("ended", 1), ("owner", 5), ("owner", "pid", -1),
     ("owner", "lock", "x" * 300), ("owner", "restart_count", None), ("committed", [0]),
     ("checkpoints", 0, 1, -1), ("checkpoints", 0, 0, [7, 7]), ("damaged", 0, 1, "x" * 5000),
-    ("damaged", 0, 1, None),
+    ("damaged", 0, 1, None), ("damaged", [[[str(B), 99], "it is not a checkpoint"]]),
+    ("checkpoints", [[[str(A), 3], 3, str(A), "5f2c", 9, []]] * 2),
+    ("checkpoints", [[[str(A), 3], 3, str(A), "5f2c", 9, [7]]]),
+    ("lineages", []), ("lineages", [[str(A), []], [str(B), [[str(A), 3]]], [str(B), []]]),
+    ("lineages", [[str(A), []], [str(B), [[str(B), 3]]]]),
+    ("lineages", [[str(A), [[str(B), 1]]], [str(B), []]]),
 ]  # fmt: skip
 BAD_MANIFESTS: list[tuple[Any, ...]] = [
     ("parts", []), ("parts", 0, []), ("parts", 0, 1, 2**60), ("parts", 0, 2, [1]), ("shards", 0, 1, -1),
     ("shards", [["rank-00000-5f2c.safetensors", 1]] * 2), ("lineage", [["000001", 1]]), ("folder", None),
+    ("shards", [["rank-00000-5f2c.safetensors", 4096]]),
+    ("shards", 1, 0, "../../rank-00001-5f2c.safetensors"),
+    ("parts", [["node-00000-5f2c.json", 700, [0]]]),
+    ("parts", [["node-00000-5f2c.json", 700, [0, 1]], ["node-00001-5f2c.json", 700, [1]]]),
 ]  # fmt: skip
 
 
