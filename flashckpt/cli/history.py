@@ -26,7 +26,6 @@ from flashckpt.commit.steps import (
 from flashckpt.commit.view import View, folders_in
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.layout import DTYPES, Leaf
-from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
 from flashckpt.persist.ledger import Event, attempts_of, lines_of
 from flashckpt.store.base import Store
@@ -90,11 +89,6 @@ def _step_of(view: View, attempt: AttemptName, parent: SnapshotId) -> int | None
     return None if name is None else name.step
 
 
-def num_bytes(manifest: Manifest) -> int:
-    """The bytes of its shards and frozen files."""
-    return sum(each.num_bytes for each in manifest.shards) + sum(each.num_bytes for each in manifest.frozen)
-
-
 def num_leaves(record: StepRecord) -> int:
     ranks = [rank for part in record.parts for rank in part.ranks]
     return sum(len(rank.counted()) for rank in ranks)
@@ -114,7 +108,7 @@ def _rows(store: Store, all_branches: bool) -> Iterator[StepRow]:
             name=name,
             visible=name in visible,
             world=None if record is None else record.world,
-            num_bytes=None if record is None else num_bytes(record.manifest),
+            num_bytes=None if record is None else record.manifest.leaf_bytes,
             leaves=None if record is None else num_leaves(record),
             committed_at_s=committed_at_s(view, name),
             damage=damage(view, name),

@@ -33,7 +33,6 @@ from flashckpt.cli.history import (
     committed_at_s,
     leaf_rows,
     lineage,
-    num_bytes,
     persisted,
     rank_rows,
     resumed,
@@ -94,7 +93,7 @@ def _summary(store: Store, record: StepRecord, origins: list[dict[str, Any]]) ->
     table.add_row("branch", here)
     table.add_row("committed", command.local_time(committed_at_s(View.of(store), record.name)))
     table.add_row("ranks", f"{record.world:,}{nodes}")
-    table.add_row("size", f"{size(num_bytes(record.manifest))} in {files}")
+    table.add_row("size", f"{size(record.manifest.leaf_bytes)} in {files}")
     for index, how in enumerate(_writes(persisted(store, record.step, record.attempt))):
         table.add_row("" if index else "persisted", how)
     for index, read in enumerate(_resumes(resumed(store, record.step, record.attempt))):
@@ -249,7 +248,7 @@ def _plain_step(
         "visible": _is_visible(store, record),
         "committed_at": command.iso_time(committed_at_s(View.of(store), record.name)),
         "world": record.world,
-        "num_bytes": num_bytes(record.manifest),
+        "num_bytes": record.manifest.leaf_bytes,
         "files": [{"file": name, "num_bytes": num} for name, num in files],
         "persisted": persisted(store, record.step, record.attempt),
         "resumed": resumed(store, record.step, record.attempt),

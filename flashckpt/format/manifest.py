@@ -225,6 +225,11 @@ class Manifest(JsonRecord):
         """Of all its files."""
         return sum(self.paths().values())
 
+    @property
+    def leaf_bytes(self) -> int:
+        """Of its shards and frozen files."""
+        return sum(each.num_bytes for each in self.shards) + sum(each.num_bytes for each in self.frozen)
+
     def check(self) -> None:
         check_lineage(self.folder.id.attempt, self.lineage)
         names = [each.name for each in self.parts] + [each.name for each in self.shards]

@@ -186,7 +186,7 @@ class StepCopier:
         when repairing, damaged."""
         manifest = read_checkpoint(self._source, committed(here, name))
         if not self._repairs and not isinstance(whole_or_why(self._target, target), str):
-            _native.fetch_add(self._progress, _num_bytes(manifest))
+            _native.fetch_add(self._progress, manifest.leaf_bytes)
             return self._result(name, Outcome.THERE, manifest, there)
         record = step_of(self._source, manifest)
         files = _Files(record)
@@ -218,7 +218,7 @@ class StepCopier:
         dropped: tuple[CommitName, ...] = (),
     ) -> Copied:
         return Copied(
-            name=name, outcome=outcome, num_bytes=_num_bytes(manifest),
+            name=name, outcome=outcome, num_bytes=manifest.leaf_bytes,
             sent_bytes=self._sent_bytes, view=view, dropped=dropped,
         )  # fmt: skip
 
@@ -424,9 +424,6 @@ def _names(manifest: Manifest) -> tuple[set[str], set[str], set[str]]:
     return parts, shards, frozen
 
 
-def _num_bytes(manifest: Manifest) -> int:
-    """The bytes of its shards and frozen files."""
-    return sum(each.num_bytes for each in manifest.shards) + sum(each.num_bytes for each in manifest.frozen)
 
 
 def _damaged(store: Store, path: str, why: str, step: int) -> DamagedError:
@@ -594,5 +591,5 @@ def _total(source: Store, chosen: list[CommitName]) -> int:
     view, total = View.of(source), 0
     for each in chosen:
         with suppress(DamagedError, NoSuchStepError):
-            total += _num_bytes(read_checkpoint(source, committed(view, each)))
+            total += read_checkpoint(source, committed(view, each)).leaf_bytes
     return total
