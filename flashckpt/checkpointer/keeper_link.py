@@ -298,7 +298,7 @@ class KeeperLink:
         if loaded is not None:
             self._wait_saved(loaded, None, lambda: loaded in View.of(store).visible())
             # An attempt that begins from here on finds it.
-            check_newest(store, self._session.attempt)
+            check_newest(View.of(store), self._session.attempt)
 
     def _wait_saved(
         self, name: CommitName, generation: int | None, is_done: Callable[[], bool], by_s: float = math.inf
@@ -312,7 +312,7 @@ class KeeperLink:
         if not self._wait(is_over, wait, expedited=True, by_s=by_s) or not is_done():
             self.check_not_superseded(name.step)
             with contextlib.suppress(OSError):
-                check_newest(self._session.store.brief(), self._session.attempt)
+                check_newest(View.of(self._session.store.brief()), self._session.attempt)
             failure = wait.failure(self.status)
             reason = wait.refusal(self.status) or (failure.message if failure else self._missing(name))
             raise self._not_persisted(reason, name.step)

@@ -317,7 +317,7 @@ def open_session(
     # The first rank of a node creates exclusively, too: a file server may still list none.
     opened = _run(store, path, known, seen, create=join is None or is_first)
     if join is not None:
-        attempts.check_is_newest(opened, join)
+        attempts.check_newest(opened, join)
     run_id = opened.run_id
     identity = identity_of(run_id, store.place())
     place = (identity, environment.rank)

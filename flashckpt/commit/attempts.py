@@ -101,12 +101,8 @@ def begin(
 # ---- the newest attempt
 
 
-def check_newest(store: Store, name: AttemptName) -> None:
+def check_newest(view: View, name: AttemptName) -> None:
     """SupersededError if a newer attempt has begun."""
-    check_is_newest(View.of(store), name)
-
-
-def check_is_newest(view: View, name: AttemptName) -> None:
     newest = view.attempt
     if newest is not None and newest != name and newest.number >= name.number:
         raise SupersededError(

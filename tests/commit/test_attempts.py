@@ -61,10 +61,10 @@ def test_an_attempt_begins_with_its_parent_and_owner(store: LocalStore, tmp_path
     assert begun == View.of(store)
     assert (begun.attempt, begun.parent) == (name, name_of(10, first).id)
     assert (begun.catalogue.world, begun.catalogue.parent_step, begun.catalogue.owner) == (4, 10, mine)
-    attempts.check_newest(store, name)
+    attempts.check_newest(View.of(store), name)
     with pytest.raises(SupersededError, match=f"{name} has taken over"):
-        attempts.check_newest(store, first)
-    attempts.check_newest(store, attempts.next_attempt(attempts.settle(begun)))
+        attempts.check_newest(View.of(store), first)
+    attempts.check_newest(View.of(store), attempts.next_attempt(attempts.settle(begun)))
 
 
 def test_of_two_starts_one_begins(store: LocalStore) -> None:
