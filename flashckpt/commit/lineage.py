@@ -20,7 +20,7 @@ from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.attempts import Probe, check_not_held, local_owner
 from flashckpt.commit.choice import Choice, Place, RankOffers, Stored, choose
 from flashckpt.commit.steps import StepRecord, is_whole, read_step, whole_or_why
-from flashckpt.commit.view import HOME, View, name_of, newest_version, open_run
+from flashckpt.commit.view import HOME, View, name_of, open_run
 from flashckpt.errors import FlashckptError, NoSuchStepError
 from flashckpt.format.catalogue import EMPTY, Catalogue
 from flashckpt.format.manifest import Manifest
@@ -98,7 +98,7 @@ def next_start(
         there = Stored(url=remote.store.url, catalogue=remote.known, problem=remote.problem)
         if not there.problem:
             try:
-                there = replace(there, catalogue=newest_version(remote.store.brief(), remote.known))
+                there = replace(there, catalogue=View.of(remote.store.brief(), remote.known).catalogue)
             except OSError as error:
                 there = replace(there, problem=str(error.strerror or error))
         stores[Place.MIRROR], stored[Place.MIRROR] = remote.store, there
@@ -125,7 +125,7 @@ def next_start(
 
 def _without(stored: Stored, store: Store, id: SnapshotId, why: str) -> Stored:
     """What a store has now, without a checkpoint that is not whole."""
-    newest = newest_version(store, stored.catalogue)
+    newest = View.of(store, stored.catalogue).catalogue
     return replace(stored, catalogue=newest, broken={**stored.broken, id: why})
 
 

@@ -35,15 +35,6 @@ from flashckpt.store.base import Store, read_only
 HOME = Home()
 
 
-def newest_version(store: Store, known: Catalogue = EMPTY) -> Catalogue:
-    """Return the newest version of the catalogue. Return EMPTY if the store has no version.
-
-    `known`: a version that the caller has, which this function does not read again. RunError if another run,
-    or an older catalogue, has replaced it; DamagedError.
-    """
-    return Stores({HOME.store: store}).run(HOME.newest(known))
-
-
 @dataclass(frozen=True)
 class View:
     """One version of a run's catalogue, and the store that it was read from."""
@@ -53,8 +44,9 @@ class View:
 
     @classmethod
     def of(cls, store: Store, known: Catalogue = EMPTY) -> View:
-        """Read the newest version. `known`: as of `newest_version`."""
-        return cls(newest_version(store, known), store)
+        """Read the newest version; EMPTY if the store has none. `known`: a version that the caller has, which
+        is not read again. RunError if another run, or an older catalogue, has replaced it; DamagedError."""
+        return cls(Stores({HOME.store: store}).run(HOME.newest(known)), store)
 
     @property
     def run_id(self) -> str:
@@ -120,7 +112,7 @@ def name_of(checkpoint: Checkpoint) -> CommitName:
 
 def open_run(store: Store, create: bool, run_id: str = "", known: Catalogue = EMPTY) -> View:
     """Return the run in a store. `create`: the caller will train it; if there is no run, make an empty one,
-    with this id if one is given. `known`: as of `newest_version`.
+    with this id if one is given. `known`: as of `View.of`.
 
     Raises NoSuchStepError if there is no run and none is made, UnusableRunError if there are files of
     checkpoints without a catalogue, FormatError for another format, DamagedError, RunError if `create` and

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 from flashckpt.commit.commit_step import collect, retain
-from flashckpt.commit.view import View, newest_version
+from flashckpt.commit.view import View
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Keep
 from flashckpt.persist.ledger import Event, Ledger
@@ -90,7 +90,7 @@ class Deletions:
 
         def delete() -> None:
             if last is None:
-                collect(self._store, newest_version(self._store), trims=trims)
+                collect(self._store, View.of(self._store).catalogue, trims=trims)
                 return
             attempt, keep, view = last
             # RunError if another run, or an older copy, is in its place: all of it is garbage to this view.

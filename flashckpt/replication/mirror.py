@@ -18,7 +18,7 @@ from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.choice import Stored, choose
 from flashckpt.commit.steps import is_whole
 from flashckpt.commit.tidying import tidy
-from flashckpt.commit.view import View, check_writable, newest_version, open_run, writers_in
+from flashckpt.commit.view import View, check_writable, open_run, writers_in
 from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, UnusableRunError
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Remote
@@ -41,7 +41,7 @@ def prepare(local: Store, remote: Store, run_id: str) -> attempts.Opened:
     """
     check_writable(remote)
     # A read fails soon if no server answers: writes are retried more often.
-    known = newest_version(remote)
+    known = View.of(remote).catalogue
     found = open_run(remote, create=True, run_id=run_id, known=known)
     if run_id not in ("", found.run_id):
         raise UnusableRunError(
