@@ -215,15 +215,14 @@ def outdated(shard: Iterable[Leaf], constants: Iterable[Leaf]) -> frozenset[int]
     return frozenset(index for index, leaf in enumerate(constants) if leaf.name in names)
 
 
-def contradiction(shard: Sequence[Leaf], constants: Sequence[Leaf]) -> str:
-    """Why these cannot be the shard and the constants of one snapshot; empty if they can."""
+def check_constants(shard: Sequence[Leaf], constants: Sequence[Leaf]) -> None:
+    """Raise ValueError if these cannot be the shard and the constants of one snapshot."""
     stale = outdated(shard, constants)
     if len(stale) == len(constants):
-        return "all its constants are outdated"
+        raise ValueError("all its constants are outdated")
     names = set(names_of(shard))
     if any(not names.isdisjoint(leaf.aliases) for i, leaf in enumerate(constants) if i not in stale):
-        return "a constant has a name that another leaf has"
-    return ""
+        raise ValueError("a constant has a name that another leaf has")
 
 
 def header_bytes(

@@ -10,7 +10,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from flashckpt.errors import DamagedError, FormatError
 from flashckpt.format.checked_json import compact, strict_loads
@@ -25,7 +25,7 @@ from flashckpt.format.layout import (
     Ranks,
     Replicas,
     SlotImage,
-    contradiction,
+    check_constants,
     has_rank,
     image_order,
     names_of,
@@ -37,7 +37,7 @@ HEADER = struct.Struct("<8sIIQQQQQ8x")
 ALIGNMENT = 64
 MAX_PLAN_BYTES = 1 << 30
 
-_WHAT = "a slot's metadata"
+_WHAT = "A slot's metadata"
 Buffer = bytes | bytearray | memoryview
 
 
@@ -82,12 +82,9 @@ def plan_bytes(layout: Layout) -> bytes:
 
 
 def layout_of(data: Buffer) -> Layout:
-    """Decode a layout written by `plan_bytes`. Raises DamagedError for anything else."""
-    found = strict_loads(bytes(data), what=_WHAT)
-    try:
-        return Layout.ordered(LEAVES.load(found))
-    except ValueError as error:
-        _damaged(str(error))
+    """Decode a layout written by `plan_bytes`. Raises DamagedError or ValueError for anything
+    else."""
+    return Layout.ordered(LEAVES.load(strict_loads(bytes(data), what=_WHAT)))
 
 
 class ReplicaSet(NamedTuple):
@@ -168,47 +165,55 @@ class Metadata:
     @classmethod
     def unpack(cls, buffer: Buffer) -> Metadata:
         """Decode a block. Raises DamagedError, or FormatError for another version."""
-        view = memoryview(buffer).cast("B")
+        try:
+            return cls._unpacked(memoryview(buffer).cast("B"))
+        except ValueError as error:
+            raise DamagedError(
+                f"{_WHAT} is damaged: {error}. This snapshot is neither used nor persisted; committed steps "
+                "are not affected."
+            ) from error
+
+    @classmethod
+    def _unpacked(cls, view: memoryview) -> Metadata:
         if len(view) < HEADER.size:
-            _damaged("it is shorter than its header")
+            raise ValueError("it is shorter than its header")
         magic, version, flags, plan_len, count, values_len, constants_len, replicas_len = HEADER.unpack_from(
             view
         )
         if magic != MAGIC:
-            _damaged("it does not begin with the magic bytes of metadata")
+            raise ValueError("it does not begin with the magic bytes of metadata")
         if version != VERSION:
             raise FormatError(
                 f"A slot's metadata has version {version}; this library reads {VERSION}. The slot was not "
                 "changed. Use the version of flashckpt that wrote it."
             )
         if flags:
-            _damaged("it has unknown flags")
+            raise ValueError("it has unknown flags")
         longest = max(plan_len, constants_len, replicas_len)
         if longest > MAX_PLAN_BYTES or count > MAX_LEAVES or values_len > len(view):
-            _damaged("its lengths are out of bounds")
+            raise ValueError("its lengths are out of bounds")
         places = geometry(plan_len, count, values_len, constants_len, replicas_len)
         if places.num_bytes > len(view):
-            _damaged("it is longer than its memory")
+            raise ValueError("it is longer than its memory")
         layout = layout_of(view[places.plan : places.plan + plan_len])
         text = bytes(view[places.replicas : places.replicas + replicas_len])
-        replicas = _replicas_of(text) if text else {"kept": (), "left": (), "sets": ()}
+        none: dict[str, Any] = {"kept": (), "left": (), "sets": ()}
+        replicas = load_fields(strict_loads(text, what=_WHAT), _REPLICAS) if text else none
         kept, left = (Layout.ordered(replicas[key]) if replicas[key] else None for key in ("kept", "left"))
         names = [name for each in (layout, kept, left) if each is not None for name in names_of(each.leaves)]
         if len(set(names)) != len(names):
-            _damaged("it has a leaf twice that another rank writes or holds")
+            raise ValueError("it has a leaf twice that another rank writes or holds")
         constants = None
         if constants_len:
             constants = layout_of(view[places.constants : places.constants + constants_len])
-            ordinary = SlotImage(layout, None, kept, left).ordinary
-            if why := contradiction(ordinary, constants.leaves):
-                _damaged(why)
+            check_constants(SlotImage(layout, None, kept, left).ordinary, constants.leaves)
         digests = array("Q", bytes(view[places.table : places.values]))
         values = bytes(view[places.values : places.num_bytes])
         found = cls(layout, digests, values, constants, kept, replicas["sets"], left)
         if text:
             _check_sets(found.sets, found.image)
         if count != len(found.leaves):
-            _damaged(f"it has {count} digests for {len(found.leaves)} leaves")
+            raise ValueError(f"it has {count} digests for {len(found.leaves)} leaves")
         return found
 
 
@@ -221,35 +226,20 @@ _REPLICAS = fields(
 )
 
 
-def _replicas_of(text: bytes) -> dict[str, Any]:
-    found = strict_loads(text, what=_WHAT)
-    try:
-        return load_fields(found, _REPLICAS)
-    except ValueError as error:
-        _damaged(str(error))
-
-
 def _check_sets(sets: Sequence[ReplicaSet], image: SlotImage) -> None:
     shard, first = len(image.shard.leaves), image.first_constant
     seen = set(image.outdated)
     for each in sets:
         if not len(each.indexes) == len(each.writers) == len(each.owners) > 0:
-            _damaged("a set of replicas is empty, or its columns are of different lengths")
+            raise ValueError("a set of replicas is empty, or its columns are of different lengths")
         for index, writer, owner in zip(each.indexes, each.writers, each.owners, strict=True):
             if index >= len(image.leaves) or index in seen:
-                _damaged("a replica is not one of its leaves, or is repeated")
+                raise ValueError("a replica is not one of its leaves, or is repeated")
             if not all(rank is None or has_rank(each.ranks, rank) for rank in (writer, owner)):
-                _damaged("the writer or owner of a replica is not in its set of ranks")
+                raise ValueError("the writer or owner of a replica is not in its set of ranks")
             is_elsewhere = shard <= index < first
             if is_elsewhere and (writer is None or (owner is None and index >= image.first_left)):
-                _damaged("a leaf is left to other ranks without the rank that has it")
+                raise ValueError("a leaf is left to other ranks without the rank that has it")
             seen.add(index)
     if not seen.issuperset(range(shard, first)):
-        _damaged("a leaf is left to another rank and is not a replica")
-
-
-def _damaged(reason: str) -> NoReturn:
-    raise DamagedError(
-        f"A slot's metadata is damaged: {reason}. This snapshot is neither used nor persisted; committed "
-        "steps are not affected."
-    )
+        raise ValueError("a leaf is left to another rank and is not a replica")

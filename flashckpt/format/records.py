@@ -31,7 +31,7 @@ from flashckpt.format.layout import (
     Layout,
     Leaf,
     Replicas,
-    contradiction,
+    check_constants,
     outdated,
 )
 from flashckpt.format.manifest import FROZEN, MAX_FILE_BYTES, SHARD, File, FrozenFile, PartHead, RankFiles
@@ -219,30 +219,29 @@ def _placed(rank: RankRecord, files: RankFiles, replicas: tuple[Replicas, ...]) 
         raise ValueError("its head does not match its ranks")
     base = None if files.frozen is None else files.frozen.base
     placed = replace(rank, rank=files.rank, base=base, replicas=replicas)
-    if rank.constants is not None and (why := contradiction(rank.leaves, rank.constants.leaves)):
-        raise ValueError(why)
-    if why := _misplaced(placed):
-        raise ValueError(why)
+    if rank.constants is not None:
+        check_constants(rank.leaves, rank.constants.leaves)
+    _check_replicas(placed)
     return placed
 
 
-def _misplaced(rank: RankRecord) -> str:
-    """Why a rank's files contradict its tables of replicas; empty if they agree."""
+def _check_replicas(rank: RankRecord) -> None:
+    """Raise ValueError if a rank's files contradict its tables of replicas."""
     if not rank.replicas:
-        return ""
+        return
     own = {leaf.name: (leaf.content, digest) for _, leaf, digest in rank.counted()}
     names = {alias for _, leaf, _ in rank.counted() for alias in leaf.aliases} | own.keys()
     seen: set[str] = set()
     for leaf, digest, writer in (row for table in rank.replicas for row in table.rows()):
-        if not seen.isdisjoint(own_names := (leaf.name, *leaf.aliases)):
-            return f"rank {rank.rank} has {leaf.name[:200]!r} among its replicas twice"
+        shown, own_names = leaf.name[:200], (leaf.name, *leaf.aliases)
+        if not seen.isdisjoint(own_names):
+            raise ValueError(f"rank {rank.rank} has {shown!r} among its replicas twice")
         seen.update(own_names)
         if writer is None or writer == rank.rank:
             if own.get(leaf.name) != (leaf.content, digest):
-                return f"rank {rank.rank} writes {leaf.name[:200]!r}, but its files do not have it"
+                raise ValueError(f"rank {rank.rank} writes {shown!r}, but its files do not have it")
         elif not names.isdisjoint(own_names):
-            return f"files of rank {rank.rank} have {leaf.name[:200]!r}, which rank {writer} writes"
-    return ""
+            raise ValueError(f"files of rank {rank.rank} have {shown!r}, which rank {writer} writes")
 
 
 def _checked(contents: Contents) -> Contents:
