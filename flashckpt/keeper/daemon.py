@@ -322,7 +322,7 @@ class Keeper:
         self.cache.tidy()
         # After a death the folder stays for the restart, until `recover --cache` removes it.
         is_done = self.exit.was_closed and not self.cache.has_unsaved
-        self.cache.leave(removes=is_done or self.exit.gives_up)
+        self.cache.leave(removes=is_done or self.exit.discards)
         self.ledger.add(None, Event.CLOSE, keeper=self.nonce, kept=sorted(kept))
         self.ledger.close()
         self._server.close()

@@ -8,10 +8,8 @@ leave.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import struct
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,9 +32,6 @@ from flashckpt.store.base import Store
 
 log = logging.getLogger(__name__)
 
-_EVENT = struct.Struct("iIII")
-_DELETE_SELF = 0x400
-_READ_BYTES = 4096
 _STANDS_S = 5.0  # on storage where it costs a request to ask
 
 End = Literal["closed", "dead"]
@@ -54,8 +49,8 @@ class RoundResult:
 
 class RunFolder:
     """The run's folder beside its steps: whether it exists, and the counters and ends of attempts that the
-    keeper writes there. A missing folder may be a disk that is away: then the keeper waits, unless the folder
-    was deleted for certain. Reads storage, which may hang: a worker calls it, except `found_at`.
+    keeper writes there. A missing folder may be a disk that is away: then the keeper waits. Reads storage,
+    which may hang: a worker calls it, except `found_at`.
 
     identity: the name of the run on this node, that of the runtime folder."""
 
@@ -196,50 +191,6 @@ class RunFolder:
         return self._counts[attempt]
 
 
-class DeletionWatch:
-    """Whether the folder at `path` was deleted for certain: not moved, and not on a disk that is away. An
-    inotify watch, unlike an open descriptor, does not keep a disk from being unmounted. A network file system
-    does not report deletions by other machines; then nothing is ever certain. For one thread."""
-
-    def __init__(self, path: str) -> None:
-        self._was_deleted = False
-        self._descriptor = -1
-        libc = ctypes.CDLL(None)
-        try:
-            self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-            if libc.inotify_add_watch(self._descriptor, os.fsencode(path), _DELETE_SELF) < 0:
-                self.close()
-        except AttributeError:  # a C library without it
-            self.close()
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether the kernel watches it: not if the path did not exist, or watches are not available."""
-        return self._descriptor >= 0
-
-    def was_deleted(self) -> bool:
-        while self._descriptor >= 0:
-            try:
-                data = os.read(self._descriptor, _READ_BYTES)
-            except BlockingIOError:
-                break
-            while data:
-                _, mask, _, length = _EVENT.unpack_from(data)
-                data = data[_EVENT.size + length :]
-                self._was_deleted = self._was_deleted or bool(mask & _DELETE_SELF)
-            if self._was_deleted:
-                self.close()
-        return self._was_deleted
-
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
-
-
 _FIRST_TRAINER_TIMEOUT_S = 60.0
 _MAX_ROUNDS_WITHOUT_RUN = 3
 
@@ -326,7 +277,7 @@ class ExitRule:
     """When the keeper leaves: after the last trainer of its node has closed; after a death once all is
     persisted and `linger` has passed without a new attempt, or at once without a snapshot in memory; and when
     the run is gone, after `linger` if there was something to save. A run that is gone may be on a disk that
-    is away: uncommitted snapshots stay in memory, for `recover`, unless its folder was deleted for certain.
+    is away: uncommitted snapshots stay in memory, for `recover`.
     Once a run has ended and storage fails for its `grace`, the keeper leaves if what is not committed
     outlives it.
 
@@ -340,7 +291,6 @@ class ExitRule:
         self._until = self._gone_until = time.monotonic() + _FIRST_TRAINER_TIMEOUT_S
         # The number of trainers seen when it was asked to leave: not valid after another one.
         self._asked_after = self._discarded_after = -1
-        self._watch = DeletionWatch(store.url)
         self._rounds_without_run = 0
         self._died: AttemptName | None = None
         self._grace_s = 0.0
@@ -383,19 +333,9 @@ class ExitRule:
         return attempt == self._died
 
     def round_ended(self, found: RoundResult) -> None:
-        """Note whether the run exists. If its folder was deleted before, this is a copy in its place, which
-        may be on another disk: watch that anew."""
+        """Note whether the run exists."""
         self._round_failed = bool(found.problem)
         self._rounds_without_run = 0 if found.is_there else self._rounds_without_run + 1
-        if found.is_there and not found.problem and self._watch.was_deleted():
-            watch = DeletionWatch(self._store.url)
-            # Without a new watch it was deleted again meanwhile: the old one still says so.
-            self._watch = watch if watch.is_watched else self._watch
-
-    @property
-    def gives_up(self) -> bool:
-        """Whether nothing is saved any more: the run was deleted for certain, or its user gives it up."""
-        return self.discards or (self.run_is_gone and self._watch.was_deleted())
 
     def is_in_vain(self, now: float) -> bool:
         """Whether the run has ended, storage has taken nothing for the grace, also in a try in progress, and
@@ -415,7 +355,7 @@ class ExitRule:
 
     def is_due(self, now: float) -> bool:
         """Whether to leave now, given that no trainer lives and no operation is running."""
-        if self.gives_up:
+        if self.discards:
             return True
         if self._queue.is_pending():
             # A disk that is away looks like a deleted run: unsaved snapshots wait for it.

@@ -131,7 +131,6 @@ class InProcess:
 
     def close(self) -> None:
         keeper = self.keeper
-        keeper.exit._watch.close()
         keeper.registry.forget(keeper.registry.pidfds())
         for held in keeper.regions.slots():
             held.slot.close()

@@ -6,13 +6,9 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from flashckpt.commit import attempts
-from flashckpt.format.names import AttemptName
-from flashckpt.keeper import node_keepers as keepers
 from flashckpt.recovery.recover import recover
 from flashckpt.store import open_store
 from tests import run_view
@@ -88,44 +84,3 @@ def test_recover_finds_what_a_keeper_holds_of_a_moved_run(tmp_path: Path, runtim
     assert report.resume is not None
     assert report.resume.step == 7
     assert not run.exists()
-
-
-@pytest.mark.long
-def test_a_run_that_was_deleted_put_back_and_is_away_now_is_waited_for(tmp_path: Path, runtime: Path) -> None:
-    """What the kernel told of its first folder says nothing of the copy."""
-    run, copy, away = tmp_path / "run", tmp_path / "copy", tmp_path / "away"
-    trainer = begun_process(run, runtime, linger_s=3600)
-    trainer.save(3)
-    folder, attempt = runtime_of(run, runtime), AttemptName.parse(trainer.attempt)
-    assert attempt is not None
-
-    def beats() -> int:
-        found = attempts.alive(open_store(str(run)), attempt)
-        return found.count if found is not None else 0
-
-    def described() -> dict[str, Any] | None:
-        answer = keepers.ask(folder, {"op": "describe"})
-        return None if answer is None else answer["keeper"]
-
-    def lingers_s() -> float:
-        """0 for a keeper that has left."""
-        keeper = described()
-        return 0.0 if keeper is None else float(keeper["lingers_s"])
-
-    shutil.copytree(run, copy)
-    # Its keeper writes to it meanwhile.
-    eventually(lambda: (shutil.rmtree(run, ignore_errors=True), not run.exists())[1])
-    copy.rename(run)
-    before = beats()
-    eventually(lambda: beats() >= before + 3, 240)
-    trainer.do("snapshot", 4, False)
-    run.rename(away)
-    trainer.kill()
-    eventually(
-        lambda: (keeper := described()) is None or keeper["run_is_gone"] > bool(keeper["trainers"]), 240
-    )
-    since_s = lingers_s()
-    eventually(lambda: lingers_s() < since_s - 2 or not since_s, 240)
-    assert lingers_s() > 0
-    away.rename(run)
-    eventually(lambda: committed(run) == [3, 4], 240)
