@@ -99,11 +99,15 @@ class Worker:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                result = job[0]()
-            except BaseException as error:
-                log.debug("an operation of a worker failed", exc_info=True)
-                result = error
-            with self._giving:
-                self._results.put((job[1], result))
-                os.eventfd_write(self._wake, 1)
+            self._do(*job)
+            del job  # what an operation holds is released when it has ended
+
+    def _do(self, run: Callable[[], Any], done: Done) -> None:
+        try:
+            result = run()
+        except BaseException as error:
+            log.debug("an operation of a worker failed", exc_info=True)
+            result = error
+        with self._giving:
+            self._results.put((done, result))
+            os.eventfd_write(self._wake, 1)

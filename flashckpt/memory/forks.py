@@ -36,7 +36,9 @@ def hold_folder(path: str) -> None:
 
 
 class OwnDescriptor:
-    """A descriptor that forked children close; -1 once it is closed."""
+    """A descriptor that forked children close; -1 before it is set, and once it is closed."""
+
+    descriptor = -1
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -101,11 +101,8 @@ class Regions:
         self._held: dict[str, HeldRegion] = {}
         self._cached: dict[str, HeldRegion] = {}
         self._cached_as: dict[Capture, HeldRegion] = {}  # cached slots by snapshot
-        self._dropped: list[Slot] = []
         self._committed: dict[int, tuple[int, int]] = {}
         self._home_ended: dict[int, tuple[int, int]] = {}
-        self._lent: dict[str, tuple[Slot, ...]] = {}
-        self._leaving: list[Slot] = []
 
     def slots(self) -> list[HeldRegion]:
         """The slots in memory, without constants."""
@@ -254,11 +251,10 @@ class Regions:
         return held
 
     def drop_cached(self, held: HeldRegion, *, is_spent: bool = False) -> None:
-        """Forget a cached slot, or constants; it stays mapped until `close_dropped`. A slot in memory with
-        the snapshot replaces it, or may be overwritten if the snapshot `is_spent` and not requested at home.
-        A snapshot that exists nowhere else is lost: then its request for the home ends."""
+        """Forget a cached slot, or constants. A slot in memory with the snapshot replaces it, or may be
+        overwritten if the snapshot `is_spent` and not requested at home. A snapshot that exists nowhere else
+        is lost: then its request for the home ends."""
         self._cached.pop(held.slot.name, None)
-        self._dropped.append(held.slot)
         sealed = held.found  # the slot itself may be freed by now
         if sealed is None or self.in_cache(sealed) is not held:
             return
@@ -271,13 +267,6 @@ class Regions:
                 each.slot.set_failed(each.generation, errno.ESTALE)
         if not twins and held.slot.wants_home(sealed.generation):
             self._end_home(held.slot.rank, sealed.order)
-
-    def close_dropped(self, used: Collection[Slot] = ()) -> None:
-        """Close the dropped slots that are not `used`."""
-        dropped, self._dropped = self._dropped, [slot for slot in self._dropped if slot in used]
-        for slot in dropped:
-            if slot not in used:
-                self._let_go(slot)
 
     def committed(self, rank: int, order: tuple[int, int]) -> None:
         """Note a commit of a snapshot of a rank in all its slots in memory, which may hold others by now."""
@@ -348,7 +337,7 @@ class Regions:
             else:
                 log.warning("%s holds the slot %s and is not adopted", name, held.slot.name)
                 self.not_adopted[name] = f"it holds the slot {held.slot.name}"
-                self._forget(held)
+                del self._held[held.slot.name]
         return adopted
 
     def remove_dead_locks(self) -> None:
@@ -447,34 +436,15 @@ class Regions:
             self.remove(held)
 
     def remove(self, held: HeldRegion) -> None:
-        """Remove a region; its memory is free once the last mapping is gone."""
+        """Remove a region; its memory is free once the last mapping is gone. A worker that reads the slot
+        keeps it open until then."""
         if held.kind == NAMED:
             self._remove_name(held.slot.name)
-        self._forget(held)
+        self._held.pop(held.slot.name, None)
 
     def _remove_name(self, name: str) -> None:
         if not self._is_view:
             self._folder.remove(name)
-
-    def lend(self, slots: Iterable[Slot], to: str) -> None:
-        """Keep these mapped until `given_back`, even if they are removed: the thread `to` reads them."""
-        self._lent[to] = tuple(slots)
-
-    def given_back(self, by: str) -> None:
-        self._lent.pop(by, None)
-        leaving, self._leaving = self._leaving, []
-        for slot in leaving:
-            self._let_go(slot)
-
-    def _forget(self, held: HeldRegion) -> None:
-        self._held.pop(held.slot.name, None)
-        self._let_go(held.slot)
-
-    def _let_go(self, slot: Slot) -> None:
-        if any(slot in lent for lent in self._lent.values()):
-            self._leaving.append(slot)
-        else:
-            slot.close()
 
     def _lives(self, lock: str) -> bool:
         return self._living.holds(lock)

@@ -136,9 +136,12 @@ class Sealed:
 
 
 class Slot(forks.OwnDescriptor):
-    """A mapped slot. `close` closes the descriptor, too. Addresses are this process's; offsets are in bytes
-    from the start of the region. `image`: of a cached slot the descriptor of its file, closed with it. That
-    image is read with pread and never mapped, since a disk error would be a SIGBUS."""
+    """A mapped slot. `close`, or the end of the last reference, closes the descriptor, too. Addresses are
+    this process's; offsets are in bytes from the start of the region. `image`: of a cached slot the
+    descriptor of its file, closed with it. That image is read with pread and never mapped, since a disk error
+    would be a SIGBUS."""
+
+    _image = -1
 
     def __init__(
         self,
@@ -192,6 +195,9 @@ class Slot(forks.OwnDescriptor):
         if self._image >= 0:
             forks.close(self._image)
         self._image = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> bool:
         """Unmap and close; returns whether it was open. A mapping with open views lives until they are gone.

@@ -48,7 +48,6 @@ _AWAITED_RETRY_S = 1.0
 _AUDIT_SHARE = 0.05  # of the time: an idle keeper must not slow the trainer down
 _MIN_AUDIT_PAUSE_S = 1.0
 _SCAN_PAUSE_S = 0.2
-_WRITER = "writer"
 _OTHER_NODES_TIMEOUT_S = 60.0  # then a step that waits for other nodes holds no slot here any more
 
 UNKNOWN = SnapshotId(AttemptName(0, "0" * 8), 0)
@@ -370,8 +369,6 @@ class Queue:
             here.setdefault(each.id, {})[each.slot.rank] = each
         for job in self._jobs:
             self._gather(job, here.get(job.id, {}))
-        members = [each for job in self._jobs for each in job.members()]
-        self._regions.close_dropped({slot for each in members for slot in (each.slot, *each.regions)})
         return self._jobs
 
     def _join(self, sealed: Sealed) -> None:
@@ -588,11 +585,7 @@ class Queue:
             job.state, job.outcome = outcome.state, outcome
             if not (ignores_failure and outcome.state is JobState.FAILED):
                 self._follow(job, outcome)
-            self._regions.given_back(by=_WRITER)
 
-        self._regions.lend(
-            [region for each in job.members() for region in (each.slot, *each.regions)], _WRITER
-        )
         self.worker.submit(partial(self._writer.persist, job), done)
 
     def _audit_newest(self) -> None:
@@ -619,10 +612,8 @@ class Queue:
             elif found:
                 self.sound += 1
                 self._audited[sealed.slot.name] = sealed.generation
-            self._regions.given_back(by=_WRITER)
 
         self._stops_audit.clear()
-        self._regions.lend([sealed.slot, *snapshot.regions], _WRITER)
         self.worker.submit(partial(audit, snapshot, self._stops_audit.is_set), done)
 
     def _discard_damaged(self, rank: int) -> None:

@@ -33,7 +33,6 @@ _SCAN_INTERVAL_S = 1.0
 _LOCK_PAUSE_S = 0.2
 _MAX_SLOTS = 256  # each has two descriptors open
 _UNREQUESTED_KEPT = 3  # snapshots of a rank that the home does not get: not requested there, or failed
-_WORKER = "cache"
 _MAX_TEXT = 400
 
 
@@ -277,9 +276,7 @@ class SlotCache:
             else:
                 self._failed(str(found))
             done(held)
-            self._regions.given_back(by=_WORKER)
 
-        self._regions.lend([sealed.slot, *(each.slot for each in shared)], _WORKER)
         self._submit(run, copied)
 
     def _take_copies(self, found: _Copied, sealed: Sealed, seconds: float) -> HeldRegion | None:
@@ -458,7 +455,6 @@ class SlotCache:
                 log.warning("%s could not be removed: %s", self._folder.path, error)
         for held in self._regions.all_cached():
             self._forget(held.slot.name)
-        self._regions.close_dropped()
         if self._folder is not None and not self.worker.busy:
             self._folder.close()
             self._folder = None

@@ -523,9 +523,8 @@ class _NodeSnapshots:
         busy worker keeps its files until the process ends, and the life lock, by which the next recovery
         finds its half-written shard."""
         if not self._queue.worker.busy:
-            for held in self._regions.everything():
+            for held in (*self._regions.everything(), *self._cached):
                 held.slot.close()
-            self._regions.close_dropped()
             if self._cache is not None:
                 self._cache.close()
             self._queue.worker.close()
