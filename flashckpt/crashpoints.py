@@ -24,7 +24,7 @@ POINTS = {
     "memory.reserved": "a memory request, nothing allocated",
     "slots.taken": "a region without a control page",
     "memory.made": "regions that no trainer has",
-    "memory.given": "regions that a trainer has and does not write yet",
+    "memory.given": "regions that were granted and are not written yet",
     "growth.persisted": "the newest snapshot in storage, before its slot is released",
     "growth.given-up": "a slot that the trainer no longer writes and has not released",
     "growth.taken-up": "larger slots without a snapshot, the newest in an old slot",

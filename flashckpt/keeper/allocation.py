@@ -1,16 +1,16 @@
 """Allocation of slots and regions of constants to trainers.
 
-Owns the open requests, which are answered one after the other for each rank, and the sums by which memory is
+Owns the open requests, which are served one after the other for each rank, and the sums by which memory is
 reserved for the whole node before any is taken. A thread for each rank takes the memory; the keeper's state
-changes only in its loop (`next`). Regions for a trainer that dies or disconnects meanwhile are removed again.
+changes only in its loop (`ask`, `next`). A trainer repeats its request until it has the answer. Regions for a
+trainer that dies or does not repeat it are removed again.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from flashckpt import crashpoints
 from flashckpt.errors import FlashckptError, KeeperError, OutOfSpaceError
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.protocol import Connection, ProtocolError, names, number, numbers, text
+from flashckpt.keeper.protocol import LATER, Answer, ProtocolError, names, number, numbers, text
 from flashckpt.memory import memory_budget
 from flashckpt.memory.held_regions import MAX_REGIONS, HeldRegion, Made, Regions
 from flashckpt.memory.region import MEMFD, SlotSize
@@ -33,6 +33,7 @@ _MOST_SLOT_BYTES = 1 << 46
 _SLOTS_ALONE, _SLOTS_OF_SEVERAL, _FEWEST = 3, 4, 2
 _RETRY_S = 0.1  # while released slots are still to go
 _TRIES = 3  # if memory that was reserved was gone when it was taken
+_ABANDONED_S = 10.0  # a trainer that waits repeats its request many times a second
 
 SLOTS, CONSTANTS = "slots", "constants"
 
@@ -40,9 +41,10 @@ SLOTS, CONSTANTS = "slots", "constants"
 @dataclass(eq=False)
 class _MemoryRequest:
     """A request for memory. `count`: 0 if the keeper decides. `needed`: the least size of a slot, `wanted`:
-    the size if memory allows. `have`: the names of the trainer's slots. `node`: the preferred NUMA node."""
+    the size if memory allows. `have`: the names of the trainer's slots. `node`: the preferred NUMA node.
+    `given`: the regions that it gets, all of them once it `is_granted`. `error`: why it is refused."""
 
-    connection: Connection
+    message: dict[str, Any]
     trainer: Trainer
     purpose: str
     count: int
@@ -50,12 +52,15 @@ class _MemoryRequest:
     wanted: SlotSize
     have: frozenset[str]
     node: int
+    asked_at: float = 0.0
     retry_at: float = 0.0
     tries: int = 0
     given: list[HeldRegion] = field(default_factory=list)
+    is_granted: bool = False
+    error: FlashckptError | None = None
 
     @classmethod
-    def parsed(cls, connection: Connection, trainer: Trainer, message: dict[str, Any]) -> _MemoryRequest:
+    def parsed(cls, trainer: Trainer, message: dict[str, Any]) -> _MemoryRequest:
         """Raises ProtocolError."""
         needed = SlotSize(*numbers(message, "needed", 2, _MOST_SLOT_BYTES))
         wanted = SlotSize(*numbers(message, "wanted", 2, _MOST_SLOT_BYTES))
@@ -63,7 +68,7 @@ class _MemoryRequest:
         if purpose not in (SLOTS, CONSTANTS):
             raise ProtocolError(f"{purpose!r} is not a purpose of memory. The connection was closed.")
         return cls(
-            connection,
+            message,
             trainer,
             purpose,
             number(message, "count", 0, MOST_SLOTS),
@@ -98,60 +103,78 @@ class Allocation:
     ) -> None:
         self._regions, self._is_needed, self._stands = regions, is_needed, stands
         self._wake, self._available = wake, available
-        self._waiting: dict[int, deque[_MemoryRequest]] = {}
+        self._requests: dict[str, _MemoryRequest] = {}  # by the life lock of the trainer
         self._workers: dict[int, Worker] = {}
         # The bytes that each rank is still to take; its thread counts them down.
         self._reserved: dict[int, int] = {}
         self._guard = threading.Lock()
-        self._making: dict[int, str] = {}  # the purpose, by rank
+        self._making: dict[int, _MemoryRequest] = {}  # by rank
         self._decided_for: AttemptName | None = None
         self._slots_each = 0
 
     @property
     def busy(self) -> bool:
         """Whether a request is not answered yet."""
-        return any(self._waiting.values())
+        return bool(self._requests)
 
-    def ask(self, connection: Connection, trainer: Trainer, message: dict[str, Any]) -> None:
-        """Add a request, which `next` answers. Raises ProtocolError if it is invalid."""
-        request = _MemoryRequest.parsed(connection, trainer, message)
-        self._waiting.setdefault(trainer.rank, deque()).append(request)
+    def ask(self, trainer: Trainer, message: dict[str, Any]) -> Answer:
+        """Answer a request, or LATER while its memory is taken. Raises ProtocolError if it is invalid,
+        OutOfSpaceError, KeeperError."""
+        request = self._requests.get(trainer.lock)
+        if request is None or request.message != message:
+            self._abandon(trainer.lock)
+            request = self._requests[trainer.lock] = _MemoryRequest.parsed(trainer, message)
+        request.asked_at = time.monotonic()
+        self.next()
+        if request.error is None and not request.is_granted:
+            return LATER
+        del self._requests[trainer.lock]
+        if request.error is not None:
+            raise request.error
+        rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in request.given]
+        answer = {"slots": rows, "available": max(0, self._left_for(trainer.rank))}
+        return answer, [held.slot.descriptor for held in request.given]
 
     def next(self) -> None:
         """Grant the regions that were made, and begin the next requests."""
         if not self._stands():
             return
-        for rank, waiting in self._waiting.items():
-            worker = self._workers.get(rank)
-            if worker is not None:
-                worker.collect()
-            while waiting and not (worker is not None and worker.busy):
-                if waiting[0].connection.is_open and not self._begin(waiting[0]):
-                    break  # its regions are being made, or it waits for slots that are to go
-                waiting.popleft()
-                worker = self._workers.get(rank)
+        for worker in self._workers.values():
+            worker.collect()
+        for lock, request in list(self._requests.items()):
+            rank, silent_s = request.trainer.rank, time.monotonic() - request.asked_at
+            if rank in self._making:
+                continue
+            if silent_s > _ABANDONED_S or not self._regions.lives(lock):
+                self._abandon(lock)
+            elif request.error is None and not request.is_granted:
+                self._begin(request)
+
+    def _abandon(self, lock: str) -> None:
+        """Forget the request of a trainer, and release what it was to get."""
+        request = self._requests.pop(lock, None)
+        for held in request.given if request is not None and request.is_granted else ():
+            held.retired, held.writer = True, ""
 
     # ---- decisions
 
-    def _begin(self, request: _MemoryRequest) -> bool:
-        """Begin a request. Returns whether it is answered already."""
+    def _begin(self, request: _MemoryRequest) -> None:
         if time.monotonic() < request.retry_at:
-            return False
+            return
         try:
             decide = self._region_for_constants if request.purpose == CONSTANTS else self._slots
             request.given, plan = decide(request)
             if plan is not None:
                 self._make(request, plan)
-                return False
-            self._give(request)
+            else:
+                self._grant(request)
         except OutOfSpaceError as error:
             if any(map(self._is_leaving, self._regions.of_rank(request.trainer.rank))):
                 request.retry_at = time.monotonic() + _RETRY_S
-                return False
-            request.connection.refuse(error)
+            else:
+                request.error = error
         except (FlashckptError, OSError) as error:
-            request.connection.refuse(_as_refusal(error))
-        return True
+            request.error = _as_refusal(error)
 
     def _slots(self, request: _MemoryRequest) -> tuple[list[HeldRegion], _Plan | None]:
         """The existing slots to grant, and the plan for the rest. Raises OutOfSpaceError. Prefers slots of
@@ -238,7 +261,9 @@ class Allocation:
         trainer, regions, is_constants = request.trainer, self._regions, request.purpose == CONSTANTS
         for rank in set(trainer.ranks) - {trainer.rank}:
             held = regions.constants_of(rank) if is_constants else regions.of_rank(rank)
-            if self._making.get(rank) == request.purpose or any(map(regions.is_written, held)):
+            made = self._making.get(rank)
+            is_coming = made is not None and made.purpose == request.purpose
+            if is_coming or any(map(regions.is_written, held)):
                 continue
             has = sum(each.slot.size.holds(size) for each in held)
             missing += max(count - has, 0)
@@ -257,7 +282,7 @@ class Allocation:
         indexes = [index for index in range(len(taken) + plan.count) if index not in taken][: plan.count]
         with self._guard:
             self._reserved[rank] = plan.count * plan.size.region_bytes
-        self._making[rank] = request.purpose
+        self._making[rank] = request
         crashpoints.point("memory.reserved")
         make = partial(
             self._regions.make, rank, [0] if request.purpose == CONSTANTS else indexes, plan.size,
@@ -287,7 +312,7 @@ class Allocation:
             except FlashckptError as refused:
                 error = refused
         crashpoints.point("memory.made")
-        if not self._stands():
+        if not self._stands() or self._requests.get(request.trainer.lock) is not request:
             return
         if any(self._regions.get(each.slot.name) is not each for each in request.given):
             return  # an unused region was removed meanwhile: decide again, with the new regions
@@ -296,44 +321,28 @@ class Allocation:
             has = self._has(request) + len(request.given) + len(held)
             error = None if has >= _FEWEST else error
         if error is None:
-            self._give(request, held)
+            request.given += held
+            self._grant(request)
+            return
+        for each in held:
+            self._regions.remove(each)
+        if isinstance(error, OutOfSpaceError) and request.tries < _TRIES:
+            request.tries += 1  # another job took the memory meanwhile: decide again
         else:
-            self._remove_free(held)
-            if isinstance(error, OutOfSpaceError) and request.tries < _TRIES:
-                request.tries += 1  # another job took the memory meanwhile: decide again
-                return
-            request.connection.refuse(_as_refusal(error))
-        self._waiting[rank].popleft()
+            request.error = _as_refusal(error)
 
     # ---- granting
 
-    def _give(self, request: _MemoryRequest, made: Sequence[HeldRegion] = ()) -> None:
-        """Grant the regions, or remove new ones if the trainer is gone."""
-        trainer, given = request.trainer, [*request.given, *made]
-        rank = trainer.rank
-        try:
-            rows = [self._regions.row(held, trainer.pid, trainer.lock) for held in given]
-            answer = {"slots": rows, "available": max(0, self._left_for(rank))}
-            is_sent = request.connection.reply(answer, [held.slot.descriptor for held in given])
-        except FlashckptError as error:
-            request.connection.refuse(error)
-            is_sent = False
-        if not is_sent:
-            self._remove_free(made)
-            return
-        for held in given:
-            held.retired = False
-            held.writer = trainer.lock
-        for held in self._regions.of_rank(rank) if request.purpose == SLOTS else ():
+    def _grant(self, request: _MemoryRequest) -> None:
+        """Assign the regions to the trainer, which has them once it repeats its request."""
+        for held in request.given:
+            held.retired, held.writer = False, request.trainer.lock
+        for held in self._regions.of_rank(request.trainer.rank) if request.purpose == SLOTS else ():
             # Not slots that were granted just now, though their trainer may have died since.
-            if held not in given and not self._regions.is_written(held):
+            if held not in request.given and not self._regions.is_written(held):
                 held.retired = True  # of an earlier attempt, and not granted
+        request.is_granted = True
         crashpoints.point("memory.given")
-
-    def _remove_free(self, made: Sequence[HeldRegion]) -> None:
-        for held in made:
-            if held.state() is SlotState.FREE:
-                self._regions.remove(held)
 
     def _is_leaving(self, held: HeldRegion) -> bool:
         """Whether a retired slot goes soon: not if a trainer still writes it, nor if it holds the newest

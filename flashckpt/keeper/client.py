@@ -25,6 +25,7 @@ from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
     LOG_NAME,
     MAX_DESCRIPTORS,
+    MAX_NAMES,
     PROTOCOL,
     SOCKET_NAME,
     Failure,
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
 _START_AGAIN_S = 5.0
 _RETRY_S = 0.05
+_LATER_S = 0.02
 _TRIES = 4
 _CLOSE_TIMEOUT_S = 2.0
 # An answer that was under way when a wait began may be older than what was asked for.
@@ -152,7 +154,7 @@ class HeldDescriptors:
     def release(self, names: Sequence[str]) -> None:
         with self._lock:
             self._let_go(names)
-            self.released = [*self.released, *names][-MAX_DESCRIPTORS:]
+            self.released = [*self.released, *names][-MAX_NAMES:]
 
     def nameless(self) -> list[int]:
         """New descriptors of the regions that no keeper finds: memfds, and regions whose name was removed."""
@@ -171,8 +173,8 @@ class HeldDescriptors:
 class KeeperConnection:
     """A connection to the keeper of a run, which is started or replaced as needed. `restarts` counts the
     keepers after the first. `longest_pause_s` limits the pause before the next keeper after many that died,
-    during which calls raise KeeperError. A keeper that is silent for `timeout_s` is replaced. Every call
-    except `call_apart` has a time limit. For any thread."""
+    during which calls raise KeeperError. A keeper that is silent for `timeout_s` is replaced. For any
+    thread."""
 
     def __init__(self, run_path: str, runtime: RuntimeFolder, life: LifeLock, timeout_s: float) -> None:
         self._run_path, self._runtime, self._life = run_path, runtime, life
@@ -180,8 +182,6 @@ class KeeperConnection:
         self._held = HeldDescriptors()
         self._lock = threading.RLock()
         self._peer: socket.socket | None = None
-        # Sockets of `call_apart`. Only the waiting thread closes one; shutting it down ends the wait.
-        self._waiting: set[socket.socket] = set()
         self._closed = False
         self._elected: tuple[int, int] | None = None
         self._known: tuple[tuple[int, int] | None, int] | None = None
@@ -199,11 +199,8 @@ class KeeperConnection:
         # The connection is the parent's: a message of the child would be taken for the parent's.
         if self._peer is not None:
             forks.close(self._peer.detach())
-        for peer in self._waiting:
-            forks.close(peer.detach())
         if self._keeper_end >= 0:
             forks.close(self._keeper_end)
-        self._waiting = set()
         self._peer, self._keeper_end, self._lock = None, -1, threading.RLock()
 
     def call(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -271,57 +268,22 @@ class KeeperConnection:
                     raise
             return take(*_accepted(*found))
 
-    def call_apart(self, message: dict[str, Any], take: TakeAnswer[T]) -> T:
-        """The same for a request that may take long, on a socket of its own, so that only this thread waits.
-        If the keeper dies or is replaced meanwhile, its successor is asked. Raises KeeperError (also after
-        `stop_waiting`), OutOfSpaceError."""
-        tries, restarts = 0, -1
+    def call_until_done(self, message: dict[str, Any], take: TakeAnswer[T]) -> T:
+        """The same for a request that may take long: repeats it until the keeper, or its successor, has done
+        it. Other threads make their requests meanwhile. Raises KeeperError after `stop_waiting`."""
+
+        def taken(answer: dict[str, Any], descriptors: list[int]) -> T | None:
+            return None if answer.get("later") else take(answer, descriptors)
+
         while not self._closed:
-            self.call({"op": "ping"})  # after this a keeper runs, and has this trainer's descriptors
-            tries, restarts = (tries + 1, restarts) if restarts == self.restarts else (1, self.restarts)
-            try:
-                return self._answered_apart(message, take)
-            except (OSError, EOFError) as error:
-                if tries >= _TRIES or isinstance(error, TimeoutError):
-                    raise _unreachable(self._runtime, f"it does not answer ({error})") from error
-                time.sleep(_RETRY_S)
+            if (found := self.call_with_descriptors(message, taken)) is not None:
+                return found
+            time.sleep(_LATER_S)
         raise KeeperError("The run was closed while it waited for its keeper.")
 
-    def _answered_apart(self, message: dict[str, Any], take: TakeAnswer[T]) -> T:
-        with self._lock:
-            elected = self._runtime.inode(ELECTION_LOCK)
-            peer = None if self._closed else connect(self._runtime, self._timeout_s)
-            if peer is None:
-                raise EOFError("no keeper listens")
-            keeper = elected, peer_uid(peer)[0]
-            self._waiting.add(peer)
-        try:
-            if "hello" in self._repeated:
-                asked(peer, self._repeated["hello"])
-            peer.settimeout(None)
-            answer, received = _exchanged(peer, message)
-        finally:
-            with self._lock:
-                self._waiting.discard(peer)
-            peer.close()
-        with self._lock:
-            if self._known != keeper:
-                # A newer keeper already has this trainer's descriptors, without these. (Or the same keeper
-                # was elected between the two lines above: reconnect.)
-                close_all(received)
-                self._drop()
-                raise EOFError("another keeper has come")
-            return take(*_accepted(answer, received))
-
     def stop_waiting(self) -> None:
-        """End all waits of `call_apart`: the run ends."""
+        """End all waits of `call_until_done`: the run ends."""
         self._closed = True
-        self._shut_waiting()
-
-    def _shut_waiting(self) -> None:
-        for peer in list(self._waiting):
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
 
     def tend(self) -> bool:
         """Start a keeper again if it is dead or silent, and return whether this trainer has a new one. Call
@@ -485,7 +447,6 @@ class KeeperConnection:
             with contextlib.suppress(OSError):
                 self._peer.close()
             self._peer = None
-        self._shut_waiting()  # waits for a silent keeper would never end
 
 
 def _exchanged(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> Answer:
@@ -628,7 +589,7 @@ class KeeperClient(KeeperConnection):
         take: TakeAnswer[list[SlotGrant]],
     ) -> list[SlotGrant]:
         asked = {"purpose": purpose, "count": count, "needed": needed, "wanted": wanted, "have": list(have)}
-        return self.call_apart({"op": "memory", **asked, "node": node}, take)
+        return self.call_until_done({"op": "memory", **asked, "node": node}, take)
 
     def keep_constants(self, name: str) -> SlotGrant:
         """The surviving region of constants with this name, for snapshots of this trainer to name. Raises
@@ -638,32 +599,27 @@ class KeeperClient(KeeperConnection):
     def surviving(self) -> list[SlotGrant]:
         """This rank's slots with a sealed snapshot of any attempt, and its constants, in memory and in the
         cache. Waits until a new cache was read."""
-        return self.call_with_descriptors({"op": "surviving"}, self._lent)
+        return self.call_until_done({"op": "surviving"}, self._lent)
 
     def of_same_boundary(self, snapshot: SnapshotId) -> list[Slot]:
         """The slots of this node's other ranks with this snapshot, mapped, for the caller to close: of each
         rank the one in memory, then the cached one. Their ranks may overwrite them."""
-        found: list[Slot] = []
-        asked = {"op": "same_boundary", "attempt": str(snapshot.attempt), "boundary": snapshot.boundary}
 
-        def taken(answer: dict[str, Any], descriptors: list[int]) -> int | None:
-            while descriptors:
-                found.append(_opened(descriptors.pop(0), descriptors))
-            for path in answer["cached"]:
-                with contextlib.suppress(OSError, FlashckptError):  # it may be gone, or damaged
-                    found.append(open_cached(path, self._runtime.identity))
-            following = answer["next"]
-            return None if following is None else int(following)
+        def taken(answer: dict[str, Any], descriptors: list[int]) -> list[Slot]:
+            with contextlib.ExitStack() as undo:
+                found = []
+                while descriptors:
+                    found.append(_opened(descriptors.pop(0), descriptors))
+                    undo.callback(found[-1].close)
+                for path in answer["cached"]:
+                    with contextlib.suppress(OSError, FlashckptError):  # it may be gone, or damaged
+                        found.append(open_cached(path, self._runtime.identity))
+                        undo.callback(found[-1].close)
+                undo.pop_all()
+            return sorted(found, key=lambda slot: (slot.rank, slot.is_cached))
 
-        try:
-            first: int | None = 0
-            while first is not None:
-                first = self.call_with_descriptors({**asked, "first": first}, taken)
-        except BaseException:
-            for slot in found:
-                slot.close()
-            raise
-        return sorted(found, key=lambda slot: (slot.rank, slot.is_cached))
+        asked = {"attempt": str(snapshot.attempt), "boundary": snapshot.boundary}
+        return self.call_until_done({"op": "same_boundary", **asked}, taken)
 
     def started(self, parent: SnapshotId) -> None:
         """Report that this trainer's attempt has started, resumed from this snapshot in memory."""

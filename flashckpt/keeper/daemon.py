@@ -94,7 +94,7 @@ class Keeper:
         self.exit = ExitRule(store, self.registry, self.queue, self.regions, starter)
         held, done = (self.regions, self.registry, self.ledger), (self.queue, self.outcomes)
         requests = Requests(*held, self._allocation, *done, run_folder, self.exit, mirroring, self.cache)
-        self._requests, self._server = requests, Server(folder, requests.answer)
+        self._server = Server(folder, requests.answer)
         self._newest: AttemptName | None = None
         self._ended: dict[AttemptName, End] = {}
         self._elsewhere: set[AttemptName] = set()  # those of them with ranks on other nodes
@@ -111,7 +111,6 @@ class Keeper:
             for worker in (*workers, self.queue.worker, self.deletions.worker):
                 worker.collect()
             self._allocation.next()
-            self._requests.next()
             now = time.monotonic()
             if now - self._swept_at >= _SWEEP_S:
                 self._swept_at = now

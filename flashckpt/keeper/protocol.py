@@ -27,15 +27,22 @@ from flashckpt.options import Keep, Remote, check_interval, checked_compress
 SOCKET_NAME = "keeper.socket"
 ELECTION_LOCK = "keeper.lock"
 LOG_NAME = "keeper.log"
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_MESSAGE_BYTES = 64 << 10
 """Of a message in one packet. A longer one, with the options of two stores, is sent in a memfd."""
 MAX_LONG_BYTES = 4 << 20
 _LONG = b'{"long":true}'
-MAX_DESCRIPTORS = 32
+MAX_DESCRIPTORS = 250
+"""Of one message: Linux passes 253."""
+MAX_NAMES = 64
 _CREDENTIALS = struct.Struct("3i")
 _MAX_NUMBER = 1 << 60
-_MOST_NAMES = 64
+
+
+Answer = tuple[dict[str, Any], Sequence[int]]
+"""The fields of an answer, and the descriptors to send with it, which stay the sender's."""
+LATER: Answer = {"later": True}, ()
+"""To a request that is to be repeated: memory is being taken, or the cache is being read."""
 
 
 class ProtocolError(KeeperError):
@@ -303,7 +310,7 @@ def numbers(message: dict[str, Any], key: str, count: int, most: int) -> list[in
 def names(message: dict[str, Any], key: str) -> list[str]:
     """A list of names of regions."""
     found: Any = message.get(key)
-    _check(key, isinstance(found, list) and len(found) <= _MOST_NAMES)
+    _check(key, isinstance(found, list) and len(found) <= MAX_NAMES)
     _check(key, all(isinstance(name, str) for name in found))
     return list(found)
 

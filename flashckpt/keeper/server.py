@@ -1,8 +1,8 @@
 """The keeper's server: the listening socket, the requests of trainers, and the outcomes that it reports to
 them.
 
-Owns the connections, the meaning of each request, and the bounded history of outcomes. Never blocks:
-`allocation` answers requests for memory once that was taken.
+Owns the connections, the meaning of each request, and the bounded history of outcomes. Never blocks: a
+request that takes long is answered with LATER until it is done.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.liveness import ExitRule, RunFolder, TrainerRegistry
 from flashckpt.keeper.mirror_upload import MirrorUpload
 from flashckpt.keeper.protocol import (
+    LATER,
     MAX_DESCRIPTORS,
     PROTOCOL,
     SOCKET_NAME,
+    Answer,
     CacheStatus,
     Connection,
     Failure,
@@ -70,10 +72,8 @@ _MOST_TEXT = 400
 _MOST_LEAVES = 22
 _MOST_NAMES_BYTES = 4096
 
-Answer = tuple[dict[str, Any], Sequence[int]]
-# Takes a connection, a message and its descriptors, which it must close or keep. Returns the answer and
-# descriptors to send with it, which it still owns, or None if it answers later.
-Answering = Callable[[Connection, dict[str, Any], list[int]], Answer | None]
+# Takes a connection, a message and its descriptors, which it must close or keep.
+Answering = Callable[[Connection, dict[str, Any], list[int]], Answer]
 
 
 class Server:
@@ -160,9 +160,7 @@ class Server:
         descriptors: list[int] = []
         try:
             message, descriptors = receive(connection.peer)
-            answer = self._answer(connection, message, descriptors)
-            if answer is not None:
-                connection.reply(*answer)
+            connection.reply(*self._answer(connection, message, descriptors))
         except BlockingIOError:
             return
         except (EOFError, OSError):
@@ -195,25 +193,10 @@ class Requests:
         self._regions, self._registry, self._ledger, self._allocation = regions, registry, ledger, allocation
         self._queue, self._outcomes, self._run_folder, self._exit = queue, outcomes, run_folder, exit_rule
         self._mirroring, self._cache = mirroring, cache
-        # Requests that wait until the contents of the cache are known.
-        self._waiting: list[tuple[Connection, dict[str, Any]]] = []
 
-    def next(self) -> None:
-        """Answer the requests that waited for the cache."""
-        waiting, self._waiting = self._waiting, []
-        for connection, message in waiting:
-            try:
-                answer = self.answer(connection, message, []) if connection.is_open else None
-                if answer is not None:
-                    connection.reply(*answer)
-            except FlashckptError as error:
-                connection.refuse(error)
-
-    def answer(
-        self, connection: Connection, message: dict[str, Any], descriptors: list[int]
-    ) -> Answer | None:
-        """The answer to a request, or None if it comes later: after memory was taken, or the cache was read.
-        Raises ProtocolError for an invalid request, KeeperError or OutOfSpaceError for a refusal."""
+    def answer(self, connection: Connection, message: dict[str, Any], descriptors: list[int]) -> Answer:
+        """The answer to a request. Raises ProtocolError for an invalid request, KeeperError or
+        OutOfSpaceError for a refusal."""
         op = message.get("op")
         if op != "adopt":
             close_all(descriptors)
@@ -222,13 +205,11 @@ class Requests:
             case "hello":
                 self._hello(connection, message)
             case "memory":
-                self._allocation.ask(connection, self._trainer(connection), message)
-                return None
+                return self._allocation.ask(self._trainer(connection), message)
             case "keep":
                 return self._keep(self._trainer(connection), message)
             case "surviving" | "same_boundary" if self._cache.is_adopting:
-                self._waiting.append((connection, message))
-                return None
+                return LATER  # the contents of the cache are not known yet
             case "surviving":
                 return self._surviving(self._trainer(connection))
             case "same_boundary":
@@ -342,24 +323,17 @@ class Requests:
         return [each for each in constants if each.path] + [each for _, each in rows]
 
     def _same_boundary(self, trainer: Trainer, message: dict[str, Any]) -> Answer:
-        """The slots of other ranks with the same snapshot: of ranks from `first` on as many as one answer
-        holds, and the `next` rank if there are more."""
+        """The slots of other ranks with the same snapshot, as many as one answer holds."""
         snapshot = _snapshot(message)
-        first = number(message, "first", 0, MAX_RANK)
-        by_rank: dict[int, HeldRegion] = {}
-        for held in self._regions.slots():
-            sealed = held.sealed() if held.slot.rank >= first else None
-            if sealed is not None and sealed.id == snapshot and held.slot.rank != trainer.rank:
-                by_rank[held.slot.rank] = held
-        ranks = sorted(by_rank)
-        rest = ranks[MAX_DESCRIPTORS:]
-        paths = []
-        for held in self._regions.cached() if not first else ():
+
+        def has_it(held: HeldRegion) -> bool:
             sealed = held.sealed()
-            if sealed is not None and sealed.id == snapshot and held.slot.rank != trainer.rank and held.path:
-                paths.append(held.path)
-        answer = {"next": rest[0] if rest else None, "cached": paths}
-        return answer, [by_rank[rank].slot.descriptor for rank in ranks[:MAX_DESCRIPTORS]]
+            return sealed is not None and sealed.id == snapshot and held.slot.rank != trainer.rank
+
+        by_rank = {held.slot.rank: held for held in self._regions.slots() if has_it(held)}
+        paths = [held.path for held in self._regions.cached() if held.path and has_it(held)]
+        ranks = sorted(by_rank)[:MAX_DESCRIPTORS]
+        return {"cached": paths}, [by_rank[rank].slot.descriptor for rank in ranks]
 
     def _adopt(self, descriptors: list[int]) -> Answer:
         adopted, wrong = [], []

@@ -349,14 +349,14 @@ class Regions:
         # Seen dead twice: the file of a keeper's lock exists a moment before the lock is held.
         for nonce in dead & self._dead_keepers:
             lock = f"keeper-{nonce}.lock"
-            if lock != self._life.name and not self._lives(lock):
+            if lock != self._life.name and not self.lives(lock):
                 self._remove_name(lock)
         self._dead_keepers = dead
 
     def living_ranks(self) -> set[int]:
         """The ranks of the trainers that live here, also of those that have not said hello."""
         locks = filter(is_trainer_lock, self._folder.names())
-        ranks = {rank_of_lock(lock) for lock in locks if self._lives(lock)}
+        ranks = {rank_of_lock(lock) for lock in locks if self.lives(lock)}
         return {rank for rank in ranks if rank is not None}
 
     def adopt_memfd(self, descriptor: int) -> HeldRegion:
@@ -375,7 +375,7 @@ class Regions:
         slot = held.slot
         return {
             "name": slot.name,
-            "owner": 0 if held.kind == CACHE else slot.enroll(pid, lock, self._lives),
+            "owner": 0 if held.kind == CACHE else slot.enroll(pid, lock, self.lives),
             "kind": held.kind,
             "path": held.path,
             "num_bytes": slot.header.num_bytes,
@@ -384,7 +384,7 @@ class Regions:
 
     def own_index(self, slot: Slot) -> int:
         """This process's index in a slot's owner table."""
-        return slot.enroll(os.getpid(), self._life.name, self._lives)
+        return slot.enroll(os.getpid(), self._life.name, self.lives)
 
     def reclaim(self) -> None:
         """Free the slots that dead processes were writing, and unpin those that they had pinned. Any other
@@ -405,11 +405,11 @@ class Regions:
     def living_owners(self, held: HeldRegion) -> list[tuple[int, str]]:
         """(pid, lock) of the living trainers in a slot's owner table."""
         owners = (held.slot.owner(index) for index in range(1, 17))
-        return [each for each in owners if each and not _is_keeper(each[1]) and self._lives(each[1])]
+        return [each for each in owners if each and not _is_keeper(each[1]) and self.lives(each[1])]
 
     def is_written(self, held: HeldRegion) -> bool:
         """Whether a living trainer may write it at any time."""
-        return bool(held.writer) and self._lives(held.writer)
+        return bool(held.writer) and self.lives(held.writer)
 
     # ---- removal
 
@@ -446,11 +446,12 @@ class Regions:
         if not self._is_view:
             self._folder.remove(name)
 
-    def _lives(self, lock: str) -> bool:
+    def lives(self, lock: str) -> bool:
+        """Whether a living process holds this life lock."""
         return self._living.holds(lock)
 
     def _keeps(self, lock: str) -> bool:
-        return lock == self._life.name if _is_keeper(lock) else self._lives(lock)
+        return lock == self._life.name if _is_keeper(lock) else self.lives(lock)
 
 
 def sealed_in(folder: RuntimeFolder) -> Iterator[Sealed]:

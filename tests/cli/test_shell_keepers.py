@@ -42,9 +42,9 @@ def listed(keepers: Shell) -> Listed:
     return rows
 
 
-def trains(run: Path, runtime: Path) -> Process:
+def trains(run: Path, runtime: Path, linger_s: float = 3600) -> Process:
     """A trainer with three slots, whose keeper would linger for an hour."""
-    trainer = Process(run, runtime, linger_s=3600)
+    trainer = Process(run, runtime, linger_s=linger_s)
     trainer.do("start", None, 0, None)
     trainer.do("slots", 3)
     return trainer
@@ -160,7 +160,7 @@ def test_what_is_left_of_a_run_that_was_deleted_is_freed(
     tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
 ) -> None:
     run = tmp_path / "run"
-    trainer = trains(run, runtime)
+    trainer = trains(run, runtime, linger_s=0.1)
     trainer.do("snapshot", 3, False)
     shutil.rmtree(run)
     trainer.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import pytest
 from flashckpt.errors import FlashckptError, OutOfSpaceError
 from flashckpt.format.layout import PAGE
 from flashckpt.format.names import AttemptName
+from flashckpt.keeper import allocation
 from flashckpt.keeper.allocation import Allocation
-from flashckpt.keeper.protocol import Connection
 from flashckpt.memory.held_regions import MAX_REGIONS, Regions
 from flashckpt.memory.region import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
@@ -25,21 +25,6 @@ from tests.descriptors import closed_after
 
 SIZE = SlotSize(PAGE, 1 << 20)
 EACH = SIZE.region_bytes
-
-
-class Asker(Connection):
-    """The connection of a rank, which keeps the answers."""
-
-    def __init__(self, answers: dict[int, int | FlashckptError], rank: int) -> None:
-        self.answers, self.rank, self.is_open = answers, rank, True
-
-    def reply(self, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
-        if "slots" in answer:
-            self.answers[self.rank] = len(answer["slots"])
-        return True
-
-    def refuse(self, error: FlashckptError) -> None:
-        self.answers[self.rank] = error
 
 
 class Node:
@@ -53,6 +38,7 @@ class Node:
         self.life, self.wake = life, os.eventfd(0, os.EFD_NONBLOCK)
         self.regions = Regions(self.folder, life)
         self.allocation = Allocation(self.regions, lambda *_: True, self.wake, lambda: self.room)
+        self.asked: dict[int, tuple[Trainer, dict[str, Any]]] = {}
         self.answers: dict[int, int | FlashckptError] = {}
         self.trainers: dict[int, LifeLock] = {}
 
@@ -67,12 +53,25 @@ class Node:
         trainer = Trainer(lock=name, rank=rank, ranks=tuple(range(of)), attempt=attempt)
         sizes = {"needed": [*size], "wanted": [*size]}
         asked = {"purpose": purpose, "count": count, **sizes, "have": [], "node": -1}
-        self.allocation.ask(Asker(self.answers, rank), trainer, asked)
+        self.asked[rank] = trainer, asked
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Each rank repeats the request that is not answered yet."""
+        for rank, (trainer, message) in list(self.asked.items()):
+            try:
+                answer, _ = self.allocation.ask(trainer, message)
+                if "slots" not in answer:
+                    continue
+                self.answers[rank] = len(answer["slots"])
+            except FlashckptError as error:
+                self.answers[rank] = error
+            del self.asked[rank]
 
     def answered(self) -> dict[int, int | FlashckptError]:
         until = time.monotonic() + 240
-        while self.allocation.busy:
-            self.allocation.next()
+        while self.asked:
+            self.repeat()
             assert time.monotonic() < until
             time.sleep(0.001)
         return self.answers
@@ -119,7 +118,6 @@ def test_others_are_served_while_memory_is_taken(
 
     monkeypatch.setattr(Regions, "make", slow)
     alone.ask(0)
-    alone.allocation.next()
     assert (alone.allocation.busy, alone.answers) == (True, {})
     may_go_on.set()
     assert alone.answered() == {0: 3}
@@ -184,7 +182,6 @@ def test_a_slot_that_is_still_written_is_not_waited_for(node: Callable[[int], No
     assert held.slot.begin(owner) is not None
     held.retired, held.writer = True, ""
     narrow.ask(0, count=1, size=SlotSize(PAGE, 4 << 20))
-    narrow.allocation.next()
     assert isinstance(narrow.answers[0], OutOfSpaceError)
     assert not narrow.allocation.busy
 
@@ -199,7 +196,6 @@ def test_a_machine_without_threads_left_refuses_and_goes_on(
 
     monkeypatch.setattr(threading.Thread, "start", start)
     alone.ask(0)
-    alone.allocation.next()
     assert isinstance(alone.answers[0], OutOfSpaceError)
     monkeypatch.setattr(threading.Thread, "start", begin)
     alone.ask(0)
@@ -214,7 +210,23 @@ def test_a_slot_that_goes_while_others_are_made_beside_it_is_not_given(node: Cal
     [held] = alone.regions.slots()
     held.retired, held.writer = True, ""
     alone.ask(0, count=2)
-    alone.allocation.next()
     alone.regions.remove_spent(held, lambda *_: False)
     assert alone.answered() == {0: 2}
     assert held not in alone.regions.slots()
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+def test_what_a_trainer_asked_for_and_does_not_take_is_let_go(
+    node: Callable[[int], Node], monkeypatch: pytest.MonkeyPatch, is_dead: bool
+) -> None:
+    alone = node(6 * EACH)
+    alone.ask(0)
+    if is_dead:
+        alone.trainers[0].release(alone.folder)
+    else:
+        monkeypatch.setattr(allocation, "_ABANDONED_S", 0.0)
+    until = time.monotonic() + 240
+    while alone.allocation.busy:
+        alone.allocation.next()
+        assert time.monotonic() < until
+    assert [(held.retired, held.writer) for held in alone.regions.slots()] == [(True, "")] * 3

@@ -10,7 +10,7 @@ import pytest
 
 from flashckpt.errors import KeeperError
 from flashckpt.keeper.client import HeldDescriptors, SlotGrant
-from flashckpt.keeper.protocol import MAX_DESCRIPTORS, close_all
+from flashckpt.keeper.protocol import close_all
 from flashckpt.memory.held_regions import MAX_REGIONS
 from flashckpt.memory.region import SlotSize, is_region_name
 from tests.keeper.driver import begun, committed, kill_keeper, saved
@@ -70,7 +70,7 @@ def test_memfds_are_handed_over_however_many_they_are(tmp_path: Path, small_disk
     assert {trainer.region_kind, *(grant.kind for grant in trainer.grants)} == {"memfd"}
     held = trainer.client._held.nameless()
     close_all(held)
-    assert len(held) == 2 * MOST + 1 > MAX_DESCRIPTORS
+    assert len(held) == 2 * MOST + 1
     kill_keeper(trainer.folder)
     assert trainer.client.tend()
     saved(trainer, 1)
