@@ -46,7 +46,8 @@ from flashckpt.errors import (
 from flashckpt.format.catalogue import EMPTY, NO_ATTEMPT, Catalogue
 from flashckpt.format.names import AttemptName, SnapshotId, alive_path
 from flashckpt.format.owner import Owner
-from flashckpt.keeper.client import KeeperClient, may_have_memory, newest_in_memory
+from flashckpt.keeper.client import KeeperClient, may_have_memory
+from flashckpt.keeper.node_keepers import newest_in_memory
 from flashckpt.keeper.start import survival_warnings
 from flashckpt.memory import forks
 from flashckpt.memory.cache_folder import CachePlace, cached_paths, open_cached

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from flashckpt.errors import FlashckptError, KeeperError, OutOfSpaceError
-from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.names import SnapshotId
 from flashckpt.keeper import start
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
@@ -42,7 +42,6 @@ from flashckpt.keeper.protocol import (
 )
 from flashckpt.memory import forks
 from flashckpt.memory.cache_folder import CachePlace, open_cached
-from flashckpt.memory.held_regions import sealed_in
 from flashckpt.memory.memory_budget import NO_NODE
 from flashckpt.memory.region import CACHE, MEMFD, Region, SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, holder_of, is_alive
@@ -483,7 +482,6 @@ def _unreachable(runtime: RuntimeFolder, reason: str) -> KeeperError:
 
 
 _TIMEOUT_S = 30.0
-_SHORT_TIMEOUT_S = 5.0  # for a request that may fail
 
 
 class KeeperClient(KeeperConnection):
@@ -691,20 +689,6 @@ def connect_or_start(
 def may_have_memory(runtime: RuntimeFolder) -> bool:
     """Whether this node may have snapshots of the run in memory: a keeper lives, or a region has a name."""
     return is_alive(runtime, ELECTION_LOCK) or any(map(is_region_name, runtime.names()))
-
-
-def newest_in_memory(runtime: RuntimeFolder) -> tuple[AttemptName, int] | None:
-    """The newest attempt with a snapshot in this node's memory, and its newest step there. Without a keeper
-    that answers only named regions are found."""
-    found = [(each.attempt, each.step) for each in sealed_in(runtime)]
-    with contextlib.suppress(FlashckptError, OSError, EOFError):
-        if (peer := connect(runtime, _SHORT_TIMEOUT_S)) is not None:
-            with peer:
-                answer, _ = asked(peer, {"op": "describe"})
-            rows = [row for row in answer["keeper"]["regions"] if not row["constants"]]
-            named = ((AttemptName.parse(row["attempt"] or ""), row["step"]) for row in rows)
-            found += [(attempt, step) for attempt, step in named if attempt is not None]
-    return max(found, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ import os
 import re
 import select
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -19,20 +18,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashckpt.errors import FlashckptError, KeeperError, PersistError, RunHeldError
-from flashckpt.keeper.client import KeeperWait, WaitTimeouts
+from flashckpt.format.names import AttemptName
+from flashckpt.keeper.client import KeeperWait, WaitTimeouts, asked
 from flashckpt.keeper.protocol import (
     ELECTION_LOCK,
     ProtocolError,
     Status,
     close_all,
     connect,
-    receive,
     remove_names,
-    send,
 )
 from flashckpt.memory.cache_folder import CacheFolder, caches_in, open_cached
 from flashckpt.memory.held_regions import sealed_in
-from flashckpt.memory.region import CACHE, is_region_name
+from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -255,29 +253,24 @@ def _row(runtime: RuntimeFolder) -> KeeperRow | None:
     if answer is None:
         return None  # it has left meanwhile
     found = answer["keeper"]
-    regions = [each for each in found["regions"] if each["kind"] != CACHE]
-    slots = [each for each in regions if not each["constants"]]
-    cache = found["cache"] or {}
-    sealed = [each["step"] for each in slots if each["step"] is not None]
-    committed = [each["step"] for each in slots if each["committed"]]
-    alone = "saving" if found["is_saving"] else "lingering"
-    return replace(
-        row,
-        state="training" if trainers else alone,
-        pid=pid,
-        run=found["run"],
-        run_is_gone=found["run_is_gone"],
-        trainers=trainers,
-        lingers_s=found["lingers_s"] if not trainers else None,
-        slots=len(slots),
-        num_bytes=sum(each["num_bytes"] for each in regions),
-        newest_sealed=max(sealed, default=None),
-        newest_committed=max(committed, default=None),
-        cache=cache.get("path"),
-        cached_bytes=cache.get("num_bytes", 0),
-        newest_cached=cache.get("newest_step"),
-        not_at_home=tuple(cache.get("unsaved", ())),
-    )
+    alone = "saving" if found.pop("is_saving") else "lingering"
+    del found["newest"]
+    found |= {"not_at_home": tuple(found["not_at_home"]), "pid": pid, "trainers": trainers}
+    if trainers:
+        found["lingers_s"] = None
+    return replace(row, state="training" if trainers else alone, **found)
+
+
+def newest_in_memory(runtime: RuntimeFolder) -> tuple[AttemptName, int] | None:
+    """The newest attempt with a snapshot in this node's memory, and its newest step there. Without a keeper
+    that answers only named regions are found."""
+    found = [(each.attempt, each.step) for each in sealed_in(runtime)]
+    with suppress(FlashckptError, OSError):
+        answer = ask(runtime, {"op": "describe"}, _LIST_TIMEOUT_S) or {"keeper": {}}
+        name, step = answer["keeper"].get("newest") or ("", 0)
+        attempt = AttemptName.parse(name)
+        found += [] if attempt is None else [(attempt, step)]
+    return max(found, default=None)
 
 
 def _size(runtime: RuntimeFolder, name: str) -> int:
@@ -319,7 +312,7 @@ def wait_until_saved(
     `waiting` in it. None if the keeper has left meanwhile. KeeperError if it does not answer."""
     _wait_for_deaths(runtime, guard)
     # Gives the keeper the run's current path, and makes it retry at once.
-    question: dict[str, object] = {"op": "status", "run": run, "again": True}
+    question: dict[str, Any] = {"op": "status", "run": run, "again": True}
     wait, is_reported = KeeperWait(Status(), WaitTimeouts.same(_STILL_S)), False
     while True:
         guard()
@@ -381,7 +374,7 @@ def _wait_for_deaths(runtime: RuntimeFolder, guard: Callable[[], None]) -> None:
 
 
 def ask(
-    runtime: RuntimeFolder, question: dict[str, object], timeout_s: float = _TIMEOUT_S
+    runtime: RuntimeFolder, question: dict[str, Any], timeout_s: float = _TIMEOUT_S
 ) -> dict[str, Any] | None:
     """Send a question to the run's keeper and return its answer, None if no keeper lives. KeeperError if it
     refuses or does not answer within `timeout_s`."""
@@ -393,7 +386,10 @@ def ask(
             # It may not listen yet, or no longer.
             with suppress(ConnectionError, EOFError):
                 if (peer := connect(runtime, timeout_s)) is not None:
-                    return _exchange(peer, question)
+                    with peer:
+                        answer, descriptors = asked(peer, question)
+                        close_all(descriptors)
+                        return answer
             time.sleep(_POLL_S)
     except TimeoutError as error:
         raise KeeperError(
@@ -403,13 +399,3 @@ def ask(
             path=runtime.path,
         ) from error
     return None
-
-
-def _exchange(peer: socket.socket, question: dict[str, object]) -> dict[str, Any]:
-    with peer:
-        send(peer, question)
-        answer, descriptors = receive(peer)
-        close_all(descriptors)
-        if answer.get("ok") is not True:
-            raise ProtocolError(f"The keeper refused to answer: {answer.get('error', 'without a reason')}")
-        return answer

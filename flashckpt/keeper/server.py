@@ -50,6 +50,7 @@ from flashckpt.keeper.protocol import (
     text,
 )
 from flashckpt.memory.held_regions import HeldRegion, Regions
+from flashckpt.memory.region import CACHE
 from flashckpt.memory.runtime import RuntimeFolder, check_name
 from flashckpt.options import Keep
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Trainer
@@ -387,27 +388,27 @@ class Requests:
         cached = tuple(self._queue.cached()[-_MOST_COMMITTED:])
         return CacheStatus(cached, self._cache.error)
 
-    def _described_cache(self) -> dict[str, Any] | None:
-        if not self._cache.path:
-            return None
-        sealed = [each for held in self._regions.cached() if (each := held.sealed()) is not None]
-        return {
-            "path": self._cache.path,
-            "num_bytes": self._cache.num_bytes,
-            "newest_step": max((each.step for each in sealed), default=None),
-            "unsaved": sorted({each.step for each in sealed if not each.is_persisted}),
-        }
-
     def _described(self) -> dict[str, Any]:
-        """The row of `flashckpt keepers`."""
+        """The fields of a `KeeperRow`, besides: whether it `is_saving`, and attempt and step of the `newest`
+        snapshot in memory."""
+        memory = [held for held in self._regions.everything() if held.kind != CACHE]
+        sealed = self._regions.sealed()
+        cached = [each for held in self._regions.cached() if (each := held.sealed()) is not None]
+        newest = max(((each.attempt, each.step) for each in self._regions.snapshots()), default=None)
         return {
+            "is_saving": self._queue.is_pending(),
+            "newest": None if newest is None else [str(newest[0]), newest[1]],
             "run": self._run_folder.url,
             "run_is_gone": self._exit.run_is_gone,
-            "is_saving": self._queue.is_pending(),
             "lingers_s": round(self._exit.lingers_s, 1),
-            "cache": self._described_cache(),
-            "trainers": [each.pid for each in self._registry.all()],
-            "regions": [_described(held) for held in self._regions.everything()],
+            "slots": len(self._regions.slots()),
+            "num_bytes": sum(held.slot.header.num_bytes for held in memory),
+            "newest_sealed": max((each.step for each in sealed), default=None),
+            "newest_committed": max((each.step for each in sealed if each.is_persisted), default=None),
+            "cache": self._cache.path or None,
+            "cached_bytes": self._cache.num_bytes,
+            "newest_cached": max((each.step for each in cached), default=None),
+            "not_at_home": sorted({each.step for each in cached if not each.is_persisted}),
         }
 
 
@@ -416,20 +417,6 @@ def _snapshot(message: dict[str, Any]) -> SnapshotId:
     if attempt is None:
         raise ProtocolError("The attempt of a snapshot has an invalid name. The connection was closed.")
     return SnapshotId(attempt, number(message, "boundary", 0, MAX_BOUNDARY))
-
-
-def _described(held: HeldRegion) -> dict[str, Any]:
-    sealed = held.sealed()
-    slot = held.slot
-    return {
-        "name": slot.name,
-        "kind": held.kind,
-        "num_bytes": slot.header.num_bytes,
-        "constants": slot.header.holds_constants,
-        "step": None if sealed is None else sealed.step,
-        "attempt": None if sealed is None else str(sealed.attempt),
-        "committed": sealed is not None and sealed.is_persisted,
-    }
 
 
 def _storage(message: dict[str, Any]) -> dict[str, str | int | float | bool]:
