@@ -23,12 +23,12 @@ def keepers_of(runtime: Path) -> list[int]:
 
 def candidates(folder: str) -> list[int]:
     """The keepers that were started in a run's runtime folder, and are neither elected nor ended yet: they
-    have no lock of their own."""
+    have no eventfd, which wakes the loop of an elected one."""
     found = []
     for pid in _keepers():
         with contextlib.suppress(OSError):
             is_here = os.readlink(f"/proc/{pid}/fd/1") == f"{folder}/keeper.log"
-            if is_here and not any(path.startswith(f"{folder}/keeper-") for path in _opened(pid)):
+            if is_here and not any("[eventfd]" in path for path in _opened(pid)):
                 found.append(pid)
     return found
 

@@ -16,7 +16,6 @@ from collections.abc import Collection
 
 from flashckpt import crashpoints
 from flashckpt.commit.attempts import BEAT_S
-from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.allocation import Allocation
 from flashckpt.keeper.liveness import End, ExitRule, RoundResult, RunFolder, TrainerRegistry
@@ -59,17 +58,13 @@ class Keeper:
         self.nonce = secrets.token_hex(4)
         self.folder = folder
         self._election = election
-        life = LifeLock.acquire(folder, f"keeper-{self.nonce}.lock")
-        if life is None:
-            raise KeeperError("Another process holds the life lock of a keeper that was just named.")
-        self._life = life
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._store = store = open_store(run_path)
         self._run_folder = run_folder = RunFolder(store, os.path.basename(folder.path))
         self.ledger = Ledger(store, stands=run_folder.stands)
         living = TrainerLocks(folder)
         self.registry = TrainerRegistry(living)
-        self.regions = Regions(folder, life, living)
+        self.regions = Regions(folder, self.nonce, living)
         self.outcomes = Outcomes(self.nonce)
         self.cache = SlotCache(
             store, os.path.basename(folder.path), self.regions, self.ledger, self._wake, self.outcomes.count
@@ -123,7 +118,6 @@ class Keeper:
                         self._leave(in_vain)
                         return
                 elif not self._is_last:
-                    # The life lock's file stays: the other keeper learns by it whose unfinished files may go.
                     log.warning(_REPLACED)
                     return
             # Before the next order: a new hello is valid for it already.
@@ -329,7 +323,6 @@ class Keeper:
         # Also of trainers that died before their hello: no other process would.
         self.regions.remove_dead_locks()
         crashpoints.point("leave.closed")
-        self._life.release(self.folder)
         self._election.release(self.folder)
         self.folder.discard()
 

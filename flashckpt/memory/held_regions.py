@@ -20,19 +20,13 @@ from flashckpt import crashpoints
 from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError, OutOfSpaceError
 from flashckpt.memory import memory_budget, region
 from flashckpt.memory.region import CACHE, MEMFD, NAMED, Region, SlotHeader, SlotSize, round_up
-from flashckpt.memory.runtime import (
-    LifeLock,
-    RuntimeFolder,
-    TrainerLocks,
-    is_alive,
-    is_trainer_lock,
-    rank_of_lock,
-)
+from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks, is_trainer_lock, rank_of_lock
 from flashckpt.memory.slot import Capture, Sealed, Slot, SlotState, Word
 
 log = logging.getLogger(__name__)
 
 MAX_REGIONS = 64  # of one rank
+_KEEPER = "keeper-"
 
 
 @dataclass
@@ -81,22 +75,21 @@ class Made:
 
 
 class Regions:
-    """Held regions by name. life: this keeper's lock, which names it in the owner tables. living: the
-    trainers whose slots are not touched. is_view: change nothing: written words stay in this process, and no
+    """Held regions by name. nonce: names this keeper in the owner tables. living: the trainers whose slots
+    are not touched. is_view: change nothing: written words stay in this process, and no
     name is removed. `not_adopted`: the named regions that cannot be held, each with the reason."""
 
     def __init__(
         self,
         folder: RuntimeFolder,
-        life: LifeLock,
+        nonce: str,
         living: TrainerLocks | None = None,
         *,
         is_view: bool = False,
     ) -> None:
         self._folder, self._is_view = folder, is_view
         self.not_adopted: dict[str, str] = {}
-        self._life = life
-        self._dead_keepers = set[str]()
+        self._own_name = f"{_KEEPER}{nonce}"
         self._living = TrainerLocks(folder) if living is None else living
         self._held: dict[str, HeldRegion] = {}
         self._cached: dict[str, HeldRegion] = {}
@@ -341,17 +334,9 @@ class Regions:
         return adopted
 
     def remove_dead_locks(self) -> None:
-        """Remove the lock files of dead trainers, also of trainers that never said hello, and of dead
-        keepers."""
+        """Remove the lock files of dead trainers, also of trainers that never said hello."""
         for name in filter(is_trainer_lock, self._folder.names()):
             self._living.remove_dead(name)
-        dead = {nonce for nonce, lives in keeper_locks(self._folder).items() if not lives}
-        # Seen dead twice: the file of a keeper's lock exists a moment before the lock is held.
-        for nonce in dead & self._dead_keepers:
-            lock = f"keeper-{nonce}.lock"
-            if lock != self._life.name and not self.lives(lock):
-                self._remove_name(lock)
-        self._dead_keepers = dead
 
     def living_ranks(self) -> set[int]:
         """The ranks of the trainers that live here, also of those that have not said hello."""
@@ -375,7 +360,7 @@ class Regions:
         slot = held.slot
         return {
             "name": slot.name,
-            "owner": 0 if held.kind == CACHE else slot.enroll(pid, lock, self.lives),
+            "owner": 0 if held.kind == CACHE else slot.enroll(pid, lock, self._keeps),
             "kind": held.kind,
             "path": held.path,
             "num_bytes": slot.header.num_bytes,
@@ -384,7 +369,7 @@ class Regions:
 
     def own_index(self, slot: Slot) -> int:
         """This process's index in a slot's owner table."""
-        return slot.enroll(os.getpid(), self._life.name, self.lives)
+        return slot.enroll(os.getpid(), self._own_name, self._keeps)
 
     def reclaim(self) -> None:
         """Free the slots that dead processes were writing, and unpin those that they had pinned. Any other
@@ -405,7 +390,7 @@ class Regions:
     def living_owners(self, held: HeldRegion) -> list[tuple[int, str]]:
         """(pid, lock) of the living trainers in a slot's owner table."""
         owners = (held.slot.owner(index) for index in range(1, 17))
-        return [each for each in owners if each and not _is_keeper(each[1]) and self.lives(each[1])]
+        return [each for each in owners if each and not each[1].startswith(_KEEPER) and self.lives(each[1])]
 
     def is_written(self, held: HeldRegion) -> bool:
         """Whether a living trainer may write it at any time."""
@@ -450,8 +435,8 @@ class Regions:
         """Whether a living process holds this life lock."""
         return self._living.holds(lock)
 
-    def _keeps(self, lock: str) -> bool:
-        return lock == self._life.name if _is_keeper(lock) else self.lives(lock)
+    def _keeps(self, owner: str) -> bool:
+        return owner == self._own_name if owner.startswith(_KEEPER) else self.lives(owner)
 
 
 def sealed_in(folder: RuntimeFolder) -> Iterator[Sealed]:
@@ -465,20 +450,3 @@ def sealed_in(folder: RuntimeFolder) -> Iterator[Sealed]:
             stack.enter_context(contextlib.closing(slot))
             if not slot.header.holds_constants and (found := slot.sealed()):
                 yield found
-
-
-def keeper_locks(folder: RuntimeFolder) -> dict[str, bool]:
-    """Nonces of the keepers that have a lock here, and whether each lives (true if that cannot be read)."""
-    found = {}
-    for name in folder.names():
-        if _is_keeper(name) and name.endswith(".lock"):
-            try:
-                lives = is_alive(folder, name)
-            except KeeperError:
-                lives = True
-            found[name.removeprefix("keeper-").removesuffix(".lock")] = lives
-    return found
-
-
-def _is_keeper(lock: str) -> bool:
-    return lock.startswith("keeper-")

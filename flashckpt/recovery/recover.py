@@ -33,7 +33,6 @@ from flashckpt.keeper.protocol import Status, remove_names
 from flashckpt.memory.cache_folder import CacheFolder, cached_paths, open_cached
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import CACHE, rank_of
-from flashckpt.memory.runtime import LifeLock
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import user_path
 from flashckpt.persist.audit import Torn, check_header, differing
@@ -255,13 +254,7 @@ class _NodeSnapshots:
         self._hold, self._store, self._runtime = held, held.store, held.runtime
         self._watcher, self._ledger, self._is_view = watcher, ledger, is_view
         nonce = secrets.token_hex(4)
-        if is_view:
-            life: LifeLock | None = LifeLock(f"keeper-{nonce}.lock", (0, 0), -1)
-        else:
-            life = LifeLock.acquire(self._runtime, f"keeper-{nonce}.lock")
-        assert life is not None, "a nonce came twice"
-        self._life = life
-        self._regions = Regions(self._runtime, life, is_view=is_view)
+        self._regions = Regions(self._runtime, nonce, is_view=is_view)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._queue = Queue(
             self._regions,
@@ -520,21 +513,17 @@ class _NodeSnapshots:
 
     def close(self) -> None:
         """Let the next keeper find the slots that stay, and leave no other name behind. After an interrupt a
-        busy worker keeps its files until the process ends, and the life lock, by which the next recovery
-        finds its half-written shard."""
+        busy worker keeps its files until the process ends."""
         if not self._queue.worker.busy:
             for held in (*self._regions.everything(), *self._cached):
                 held.slot.close()
             if self._cache is not None:
                 self._cache.close()
             self._queue.worker.close()
-            if not self._is_view:
-                self._life.release(self._runtime)
             os.close(self._wake)
         with contextlib.suppress(OSError, FlashckptError):
             if self._hold.election is not None and self._hold.election.stands(self._runtime):
-                for _ in range(2):  # a keeper counts as dead once it was seen dead twice
-                    self._regions.remove_dead_locks()
+                self._regions.remove_dead_locks()
                 remove_names(self._runtime)
 
     # ---- the next resume

@@ -136,7 +136,6 @@ class InProcess:
             held.slot.close()
         if keeper._server._listener.fileno() >= 0:  # it has not left
             keeper._server.close()
-        keeper._life.release(keeper.folder)
         keeper._election.release(keeper.folder)
 
 

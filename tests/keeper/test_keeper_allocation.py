@@ -33,10 +33,7 @@ class Node:
     def __init__(self, runtime: Path, room: int) -> None:
         self.room = room
         self.folder = closed_after(RuntimeFolder.open(str(runtime), "ab" * 16))
-        life = LifeLock.acquire(self.folder, "keeper-x.lock")
-        assert life is not None
-        self.life, self.wake = life, os.eventfd(0, os.EFD_NONBLOCK)
-        self.regions = Regions(self.folder, life)
+        self.wake, self.regions = os.eventfd(0, os.EFD_NONBLOCK), Regions(self.folder, "0" * 8)
         self.allocation = Allocation(self.regions, lambda *_: True, self.wake, lambda: self.room)
         self.asked: dict[int, tuple[Trainer, dict[str, Any]]] = {}
         self.answers: dict[int, int | FlashckptError] = {}
@@ -79,7 +76,7 @@ class Node:
     def close(self) -> None:
         for held in self.regions.everything():
             self.regions.remove(held)
-        for lock in (*self.trainers.values(), self.life):
+        for lock in self.trainers.values():
             lock.release(self.folder)
         os.close(self.wake)
 

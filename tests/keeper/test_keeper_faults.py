@@ -16,7 +16,7 @@ from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.keeper.protocol import ELECTION_LOCK
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import SlotSize
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from tests.descriptors import closed_after
 from tests.events import ledger
@@ -177,8 +177,6 @@ def test_too_little_memory_says_how_much_and_leaves_nothing(trainer: FakeTrainer
 
 def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
     folder = closed_after(RuntimeFolder.open(str(runtime), "ab" * 16))
-    life = LifeLock.acquire(folder, "keeper-x.lock")
-    assert life is not None
     left = [40 << 20]
 
     def available() -> int:
@@ -186,13 +184,12 @@ def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
         used = sum(os.stat(Path(folder.path) / name).st_blocks * 512 for name in folder.names())
         return left[0] - used
 
-    made = Regions(folder, life).make(0, range(3), SlotSize(4096, 16 << 20), available=available)
+    made = Regions(folder, "0" * 8).make(0, range(3), SlotSize(4096, 16 << 20), available=available)
     assert len(made.regions) == 2
     assert isinstance(made.error, OutOfSpaceError)
     assert len([name for name in folder.names() if name.startswith("slot-")]) == 2
     for found in made.regions:
         os.close(found.descriptor)
-    life.release(folder)
 
 
 def test_a_ledger_that_cannot_be_written_harms_nothing(tmp_path: Path, runtime: Path) -> None:
@@ -299,8 +296,6 @@ def test_a_keeper_that_ends_between_two_removals_leaves_nothing_for_ever(
     runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = closed_after(RuntimeFolder.open(str(runtime), "cd" * 16))
-    life = LifeLock.acquire(folder, "keeper-test.lock")
-    assert life is not None
     for name in ("trainer-00000-1-aabbccdd.lock", "stacks-00000-1-aabbccdd"):
         (Path(folder.path) / name).touch()
     remove, ended = RuntimeFolder.remove, []
@@ -310,12 +305,11 @@ def test_a_keeper_that_ends_between_two_removals_leaves_nothing_for_ever(
         ended.append(name)
         raise KeyboardInterrupt
 
-    regions = Regions(folder, life)
+    regions = Regions(folder, "0" * 8)
     with monkeypatch.context() as killed:
         killed.setattr(RuntimeFolder, "remove", once)
         with pytest.raises(KeyboardInterrupt):
             regions.remove_dead_locks()
     assert len(ended) == 1
-    Regions(folder, life).remove_dead_locks()
-    assert folder.names() == ["keeper-test.lock"]
-    life.release(folder)
+    Regions(folder, "0" * 8).remove_dead_locks()
+    assert folder.names() == []

@@ -17,7 +17,7 @@ from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.memory.held_regions import Regions
 from flashckpt.memory.region import SlotSize
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotRing
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Trainer, few_pauses_s
 from flashckpt.persist.ledger import Ledger
@@ -71,9 +71,7 @@ class Node:
         self.store, self.attempt = store, attempt
         self.folder = RuntimeFolder.open(str(base), identity)
         nonce = secrets.token_hex(4)
-        life = LifeLock.acquire(self.folder, f"keeper-{nonce}.lock")
-        assert life is not None
-        self.life, self.regions = life, Regions(self.folder, life)
+        self.regions = Regions(self.folder, nonce)
         self.ranks = {rank: make(self.regions, rank, attempt) for rank in ranks}
         self.told: list[tuple[int, JobState]] = []
         self.whys: list[str] = []
@@ -117,7 +115,6 @@ class Node:
             held.slot.close() if leaves_memory else self.regions.remove(held)
         self.ledger.close()
         self.queue.worker.close()
-        self.life.release(self.folder)
         self.folder.close()
         os.close(self._wake)
 
