@@ -94,7 +94,6 @@ class Keeper:
         self._ended: dict[AttemptName, End] = {}
         self._elsewhere: set[AttemptName] = set()  # those of them with ranks on other nodes
         self._swept_at = self._round_at = 0.0
-        self._ended_pidfds: set[int] = set()
         self._emptied_after = -1  # the trainers seen when it released its memory and stayed for the remote
 
     def run(self) -> None:
@@ -163,14 +162,9 @@ class Keeper:
         poll = select.poll()
         self._server.register(poll)
         poll.register(self._wake, select.POLLIN)
-        for pidfd in self.registry.pidfds():
-            poll.register(pidfd, select.POLLIN)
         ready = [descriptor for descriptor, _ in poll.poll(_TICK_MS if len(self.registry) else _IDLE_TICK_MS)]
         if self._wake in ready:
             os.eventfd_read(self._wake)
-        self._ended_pidfds = {pidfd for pidfd in self.registry.pidfds() if pidfd in ready}
-        if self._ended_pidfds:
-            self._swept_at = 0.0
         return ready
 
     # ---- trainers
@@ -193,7 +187,6 @@ class Keeper:
 
     def _sweep(self) -> None:
         dead = self.registry.remove_dead()
-        self.registry.forget(self._ended_pidfds)
         self.regions.reclaim()
         for trainer in dead:
             self.exit.trainer_ended(trainer)

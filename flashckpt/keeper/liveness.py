@@ -197,8 +197,8 @@ _MAX_ROUNDS_WITHOUT_RUN = 3
 
 class TrainerRegistry:
     """The trainers of a run on this node, by the names of their life locks. A trainer is alive while it holds
-    its lock, whether that still has its name or not. A pidfd only wakes the loop early, since it may be of
-    another process; a closed connection means nothing. `seen` counts all that were ever watched."""
+    its lock, whether that still has its name or not; a closed connection means nothing. `seen` counts all
+    that were ever watched."""
 
     def __init__(self, living: TrainerLocks) -> None:
         self._living = living
@@ -215,12 +215,8 @@ class TrainerRegistry:
         if known is not None:
             if trainer.attempt is None:
                 return known
-            trainer.closing, trainer.unsaved, trainer.pidfd = known.closing, known.unsaved, known.pidfd
+            trainer.closing, trainer.unsaved = known.closing, known.unsaved
             trainer.resumed = known.resumed
-        if trainer.pidfd < 0 and trainer.pid > 0:
-            # With a pid of another namespace, or a reused one, the loop only wakes later.
-            with contextlib.suppress(OSError):
-                trainer.pidfd = os.pidfd_open(trainer.pid)
         self.seen += known is None
         self._trainers[trainer.lock] = trainer
         return trainer
@@ -245,17 +241,6 @@ class TrainerRegistry:
     def of_rank(self, rank: int) -> list[Trainer]:
         return [trainer for trainer in self._trainers.values() if trainer.rank == rank]
 
-    def pidfds(self) -> list[int]:
-        return [trainer.pidfd for trainer in self._trainers.values() if trainer.pidfd >= 0]
-
-    def forget(self, pidfds: Collection[int]) -> None:
-        """Close these pidfds if their trainers live: they are of other processes (a reused pid, or another
-        namespace), and would wake the loop for ever."""
-        for trainer in self._trainers.values():
-            if trainer.pidfd in pidfds:
-                os.close(trainer.pidfd)
-                trainer.pidfd = -1
-
     def remove_dead(self) -> list[Trainer]:
         """Remove the dead trainers and their locks, and return them."""
         dead = [each for each in self._trainers.values() if self._living.remove_dead(each.lock)]
@@ -264,9 +249,6 @@ class TrainerRegistry:
             trainer.closing = trainer.closing or self._living.has_closed(trainer.lock)
             del self._trainers[trainer.lock]
             self._living.forget(trainer.lock)
-            if trainer.pidfd >= 0:
-                os.close(trainer.pidfd)
-                trainer.pidfd = -1
         return dead
 
 

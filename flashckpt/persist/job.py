@@ -154,7 +154,6 @@ class Trainer:
     remote: Remote | None = None
     grace_s: float = 60.0
     cache: CachePlace | None = None
-    pidfd: int = -1
 
     def __post_init__(self) -> None:
         self.ranks = self.ranks or (self.rank,)

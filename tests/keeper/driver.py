@@ -131,7 +131,6 @@ class InProcess:
 
     def close(self) -> None:
         keeper = self.keeper
-        keeper.registry.forget(keeper.registry.pidfds())
         for held in keeper.regions.slots():
             held.slot.close()
         if keeper._server._listener.fileno() >= 0:  # it has not left

@@ -14,14 +14,12 @@ import pytest
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper import client
-from flashckpt.keeper.liveness import TrainerRegistry
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
 from flashckpt.keeper.start import AWAITED_PAUSE_S, Pauses
 from flashckpt.memory.region import Region, SlotSize, is_region_name, memfds_of
-from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks
+from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
-from flashckpt.persist.job import Trainer
-from tests.descriptors import closed_after, readable
+from tests.descriptors import closed_after
 from tests.events import ledger
 from tests.keeper.driver import (
     InProcess,
@@ -251,21 +249,6 @@ def test_whether_a_starter_lives_is_known_without_proc(
     command = ["unshare", "-m", sys.executable, "-c", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == f"{has_ended}\n", done.stderr
-
-
-def test_a_pidfd_of_another_process_does_not_keep_the_keeper_awake(tmp_path: Path, runtime: Path) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime)
-    child = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    registry = TrainerRegistry(TrainerLocks(trainer.folder))
-    registry.watch(Trainer(lock=trainer.life.name, rank=0, pid=child.pid))
-    assert readable(*registry.pidfds()) == registry.pidfds() != []
-    assert registry.remove_dead() == []
-    registry.forget(registry.pidfds())
-    assert registry.pidfds() == []
-    assert len(registry) == 1
-    child.wait()
-    trainer.end()
 
 
 def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: Path) -> None:
