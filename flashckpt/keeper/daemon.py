@@ -194,8 +194,6 @@ class Keeper:
         self.queue.set_trainers(self.registry.all())
         self._watchdog.check()
         self._tidy()
-        if self.exit.has_ended and not len(self.registry):
-            self._free_committed()
 
     def _died(self, trainer: Trainer) -> None:
         event = Event.CLOSE if trainer.closing else Event.DEATH
@@ -234,25 +232,20 @@ class Keeper:
                 each.slot.free(each.word)
 
     def _tidy(self) -> None:
-        """Remove retired slots whose snapshot is not needed, and empty slots of ranks that left this node."""
-        for held in [each for each in self.regions.slots() if each.retired]:
-            self.regions.remove_spent(held, self.queue.is_needed)
-        trainers = self.registry.all()
+        """Remove retired slots whose snapshot is not needed, and empty slots of ranks that left this node.
+        After the end of the run all slots are retired, and a committed snapshot is not needed: storage may
+        fail, and this keeper stay for another snapshot."""
+        trainers, is_needed = self.registry.all(), self.queue.is_needed
+        is_over = self.exit.has_ended and not trainers
+        for held in [each for each in self.regions.slots() if each.retired or is_over]:
+            self.regions.remove_spent(
+                held, lambda held, each: not (is_over and each.is_persisted) and is_needed(held, each)
+            )
         if ranks := {rank for each in trainers if each.attempt for rank in each.ranks}:
             ranks |= {each.rank for each in trainers}
             for held in [each for each in self.regions.slots() if each.slot.rank not in ranks]:
                 if held.state() is SlotState.FREE:
                     self.regions.remove(held)
-        self.regions.drop_constants()
-
-    def _free_committed(self) -> None:
-        """After the end of the run, remove the slots whose snapshot is committed or not needed: storage may
-        fail, and this keeper stay for another snapshot."""
-        is_needed = self.queue.is_needed
-        for held in self.regions.slots():
-            self.regions.remove_spent(
-                held, lambda held, each: not each.is_persisted and is_needed(held, each)
-            )
         self.regions.drop_constants()
 
     # ---- the run's folder
