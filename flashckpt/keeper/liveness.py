@@ -25,6 +25,7 @@ from flashckpt.format.names import AttemptName, alive_path
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import NAMED
 from flashckpt.memory.runtime import TrainerLocks, identity_of
+from flashckpt.memory.slot import Sealed, must_stay
 from flashckpt.persist.job import Trainer
 from flashckpt.persist.queue import Queue
 from flashckpt.store import open_store
@@ -360,36 +361,29 @@ class ExitRule:
 
     def kept(self) -> set[str]:
         """The slots that stay for the next attempt, or for `recover`, without any process."""
-        survivors = [
-            Survivor(
-                slot=each.slot.name,
-                rank=each.slot.rank,
-                attempt=each.attempt,
-                step=each.step,
-                boundary=each.boundary,
-                is_committed=each.is_persisted,
-                complete=each.slot.complete,
-            )
-            for each in self._regions.sealed()
-        ]
-        if self.discards or not survivors:
+        sealed = self._regions.sealed()
+        if self.discards or not sealed:
             return set()
         if self.run_is_gone:
-            return _newest_uncommitted(survivors)
+            needed = [each for each in sealed if must_stay(each, self._regions.sealed(each.slot.rank))]
+            return {each.slot.name for each in needed if not each.is_persisted}
         try:
-            return needed_slots(self._store, survivors)
+            return needed_slots(self._store, [_survivor(each) for each in sealed])
         except (OSError, FlashckptError) as error:
             log.warning("the run cannot be read (%s): slots stay as they are", error)
-            return {each.slot for each in survivors if not each.is_committed}
+            return {each.slot.name for each in sealed if not each.is_persisted}
 
 
-def _newest_uncommitted(survivors: list[Survivor]) -> set[str]:
-    """Of each rank and attempt the newest slot if it is not committed, by the slots alone."""
-    newest: dict[tuple[int, AttemptName], tuple[int, bool, str]] = {}
-    for each in survivors:
-        key, row = (each.rank, each.attempt), (each.boundary, each.is_committed, each.slot)
-        newest[key] = max(row, newest.get(key, row))
-    return {name for _, is_committed, name in newest.values() if not is_committed}
+def _survivor(sealed: Sealed) -> Survivor:
+    return Survivor(
+        slot=sealed.slot.name,
+        rank=sealed.slot.rank,
+        attempt=sealed.attempt,
+        step=sealed.step,
+        boundary=sealed.boundary,
+        is_committed=sealed.is_persisted,
+        complete=sealed.slot.complete,
+    )
 
 
 def _lives(pid: int) -> bool:
