@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from flashckpt.errors import FlashckptError, KeeperError, OptionError, OutOfSpaceError
+from flashckpt.errors import KeeperError, OptionError
 from flashckpt.format.names import CommitName, SnapshotId, parse_at
 from flashckpt.memory.cache_folder import CachePlace
 from flashckpt.memory.region import is_region_name
@@ -152,42 +152,6 @@ class Status:
             return cls(**{**data, **steps, **named, "failures": failures})
         except (KeyError, TypeError, ValueError) as error:
             raise ProtocolError(f"The keeper's status cannot be read: {error}") from error
-
-
-@dataclass(eq=False)
-class Connection:
-    """A peer of the keeper, which never waits for one: a peer that does not read is disconnected. `lock`: the
-    life lock of the trainer, from its hello."""
-
-    peer: socket.socket
-    pid: int
-    lock: str | None = None
-    is_open: bool = True
-
-    def reply(self, answer: dict[str, Any], given: Sequence[int] = ()) -> bool:
-        """Answer a request, with descriptors, which stay the caller's. False if the peer is gone. Raises
-        ProtocolError for an answer that is too long."""
-        return self._send({"ok": True, **answer}, given)
-
-    def refuse(self, error: FlashckptError) -> None:
-        """Answer a request with an error."""
-        answer: dict[str, Any] = {"ok": False, "kind": "keeper", "error": str(error)[:4000]}
-        if isinstance(error, OutOfSpaceError):
-            answer |= {"kind": "space", "needed": error.needed, "available": error.available}
-        self._send(answer)
-
-    def _send(self, message: dict[str, Any], given: Sequence[int] = ()) -> bool:
-        try:
-            if self.is_open:
-                send(self.peer, message, given)
-        except OSError:
-            self.close()
-        return self.is_open
-
-    def close(self) -> None:
-        self.is_open = False
-        with contextlib.suppress(OSError):
-            self.peer.close()
 
 
 def send(peer: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:

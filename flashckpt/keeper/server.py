@@ -16,10 +16,10 @@ import select
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError
+from flashckpt.errors import DamagedError, FlashckptError, FormatError, KeeperError, OutOfSpaceError
 from flashckpt.format.layout import EVERY
 from flashckpt.format.names import MAX_BOUNDARY, MAX_RANK, AttemptName, SnapshotId
 from flashckpt.keeper.allocation import Allocation
@@ -32,7 +32,6 @@ from flashckpt.keeper.protocol import (
     SOCKET_NAME,
     Answer,
     CacheStatus,
-    Connection,
     Failure,
     ProtocolError,
     Status,
@@ -73,6 +72,16 @@ _MOST_TEXT = 400
 _MOST_LEAVES = 22
 _MOST_NAMES_BYTES = 4096
 
+
+@dataclass(eq=False)
+class Connection:
+    """A peer of the keeper. `lock`: the life lock of the trainer, from its hello."""
+
+    peer: socket.socket
+    pid: int
+    lock: str | None = None
+
+
 # Takes a connection, a message and its descriptors, which it must close or keep.
 Answering = Callable[[Connection, dict[str, Any], list[int]], Answer]
 
@@ -89,7 +98,6 @@ class Server:
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def register(self, poll: select.poll) -> None:
-        self._connections = {each: one for each, one in self._connections.items() if one.is_open}
         poll.register(self._listener.fileno(), select.POLLIN)
         for descriptor in self._connections:
             poll.register(descriptor, select.POLLIN)
@@ -99,7 +107,7 @@ class Server:
         for descriptor in ready:
             if descriptor == self._listener.fileno():
                 self._accept()
-            elif descriptor in self._connections and self._connections[descriptor].is_open:
+            elif descriptor in self._connections:
                 self._serve(self._connections[descriptor])
 
     def restore_name(self) -> None:
@@ -123,7 +131,7 @@ class Server:
         self._listener.close()
         close_all([self._spare])
         for connection in self._connections.values():
-            connection.close()
+            connection.peer.close()
 
     def _accept(self) -> None:
         try:
@@ -161,18 +169,37 @@ class Server:
         descriptors: list[int] = []
         try:
             message, descriptors = receive(connection.peer)
-            connection.reply(*self._answer(connection, message, descriptors))
+            fields, given = self._answer(connection, message, descriptors)
+            self._send(connection, {"ok": True, **fields}, given)
         except BlockingIOError:
             return
         except (EOFError, OSError):
-            connection.close()
+            self._hang_up(connection)
         except ProtocolError as error:
             close_all(descriptors)
             log.warning("process %d: %s", connection.pid, error)
-            connection.refuse(error)
-            connection.close()
+            self._refuse(connection, error)
+            self._hang_up(connection)
         except FlashckptError as error:
-            connection.refuse(error)
+            self._refuse(connection, error)
+
+    def _refuse(self, connection: Connection, error: FlashckptError) -> None:
+        answer: dict[str, Any] = {"ok": False, "kind": "keeper", "error": str(error)[:4000]}
+        if isinstance(error, OutOfSpaceError):
+            answer |= {"kind": "space", "needed": error.needed, "available": error.available}
+        self._send(connection, answer)
+
+    def _send(self, connection: Connection, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send an answer, or hang up: the keeper waits for no peer that does not read. Raises ProtocolError
+        for an answer that is too long."""
+        try:
+            send(connection.peer, message, descriptors)
+        except OSError:
+            self._hang_up(connection)
+
+    def _hang_up(self, connection: Connection) -> None:
+        self._connections.pop(connection.peer.fileno(), None)
+        connection.peer.close()
 
 
 class Requests:
