@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from flashckpt.errors import FlashckptError, KeeperError, OutOfSpaceError
@@ -32,12 +32,10 @@ from flashckpt.keeper.protocol import (
     ProtocolError,
     Refusal,
     Status,
-    cache_to_dict,
     close_all,
     connect,
     peer_uid,
     receive,
-    remote_to_dict,
     send,
 )
 from flashckpt.memory import forks
@@ -528,8 +526,7 @@ class KeeperClient(KeeperConnection):
             "ranks": list(ranks) or [rank],
             "attempt": attempt,
             "lock": self._life.name,
-            "keep_last": keep.last,
-            "keep_every": keep.every_steps or 0,
+            "keep": asdict(keep),
             "linger_s": linger_s,
             "environment": dict(environment or {}),
             "run": self._run_path,
@@ -538,8 +535,8 @@ class KeeperClient(KeeperConnection):
             "stacks_signal": stacks_signal,
             "kill_when_stuck": kill_when_stuck,
             "grace_s": grace_s,
-            "remote": None if remote is None else remote_to_dict(remote),
-            "cache": None if cache is None else cache_to_dict(cache),
+            "remote": None if remote is None else asdict(remote),
+            "cache": None if cache is None else asdict(cache),
         }
         if is_first is None:
             self.call_repeatedly(message)

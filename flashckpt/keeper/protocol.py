@@ -13,9 +13,9 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from flashckpt.errors import KeeperError, OptionError
 from flashckpt.format.names import CommitName, SnapshotId, parse_at
@@ -297,21 +297,13 @@ def seconds(message: dict[str, Any], key: str) -> float:
     return float(value)
 
 
-_REMOTE_FIELDS = {"url", "every", "keep_last", "keep_every", "options", "compress"}
 _MOST_TEXT = 4096
 _MOST_OPTIONS = 256
 
 
-def remote_to_dict(remote: Remote) -> dict[str, Any]:
-    """A remote as a field of a hello; `remote_of` reads it."""
-    return {
-        "url": remote.url,
-        "every": remote.every,
-        "keep_last": remote.keep.last,
-        "keep_every": remote.keep.every_steps or 0,
-        "options": dict(remote.options),
-        "compress": remote.compress,
-    }
+def keep_of(message: dict[str, Any]) -> Keep:
+    """The retention of a hello, or of its remote."""
+    return _read("keep", Keep, message.get("keep"))
 
 
 def remote_of(message: dict[str, Any]) -> Remote | None:
@@ -319,25 +311,18 @@ def remote_of(message: dict[str, Any]) -> Remote | None:
     named: Any = message.get("remote")
     if named is None:
         return None
-    _check("remote", isinstance(named, dict) and set(named) == _REMOTE_FIELDS)
-    every, options = named["every"], named["options"]
+    _check("remote", isinstance(named, dict))
+    remote = _read("remote", Remote, {**named, "keep": keep_of(named)})
+    text(named, "url", _MOST_TEXT)
     try:
-        check_interval(every, "remote_every")
-        compress = checked_compress(named["compress"])
+        check_interval(remote.every, "remote_every")
+        checked_compress(remote.compress)
     except OptionError:
-        _check("every", False)
-    plain = isinstance(options, dict) and all(
-        type(each) in (str, int, float, bool) for each in options.values()
-    )
-    _check("options", plain and len(options) <= _MOST_OPTIONS)
-    keep = Keep(last=number(named, "keep_last", 1), every_steps=number(named, "keep_every") or None)
-    url = text(named, "url", _MOST_TEXT)
-    return Remote(url=url, every=every, keep=keep, options=options, compress=compress)
-
-
-def cache_to_dict(cache: CachePlace) -> dict[str, Any]:
-    """A cache as a field of a hello; `cache_of` reads it."""
-    return {"path": cache.path, "limit": cache.limit_bytes or 0}
+        _check("remote", False)
+    options: Any = remote.options
+    _check("options", isinstance(options, dict) and len(options) <= _MOST_OPTIONS)
+    _check("options", all(type(each) in (str, int, float, bool) for each in options.values()))
+    return remote
 
 
 def cache_of(message: dict[str, Any]) -> CachePlace | None:
@@ -345,10 +330,21 @@ def cache_of(message: dict[str, Any]) -> CachePlace | None:
     named: Any = message.get("cache")
     if named is None:
         return None
-    _check("cache", isinstance(named, dict) and set(named) == {"path", "limit"})
-    path = text(named, "path", _MOST_TEXT)
-    _check("cache", os.path.isabs(path))
-    return CachePlace(path, number(named, "limit") or None)
+    place = _read("cache", CachePlace, named)
+    _check("cache", os.path.isabs(text(named, "path", _MOST_TEXT)))
+    _check("cache", place.limit_bytes is None or number(named, "limit_bytes", 1) > 0)
+    return place
+
+
+T = TypeVar("T")
+
+
+def _read(key: str, kind: Callable[..., T], fields: Any) -> T:
+    """The object whose fields, as `asdict` gives them, a message has under a key."""
+    try:
+        return kind(**fields)
+    except (TypeError, OptionError) as error:
+        raise ProtocolError(f"A message's {key!r} is invalid. The connection was closed.") from error
 
 
 def _check(key: str, is_good: bool) -> None:

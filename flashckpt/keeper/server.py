@@ -39,6 +39,7 @@ from flashckpt.keeper.protocol import (
     cache_of,
     close_all,
     flag,
+    keep_of,
     names,
     number,
     peer_uid,
@@ -51,7 +52,6 @@ from flashckpt.keeper.protocol import (
 from flashckpt.memory.held_regions import HeldRegion, Regions
 from flashckpt.memory.region import CACHE
 from flashckpt.memory.runtime import RuntimeFolder, check_name
-from flashckpt.options import Keep
 from flashckpt.persist.job import JobState, StepJob, StepOutcome, Trainer
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import UNKNOWN, Queue
@@ -288,7 +288,6 @@ class Requests:
         known = self._registry.get(lock)
         if known is not None and known.attempt not in (None, attempt):
             raise ProtocolError(f"{lock} is of attempt {known.attempt}. The connection was closed.")
-        every = number(message, "keep_every")
         trainer = Trainer(
             lock=lock,
             rank=number(message, "rank", 0, MAX_RANK),
@@ -296,7 +295,7 @@ class Requests:
             world=number(message, "world", 1, MAX_RANK),
             ranks=_ranks(message),
             attempt=attempt,
-            keep=Keep(last=number(message, "keep_last", 1), every_steps=every or None),
+            keep=keep_of(message),
             linger_s=seconds(message, "linger_s"),
             environment=environment,
             stacks_signal=number(message, "stacks_signal", 0, 64),

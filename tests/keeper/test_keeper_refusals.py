@@ -26,11 +26,11 @@ from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
 
 HELLO = {
     "op": "hello", "protocol": protocol.PROTOCOL, "rank": 0, "world": 1, "attempt": "000001-0123abcd",
-    "lock": "trainer-x.lock", "ranks": [0], "keep_last": 3, "keep_every": 0, "linger_s": 1.0,
+    "lock": "trainer-x.lock", "ranks": [0], "keep": {"last": 3, "every_steps": None}, "linger_s": 1.0,
     "environment": {}, "stacks_signal": 0, "kill_when_stuck": False, "grace_s": 1.0,
 }  # fmt: skip
 REMOTE = {
-    "url": "/remote", "every": None, "keep_last": 3, "keep_every": 0, "options": {}, "compress": "none",
+    "url": "/remote", "every": None, "keep": HELLO["keep"], "options": {}, "compress": "none",
 }  # fmt: skip
 
 
@@ -66,12 +66,12 @@ MALFORMED: list[bytes] = [
         {"lock": "../../etc/passwd"}, {"lock": "keeper.lock"}, {"lock": ""}, {"lock": "trainer-" + "x" * 99},
         {"lock": "trainer-\udc80.lock"}, {"lock": "trainer-\ud800.lock"}, {"lock": "trainer-\xe9.lock"},
         {"attempt": "1"}, {"attempt": "000001-0123abcd/../.."}, {"rank": -1}, {"rank": True}, {"rank": 1e400},
-        {"world": 0}, {"ranks": []}, {"ranks": [1]}, {"ranks": "0"}, {"ranks": [0, -1]}, {"keep_last": 0},
-        {"linger_s": "1"}, {"linger_s": -1}, {"environment": []}, {"grace_s": None}, {"remote": "s3://b/run"},
-        *({"remote": {**REMOTE, **each}} for each in (
+        {"world": 0}, {"ranks": []}, {"ranks": [1]}, {"ranks": "0"}, {"ranks": [0, -1]},
+        {"keep": {"last": 0}}, {"linger_s": "1"}, {"linger_s": -1}, {"environment": []}, {"grace_s": None},
+        {"remote": "s3://b/run"}, *({"remote": {**REMOTE, **each}} for each in (
             {"url": ""}, {"url": 5}, {"every": 0}, {"every": "often"}, {"every": 1.5}, {"every": "9" * 9999},
-            {"keep_last": 0}, {"keep_every": -1}, {"options": []}, {"options": {"a": {}}}, {"more": 1},
-            {"compress": "gzip"}, {"compress": None}, {"compress": True},
+            {"keep": {"last": 0}}, {"keep": {"every_steps": -1}}, {"keep": 3}, {"options": []},
+            {"options": {"a": {}}}, {"more": 1}, {"compress": "gzip"}, {"compress": None}, {"compress": True},
         )),
         {"protocol": "x"},
     )),
