@@ -12,9 +12,8 @@ import pytest
 
 from flashckpt.keeper import client, start
 from flashckpt.keeper.protocol import ELECTION_LOCK
-from flashckpt.memory.runtime import LifeLock, RuntimeFolder
+from flashckpt.memory.runtime import RuntimeFolder
 from tests.conftest import keepers_of
-from tests.descriptors import closed_after
 from tests.keeper.driver import eventually
 from tests.keeper.fake import FakeTrainer
 
@@ -95,24 +94,3 @@ def test_those_that_die_at_each_start_are_not_started_without_end(
     assert 1 <= len(starts) <= 2 * start._STARTS_AT_ONCE
     monkeypatch.setattr(start, "start", begin)
     trainer.end()
-
-
-def test_a_lock_whose_holder_is_letting_go_is_taken(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is removed between another one's opening of the file and its look at the lock."""
-    folder = closed_after(RuntimeFolder.open(str(runtime), "0" * 32))
-    owner = held(folder, "keeper-1.lock")
-    opened = RuntimeFolder.open_file
-
-    def removed_then(self: RuntimeFolder, name: str, flags: int = os.O_RDWR) -> int:
-        descriptor = opened(self, name, flags)
-        monkeypatch.setattr(RuntimeFolder, "open_file", opened)
-        folder.remove(name)
-        return descriptor
-
-    assert LifeLock.acquire(folder, "keeper-1.lock") is None
-    monkeypatch.setattr(RuntimeFolder, "open_file", removed_then)
-    lock = LifeLock.acquire(folder, "keeper-1.lock")
-    assert lock is not None
-    assert lock.stands(folder)
-    lock.release(folder)
-    owner.communicate("")

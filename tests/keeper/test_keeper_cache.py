@@ -15,7 +15,7 @@ import pytest
 
 from flashckpt import _native
 from flashckpt.commit.attempts import mark_ended
-from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.names import AttemptName
 from flashckpt.memory.cache_folder import CacheFolder, cached_paths, open_cached
 from tests.events import ledger
 from tests.keeper.driver import (
@@ -26,7 +26,6 @@ from tests.keeper.driver import (
     kill_keeper,
     runtime_of,
     saved,
-    told,
 )
 from tests.keeper.fake import FakeTrainer, content, keeper_pid, layout_for
 from tests.keeper.faulty import faulty_keeper
@@ -249,23 +248,6 @@ def test_a_commit_from_memory_makes_what_is_older_in_the_cache_useless(
     eventually(lambda: not list(cache.glob("*/*")))
 
 
-def test_the_newest_goes_home_after_a_reboot(
-    faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    """Also where nobody has asked for it there: another layout may need it."""
-    run = tmp_path / "run"
-    attempt, _ = left_in_the_cache(run, runtime, cache, faults, 1, 2, 3, home=False)
-    assert committed(run) == []
-    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache))
-    assert cached_steps(trainer)[-1] == 3
-    eventually(lambda: committed(run) == [3])
-    assert [line for line in told(run, "adopt", 1) if line["kind"] == "cache"]
-    eventually(lambda: steps_in(run, runtime, cache) == [3])
-    trainer.start(attempt, 3, "cache")
-    trainer.wait_committed(3)
-    trainer.end()
-
-
 def test_a_keeper_that_comes_after_another_goes_on_from_the_cache(
     faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
@@ -397,39 +379,6 @@ class Ranks:
             trainer.ring.set_complete(trainer.attempt.number, step)
 
 
-def test_the_ranks_of_a_node_go_home_from_the_cache_together(
-    faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    with faulty_keeper(run, runtime, faults):
-        (faults / "write.pause").touch()
-        ranks = Ranks(run, runtime, cache)
-        ranks.begin()
-        for step in range(1, 8):
-            ranks.snapshot(step)
-        wait_cached(ranks.trainers[0], *range(1, 8))
-        assert steps_in(run, runtime, cache) == sorted([*range(1, 8)] * 2)
-        attempt = ranks.trainers[0].attempt
-        for trainer in ranks.trainers:
-            trainer.close()
-    reboot(runtime)
-    again = Ranks(run, runtime, cache)
-    snapshot = SnapshotId(attempt, 7)
-    (other,) = again.trainers[0].client.of_same_boundary(snapshot)
-    assert (other.rank, other.is_cached) == (1, True)
-    other.close()
-    again.begin(attempt, 7)
-    for trainer in again.trainers:
-        trainer.wait_committed(7)
-    eventually(lambda: committed(run)[-1:] == [7])
-    eventually(lambda: steps_in(run, runtime, cache) == [7, 7])
-    again.snapshot(8)
-    again.trainers[0].wait_committed(8)
-    for trainer in again.trainers:
-        trainer.end()
-    eventually(lambda: not list(cache.glob("*/*")))
-
-
 def test_a_step_may_be_cached_on_one_rank_and_passed_by_on_another(
     keeper: int, faults: Path, tmp_path: Path, runtime: Path, cache: Path
 ) -> None:
@@ -543,25 +492,6 @@ def test_what_waits_for_another_node_goes_once_a_newer_step_is_committed(
     assert committed(run) == [2]
     for trainer in (first, second):
         trainer.end()
-
-
-@pytest.mark.parametrize("place", ["record", "short"])
-def test_a_damaged_file_is_not_taken_up(
-    faults: Path, tmp_path: Path, runtime: Path, cache: Path, place: str
-) -> None:
-    run = tmp_path / "run"
-    attempt, files = left_in_the_cache(run, runtime, cache, faults, 1, 2)
-    if place == "short":
-        os.truncate(files[1], files[1].stat().st_size - 1)
-    else:
-        flip(files[1], 800)
-    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=10)
-    assert [grant.kind for grant in trainer.client.surviving()] == ["cache"]
-    assert not files[1].exists()
-    trainer.start(attempt, 2, "cache")
-    trainer.wait_committed(2)
-    assert committed(run) == [2]
-    trainer.end()
 
 
 def test_flipped_words_keep_nothing_from_the_home(
@@ -768,19 +698,6 @@ def test_two_runs_share_a_cache(tmp_path: Path, runtime: Path, cache: Path) -> N
     eventually(lambda: not files_of(tmp_path / "one", runtime, cache))
     assert steps_in(tmp_path / "two", runtime, cache) == [1]
     trainers[1].end()
-
-
-def test_constants_are_cached_once_and_come_back(
-    faults: Path, tmp_path: Path, runtime: Path, cache: Path
-) -> None:
-    run = tmp_path / "run"
-    attempt, _ = left_in_the_cache(run, runtime, cache, faults, 1, 2, constants_kib=32)
-    assert sum("constants" in path.name for path in files_of(run, runtime, cache)) == 1
-    trainer = FakeTrainer(run, runtime, kib=KIB, cache=str(cache), keep=10)
-    assert [grant.holds_constants for grant in trainer.client.surviving()].count(True) == 1
-    trainer.start(attempt, 2, "cache")
-    eventually(lambda: committed(run)[-1:] == [2])
-    trainer.end()
 
 
 @pytest.mark.parametrize("point", ["cache.pinned", "cache.written", "cache.named"])

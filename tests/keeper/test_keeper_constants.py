@@ -15,13 +15,12 @@ from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import CommitName, SnapshotId
 from flashckpt.format.records import Contents
-from flashckpt.memory.slot import SlotState
 from flashckpt.persist.job import JobState, StepJob, StepOutcome
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import newest_of
-from tests.keeper.driver import committed, eventually, saved, the_keeper, told
+from tests.keeper.driver import committed, saved, the_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import job_of, snapshot_of
 
@@ -143,21 +142,6 @@ def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer)
     outcome = Writer(alone.store, "0123abcd").persist(order(alone, 1, spoil))
     assert outcome.state is JobState.TORN
     assert files(alone) == []
-
-
-def test_the_audit_of_an_idle_keeper_covers_the_constants(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime)
-    saved(trainer, 1)
-    slot, generation = trainer.snapshot(2)
-    trainer.wait_for(lambda status: status.counts.get("audited"))
-    assert (slot.torn, slot.state().state) == ((0, ()), SlotState.SEALED), "sound"
-    flip_constant(trainer)
-    slot, generation = trainer.snapshot(3)
-    eventually(lambda: slot.torn[0] == generation)
-    [line] = told(trainer.run, "torn", 1)
-    assert line["leaves"] == ["base.weight"]
-    assert 3 not in [step for _, step in trainer.survivors()]
-    trainer.end()
 
 
 def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_memory(

@@ -19,7 +19,6 @@ from flashckpt.keeper.start import AWAITED_PAUSE_S, Pauses
 from flashckpt.memory.region import Region, SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
-from tests.descriptors import closed_after
 from tests.events import ledger
 from tests.keeper.driver import (
     InProcess,
@@ -222,33 +221,6 @@ def test_a_death_before_the_first_snapshot_leaves_no_keeper(tmp_path: Path, runt
     assert keeper_pid(folder) is not None
     trainer.kill()
     eventually(lambda: not Path(folder.path).exists())
-
-
-_WITHOUT_PROC = """
-import subprocess, sys, time
-from flashckpt.keeper.daemon import Keeper
-from flashckpt.memory.runtime import RuntimeFolder
-keeper = Keeper.elected(sys.argv[1], RuntimeFolder.at(sys.argv[2]), int(sys.argv[3]))
-subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/proc"], check=True)
-print(keeper.exit.is_due(time.monotonic()))
-"""
-
-
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_whether_a_starter_lives_is_known_without_proc(
-    has_ended: bool, tmp_path: Path, runtime: Path
-) -> None:
-    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
-        pytest.skip("file systems cannot be hidden here")
-    _, identity = open_runtime(tmp_path / "run", runtime)
-    folder = closed_after(RuntimeFolder.open(str(runtime), identity))
-    starter = subprocess.Popen([sys.executable, "-c", ""])
-    starter.wait()
-    pid = starter.pid if has_ended else os.getpid()
-    arguments = [_WITHOUT_PROC, str(tmp_path / "run"), folder.path, str(pid)]
-    command = ["unshare", "-m", sys.executable, "-c", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"{has_ended}\n", done.stderr
 
 
 def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: Path) -> None:

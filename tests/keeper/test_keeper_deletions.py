@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests import run_view
 from tests.events import ledger
-from tests.keeper.driver import begun, committed, ended, eventually, kill_keeper, saved
+from tests.keeper.driver import begun, committed, ended, eventually, saved
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 
@@ -59,27 +59,6 @@ def test_a_keeper_does_not_leave_in_the_middle_of_a_deletion(
     eventually(lambda: keeper_pid(trainer.folder) is None)
     assert committed(trainer.run) == [2, 3]
     assert len(shards(trainer.run)) == 2, "the deletion came to its end"
-
-
-def test_what_a_killed_keeper_left_half_written_goes(
-    tmp_path: Path, runtime: Path, faults: Path, keeper: int
-) -> None:
-    trainer = beginning(tmp_path, runtime)
-    saved(trainer, 1)
-    [first] = shards(trainer.run)
-    (faults / "write.pause").touch()
-    trainer.snapshot(2, persist=True)
-    eventually(lambda: (faults / "write.paused").exists())
-    [orphan] = unfinished(trainer.run)
-    assert kill_keeper(trainer.folder) == keeper
-    trainer.wait_committed(2)
-    assert committed(trainer.run) == [1, 2], "what the dead keeper had published stays"
-    assert first in shards(trainer.run)
-    assert not orphan.exists(), "it goes with the next try"
-    saved(trainer, 3, 4)
-    eventually(lambda: len(shards(trainer.run)) == 2)
-    assert committed(trainer.run) == [3, 4]
-    ended(trainer)
 
 
 def test_what_a_stopped_keeper_writes_is_never_committed(

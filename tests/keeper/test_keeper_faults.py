@@ -98,31 +98,6 @@ def test_a_damaged_record_discards_the_snapshot(trainer: FakeTrainer) -> None:
     assert slot.torn == (generation, ())
 
 
-def test_a_full_disk_is_told_and_the_next_try_works(tmp_path: Path, runtime: Path) -> None:
-    with small_tmpfs(4 << 20) as disk:
-        trainer = begun(disk / "run", runtime, kib=1024, slots=2)
-        filler = fill(disk, left=512 << 10)
-        slot, generation = trainer.snapshot(1, persist=True)
-        status = trainer.wait_for(lambda status: status.failures)
-        assert [(each.step, each.errno) for each in status.failures] == [(1, errno.ENOSPC)]
-        assert status.failing == (1,)
-        assert slot.failed == (generation, errno.ENOSPC)
-        assert status.waiting == (1,)
-        assert shards(trainer.run) == [], "what was begun is removed"
-        # Training continues: the trainer overwrites one of its two slots although no snapshot is persisted.
-        for step in range(2, 12):
-            trainer.snapshot(step, persist=step % 3 == 0)
-        filler.unlink()
-        saved(trainer, 12)
-        status = trainer.wait_for(lambda status: not status.waiting)
-        assert status.failures == status.failing == ()
-        assert status.counts["failed"] >= 1
-        assert committed(trainer.run)[-1] == 12
-        first = [line for line in ledger(trainer.run) if line["event"] == "error" and line["step"] == 1]
-        assert len(first) <= 1, "said once, counted always"
-        ended(trainer)
-
-
 def test_a_snapshot_that_failed_and_is_superseded_then_is_said_to_be_given_up(
     tmp_path: Path, runtime: Path
 ) -> None:

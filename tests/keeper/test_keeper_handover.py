@@ -8,7 +8,7 @@ from pathlib import Path
 from flashckpt.keeper.protocol import LOG_NAME, close_all
 from flashckpt.memory.region import RECORD_OFFSET, SlotSize
 from flashckpt.memory.slot import SlotRing
-from tests.keeper.driver import Process, begun, committed, ended, eventually, kill_keeper, runtime_of, saved
+from tests.keeper.driver import begun, committed, ended, eventually, kill_keeper, saved
 from tests.memory.mounts import small_tmpfs
 
 MIB = 1 << 20
@@ -87,17 +87,6 @@ def test_a_damaged_slot_that_was_released_goes(tmp_path: Path, runtime: Path) ->
     trainer.client.release([old.name])
     assert eventually(lambda: old.name not in trainer.folder.names())
     trainer.end()
-
-
-def test_what_a_dead_trainer_had_no_room_for_the_next_is_not_told(tmp_path: Path, runtime: Path) -> None:
-    first = Process(tmp_path / "run", runtime)
-    first.do("start", None, 0, None)
-    assert first.do("ask", 2, 1 << 44) is None, "it is being made"
-    first.kill()
-    second = Process(tmp_path / "run", runtime)
-    assert len(second.do("slots", 3)) == 3
-    second.kill()
-    kill_keeper(runtime_of(tmp_path / "run", runtime))
 
 
 def test_the_log_is_bounded_while_a_keeper_lives(tmp_path: Path, runtime: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +16,6 @@ from flashckpt.commit.attempts import check_not_held, local_owner
 from flashckpt.errors import RunHeldError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.liveness import TrainerRegistry
-from flashckpt.keeper.protocol import SOCKET_NAME, receive
 from flashckpt.memory.runtime import RuntimeFolder, TrainerLocks, is_alive
 from flashckpt.persist.job import Trainer
 from flashckpt.store import open_store
@@ -26,7 +23,6 @@ from tests import run_view
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
-from tests.keeper.test_keeper_refusals import HELLO
 
 # A round of the keeper is a second or more, and it sweeps several times between two. The first count after a
 # moment may be of a round before it, so the sweep between the second and the third is the first that is not.
@@ -67,9 +63,6 @@ class Job:
         attempt = AttemptName.parse(self.trainer.attempt)
         assert attempt is not None
         return attempt
-
-    def keeper_descriptors(self) -> int:
-        return len(os.listdir(f"/proc/{keeper_pid(self.folder)}/fd"))
 
     def judged(self) -> None:
         """Wait until the keeper has looked at who lives, and has either told of a death or let the counter of
@@ -121,17 +114,6 @@ def test_it_takes_its_lock_again_and_loses_it_again(job: Job) -> None:
     assert not os.path.exists(job.folder.path), "nothing stays behind"
 
 
-def said_by_another(job: Job, lock: str) -> socket.socket:
-    """This process tells the keeper that it is the trainer with this lock."""
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer.settimeout(30)
-    peer.connect(job.folder.reachable(SOCKET_NAME))
-    hello = {**HELLO, "attempt": str(job.attempt), "lock": lock, "linger_s": 30.0}
-    peer.send(json.dumps(hello).encode())
-    assert receive(peer)[0] == {"ok": True}
-    return peer
-
-
 class Owner:
     """A process that takes a life lock, and lives on when it has let go of it."""
 
@@ -147,29 +129,6 @@ class Owner:
         assert self.child.stdout is not None
         print(operation, file=self.child.stdin, flush=True)
         return self.child.stdout.readline().strip()
-
-
-def test_a_process_that_lives_says_nothing_for_who_does_not(job: Job) -> None:
-    """The pid that the keeper has is of a process that lives: of another one, or of the very one, which has
-    let go of its run and goes on with something else."""
-    open_before = job.keeper_descriptors()
-    killed, released = Owner(job.folder), Owner(job.folder)
-    with killed.child, released.child:
-        peers = [said_by_another(job, each.lock) for each in (killed, released)]
-        for each in (killed, released):
-            job.folder.remove(each.lock)
-        job.judged()
-        assert job.deaths() == []
-        killed.child.kill()
-        eventually(lambda: job.deaths() == [os.getpid()])
-        assert released.told("release") == "done"
-        assert released.child.poll() is None
-        eventually(lambda: job.deaths() == [os.getpid()] * 2)
-        for peer in peers:
-            peer.close()
-        released.child.kill()
-    eventually(lambda: job.keeper_descriptors() == open_before)
-    job.trainer.end()
 
 
 class LateRenewal(RuntimeFolder):

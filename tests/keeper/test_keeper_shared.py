@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.verification import verify
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper.protocol import close_all
 from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
-from flashckpt.store import open_store
 from tests.keeper.driver import (
     Process,
     committed,
@@ -167,19 +164,6 @@ def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(
     trainer.end()
 
 
-def test_a_region_that_was_never_sealed_goes_with_its_trainer(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    trainer = process(run, runtime, filled=False)
-    folder = runtime_of(run, runtime)
-    name = trainer.do("ask region")
-    assert regions(folder) == [name]
-    trainer.save(1)
-    assert regions(folder) == [name], "its trainer lives and may fill it"
-    trainer.end()
-    eventually(lambda: not os.path.exists(folder.path) or regions(folder) == [])
-    assert committed(run) == [1]
-
-
 def test_a_region_that_its_trainer_died_writing_goes(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     trainer = process(run, runtime, filled=False)
@@ -242,26 +226,3 @@ def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(
         saved(trainer, 1)
         assert committed(trainer.run) == [1]
         ended(trainer)
-
-
-def test_what_both_left_with_a_named_region_is_persisted_whole(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    first = process(run, runtime)
-    folder = runtime_of(run, runtime)
-    pid = the_keeper(folder)
-    os.kill(pid, signal.SIGSTOP)
-    slot, _ = first.do("snapshot", 1, False)
-    [name] = regions(folder)
-    first.kill()
-    kill_keeper(folder)
-    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
-    eventually(lambda: committed(run) == [1])
-    assert len(list(run.glob(f"data/{first.attempt}/*/frozen-*"))) == 1
-    assert second.survivors() == [(slot, 1)]
-    second.start(AttemptName.parse(first.attempt), 1, slot)
-    second.keep_region(name)
-    second.take_slots()
-    saved(second, 2)
-    assert committed(run) == [1, 2]
-    assert verify(open_store(str(run))).ok
-    second.end()

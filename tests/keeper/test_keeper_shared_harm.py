@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.verification import verify
 from flashckpt.format import metadata
 from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName
@@ -16,7 +15,6 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.persist.job import JobState, StepJob
 from flashckpt.persist.writer import Writer
-from flashckpt.store import open_store
 from tests.events import ledger
 from tests.keeper.driver import (
     Process,
@@ -83,43 +81,6 @@ def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
     saved(trainer, 2)
     assert committed(trainer.run) == [2]
     trainer.end()
-
-
-def test_a_region_that_is_gone_is_not_needed_where_its_shard_stands(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    attempt, _, folder = left(run, runtime, committed_steps=(1,))
-    [name] = regions(folder)
-    os.unlink(Path(folder.path) / name)
-    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
-    eventually(lambda: committed(run) == [1, 7])
-    assert len(list(run.glob(f"data/{attempt}/*/frozen-*"))) == 1
-    assert verify(open_store(str(run))).ok
-    second.end()
-
-
-def test_without_its_region_and_without_a_shard_nothing_is_committed(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    attempt, slot, folder = left(run, runtime)
-    [name] = regions(folder)
-    os.unlink(Path(folder.path) / name)
-    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
-    eventually(lambda: "are not in this node's memory" in last_error(run))
-    pid = keeper_pid(folder)
-    for _ in range(2):
-        # Each asks for one more try; for none where the first was over before this trainer had said hello.
-        assert set(second.client.status(awaited=True).to_dict()["waiting"]) <= {7}
-    assert second.survivors() == [(slot, 7)], "the snapshot is not freed: a later region or shard may help"
-    assert committed(run) == []
-    assert not list(run.glob("data/*/*/*"))
-    assert not list(run.glob("data/*/*/frozen-*"))
-    # The next attempt begins anew, and the keeper is the same one.
-    second.start(AttemptName.parse(attempt), 0)
-    second.take_slots()
-    saved(second, 1)
-    assert keeper_pid(folder) == pid
-    assert committed(run) == [1]
-    second.end()
-    eventually(lambda: keeper_pid(folder) is None)
 
 
 def test_other_constants_under_the_name_are_refused(tmp_path: Path, runtime: Path) -> None:
