@@ -559,19 +559,14 @@ class KeeperClient(KeeperConnection):
         Blocks while memory is taken (at most a second a GiB). Raises OutOfSpaceError with bytes needed and
         available, KeeperError.
         """
-
-        def taken(answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
-            self.available_bytes = int(answer.get("available", 0))
-            grants = self._kept(answer, descriptors)
-            self._held.end_loans()
-            return grants
-
-        return self._requested("slots", count, needed, wanted or needed, have, node, taken)
+        grants = self._requested("slots", count, needed, wanted or needed, have, node)
+        self._held.end_loans()
+        return grants
 
     def constants(self, size: SlotSize, node: int = NO_NODE) -> SlotGrant:
         """A free region for the constants of this trainer. It stays until this trainer has released it or
         died, and no snapshot names it. Blocks and raises as `slots`."""
-        return _one(self._requested("constants", 1, size, size, (), node, self._kept))
+        return _one(self._requested("constants", 1, size, size, (), node))
 
     def _requested(
         self,
@@ -581,10 +576,9 @@ class KeeperClient(KeeperConnection):
         wanted: SlotSize,
         have: Sequence[str],
         node: int,
-        take: TakeAnswer[list[SlotGrant]],
     ) -> list[SlotGrant]:
         asked = {"purpose": purpose, "count": count, "needed": needed, "wanted": wanted, "have": list(have)}
-        return self.call_until_done({"op": "memory", **asked, "node": node}, take)
+        return self.call_until_done({"op": "memory", **asked, "node": node}, self._kept)
 
     def keep_constants(self, name: str) -> SlotGrant:
         """The surviving region of constants with this name, for snapshots of this trainer to name. Raises
@@ -640,6 +634,7 @@ class KeeperClient(KeeperConnection):
     def _kept(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool = False) -> list[SlotGrant]:
         """Regions that this trainer uses from now on, or (`lent`) reads."""
         rows = answer.get("slots")
+        self.available_bytes = int(answer.get("available", self.available_bytes))
         try:
             if not isinstance(rows, list) or len(rows) != len(descriptors):
                 raise ProtocolError("The keeper's answer does not say what its descriptors are.")

@@ -55,7 +55,6 @@ class Silence:
     still_s: float = 0.0
     reported: Event | None = None
     reported_s: float = 0.0
-    is_collecting: bool = False
     is_killed: bool = False
 
 
@@ -149,13 +148,12 @@ class Watchdog:
 
     def _collect(self, trainer: Trainer, silence: Silence) -> None:
         """Collect its stacks, while its newest snapshot is persisted."""
-        if silence.is_collecting or self._worker.busy:
+        if self._worker.busy:
             return
-        silence.is_collecting, before = True, replace(silence)
+        before = replace(silence)
         self._queue.rescue(trainer.rank)
 
         def done(evidence: Evidence | BaseException) -> None:
-            silence.is_collecting = False
             if isinstance(evidence, BaseException):
                 log.error("the stacks of trainer %d could not be read", trainer.pid, exc_info=evidence)
                 evidence = Evidence((), repr(evidence))
