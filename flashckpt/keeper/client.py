@@ -595,16 +595,12 @@ class KeeperClient(KeeperConnection):
         rank the one in memory, then the cached one. Their ranks may overwrite them."""
 
         def taken(answer: dict[str, Any], descriptors: list[int]) -> list[Slot]:
-            with contextlib.ExitStack() as undo:
-                found = []
-                while descriptors:
-                    found.append(_opened(descriptors.pop(0), descriptors))
-                    undo.callback(found[-1].close)
-                for path in answer["cached"]:
-                    with contextlib.suppress(OSError, FlashckptError):  # it may be gone, or damaged
-                        found.append(open_cached(path, self._runtime.identity))
-                        undo.callback(found[-1].close)
-                undo.pop_all()
+            found = []
+            while descriptors:
+                found.append(_opened(descriptors.pop(0), descriptors))
+            for path in answer["cached"]:
+                with contextlib.suppress(OSError, FlashckptError):  # it may be gone, or damaged
+                    found.append(open_cached(path, self._runtime.identity))
             return sorted(found, key=lambda slot: (slot.rank, slot.is_cached))
 
         asked = {"attempt": str(snapshot.attempt), "boundary": snapshot.boundary}
