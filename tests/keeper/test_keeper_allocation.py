@@ -212,6 +212,7 @@ def test_a_slot_that_goes_while_others_are_made_beside_it_is_not_given(node: Cal
     assert held not in alone.regions.slots()
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("is_dead", [True, False])
 def test_what_a_trainer_asked_for_and_does_not_take_is_let_go(
     node: Callable[[int], Node], monkeypatch: pytest.MonkeyPatch, is_dead: bool

@@ -23,6 +23,7 @@ from tests.keeper.driver import (
     begun_process,
     committed,
     eventually,
+    flip,
     kill_keeper,
     runtime_of,
     saved,
@@ -113,14 +114,6 @@ def cached_steps(trainer: FakeTrainer) -> list[int]:
     for slot in slots:
         slot.close()
     return sorted(each.step for each in found if each is not None)
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def limit_for(slots: int) -> int:

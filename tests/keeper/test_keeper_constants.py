@@ -20,7 +20,7 @@ from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import newest_of
-from tests.keeper.driver import committed, saved, the_keeper, told
+from tests.keeper.driver import committed, flip, saved, the_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import job_of, snapshot_of
 
@@ -195,33 +195,24 @@ def test_a_name_that_a_step_gives_is_not_taken_for_another_file(alone: FakeTrain
     assert verify(alone.store).ok
 
 
-def second_attempt(alone: FakeTrainer, befalls: Callable[[Path], object]) -> StepOutcome:
-    """Persist step 2 as a new attempt's that went on from step 1, after something befell the first's file."""
+def rot(file: Path) -> None:
+    flip(file, file.stat().st_size - 3)
+
+
+@pytest.mark.every_set
+@pytest.mark.parametrize("befalls", [rot, Path.unlink])
+def test_a_new_attempt_does_not_name_a_file_that_is_damaged_or_gone(
+    alone: FakeTrainer, befalls: Callable[[Path], object]
+) -> None:
     writer = Writer(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
     [file] = files(alone)
     befalls(file)
-    before = alone.attempt
-    alone.attempt = run_view.begin(alone.store, SnapshotId(before, 1), 1)
-    return writer.persist(order(alone, 2))
-
-
-def test_a_file_that_has_rotted_is_not_named_again(alone: FakeTrainer) -> None:
-    def rot(file: Path) -> None:
-        data = bytearray(file.read_bytes())
-        data[-3] ^= 1
-        file.write_bytes(data)
-
-    assert second_attempt(alone, rot).state is JobState.COMMITTED
+    alone.attempt = run_view.begin(alone.store, SnapshotId(alone.attempt, 1), 1)
+    assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
     [file] = files(alone)
     assert named(alone.run, 2).shard.file == file.name
     assert verify(alone.store, 2).ok
-
-
-def test_nor_is_one_that_is_gone(alone: FakeTrainer) -> None:
-    assert second_attempt(alone, Path.unlink).state is JobState.COMMITTED
-    [file] = files(alone)
-    assert named(alone.run, 2).shard.file == file.name
 
 
 def test_constants_that_were_written_without_the_pin_are_not_believed(

@@ -28,6 +28,7 @@ from tests.keeper.driver import (
     committed,
     ended,
     eventually,
+    flip,
     kill_keeper,
     runtime_of,
     saved,
@@ -120,11 +121,7 @@ def test_a_torn_newest_falls_back_to_the_one_before(tmp_path: Path, runtime: Pat
 
 def flip_image(path: Path) -> None:
     """Flip one bit in the largest leaf of a slot's image."""
-    with open(path, "r+b") as file:
-        file.seek(file.seek(0, os.SEEK_END) // 2)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 0x10]))
+    flip(path, path.stat().st_size // 2)
 
 
 def test_keepers_that_die_over_and_over_are_started_after_pauses() -> None:

@@ -16,6 +16,7 @@ from flashckpt.memory.slot import Slot, SlotState
 from flashckpt.persist.job import JobState, StepJob
 from flashckpt.persist.writer import Writer
 from tests.events import ledger
+from tests.keeper import driver
 from tests.keeper.driver import (
     Process,
     begun,
@@ -133,11 +134,7 @@ def test_a_damaged_region_costs_what_names_it_and_no_keeper(
     run = tmp_path / "run"
     _, slot, folder = left(run, runtime)
     [name] = regions(folder)
-    with open(Path(folder.path) / name, "r+b") as file:
-        file.seek({"page": 40, "record": 800, "metadata": 4096 + 70}[damage])
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
+    driver.flip(Path(folder.path) / name, {"page": 40, "record": 800, "metadata": 4096 + 70}[damage])
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
     if damage == "page":
         # No region of ours any more: left where it is, as if there were none.
