@@ -13,7 +13,7 @@ import pytest
 from flashckpt import _native
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
-from flashckpt.format.names import CommitName, SnapshotId
+from flashckpt.format.names import SnapshotId
 from flashckpt.format.records import Contents
 from flashckpt.persist.job import JobState, StepJob, StepOutcome
 from flashckpt.persist.writer import Writer
@@ -156,17 +156,6 @@ def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_memory(
     assert named(alone.run, 2).shard.file == file.name
     assert committed(alone.run) == [1, 2]
     assert files(alone) == [file]
-
-
-def test_other_constants_get_a_file_of_their_own(alone: FakeTrainer) -> None:
-    writer = Writer(alone.store, "0123abcd")
-    assert writer.persist(order(alone, 1)).state is JobState.COMMITTED
-    alone.without_constants()
-    assert writer.persist(order(alone, 2)).state is JobState.COMMITTED
-    assert read_step(alone.store, CommitName(2, alone.attempt, 2)).rank(0).constants is None
-    [file] = files(alone)
-    assert committed(alone.run) == [1, 2]
-    assert named(alone.run, 1).shard.file == file.name
 
 
 def test_a_file_that_was_taken_away_is_written_again_under_another_name(alone: FakeTrainer) -> None:

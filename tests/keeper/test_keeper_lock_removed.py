@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,18 +19,11 @@ from flashckpt.store import open_store
 from tests import run_view
 from tests.events import ledger
 from tests.keeper.driver import Process, committed, eventually, runtime_of
-from tests.keeper.fake import FakeTrainer, keeper_pid, open_runtime
+from tests.keeper.fake import FakeTrainer, keeper_pid
 
 # A round of the keeper is a second or more, and it sweeps several times between two. The first count after a
 # moment may be of a round before it, so the sweep between the second and the third is the first that is not.
 _ROUNDS = 3
-
-HOLDER = (
-    "import sys; from flashckpt.memory.runtime import *;"
-    "folder, life = enter(sys.argv[1], sys.argv[2], trainer_lock_name(0));"
-    "print(life.name, flush=True);"
-    "[print(getattr(life, line.strip())(folder) or 'done', flush=True) for line in sys.stdin]"
-)
 
 
 class Job:
@@ -114,23 +104,6 @@ def test_it_takes_its_lock_again_and_loses_it_again(job: Job) -> None:
     assert not os.path.exists(job.folder.path), "nothing stays behind"
 
 
-class Owner:
-    """A process that takes a life lock, and lives on when it has let go of it."""
-
-    def __init__(self, folder: RuntimeFolder) -> None:
-        base, identity = os.path.split(folder.path)
-        command = [sys.executable, "-c", HOLDER, os.path.dirname(base), identity]
-        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.child.stdout is not None
-        self.lock = self.child.stdout.readline().strip()
-
-    def told(self, operation: str) -> str:
-        assert self.child.stdin is not None
-        assert self.child.stdout is not None
-        print(operation, file=self.child.stdin, flush=True)
-        return self.child.stdout.readline().strip()
-
-
 class LateRenewal(RuntimeFolder):
     """A trainer takes its lock again between a keeper's look at it and the removal of its names."""
 
@@ -153,33 +126,3 @@ def test_a_lock_that_was_taken_again_meanwhile_stays(tmp_path: Path, runtime: Pa
     assert trainer.life.stands(trainer.folder)
     folder.close()
     trainer.end()
-
-
-class RenewalWhileLooked(RuntimeFolder):
-    """A trainer takes its lock again right after a keeper has seen that its name is gone."""
-
-    owner: Owner | None = None
-
-    def inode(self, name: str) -> tuple[int, int] | None:
-        found = super().inode(name)
-        if found is None and self.owner is not None:
-            assert self.owner.told("renew") == "done"
-        return found
-
-
-def test_a_lock_that_is_taken_again_while_it_is_looked_at_is_held(tmp_path: Path, runtime: Path) -> None:
-    _, identity = open_runtime(tmp_path / "run", runtime)
-    with contextlib.closing(RuntimeFolder.open(str(runtime), identity)) as folder:
-        looking = RenewalWhileLooked(folder.path, folder.descriptor)
-        owner, living = Owner(folder), TrainerLocks(looking)
-        with owner.child:
-            living.watch(owner.lock)
-            folder.remove(owner.lock)
-            looking.owner = owner
-            assert living.holds(owner.lock)
-            looking.owner = None
-            assert owner.told("renew") == "done"
-            assert living.holds(owner.lock), "the file that it has now"
-            owner.child.kill()
-        assert not living.holds(owner.lock)
-        living.forget(owner.lock)

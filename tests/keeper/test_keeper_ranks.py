@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,14 +12,13 @@ import pytest
 from flashckpt.commit import attempts
 from flashckpt.commit.steps import read_step
 from flashckpt.format.names import AttemptName, CommitName
-from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name, rank_of
 from flashckpt.store.base import Store
 from tests import run_view
-from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of, the_keeper, told
-from tests.keeper.fake import keeper_pid, open_runtime
+from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of, told
+from tests.keeper.fake import open_runtime
 from tests.persist.node import files, is_committed, is_whole
-from tests.processes import candidates, end, keepers_of
+from tests.processes import keepers_of
 
 
 def open_store_of(run: Path, base: Path) -> Store:
@@ -123,35 +120,6 @@ def test_a_keeper_that_dies_is_replaced_by_one_that_waits_for_all_ranks(ranks: M
     node.do("snapshot", 1, True, only=[1])
     node.do("committed", 1)
     assert is_whole(node.store, 1, node.attempt, 2)
-
-
-def test_a_keeper_that_was_started_for_nothing_serves_all_ranks_when_the_first_dies(ranks: MakeRanks) -> None:
-    """Ranks that start at once begin a keeper each. One that comes to the election only when the first has
-    been killed is elected, by nobody's order: trainers find it, and none starts a third."""
-    node = ranks(range(2), 2).begin()
-    first = the_keeper(node.folder)
-    late = _begun_and_stopped(node)
-    node.save(1)
-    end([first])
-    os.kill(late, signal.SIGCONT)
-    eventually(lambda: keeper_pid(node.folder) == late)
-    node.save(2)
-    assert is_whole(node.store, 2, node.attempt, 2)
-    assert keeper_pid(node.folder) == late
-
-
-def _begun_and_stopped(node: Ranks) -> int:
-    """Another keeper, which is stopped before it sees that there is one."""
-
-    def begun() -> int:
-        os.close(start.start(str(node.run), node.folder))
-        found = candidates(node.folder.path)
-        for pid in found:
-            os.kill(pid, signal.SIGSTOP)
-        return found[-1] if found and found == candidates(node.folder.path) else 0
-
-    pid: int = eventually(begun)
-    return pid
 
 
 def test_of_ranks_that_are_killed_the_newest_that_all_have_is_saved(ranks: MakeRanks) -> None:
