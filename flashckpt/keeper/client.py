@@ -90,11 +90,7 @@ class SlotGrant:
         """Map the slot, which owns the descriptor from now on, except the image of a cached slot."""
         if self.kind == CACHE:
             return open_cached(self.path)
-        try:
-            return Slot.open(self.descriptor, map_image=map_image)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
+        return Slot.open(self.descriptor, map_image=map_image)
 
 
 class HeldDescriptors:
@@ -595,9 +591,10 @@ class KeeperClient(KeeperConnection):
         rank the one in memory, then the cached one. Their ranks may overwrite them."""
 
         def taken(answer: dict[str, Any], descriptors: list[int]) -> list[Slot]:
-            found = []
-            while descriptors:
-                found.append(_opened(descriptors.pop(0), descriptors))
+            try:
+                found = [Slot.open(descriptors.pop(0), map_image=True) for _ in range(len(descriptors))]
+            finally:
+                close_all(descriptors)  # those that are left after an error
             for path in answer["cached"]:
                 with contextlib.suppress(OSError, FlashckptError):  # it may be gone, or damaged
                     found.append(open_cached(path, self._runtime.identity))
@@ -644,14 +641,6 @@ class KeeperClient(KeeperConnection):
 
     def _lent(self, answer: dict[str, Any], descriptors: list[int]) -> list[SlotGrant]:
         return self._kept(answer, descriptors, lent=True)
-
-
-def _opened(descriptor: int, others: Sequence[int]) -> Slot:
-    try:
-        return Slot.open(descriptor, map_image=True)
-    except BaseException:
-        close_all([descriptor, *others])
-        raise
 
 
 def _one(grants: list[SlotGrant]) -> SlotGrant:

@@ -302,19 +302,15 @@ def _opened(file: int, name: str, identity: bytes | None) -> Slot:
         if memory >= 0:
             forks.close(memory)
         raise
-    try:
-        sealed = slot.sealed()
-        if sealed is None:
-            raise DamagedError(f"{name} holds no sealed snapshot. It is not used.")
-        _write(slot.descriptor, _read(file, sealed.record.metadata_bytes, PAGE), PAGE)
-        slot.metadata(sealed)
-        home = int.from_bytes(first[page.HOME_OFFSET :][:8], "little")
-        expected = _words(name, home, slot.persisted)
-        if any(first[offset : offset + 8] != word for offset, word in expected.items()):
-            # Request it at home: that costs one request if it is committed already.
-            slot.request_persist(sealed.generation)
-            slot.set_persisted(0)
-    except BaseException:
-        slot.close()
-        raise
+    sealed = slot.sealed()
+    if sealed is None:
+        raise DamagedError(f"{name} holds no sealed snapshot. It is not used.")
+    _write(slot.descriptor, _read(file, sealed.record.metadata_bytes, PAGE), PAGE)
+    slot.metadata(sealed)
+    home = int.from_bytes(first[page.HOME_OFFSET :][:8], "little")
+    expected = _words(name, home, slot.persisted)
+    if any(first[offset : offset + 8] != word for offset, word in expected.items()):
+        # Request it at home: that costs one request if it is committed already.
+        slot.request_persist(sealed.generation)
+        slot.set_persisted(0)
     return slot

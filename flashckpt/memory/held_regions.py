@@ -197,13 +197,9 @@ class Regions:
     def put(self, found: Region) -> HeldRegion:
         """Hold a region; its descriptor is this object's from now on, also after an error. Raises
         DamagedError, FormatError or KeeperError for a region that is no slot of this run."""
-        try:
-            slot = Slot.open(
-                found.descriptor, map_image=False, identity=self._folder.identity, is_view=self._is_view
-            )
-        except BaseException:
-            os.close(found.descriptor)
-            raise
+        slot = Slot.open(
+            found.descriptor, map_image=False, identity=self._folder.identity, is_view=self._is_view
+        )
         known = self._held.get(slot.name)
         has = sum(each.slot.rank == slot.rank for each in self._held.values())
         if known is not None or has >= MAX_REGIONS:
@@ -442,11 +438,8 @@ class Regions:
 def sealed_in(folder: RuntimeFolder) -> Iterator[Sealed]:
     """The snapshots in the named regions of a runtime folder, each mapped until the next one is yielded."""
     for name in filter(region.is_region_name, folder.names()):
-        with contextlib.ExitStack() as stack, contextlib.suppress(FlashckptError, OSError):
+        with contextlib.suppress(FlashckptError, OSError):
             descriptor = region.open_named(folder, name, os.O_RDONLY).descriptor
-            stack.callback(os.close, descriptor)
             slot = Slot.open(descriptor, map_image=False, identity=folder.identity, is_view=True)
-            stack.pop_all()  # the slot closes it from here on
-            stack.enter_context(contextlib.closing(slot))
             if not slot.header.holds_constants and (found := slot.sealed()):
                 yield found

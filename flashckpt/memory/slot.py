@@ -182,13 +182,18 @@ class Slot(forks.OwnDescriptor):
     def open(
         cls, descriptor: int, *, map_image: bool, identity: bytes | None = None, is_view: bool = False
     ) -> Slot:
-        """Map a formatted slot. is_view: written words stay in this process, and the descriptor may be
-        read-only. Raises DamagedError, FormatError, KeeperError (another run)."""
-        header = SlotHeader.unpacked(os.pread(descriptor, page.HEADER_END, page.HEADER_OFFSET))
-        _check_size(descriptor, header)
-        if identity is not None and header.identity != identity:
-            raise KeeperError(f"{header.name} is a slot of another run. It was left alone.")
-        return cls(descriptor, header, map_image=map_image, is_view=is_view)
+        """Map a formatted slot, which owns the descriptor from now on, also after an error. is_view: written
+        words stay in this process, and the descriptor may be read-only. Raises DamagedError, FormatError,
+        KeeperError (another run), OSError."""
+        try:
+            header = SlotHeader.unpacked(os.pread(descriptor, page.HEADER_END, page.HEADER_OFFSET))
+            _check_size(descriptor, header)
+            if identity is not None and header.identity != identity:
+                raise KeeperError(f"{header.name} is a slot of another run. It was left alone.")
+            return cls(descriptor, header, map_image=map_image, is_view=is_view)
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def forked(self) -> None:
         super().forked()

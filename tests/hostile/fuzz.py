@@ -104,12 +104,8 @@ def _slots() -> list[bytes]:
 
 def _read_slot(data: bytes) -> None:
     descriptor = os.memfd_create("fuzz")
-    try:
-        os.write(descriptor, data)
-        slot = Slot.open(descriptor, map_image=False)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    os.write(descriptor, data)
+    slot = Slot.open(descriptor, map_image=False)
     try:
         for index in range(page.OWNERS + 2):
             slot.owner(index)

@@ -23,7 +23,6 @@ from flashckpt.memory import region
 from flashckpt.memory import region as page
 from flashckpt.memory.region import Record, SlotHeader
 from flashckpt.memory.slot import Heartbeat, Slot, SlotRing, SlotState
-from tests.descriptors import closed_after
 
 IDENTITY = bytes(range(16))
 LAYOUT = Layout.of([Leaf(name="a", dtype="float32", shape=(5, 3)), Leaf(name="b", dtype="uint8", shape=(7,))])
@@ -145,7 +144,7 @@ def test_an_unconfirmed_snapshot_is_its_owners_alone(slot: Slot) -> None:
 def test_a_flipped_byte_in_what_does_not_move_is_refused(slot: Slot, offset: int) -> None:
     flip(slot, offset)
     with pytest.raises(DamagedError):
-        Slot.open(closed_after(os.dup(slot.descriptor)), map_image=False)
+        Slot.open(os.dup(slot.descriptor), map_image=False)
 
 
 @pytest.mark.parametrize("offset", [0, 15, 16, 24, 32, 40, 200, 239, 240, 255])
@@ -179,18 +178,18 @@ def test_a_word_that_is_none_is_mended_to_free(slot: Slot) -> None:
 
 def test_a_newer_version_and_another_run_are_left_alone(slot: Slot) -> None:
     with pytest.raises(KeeperError):
-        Slot.open(closed_after(os.dup(slot.descriptor)), map_image=False, identity=bytes(16))
+        Slot.open(os.dup(slot.descriptor), map_image=False, identity=bytes(16))
     fields = bytearray(slot.header.packed()[:240])
     fields[8] = 99
     os.pwrite(slot.descriptor, bytes(fields) + _native.xxh3_128(bytes(fields)), 0)
     with pytest.raises(FormatError):
-        Slot.open(closed_after(os.dup(slot.descriptor)), map_image=False)
+        Slot.open(os.dup(slot.descriptor), map_image=False)
 
 
 def test_a_region_shorter_than_its_page_says_is_never_mapped(slot: Slot) -> None:
     os.ftruncate(slot.descriptor, 3 * 4096)
     with pytest.raises(DamagedError, match="bytes long"):
-        Slot.open(closed_after(os.dup(slot.descriptor)), map_image=True)
+        Slot.open(os.dup(slot.descriptor), map_image=True)
     os.ftruncate(slot.descriptor, 4 * 4096)
 
 
