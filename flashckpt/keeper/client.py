@@ -94,11 +94,10 @@ class SlotGrant:
 
 
 class HeldDescriptors:
-    """The descriptors of regions that a trainer holds for the next keeper, which may not find them by name.
-    `released`: names of regions that a keeper must not keep for this trainer."""
+    """The descriptors of regions that a trainer holds for the next keeper, which may not find them by
+    name."""
 
     def __init__(self) -> None:
-        self.released: list[str] = []
         self.held: dict[str, int] = {}
         self._lent: set[str] = set()
         self._has_slots = False
@@ -119,7 +118,6 @@ class HeldDescriptors:
                     self.held[grant.name] = os.dup(grant.descriptor)
                     self._lent |= {grant.name} if lent else set()
             self._lent -= set() if lent else names
-            self.released = [name for name in self.released if name not in names]
 
     def lend(self, regions: Sequence[Region]) -> None:
         """Hold memfds of a keeper that is replaced, of any rank, until its successor has them and this
@@ -147,7 +145,6 @@ class HeldDescriptors:
     def release(self, names: Sequence[str]) -> None:
         with self._lock:
             self._let_go(names)
-            self.released = [*self.released, *names][-MAX_NAMES:]
 
     def nameless(self) -> list[int]:
         """New descriptors of the regions that no keeper finds: memfds, and regions whose name was removed."""
@@ -178,11 +175,12 @@ class KeeperConnection:
         self._closed = False
         self._elected: tuple[int, int] | None = None
         self._known: tuple[tuple[int, int] | None, int] | None = None
-        self._repeated: dict[str, dict[str, Any]] = {}
+        # The message by which each keeper knows this trainer; empty before the first.
+        self._hello: dict[str, Any] = {}
         self._pauses = start.Pauses()
         self._started_s = -_START_AGAIN_S  # when a keeper was started last, here or by another trainer
         self._keeper_end = -1  # readable (POLLHUP) once the keeper that was started last has ended
-        self._first_error: Exception | None = None  # of the thread that `call_first` has started
+        self._first_error: Exception | None = None  # of the thread that `introduce_first` has started
         self._is_left = False
         self.longest_pause_s = start.LONGEST_PAUSE_S
         self.restarts = 0
@@ -200,18 +198,19 @@ class KeeperConnection:
         """The answer to a request. Raises KeeperError, OutOfSpaceError."""
         return self.call_with_descriptors(message, _alone)
 
-    def call_repeatedly(self, message: dict[str, Any]) -> None:
-        """Make a request now, and of each new keeper."""
+    def introduce(self, **changes: Any) -> None:
+        """Send the hello of this trainer with these changes, now and to each new keeper."""
         with self._lock:  # no keeper comes between the two
-            self.call(message)
-            self._repeated[message["op"]] = message
+            hello = {**self._hello, **changes}
+            self.call(hello)
+            self._hello = hello
 
-    def call_first(self, message: dict[str, Any], *, starts: bool) -> None:
-        """Do as `call_repeatedly` to a keeper that does not run yet, and wait for nothing: a thread connects.
-        The next call waits for it, and raises its error. starts: start the keeper; else another trainer of
-        this node does."""
+    def introduce_first(self, hello: dict[str, Any], *, starts: bool) -> None:
+        """Do as `introduce` to a keeper that does not run yet, and wait for nothing: a thread connects. The
+        next call waits for it, and raises its error. starts: start the keeper; else another trainer of this
+        node does."""
         with self._lock:
-            self._repeated[message["op"]] = message
+            self._hello = hello
             if starts and not is_alive(self._runtime, ELECTION_LOCK):
                 self._start()
             self._started_s = time.monotonic()
@@ -229,7 +228,7 @@ class KeeperConnection:
     def release(self, names: Sequence[str]) -> None:
         """Release slots that this trainer does not map any more."""
         with self._lock:
-            self.call({"op": "release", "names": list(names)})
+            self.introduce(released=[*self._hello["released"], *names][-MAX_NAMES:])
             # Only now: a keeper that is started by this call gets memfds from this process alone.
             self._held.release(names)
 
@@ -372,21 +371,13 @@ class KeeperConnection:
         return bool(poll.poll(0))
 
     def _introduce(self, peer: socket.socket) -> None:
-        """Repeat hello, descriptors and other requests to a keeper that may be a new one."""
+        """Hand descriptors over to a keeper that may be a new one, and say hello."""
         # The next keeper may reuse the lock's file, so compare the process, too.
         found = self._elected, peer_uid(peer)[0]
         try:
-            if "hello" not in self._repeated:
-                self._hand_over(peer)
-                self._known = found
-                return
-            asked(peer, self._repeated["hello"])
             self._hand_over(peer)
-            if self._held.released:
-                asked(peer, {"op": "release", "names": self._held.released})
-            for op in ("started", "closing"):
-                if op in self._repeated:
-                    asked(peer, self._repeated[op])
+            if self._hello:
+                asked(peer, self._hello)
         except BaseException:
             self._drop()
             raise
@@ -514,30 +505,34 @@ class KeeperClient(KeeperConnection):
         how long the keeper, after the last trainer, waits for a remote without progress. cache: where
         snapshots are copied to on this node first. is_first: not None if no keeper runs here yet: nothing
         waits for it, and it is started if this is true."""
-        message = {
-            "op": "hello",
-            "protocol": PROTOCOL,
-            "rank": rank,
-            "world": world,
-            "ranks": list(ranks) or [rank],
-            "attempt": attempt,
-            "lock": self._life.name,
-            "keep": asdict(keep),
-            "linger_s": linger_s,
-            "environment": dict(environment or {}),
-            "run": self._run_path,
+        hello: dict[str, Any] = dict(
+            op="hello",
+            protocol=PROTOCOL,
+            rank=rank,
+            world=world,
+            ranks=list(ranks) or [rank],
+            attempt=attempt,
+            lock=self._life.name,
+            keep=asdict(keep),
+            linger_s=linger_s,
+            environment=dict(environment or {}),
+            run=self._run_path,
             # A keeper that runs already may have credentials that were replaced since.
-            "storage": options_of(self._run_path),
-            "stacks_signal": stacks_signal,
-            "kill_when_stuck": kill_when_stuck,
-            "grace_s": grace_s,
-            "remote": None if remote is None else asdict(remote),
-            "cache": None if cache is None else asdict(cache),
-        }
+            storage=options_of(self._run_path),
+            stacks_signal=stacks_signal,
+            kill_when_stuck=kill_when_stuck,
+            grace_s=grace_s,
+            remote=None if remote is None else asdict(remote),
+            cache=None if cache is None else asdict(cache),
+            resumed=None,
+            released=[],
+            closing=False,
+            unsaved=False,
+        )
         if is_first is None:
-            self.call_repeatedly(message)
+            self.introduce(**hello)
         else:
-            self.call_first(message, starts=is_first)
+            self.introduce_first(hello, starts=is_first)
 
     def slots(
         self,
@@ -605,7 +600,7 @@ class KeeperClient(KeeperConnection):
 
     def started(self, parent: SnapshotId) -> None:
         """Report that this trainer's attempt has started, resumed from this snapshot in memory."""
-        self.call_repeatedly({"op": "started", "attempt": str(parent.attempt), "boundary": parent.boundary})
+        self.introduce(resumed={"attempt": str(parent.attempt), "boundary": parent.boundary})
 
     def status(self, *, awaited: bool = False) -> Status:
         """What the keeper has done. awaited: a trainer waits, so that failures are retried soon."""
@@ -622,7 +617,7 @@ class KeeperClient(KeeperConnection):
     def closing(self, *, unsaved: bool = False) -> None:
         """Report that this trainer ends in order: the keeper leaves after it has persisted all requests.
         unsaved: the run ends although storage failed for the grace."""
-        self.call_repeatedly({"op": "closing", "unsaved": unsaved})
+        self.introduce(closing=not unsaved, unsaved=unsaved)
 
     def _kept(self, answer: dict[str, Any], descriptors: list[int], *, lent: bool = False) -> list[SlotGrant]:
         """Regions that this trainer uses from now on, or (`lent`) reads."""
@@ -634,6 +629,8 @@ class KeeperClient(KeeperConnection):
             grants = [SlotGrant(each, **row) for each, row in zip(descriptors, rows, strict=True)]
             grants += [SlotGrant(-1, **row) for row in answer.get("cached", [])]
             self._held.keep(grants, lent=lent)
+            granted = {grant.name for grant in grants}
+            self._hello["released"] = [name for name in self._hello["released"] if name not in granted]
         except BaseException:
             close_all(descriptors)
             raise

@@ -213,11 +213,8 @@ class TrainerRegistry:
         """Watch a trainer, or update a watched one. Slots never replace what a hello has said."""
         self._living.watch(trainer.lock)
         known = self._trainers.get(trainer.lock)
-        if known is not None:
-            if trainer.attempt is None:
-                return known
-            trainer.closing, trainer.unsaved = known.closing, known.unsaved
-            trainer.resumed = known.resumed
+        if known is not None and trainer.attempt is None:
+            return known
         self.seen += known is None
         self._trainers[trainer.lock] = trainer
         return trainer

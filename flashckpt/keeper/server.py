@@ -242,17 +242,10 @@ class Requests:
                 return self._surviving(self._trainer(connection))
             case "same_boundary":
                 return self._same_boundary(self._trainer(connection), message)
-            case "started":
-                self._started(self._trainer(connection), message)
             case "adopt":
                 return self._adopt(descriptors)
-            case "release":
-                self._release(self._trainer(connection), message)
             case "event":
                 self._event(self._trainer(connection), message)
-            case "closing":
-                trainer, unsaved = self._trainer(connection), bool(message.get("unsaved"))
-                trainer.closing, trainer.unsaved = not unsaved, unsaved
             case "status":
                 return self._status(self._registry.get(connection.lock), message)
             case "describe":
@@ -285,7 +278,7 @@ class Requests:
             raise ProtocolError(str(error)) from error
         if attempt is None or not lock.startswith("trainer-") or not isinstance(environment, dict):
             raise ProtocolError("The hello of a trainer is invalid. The connection was closed.")
-        known = self._registry.get(lock)
+        known, resumed = self._registry.get(lock), _resumed(message)
         if known is not None and known.attempt not in (None, attempt):
             raise ProtocolError(f"{lock} is of attempt {known.attempt}. The connection was closed.")
         trainer = Trainer(
@@ -295,6 +288,9 @@ class Requests:
             world=number(message, "world", 1, MAX_RANK),
             ranks=_ranks(message),
             attempt=attempt,
+            resumed=resumed,
+            closing=flag(message, "closing"),
+            unsaved=flag(message, "unsaved"),
             keep=keep_of(message),
             linger_s=seconds(message, "linger_s"),
             environment=environment,
@@ -304,6 +300,7 @@ class Requests:
             grace_s=seconds(message, "grace_s"),
             cache=cache_of(message),
         )
+        released = names(message, "released")
         self._registry.watch(trainer)
         connection.lock = lock
         newest = self._registry.newest()
@@ -311,10 +308,12 @@ class Requests:
         self._note_run_path(message)
         if storage := _storage(message):
             give_options(self._run_folder.url, storage)
-
-    def _started(self, trainer: Trainer, message: dict[str, Any]) -> None:
-        trainer.resumed = _snapshot(message)
-        self._queue.resumed(trainer.resumed)
+        if resumed is not None and (known is None or known.resumed != resumed):
+            self._queue.resumed(resumed)
+        for held in map(self._regions.get, released):
+            # Not if another living trainer was granted it since.
+            if held and (held.writer == lock or not self._regions.is_written(held)):
+                held.retired, held.writer = True, ""
 
     def _note_run_path(self, message: dict[str, Any]) -> None:
         """Note the path under which the sender has found the run."""
@@ -379,12 +378,6 @@ class Requests:
             raise KeeperError(f"A slot that was handed over is invalid, all others were taken: {wrong[0]}")
         return {"names": names}, ()
 
-    def _release(self, trainer: Trainer, message: dict[str, Any]) -> None:
-        for held in map(self._regions.get, names(message, "names")):
-            # Not if another living trainer was granted it since.
-            if held and (held.writer == trainer.lock or not self._regions.is_written(held)):
-                held.retired, held.writer = True, ""
-
     def _discard(self) -> None:
         if len(self._registry):
             raise KeeperError("A trainer of this run lives: nothing is discarded.")
@@ -443,6 +436,12 @@ def _snapshot(message: dict[str, Any]) -> SnapshotId:
     if attempt is None:
         raise ProtocolError("The attempt of a snapshot has an invalid name. The connection was closed.")
     return SnapshotId(attempt, number(message, "boundary", 0, MAX_BOUNDARY))
+
+
+def _resumed(message: dict[str, Any]) -> SnapshotId | None:
+    """The snapshot in memory from which a trainer's attempt has resumed."""
+    named = message.get("resumed")
+    return _snapshot(named) if isinstance(named, dict) else None
 
 
 def _storage(message: dict[str, Any]) -> dict[str, str | int | float | bool]:

@@ -28,6 +28,7 @@ HELLO = {
     "op": "hello", "protocol": protocol.PROTOCOL, "rank": 0, "world": 1, "attempt": "000001-0123abcd",
     "lock": "trainer-x.lock", "ranks": [0], "keep": {"last": 3, "every_steps": None}, "linger_s": 1.0,
     "environment": {}, "stacks_signal": 0, "kill_when_stuck": False, "grace_s": 1.0,
+    "released": [], "closing": False, "unsaved": False,
 }  # fmt: skip
 REMOTE = {
     "url": "/remote", "every": None, "keep": HELLO["keep"], "options": {}, "compress": "none",
@@ -61,13 +62,14 @@ MALFORMED: list[bytes] = [
     b"{", b"[]", b"null", b"\xff\xfe", b'{"op":1}', b'{"op":"nothing"}', b"[" * 60_000, b"9" * 60_000,
     b"x" * (protocol.MAX_MESSAGE_BYTES + 1),
     b'{"op":"memory","purpose":"slots","count":1,"needed":[1,1],"wanted":[1,1],"have":[],"node":-1}',
-    b'{"op":"closing"}',
+    b'{"op":"surviving"}',
     *(json.dumps({**HELLO, **change}).encode() for change in (
         {"lock": "../../etc/passwd"}, {"lock": "keeper.lock"}, {"lock": ""}, {"lock": "trainer-" + "x" * 99},
         {"lock": "trainer-\udc80.lock"}, {"lock": "trainer-\ud800.lock"}, {"lock": "trainer-\xe9.lock"},
         {"attempt": "1"}, {"attempt": "000001-0123abcd/../.."}, {"rank": -1}, {"rank": True}, {"rank": 1e400},
         {"world": 0}, {"ranks": []}, {"ranks": [1]}, {"ranks": "0"}, {"ranks": [0, -1]},
         {"keep": {"last": 0}}, {"linger_s": "1"}, {"linger_s": -1}, {"environment": []}, {"grace_s": None},
+        {"released": ["x"] * 65}, {"closing": 1}, {"unsaved": None}, {"resumed": {"attempt": "1"}},
         {"remote": "s3://b/run"}, *({"remote": {**REMOTE, **each}} for each in (
             {"url": ""}, {"url": 5}, {"every": 0}, {"every": "often"}, {"every": 1.5}, {"every": "9" * 9999},
             {"keep": {"last": 0}}, {"keep": {"every_steps": -1}}, {"keep": 3}, {"options": []},
