@@ -462,7 +462,7 @@ class Capture:
         if self._requested is None:
             return
         slot, generation = self._requested.target.slot, self._requested.generation
-        failed = slot.failed[0] == generation
+        failed = slot.failed == generation
         is_home = slot.home_ended >= (self._attempt[0], self._requested.boundary)
         if slot.persisted == generation or is_home or failed:
             self._persist_ended(fulfilled=not failed)

@@ -271,7 +271,7 @@ class Slots:
         slot, generation = newest[0], newest[1].generation
         if slot.persisted != generation:
             slot.request_persist(generation)
-        return generation in (slot.persisted, slot.cached, slot.failed[0], slot.torn[0])
+        return generation in (slot.persisted, slot.cached, slot.failed, slot.torn[0])
 
     def request_persist(self) -> None:
         """Request that the newest sealed snapshot is persisted."""
@@ -506,7 +506,7 @@ class Slots:
         newest = self._own(self.ring.newest_sealed()) if self.ring is not None else None
         if not self.complete[0] and (newest is None or newest[1].age <= sealed.age):
             return self._own((slot, sealed)) is not None
-        is_elsewhere = sealed.generation in (slot.failed[0], slot.cached)
+        is_elsewhere = sealed.generation in (slot.failed, slot.cached)
         return slot.wants_persist(sealed.generation) and not is_elsewhere
 
     # ---- the end

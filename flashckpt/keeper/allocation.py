@@ -353,7 +353,7 @@ class Allocation:
         sealed = held.sealed()
         if sealed is None or not self._is_needed(held, sealed):
             return True
-        return held.slot.wants_persist(sealed.generation) and held.slot.failed[0] != sealed.generation
+        return held.slot.wants_persist(sealed.generation) and held.slot.failed != sealed.generation
 
 
 def _as_refusal(error: Exception) -> FlashckptError:

@@ -7,7 +7,6 @@ an image.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
@@ -253,7 +252,7 @@ class Regions:
             each.slot.set_cached(0)
             is_requested = each.slot.wants_persist(each.generation)
             if is_spent and is_requested and not each.slot.wants_home(each.generation):
-                each.slot.set_failed(each.generation, errno.ESTALE)
+                each.slot.set_failed(each.generation)
         if not twins and held.slot.wants_home(sealed.generation):
             self._end_home(held.slot.rank, sealed.order)
 

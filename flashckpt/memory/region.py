@@ -159,7 +159,6 @@ PERSIST_OFFSET = 320
 HOME_OFFSET = 328
 PERSISTED_OFFSET = 384
 FAILED_OFFSET = 392
-FAILED_ERRNO_OFFSET = 400
 CACHED_OFFSET = 408
 # Only in files of a cache: the checksum of the words "home" and "persisted".
 WORDS_CHECKSUM_OFFSET = 416

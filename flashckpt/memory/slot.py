@@ -468,12 +468,11 @@ class Slot(forks.OwnDescriptor):
         self._store(page.HOME_ENDED_OFFSET, page.pack_complete(attempt_number, boundary))
 
     @property
-    def failed(self) -> tuple[int, int]:
-        """(generation, errno) of the last failed save; errno 0 if the system gave none."""
-        return self._load(page.FAILED_OFFSET), self._load(page.FAILED_ERRNO_OFFSET)
+    def failed(self) -> int:
+        """The generation whose last try to save it has failed."""
+        return self._load(page.FAILED_OFFSET)
 
-    def set_failed(self, generation: int, error_number: int) -> None:
-        self._store(page.FAILED_ERRNO_OFFSET, error_number)
+    def set_failed(self, generation: int) -> None:
         self._store(page.FAILED_OFFSET, generation)
 
     @property
@@ -598,7 +597,7 @@ class SlotRing:
                 continue
             elif not must_stay(each, held) or each.order in self.incomplete:
                 waits = slot.wants_persist(each.generation) and slot.cached != each.generation
-                if not waits or slot.failed[0] == each.generation:
+                if not waits or slot.failed == each.generation:
                     choices.append(((1 if waits else 0, each.age), slot))
             elif self.is_single and each.generation in (slot.persisted, slot.cached):
                 choices.append(((0, each.age), slot))
@@ -625,7 +624,7 @@ class SlotRing:
         if newest is None:
             return
         slot, generation = newest[0], newest[1].generation
-        is_passed_by = slot.failed[0] == generation and not slot.wants_home(generation)
+        is_passed_by = slot.failed == generation and not slot.wants_home(generation)
         if slot.asked != generation or is_passed_by:
             slot.request_persist(generation)
 

@@ -6,7 +6,6 @@ trainers. Bytes are the writer's. For one thread, but for the operations of its 
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
 import time
@@ -288,7 +287,7 @@ class Queue:
         """Whether the newest snapshot of a rank is committed, cached or failed, or its part is written, or
         the rank has no snapshot."""
         newest = self._newest(rank)
-        if newest is None or newest.is_persisted or newest.slot.failed[0] == newest.generation:
+        if newest is None or newest.is_persisted or newest.slot.failed == newest.generation:
             return True
         if newest.slot.is_cached:
             return True
@@ -439,7 +438,7 @@ class Queue:
         """Never try a job again, and report it."""
         job.release()
         job.state, job.given_up = outcome.state, True
-        self._mark(job, lambda slot, generation: slot.set_failed(generation, errno.ESTALE))
+        self._mark(job, Slot.set_failed)
         self._given_up.append(job)
         # Also after failed tries: this is the last report on the snapshot.
         log.warning("step %d is not persisted: %s", job.step, outcome.message)
@@ -499,7 +498,7 @@ class Queue:
             if self._copied is not None and self._copied_job is None:
                 self._copied.release()
             for each in self._for_cache_alone():
-                each.slot.set_failed(each.generation, errno.ENOSPC)
+                each.slot.set_failed(each.generation)
         if not cache.is_free or self._copied is not None:
             return
         for job in sorted(self._refresh(), key=StepJob.order):
@@ -519,7 +518,7 @@ class Queue:
         for each in self._regions.sealed():
             slot, generation = each.slot, each.generation
             is_requested = slot.wants_persist(generation) and not slot.wants_home(generation)
-            if is_requested and slot.failed[0] != generation and self._regions.in_cache(each) is None:
+            if is_requested and slot.failed != generation and self._regions.in_cache(each) is None:
                 found.append(each)
         return found
 
@@ -656,7 +655,7 @@ class Queue:
         job.retry.wait(now, poll_pause_s(job.polls))
         job.rests_since = job.rests_since or now
         if now - job.rests_since > _OTHER_NODES_TIMEOUT_S:
-            self._mark(job, lambda slot, generation: slot.set_failed(generation, errno.ETIMEDOUT))
+            self._mark(job, Slot.set_failed)
         self._note_written(job, outcome)
         self._notify(job, outcome)
 
@@ -730,9 +729,9 @@ class Queue:
         if outcome.lacks_region and not is_living:
             # No trainer is left that could hand it over. The snapshot stays, but no keeper waits for it.
             job.given_up = True
-        self._mark(job, lambda slot, generation: slot.set_failed(generation, outcome.errno or errno.EIO))
+        self._mark(job, Slot.set_failed)
         if (copy := self._regions.cached_named(outcome.slot)) is not None:
-            copy.slot.set_failed(0, 0)  # the disk failed, and not the home: the snapshot stays in the cache
+            copy.slot.set_failed(0)  # the disk failed, and not the home: the snapshot stays in the cache
         if job.retry.tries == 1:
             log.error("step %d is not persisted: %s", job.step, outcome.message)
             about = {"errno": outcome.errno, "message": outcome.message}

@@ -362,7 +362,7 @@ class SlotCache:
             in_memory = any(other.capture == each.capture for other in memory)
             orders = [other.order for other in self._persisted() if other.slot.rank == rank]
             committed = max([*orders, self._regions.newest_committed(rank)])
-            has_failed = each.slot.failed[0] == each.generation and not in_memory
+            has_failed = each.slot.failed == each.generation and not in_memory
             is_late = number[rank] > kept and (complete is None or each.order < complete)
             is_idle = has_failed or not each.slot.wants_home(each.generation)
             if is_idle and (is_late or each.order < committed):

@@ -579,7 +579,7 @@ class Snapshots:
                 pass  # it was released, and may be unmapped
             elif sealed.is_persisted or slot.home_ended >= (self._attempt, boundary_index):
                 self._row.persisted = max(boundary_index, self._row.persisted)
-            elif slot.failed[0] == sealed.generation:
+            elif slot.failed == sealed.generation:
                 self._row.failed = max(boundary_index, self._row.failed)
             else:
                 continue

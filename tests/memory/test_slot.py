@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import re
@@ -256,8 +255,8 @@ def test_words_between_trainer_and_keeper(slot: Slot) -> None:
     assert not slot.wants_persist(3)
     slot.set_persisted(4)
     assert not slot.wants_persist(4)
-    slot.set_failed(5, 28)
-    assert slot.failed == (5, 28)
+    slot.set_failed(5)
+    assert slot.failed == 5
     slot.set_torn(6, list(range(100)))
     assert slot.torn == (6, tuple(range(page.TORN_LEAVES)))
     slot.beat(Heartbeat(12, 13, 2, 14))
@@ -313,7 +312,7 @@ class TestRing:
         slot.request_persist(generation := fill(slot, 1), home=False)
         ring.request_single()
         assert not slot.wants_home(generation)  # it is on its way
-        slot.set_failed(generation, errno.ENOSPC)
+        slot.set_failed(generation)
         assert ring.take() is None
         ring.request_single()
         assert slot.wants_home(generation)
@@ -335,7 +334,7 @@ class TestRing:
         slots[0].request_persist(first)
         slots[1].request_persist(second)
         assert ring.take() is None
-        slots[0].set_failed(first, 28)
+        slots[0].set_failed(first)
         assert ring.take() is slots[0]
         slots[1].set_persisted(second)
         assert ring.take() is slots[1], "what is done goes before what has failed"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import pytest
@@ -107,7 +106,7 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     assert not first.queue.is_pending(), "what this node has is at rest"
     assert first.queue.waiting() == first.queue.waiting(for_others=True) == [5]
     assert all(first.queue.is_settled(rank) for rank in (0, 1)), "nobody need wait for this node"
-    assert [slot.failed for slot in slots] == [(0, 0)] * 2
+    assert [slot.failed for slot in slots] == [0] * 2
     second.seal(5)
     second.run()
     assert parts(first, 5) == ["node-00000", "node-00002"]
@@ -157,7 +156,7 @@ def test_what_fails_is_tried_so_often_and_then_it_is_idle(
         node.run()
     assert node.told == [(5, JobState.FAILED)] * 4
     assert files(store, 5, node.attempt) == [], "no shard stays that nothing names"
-    assert [slot.failed for slot in slots] == [(1, errno.EIO)] * 2
+    assert [slot.failed for slot in slots] == [1] * 2
     node.queue.try_again()
     node.run()
     assert is_whole(store, 5, node.attempt, 2)

@@ -103,7 +103,7 @@ def test_who_waits_is_told_which_rank_has_ended(nodes: MakeNode) -> None:
     assert node.told == [(5, JobState.SUPERSEDED)]
     assert node.whys == ["rank 1 of this node ended before a snapshot of it was sealed"]
     assert slot.state().state is SlotState.SEALED
-    assert slot.failed[0] == slot.state().generation, "it may be overwritten"
+    assert slot.failed == slot.state().generation, "it may be overwritten"
     assert files(node.store, 5, node.attempt) == []
 
 
@@ -175,9 +175,9 @@ def test_a_part_that_waits_for_ever_takes_no_slot_away(
     [slot] = first.seal(5)
     first.run()
     until_told(first, (5, JobState.PART_WRITTEN))
-    assert slot.failed[0] != slot.state().generation, "the other nodes may be slower"
+    assert slot.failed != slot.state().generation, "the other nodes may be slower"
     monkeypatch.setattr(queue, "_OTHER_NODES_TIMEOUT_S", 0.0)
-    while slot.failed[0] != slot.state().generation:
+    while slot.failed != slot.state().generation:
         first.run()
     for step in (6, 7, 8):
         first.seal(step, persist=False)

@@ -34,7 +34,7 @@ class PlayedSlot:
         self.word = Word(SlotState.FREE, 0, 0)
         self.boundary = self.asked = self.persisted = self.cached = 0
         self.home_ended = (0, 0)
-        self.failed = (0, 0)
+        self.failed = 0
         self.complete = (ATTEMPT, 0)
 
     def state(self) -> Word:
