@@ -41,7 +41,7 @@ from flashckpt.keeper.protocol import (
 from flashckpt.memory import forks
 from flashckpt.memory.cache_folder import CachePlace, open_cached
 from flashckpt.memory.memory_budget import NO_NODE
-from flashckpt.memory.region import CACHE, MEMFD, Region, SlotSize, is_region_name, memfds_of
+from flashckpt.memory.region import CACHE, MEMFD, SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, holder_of, is_alive
 from flashckpt.memory.slot import Slot
 from flashckpt.options import Keep, Remote
@@ -109,26 +109,14 @@ class HeldDescriptors:
             forks.close(descriptor)
         self.held, self._lent, self._lock = {}, set(), threading.Lock()
 
-    def keep(self, grants: Sequence[SlotGrant], *, lent: bool = False) -> None:
-        """Hold regions that this trainer uses, or (`lent`) only reads: memfds, until it has slots."""
-        names = {grant.name for grant in grants}
+    def keep(self, descriptors: Mapping[str, int], *, lent: bool = False) -> None:
+        """Hold duplicates of the descriptors of regions, by name, that this trainer uses, or (`lent`) may
+        resume from: these until a keeper has them and this trainer has slots."""
         with self._lock:
-            for grant in grants:
-                if grant.name not in self.held and (grant.kind == MEMFD or not lent):
-                    self.held[grant.name] = os.dup(grant.descriptor)
-                    self._lent |= {grant.name} if lent else set()
-            self._lent -= set() if lent else names
-
-    def lend(self, regions: Sequence[Region]) -> None:
-        """Hold memfds of a keeper that is replaced, of any rank, until its successor has them and this
-        trainer has slots: until then it may resume from them."""
-        with self._lock:
-            for region in regions:
-                if region.name in self.held:
-                    os.close(region.descriptor)
-                else:
-                    self.held[region.name] = region.descriptor
-                    self._lent.add(region.name)
+            for name in descriptors.keys() - self.held.keys():
+                self.held[name] = os.dup(descriptors[name])
+                self._lent |= {name} if lent else set()
+            self._lent -= set() if lent else descriptors.keys()
 
     def end_loans(self) -> None:
         """Let go of regions that were only read: this trainer has slots now."""
@@ -416,8 +404,11 @@ class KeeperConnection:
         must not resume from an older one because the keeper is slow."""
         pid = holder_of(self._runtime, ELECTION_LOCK)
         try:
-            if pid is not None:
-                self._held.lend(memfds_of(pid))
+            found = {} if pid is None else {each.name: each.descriptor for each in memfds_of(pid)}
+            try:
+                self._held.keep(found, lent=True)
+            finally:
+                close_all([*found.values()])
         except OSError as error:
             log.error(
                 "The keeper %d of %s does not answer and is replaced, and its memory cannot be read (%s). "
@@ -628,8 +619,9 @@ class KeeperClient(KeeperConnection):
                 raise ProtocolError("The keeper's answer does not say what its descriptors are.")
             grants = [SlotGrant(each, **row) for each, row in zip(descriptors, rows, strict=True)]
             grants += [SlotGrant(-1, **row) for row in answer.get("cached", [])]
-            self._held.keep(grants, lent=lent)
-            granted = {grant.name for grant in grants}
+            granted = {grant.name: grant.descriptor for grant in grants}
+            kept = [grant.name for grant in grants if grant.kind == MEMFD or not lent]
+            self._held.keep({name: granted[name] for name in kept}, lent=lent)
             self._hello["released"] = [name for name in self._hello["released"] if name not in granted]
         except BaseException:
             close_all(descriptors)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import KeeperError
-from flashckpt.keeper.client import HeldDescriptors, SlotGrant
+from flashckpt.keeper.client import HeldDescriptors
 from flashckpt.keeper.protocol import close_all
 from flashckpt.memory.held_regions import MAX_REGIONS
 from flashckpt.memory.region import SlotSize, is_region_name
@@ -69,7 +69,7 @@ def test_what_is_let_go_meanwhile_is_not_handed_over() -> None:
         turn = 0
         while not ended.is_set():
             turn += 1
-            held.keep([SlotGrant(region, f"slot-{turn % 7}", 1, "memfd", 1)])
+            held.keep({f"slot-{turn % 7}": region})
             held.release([f"slot-{(turn + 3) % 7}"])
             os.close(os.dup(other))
 

@@ -6,13 +6,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flashckpt.checkpointer.session import Stacks
-from flashckpt.keeper.client import HeldDescriptors, SlotGrant
-from flashckpt.memory import region
+from flashckpt.keeper.client import HeldDescriptors
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
 from tests.descriptors import closed_after
@@ -33,8 +31,7 @@ def a_folder(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
 
 def held_descriptors(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
     held, slot = HeldDescriptors(), closed_after(make())
-    fields: dict[str, Any] = {"name": slot.name, "kind": region.MEMFD, "owner": 1, "num_bytes": 1}
-    held.keep([SlotGrant(slot.descriptor, **fields)])
+    held.keep({slot.name: slot.descriptor})
     return held.held[slot.name], held.close
 
 
