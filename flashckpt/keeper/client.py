@@ -404,7 +404,7 @@ class KeeperConnection:
         must not resume from an older one because the keeper is slow."""
         pid = holder_of(self._runtime, ELECTION_LOCK)
         try:
-            found = {} if pid is None else {each.name: each.descriptor for each in memfds_of(pid)}
+            found = {} if pid is None else memfds_of(pid)
             try:
                 self._held.keep(found, lent=True)
             finally:

@@ -55,9 +55,10 @@ def is_region_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def memfds_of(pid: int) -> list[Region]:
-    """The regions in memfds that a process of this user has open, each once. Raises OSError."""
-    found: dict[str, Region] = {}
+def memfds_of(pid: int) -> dict[str, int]:
+    """Descriptors, for the caller to close, of the regions in memfds that a process of this user has open, by
+    name. Raises OSError."""
+    found: dict[str, int] = {}
     folder = f"/proc/{pid}/fd"
     with contextlib.ExitStack() as opened:
         for each in os.listdir(folder):
@@ -65,11 +66,10 @@ def memfds_of(pid: int) -> list[Region]:
                 target = os.readlink(f"{folder}/{each}")
                 name = target.removeprefix("/memfd:").removesuffix(" (deleted)")
                 if target.startswith("/memfd:") and is_region_name(name) and name not in found:
-                    descriptor = os.open(f"{folder}/{each}", os.O_RDWR | os.O_CLOEXEC)
-                    opened.callback(os.close, descriptor)
-                    found[name] = Region(name, MEMFD, descriptor, os.fstat(descriptor).st_size)
+                    found[name] = os.open(f"{folder}/{each}", os.O_RDWR | os.O_CLOEXEC)
+                    opened.callback(os.close, found[name])
         opened.pop_all()  # the caller closes them from now on
-    return list(found.values())
+    return found
 
 
 def kind_for(folder: RuntimeFolder, num_bytes: int) -> str:

@@ -16,7 +16,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.keeper import client
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
 from flashckpt.keeper.start import AWAITED_PAUSE_S, Pauses
-from flashckpt.memory.region import Region, SlotSize, is_region_name, memfds_of
+from flashckpt.memory.region import SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from tests.events import ledger
@@ -326,7 +326,7 @@ def test_a_keeper_that_another_trainer_started_meanwhile_is_not_replaced(
     stop(the_keeper(first.folder))
     started = []
 
-    def overtaken(pid: int) -> list[Region]:
+    def overtaken(pid: int) -> dict[str, int]:
         monkeypatch.setattr(client, "memfds_of", memfds_of)
         found = memfds_of(pid)
         assert second.client.tend()

@@ -17,8 +17,8 @@ def test_memfds_that_cannot_all_be_opened_are_closed() -> None:
         for nonce in (1, 2, 3):
             stack.callback(os.close, os.memfd_create(region_name(0, 0, nonce), os.MFD_CLOEXEC))
         assert len(found := memfds_of(os.getpid())) == 3
-        for each in found:
-            os.close(each.descriptor)
+        for each in found.values():
+            os.close(each)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         there = set(map(int, os.listdir("/proc/self/fd")))
         # Two more descriptors fit: that of this listing, which is closed, and the first free one.
