@@ -310,12 +310,12 @@ class Regions:
                 continue
             try:
                 flags = os.O_RDONLY if self._is_view else os.O_RDWR
-                found = region.open_named(self._folder, name, flags)
-                if not os.pread(found.descriptor, 8, 0).strip(b"\0"):
-                    os.close(found.descriptor)
+                descriptor = self._folder.open_file(name, flags)
+                if not os.pread(descriptor, 8, 0).strip(b"\0"):
+                    os.close(descriptor)
                     self._remove_name(name)
                     continue
-                held = self.put(found)
+                held = self.put(Region(name, NAMED, descriptor))
             except (OSError, KeeperError, DamagedError, FormatError) as error:
                 log.warning("%s is not adopted: %s", name, error)
                 self.not_adopted[name] = str(error)
@@ -345,7 +345,7 @@ class Regions:
         if found.st_uid != os.geteuid() or found.st_nlink != 0:
             os.close(descriptor)
             raise KeeperError("A descriptor that was handed over is not a memfd of this user.")
-        return self.put(Region("", MEMFD, descriptor, found.st_size))
+        return self.put(Region("", MEMFD, descriptor))
 
     # ---- use
 
@@ -438,7 +438,7 @@ def sealed_in(folder: RuntimeFolder) -> Iterator[Sealed]:
     """The snapshots in the named regions of a runtime folder, each mapped until the next one is yielded."""
     for name in filter(region.is_region_name, folder.names()):
         with contextlib.suppress(FlashckptError, OSError):
-            descriptor = region.open_named(folder, name, os.O_RDONLY).descriptor
+            descriptor = folder.open_file(name, os.O_RDONLY)
             slot = Slot.open(descriptor, map_image=False, identity=folder.identity, is_view=True)
             if not slot.header.holds_constants and (found := slot.sealed()):
                 yield found

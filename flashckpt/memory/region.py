@@ -38,7 +38,6 @@ class Region:
     name: str
     kind: str
     descriptor: int
-    num_bytes: int
 
 
 def region_name(rank: int, index: int | None, nonce: int) -> str:
@@ -113,7 +112,7 @@ def create(
             descriptor = folder.open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             try:
                 take(descriptor)
-                return Region(name, NAMED, descriptor, num_bytes)
+                return Region(name, NAMED, descriptor)
             except BaseException as error:
                 folder.remove(name)
                 os.close(descriptor)
@@ -124,7 +123,7 @@ def create(
             take(descriptor)
             # No process with the descriptor may truncate the region under the mappings of others.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            return Region(name, MEMFD, descriptor, num_bytes)
+            return Region(name, MEMFD, descriptor)
         except BaseException as error:
             os.close(descriptor)
             if _errno(error) in (errno.ENOSPC, errno.ENOMEM):
@@ -134,12 +133,6 @@ def create(
 
 def _errno(error: BaseException) -> int | None:
     return error.errno if isinstance(error, OSError) else None
-
-
-def open_named(folder: RuntimeFolder, name: str, flags: int = os.O_RDWR) -> Region:
-    """Open a region in the runtime folder. Raises KeeperError if other users may access it."""
-    descriptor = folder.open_file(name, flags)
-    return Region(name, NAMED, descriptor, os.fstat(descriptor).st_size)
 
 
 MAGIC = b"FLCKSLOT"
