@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 _START_TIMEOUT_S = 60.0
 _START_AGAIN_S = 5.0
 _RETRY_S = 0.05
-_LATER_S = 0.02
+# Pauses before a request is repeated, which grow: each wakes the keeper.
+_FIRST_LATER_S, _MOST_LATER_S = 0.01, 0.2
 _TRIES = 4
 _CLOSE_TIMEOUT_S = 2.0
 # An answer that was under way when a wait began may be older than what was asked for.
@@ -255,10 +256,12 @@ class KeeperConnection:
         def taken(answer: dict[str, Any], descriptors: list[int]) -> T | None:
             return None if answer.get("later") else take(answer, descriptors)
 
+        pause_s = _FIRST_LATER_S
         while not self._closed:
             if (found := self.call_with_descriptors(message, taken)) is not None:
                 return found
-            time.sleep(_LATER_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MOST_LATER_S)
         raise KeeperError("The run was closed while it waited for its keeper.")
 
     def stop_waiting(self) -> None:
