@@ -192,6 +192,17 @@ def test_a_region_shorter_than_its_page_says_is_never_mapped(slot: Slot) -> None
     os.ftruncate(slot.descriptor, 4 * 4096)
 
 
+def test_the_last_reference_and_an_error_close_the_descriptor(slot: Slot) -> None:
+    other = Slot.open(os.dup(slot.descriptor), map_image=True)
+    descriptors = [other.descriptor, os.dup(slot.descriptor)]
+    del other
+    with pytest.raises(KeeperError):
+        Slot.open(descriptors[1], map_image=True, identity=bytes(16))
+    for each in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(each)
+
+
 def test_mappings_are_neither_forked_nor_dumped(slot: Slot) -> None:
     blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     mine = [block for block in blocks if "memfd:slot-00000-0" in block]

@@ -46,19 +46,8 @@ class Watched:
         self.now_s = 1000.0
         self.events: list[str] = []
         keeper.ledger.add = lambda attempt, event, **fields: self.events.append(str(event.value))  # type: ignore
-        self.dog = self.new_watchdog()
-
-    def new_watchdog(self) -> Watchdog:
-        keeper = self.keeper
-        parts = (
-            self.folder,
-            keeper.regions,
-            keeper.registry,
-            keeper.ledger,
-            keeper.queue,
-            keeper._watch_worker,
-        )
-        return Watchdog(*parts, clock=lambda: self.now_s)
+        parts = (self.folder, keeper.regions, keeper.registry, keeper.ledger, keeper.queue)
+        self.dog = Watchdog(*parts, keeper._watch_worker, clock=lambda: self.now_s)
 
     def enroll(self, lock: str = LOCK) -> int:
         return self.held.slot.enroll(self.child.pid, lock, lambda name: is_alive(self.folder, name))
