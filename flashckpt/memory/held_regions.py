@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +91,7 @@ class Regions:
         self.not_adopted: dict[str, str] = {}
         self._own_name = f"{_KEEPER}{nonce}"
         self._living = TrainerLocks(folder) if living is None else living
+        self._opened = weakref.WeakSet[Slot]()
         self._held: dict[str, HeldRegion] = {}
         self._cached: dict[str, HeldRegion] = {}
         self._cached_as: dict[Capture, HeldRegion] = {}  # cached slots by snapshot
@@ -199,6 +201,7 @@ class Regions:
         slot = Slot.open(
             found.descriptor, map_image=False, identity=self._folder.identity, is_view=self._is_view
         )
+        self._opened.add(slot)
         known = self._held.get(slot.name)
         has = sum(each.slot.rank == slot.rank for each in self._held.values())
         if known is not None or has >= MAX_REGIONS:
@@ -221,6 +224,7 @@ class Regions:
         the slots in memory with that snapshot."""
         sealed = slot.sealed()
         assert sealed is not None
+        self._opened.add(slot)
         held = HeldRegion(slot, CACHE, path=path, found=sealed)
         if slot.header.holds_constants:
             self._cached[slot.name] = held
@@ -317,7 +321,7 @@ class Regions:
                     continue
                 held = self.put(Region(name, NAMED, descriptor))
             except (OSError, KeeperError, DamagedError, FormatError) as error:
-                log.warning("%s is not adopted: %s", name, error)
+                log.warning("%s is not adopted: %s", name, str(error))  # a log may keep its arguments
                 self.not_adopted[name] = str(error)
                 continue
             if held.slot.name == name:
@@ -425,6 +429,11 @@ class Regions:
     def _remove_name(self, name: str) -> None:
         if not self._is_view:
             self._folder.remove(name)
+
+    def close(self) -> None:
+        """Close all slots, also removed ones that are referred to."""
+        for slot in list(self._opened):
+            slot.close()
 
     def lives(self, lock: str) -> bool:
         """Whether a living process holds this life lock."""

@@ -439,7 +439,8 @@ class Queue:
         job.release()
         job.state, job.given_up = outcome.state, True
         self._mark(job, Slot.set_failed)
-        self._given_up.append(job)
+        if self._cache is not None:
+            self._given_up.append(job)
         # Also after failed tries: this is the last report on the snapshot.
         log.warning("step %d is not persisted: %s", job.step, outcome.message)
         self._note(job, Event.ERROR, what=outcome.state.value, message=outcome.message)

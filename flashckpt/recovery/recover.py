@@ -515,8 +515,7 @@ class _NodeSnapshots:
         """Let the next keeper find the slots that stay, and leave no other name behind. After an interrupt a
         busy worker keeps its files until the process ends."""
         if not self._queue.worker.busy:
-            for held in (*self._regions.everything(), *self._cached):
-                held.slot.close()
+            self._regions.close()
             if self._cache is not None:
                 self._cache.close()
             self._queue.worker.close()

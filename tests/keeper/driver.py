@@ -131,8 +131,7 @@ class InProcess:
 
     def close(self) -> None:
         keeper = self.keeper
-        for held in keeper.regions.slots():
-            held.slot.close()
+        keeper.regions.close()
         if keeper._server._listener.fileno() >= 0:  # it has not left
             keeper._server.close()
         keeper._election.release(keeper.folder)

@@ -111,8 +111,9 @@ class Node:
         """`leaves_memory`: as a kill of all its processes does."""
         for rank in self.ranks.values():
             rank.close()
-        for held in self.regions.slots():
-            held.slot.close() if leaves_memory else self.regions.remove(held)
+        for held in self.regions.slots() if not leaves_memory else ():
+            self.regions.remove(held)
+        self.regions.close()
         self.ledger.close()
         self.queue.worker.close()
         self.folder.close()
