@@ -94,10 +94,10 @@ def commit(
     guard: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Commit a snapshot once its parts cover every rank. `folder`: of the newest attempt. `keep`: what
-    retention keeps; it drops the rest in the same version. `known`: the heads of parts that an earlier call has read, by name. `in_use`:
-    checkpoints that retention spares. `is_of_many`: of many nodes; their parts are read at once. `guard`:
-    raises if this process may not commit any more; called before the version is created, and again before the
-    commit is reported.
+    retention keeps; it drops the rest in the same version. `known`: the heads of parts that an earlier call
+    has read, by name. `in_use`: checkpoints that retention spares. `is_of_many`: of many nodes; their parts
+    are read at once. `guard`: raises if this process may not commit any more; called before the version is
+    created, and again before the commit is reported.
 
     SupersededError if a newer attempt has begun; DivergedError if replicas differ; DamagedError if parts are
     of different steps or worlds.

@@ -424,8 +424,6 @@ def _names(manifest: Manifest) -> tuple[set[str], set[str], set[str]]:
     return parts, shards, frozen
 
 
-
-
 def _damaged(store: Store, path: str, why: str, step: int) -> DamagedError:
     return DamagedError(
         f"{store.url}/{path} is damaged: {why}. Step {step} was not copied, other steps are as they were. "

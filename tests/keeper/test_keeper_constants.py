@@ -15,7 +15,7 @@ from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.format.names import SnapshotId
 from flashckpt.format.records import Contents
-from flashckpt.persist.job import JobState, StepJob, StepOutcome
+from flashckpt.persist.job import JobState, StepJob
 from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests import run_view
