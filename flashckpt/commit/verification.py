@@ -10,17 +10,21 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 from flashckpt import _native
-from flashckpt.commit.file_check import FileStatus, verify_file
 from flashckpt.commit.lineage import resolve, until_stable
 from flashckpt.commit.steps import StepRecord, missing_of, read_step
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.format.records import Contents
-from flashckpt.store.base import Store
+from flashckpt.store.base import LengthError, Store
+from flashckpt.store.read_plan import read_shard
 from flashckpt.threads import watched
+
+FileStatus = Literal["ok", "missing", "truncated", "damaged", "unreadable"]
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far, and the bytes to read in all."""
@@ -28,6 +32,7 @@ Progress = Callable[[int, int], None]
 _Claimed = tuple[str, int, bytes, tuple[int, ...]]
 """A file, with the length, checksums and digests in a step's record."""
 
+_Read = Callable[[str, Contents], tuple[FileStatus, str]]
 _SHOWN = 8
 
 
@@ -79,7 +84,7 @@ def verify(
     at: AttemptName | SnapshotId | None = None,
     all_steps: bool = False,
     threads: int = 2,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Report:
     """Read all visible steps again, or one (a visible step, or that of the attempt or snapshot `at`); with
     `all_steps` also those of other branches.
@@ -88,14 +93,23 @@ def verify(
     NoSuchStepError for a step that is not there, RunError for a folder that is no run, FormatError.
     """
     open_run(store, create=False)
+    word = array("Q", [0, 0])  # the bytes that were read, and that are to be read
 
     def find() -> list[Row]:
-        return _rows(store, step, at, all_steps, threads, progress)
+        return _rows(store, step, at, all_steps, threads, word)
 
-    rows = until_stable(store, find)
-    while step is not None and not rows:
-        # Another commit of that number, or the error for none.
-        rows = find()
+    def work() -> list[Row]:
+        rows = until_stable(store, find)
+        while step is not None and not rows:
+            # Another commit of that number, or the error for none.
+            rows = find()
+        return rows
+
+    def report() -> None:
+        if word[1]:
+            progress(word[0], word[1])
+
+    rows = watched("verify", work, report)
     return Report(rows=tuple(sorted(rows, key=lambda row: row.name, reverse=True)))
 
 
@@ -105,7 +119,7 @@ def _rows(
     at: AttemptName | SnapshotId | None,
     all_steps: bool,
     threads: int,
-    progress: Progress | None,
+    word: array[int],
 ) -> list[Row]:
     known: dict[_Claimed, Row] = {}
     rows: list[Row] = []
@@ -119,40 +133,15 @@ def _rows(
             continue
         rows += found
         records.append(record)
-    reading = _Reading(store, _bytes_of(records), threads, progress)
+    word[0], word[1] = 0, _bytes_of(records)
+    read = partial(verify_file, store, threads=threads, progress_word=_native.address_of(word))
     for record in records:
         if record is not None:
-            rows += _shards(record, known, reading)
+            rows += _shards(record, known, read)
+    word[0] = word[1]
     suspects = {row.name for row in rows if row.status != "ok"}
     gone = suspects.difference(View.of(store).checkpoints) if suspects else ()
     return [row for row in rows if row.name not in gone]
-
-
-class _Reading:
-    """Reads files, and reports the progress while the native engine works."""
-
-    def __init__(self, store: Store, total: int, threads: int, progress: Progress | None) -> None:
-        self._store, self._total, self._threads, self._progress = store, total, threads, progress
-        self._before = 0
-        self._word = array("Q", [0])
-
-    def is_there(self, path: str) -> bool:
-        return self._store.exists(path)
-
-    def file(self, path: str, contents: Contents) -> tuple[FileStatus, str]:
-        if self._progress is None:
-            return verify_file(self._store, path, contents, threads=self._threads)
-        self._word[0] = 0
-        word = _native.address_of(self._word)
-        progress = self._progress
-        result = watched(
-            "verify",
-            lambda: verify_file(self._store, path, contents, threads=self._threads, progress_word=word),
-            lambda: progress(self._before + self._word[0], self._total),
-        )
-        self._before += contents.shard.num_bytes
-        progress(self._before, self._total)
-        return result
 
 
 def _chosen(
@@ -184,7 +173,7 @@ def _records(store: Store, name: CommitName) -> tuple[StepRecord | None, list[Ro
     return record, [Row(name=name, file=file, status="ok") for file in files]
 
 
-def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -> Iterator[Row]:
+def _shards(record: StepRecord, known: dict[_Claimed, Row], read: _Read) -> Iterator[Row]:
     """Rows for the shards of a step. A frozen file that several steps name with the same record is read
     once; if it is not whole, each of them has a row for it."""
     # A compressed file with the right bytes may have another length: then no start takes the step.
@@ -196,14 +185,14 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], reading: _Reading) -
             files = record.files(rank)
         except DamagedError as error:
             path = error.path or record.folder
-            status: FileStatus = "damaged" if reading.is_there(path) else "missing"
+            status: FileStatus = "damaged" if record.store.exists(path) else "missing"
             yield Row(name=record.name, file=path, status=status, detail=str(error))
             continue
         for file, contents in files:
             claimed = file, contents.shard.num_bytes, contents.shard.checksums, contents.digests
             is_known = claimed in known
             if not is_known:
-                state, detail = reading.file(file, contents)
+                state, detail = read(file, contents)
                 known[claimed] = Row(name=record.name, file=file, status=state, detail=detail)
             row = replace(known[claimed], name=record.name)
             if row.status == "ok" and file in misfits:
@@ -219,3 +208,47 @@ def _bytes_of(records: Iterable[StepRecord | None]) -> int:
         sizes |= {(manifest.folder.path, shard.name): shard.num_bytes for shard in manifest.shards}
         sizes |= {(each.base.path, each.name): each.num_bytes for each in manifest.frozen}
     return sum(sizes.values())
+
+
+# ---- one file
+
+
+def verify_file(
+    store: Store,
+    path: str,
+    contents: Contents,
+    into: memoryview | None = None,
+    *,
+    threads: int = 2,
+    progress_word: int = 0,
+) -> tuple[FileStatus, str]:
+    """Compare one shard or frozen file with its record. Returns its status, and what is wrong. `into`:
+    the memory that it is read into; its bytes are the compared ones."""
+    try:
+        found = read_shard(store, path, contents, into, threads=threads, progress=progress_word)
+    except FileNotFoundError:
+        return "missing", "there is no such file"
+    except LengthError as error:
+        return "truncated", str(error)
+    except DamagedError as error:
+        return "damaged", str(error)
+    except OSError as error:
+        # The bytes may be right.
+        return "unreadable", str(error)
+    wrong = found.wrong_leaves(contents)
+    if found.bad_chunks or wrong:
+        return "damaged", _words(found.bad_chunks, wrong)
+    if found.header != contents.layout().header:
+        return "damaged", "its header is not the one that its part describes"
+    return "ok", ""
+
+
+def _words(bad_chunks: list[int], leaves: list[str]) -> str:
+    words = []
+    if bad_chunks:
+        chunks = ", ".join(map(str, bad_chunks[:_SHOWN])) + (" …" if len(bad_chunks) > _SHOWN else "")
+        words.append(f"chunk {chunks} does not have its checksum")
+    if leaves:
+        names = ", ".join(leaves[:_SHOWN]) + (" …" if len(leaves) > _SHOWN else "")
+        words.append(f"not the bytes that were captured: {names}")
+    return "; ".join(words)

@@ -37,7 +37,6 @@ from flashckpt.options import size_of, user_path
 from flashckpt.store.base import Store
 
 _FILES = {"safetensors": (write_safetensors, "safetensors"), "torch": (write_torch, "pt")}
-FORMATS = (*_FILES, "dcp", "hf")
 
 Writer = Callable[[str, Selected], None]
 """Writes a file or a folder at a path that does not exist yet."""

@@ -642,19 +642,6 @@ def _one(grants: list[SlotGrant]) -> SlotGrant:
     return grants[0]
 
 
-def connect_or_start(
-    run_path: str, runtime: RuntimeFolder, life: LifeLock, *, timeout_s: float = _TIMEOUT_S
-) -> KeeperClient:
-    """A client of the run's keeper on this node; starts one if necessary.
-
-    life: this process's life lock in `runtime`. A keeper that is silent for `timeout_s` is replaced. Raises
-    KeeperError.
-    """
-    client = KeeperClient(run_path, runtime, life, timeout_s=timeout_s)
-    client.tend()
-    return client
-
-
 def may_have_memory(runtime: RuntimeFolder) -> bool:
     """Whether this node may have snapshots of the run in memory: a keeper lives, or a region has a name."""
     return is_alive(runtime, ELECTION_LOCK) or any(map(is_region_name, runtime.names()))

@@ -21,8 +21,8 @@ from flashckpt import _native, crashpoints
 from flashckpt.catalogue.changes import Committed
 from flashckpt.commit import commit_step
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome
-from flashckpt.commit.file_check import verify_file
 from flashckpt.commit.steps import heads_at_rest, is_whole, read_step
+from flashckpt.commit.verification import verify_file
 from flashckpt.commit.view import View
 from flashckpt.errors import (
     DamagedError,

@@ -29,7 +29,6 @@ from flashckpt.catalogue.mirror import copy_checkpoint
 from flashckpt.catalogue.requests import Copy, Stores
 from flashckpt.commit.assets import copy_assets
 from flashckpt.commit.commit_step import KEEP_ALL, kept
-from flashckpt.commit.file_check import FileStatus, verify_file
 from flashckpt.commit.lineage import resolve
 from flashckpt.commit.steps import (
     StepRecord,
@@ -42,6 +41,7 @@ from flashckpt.commit.steps import (
     step_of,
     whole_or_why,
 )
+from flashckpt.commit.verification import FileStatus, verify_file
 from flashckpt.commit.view import HOME, View, open_run
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
 from flashckpt.format.catalogue import Checkpoint, Folder

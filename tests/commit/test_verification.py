@@ -11,9 +11,8 @@ import pytest
 
 from flashckpt.commit import commit_step
 from flashckpt.commit.commit_step import KEEP_ALL
-from flashckpt.commit.file_check import verify_file
 from flashckpt.commit.lineage import resolve
-from flashckpt.commit.verification import verify
+from flashckpt.commit.verification import verify, verify_file
 from flashckpt.commit.view import View
 from flashckpt.format.catalogue import Folder
 from flashckpt.format.records import Contents, Part, RankRecord

@@ -17,13 +17,13 @@ from typing import Any, TextIO
 
 from flashckpt import _native
 from flashckpt.commit import attempts
-from flashckpt.commit.file_check import verify_file
 from flashckpt.commit.steps import read_step
+from flashckpt.commit.verification import verify_file
 from flashckpt.commit.view import View, open_run
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
-from flashckpt.keeper.client import KeeperClient, SlotGrant, connect_or_start
+from flashckpt.keeper.client import KeeperClient, SlotGrant
 from flashckpt.memory.cache_folder import CachePlace
 from flashckpt.memory.region import Record, SlotSize
 from flashckpt.memory.runtime import (
@@ -118,7 +118,7 @@ class FakeTrainer:
         self.keep, self.linger_s = Keep(last=keep), linger_s
         joined = AttemptName.parse(join) if join else None
         self.attempt = joined or self._named()
-        self.client: KeeperClient = connect_or_start(str(run), self.folder, self.life, timeout_s=timeout_s)
+        self.client = KeeperClient(str(run), self.folder, self.life, timeout_s=timeout_s)
         closed_after(self)
         self.client.hello(
             rank=rank,

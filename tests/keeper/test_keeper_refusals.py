@@ -17,7 +17,7 @@ import pytest
 
 from flashckpt.errors import KeeperError
 from flashckpt.keeper import protocol
-from flashckpt.keeper.client import connect_or_start
+from flashckpt.keeper.client import KeeperClient
 from flashckpt.keeper.server import Server
 from flashckpt.memory.runtime import RuntimeFolder, enter, trainer_lock_name
 from tests.descriptors import closed_after
@@ -193,7 +193,7 @@ def test_a_planted_socket_is_refused_and_left_alone(tmp_path: Path, runtime: Pat
             path.symlink_to(target)
     before = os.lstat(path)
     with pytest.raises(KeeperError, match="left as it is"):
-        connect_or_start(str(run), folder, life)
+        KeeperClient(str(run), folder, life).tend()
     assert os.lstat(path).st_ino == before.st_ino
     other.close()
     life.release(folder)
