@@ -45,24 +45,23 @@ def size_of(text: object) -> int | None:
     return int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper())) or None
 
 
-def check_call(every: object, persist_every: object, keep: object, options: object, tiers: TiersCall) -> None:
+def check_call(call: Call) -> None:
     """Check the arguments of `attach` and `loop` other than the state. Raises OptionError before anything is
     started: an option that is not understood could mean that nothing is saved."""
-    if every is not None and every != "auto" and not _is_count(every, 1):
+    if call.every is not None and call.every != "auto" and not _is_count(call.every, 1):
         _refuse(
-            f"every={every!r}",
+            f"every={call.every!r}",
             'Pass "auto", a number of steps, or None: how often a snapshot is taken into memory. '
             "persist_every takes durations: how often one is committed.",
         )
-    check_interval(persist_every, "persist_every")
-    expected = (("keep", keep, Keep, "last=3"), ("options", options, Options, "slots=2"))
-    for name, value, kind, example in expected:
-        if not isinstance(value, kind):
+    check_interval(call.persist_every, "persist_every")
+    for name, kind, example in (("keep", Keep, "last=3"), ("options", Options, "slots=2")):
+        if not isinstance(value := getattr(call, name), kind):
             # Without the value: a dictionary may hold the keys of a store.
-            call = f"flashckpt.{kind.__name__}"
-            _refuse(f"{name}={type(value).__name__}", f"Pass a {call}, as in {name}={call}({example}).")
-    _check_remote(tiers)
-    _check_cache(tiers.cache, options)
+            right = f"flashckpt.{kind.__name__}"
+            _refuse(f"{name}={type(value).__name__}", f"Pass a {right}, as in {name}={right}({example}).")
+    _check_remote(call)
+    _check_cache(call.cache, call.options)
 
 
 def _refuse(what: str, remedy: str) -> NoReturn:
@@ -86,21 +85,21 @@ def checked_compress(value: object, name: str = "compress") -> Compress:
     _refuse(f"{name}={value!r}", "Pass 'auto', 'zstd' or 'none': how shards are compressed, without loss.")
 
 
-def _check_remote(tiers: TiersCall) -> None:
-    if tiers.remote is None:
+def _check_remote(call: Call) -> None:
+    if call.remote is None:
         for name in ("remote_every", "remote_keep"):
-            if (value := getattr(tiers, name)) is not None:
+            if (value := getattr(call, name)) is not None:
                 raise OptionError(
                     f"{name}={value!r} needs a remote. Nothing was started. Pass one, as in "
                     'remote="s3://bucket/run", or leave this option out.'
                 )
         return
-    if not isinstance(tiers.remote, (str, os.PathLike)):
-        _refuse(f"remote={tiers.remote!r}", "Pass a folder, a URL, or None.")
-    check_interval(tiers.remote_every, "remote_every")
-    if tiers.remote_keep is not None and not isinstance(tiers.remote_keep, Keep):
+    if not isinstance(call.remote, (str, os.PathLike)):
+        _refuse(f"remote={call.remote!r}", "Pass a folder, a URL, or None.")
+    check_interval(call.remote_every, "remote_every")
+    if call.remote_keep is not None and not isinstance(call.remote_keep, Keep):
         _refuse(
-            f"remote_keep={tiers.remote_keep!r}",
+            f"remote_keep={call.remote_keep!r}",
             "Pass a flashckpt.Keep, as in flashckpt.Keep(last=3), or None for the same as keep.",
         )
 
@@ -183,16 +182,6 @@ class Keep:
             _refuse(f"Keep(last={self.last!r})", "Pass a number of steps, 1 or more.")
         if self.every_steps is not None and not _is_count(self.every_steps, 1):
             _refuse(f"Keep(every_steps={self.every_steps!r})", "Pass a number of steps, 1 or more, or None.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TiersCall:
-    """The arguments of `attach` for remote and cache; see `check_call`."""
-
-    remote: str | os.PathLike[str] | None = None
-    remote_every: str | int | None = None
-    remote_keep: Keep | None = None
-    cache: str | os.PathLike[str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +291,21 @@ class Options:
     @property
     def cache_limit_bytes(self) -> int | None:
         return None if self.cache_limit is None else size_of(self.cache_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The arguments of `flashckpt.attach` but the state; see there, and `check_call`."""
+
+    path: str | os.PathLike[str]
+    every: int | Literal["auto"] | None = "auto"
+    persist_every: str | int | None = "5min"
+    keep: Keep = field(default_factory=lambda: Keep(last=3))
+    remote: str | os.PathLike[str] | None = None
+    remote_every: str | int | None = None
+    remote_keep: Keep | None = None
+    cache: str | os.PathLike[str] | None = None
+    options: Options = field(default_factory=Options)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashckpt.checkpointer.run_state import LoopIterator
 from flashckpt.errors import OptionError
-from flashckpt.options import Environment, Keep, Options, TiersCall, check_call, is_switched_off
+from flashckpt.options import Call, Environment, Keep, Options, check_call, is_switched_off
 from flashckpt.state.loader.samplers import set_epoch
 
 if TYPE_CHECKING:
@@ -63,36 +63,32 @@ def attach(
     changed), UnusableRunError, OutOfSpaceError, FormatError, KeeperError, RunError. Unless the message says
     otherwise (storage or the keeper failed after the state was restored), the live state is as it was.
     """
-    tiers = TiersCall(remote=remote, remote_every=remote_every, remote_keep=remote_keep, cache=cache)
-    return _attach(path, every, persist_every, keep, tiers, options, enabled, state, named, _no_loop)
+    call = Call(
+        path=path, every=every, persist_every=persist_every, keep=keep, remote=remote,
+        remote_every=remote_every, remote_keep=remote_keep, cache=cache, options=options,
+    )  # fmt: skip
+    return _attach(call, enabled, state, named)
 
 
 def attach_for(
     integration: str, path: str | os.PathLike[str], state: Mapping[str, object], **options: Any
 ) -> Checkpointer:
     """`attach` for a trainer with its own loop; the run belongs to this integration."""
-    unknown = sorted(options.keys() - _CALL_OPTIONS)
-    if unknown:
+    enabled = options.pop("enabled", True)
+    known = {each.name for each in fields(Call)} - {"path"}
+    if unknown := sorted(options.keys() - known):
         raise OptionError(
             f"flashckpt.{integration} has no option {', '.join(unknown)}. Nothing was started. The options "
-            f"are {', '.join(sorted(_CALL_OPTIONS))}."
+            f"are {', '.join(sorted({*known, 'enabled'}))}."
         )
-    tiers = TiersCall(**{each.name: options.get(each.name) for each in fields(TiersCall)})
-    return _attach(
-        path, options.get("every", "auto"), options.get("persist_every", "5min"), options.get("keep", _KEEP),
-        tiers, options.get("options", _OPTIONS), options.get("enabled", True), state, {}, _no_loop,
-        integration, )  # fmt: skip
-
-
-_CALL_OPTIONS = {
-    "every", "persist_every", "keep", "remote", "remote_every", "remote_keep", "cache", "options", "enabled",
-}  # fmt: skip
+    return _attach(Call(path=path, **options), enabled, state, {}, integration=integration)
 
 
 def append(path: str | os.PathLike[str], state: Mapping[str, object]) -> Checkpointer:
     """Attach to add steps: the newest step is not restored. Its parts have the same names, and may have
     another form. Each `save()` is committed. Otherwise as `attach`."""
-    return _attach(path, None, None, _KEEP, TiersCall(), _OPTIONS, True, state, {}, _no_loop, restores=False)
+    call = Call(path=path, every=None, persist_every=None)
+    return _attach(call, True, state, {}, restores=False)
 
 
 def loop(
@@ -128,25 +124,22 @@ def loop(
     """
     if epochs is None and steps is None:
         epochs = 1
+    call = Call(
+        path=path, every=every, persist_every=persist_every, keep=keep, remote=remote,
+        remote_every=remote_every, remote_keep=remote_keep, cache=cache, options=options,
+    )  # fmt: skip
     check = partial(_check_loop, loader, epochs, steps)
-    tiers = TiersCall(remote=remote, remote_every=remote_every, remote_keep=remote_keep, cache=cache)
-    checkpointer = _attach(path, every, persist_every, keep, tiers, options, enabled, state, named, check)
-    return checkpointer._whole_run(loader, epochs, steps)
+    return _attach(call, enabled, state, named, check)._whole_run(loader, epochs, steps)
 
 
 def _attach(
-    path: str | os.PathLike[str],
-    every: int | Literal["auto"] | None,
-    persist_every: str | int | None,
-    keep: Keep,
-    tiers: TiersCall,
-    options: Options,
+    call: Call,
     enabled: bool,
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
-    check: Callable[[bool], Mapping[str, str]],
-    integration: str = "",
+    check: Callable[[bool], Mapping[str, str]] = lambda is_off: {},
     *,
+    integration: str = "",
     restores: bool = True,
 ) -> Checkpointer:
     """check: called with whether the library is switched off; raises the error of the loop's arguments, and
@@ -159,22 +152,17 @@ def _attach(
     alone = is_off or not has_group
     if alone:
         check(is_off)
-        check_call(every, persist_every, keep, options, tiers)
+        check_call(call)
     if is_off:
-        return DisabledCheckpointer(path, by_environment=enabled)  # type: ignore[return-value]
+        return DisabledCheckpointer(call.path, by_environment=enabled)  # type: ignore[return-value]
     from flashckpt.checkpointer import resume
     from flashckpt.checkpointer.unnamed import OWN_LOOPS, variables_of
 
     is_own = restores and integration in OWN_LOOPS
     return resume.attach(
-        path,
-        every=every,
-        persist_every=persist_every,
-        keep=keep,
-        tiers=tiers,
-        options=options,
-        state=state,
-        named=named,
+        call,
+        state,
+        named,
         check_loop=dict if alone else partial(check, False),
         integration=integration,
         restores=restores,
@@ -187,10 +175,6 @@ def _is_in_a_group() -> bool:
     distributed: Any = sys.modules.get("torch.distributed")
     is_there = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return bool(is_there and distributed.get_world_size() > 1)
-
-
-def _no_loop(is_off: bool) -> dict[str, str]:
-    return {}
 
 
 def _check_loop(loader: object, epochs: int | None, steps: int | None, is_off: bool) -> dict[str, str]:

@@ -27,7 +27,6 @@ from flashckpt.capture import Capture
 from flashckpt.capture.devices import devices_of, digest_tensors
 from flashckpt.capture.hooks import Habit
 from flashckpt.capture.plan import ConstantsRegion, Sharing, local
-from flashckpt.capture.schedule import Every
 from flashckpt.checkpointer.keeper_link import KeeperLink
 from flashckpt.checkpointer.progress import Content, Progress, Use
 from flashckpt.checkpointer.run import Checkpointer
@@ -47,7 +46,7 @@ from flashckpt.keeper.client import KeeperWait, SlotGrant, WaitTimeouts
 from flashckpt.keeper.protocol import Status
 from flashckpt.memory.cache_folder import CachePlace
 from flashckpt.memory.slot import Sealed, Slot
-from flashckpt.options import Environment, Keep, Options, Remote, TiersCall, check_call, user_path
+from flashckpt.options import Call, Environment, Options, Remote, check_call, user_path
 from flashckpt.persist.ledger import Event
 from flashckpt.ranks.coordination import Coordination, SnapshotPolicy, join
 from flashckpt.restore.filling import LiveLayout, check_fits, fill
@@ -74,15 +73,10 @@ _MOST_OPTIONS = 5
 
 
 def attach(
-    path: str | os.PathLike[str],
-    *,
-    every: Every,
-    persist_every: str | int | None,
-    keep: Keep,
-    tiers: TiersCall,
-    options: Options,
+    call: Call,
     state: Mapping[str, object] | None,
     named: Mapping[str, object],
+    *,
     check_loop: Callable[[], Mapping[str, str]] = dict,
     integration: str = "",
     restores: bool = True,
@@ -98,35 +92,32 @@ def attach(
 
         def prepared() -> tuple[Tree, str, Remote | None, CachePlace | None, Mapping[str, str]]:
             looped = check_loop()
-            check_call(every, persist_every, keep, options, tiers)
-            url = open_store(path, options.storage_options).url
+            check_call(call)
+            url = open_store(call.path, call.options.storage_options).url
             # One part holds the values of all ranks of a node.
             tree = Tree(_state_of(state, named), MAX_VALUES_BYTES // max(1, environment.local_world))
             place = None
-            if tiers.cache is not None:
-                place = CachePlace(user_path(tiers.cache), options.cache_limit_bytes)
-            return tree, url, remote_of(tiers, url, keep, options), place, looped
+            if call.cache is not None:
+                place = CachePlace(user_path(call.cache), call.options.cache_limit_bytes)
+            return tree, url, remote_of(call, url), place, looped
 
         tree, url, remote, cache, looped = group.together("the state and the options", prepared)
-        alike = _alike(url, tree, every, persist_every, keep, remote, options)
+        alike = _alike(call, url, tree, remote)
         group.check_alike({**alike, "cache": "none" if cache is None else "a folder", **looped})
         group.check_replicas(partial(_replicas, tree))
-        session = open_together(path, keep, options, group, remote, cache)
+        session = open_together(call.path, call.keep, call.options, group, remote, cache)
     except BaseException:
         group.close()
         raise
     return attach_to(
-        session, tree, options, every, persist_every, began=began, integration=integration,
-        restores=restores, variables=variables,
-    )  # fmt: skip
+        session, tree, call, began=began, integration=integration, restores=restores, variables=variables
+    )
 
 
 def attach_to(
     session: Session,
     tree: Tree,
-    options: Options,
-    every: Every,
-    persist_every: str | int | None,
+    call: Call,
     *,
     began: float,
     integration: str = "",
@@ -143,13 +134,13 @@ def attach_to(
     made: list[Checkpointer] = []
     try:
         if restores:
-            found = _resume(session, tree, progress, options, began, writing)
+            found = _resume(session, tree, progress, call.options, began, writing)
         else:
             found = _continue_after(session, tree, progress)
 
         def make() -> None:
             unnamed = Unnamed(tree, variables, integration=integration, reports=session.environment.rank == 0)
-            made.append(_checkpointer(session, tree, progress, options, every, persist_every, found, unnamed))
+            made.append(_checkpointer(session, tree, progress, call, found, unnamed))
             writing.succeeded()
 
         group.together("what runs beside the loop", make)
@@ -198,20 +189,12 @@ def _state_of(state: Mapping[str, object] | None, named: Mapping[str, object]) -
     return {**(state or {}), **named}
 
 
-def _alike(
-    url: str,
-    tree: Tree,
-    every: Every,
-    persist_every: str | int | None,
-    keep: Keep,
-    remote: Remote | None,
-    options: Options,
-) -> dict[str, str]:
+def _alike(call: Call, url: str, tree: Tree, remote: Remote | None) -> dict[str, str]:
     """Return what all ranks must call with, by names for a message."""
-    call = {"path": url, "every": every, "persist_every": persist_every, "keep": keep, "remote": remote}
-    shown = {name: repr(value) for name, value in call.items()}
-    for each in fields(options):
-        value = getattr(options, each.name)
+    shown = {name: repr(getattr(call, name)) for name in ("every", "persist_every", "keep")}
+    shown |= {"path": repr(url), "remote": repr(remote)}
+    for each in fields(call.options):
+        value = getattr(call.options, each.name)
         if each.name in _SECRET_OPTIONS:
             shown[f"Options({each.name})"] = _without_secrets(value)
         elif each.name not in _OWN_OPTIONS:
@@ -585,16 +568,18 @@ def _checkpointer(
     session: Session,
     tree: Tree,
     progress: Progress,
-    options: Options,
-    every: Every,
-    persist_every: str | int | None,
+    call: Call,
     found: _Found,
     unnamed: Unnamed,
 ) -> Checkpointer:
     """Start all that runs beside the loop."""
+    options = call.options
     resumed, loaded = found.resumed, None
     policy = SnapshotPolicy(
-        every=every, persist_every=persist_every, options=options, has_cache=session.cache is not None
+        every=call.every,
+        persist_every=call.persist_every,
+        options=options,
+        has_cache=session.cache is not None,
     )
     coordination = session.group.begin(session.runtime, session.attempt, policy)
     with contextlib.ExitStack() as undo:
@@ -604,7 +589,7 @@ def _checkpointer(
         undo.callback(capture.close)
         if resumed is not None and resumed.tier in ("memory", "cache") and session.loaded is not None:
             loaded = CommitName(resumed.step, session.loaded.attempt, session.loaded.boundary)
-        limits, signals = limits_s(every, persist_every), Signals(options)
+        limits, signals = limits_s(call.every, call.persist_every), Signals(options)
         keeper_link = KeeperLink(session, capture, options, limits, loaded, signals, coordination)
         checkpointer = Checkpointer(
             tree=tree,

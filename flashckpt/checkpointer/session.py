@@ -61,7 +61,7 @@ from flashckpt.memory.runtime import (
     stacks_name,
     trainer_lock_name,
 )
-from flashckpt.options import Environment, Keep, Options, Remote, TiersCall
+from flashckpt.options import Call, Environment, Keep, Options, Remote
 from flashckpt.ranks.coordination import Group
 from flashckpt.replication.mirror import check_unanswered, prepare
 from flashckpt.store import are_apart, open_store, options_of
@@ -631,12 +631,12 @@ _PERMANENT = frozenset(
 )
 
 
-def remote_of(call: TiersCall, url: str, keep: Keep, options: Options) -> Remote | None:
+def remote_of(call: Call, url: str) -> Remote | None:
     """Return the remote that a call asks for, for the run at `url`. Raises OptionError if it is no store, or
     the same place. Contacts no server."""
     if call.remote is None:
         return None
-    given = options.remote_storage_options
+    options, given = call.options, call.options.remote_storage_options
     store = open_store(call.remote, options.storage_options if given is None else given)
     if not are_apart(store.url, url):
         raise OptionError(
@@ -647,7 +647,7 @@ def remote_of(call: TiersCall, url: str, keep: Keep, options: Options) -> Remote
     return Remote(
         url=store.url,
         every=call.remote_every,
-        keep=call.remote_keep or keep,
+        keep=call.remote_keep or call.keep,
         options=known,
         compress=options.remote_compress,
     )

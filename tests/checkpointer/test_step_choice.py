@@ -29,7 +29,7 @@ from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.checkpointer.damaged import committed, newest, quarantined, trained
 from tests.checkpointer.test_loop import Job
-from tests.checkpointer.voting import Voting
+from tests.checkpointer.voting import Voting, saving_by_hand
 from tests.commit.runs import of_format
 from tests.keeper.driver import told
 
@@ -255,7 +255,7 @@ def test_what_the_vote_refuses_is_passed_over_and_nothing_live_changes_before_it
 
     options = flashckpt.Options()
     session = open_session(folder, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
-    checkpointer = attach_to(session, Tree(job.named), options, None, None, began=0.0)
+    checkpointer = attach_to(session, Tree(job.named), saving_by_hand(folder), began=0.0)
     with checkpointer:
         assert checkpointer.completed == 2
         assert asked[0] == (4, True, tier == "memory")
@@ -274,7 +274,7 @@ def test_where_the_vote_refuses_all_nothing_is_loaded_or_started(run: Path) -> N
     group = Voting(lambda proposal: False)
     session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=group)
     with pytest.raises(flashckpt.UnusableRunError, match="another rank could not"):
-        attach_to(session, Tree(job.named), options, None, None, began=0.0)
+        attach_to(session, Tree(job.named), saving_by_hand(run), began=0.0)
     assert torch.equal(job.model.weight, weight)
     assert set(run.glob("catalogue/*")) == versions
     assert resumed_at(run) == 4
@@ -294,7 +294,7 @@ def test_a_step_that_is_damaged_here_is_voted_against(run: Path) -> None:
 
     job, options = Job(), flashckpt.Options()
     session = open_session(run, flashckpt.Keep(), options, Environment.read(), group=Voting(vote))
-    with attach_to(session, Tree(job.named), options, None, None, began=0.0) as checkpointer:
+    with attach_to(session, Tree(job.named), saving_by_hand(run), began=0.0) as checkpointer:
         assert checkpointer.completed == 2
     assert asked == [(4, False), (2, True)]
 
@@ -315,7 +315,7 @@ def test_who_raises_has_told_the_others(run: Path, fault: str) -> None:
     if fault == "catalogue":
         shutil.rmtree(run / "catalogue")
     with pytest.raises((flashckpt.RunError, flashckpt.MismatchError)) as raised:
-        attach_to(session, Tree(named), options, None, None, began=0.0)
+        attach_to(session, Tree(named), saving_by_hand(run), began=0.0)
     [proposal] = told
     assert (proposal.ends, proposal.could, proposal.reason) == (True, False, str(raised.value))
     assert (proposal.candidate is None) is (fault == "catalogue")

@@ -21,6 +21,7 @@ from flashckpt.ranks.coordination import (
 )
 from flashckpt.state.tree import Tree
 from tests.checkpointer.test_loop import Job, loader
+from tests.checkpointer.voting import saving_by_hand
 from tests.waiting import until_slots
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -49,7 +50,7 @@ class AloneAhead(Group):
 def attached(run: Path, job: Job) -> flashckpt.Checkpointer:
     options, environment = Options(), Environment.read()
     session = open_session(run, flashckpt.Keep(), options, environment, group=AloneAhead(environment))
-    return attach_to(session, Tree(job.named), options, None, None, began=0.0)
+    return attach_to(session, Tree(job.named), saving_by_hand(run), began=0.0)
 
 
 def test_batches_end_at_the_boundary_of_the_policy(tmp_path: Path) -> None:

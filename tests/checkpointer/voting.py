@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from flashckpt.options import Environment
+from flashckpt.options import Call, Environment
 from flashckpt.ranks.coordination import Group
 from flashckpt.restore.step_choice import Agreement, Proposal
 
@@ -28,3 +29,7 @@ class Voting(Group):
 
     def agreement(self) -> Agreement:
         return _Asking(self._vote)
+
+
+def saving_by_hand(run: Path) -> Call:
+    return Call(path=run, every=None, persist_every=None)

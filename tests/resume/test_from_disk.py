@@ -35,7 +35,7 @@ from flashckpt.restore import step_choice, step_reading
 from flashckpt.state.tree import Tree
 from flashckpt.store.local import LocalStore
 from tests.checkpointer.damaged import flip, newest
-from tests.checkpointer.voting import Voting
+from tests.checkpointer.voting import Voting, saving_by_hand
 from tests.processes import keepers_of
 from tests.restore.snapshots import read
 from tests.waiting import until
@@ -458,7 +458,7 @@ def test_where_the_vote_fails_nothing_of_it_is_left(run: Path, made: Made, is_re
     gc.disable()
     try:
         with pytest.raises(ZeroDivisionError) as kept:
-            attach_to(session, Tree({"model": live}), options, None, None, began=0.0)
+            attach_to(session, Tree({"model": live}), saving_by_hand(run), began=0.0)
         assert made.left == 0
         assert kept.value.__traceback__ is not None
     finally:
