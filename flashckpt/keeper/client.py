@@ -167,7 +167,7 @@ class KeeperConnection:
         # The message by which each keeper knows this trainer; empty before the first.
         self._hello: dict[str, Any] = {}
         self._pauses = start.Pauses()
-        self._started_s = -_START_AGAIN_S  # when a keeper was started last, here or by another trainer
+        self._started_s = -_START_AGAIN_S  # when the awaited keeper was started, here or by another trainer
         self._keeper_end = -1  # readable (POLLHUP) once the keeper that was started last has ended
         self._first_error: Exception | None = None  # of the thread that `introduce_first` has started
         self._is_left = False
@@ -319,6 +319,7 @@ class KeeperConnection:
                 self._start()
             time.sleep(_RETRY_S)
         self._watch_end(-1)
+        self._started_s = -_START_AGAIN_S  # the next one is started as soon as it is needed
         self._peer = peer
         self._introduce(peer)
         return peer

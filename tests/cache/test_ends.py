@@ -60,7 +60,7 @@ def test_a_signal_ends_a_run_whose_home_takes_nothing_and_the_keeper_brings_home
 ) -> None:
     home.shut()
     trainer = UrlTrainer(home.url, tmp_path, runtime)
-    trainer.options |= {"persist_every": 1, "cache": str(cache), "grace": "4s"}
+    trainer.options |= {"persist_every": 1, "cache": str(cache), "options": {"grace": "4s"}}
     assert ended(signalled(trainer, tmp_path, 3)) == -signal.SIGTERM
     said = Path(tmp_path / "err").read_text()
     assert f"is in the cache of its nodes ({cache}); their keepers write it to {home.url}" in said

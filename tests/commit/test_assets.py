@@ -113,7 +113,7 @@ def test_a_remote_has_them_also_where_they_come_after_the_start(
     store: LocalStore, tmp_path: Path, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = Mirror(store, Remote(url=str(tmp_path / "remote")))
-    mirror.bring(None, lambda newest, step: newest != step)
+    mirror.bring(lambda newest, step: newest != step)
     remote = LocalStore(str(tmp_path / "remote"))
     assert read_assets(remote) == {}
     write_assets(store, FILES)
@@ -123,7 +123,7 @@ def test_a_remote_has_them_also_where_they_come_after_the_start(
         monkeypatch.setattr("flashckpt.replication.mirror.copy_assets", refuse)
     parent = resolve(store).name
     assert commit(store, 6, attempt_at(store, parent))
-    done = mirror.bring(None, lambda newest, step: newest != step)
+    done = mirror.bring(lambda newest, step: newest != step)
     assert done.newest is not None
     assert done.newest.step == 6, "steps are worth more than a config"
     assert read_assets(remote) == ({} if why else FILES)

@@ -356,18 +356,19 @@ def test_forged_metadata_with_a_valid_checksum_is_refused(tmp_path: Path) -> Non
     def hostile(change: Callable[[dict[str, Any]], None]) -> None:
         obj = json.loads(json.dumps(good))
         change(obj)
-        body = {key: obj.pop(key) for key in ("environment", "replicas", "ranks")}
+        body = {key: obj.pop(key) for key in ("environment", "replicas", "contents")}
         path.write_bytes(dump({key: each for key, each in obj.items() if key != "head"}, body))
         live = {"a": torch.zeros(4)}
         assert refused(lambda: load(live, tmp_path), DamagedError)
         assert not live["a"].any(), "nothing of it was loaded"
 
     def shard(obj: dict[str, Any]) -> Any:
-        return obj["ranks"][0]["shard"]
+        return obj["contents"][0]["shard"]
 
     hostile(lambda obj: shard(obj).__setitem__("file", "../../etc/passwd"))
-    hostile(lambda obj: shard(obj)["leaves"].__setitem__("dtypes", ["load"]))
-    hostile(lambda obj: shard(obj)["leaves"].__setitem__("shapes", [[1 << 40]]))
+    hostile(lambda obj: obj["ranks"][0][1].__setitem__(0, "../../etc/passwd"))
+    hostile(lambda obj: obj["contents"][0]["leaves"].__setitem__("dtypes", ["load"]))
+    hostile(lambda obj: obj["contents"][0]["leaves"].__setitem__("shapes", [[1 << 40]]))
     hostile(lambda obj: shard(obj).__setitem__("num_bytes", 1 << 40))
     hostile(lambda obj: obj.__setitem__("world", 2))
     hostile(lambda obj: obj.__setitem__("kind", "run"))
