@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,27 @@ def test_a_damaged_record_discards_the_snapshot(trainer: FakeTrainer) -> None:
     slot.request_persist(generation)
     eventually(lambda: slot.state().state is SlotState.FREE)
     assert slot.torn == (generation, ())
+
+
+def test_a_full_disk_is_reported_once_and_the_next_try_works(tmp_path: Path, runtime: Path) -> None:
+    with small_tmpfs(4 << 20) as disk:
+        trainer = begun(disk / "run", runtime, kib=1024, slots=2)
+        filler = fill(disk, left=512 << 10)
+        slot, generation = trainer.snapshot(1, persist=True)
+        status = trainer.wait_for(lambda status: status.failures)
+        assert [(each.step, each.errno) for each in status.failures] == [(1, errno.ENOSPC)]
+        assert (status.failing, status.waiting, slot.failed) == ((1,), (1,), generation)
+        # The trainer overwrites one of its two slots although no snapshot is persisted.
+        for step in range(2, 12):
+            trainer.snapshot(step, persist=step % 3 == 0)
+        filler.unlink()
+        saved(trainer, 12)
+        status = trainer.wait_for(lambda status: not status.waiting)
+        assert status.failures == status.failing == ()
+        assert status.counts["failed"] >= 1
+        first = [line for line in ledger(trainer.run) if line["event"] == "error" and line["step"] == 1]
+        assert len(first) <= 1
+        ended(trainer)
 
 
 def test_a_snapshot_that_failed_and_is_superseded_then_is_said_to_be_given_up(

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from flashckpt.errors import KeeperError
+from flashckpt.keeper import client
 from flashckpt.keeper.client import HeldDescriptors
 from flashckpt.keeper.protocol import close_all
 from flashckpt.memory.held_regions import MAX_REGIONS
 from flashckpt.memory.region import SlotSize, is_region_name
-from tests.keeper.driver import begun, committed, saved
+from tests.keeper.driver import begun, committed, kill_keeper, saved
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 MOST = 16
@@ -57,6 +58,27 @@ def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Pa
     saved(trainer, 1)
     assert committed(trainer.run) == [1]
     assert keeper_pid(trainer.folder) == pid
+    trainer.end()
+
+
+@pytest.mark.usefixtures("runtime")
+def test_memfds_are_handed_over_in_several_messages(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message carries 250 descriptors at most; here five. A new keeper has them from the trainer alone."""
+    monkeypatch.setattr(client, "MAX_DESCRIPTORS", 5)
+    trainer = FakeTrainer(tmp_path / "run", small_disk, kib=16, constants_kib=9000)
+    trainer.start()
+    trainer.take_slots(MOST)
+    grown(trainer, 12 << 20)
+    assert {trainer.region_kind, *(grant.kind for grant in trainer.grants)} == {"memfd"}
+    held = trainer.client._held.nameless()
+    close_all(held)
+    assert len(held) == 2 * MOST + 1
+    kill_keeper(trainer.folder)
+    assert trainer.client.tend()
+    saved(trainer, 1)
+    assert committed(trainer.run) == [1]
     trainer.end()
 
 

@@ -165,6 +165,7 @@ def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runt
     assert committed(run) == []
 
 
+@pytest.mark.every_set
 @pytest.mark.parametrize("persist", [True, False], ids=["persisted", "audited"])
 def test_of_the_constants_only_those_that_differ_are_named(
     tmp_path: Path, runtime: Path, persist: bool
