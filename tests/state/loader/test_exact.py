@@ -16,6 +16,7 @@ from flashckpt.state.loader.sources import source_of
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
+FOREVER = 1 << 30
 EVERY_CUT = ("2 workers, shuffled", "2 persistent by its own", "3 persistent, one idle")
 
 
@@ -24,16 +25,16 @@ def epochs_of(name: str) -> int:
 
 
 @functools.cache
-def whole(name: str) -> runs.Record:
+def whole(name: str, leave_after: int = FOREVER) -> runs.Record:
     """The uninterrupted run."""
     with tempfile.TemporaryDirectory() as folder:
         runs.seed(3)
         source = source_of(runs.LOADERS[name](f"{folder}/loads"))
-        return runs.run(source, range(epochs_of(name)))
+        return runs.run(source, range(epochs_of(name)), leave_after=leave_after)
 
 
 def resumed(
-    name: str, folder: str, positions: dict[runs.Key, bytes]
+    name: str, folder: str, positions: dict[runs.Key, bytes], leave_after: int
 ) -> dict[runs.Key, tuple[runs.Record, int]]:
     """Resume from each cut that may make a difference; also return the number of loaded items."""
     results = {}
@@ -43,7 +44,7 @@ def resumed(
         # Persistent workers must also be correct in the next epoch; others are new there.
         last = cut[0] + 1 if "persistent" in name or "main" in name or cut[1] == "end" else first
         epochs = range(first, min(last + 1, epochs_of(name)))
-        record = runs.resume(partial(runs.LOADERS[name], loads), position, epochs)
+        record = runs.resume(partial(runs.LOADERS[name], loads), position, epochs, leave_after=leave_after)
         results[cut] = record, runs.loads_in(loads)
     return results
 
@@ -74,7 +75,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(name: str, tmp_path: Path) ->
     record = whole(name)
     positions = {cut: record.positions[cut] for cut in cuts(name)}
     workers = 0 if "main" in name else int(name[0])
-    results = in_fresh_process(resumed, name, str(tmp_path), positions)
+    results = in_fresh_process(resumed, name, str(tmp_path), positions, FOREVER)
     for cut, (got, loads) in results.items():
         until = list(got.seen)[-1][0]
         assert got.seen == runs.rest(record, cut, until), cut
@@ -94,6 +95,16 @@ def test_a_run_equals_the_bare_loader(name: str, tmp_path: Path) -> None:
     epochs = 1 if one_is_enough else 2
     bare = runs.bare(loader, range(epochs))
     assert bare == {key: value for key, value in whole(name).seen.items() if key[0] < epochs}
+
+
+@pytest.mark.parametrize("name", ["2 workers, shuffled", "2 persistent by its own", "2 persistent, eager"])
+def test_epochs_that_are_left_early(name: str, tmp_path: Path) -> None:
+    """Persistent workers have prefetched beyond the point where the loop left."""
+    record = whole(name, leave_after=3)
+    wanted: list[runs.Key] = [(0, 2), (0, "end"), (0, "after"), (1, 0), (1, 1), (1, "after")]
+    positions = {cut: record.positions[cut] for cut in wanted[: 2 * epochs_of(name)]}
+    for cut, (got, _) in in_fresh_process(resumed, name, str(tmp_path), positions, 3).items():
+        assert got.seen == runs.rest(record, cut, list(got.seen)[-1][0]), cut
 
 
 def test_workers_started_by_spawn() -> None:
