@@ -288,7 +288,8 @@ class DeviceCopies:
         unsafe: Collection[int],
     ) -> None:
         self.device, self._plan = device, plan
-        self._unsafe = [i for i in indexes if i in unsafe]
+        # Leaves from `first_left` on are not in this slot.
+        self._unsafe = [i for i in indexes if i in unsafe and i < plan.first_left]
         cloned = [i for i in indexes if ways[i] is Way.CLONE or i in plan.odd]
         # Others are only digested: the region of constants or another rank's slot holds their bytes.
         self._direct = [i for i in indexes if i not in plan.odd and ways[i] in (Way.GATE, Way.WAIT)]
@@ -657,6 +658,16 @@ class Planner:
         """Return the copies of the constants into a new region."""
         walk = self.walk()
         return self._prepared(Plan(walk, only=self._constants.to_copy(walk.leaves)))
+
+    def clone_no_more(self) -> None:
+        """Drop the copies after an allocation has failed, and clone no large leaf from now on."""
+        if self._device_memory:
+            log.warning(
+                "the device has no memory for the clones that Options(device_memory=…) allows: this snapshot "
+                "is skipped, and from now on the loop waits for the copies of large tensors"
+            )
+        self._device_memory = 0
+        self.drop()
 
     def drop(self) -> None:
         """Drop the copies, so that the next capture makes new ones. A snapshot in flight holds its own

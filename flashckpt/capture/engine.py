@@ -407,7 +407,7 @@ class Capture:
                 return target
             self._write(target, copies, data, step)
         except torch.OutOfMemoryError:
-            self._planner.drop()
+            self._planner.clone_no_more()
             return _NO_MEMORY
         except RuntimeError:
             self._check_graphs()  # a device may have failed since

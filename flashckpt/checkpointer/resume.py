@@ -403,7 +403,9 @@ def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:
 
 
 def _start(session: Session, where: Start) -> None:
-    """Let the leader write where the attempt starts; then let the other ranks compare it with theirs."""
+    """Wait for the keepers, which may have started beside the reading. Then let the leader write where the
+    attempt starts, and the other ranks compare it with theirs."""
+    session.group.together("the keepers", session.keeper.ready)
     for leads in (True, False):
         start = partial(session.start, where)
         session.group.together("where the attempt begins", start if session.leads is leads else _nothing)

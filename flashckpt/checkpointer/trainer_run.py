@@ -504,6 +504,8 @@ FIRST, SECOND = 2, 4
 # Bounds of the cost of one attribute. Of a longer container the length and both ends are compared; of a
 # larger tensor, and of one on a device, identity and version.
 _MOST_ENTRIES, _END_ENTRIES, _DEPTH, _MOST_BYTES = 1000, 50, 8, 1 << 16
+# Values of an attribute that are compared, a KiB of a tensor counting as one: the loop waits for this.
+_MOST_VALUES = 5000
 _TABLES = (dict, defaultdict, OrderedDict, Counter)
 _MODULE_INTERNALS = frozenset(vars(torch.nn.Module()))
 
@@ -552,7 +554,7 @@ class Unsaved:
                     continue
                 # What has no encoding is not compared; what cannot be read must not end a training run.
                 with contextlib.suppress(Exception):
-                    data = encode_json(_compared(value, 0))
+                    data = encode_json(_compared(value, 0, [_MOST_VALUES]))
                     found[root, name] = hashlib.blake2b(data, digest_size=16).digest()
         return found
 
@@ -582,22 +584,36 @@ def _attributes(owner: object) -> list[tuple[str, object]]:
     return [row for row in dict(found).items() if row[0] not in internals]
 
 
-def _compared(value: Any, depth: int) -> Any:
-    """Return what is compared of a value, with an encoding unless an object of another kind is in it."""
+def _compared(value: Any, depth: int, left: list[int]) -> Any:
+    """Return what is compared of a value, with an encoding unless an object of another kind is in it. left:
+    the values that are still looked at; of the others only lengths and identities are compared."""
     kind = type(value)
+    left[0] -= 1
     if issubclass(kind, Tensor):
-        is_read = kind in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
+        is_read = kind in (Tensor, torch.nn.Parameter) and value.device.type == "cpu" and left[0] >= 0
         if is_read and value.layout is torch.strided and value.nbytes <= _MOST_BYTES:
-            return [str(value.dtype), value.tolist()]
+            left[0] -= value.nbytes >> 10
+            data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return [str(value.dtype), [*value.shape], hashlib.blake2b(data, digest_size=16).digest()]
         return [id(value), None if value.is_inference() else value._version]
-    if kind is np.ndarray and value.nbytes > _MOST_BYTES:
+    if kind is np.ndarray and (value.nbytes > _MOST_BYTES or left[0] < 0):
         return id(value)
+    if kind in (str, bytes, bytearray) and len(value) > _MOST_BYTES:
+        return [len(value), id(value)]
     if kind in (set, frozenset):
-        return [len(value), sorted(map(encode_json, itertools.islice(value, _MOST_ENTRIES)))]
+        shown = itertools.islice(value, max(0, min(_MOST_ENTRIES, left[0])))
+        return [len(value), sorted(map(encode_json, shown))]
     if depth > _DEPTH or kind not in (*_TABLES, list, tuple, deque):
         return value
     entries: Any = value.items() if kind in _TABLES else value
-    if len(value) > _MOST_ENTRIES:
+    if left[0] < 0:
+        entries = ()
+    elif len(value) > _MOST_ENTRIES:
         last = itertools.islice(reversed(entries), _END_ENTRIES)
         entries = [*itertools.islice(entries, _END_ENTRIES), *last]
-    return [len(value), [_compared(each, depth + 1) for each in entries]]
+    found = []
+    for each in entries:
+        if left[0] < 0:
+            break
+        found.append(_compared(each, depth + 1, left))
+    return [len(value), found]

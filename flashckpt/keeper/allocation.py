@@ -126,7 +126,8 @@ class Allocation:
             request = self._requests[trainer.lock] = _MemoryRequest.parsed(trainer, message)
         request.asked_at = time.monotonic()
         self.next()
-        if request.error is None and not request.is_granted:
+        is_abandoned = self._requests.get(trainer.lock) is not request  # the trainer has died
+        if is_abandoned or (request.error is None and not request.is_granted):
             return LATER
         del self._requests[trainer.lock]
         if request.error is not None:
@@ -149,6 +150,10 @@ class Allocation:
                 self._abandon(lock)
             elif request.error is None and not request.is_granted:
                 self._begin(request)
+
+    def is_on_its_way(self, held: HeldRegion) -> bool:
+        """Whether a region was granted to a trainer that has not repeated its request yet."""
+        return any(each.is_granted and held in each.given for each in self._requests.values())
 
     def _abandon(self, lock: str) -> None:
         """Forget the request of a trainer, and release what it was to get."""

@@ -208,7 +208,8 @@ class KeeperConnection:
     def _connect(self) -> None:
         with self._lock:
             try:
-                self._connected()
+                if not self._is_left:
+                    self._connected(unless_left=True)
             except (OSError, EOFError):
                 self._drop()  # the keeper was killed: the next call connects to another
             except Exception as error:
@@ -280,11 +281,10 @@ class KeeperConnection:
 
     def close(self) -> None:
         """Disconnect, and close all descriptors."""
-        self._is_left = True  # ends `_connect`
+        self._is_left = True
         # Another thread may wait for a silent keeper: then the end of the process closes them.
         if not self._lock.acquire(timeout=_CLOSE_TIMEOUT_S):
             return
-        self._is_left = False
         try:
             self._drop()
             self._watch_end(-1)
@@ -292,8 +292,13 @@ class KeeperConnection:
         finally:
             self._lock.release()
 
-    def _connected(self) -> socket.socket:
-        """The connection; connects and starts a keeper as needed."""
+    def ready(self) -> None:
+        """Wait until a keeper answers. Raises KeeperError."""
+        self.call({"op": "ping"})
+
+    def _connected(self, *, unless_left: bool = False) -> socket.socket:
+        """The connection; connects and starts a keeper as needed. unless_left: raise KeeperError once `close`
+        was called."""
         if self._peer is not None:
             return self._peer
         self._was_swept()
@@ -308,7 +313,7 @@ class KeeperConnection:
                 self._depose()
             if now > until:
                 raise _unreachable(self._runtime, f"it did not answer within {_START_TIMEOUT_S:.0f} s")
-            if self._is_left:
+            if unless_left and self._is_left:
                 raise KeeperError("The run was released before its keeper answered.")
             is_due = now - self._started_s > _START_AGAIN_S or self._has_ended()
             if is_due and not is_alive(self._runtime, ELECTION_LOCK):

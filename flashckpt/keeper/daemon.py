@@ -133,18 +133,14 @@ class Keeper:
 
     def _is_idle(self, in_vain: bool) -> bool:
         """Whether no trainer lives, no operation is running, and the ends of attempts are written. Does not
-        wait for storage if it fails in vain, or if the snapshots in memory are given up; nor, if it is asked
-        to leave, until it is known whether other nodes of a dead attempt live."""
+        wait for storage if it fails in vain, or if the snapshots in memory are given up."""
         if len(self.registry) or self._allocation.busy or self.cache.is_busy:
             return False
         if in_vain:
             return True
         if self.queue.worker.busy or self.deletions.is_pending:
             return False
-        if self.exit.run_is_gone or self.exit.discards:
-            return True
-        leaves = self._elsewhere if self.exit.is_asked else ()
-        return not any(how == "closed" or attempt not in leaves for attempt, how in self._ended.items())
+        return not self._ended or self.exit.run_is_gone or self.exit.discards
 
     def _stays_for_remote(self, now: float) -> bool:
         """Whether the keeper stays until the last step is in the remote. It empties its memory meanwhile."""

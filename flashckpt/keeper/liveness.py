@@ -289,10 +289,6 @@ class ExitRule:
         self._discarded_after = self._asked_after
 
     @property
-    def is_asked(self) -> bool:
-        return self._asked_after == self._registry.seen
-
-    @property
     def discards(self) -> bool:
         return self._discarded_after == self._registry.seen
 
@@ -344,7 +340,8 @@ class ExitRule:
         if self._queue.is_pending():
             # A disk that is away looks like a deleted run: unsaved snapshots wait for it.
             return self.run_is_gone and now >= self._gone_until
-        return self.run_is_gone or self.is_asked or now >= self._until or self._is_unneeded
+        is_asked = self._asked_after == self._registry.seen
+        return self.run_is_gone or is_asked or now >= self._until or self._is_unneeded
 
     @property
     def _is_unneeded(self) -> bool:

@@ -53,7 +53,8 @@ _TIMEOUT_S = 30.0
 _LIST_TIMEOUT_S = 5.0
 _POLL_S = 0.05
 _DEATHS_S = 10.0
-_END_S = 30.0
+# A keeper of a dead attempt watches for a minute whether other nodes live; longer on an object store.
+_END_S = 120.0
 # After how long without a write, a failure or a commit this is reported, and the wait ends: parts of other
 # nodes are missing, or storage hangs.
 _REPORT_STILL_S, _STILL_S = 10.0, 120.0

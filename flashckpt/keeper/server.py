@@ -311,8 +311,10 @@ class Requests:
         if resumed is not None and (known is None or known.resumed != resumed):
             self._queue.resumed(resumed)
         for held in map(self._regions.get, released):
-            # Not if another living trainer was granted it since.
-            if held and (held.writer == lock or not self._regions.is_written(held)):
+            # Not if it was granted since, to another living trainer or again to this one.
+            if held is None or self._allocation.is_on_its_way(held):
+                continue
+            if held.writer == lock or not self._regions.is_written(held):
                 held.retired, held.writer = True, ""
 
     def _note_run_path(self, message: dict[str, Any]) -> None:

@@ -75,21 +75,22 @@ class Deletions:
         """Begin the next deletion."""
         if self.worker.busy:
             return
-        if self._was_unpinned:
+        is_pinned = self._pinned_now() is not None  # once: the mirror's thread may release it meanwhile
+        if self._was_pinned and not is_pinned:
             self._is_due, self._retains = self._last is not None or self._is_due, self._last is not None
-        self._was_pinned = self._pinned_now() is not None
+        self._was_pinned = is_pinned
         if self._is_due:
             self._delete()
 
     def _delete(self) -> None:
-        last, retains = self._last, self._retains
+        last, retains, needs_room = self._last, self._retains, self._needs_room
         trims = self._needs_room or self._commits >= _COMMITS_BETWEEN
         self._is_due = self._retains = self._needs_room = self._may_have_garbage = False
         self._commits = 0 if trims else self._commits
         dropped = list[CommitName]()
 
         def delete() -> None:
-            if last is None:
+            if last is None or (needs_room and not retains):
                 collect(self._store, View.of(self._store).catalogue, trims=trims)
                 return
             attempt, keep, view = last

@@ -191,6 +191,6 @@ class Mirror:
     def _chosen(self, is_due: IsDue) -> CommitName | None:
         view, last = View.of(self._source), self._newest
         newest = next((each for each in view.newest_first() if is_whole(view, each)), None)
-        if newest is None or (last is not None and newest.step <= last.step):
+        if newest is None or (last is not None and newest.id <= last.id):
             return None  # the remote may be ahead of all steps here
         return newest if is_due(None if last is None else last.step, newest.step) else None

@@ -35,7 +35,8 @@ class Writing:
     def __init__(self, tree: Tree) -> None:
         self._tree, self.begun = tree, False
         self._snapshot: Snapshot | None = None
-        self._is_read = self._is_mixed = any(id(target) in _poisoned for target in self._targets())
+        self._was_poisoned = any(id(target) in _poisoned for target in self._targets())
+        self._is_read = self._is_mixed = self._was_poisoned
 
     def into(self, snapshot: Snapshot, targets: Mapping[str, Tensor]) -> None:
         """Note that a step is read into these live tensors."""
@@ -43,13 +44,16 @@ class Writing:
         self._is_read, self.begun = self._is_read or bool(targets), self.begun or bool(targets)
 
     def check(self, snapshot: Snapshot) -> None:
-        """Raise StateError, before a step is restored, if it was imported, so that it leaves what it lacks as
-        it is, and if another step was read into the live state before, by this start or one that failed."""
+        """Raise StateError, before a step is restored, if another step was read into the live state before,
+        by this start or one that failed, and this one may leave a part of it as it is: an imported step what
+        it lacks, any step a buffer that is not persistent."""
         is_mixed = self._is_mixed if self._snapshot is snapshot else self._is_read
-        if is_mixed and PARTIAL in snapshot.section("state"):
+        is_partial = PARTIAL in snapshot.section("state")
+        lacks = self._was_poisoned and not self._tree.transient.issubset(snapshot.leaves)
+        if (is_mixed and is_partial) or lacks:
             raise StateError(
-                "A newer step was read into the live state before it proved damaged, and the imported step "
-                "that is left may have no value for all of it. Nothing was trained. Start the program again: "
+                "A newer step was read into the live state before it or its start failed, and the step that "
+                "is left may have no value for all of it. Nothing was trained. Start the program again: "
                 "it begins with a state of its own. If this returns, choose a step with `flashckpt branch`."
             )
 

@@ -39,7 +39,7 @@ class GrowingList:
         self._closed = b""  # compressed streams
         self._texts: list[bytes] = []  # encoded entries that are in no stream yet
         self._num_bytes = 0  # of `_texts`
-        self._num_encoded = 0
+        self._num_encoded = self._length = 0  # entries that are encoded, and that there were last
         self._last: Any = None  # the last encoded entry
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,6 +58,7 @@ class GrowingList:
                 streams.append(zlib.compress(b"\n".join(self._texts), _LEVEL))
                 self._texts, self._num_bytes = [], 0
         self._closed = b"".join(streams)
+        self._length = len(entries)
         newest = [encode_json(entry) for entry in entries[self._num_encoded :]]
         return {"closed": self._closed, "newest": b"\n".join([*self._texts, *newest])}
 
@@ -74,7 +75,7 @@ class GrowingList:
         self._closed, self._num_encoded = state["closed"], len(entries)
         self._last = entries[-1] if entries else None
         entries += _decoded(state["newest"].split(b"\n") if state["newest"] else [])
-        self._list = entries
+        self._list, self._length = entries, len(entries)
 
     def _live(self) -> list[Any]:
         found = self._get()
@@ -87,8 +88,9 @@ class GrowingList:
 
     def _continues(self, entries: list[Any]) -> bool:
         """Whether the encoded entries are still the beginning of the list, as far as they are compared."""
-        count = self._num_encoded
-        is_same = entries is self._list and len(entries) >= count
+        count, length = self._num_encoded, len(entries)
+        # Of a list that was cut, entries that are encoded are among the newest, which may change.
+        is_same = entries is self._list and (length >= self._length or length - _OPEN >= count)
         return is_same and (not count or entries[count - 1] is self._last)
 
 

@@ -257,8 +257,7 @@ class Tree:
             return {}
         found: dict[str, Tensor] = {}
         named = self._fitting[1].named
-        modules = [entry for entry in self.entries.values() if isinstance(entry, ModuleEntry)]
-        transient = {name for module in modules for name in module.transient}
+        transient = self.transient
         for name, leaf in saved.leaves.items():
             live = named.get(name)
             if live is None or live.name != name or live.container is None or live.kind not in _FILLED:
@@ -339,6 +338,12 @@ class Tree:
         first start and a restore replaces: (option, the script's value, the checkpoint's)."""
         entries = [entry for entry in self._entries.values() if isinstance(entry, OptimizerEntry)]
         return {entry.name: entry.replaced for entry in entries if entry.replaced}
+
+    @property
+    def transient(self) -> frozenset[str]:
+        """The names of the buffers that are not persistent."""
+        modules = [entry for entry in self._entries.values() if isinstance(entry, ModuleEntry)]
+        return frozenset(name for module in modules for name in module.transient)
 
     @property
     def own_code(self) -> list[str]:

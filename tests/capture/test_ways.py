@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -150,6 +150,55 @@ def test_a_torn_leaf_gets_the_safer_way_and_is_exact(make: Maker, caplog: pytest
         assert loop.result() == "exact"
     assert loop.ways()["model.a"] == "wait"
     assert [r.getMessage().split()[0] for r in caplog.records] == ["model.a"]
+
+
+def test_clones_for_which_the_device_has_no_memory_cost_one_snapshot(
+    make: Maker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allocate = SimulatedDevice.allocate
+
+    def scarce(device: SimulatedDevice, num_bytes: int) -> torch.Tensor:
+        if num_bytes > LARGE:
+            raise torch.OutOfMemoryError("it is full")
+        return allocate(device, num_bytes)
+
+    monkeypatch.setattr(SimulatedDevice, "allocate", scarce)
+    loop = make(device_memory=1 << 30)
+    assert not loop.iterate().captured
+    assert "no memory for the clones" in caplog.text
+    loop.finish()
+    assert loop.iterate().captured
+
+
+def test_a_torn_leaf_that_another_rank_holds_later_is_not_sought_in_this_slot(make: Maker) -> None:
+    """Ranks of a node divide the leaves anew when one comes: the leaf that was torn is left to another."""
+    loop = make(device_memory=0, sharing=Sharing(0, is_divided=True, node=(0, 1), least_bytes=1))
+    walk = loop.state.walk
+
+    def shared(used_up: Any) -> Any:
+        found = walk(used_up)
+        for leaf in found.leaves:
+            leaf.replicas = (0, 1)
+        return found
+
+    loop.state.walk = shared  # type: ignore[method-assign]
+    for _ in range(2):
+        assert loop.iterate().captured
+        loop.finish()
+    name = next(name for name, way in loop.ways().items() if way == "gate" and name.startswith("model."))
+    loop.begin_copies()
+    loop.kernel(lambda: loop.model.get_parameter(name.removeprefix("model.")).data.add_(1))
+    loop.device.compute.drain()
+    loop.finish()
+    assert loop.capture.report()["snapshots_lost"] == 1
+    loop.add("big", torch.randn(3 * LARGE))
+    loop.state.current = None
+    loop.capture._planner.drop()
+    for _ in range(6):
+        assert loop.iterate().captured
+        loop.finish()
+    assert loop.ways()[name] == "left"
+    assert loop.capture.report()["snapshots_lost"] == 1
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from flashckpt.checkpointer import trainer_run
 from flashckpt.checkpointer.trainer_run import FIRST, SECOND, Unsaved
 
 
@@ -148,6 +149,17 @@ def test_no_code_of_the_user_is_called_and_no_error_is_raised() -> None:
     assert found_after(loud, lambda n: counted.update(count=n)) == ("trainer.count",)
     assert found_after(inference, lambda n: None) == ()
     assert found_after(Slotted(), lambda n: None) == ()
+
+
+def test_the_work_for_an_attribute_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    compared = trainer_run._compared
+    monkeypatch.setattr(trainer_run, "_compared", lambda *given: seen.append(1) or compared(*given))
+    data: Any = [torch.zeros(64) for _ in range(900)]
+    for _ in range(5):
+        data = [data] * 10
+    assert found_after(Owner(data=data), lambda number: None) == ()
+    assert 5000 <= len(seen) <= 11_000, "two observations"
 
 
 def test_nothing_is_kept_alive() -> None:

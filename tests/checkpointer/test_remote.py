@@ -15,7 +15,7 @@ import flashckpt
 from flashckpt import Keep, OptionError, Options, RunError
 from flashckpt.checkpointer import session as remote_module
 from flashckpt.checkpointer.resume import _alike
-from flashckpt.options import Remote
+from flashckpt.options import Call, Remote
 from flashckpt.state.tree import Tree
 from flashckpt.store import obstore_client
 from tests.waiting import until
@@ -115,7 +115,7 @@ def test_credentials_are_compared_between_ranks_and_not_shown() -> None:
     def said(**options: Any) -> dict[str, str]:
         remote = Remote(url="s3://b/run", options=options)
         given = Options(storage_options=options, remote_storage_options=options)
-        return _alike("/run", tree, 1, None, Keep(), remote, given)
+        return _alike(Call(path="/run", options=given), "/run", tree, remote)
 
     one, other = said(secret_access_key="geheim"), said(secret_access_key="other")
     assert "geheim" not in str(one)

@@ -22,6 +22,7 @@ from flashckpt.memory.region import SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.persist.job import Trainer
 from tests.descriptors import closed_after
+from tests.waiting import until
 
 SIZE = SlotSize(PAGE, 1 << 20)
 EACH = SIZE.region_bytes
@@ -102,6 +103,19 @@ def test_as_many_as_fit_into_half_or_as_the_user_said_else_two(runtime: Path) ->
         with closing(Node(runtime, room)) as alone:
             alone.ask(0, count=count)
             assert alone.answered() == {0: given}, (room, count)
+
+
+def test_a_trainer_that_dies_after_it_has_repeated_its_request(node: Callable[[int], Node]) -> None:
+    """Its message is handled before its death is noticed: nothing is given, and what was made goes."""
+    alone = node(6 * EACH)
+    alone.ask(0)
+    (request,) = alone.allocation._requests.values()
+    until(lambda: (alone.allocation.next(), request.is_granted)[1], "the memory")
+    alone.trainers.pop(0).release(alone.folder)
+    alone.repeat()
+    assert alone.answers == {}
+    assert not alone.allocation.busy
+    assert all(each.retired for each in alone.regions.everything())
 
 
 def test_others_are_served_while_memory_is_taken(

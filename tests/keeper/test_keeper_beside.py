@@ -126,3 +126,29 @@ def test_a_step_is_read_while_the_keeper_starts(
         assert checkpointer.resumed.tier == "local"
     assert begun == [True]
     assert torch.equal(model.weight, saved.weight)
+
+
+@pytest.mark.parametrize("has_steps", [False, True])
+@pytest.mark.every_set
+@pytest.mark.process
+def test_a_keeper_that_never_answers_lets_no_attempt_begin(
+    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, has_steps: bool
+) -> None:
+    run = tmp_path / "run"
+    if has_steps:
+        model = nn.Linear(4, 4)
+        with flashckpt.attach(run, every=None, persist_every=None, model=model) as checkpointer:
+            checkpointer.save()
+            checkpointer.wait()
+        until(lambda: not keepers_of(runtime), "the end of its keeper")
+    versions = set(run.glob("catalogue/*"))
+    monkeypatch.setattr(keeper_client, "_START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(start, "_start_program", lambda *orders: None)
+    live = nn.Linear(4, 4)
+    with pytest.raises(KeeperError):
+        flashckpt.attach(run, every=None, persist_every=None, model=live)
+    assert {each for each in run.glob("catalogue/*") if each not in versions} <= {run / "catalogue/000000001"}
+    if has_steps:
+        assert set(run.glob("catalogue/*")) == versions
+        with pytest.raises(flashckpt.StateError, match="had begun to write"):
+            live(torch.zeros(1, 4))

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from flashckpt import crashpoints
-from flashckpt.commit import attempts
+from flashckpt.commit import attempts, commit_step
+from flashckpt.commit.commit_step import KEEP_ALL
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import RunError, RunHeldError
@@ -20,7 +21,7 @@ from flashckpt.replication.mirror import Mirror, Mirrored
 from flashckpt.replication.run_copy import Copied, StepCopier
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import HOLDER, attempt_at, name_of
+from tests.commit.runs import HOLDER, attempt_at, folder_of, name_of, publish
 from tests.replication.copied import add, delete, files, visible
 from tests.run_view import begin_as, next_name
 
@@ -78,6 +79,19 @@ def test_a_step_that_is_deleted_while_it_is_copied(tiers: Tiers, monkeypatch: py
     assert brought(mirror).newest == name_of(2, tiers.attempt)
     assert mirror.copying is None
     assert tiers.steps() == [2]
+
+
+def test_a_newer_checkpoint_of_the_same_step_is_copied(tiers: Tiers) -> None:
+    """As after a `save()` in an epoch's own code, before the epoch's end."""
+    mirror = tiers.mirror()
+    tiers.add(3)
+    assert brought(mirror).newest == name_of(3, tiers.attempt)
+    for rank in (0, 1):
+        publish(tiers.source, 3, tiers.attempt, boundary=4, ranks=(rank,), world=2)
+    newer = name_of(3, tiers.attempt, 4)
+    assert commit_step.commit(View.of(tiers.source), folder_of(tiers.source, newer.id), KEEP_ALL)
+    assert brought(mirror).newest == newer
+    assert View.of(tiers.target).visible()[-1] == newer
 
 
 def test_a_remote_that_was_deleted_is_begun_anew(tiers: Tiers) -> None:

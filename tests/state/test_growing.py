@@ -96,6 +96,9 @@ def test_the_newest_entries_may_change() -> None:
     holder.entries[-16]["eval_loss"] = 1.5
     holder.entries[-1] = {"other": 1}
     assert loaded(holder.saved()).entries == holder.entries
+    del holder.entries[-10:]  # entries that are encoded are among the newest then
+    holder.entries[-10] = {"other": 2}
+    assert loaded(holder.saved()).entries == holder.entries
 
 
 def test_a_snapshot_of_it_is_restored() -> None:
