@@ -49,6 +49,7 @@ class Silence:
     """The time in which a trainer has passed no boundary: `quiet_s` while it ran, `still_s` while it was
     stopped. `reported`: the event that was written of it."""
 
+    trainer: Trainer
     heartbeat: Heartbeat
     checked_s: float
     quiet_s: float = 0.0
@@ -81,15 +82,18 @@ class Watchdog:
             each.lock: each for each in self._registry.all() if not each.closing and each.lock in heartbeats
         }
         for lock in self._silences.keys() - watched.keys():
-            del self._silences[lock]
+            silence = self._silences.pop(lock)
+            # It may have passed a boundary and ended since the last check.
+            if _differ(silence.heartbeat, heartbeats.get(lock, silence.heartbeat)):
+                self._passed(silence.trainer, silence, heartbeats[lock])
         now = self._clock()
         for lock, trainer in watched.items():
             if lock not in self._silences:
-                self._silences[lock] = Silence(heartbeats[lock], now)
+                self._silences[lock] = Silence(trainer, heartbeats[lock], now)
                 continue
             silence = self._silences[lock]
             gap_s = min(now - silence.checked_s, _MAX_GAP_S)
-            silence.checked_s = now
+            silence.trainer, silence.checked_s = trainer, now
             if _differ(silence.heartbeat, heartbeats[lock]):
                 self._passed(trainer, silence, heartbeats[lock])
             elif silence.heartbeat.timeout_ns:

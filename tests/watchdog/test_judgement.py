@@ -190,6 +190,30 @@ def test_no_signal_reaches_a_process_without_a_handler_for_it(tmp_path: Path, ru
     assert "gone" in gone.reason
 
 
+@pytest.mark.every_set
+@pytest.mark.parametrize(
+    ("goes_on", "ends", "told"),
+    [
+        (True, "closes", ["stuck", "goes-on"]),
+        (True, "dies", ["stuck", "goes-on"]),
+        (False, "dies", ["stuck"]),
+    ],
+)
+def test_a_trainer_that_goes_on_and_ends_between_two_looks_has_gone_on(
+    watched: Watched, goes_on: bool, ends: str, told: list[str]
+) -> None:
+    watched.beat(1)
+    assert watched.looks(PATIENCE_S + 2) == ["stuck"]
+    if goes_on:
+        watched.beat(2)
+    if ends == "closes":
+        watched.trainer.closing = True
+    else:
+        watched.life.release(watched.folder)
+        watched.keeper.registry.remove_dead()
+    assert watched.looks(2) == told
+
+
 def test_an_end_waits_for_the_snapshot_but_not_for_ever(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
