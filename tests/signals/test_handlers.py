@@ -208,6 +208,11 @@ def test_a_handler_is_called_at_the_end_of_the_grace_period(
     assert (heard, looped.completed) == ([[]], 2)
     assert "not everything is persisted" in caplog.text
     signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+    # A run that was released before its link had ended keeps what it has open until the process ends.
+    link = looped.checkpointer._keeper_link
+    until(lambda: not link._thread.is_alive(), "the end of the keeper link")
+    link.slots.close()
+    looped.checkpointer._session.keeper.close()
 
 
 def test_a_warning_is_told_at_once_and_a_signal_after_it_takes_its_course(
