@@ -523,8 +523,8 @@ class Slot(forks.OwnDescriptor):
 
     def enroll(self, pid: int, lock: str, is_alive: Callable[[str], bool]) -> int:
         """Give the holder of `lock` an index in the owner table; only the keeper may. Reuses entries of dead
-        owners that the state word does not name, once no entry is free: a keeper that was replaced may go on,
-        and must not take the pin of another for its own. Raises KeeperError if all owners live."""
+        owners that the state word does not name, once no entry is free: a keeper that was replaced may
+        continue, and must not take the pin of another for its own. Raises KeeperError if all owners live."""
         entries = {index: self.owner(index) for index in range(1, page.OWNERS + 1)}
         for index, entry in entries.items():
             if entry is not None and entry[1] == lock:
