@@ -185,9 +185,10 @@ def test_a_signal_while_storage_is_waited_for_is_obeyed_after_that(
 
 
 def test_a_handler_is_called_at_the_end_of_the_grace_period(
-    tmp_path: Path, runtime: Path, before: dict[int, Any], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, runtime: Path, before: dict[int, Any]
 ) -> None:
-    """The keeper does not answer. The loop does not wait for what has not ended."""
+    """The keeper does not answer. The loop does not wait for what has not ended: the handler comes at the end
+    of the period, whether the loop has given up its own wait by then or is about to."""
     named, heard = model(), []
 
     def own(number: int, frame: object) -> None:
@@ -206,7 +207,6 @@ def test_a_handler_is_called_at_the_end_of_the_grace_period(
             os.kill(keeper, signal.SIGSTOP)
             signal.raise_signal(signal.SIGTERM)
     assert (heard, looped.completed) == ([[]], 2)
-    assert "not everything is persisted" in caplog.text
     signal.signal(signal.SIGTERM, before[signal.SIGTERM])
     # A run that was released before its link had ended keeps what it has open until the process ends.
     link = looped.checkpointer._keeper_link

@@ -16,7 +16,7 @@ import pytest
 from flashckpt.keeper import watchdog
 from flashckpt.keeper.watchdog import Watchdog, collect, condition, held
 from flashckpt.memory.held_regions import HeldRegion
-from flashckpt.memory.region import SlotSize
+from flashckpt.memory.region import OWNERS, SlotSize
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder, is_alive, stacks_name
 from flashckpt.memory.slot import Heartbeat
 from flashckpt.persist.job import Trainer
@@ -161,6 +161,9 @@ def test_what_a_dead_trainer_left_on_the_page_is_not_the_next_ones(watched: Watc
     watched.life.release(watched.folder)
     other = LifeLock.acquire(watched.folder, "trainer-00000-2-beefbeef.lock")
     assert other is not None
+    for index in range(1, OWNERS + 1):  # free entries are used first
+        if watched.held.slot.owner(index) is None:
+            watched.enroll(f"trainer-{index}.lock")
     assert watched.enroll(other.name) == watched.owner, "the index of the dead is used again"
     watched.keeper.registry.remove_dead()
     watched.keeper.registry.watch(Trainer(lock=other.name, rank=0, pid=watched.child.pid))
