@@ -179,11 +179,11 @@ class KeeperLink:
 
     def wait_for_slots(self) -> None:
         """Wait for the requested slots. Raises OutOfSpaceError or KeeperError if they cannot be had."""
-        slots = self.slots
-        if slots.asked is None:
+        slots, asked = self.slots, self.slots.asked  # once: another thread resets it when they are there
+        if asked is None:
             return
         slots.ask_again()
-        timeout_s = self.timeout_s + MOST_SLOTS * sum(slots.asked.state) / _SLOWEST_BYTES_PER_S
+        timeout_s = self.timeout_s + MOST_SLOTS * sum(asked.state) / _SLOWEST_BYTES_PER_S
         self._wait(lambda: slots.asked is None or slots.error is not None, self._keeper_wait(timeout_s))
         if slots.asked is not None:
             raise slots.error or KeeperError(
