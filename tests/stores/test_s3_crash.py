@@ -43,7 +43,9 @@ def test_killed_run_equals_uninterrupted_run(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("point", "victim"), CASES)
+@pytest.mark.parametrize(  # a start reads its step from the cache
+    ("point", "victim"), [case for case in CASES if case[0] != "resume.read"]
+)
 def test_killed_at_a_point_with_a_cache(
     point: str, victim: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, zygote: Zygote,
     reference: list[int], cache: Path,
