@@ -585,8 +585,8 @@ def _attributes(owner: object) -> list[tuple[str, object]]:
 
 
 def _compared(value: Any, depth: int, left: list[int]) -> Any:
-    """Return what is compared of a value, with an encoding unless an object of another kind is in it. left:
-    the values that are still looked at; of the others only lengths and identities are compared."""
+    """Return the part of a value that is compared. It has an encoding unless it holds an object of another
+    kind. left: how many more values are compared in full; the rest is compared by length and identity."""
     kind = type(value)
     left[0] -= 1
     if issubclass(kind, Tensor):

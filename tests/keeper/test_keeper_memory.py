@@ -18,7 +18,7 @@ from flashckpt.format.layout import PAGE
 from flashckpt.keeper import client
 from flashckpt.keeper.client import SlotGrant
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME, close_all
-from flashckpt.memory.region import SlotSize
+from flashckpt.memory.region import SlotSize, is_region_name
 from tests.descriptors import readable
 from tests.keeper.driver import (
     Process,
@@ -145,6 +145,7 @@ def test_what_was_made_for_a_trainer_that_died_meanwhile_goes(
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: not [name for name in folder.names() if name.startswith(("slot-", "trainer-"))])
     eventually(lambda: keeper_pid(folder) is None)
+    assert not folder.exists() or not any(map(is_region_name, folder.names()))
 
 
 def test_who_lets_its_run_go_waits_no_longer(tmp_path: Path, runtime: Path) -> None:
