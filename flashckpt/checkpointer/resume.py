@@ -48,7 +48,7 @@ from flashckpt.memory.cache_folder import CachePlace
 from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Call, Environment, Options, Remote, check_call, user_path
 from flashckpt.persist.ledger import Event
-from flashckpt.ranks.coordination import Coordination, SnapshotPolicy, join
+from flashckpt.ranks.coordination import Alike, Coordination, SnapshotPolicy, Tables, join
 from flashckpt.restore.filling import LiveLayout, check_fits, fill
 from flashckpt.restore.memory_tier import Held
 from flashckpt.restore.poison import Writing
@@ -90,7 +90,7 @@ def attach(
     group = join(environment)
     try:
 
-        def prepared() -> tuple[Tree, str, Remote | None, CachePlace | None, Mapping[str, str]]:
+        def prepared() -> tuple[tuple[Tree, Remote | None, CachePlace | None], Alike, Tables]:
             looped = check_loop()
             check_call(call)
             url = open_store(call.path, call.options.storage_options).url
@@ -99,12 +99,11 @@ def attach(
             place = None
             if call.cache is not None:
                 place = CachePlace(user_path(call.cache), call.options.cache_limit_bytes)
-            return tree, url, remote_of(call, url), place, looped
+            remote = remote_of(call, url)
+            alike = {**_alike(call, url, tree, remote), "cache": "none" if place is None else "a folder"}
+            return (tree, remote, place), {**alike, **looped}, _replicas(tree)
 
-        tree, url, remote, cache, looped = group.together("the state and the options", prepared)
-        alike = _alike(call, url, tree, remote)
-        group.check_alike({**alike, "cache": "none" if cache is None else "a folder", **looped})
-        group.check_replicas(partial(_replicas, tree))
+        tree, remote, cache = group.check_alike("the state and the options", prepared)
         session = open_together(call.path, call.keep, call.options, group, remote, cache)
     except BaseException:
         group.close()
@@ -274,15 +273,15 @@ def _resume(
         choice = steps.choice
 
     try:
-        group.together("the step to resume from", chosen, loads=True)
+        group.guarded("the step to resume from", chosen)
         if loaded is None:
-            _start(session, Start(choice=choice))
+            session.start(Start(choice=choice))
             return _Found()
         snapshot = loaded.snapshot
         writing.begun = True
         _fill(session, tree, progress, snapshot, threads, writing)
         parent = SnapshotId(snapshot.attempt, snapshot.boundary)
-        _start(session, Start(parent=parent, step=snapshot.step, tier=snapshot.tier, choice=choice))
+        session.start(Start(parent=parent, step=snapshot.step, tier=snapshot.tier, choice=choice))
         seconds = time.perf_counter() - began
         resumed = Resumed(
             step=snapshot.step, tier=snapshot.tier, attempt=str(snapshot.attempt), seconds=seconds
@@ -319,7 +318,7 @@ def _fill(
         progress.restore(snapshot.section("progress"))
         rng.restore(snapshot.section("rng"))
 
-    session.group.together("filling the live state", filled, loads=True)
+    session.group.guarded("filling the live state", filled)
     crashpoints.point("resume.filled")
 
 
@@ -369,7 +368,7 @@ def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:
     have the names of the state. The live state stays."""
     remote, choice = session.remote_run, Choice()
 
-    def found() -> tuple[StepRecord, str] | None:
+    def found() -> tuple[tuple[StepRecord, str] | None, Alike, Tables]:
         nonlocal choice
         _saved_by_keeper(session)  # a killed job's sealed steps come before the added ones
         choice = next_start(View.of(session.store, session.opened.catalogue), remote=remote)
@@ -388,31 +387,17 @@ def _continue_after(session: Session, tree: Tree, progress: Progress) -> _Found:
                     "training, which could not resume from what is saved here. Nothing was saved. Name "
                     "another folder."
                 )
-            return record, tier
-        return None
+            return (record, tier), {"newest step": str(record.name)}, {}
+        return None, {"newest step": "none"}, {}
 
-    newest = session.group.together("the step to continue after", found, loads=True)
-    session.group.check_alike({"newest step": "none" if newest is None else str(newest[0].name)})
+    newest = session.group.check_alike("the step to continue after", found, loads=True)
     start = Start(choice=choice)
     if newest is not None:
         record, tier = newest
         progress.step = record.step
         start = replace(start, parent=record.name.id, step=record.step, tier=tier)
-    _start(session, start)
+    session.start(start)
     return _Found()
-
-
-def _start(session: Session, where: Start) -> None:
-    """Wait for the keepers, which may have started beside the reading. Then let the leader write where the
-    attempt starts, and the other ranks compare it with theirs."""
-    session.group.together("the keepers", session.keeper.ready)
-    for leads in (True, False):
-        start = partial(session.start, where)
-        session.group.together("where the attempt begins", start if session.leads is leads else _nothing)
-
-
-def _nothing() -> None:
-    """The operation of a rank while others have one."""
 
 
 # ---- waiting for the keeper

@@ -18,7 +18,6 @@ import platform
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -179,19 +178,32 @@ class Session:
         )
 
     def start(self, start: Start) -> None:
-        """Begin the attempt at the snapshot that this rank has loaded. The leader begins it, and the other
-        ranks compare with it. From here on older attempts commit nothing. A snapshot from memory or cache may
-        be nowhere else, so the keeper saves it.
+        """Wait for the keepers, which may have started beside the reading. Then the leader begins the attempt
+        at the snapshot that all ranks have loaded. From here on older attempts commit nothing. A snapshot
+        from memory or cache may be nowhere else, so the keeper saves it.
 
         Raises RunHeldError if another attempt has begun, or has committed a newer step; RunError if the
-        version cannot be written, or differs.
+        version cannot be written, or ranks have loaded different snapshots.
         """
-        if self.leads:
+        parent, where = start.parent, _where(start.parent, start.step)
+
+        def ready() -> str:
+            self.keeper.ready()
+            return where
+
+        def begin(rows: list[str]) -> None:
+            for rank, loaded in enumerate(rows):
+                if loaded != where:
+                    raise RunError(
+                        f"{self.store.url}: rank {rank} has loaded {loaded}, and rank 0 {where}. Attempt "
+                        f"{self.attempt} has not begun. Start all ranks again.",
+                        path=self.store.url,
+                        step=start.step,
+                    )
             self._begin(start)
-        else:
-            self._check_start(start.parent, start.step)
+
+        self.group.agree("where the attempt begins", ready, begin, loads=True)
         crashpoints.point("start.written")
-        parent = start.parent
         if self.environment.world > 1:
             first = SnapshotId(self.attempt, 0) if parent is None else parent
             self.complete = (first.attempt.number, first.boundary)
@@ -228,25 +240,6 @@ class Session:
             ) from error
         _report_repeated(self.opened)
 
-    def _check_start(self, parent: SnapshotId | None, step: int) -> None:
-        view, until = View.of(self.store, self.opened.catalogue), time.monotonic() + _OLD_LISTING_S
-        while view.catalogue.attempt < self.attempt and time.monotonic() < until:
-            # A listing of a file server may be old.
-            time.sleep(_OLD_LISTING_S / 10)
-            view = View.of(self.store, view.catalogue)
-        self.opened = view
-        if (view.attempt, view.parent) != (self.attempt, parent):
-            where = _where(view.parent, view.catalogue.parent_step)
-            there = f"attempt {view.attempt} resumes from {where}"
-            if view.attempt != self.attempt:
-                there = f"attempt {self.attempt} has not begun"
-            raise RunError(
-                f"{self.store.url}: rank {self.environment.rank} has loaded {_where(parent, step)}, and "
-                f"{there}. Nothing that this rank captures is kept. Start all ranks again.",
-                path=self.store.url,
-                step=step,
-            )
-
     def close(self) -> None:
         """Release the run; a second call does nothing. The keeper stays while it has something to persist."""
         if self.closed:
@@ -265,7 +258,6 @@ def _where(parent: SnapshotId | None, step: int) -> str:
     return "nothing" if parent is None else f"step {step} of {parent.attempt} (boundary {parent.boundary})"
 
 
-_OLD_LISTING_S = 3.0
 _REPORTED_STARTS = 4
 """At one step, in a row: a machine may fail a few times; a bad step or batch ends each start."""
 
@@ -740,8 +732,10 @@ def open_together(
 
     rank, first = group.environment.rank, group.node[0]
     try:
-        found = group.agree("which run it is", of_node if rank == first else _nothing, _one_run)
-        known, problem = KnownRun(*found) if found is not None else KnownRun(), ""
+        known, problem = KnownRun(), ""
+        if group.environment.world > 1:
+            asked = of_node if rank == first else _nothing
+            known = KnownRun(*group.agree("which run it is", asked, _one_run))
         if remote is not None:
             run_id, above, problem = group.led("what the run's remote has", of_remote)
             known = KnownRun(run_id, max(known.above, above))
@@ -754,8 +748,8 @@ def open_together(
             return session is not None and session.has_memory
 
         has_memory = group.agree("a keeper for each node", first_joins, any)
-        joins = partial(opened, known, named, has_memory)
-        group.together("the keeper of this node", joins if rank != first else _nothing)
+        if rank != first:
+            group.guarded("the keeper of this node", partial(opened, known, named, has_memory))
         assert session is not None
         if remote is not None:
             there = open_store(remote.url, remote.options)

@@ -15,7 +15,7 @@ from flashckpt.format.checked_json import compact
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Environment
-from flashckpt.ranks.coordination import Coordination, Group, SnapshotPolicy
+from flashckpt.ranks.coordination import Alike, Coordination, Group, SnapshotPolicy, Tables
 from flashckpt.ranks.job import LOADING_TIMEOUT_S, Decide, Job, ranks_named
 from flashckpt.ranks.joint_coordination import begin
 from flashckpt.ranks.liveness import KeyValues
@@ -39,20 +39,25 @@ class Ranks(Group):
         assert self._job is not None, "the ranks agree on nothing after attach"
         return self._job
 
-    def together(self, what: str, operation: Callable[[], T], *, loads: bool = False) -> T:
-        return self.job.together(what, operation, timeout_s=LOADING_TIMEOUT_S if loads else None)
+    def together(self, what: str, operation: Callable[[], T]) -> T:
+        return self.job.together(what, operation)
+
+    def guarded(self, what: str, operation: Callable[[], T]) -> T:
+        return self.job.guarded(what, operation)
 
     def led(self, what: str, operation: Callable[[], T]) -> T:
         return self.job.led(what, operation)
 
-    def agree(self, what: str, operation: Callable[[], Any], decide: Decide) -> Any:
-        return self.job.agree(what, self.job.together(what, operation), decide)
+    def agree(self, what: str, operation: Callable[[], Any], decide: Decide, *, loads: bool = False) -> Any:
+        mine = self.job.guarded(what, operation)
+        return self.job.agree(what, mine, decide, timeout_s=LOADING_TIMEOUT_S if loads else None)
 
-    def check_alike(self, mine: Mapping[str, str]) -> None:
-        self.job.agree("whether all ranks call alike", dict(mine), _check_alike)
-
-    def check_replicas(self, tables: Callable[[], Tables]) -> None:
-        check_replicas(self.job, self.together("the leaves of replicas", tables))
+    def check_alike(
+        self, what: str, operation: Callable[[], tuple[T, Alike, Tables]], *, loads: bool = False
+    ) -> T:
+        result, alike, tables = self.job.guarded(what, operation)
+        check_alike(self.job, alike, tables, timeout_s=LOADING_TIMEOUT_S if loads else None)
+        return result
 
     def agreement(self) -> Agreement:
         return RanksAgreement(self.job)
@@ -72,7 +77,25 @@ class Ranks(Group):
         self._job = self.store = None
 
 
-def _check_alike(rows: list[Any]) -> None:
+def check_alike(job: Job, alike: Alike, tables: Tables, *, timeout_s: float | None = None) -> None:
+    """Raise OptionError on all ranks if two give other values for a name, StateError if two of declared
+    replicas hold different leaves: other names, dtypes, shapes or placements. Sends a digest for each set of
+    ranks; only two ranks that differ send their leaves. Bytes are compared at a commit."""
+    mine = [dict(alike), {_key(ranks): _digest_of(leaves) for ranks, leaves in tables.items()}]
+
+    def decide(rows: list[Any]) -> list[Any]:
+        _refuse_others([names for names, _ in rows])
+        return differing([digests for _, digests in rows])
+
+    asked = job.agree("whether all ranks call alike", mine, decide, timeout_s=timeout_s)
+    if asked:
+        key, *pair = asked
+        leaves = {_key(ranks): leaves for ranks, leaves in tables.items()}.get(key, {})
+        said = dict(leaves) if job.rank in pair else None
+        job.agree("how replicas differ", said, lambda rows: refuse(pair, [rows[rank] for rank in pair]))
+
+
+def _refuse_others(rows: Sequence[Alike]) -> None:
     """Raise OptionError with the names in which ranks differ. A rank that lacks a name has no say in it."""
     found: list[str] = []
     for name in dict.fromkeys(name for row in rows for name in row):
@@ -90,27 +113,6 @@ def _check_alike(rows: list[Any]) -> None:
             + "\nNothing was started. Give all ranks the same path, options and names of state, and "
             "loaders of as many batches (a DistributedSampler does)."
         )
-
-
-# ---- replicas
-
-
-Tables = Mapping[tuple[int, ...], Mapping[str, str]]
-"""For each set of ranks that has this one, ascending: the leaves that they hold alike, name ->
-description."""
-
-
-def check_replicas(job: Job, tables: Tables) -> None:
-    """Raise StateError on all ranks if two of declared replicas hold different leaves: other names, dtypes,
-    shapes or placements. Sends a digest for each set of ranks; only two ranks that differ send their leaves.
-    Bytes are compared at a commit."""
-    mine = {_key(ranks): _digest_of(leaves) for ranks, leaves in tables.items()}
-    asked = job.agree("whether replicas are alike", mine, differing)
-    if asked:
-        key, *pair = asked
-        leaves = {_key(ranks): leaves for ranks, leaves in tables.items()}.get(key, {})
-        said = dict(leaves) if job.rank in pair else None
-        job.agree("how replicas differ", said, lambda rows: refuse(pair, [rows[rank] for rank in pair]))
 
 
 def differing(rows: Sequence[Mapping[str, str]]) -> list[Any]:

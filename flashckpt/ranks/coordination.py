@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from flashckpt.capture.schedule import Every, Pace, Schedule
 from flashckpt.errors import FlashckptError
@@ -23,10 +23,13 @@ from flashckpt.options import Environment, Options
 from flashckpt.ranks.job import Decide, meet
 from flashckpt.restore.step_choice import Agreement
 
-if TYPE_CHECKING:
-    from flashckpt.ranks.agreement import Tables
-
 T = TypeVar("T")
+Alike = Mapping[str, str]
+"""What a rank calls with, name -> value: the same on all ranks that have the name."""
+
+Tables = Mapping[tuple[int, ...], Mapping[str, str]]
+"""For each set of ranks that has this one, ascending: the leaves that they hold alike, name ->
+description."""
 CALLED_WORD = "stop"
 """The reason of a stop that the program asked for."""
 
@@ -206,25 +209,29 @@ class Group:
         self.environment = environment
         self.node = (environment.rank,)
 
-    def together(self, what: str, operation: Callable[[], T], *, loads: bool = False) -> T:
-        """Run an operation on each rank; returns when all have succeeded. loads: it may take as long as a
-        read of a step."""
+    def together(self, what: str, operation: Callable[[], T]) -> T:
+        """Run an operation on each rank; returns when all have succeeded."""
+        return operation()
+
+    def guarded(self, what: str, operation: Callable[[], T]) -> T:
+        """Run an operation on this rank. If it fails, all ranks raise where they agree next."""
         return operation()
 
     def led(self, what: str, operation: Callable[[], T]) -> T:
         """Return on all ranks the result of an operation on rank 0, in plain JSON."""
         return operation()
 
-    def agree(self, what: str, operation: Callable[[], Any], decide: Decide) -> Any:
-        """Return the decision of rank 0 from the results of `operation` on all ranks (plain JSON). A process
-        alone runs nothing and returns None."""
-        return None
+    def agree(self, what: str, operation: Callable[[], Any], decide: Decide, *, loads: bool = False) -> Any:
+        """Return the decision of rank 0 from the results of `operation` on all ranks (plain JSON). loads: the
+        operation, or what this rank did before it, may take as long as a read of a step."""
+        return decide([operation()])
 
-    def check_alike(self, mine: Mapping[str, str]) -> None:
-        """Raise OptionError on all ranks if they give different values for a name."""
-
-    def check_replicas(self, tables: Callable[[], Tables]) -> None:
-        """Raise StateError on all ranks if two declared replicas hold different leaves."""
+    def check_alike(
+        self, what: str, operation: Callable[[], tuple[T, Alike, Tables]], *, loads: bool = False
+    ) -> T:
+        """Run an operation on each rank and return its first result. Raise OptionError on all ranks if they
+        call with different values for a name, StateError if two declared replicas hold different leaves."""
+        return operation()[0]
 
     def agreement(self) -> Agreement:
         """Return the ranks that agree on the step to resume from."""

@@ -127,21 +127,25 @@ class Job:
         # A rank that has left since is noticed in the next round.
         return {rank: json.loads(row).get("value") for rank, row in zip(self.node, rows, strict=True)}
 
-    def together(self, what: str, operation: Callable[[], T], *, timeout_s: float | None = None) -> T:
-        """Run an operation on each rank; returns when all have succeeded. If a rank fails, all raise its
-        error, with its number. The operation may agree on more, on all ranks in the same order."""
+    def guarded(self, what: str, operation: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Run an operation on this rank. If it fails, all ranks raise its error, with the number of the rank,
+        in their next round. The operation may agree on more, on all ranks in the same order."""
         try:
-            done = operation()
+            return operation()
         except Exception as error:
             if not self.failed:
                 self._fail(what, error, timeout_s)
             raise
+
+    def together(self, what: str, operation: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Run an operation on each rank; returns when all have succeeded. See `guarded`."""
+        done = self.guarded(what, operation, timeout_s=timeout_s)
         self._round(what, {"value": None}, lambda rows: None, timeout_s)
         return done
 
     def led(self, what: str, operation: Callable[[], T]) -> T:
         """Return on all ranks the result of an operation on rank 0 (plain JSON), or raise its error."""
-        done = self.together(what, operation) if self.rank == 0 else self.together(what, lambda: None)
+        done = self.guarded(what, operation) if self.rank == 0 else None
         told: T = self.agree(what, done, lambda rows: rows[0])
         return told
 
@@ -196,8 +200,7 @@ class Job:
             self.store.set(f"{number}/{self.rank}", json.dumps(mine))
             if "failed" in mine:
                 self.store.set(_failed_path(number), "")
-            if self.rank == 0:
-                self._decide(number, what, decide, timeout_s)
+            refused = self._decide(number, what, decide, timeout_s) if self.rank == 0 else None
             # Rank 0 times out first: it knows which ranks are missing.
             [data] = self._awaited([f"{number}/decided"], what, 2 * timeout_s, number)
         except RuntimeError as error:  # a DistError; a lost store raises several kinds
@@ -208,10 +211,11 @@ class Job:
             return decided["decided"]
         self.failed = True
         self._part(number)
-        raise _raised([RankFailure(*row) for row in decided["failed"]], self.world)
+        raise refused or _raised([RankFailure(*row) for row in decided["failed"]], self.world)
 
-    def _decide(self, number: int, what: str, decide: Decide, timeout_s: float) -> None:
-        failures, told = [], None
+    def _decide(self, number: int, what: str, decide: Decide, timeout_s: float) -> FlashckptError | None:
+        """Tell all ranks the decision. Return its error, with its attributes; None if it has none."""
+        failures, told, refused = [], None, None
         try:
             keys = [f"{number}/{rank}" for rank in range(self.world)]
             found = self._awaited(keys, what, timeout_s, number)
@@ -220,11 +224,13 @@ class Job:
             if not failures:
                 told = _decided(what, decide, [row["value"] for row in rows.values()])
         except FlashckptError as error:
+            refused = error
             failures = [RankFailure(None, type(error).__name__, str(error))]
         answer: dict[str, Any] = {"decided": told}
         if failures:
             answer = {"failed": failures[:_MOST_NAMED]}
         self.store.set(f"{number}/decided", json.dumps(answer))
+        return refused
 
     def _part(self, number: int) -> None:
         """Wait, on rank 0, until all have read the decision: the store ends with it."""

@@ -237,7 +237,6 @@ def begin(
     runtime: the run's folder on this node."""
     leads, num_bytes = job.rank == job.node[0], NodeState.num_bytes(len(job.node))
     name = f"{_BOARD}{attempt}-{job.node[0]:05d}"
-    exchange: Exchange | None = None
 
     def make() -> None:
         if len(job.node) > MOST_RANKS:
@@ -257,24 +256,20 @@ def begin(
             finally:
                 os.close(descriptor)
 
-    def mapped() -> _native.Mapping:
+    def mapped() -> tuple[_native.Mapping, Exchange | None]:
         descriptor = runtime.open_file(name)
         try:
-            return _native.Mapping(descriptor, num_bytes)
+            memory = _native.Mapping(descriptor, num_bytes)
         finally:
             os.close(descriptor)
-
-    def ready() -> None:
-        nonlocal exchange
-        if leads:
-            runtime.remove(name)
-            exchange = _exchange(job, NodeState(memory, job.node), snapshot_policy)
+        # Rank 0 creates its key in the store before another rank reads it.
+        return memory, _exchange(job, NodeState(memory, job.node), snapshot_policy) if leads else None
 
     what = "the words that the ranks of a node share"
     job.together(what, make)
-    memory = job.together(what, mapped)
-    # Rank 0 creates its key in the store before another rank reads it.
-    job.together("what rank 0 announces", ready)
+    memory, exchange = job.together(what, mapped)
+    if leads:
+        runtime.remove(name)
     return JointCoordination(memory, job, attempt, snapshot_policy, exchange)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +19,11 @@ from flashckpt.keeper.client import KeeperClient
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import LifeLock, RuntimeFolder
 from flashckpt.options import Environment, Keep, Options
+from flashckpt.ranks.agreement import Ranks
+from flashckpt.ranks.job import Job
 from tests import run_view
 from tests.keeper.driver import InProcess
+from tests.ranks.together import each_rank
 from tests.waiting import until
 
 WORLD = 2
@@ -94,14 +98,24 @@ def start(session: Session, parent: SnapshotId | None = None, step: int = 0, tie
     session.start(Start(parent=parent, step=step, tier=tier, choice=Choice(home=home, lead=home)))
 
 
+def started(sessions: list[Session], parents: list[SnapshotId | None], *, step: int = 0) -> list[Any]:
+    """Start the sessions, a rank each, at these snapshots. Returns the error of each, None for none."""
+
+    def operation(job: Job) -> None:
+        session = sessions[job.rank]
+        session.group = Ranks(session.environment, job)
+        start(session, parents[job.rank], step)
+
+    return each_rank(len(sessions), operation)
+
+
 def test_one_leads_and_one_joins(node: Node) -> None:
     first = node.lead()
     second = node.join(first.attempt)
     assert (second.attempt, second.identity) == (first.attempt, first.identity)
     assert counters(first) == [str(first.attempt)], "one name, not two"
     assert node.known_ranks() == {rank: (str(first.attempt), WORLD) for rank in range(WORLD)}
-    start(first)
-    start(second)
+    assert started([first, second], [None, None]) == [None, None]
     assert run_view.attempts(first.store) == [first.attempt]
     assert run_view.start_of(first.store, first.attempt) == (None, 0, WORLD)
     first.close()
@@ -109,18 +123,16 @@ def test_one_leads_and_one_joins(node: Node) -> None:
     until(lambda: run_view.ending(first.store, first.attempt), "the end")
 
 
-def test_who_joins_goes_on_from_the_same_boundary_of_a_step(node: Node) -> None:
+def test_ranks_that_have_loaded_different_snapshots_begin_no_attempt(node: Node) -> None:
     earlier = node.lead()
     start(earlier)
     earlier.close()
-    first = node.lead()
-    second = node.join(first.attempt)
-    with pytest.raises(RunError, match="has not begun"):
-        start(second)
-    start(first, SnapshotId(earlier.attempt, 8), 3, tier="memory")
-    with pytest.raises(RunError, match=r"has loaded step 3 .* \(boundary 7\), and .*\(boundary 8\)"):
-        start(second, SnapshotId(earlier.attempt, 7), 3, tier="memory")
-    start(second, SnapshotId(earlier.attempt, 8), 3)
+    sessions = [first := node.lead(), node.join(first.attempt)]
+    parents = [SnapshotId(earlier.attempt, boundary) for boundary in (8, 7)]
+    for error in started(sessions, parents, step=3):
+        assert type(error) is RunError
+        assert re.search(r"rank 1 has loaded step 3 .* \(boundary 7\), and rank 0 .* 8\)", str(error))
+    assert run_view.attempts(first.store) == [earlier.attempt]
 
 
 def test_an_attempt_without_a_counter_is_not_joined(node: Node) -> None:

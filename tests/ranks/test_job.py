@@ -153,10 +153,22 @@ def test_who_fails_where_others_already_agree_on_more_keeps_none_of_them(rank: i
 
 def test_a_refusal_by_what_all_said_is_raised_on_all_and_is_nobodys() -> None:
     def refuse(rows: list[Any]) -> None:
-        raise OptionError(f"they differ: {rows}")
+        raise RunError(f"they differ: {rows}", step=7)
 
-    for error in each_rank(WORLD, lambda job: job.agree("whether they are alike", job.rank, refuse)):
-        assert (type(error), str(error), error.rank) == (OptionError, "they differ: [0, 1, 2]", None)
+    errors = each_rank(WORLD, lambda job: job.agree("whether they are alike", job.rank, refuse))
+    for error in errors:
+        assert (type(error), str(error), error.rank) == (RunError, "they differ: [0, 1, 2]", None)
+    assert errors[0].step == 7, "the rank that decides raises its own error"
+
+
+def test_who_fails_alone_is_heard_in_the_next_round() -> None:
+    def operation(job: Job) -> Any:
+        job.guarded("loading", lambda: 1 // (job.rank - 1))
+        return job.agree("a sum", job.rank, sum)
+
+    for error in each_rank(WORLD, operation):
+        assert type(error) is RunError
+        assert "rank 1 of 3: ZeroDivisionError" in str(error)
 
 
 @pytest.mark.parametrize("absent", [(0,), (1, 2)])

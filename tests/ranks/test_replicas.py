@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from flashckpt.errors import StateError
-from flashckpt.ranks.agreement import Tables, check_replicas
+from flashckpt.ranks.agreement import check_alike
+from flashckpt.ranks.coordination import Tables
 from flashckpt.ranks.job import Job
 from tests.ranks.together import each_rank
 
@@ -16,7 +17,7 @@ SAME = {"model.weight": "float32 [4, 4]", "model.bias": "float32 [4]"}
 
 def checked(tables: list[Tables]) -> list[Any]:
     def operation(job: Job) -> None:
-        check_replicas(job, tables[job.rank])
+        check_alike(job, {}, tables[job.rank])
 
     return each_rank(len(tables), operation)
 
