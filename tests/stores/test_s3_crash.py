@@ -18,7 +18,7 @@ from tests.zygote import Zygote
 
 __all__ = ["cache", "reference", "references"]
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 # `make test` runs the first alone.
