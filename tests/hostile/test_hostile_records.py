@@ -137,6 +137,22 @@ def test_bad_parts() -> None:
     assert accepted(part(), BAD_PARTS) == []
 
 
+def test_the_size_of_a_chunk_is_bounded() -> None:
+    """Each thread of a read has a buffer of one chunk."""
+
+    def chunks_of(num_bytes: int) -> bytes:
+        def change(obj: dict[str, Any]) -> None:
+            shard = obj["contents"][0]["shard"]
+            shard |= {"chunk_bytes": num_bytes, "checksums": shard["checksums"][:32]}
+
+        return changed(part(), change)
+
+    assert Part.from_bytes(chunks_of(16 << 20), "file").ranks[0].shard.chunk_bytes == 16 << 20
+    for num_bytes in ((16 << 20) + 4096, 1 << 30):
+        with pytest.raises(DamagedError, match="chunk_bytes"):
+            Part.from_bytes(chunks_of(num_bytes), "file")
+
+
 RECORDS = [CATALOGUE, MANIFEST, Alive(count=5), part()]
 NAMES = [
     "../x", "/x", "a/b", "", "..", "node-00000-5f2c.json/../../x", "rank-00000-5f2c.safetensors\0", 5, None,
