@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.records import CHUNK_BYTES, Contents
-from flashckpt.store.base import Store
+from flashckpt.store.base import LengthError, Store
 from flashckpt.store.local import LocalStore
 from flashckpt.store.read_plan import MissingShardError, ReadPlan, read_shard
 from tests.commit.runs import contents_of, write_shard
@@ -186,6 +187,29 @@ def test_a_file_that_was_cut_is_found(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=f"it has {len(image) - 1} bytes, where {len(image)} were written"):
         plan.run(store, 1)
     assert not any(into)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_found(tmp_path: Path) -> None:
+    """Read and not mapped: the process lives, and the error is of this file."""
+    store, found = LocalStore(str(tmp_path)), list[object]()
+    image, contents = contents_of(NAMES[0], {"w": np.zeros(8 << 20)})
+    write_shard(store, NAMES[0], image, contents.layout())
+    into, progress = memoryview(bytearray(len(image))), array("Q", [0])
+
+    def read() -> None:
+        try:
+            counter = _native.address_of(progress)
+            found.append(read_shard(store, NAMES[0], contents, into, threads=1, progress=counter))
+        except (DamagedError, OSError) as error:
+            found.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    while not progress[0] and reader.is_alive():
+        pass
+    os.truncate(tmp_path / NAMES[0], CHUNK_BYTES)
+    reader.join()
+    assert isinstance(found[0], LengthError) or progress[0] == len(image)
 
 
 def test_nothing_is_written_outside_of_its_memory() -> None:
