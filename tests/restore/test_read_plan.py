@@ -19,7 +19,7 @@ from flashckpt.errors import DamagedError
 from flashckpt.format.records import CHUNK_BYTES, Contents
 from flashckpt.store.base import LengthError, Store
 from flashckpt.store.local import LocalStore
-from flashckpt.store.read_plan import MissingShardError, ReadPlan, read_shard
+from flashckpt.store.read_plan import MissingShardError, ReadPlan, UnreadableShardError, read_shard
 from tests.commit.runs import contents_of, write_shard
 from tests.contracts.flat_store import FlatStore
 from tests.waiting import until
@@ -210,6 +210,28 @@ def test_a_file_that_is_cut_while_it_is_read_is_found(tmp_path: Path) -> None:
     os.truncate(tmp_path / NAMES[0], CHUNK_BYTES)
     reader.join()
     assert isinstance(found[0], LengthError) or progress[0] == len(image)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_lost"),
+    [
+        *((name, True) for name in ("EIO", "ENODATA", "EBADMSG", "EUCLEAN", "EILSEQ")),
+        *((name, False) for name in ("ETIMEDOUT", "ESTALE", "EACCES", "EREMOTEIO", "ENOTCONN")),
+    ],
+)
+def test_what_a_disk_has_lost_is_told_from_storage_that_is_away(name: str, is_lost: bool) -> None:
+    class Failing:
+        url = "failing"
+
+        def read_chunks(self, path: str, plan: _native.FilePlan, **how: int) -> None:
+            raise OSError(getattr(errno, name), "as a test wants", path)
+
+    plan, into = ReadPlan(), memoryview(bytearray(8))
+    _, contents = contents_of(NAMES[0], {"w": np.arange(1 << 10)})
+    plan.copy(NAMES[0], contents, contents.shard.data_start, 8, (), into, 0)
+    with pytest.raises(OSError, match="as a test wants") as caught:
+        plan.run(Failing(), 1)
+    assert isinstance(caught.value, UnreadableShardError) is is_lost
 
 
 def test_nothing_is_written_outside_of_its_memory() -> None:
