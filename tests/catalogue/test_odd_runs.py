@@ -15,10 +15,10 @@ from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder, version_pat
 from flashckpt.format.checked_json import dump
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, SnapshotId
-from flashckpt.store.base import Store
+from flashckpt.store.base import Entry, Store
 from flashckpt.store.local import LocalStore
 from tests.catalogue.processes import start_in
-from tests.catalogue.snapshots import HOME, RUN, Job, boundaries, files_of, nonce, write_part
+from tests.catalogue.snapshots import HOME, RUN, Job, boundaries, faults, files_of, nonce, write_part
 from tests.commit.runs import of_format
 from tests.recovery.test_at_rest import Failing
 
@@ -64,6 +64,20 @@ def test_versions_at_their_end(store: LocalStore) -> None:
         job.run(HOME.rebuild(nonce()))
     store.remove(stray)
     assert boundaries(Job(store).catalogue) == [1, 2]
+
+
+def test_versions_that_are_missing_in_the_middle(store: LocalStore) -> None:
+    job = saved(store, 1, 2, 3)
+    store.remove_files(version_path(number, RUN) for number in (2, 3, 4))
+    assert len(store.list(CATALOGUE)) == 2
+    next_one = Job(store)
+    assert parent_of(next_one.catalogue) == SnapshotId(job.name, 3)
+    next_one.save(4, Keep(last=9))
+    assert boundaries(next_one.catalogue) == [1, 2, 3, 4]
+    assert faults(store) == []
+
+
+Entries = list[Entry]
 
 
 def test_a_long_reason_of_a_damage(store: LocalStore) -> None:
