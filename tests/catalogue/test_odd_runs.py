@@ -77,6 +77,16 @@ def test_versions_that_are_missing_in_the_middle(store: LocalStore) -> None:
     assert faults(store) == []
 
 
+def test_a_newest_version_that_rots_stops_no_living_job(store: LocalStore) -> None:
+    """It has it in memory. A start stops, until the job has made the next one."""
+    job = saved(store, 1)
+    store.replace(job.catalogue.path, b"{}")
+    with pytest.raises(DamagedError, match="flashckpt recover"):
+        Job(store)
+    job.save(2)
+    assert boundaries(Job(store).catalogue) == [1, 2]
+
+
 Entries = list[Entry]
 
 
