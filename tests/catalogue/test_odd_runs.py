@@ -87,6 +87,16 @@ def test_a_newest_version_that_rots_stops_no_living_job(store: LocalStore) -> No
     assert boundaries(Job(store).catalogue) == [1, 2]
 
 
+def test_an_older_catalogue_that_is_put_back_ends_a_living_job(store: LocalStore) -> None:
+    """The next start adopts all that is whole."""
+    job = saved(store, 1, 2)
+    store.remove(job.catalogue.path)
+    with pytest.raises(RunError, match="was deleted, or was replaced"):
+        job.save(3)
+    assert boundaries(Job(store).catalogue) == [1, 2, 3]
+    assert faults(store, is_collected=False) == []
+
+
 Entries = list[Entry]
 
 
