@@ -10,11 +10,11 @@ import pytest
 
 from flashckpt.catalogue.changes import Keep, parent_of, quarantine
 from flashckpt.catalogue.requests import Stores
-from flashckpt.errors import DamagedError, RunError, UnusableRunError
+from flashckpt.errors import DamagedError, FormatError, RunError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder, version_path
 from flashckpt.format.checked_json import dump
 from flashckpt.format.manifest import Manifest
-from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.names import DATA, AttemptName, SnapshotId
 from flashckpt.store.base import Entry, Store
 from flashckpt.store.local import LocalStore
 from tests.catalogue.processes import start_in
@@ -95,6 +95,21 @@ def test_an_older_catalogue_that_is_put_back_ends_a_living_job(store: LocalStore
         job.save(3)
     assert boundaries(Job(store).catalogue) == [1, 2, 3]
     assert faults(store, is_collected=False) == []
+
+
+def test_a_catalogue_of_another_format_is_refused_and_not_rebuilt(store: LocalStore) -> None:
+    job = saved(store, 1)
+    path = job.catalogue.path
+    store.replace(path, of_format(2, store.read(path, Catalogue.MAX_BYTES)))
+    before = all_files(store)
+    for change in (lambda: Job(store), lambda: job.run(HOME.rebuild(nonce()))):
+        with pytest.raises(FormatError, match="written in format 2; .* Nothing was changed"):
+            change()
+    assert all_files(store) == before
+
+
+def all_files(store: Store) -> list[str]:
+    return [*files_of(store, CATALOGUE), *files_of(store, DATA)]
 
 
 Entries = list[Entry]
