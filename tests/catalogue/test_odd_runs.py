@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.catalogue.changes import Keep, parent_of, quarantine
+from flashckpt.catalogue.changes import Keep, parent_of, quarantine, visible
 from flashckpt.catalogue.requests import Stores
 from flashckpt.errors import DamagedError, FormatError, RunError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder, version_path
@@ -110,6 +110,20 @@ def test_a_catalogue_of_another_format_is_refused_and_not_rebuilt(store: LocalSt
 
 def all_files(store: Store) -> list[str]:
     return [*files_of(store, CATALOGUE), *files_of(store, DATA)]
+
+
+def test_a_file_that_is_missing_makes_no_other_be_deleted(store: LocalStore, tmp_path: Path) -> None:
+    """The newest whole checkpoints stay, whichever file of the run has gone."""
+    job = saved(store, 1, 2, 3)
+    job.write(SnapshotId(job.name, 4))
+    for number, gone in enumerate(all_files(store)):
+        copy = LocalStore(str(shutil.copytree(store.url, tmp_path / str(number))))
+        copy.remove(gone)
+        before = [each for each in (1, 2, 3, 4) if not gone.startswith(folder_at(job, each).path)]
+        after = Job(copy)
+        after.save(9, Keep(last=3))
+        whole = [each.id.boundary for each in visible(after.catalogue) if after.run(HOME.is_whole(each))]
+        assert whole == [*before[-2:], 9], gone
 
 
 Entries = list[Entry]
