@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from flashckpt.commit.tidying import tidy
 from flashckpt.commit.view import View, has_run
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, NO_ATTEMPT
-from flashckpt.format.names import MAX_ATTEMPT, AttemptName, alive_path
+from flashckpt.format.names import MAX_ATTEMPT, AttemptName, SnapshotId, alive_path
 from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.commit.runs import attempt_at, commit, name_of, new_run
@@ -76,6 +77,26 @@ def test_of_two_starts_one_begins(store: LocalStore) -> None:
         with pytest.raises(RunHeldError, match=f"{one} has started meanwhile"):
             attempts.begin(seen, name, (), Launch(), after=NO_ATTEMPT)
     assert View.of(store).attempt == one
+
+
+def test_a_start_does_not_begin_behind_what_came_or_went_while_it_read(store: LocalStore) -> None:
+    first = attempt_at(store)
+    assert commit(store, 10, first)
+    opened, ids = attempts.settle(View.of(store)), [name_of(step, first).id for step in (10, 20)]
+    assert commit(store, 20, first)
+
+    def begin(opened: attempts.Opened, parent: SnapshotId) -> View:
+        name = attempts.next_attempt(opened)
+        return attempts.begin(opened.view, name, (parent,), Launch(), after=first, is_here=True)
+
+    with pytest.raises(RunHeldError, match=f"Step 20 was committed by attempt {first}"):
+        begin(opened, ids[0])
+    opened = attempts.settle(View.of(store))
+    run_view.delete(store, name_of(20, first))
+    with pytest.raises(RunHeldError, match=f"{re.escape(str(ids[1]))} was removed"):
+        begin(opened, ids[1])
+    assert View.of(store).attempt == first
+    assert begin(attempts.settle(View.of(store)), ids[0]).parent == ids[0]
 
 
 def test_what_a_killed_first_start_has_left_is_no_run(store: LocalStore, tmp_path: Path) -> None:
