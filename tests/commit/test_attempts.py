@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,11 @@ import pytest
 from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import beat, local_owner, mark_ended
-from flashckpt.commit.tidying import tidy
+from flashckpt.commit.tidying import temporary_files, tidy
 from flashckpt.commit.view import View, has_run
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, NO_ATTEMPT
-from flashckpt.format.names import MAX_ATTEMPT, AttemptName, SnapshotId, alive_path
+from flashckpt.format.names import ALIVE, MAX_ATTEMPT, AttemptName, SnapshotId, alive_path
 from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.commit.runs import attempt_at, commit, name_of, new_run
@@ -97,6 +99,23 @@ def test_a_start_does_not_begin_behind_what_came_or_went_while_it_read(store: Lo
         begin(opened, ids[1])
     assert View.of(store).attempt == first
     assert begin(attempts.settle(View.of(store)), ids[0]).parent == ids[0]
+
+
+@pytest.mark.parametrize("days", [-10, 0, 10])
+def test_a_clock_that_is_days_apart_takes_no_file_that_is_being_written(
+    store: LocalStore, tmp_path: Path, days: int
+) -> None:
+    """The clock of the store."""
+    attempt_at(store)
+    young, left = tmp_path / f"run/.assets.json.{'a' * 16}.tmp", tmp_path / f"run/.probe-{'c' * 16}"
+    young.write_bytes(b"{")
+    left.write_bytes(b"1")
+    now_s = time.time() + 86400 * days
+    for path in (young, *(tmp_path / "run" / ALIVE).iterdir()):
+        os.utime(path, (now_s, now_s))
+    os.utime(left, (now_s - 2 * 86400, now_s - 2 * 86400))
+    # That of a store which is ahead makes every file younger.
+    assert [path for path, _ in temporary_files(store)] == ([] if days > 0 else [left.name])
 
 
 def test_what_a_killed_first_start_has_left_is_no_run(store: LocalStore, tmp_path: Path) -> None:
