@@ -13,7 +13,7 @@ import pytest
 from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
 from flashckpt.commit.attempts import beat, local_owner, mark_ended
-from flashckpt.commit.tidying import temporary_files, tidy
+from flashckpt.commit.tidying import remove_ledgers, temporary_files, tidy
 from flashckpt.commit.view import View, has_run
 from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, NO_ATTEMPT
@@ -116,6 +116,15 @@ def test_a_clock_that_is_days_apart_takes_no_file_that_is_being_written(
     os.utime(left, (now_s - 2 * 86400, now_s - 2 * 86400))
     # That of a store which is ahead makes every file younger.
     assert [path for path, _ in temporary_files(store)] == ([] if days > 0 else [left.name])
+
+
+def test_ledgers_of_the_oldest_attempts_go(store: LocalStore) -> None:
+    known, gone = attempt_at(store), [AttemptName(number, "0badcafe") for number in range(2, 72)]
+    for name in (known, *gone):
+        store.create(f"events/{name}.jsonl", b"{}\n")
+    remove_ledgers(View.of(store))
+    left = [each.name for each in store.list("events")]
+    assert left == [f"{name}.jsonl" for name in (known, *gone[-64:])]
 
 
 def test_what_a_killed_first_start_has_left_is_no_run(store: LocalStore, tmp_path: Path) -> None:
