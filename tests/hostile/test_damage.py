@@ -73,6 +73,10 @@ def swap(path: Path, other: Path) -> None:
     path.write_bytes(other.read_bytes())
 
 
+def empty(path: Path, other: Path) -> None:
+    path.write_bytes(b"")
+
+
 DAMAGES: list[Callable[[Path, Path], None]] = [flip, cut, remove, swap]
 
 
@@ -111,7 +115,7 @@ def test_the_older_good_step_is_taken_and_the_damaged_file_named(
     assert path.name in caplog.text
 
 
-@pytest.mark.parametrize("damage", DAMAGES[:3], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("damage", [*DAMAGES[:3], empty], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("which", ["the newest version", "all versions"])
 def test_the_state_of_the_run_is_never_guessed(
     which: str, damage: Callable[[Path, Path], None], run: Path
@@ -141,6 +145,7 @@ BOMBS = {
     "a part of brackets": ("node", lambda path: path.write_bytes(b'{"format":1,"a":' + b"[" * (8 << 20))),
     "a part of digits": ("node", lambda path: path.write_bytes(b'{"format":1,"a":' + b"9" * (8 << 20))),
     "a part that is a pipe": ("node", lambda path: _pipe(path)),
+    "a part that is a folder": ("node", lambda path: _folder(path)),
     "a shard that is a link": ("rank", lambda path: _link(path, Path("/dev/zero"))),
     "a manifest that is a link": ("manifest", lambda path: _link(path, Path("/dev/zero"))),
 }
@@ -168,6 +173,11 @@ def _write(path: Path, data: bytes) -> None:
 def _pipe(path: Path) -> None:
     path.unlink()
     subprocess.run(["mkfifo", path], check=True)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
 def _link(path: Path, target: Path) -> None:
@@ -199,11 +209,13 @@ def test_a_hostile_catalogue_ends_in_bounded_time_and_memory(bomb: str, run: Pat
     assert newest.name in found.stderr
 
 
-@pytest.mark.parametrize("bomb", ["a part that is a pipe", "a manifest that is a link"])
+@pytest.mark.parametrize(
+    "bomb", ["a part that is a pipe", "a part that is a folder", "a manifest that is a link"]
+)
 def test_a_version_that_is_no_file_is_neither_read_nor_replaced(bomb: str, run: Path) -> None:
     newest = sorted(run.glob("catalogue/*"))[-1]
     BOMBS[bomb][1](newest)
     assert flashckpt.steps(run) == STEPS
     with pytest.raises(FlashckptError, match=newest.name):
         flashckpt.attach(run, every=None, model=model_of(MARKS))
-    assert newest.is_symlink() or newest.is_fifo()
+    assert newest.is_symlink() or newest.is_fifo() or newest.is_dir()
