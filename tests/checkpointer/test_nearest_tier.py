@@ -15,11 +15,15 @@ import torch
 
 import flashckpt
 from flashckpt.checkpointer.run import Checkpointer
+from flashckpt.format.layout import PAGE
+from flashckpt.memory.region import SlotHeader
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.store import obstore_client
 from flashckpt.store.local import LocalStore
+from tests import folders
 from tests.checkpointer.damaged import flip, quarantined, record, shard, trained
 from tests.checkpointer.test_loop import Job
+from tests.checkpointer.test_older_backup import left_in_memory
 from tests.events import ledger
 from tests.waiting import until
 
@@ -96,6 +100,19 @@ def test_a_run_that_has_committed_nothing_since_goes_on_from_the_remote_again(
         flashckpt.attach(new, **job.named)
     assert torch.equal(job.model.weight, weights)
     assert resumed(new, remote) == (4, "remote")
+
+
+def test_of_a_step_whose_slot_is_damaged_the_runs_own_copy_comes_before_an_older_one(
+    run: Path, runtime: Path
+) -> None:
+    left_in_memory(run, 2)
+    weights, job = weights_of(run, 6), Job()
+    for slot in runtime.rglob("slot-*"):
+        folders.flip(slot, SlotHeader.unpacked(slot.read_bytes()[:PAGE]).image_offset + PAGE)
+    with flashckpt.attach(run, every=None, persist_every=None, **job.named) as checkpointer:
+        assert checkpointer.resumed is not None
+        assert (checkpointer.resumed.step, checkpointer.resumed.tier) == (6, "local")
+    assert torch.equal(job.model.weight, weights)
 
 
 @pytest.mark.parametrize("harm", ["flipped", "record"])
