@@ -189,6 +189,18 @@ def test_each_file_is_read_once_and_parameters_take_no_memory_beside_their_own(
     assert live.trained.weight._version > version, "autograd notices the change"
 
 
+def test_the_default_device_of_a_program_does_not_matter(run: Path) -> None:
+    live = Model(2)
+    torch.set_default_device("meta")
+    try:
+        loaded = flashckpt.load(run)
+        assert resumed(run, live) == "local"
+    finally:
+        torch.set_default_device(None)
+    assert live.equals(Model(1))
+    assert torch.equal(loaded["model.trained.weight"], live.trained.weight)
+
+
 def test_state_of_an_optimizer_that_has_not_stepped_yet(
     tmp_path: Path, runtime: Path, kill_keepers: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
