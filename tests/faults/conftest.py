@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-WRITE, SYNC, LINK = 1, 2, 4
+WRITE, SYNC, LINK, READ = 1, 2, 4, 8
 _MODES = {"well": 0, "fail": 1, "short": 2, "slow": 3, "hang": 4}
 
 

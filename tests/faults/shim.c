@@ -1,4 +1,4 @@
-/* Faults of storage, preloaded into a keeper: what is done to files below a folder fails, is cut short, is
+/* Faults of storage, preloaded into a process: what is done to files below a folder fails, is cut short, is
  * slow or hangs, as a page that the test maps as well says, from one call to the next. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum call { WRITE = 1, SYNC = 2, LINK = 4 };
+enum call { WRITE = 1, SYNC = 2, LINK = 4, READ = 8 };
 enum mode { WELL = 0, FAIL = 1, SHORT = 2, SLOW = 3, HANG = 4 };
 
 struct control {
@@ -71,6 +71,17 @@ ssize_t pwrite(int file, const void* data, size_t count, off_t offset) {
 ssize_t pwrite64(int file, const void* data, size_t count, off_t offset) {
     return write_at(file, data, count, offset, 1);
 }
+
+static ssize_t read_at(int file, void* data, size_t count, off_t offset) {
+    if (struck(READ, file) == FAIL) {
+        errno = EIO;
+        return -1;
+    }
+    return REAL(pread)(file, data, count, offset);
+}
+
+ssize_t pread(int file, void* data, size_t count, off_t offset) { return read_at(file, data, count, offset); }
+ssize_t pread64(int file, void* data, size_t count, off_t offset) { return read_at(file, data, count, offset); }
 
 static int failed(enum call call, int file) {
     if (struck(call, file) != FAIL) return 0;
