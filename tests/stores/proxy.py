@@ -12,10 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-Fault = Literal["", "lose answer", "refuse", "cut", "overwrite", "spoil"]
+Fault = Literal["", "lose answer", "refuse", "conflict", "cut", "overwrite", "spoil"]
 """Of one request: "lose answer" forwards it and closes the connection; "refuse" answers 503 and forwards
-nothing; "cut" closes the connection and forwards nothing; "overwrite" says that what exists was created, as a
-server that ignores the condition does; "spoil" answers with one bit of the body turned over."""
+nothing; "conflict" does the same with the 409 of S3 while another creation is under way; "cut" closes the
+connection and forwards nothing; "overwrite" says that what exists was created, as a server that ignores the
+condition does; "spoil" answers with one bit of the body turned over."""
 
 _NOT_FORWARDED = {"transfer-encoding", "connection", "content-length"}
 
@@ -74,6 +75,10 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "refuse":
             request.status = 503
             self._answer(503, {}, b"<Error><Code>SlowDown</Code></Error>")
+            return
+        if fault == "conflict":
+            request.status = 409
+            self._answer(409, {}, b"<Error><Code>ConditionalRequestConflict</Code></Error>")
             return
         if fault != "cut":
             try:

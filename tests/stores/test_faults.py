@@ -166,6 +166,20 @@ def test_the_check_of_a_server_stands_lost_answers(store: ObjectStore, proxy: Pr
         store.check()
 
 
+def test_a_conflict_is_no_proof_that_a_name_is_taken(
+    store: ObjectStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(obstore_client, "_CONFLICT_PAUSES_S", (0.0, 0.0))
+    proxy.fault = First(2, "conflict")
+    assert store.create("version", b"mine")
+    assert store.read("version", 100) == b"mine"
+    proxy.fault = lambda request: "conflict" if request.method == "PUT" else ""
+    with pytest.raises(OSError, match="other creations of it are under way") as caught:
+        store.create("other", b"mine")
+    assert caught.value.errno == errno.EREMOTEIO
+    assert not store.exists("other")
+
+
 class Sly(MemoryClient):
     """It overwrites an object, and says that it has not."""
 
