@@ -5,6 +5,7 @@ All in one job: a refusal leaves nothing behind that the next attach would meet.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -24,7 +25,9 @@ import flashckpt
 from flashckpt.checkpointer import resume
 from flashckpt.memory import memory_budget
 from flashckpt.ranks import job
+from flashckpt.restore import step_choice
 from flashckpt.state.tree import Tree
+from flashckpt.store.local import LocalStore
 from tests.folders import data_of
 
 Case = Callable[[Path, int], Any]
@@ -159,6 +162,57 @@ def no_memory(run: Path, rank: int) -> None:
         attached(run)
 
 
+class Own:
+    """Part of a state that this rank refuses to take back."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self._refuses = refuses
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self._refuses:
+            raise ValueError(f"count={state['count']}")
+
+
+def own_refused(run: Path, rank: int) -> None:
+    """Once the live state was written into: no rank may train on it."""
+    with flashckpt.attach(run, every=None, persist_every=None, model=net(), part=Own()) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+    dist.barrier()
+    model = net()
+    try:
+        attached(run, model=model, part=Own(refuses=rank == 1))
+    finally:
+        print(f"trains {is_trainable(model)} after own_refused", flush=True)
+
+
+def is_trainable(model: nn.Module) -> bool:
+    try:
+        model(torch.ones(1, 4))
+    except flashckpt.StateError:
+        return False
+    return True
+
+
+def storage_away(run: Path, rank: int) -> None:
+    """For one of them: no reason for an older step."""
+    trained(run, 2)
+
+    def away(store: LocalStore, path: str, *more: Any, **how: Any) -> None:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), path)
+
+    read = away if rank == 1 else LocalStore.read_chunks
+    with (
+        mock.patch.object(LocalStore, "read_chunks", read),
+        mock.patch.object(step_choice, "_PAUSES_S", ()),
+        without_memory(run),
+    ):
+        attached(run)
+
+
 def not_begun(run: Path, rank: int) -> None:
     """What fails on the leader after its thread has begun leaves none behind."""
     error = flashckpt.KeeperError("nothing can run beside the loop")
@@ -215,7 +269,7 @@ CASES: dict[str, Case] = {
         rank_0_alone,
         other_path, other_options, other_remote, other_names, other_replica,
         other_shards, other_lengths, other_epochs,
-        bad_loader, bad_option, bad_state, other_model,
+        bad_loader, bad_option, bad_state, other_model, own_refused, storage_away,
         not_begun, no_runtime, damaged_on_one, damaged_everywhere, no_memory,
     )
 }  # fmt: skip

@@ -37,6 +37,8 @@ EXPECTED = {
     "bad_option": ("OptionError", "rank 1 of 2: every='often'"),
     "bad_state": ("StateError", "rank 1 of 2: ", "own"),
     "other_model": ("MismatchError", "rank 1 of 2: ", "weight"),
+    "own_refused": ("StateError", "rank 1 of 2: ", "ValueError: count=1", "must not continue to train"),
+    "storage_away": ("RunError", "rank 1 of 2: ", "timed out", "Start again when the storage answers"),
     "not_begun": ("KeeperError", "rank 0 of 2: ", "nothing can run beside the loop"),
     "no_runtime": ("KeeperError", "rank 1 of 2: ", "/proc/nowhere"),
     "damaged_everywhere": ("UnusableRunError", "rank 0 of 2", "rank 1 of 2"),
@@ -68,6 +70,7 @@ def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> N
     assert "rank 1 of the default process group did not call it" in alone
     for out in told:
         assert "unchanged True" in out, "what does not fit changes nothing"
+        assert "trains False after own_refused" in out
         assert "threads of ranks left: []" in out
     # A step that one rank cannot read is left by all of them.
     assert "went on True 2.0" in told[0]
@@ -89,4 +92,5 @@ def test_all_ranks_are_refused_alike(told: list[list[str]], tmp_path: Path) -> N
         "no_runtime",
     ):
         assert name not in begun, f"{name}: refused before an attempt had started"
-    assert begun.count("other_model") == begun.count("no_memory") == 1
+    for name in ("other_model", "no_memory", "own_refused", "storage_away"):
+        assert begun.count(name) == 1, name
