@@ -226,19 +226,6 @@ class StepRecord:
         return [FileLeaf(*files[file], leaf, digest) for file, leaf, digest in self.rank(rank).counted()]
 
 
-def read_manifest(store: Store, checkpoint: Checkpoint) -> Manifest | None:
-    """The manifest of a checkpoint, None if the file is gone. DamagedError."""
-    path = checkpoint.manifest_path
-    try:
-        data = store.read(path, Manifest.MAX_BYTES)
-    except FileNotFoundError:
-        return None
-    manifest = Manifest.from_bytes(data, path)
-    if manifest.folder != checkpoint.folder or xxh3_128(data).hex()[:16] != checkpoint.manifest:
-        raise damaged(path, "it is the manifest of another checkpoint", checkpoint.step)
-    return manifest
-
-
 def missing_of(store: Store, manifest: Manifest) -> list[str]:
     """The files of a manifest that are not in their folders with their lengths."""
     return Stores({HOME.store: store}).run(HOME.missing(manifest))
@@ -297,9 +284,14 @@ def committed(view: View, name: CommitName) -> Checkpoint:
 
 def read_checkpoint(store: Store, checkpoint: Checkpoint) -> Manifest:
     """The manifest of a checkpoint. DamagedError, also if the file is gone."""
-    manifest = read_manifest(store, checkpoint)
-    if manifest is None:
-        raise damaged(checkpoint.manifest_path, "it is missing", checkpoint.step)
+    path = checkpoint.manifest_path
+    try:
+        data = store.read(path, Manifest.MAX_BYTES)
+    except FileNotFoundError:
+        raise damaged(path, "it is missing", checkpoint.step) from None
+    manifest = Manifest.from_bytes(data, path)
+    if manifest.folder != checkpoint.folder or xxh3_128(data).hex()[:16] != checkpoint.manifest:
+        raise damaged(path, "it is the manifest of another checkpoint", checkpoint.step)
     return manifest
 
 
@@ -410,7 +402,8 @@ def damaged(path: str, why: str, step: int) -> DamagedError:
 def _not_committed(store: Store, name: CommitName) -> NoSuchStepError:
     return NoSuchStepError(
         f"step {name.step} of attempt {name.attempt} (boundary {name.boundary}) is not committed in "
-        f"{store.url}. Nothing was changed. `flashckpt ls --all` lists the steps.",
+        f"{store.url}, or retention has deleted it. No committed step was changed. `flashckpt ls --all` "
+        "lists the steps.",
         step=name.step,
         path=store.url,
     )

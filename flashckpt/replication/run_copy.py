@@ -16,13 +16,12 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
 
 from flashckpt import _native, crashpoints
-from flashckpt.catalogue.changes import Keep as Kept
 from flashckpt.catalogue.changes import ancestry, clear
 from flashckpt.catalogue.home import Home, checkpoint_of
 from flashckpt.catalogue.mirror import copy_checkpoint
@@ -37,14 +36,13 @@ from flashckpt.commit.steps import (
     is_whole,
     missing_of,
     read_checkpoint,
-    read_manifest,
     step_of,
     whole_or_why,
 )
-from flashckpt.commit.verification import FileStatus, verify_file
+from flashckpt.commit.verification import verify_file
 from flashckpt.commit.view import HOME, View, open_run
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError
-from flashckpt.format.catalogue import Checkpoint, Folder
+from flashckpt.format.catalogue import Checkpoint
 from flashckpt.format.layout import PAGE
 from flashckpt.format.manifest import COMPRESSED, File, FrozenFile, Manifest, plain_name
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -70,13 +68,12 @@ class Outcome(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
     """The result of one copy. `num_bytes`: the length of the step's files; `sent_bytes`: what was sent.
-    `view`: of the target, after the copy; `dropped`: the steps that retention dropped there."""
+    `dropped`: the steps that retention dropped in the target."""
 
     name: CommitName
     outcome: Outcome
     num_bytes: int
     sent_bytes: int
-    view: View = field(compare=False, repr=False)
     dropped: tuple[CommitName, ...] = ()
 
     @property
@@ -95,7 +92,6 @@ class StepCopier:
         source: Store,
         target: Store,
         *,
-        threads: int = 2,
         progress: int = 0,
         compress: Compress = "none",
         repairs: bool = False,
@@ -103,15 +99,10 @@ class StepCopier:
         may_supersede: Callable[[], object] = lambda: None,
     ) -> None:
         self._source, self._target, self._compress = source, target, compress
-        self._repairs, self._keep = repairs, keep
+        self._repairs, self._kept = repairs, kept(keep)
         self._word = array("Q", [0])
         self._progress = progress or _native.address_of(self._word)
-        self._threads, self._may_supersede = threads, may_supersede
-        self._sent_bytes = 0
-
-    @property
-    def _kept(self) -> Kept:
-        return kept(self._keep)
+        self._may_supersede, self._sent_bytes = may_supersede, 0
 
     def copy(self, name: CommitName) -> Copied:
         """Commit a step of the source in the target, which is the same run.
@@ -122,17 +113,27 @@ class StepCopier:
         """
         self._sent_bytes = 0
         here, there = View.of(self._source), View.of(self._target)
-        checkpoint = here.checkpoint(name.id)
-        if checkpoint is None or checkpoint.step != name.step:
-            raise self._no_step(name)
+        checkpoint, target = committed(here, name), there.checkpoint(name.id)
+        dropped = tuple[CommitName, ...]()
         try:
-            if (target := there.checkpoint(name.id)) is not None:
-                return self._found_there(here, name, there, target)
-            return self._copied(here, name, checkpoint, there)
+            manifest = read_checkpoint(self._source, checkpoint)
+            if target is None:
+                outcome, dropped = self._copied(here, checkpoint, manifest, there)
+            elif not self._repairs and not isinstance(whole_or_why(self._target, target), str):
+                _native.fetch_add(self._progress, manifest.leaf_bytes)
+                outcome = Outcome.THERE
+            else:
+                outcome = self._mended(name, manifest, there, target)
         except (DamagedError, FileNotFoundError):
-            if not View.of(self._source).has(name):
-                raise self._no_step(name) from None
+            committed(View.of(self._source), name)  # NoSuchStepError if retention has deleted it meanwhile
             raise
+        return Copied(
+            name=name,
+            outcome=outcome,
+            num_bytes=manifest.leaf_bytes,
+            sent_bytes=self._sent_bytes,
+            dropped=dropped,
+        )
 
     def follow(self) -> View:
         """Let the target follow the newest attempt of the source, before that has a step to copy. Returns a
@@ -144,9 +145,12 @@ class StepCopier:
         steps = MIRROR.follow(secrets.token_hex(4), here.catalogue)
         return View(Stores({MIRROR.store: self._target}).run(steps), self._target)
 
-    def _copied(self, here: View, name: CommitName, checkpoint: Checkpoint, there: View) -> Copied:
+    def _copied(
+        self, here: View, checkpoint: Checkpoint, manifest: Manifest, there: View
+    ) -> tuple[Outcome, tuple[CommitName, ...]]:
+        """Copy a checkpoint that the target does not have. Returns the steps that retention dropped there,
+        too."""
         self._check_followed(here, there)
-        manifest = read_checkpoint(self._source, checkpoint)
         files = _Files(step_of(self._source, manifest))
         stores = Stores(
             {HOME.store: self._source, MIRROR.store: self._target}, copy=partial(self._send, files)
@@ -154,11 +158,9 @@ class StepCopier:
         nonce = secrets.token_hex(4)
         after = stores.run(copy_checkpoint(HOME, here.catalogue, checkpoint, MIRROR, nonce, self._kept))
         if after is None:
-            raise _damaged(self._source, checkpoint.folder.path, "its files are gone", checkpoint.step)
-        view = View(after, self._target)
-        outcome = Outcome.COPIED if after.has(checkpoint.id) else Outcome.DELETED
-        dropped = tuple(sorted(set(there.checkpoints).difference(view.checkpoints)))
-        return self._result(name, outcome, manifest, view, dropped)
+            raise damaged(self._at_source(checkpoint.folder.path), "its files are gone", checkpoint.step)
+        dropped = set(there.checkpoints).difference(View(after, self._target).checkpoints)
+        return Outcome.COPIED if after.has(checkpoint.id) else Outcome.DELETED, tuple(sorted(dropped))
 
     def _check_followed(self, here: View, there: View) -> None:
         if there.attempt not in (None, here.attempt) and not there.catalogue.ended:
@@ -181,13 +183,8 @@ class StepCopier:
 
     # ---- a checkpoint that the target has
 
-    def _found_there(self, here: View, name: CommitName, there: View, target: Checkpoint) -> Copied:
-        """Leave a checkpoint of the target as it is if its files are there; send those that are missing, or,
-        when repairing, damaged."""
-        manifest = read_checkpoint(self._source, committed(here, name))
-        if not self._repairs and not isinstance(whole_or_why(self._target, target), str):
-            _native.fetch_add(self._progress, manifest.leaf_bytes)
-            return self._result(name, Outcome.THERE, manifest, there)
+    def _mended(self, name: CommitName, manifest: Manifest, there: View, target: Checkpoint) -> Outcome:
+        """Send the files of a checkpoint that the target lacks or, when repairing, has damaged."""
         record = step_of(self._source, manifest)
         files = _Files(record)
         made = self._as_there(manifest, files, there, target)
@@ -198,58 +195,55 @@ class StepCopier:
             changed |= self._mend_small(f"{made.folder.path}/{row.name}", record.part_bytes(place), name)
         for path, contents in files.contents.items():
             there_path = places[contents.shard.file]
-            is_absent = there_path in missing
-            changed |= self._mend(path, there_path, lengths[there_path], contents, name, is_absent)
+            if there_path not in missing and self._is_sound(there_path, contents):
+                _native.fetch_add(self._progress, contents.shard.num_bytes)
+                continue
+            if not self._repairs and self._target.exists(there_path):
+                raise self._is_not_whole(there_path, name)
+            with self._image(path, contents, name.step) as image:
+                found = self._write(path, there_path, contents, image, name.step, replaces=True)
+            if found != lengths[there_path]:
+                raise RunError(
+                    f"{self._target.url}/{there_path} was compressed to {found} bytes, and "
+                    f"{lengths[there_path]} were written first: another version of the package zstandard has "
+                    "made them. The step is not whole in the target. Repair it with that version, or copy to "
+                    "another place.",
+                    step=name.step,
+                    path=there_path,
+                )
+            changed = True
         changed |= self._mend_small(target.manifest_path, made.to_bytes(), name)
         if self._repairs:
-            change = partial(clear, checkpoint=target)
-            there = View(Stores({HOME.store: self._target}).run(HOME.update(change)), self._target)
-        outcome = Outcome.THERE
-        if changed:
-            outcome = Outcome.REPAIRED if self._repairs else Outcome.COPIED
-        return self._result(name, outcome, manifest, there)
-
-    def _result(
-        self,
-        name: CommitName,
-        outcome: Outcome,
-        manifest: Manifest,
-        view: View,
-        dropped: tuple[CommitName, ...] = (),
-    ) -> Copied:
-        return Copied(
-            name=name, outcome=outcome, num_bytes=manifest.leaf_bytes,
-            sent_bytes=self._sent_bytes, view=view, dropped=dropped,
-        )  # fmt: skip
+            Stores({HOME.store: self._target}).run(HOME.update(partial(clear, checkpoint=target)))
+        if not changed:
+            return Outcome.THERE
+        return Outcome.REPAIRED if self._repairs else Outcome.COPIED
 
     def _as_there(self, manifest: Manifest, files: _Files, there: View, target: Checkpoint) -> Manifest:
-        """The manifest of the target, made again from that of the source if it cannot be read. RunError if
-        the target has other files of this snapshot."""
+        """The manifest of a checkpoint in the target; made anew from that of the source if it is damaged."""
         with suppress(DamagedError):
-            if (found := read_manifest(self._target, target)) is not None:
-                if _names(found) != _names(manifest):
-                    raise self._is_other(target.manifest_path, manifest.step)
-                return found
-        compressed = dict[str, FrozenFile]()
+            found = read_checkpoint(self._target, target)
+            if _names(found) != _names(manifest):
+                raise self._is_other(target.manifest_path, manifest.step)
+            return found
         lengths = {each.shard.file: each.shard.num_bytes for each in files.contents.values()}
-        bases = dict.fromkeys((plain_name(each.name) for each in manifest.frozen), target.folder)
-        for folder in {target.folder, *target.bases}:
+        stored = dict[str, FrozenFile]()
+        for folder in sorted({target.folder, *target.bases}):
             for entry in self._target.list(folder.path):
-                name = plain_name(entry.name)
-                if name in bases:
-                    bases[name] = folder
-                if name != entry.name:
-                    compressed[name] = FrozenFile(folder, entry.name, entry.num_bytes)
+                stored[plain_name(entry.name)] = FrozenFile(folder, entry.name, entry.num_bytes)
 
-        def stored(row: File | FrozenFile, folder: Folder) -> FrozenFile:
-            name = plain_name(row.name)
-            return compressed.get(name, FrozenFile(folder, name, lengths[name]))
+        def row(file: File | FrozenFile) -> FrozenFile:
+            name = plain_name(file.name)
+            found = stored.get(name, FrozenFile(target.folder, name, 0))
+            # A plain file may be cut short: its part has its length.
+            is_plain = found.name == name
+            return FrozenFile(found.base, name, lengths[name]) if is_plain else found
 
         made = replace(
             manifest,
             folder=target.folder,
-            shards=tuple(File(*stored(each, target.folder)[1:]) for each in manifest.shards),
-            frozen=tuple(sorted(stored(each, bases[plain_name(each.name)]) for each in manifest.frozen)),
+            shards=tuple(File(*row(each)[1:]) for each in manifest.shards),
+            frozen=tuple(sorted(map(row, manifest.frozen))),
             lineage=ancestry(there.catalogue, target.id)[1:],
         )
         if checkpoint_of(made).manifest != target.manifest:
@@ -271,45 +265,14 @@ class StepCopier:
         self._target.replace(path, data)
         return True
 
-    def _mend(
-        self,
-        path: str,
-        there: str,
-        num_bytes: int,
-        contents: Contents,
-        name: CommitName,
-        is_absent: bool,
-    ) -> bool:
-        """Send a file that is missing in the target, or, when repairing, damaged there. A file that is there
-        is read: it may have rotted. `num_bytes`: the length that the target's manifest gives. `is_absent`: no
-        file of this length is there."""
-        if not is_absent:
-            status, detail = self._verify(self._target, there, contents)
-            if status == "unreadable":
-                raise OSError(errno.EIO, detail, f"{self._target.url}/{there}")
-            if status == "ok":
-                _native.fetch_add(self._progress, contents.shard.num_bytes)
-                return False
-        if not self._repairs and self._target.exists(there):
-            raise self._is_not_whole(there, name)
-        with self._image(path, contents, name.step) as image:
-            found = self._write(path, there, contents, image, name.step, replaces=True)
-        if found != num_bytes:
-            raise RunError(
-                f"{self._target.url}/{there} was compressed to {found} bytes, and {num_bytes} were written "
-                "first: another version of the package zstandard has made them. The step is not whole in the "
-                "target. Repair it with that version, or copy to another place.",
-                step=name.step,
-                path=there,
-            )
-        return True
+    def _is_sound(self, path: str, contents: Contents) -> bool:
+        """Whether every byte of a file in the target is the recorded one. OSError if it cannot be read."""
+        status, detail = verify_file(self._target, path, contents)
+        if status == "unreadable":
+            raise OSError(errno.EIO, detail, f"{self._target.url}/{path}")
+        return status == "ok"
 
     # ---- files
-
-    def _verify(
-        self, store: Store, path: str, contents: Contents, into: memoryview | None = None
-    ) -> tuple[FileStatus, str]:
-        return verify_file(store, path, contents, into, threads=self._threads)
 
     def _write(
         self,
@@ -324,9 +287,7 @@ class StepCopier:
         """Send the image of the file at `path`. Returns the length of the file, compressed if its name says
         so."""
         layout, num_bytes = contents.layout(), contents.shard.num_bytes
-        how: dict[str, Any] = {
-            "threads": self._threads, "progress": self._progress, "replaces": replaces
-        }  # fmt: skip
+        how: dict[str, Any] = {"progress": self._progress, "replaces": replaces}
         if there.endswith(COMPRESSED):
             written, num_bytes = write_compressed(self._target, there, layout, image, **how)
         else:
@@ -337,7 +298,7 @@ class StepCopier:
         if not is_alike or tuple(written.digests) != contents.digests:
             with suppress(OSError):
                 self._target.remove(there)
-            raise _damaged(self._source, path, "it has changed while it was copied", step)
+            raise damaged(self._at_source(path), "it has changed while it was copied", step)
         self._sent_bytes += num_bytes
         return num_bytes
 
@@ -351,33 +312,28 @@ class StepCopier:
             is_plain = not path.endswith(COMPRESSED)
             descriptor = self._source.descriptor(path, num_bytes) if is_plain else None
         except (LengthError, FileNotFoundError) as error:
-            raise _damaged(self._source, path, str(error) or "it is missing", step) from error
+            raise damaged(self._at_source(path), str(error) or "it is missing", step) from error
         is_here = descriptor is not None
         descriptor = spool(num_bytes) if descriptor is None else descriptor
         try:
             if is_here:
-                status, why = self._verify(self._source, path, contents)
+                status, why = verify_file(self._source, path, contents)
             else:
                 pages = mmap.mmap(descriptor, -(-num_bytes // PAGE) * PAGE)
                 with pages, memoryview(pages) as into:
-                    status, why = self._verify(self._source, path, contents, into)
+                    status, why = verify_file(self._source, path, contents, into)
             if status == "unreadable":
-                raise OSError(errno.EIO if is_here else errno.EREMOTEIO, why, f"{self._source.url}/{path}")
+                raise OSError(errno.EIO if is_here else errno.EREMOTEIO, why, self._at_source(path))
             if status != "ok":
-                raise _damaged(self._source, path, why, step)
+                raise damaged(self._at_source(path), why, step)
             yield MemoryRange(descriptor, 0)
         finally:
             os.close(descriptor)
 
     # ---- errors
 
-    def _no_step(self, name: CommitName) -> NoSuchStepError:
-        return NoSuchStepError(
-            f"{self._source.url} has no committed step {name}, or retention has deleted it. It is "
-            "not committed in the target. Name a newer one.",
-            step=name.step,
-            path=self._source.url,
-        )
+    def _at_source(self, path: str) -> str:
+        return f"{self._source.url}/{path}"
 
     def _is_not_whole(self, path: str, name: CommitName) -> RunError:
         return RunError(
@@ -422,15 +378,6 @@ def _names(manifest: Manifest) -> tuple[set[str], set[str], set[str]]:
     rows = manifest.parts, manifest.shards, manifest.frozen
     parts, shards, frozen = ({plain_name(each.name) for each in row} for row in rows)
     return parts, shards, frozen
-
-
-def _damaged(store: Store, path: str, why: str, step: int) -> DamagedError:
-    return DamagedError(
-        f"{store.url}/{path} is damaged: {why}. Step {step} was not copied, other steps are as they were. "
-        "Run `flashckpt verify` on the run to see which steps are whole.",
-        step=step,
-        path=path,
-    )
 
 
 def spool(num_bytes: int) -> int:
@@ -488,7 +435,6 @@ def copy_run(
     *,
     at: AttemptName | SnapshotId | None = None,
     all_steps: bool = False,
-    threads: int = 2,
     compress: Compress = "none",
     repairs: bool = False,
     progress: Progress = lambda done, total: None,
@@ -510,7 +456,6 @@ def copy_run(
     copier = StepCopier(
         source,
         target,
-        threads=threads,
         progress=_native.address_of(word),
         compress=compress,
         repairs=repairs,

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from flashckpt.commit.steps import read_manifest
+from flashckpt.commit.steps import read_checkpoint
 from flashckpt.commit.view import View, folders_in
 from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.manifest import PART, shard_name
@@ -147,8 +147,7 @@ def contents(run: Path) -> dict[str, Any]:
         "damaged": sorted(map(str, view.damaged)),
     }
     for each in view.catalogue.checkpoints:
-        manifest = read_manifest(view.store, each)
-        assert manifest is not None
+        manifest = read_checkpoint(view.store, each)
         files = [f"{folder.path}/{name}" for folder, names in manifest.files().items() for name in names]
         shards = [name for name in files if name.endswith(".safetensors")]
         found[f"{each.step}@{each.id}"] = sorted((run / name).read_bytes() for name in shards)
