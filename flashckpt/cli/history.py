@@ -13,17 +13,18 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
-from flashckpt.catalogue.changes import ancestry, is_newer
+from flashckpt.catalogue.changes import ancestry
 from flashckpt.commit.attempts import ending
 from flashckpt.commit.lineage import damage, until_stable
 from flashckpt.commit.steps import (
     StepRecord,
     committed,
     heads_at_rest,
+    lacking,
     step_of,
     whole_or_why,
 )
-from flashckpt.commit.view import View, folders_in
+from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.layout import DTYPES, Leaf
 from flashckpt.format.names import MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
@@ -370,15 +371,12 @@ class Waiting:
 
 def waiting(store: Store) -> list[Waiting]:
     """The newest waiting steps, newest last."""
-    view = View.of(store)
-    catalogue, found = view.catalogue, list[Waiting]()
-    own = [each for each in folders_in(store) if each.writer == catalogue.writer]
-    for folder in [each for each in own if is_newer(catalogue, each.id)][-_MOST_WAITING:]:
-        heads = list(heads_at_rest(store, folder).values())
-        there = {rank.rank for head in heads for rank in head.ranks}
-        if heads and len(there) < heads[0].world:
-            missing = tuple(rank for rank in range(heads[0].world) if rank not in there)
-            found.append(Waiting(heads[0].step, folder.id.attempt, heads[0].world, missing))
+    found = []
+    for folder in View.of(store).pending()[-_MOST_WAITING:]:
+        heads = heads_at_rest(store, folder)
+        head = next(iter(heads.values()), None)
+        if head is not None and (missing := lacking(heads, head.world)):
+            found.append(Waiting(head.step, folder.id.attempt, head.world, tuple(missing)))
     return found
 
 

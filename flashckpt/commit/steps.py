@@ -251,7 +251,12 @@ def heads_at_rest(store: Store, folder: Folder) -> dict[str, PartHead]:
 
 def missing_ranks(store: Store, folder: Folder, world: int) -> list[int]:
     """The ranks without a part at rest."""
-    there = {rank.rank for head in heads_at_rest(store, folder).values() for rank in head.ranks}
+    return lacking(heads_at_rest(store, folder), world)
+
+
+def lacking(heads: Mapping[str, PartHead], world: int) -> list[int]:
+    """The ranks without a part among these."""
+    there = {rank.rank for head in heads.values() for rank in head.ranks}
     return [rank for rank in range(world) if rank not in there]
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from flashckpt.catalogue.changes import (
     bases,
     files_without_catalogue,
+    is_newer,
     is_visible,
     parent_of,
     visible,
@@ -88,6 +89,12 @@ class View:
     def is_in_lineage(self, id: SnapshotId) -> bool:
         """Whether the newest attempt descends from this snapshot."""
         return is_visible(self.catalogue, id)
+
+    def pending(self) -> list[Folder]:
+        """The folders of snapshots that the newest attempt has not committed and still can, oldest first. One
+        listing."""
+        writer = self.catalogue.writer
+        return [each for each in _folders(self.store, writer) if is_newer(self.catalogue, each.id)]
 
     @property
     def damaged(self) -> dict[SnapshotId, str]:
@@ -168,5 +175,8 @@ def writers_in(store: Store) -> frozenset[AttemptName]:
 def folders_in(store: Store) -> Iterator[Folder]:
     """Every folder of a snapshot, of each writer, oldest first."""
     for writer in sorted(writers_in(store)):
-        names = (each.name for each in store.list(f"{DATA}/{writer}") if each.is_folder)
-        yield from folders_of(writer, names)
+        yield from _folders(store, writer)
+
+
+def _folders(store: Store, writer: AttemptName) -> list[Folder]:
+    return folders_of(writer, (each.name for each in store.list(f"{DATA}/{writer}") if each.is_folder))

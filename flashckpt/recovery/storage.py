@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from flashckpt.catalogue.changes import Spared, clear, is_newer, spared
+from flashckpt.catalogue.changes import Spared, clear, spared
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import settle
 from flashckpt.commit.commit_step import collect, retain
-from flashckpt.commit.steps import heads_at_rest, is_whole
+from flashckpt.commit.steps import heads_at_rest, is_whole, lacking
 from flashckpt.commit.tidying import temporary_files
 from flashckpt.commit.verification import Row, verify
 from flashckpt.commit.view import HOME, View, check_writable, folders_in, open_run
@@ -53,7 +53,7 @@ def commit_whole(store: Store, *, dry_run: bool) -> list[Finding]:
     try:
         after = settle(before).view
     except OSError as error:
-        return [_failed(each, error) for each in _pending(store, before)[::-1]]
+        return [_failed(each, error) for each in before.pending()[::-1]]
     for each in after.catalogue.checkpoints:
         if not before.catalogue.has(each.id):
             fate = Fate.SOUND if dry_run else Fate.COMMITTED
@@ -63,14 +63,7 @@ def commit_whole(store: Store, *, dry_run: bool) -> list[Finding]:
 
 def unfinished(store: Store) -> list[Finding]:
     """A finding for each snapshot that the newest attempt has left and that lacks parts, newest first."""
-    folders = _pending(store, View.of(store))[::-1]
-    return [found for folder in folders for found in _unfinished(store, folder)]
-
-
-def _pending(store: Store, newest: View) -> list[Folder]:
-    """The folders of snapshots that the newest attempt has not committed."""
-    own = [each for each in folders_in(store) if each.writer == newest.catalogue.writer]
-    return [each for each in own if is_newer(newest.catalogue, each.id)]
+    return [found for folder in View.of(store).pending()[::-1] for found in _unfinished(store, folder)]
 
 
 def _failed(folder: Folder, error: OSError) -> Finding:
@@ -79,16 +72,16 @@ def _failed(folder: Folder, error: OSError) -> Finding:
 
 def _unfinished(store: Store, folder: Folder) -> list[Finding]:
     try:
-        heads = list(heads_at_rest(store, folder).values())
+        heads = heads_at_rest(store, folder)
     except OSError as error:
         return [_failed(folder, error)]
     if not heads:
         return []
-    num_bytes = sum(file.num_bytes for head in heads for file in head.files)
-    there = {rank.rank for head in heads for rank in head.ranks}
-    is_complete = len(there) == heads[0].world
-    why = "not all of its ranks' parts are there" if not is_complete else "its files are not all there"
-    return [Finding(Kind.PARTS, Fate.KEPT, folder.path, folder.id, heads[0].step, num_bytes, why)]
+    first = next(iter(heads.values()))
+    num_bytes = sum(file.num_bytes for head in heads.values() for file in head.files)
+    is_lacking = lacking(heads, first.world)
+    why = "not all of its ranks' parts are there" if is_lacking else "its files are not all there"
+    return [Finding(Kind.PARTS, Fate.KEPT, folder.path, folder.id, first.step, num_bytes, why)]
 
 
 def examine(store: Store, watcher: Watcher, *, read: bool) -> Examined:
