@@ -1,7 +1,7 @@
 """Shards that are compressed on their way, beside the same sent as they are: `python -m
 benchmarks.compression`.
 
-    python -m benchmarks.compression [--steps 300] [--mib 256] [--threads 2] [--rounds 3] [--json FILE]
+    python -m benchmarks.compression [--steps 300] [--mib 256] [--rounds 3] [--json FILE]
 
 The bytes are those of a trained model: `examples/tiny_gpt` with AdamW after some hundred steps, in float32
 and in bfloat16, its weights and both moments repeated until there are so many (a frame is compressed by
@@ -154,25 +154,25 @@ class Turn:
     stored_bytes: int
 
 
-def write(store: Store, shard: Shard, how: Compress, threads: int) -> tuple[str, Written, int]:
+def write(store: Store, shard: Shard, how: Compress) -> tuple[str, Written, int]:
     """Write the shard as a copy does. Returns its name and length, too."""
     if not is_worth(how, store, shard.layout, shard.range):
-        written = store.write_shard(_NAME, shard.layout, shard.range, threads=threads, replaces=True)
+        written = store.write_shard(_NAME, shard.layout, shard.range, replaces=True)
         return _NAME, written, shard.layout.num_bytes
     name = _NAME + COMPRESSED
-    return name, *write_compressed(store, name, shard.layout, shard.range, threads=threads, replaces=True)
+    return name, *write_compressed(store, name, shard.layout, shard.range, replaces=True)
 
 
-def timed(store: Store, shard: Shard, how: Compress, threads: int) -> Turn:
+def timed(store: Store, shard: Shard, how: Compress) -> Turn:
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
-    _, _, stored_bytes = write(store, shard, how, threads)
+    _, _, stored_bytes = write(store, shard, how)
     return Turn(time.perf_counter() - began_s, time.process_time() - began_cpu_s, stored_bytes)
 
 
-def sent(shard: Shard, rate: int, how: Compress, threads: int, rounds: int) -> dict[str, float]:
+def sent(shard: Shard, rate: int, how: Compress, rounds: int) -> dict[str, float]:
     """Medians."""
     store = ObjectStore(Sink(), UploadRate(rate * 10**6))
-    turns = [timed(store, shard, how, threads) for _ in range(rounds)]
+    turns = [timed(store, shard, how) for _ in range(rounds)]
     gib = shard.layout.num_bytes / 2**30
     return {
         "seconds": statistics.median(each.seconds for each in turns),
@@ -181,16 +181,16 @@ def sent(shard: Shard, rate: int, how: Compress, threads: int, rounds: int) -> d
     }
 
 
-def read(shard: Shard, how: Compress, threads: int, rounds: int) -> dict[str, float]:
+def read(shard: Shard, how: Compress, rounds: int) -> dict[str, float]:
     """From a folder in memory, into memory that was touched already."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         store = LocalStore(folder)
-        name, written, _ = write(store, shard, how, threads)
+        name, written, _ = write(store, shard, how)
         contents, into = shard.contents(written), memoryview(bytearray(shard.layout.num_bytes))
         seconds, cpu = array("d"), array("d")
         for _ in range(rounds):
             began_s, began_cpu_s = time.perf_counter(), time.process_time()
-            found = read_shard(store, name, contents, into, threads=threads)
+            found = read_shard(store, name, contents, into)
             seconds.append(time.perf_counter() - began_s)
             cpu.append(time.process_time() - began_cpu_s)
             assert not found.bad_chunks
@@ -200,16 +200,16 @@ def read(shard: Shard, how: Compress, threads: int, rounds: int) -> dict[str, fl
 
 
 def measured(dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, Any]:
-    state, threads, rounds = trained(dtype, arguments.steps), arguments.threads, arguments.rounds
+    state, rounds = trained(dtype, arguments.steps), arguments.rounds
     name, found = str(dtype).removeprefix("torch."), dict[str, Any]()
     for kind, letter in _KINDS.items():
         part = {key: each for key, each in state.items() if key.startswith(f"{letter}.")}
-        found[kind] = sent(Shard(part, 64 << 20), 0, "zstd", threads, 1)["ratio"]
+        found[kind] = sent(Shard(part, 64 << 20), 0, "zstd", 1)["ratio"]
         print(f"{name:9} {kind:14} {100 * found[kind]:.1f} % of the bytes")
     shard = Shard(state, arguments.mib << 20)
     mb = shard.layout.num_bytes / 1e6
     for rate in _RATES:
-        rows = {how: sent(shard, rate, how, threads, rounds) for how in get_args(Compress)}
+        rows = {how: sent(shard, rate, how, rounds) for how in get_args(Compress)}
         found[f"sent at {rate} MB/s"] = rows
         told = ", ".join(
             f"{how} {row['seconds']:.2f} s ({mb / row['seconds']:.0f} MB/s, CPU "
@@ -219,7 +219,7 @@ def measured(dtype: torch.dtype, arguments: argparse.Namespace) -> dict[str, Any
         print(f"{name:9} {mb:.0f} MB to a client of {rate or 'any'} MB/s: {told}")
     ways: tuple[Compress, ...] = ("none", "zstd")
     for how in ways:
-        row = found[f"read {how}"] = read(shard, how, threads, rounds)
+        row = found[f"read {how}"] = read(shard, how, rounds)
         print(
             f"{name:9} read and checked, {how}: {mb / row['seconds']:.0f} MB/s, "
             f"CPU {row['cpu_s_per_gib']:.2f} s/GiB"
@@ -234,7 +234,6 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="where every figure is written")
     arguments = parser.parse_args()

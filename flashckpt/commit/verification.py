@@ -15,7 +15,7 @@ from typing import Literal
 
 from flashckpt import _native
 from flashckpt.commit.lineage import resolve, until_stable
-from flashckpt.commit.steps import StepRecord, missing_of, read_step
+from flashckpt.commit.steps import StepRecord, committed, missing_of, read_step
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -83,7 +83,6 @@ def verify(
     *,
     at: AttemptName | SnapshotId | None = None,
     all_steps: bool = False,
-    threads: int = 2,
     progress: Progress = lambda done, total: None,
 ) -> Report:
     """Read all visible steps again, or one (a visible step, or that of the attempt or snapshot `at`); with
@@ -94,9 +93,26 @@ def verify(
     """
     open_run(store, create=False)
     word = array("Q", [0, 0])  # the bytes that were read, and that are to be read
+    read = partial(verify_file, store, progress_word=_native.address_of(word))
 
     def find() -> list[Row]:
-        return _rows(store, step, at, all_steps, threads, word)
+        rows, records, known = list[Row](), list[StepRecord](), dict[_Claimed, Row]()
+        for each in _chosen(store, step, at, all_steps):
+            try:
+                record, found = _records(store, each)
+            except NoSuchStepError:
+                if step is not None:
+                    raise
+                continue
+            rows += found
+            records += [] if record is None else [record]
+        word[0], word[1] = 0, _bytes_of(records)
+        for record in records:
+            rows += _shards(record, known, read)
+        word[0] = word[1]
+        suspects = {row.name for row in rows if row.status != "ok"}
+        gone = suspects.difference(View.of(store).checkpoints) if suspects else ()
+        return [row for row in rows if row.name not in gone]
 
     def work() -> list[Row]:
         rows = until_stable(store, find)
@@ -111,37 +127,6 @@ def verify(
 
     rows = watched("verify", work, report)
     return Report(rows=tuple(sorted(rows, key=lambda row: row.name, reverse=True)))
-
-
-def _rows(
-    store: Store,
-    step: int | None,
-    at: AttemptName | SnapshotId | None,
-    all_steps: bool,
-    threads: int,
-    word: array[int],
-) -> list[Row]:
-    known: dict[_Claimed, Row] = {}
-    rows: list[Row] = []
-    records = []
-    for each in _chosen(store, step, at, all_steps):
-        try:
-            record, found = _records(store, each)
-        except NoSuchStepError:
-            if step is not None:
-                raise
-            continue
-        rows += found
-        records.append(record)
-    word[0], word[1] = 0, _bytes_of(records)
-    read = partial(verify_file, store, threads=threads, progress_word=_native.address_of(word))
-    for record in records:
-        if record is not None:
-            rows += _shards(record, known, read)
-    word[0] = word[1]
-    suspects = {row.name for row in rows if row.status != "ok"}
-    gone = suspects.difference(View.of(store).checkpoints) if suspects else ()
-    return [row for row in rows if row.name not in gone]
 
 
 def _chosen(
@@ -159,18 +144,18 @@ def _chosen(
 def _records(store: Store, name: CommitName) -> tuple[StepRecord | None, list[Row]]:
     """The record of a step, and a row for its manifest and each part."""
     view = View.of(store)
-    checkpoint = view.checkpoint(name.id)
-    if checkpoint is None:
-        raise NoSuchStepError(f"{name} was deleted meanwhile.", step=name.step)
-    manifest = checkpoint.manifest_path
+    manifest = committed(view, name).manifest_path
     try:
         record = read_step(view, name)
     except FlashckptError as error:
-        path = error.path or manifest
-        status: FileStatus = "damaged" if store.exists(path) else "missing"
-        return None, [Row(name=name, file=path, status=status, detail=str(error))]
+        return None, [_problem(store, name, error.path or manifest, error)]
     files = [manifest, *(record.part_path(place) for place in range(len(record.parts)))]
     return record, [Row(name=name, file=file, status="ok") for file in files]
+
+
+def _problem(store: Store, name: CommitName, path: str, error: FlashckptError) -> Row:
+    status: FileStatus = "damaged" if store.exists(path) else "missing"
+    return Row(name=name, file=path, status=status, detail=str(error))
 
 
 def _shards(record: StepRecord, known: dict[_Claimed, Row], read: _Read) -> Iterator[Row]:
@@ -184,9 +169,7 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], read: _Read) -> Iter
         try:
             files = record.files(rank)
         except DamagedError as error:
-            path = error.path or record.folder
-            status: FileStatus = "damaged" if record.store.exists(path) else "missing"
-            yield Row(name=record.name, file=path, status=status, detail=str(error))
+            yield _problem(record.store, record.name, error.path or record.folder, error)
             continue
         for file, contents in files:
             claimed = file, contents.shard.num_bytes, contents.shard.checksums, contents.digests
@@ -201,10 +184,10 @@ def _shards(record: StepRecord, known: dict[_Claimed, Row], read: _Read) -> Iter
                 yield replace(row, num_bytes=0 if is_known else contents.shard.num_bytes)
 
 
-def _bytes_of(records: Iterable[StepRecord | None]) -> int:
+def _bytes_of(records: Iterable[StepRecord]) -> int:
     """Bytes to read. A frozen file that several steps name counts once."""
     sizes: dict[tuple[str, str], int] = {}
-    for manifest in (each.manifest for each in records if each is not None):
+    for manifest in (each.manifest for each in records):
         sizes |= {(manifest.folder.path, shard.name): shard.num_bytes for shard in manifest.shards}
         sizes |= {(each.base.path, each.name): each.num_bytes for each in manifest.frozen}
     return sum(sizes.values())
@@ -219,13 +202,12 @@ def verify_file(
     contents: Contents,
     into: memoryview | None = None,
     *,
-    threads: int = 2,
     progress_word: int = 0,
 ) -> tuple[FileStatus, str]:
     """Compare one shard or frozen file with its record. Returns its status, and what is wrong. `into`:
     the memory that it is read into; its bytes are the compared ones."""
     try:
-        found = read_shard(store, path, contents, into, threads=threads, progress=progress_word)
+        found = read_shard(store, path, contents, into, progress=progress_word)
     except FileNotFoundError:
         return "missing", "there is no such file"
     except LengthError as error:

@@ -89,15 +89,14 @@ class Writer:
         stands: Callable[[], bool] | None = None,
         guard: Callable[[], None] = lambda: None,
         pinned: Callable[[], CommitName | None] = lambda: None,
-        threads: int = 2,
     ) -> None:
-        self._store, self._nonce, self._threads, self._guard = store, nonce, threads, guard
+        self._store, self._nonce, self._guard = store, nonce, guard
         self._gathers, self._pinned = gathers, pinned
         self._stands = stands or (lambda: True)
         self._known: Catalogue = EMPTY
         self._files, self._progress = 0, array("Q", [0])
         self._began_ns = time.monotonic_ns()
-        self._frozen = FrozenFiles(store, nonce, threads, _native.address_of(self._progress))
+        self._frozen = FrozenFiles(store, nonce, _native.address_of(self._progress))
 
     @property
     def progress_bytes(self) -> int:
@@ -288,7 +287,6 @@ class Writer:
                 f"{tried.folder.path}/{name}",
                 layout,
                 MemoryRange(snapshot.slot.image_descriptor, snapshot.slot.image_offset),
-                threads=self._threads,
                 progress=_native.address_of(self._progress),
             )
             crashpoints.point("write.written")
@@ -506,8 +504,8 @@ class FrozenFiles:
     A part names a file in the folder of another snapshot only if a checkpoint names that folder: else the
     file could be deleted before the part is committed."""
 
-    def __init__(self, store: Store, nonce: str, threads: int, progress: int) -> None:
-        self._store, self._nonce, self._threads, self._progress = store, nonce, threads, progress
+    def __init__(self, store: Store, nonce: str, progress: int) -> None:
+        self._store, self._nonce, self._progress = store, nonce, progress
         # Each with the attempt in whose folder the last part named it.
         self._known: dict[int, tuple[AttemptName, FrozenLeaves]] = {}
         self._files = 0
@@ -567,9 +565,7 @@ class FrozenFiles:
             os.close(descriptor)
         elif not self._store.capabilities.is_folder:
             return self._is_there(found)
-        status, detail = verify_file(
-            self._store, path, contents, threads=self._threads, progress_word=self._progress
-        )
+        status, detail = verify_file(self._store, path, contents, progress_word=self._progress)
         if status != "ok":
             log.warning("%s is %s (%s): the frozen leaves are written again", path, status, detail)
         return status == "ok"
@@ -591,7 +587,6 @@ class FrozenFiles:
             path,
             layout,
             MemoryRange(region.image_descriptor, region.image_offset),
-            threads=self._threads,
             progress=self._progress,
         )
         try:

@@ -21,6 +21,8 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.records import Contents
 
 _MAX_NAME_BYTES = 255
+WRITE_THREADS = 2
+"""Threads that sum, or compress, the bytes of one shard."""
 # Errors of a file system that has lost bytes of a file. An absent server, a missing permission or a timeout
 # give other errors, which do not mean that the file is damaged.
 LOST_BYTES = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EILSEQ})
@@ -157,7 +159,6 @@ class Store(Protocol):
         layout: Layout,
         source: MemoryRange,
         *,
-        threads: int = 2,
         progress: int = 0,
         replaces: bool = False,
     ) -> Written:

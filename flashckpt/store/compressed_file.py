@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 from flashckpt import _native
@@ -25,7 +25,7 @@ from flashckpt.errors import DamagedError, RunError
 from flashckpt.format.layout import DTYPES, Layout, Leaf
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.options import Compress
-from flashckpt.store.base import MemoryRange, Store, Written
+from flashckpt.store.base import WRITE_THREADS, MemoryRange, Store, Written
 from flashckpt.store.read_plan import ImageSums, add_pieces
 
 _PIECE_BYTES = 8 << 20
@@ -96,58 +96,47 @@ def write_compressed(
     layout: Layout,
     source: MemoryRange,
     *,
-    threads: int = 2,
     progress: int = 0,
     replaces: bool = False,
 ) -> tuple[Written, int]:
     """As `Store.write_shard`, compressed. Returns the length of the file, too."""
-    if os.fstat(source.descriptor).st_size < source.offset + layout.num_bytes:
+    num_bytes, widths, sums = layout.num_bytes, widths_of(layout), ImageSums(layout, FRAME_BYTES)
+    if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
         raise OSError(errno.EIO, "the memory region is shorter than the shard", path)
-    shard = _Frames(layout, source, threads, progress)
-    store.write_parts(path, shard.parts(), most_bytes(layout.num_bytes), replaces=replaces)
-    return Written(digests=shard.sums.digests(), checksums=shard.sums.checksums()), shard.sent_bytes
+    sent = list[int]()
 
-
-class _Frames:
-    """A shard's frames, compressed a few at a time."""
-
-    def __init__(self, layout: Layout, source: MemoryRange, threads: int, progress: int) -> None:
-        self._num_bytes, self._source = layout.num_bytes, source
-        self._widths, self.sums = widths_of(layout), ImageSums(layout, FRAME_BYTES)
-        self._threads, self._progress = max(1, threads), progress
-        self.sent_bytes = 0
-
-    def parts(self) -> Iterator[bytes]:
-        """Yield the file's bytes. A frame counts as done when the next one is requested."""
-        sizes, under_way = list[int](), deque[Future[bytes]]()
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="compress") as pool:
-            try:
-                for index in range(count_of(self._num_bytes) + self._threads):
-                    if index < count_of(self._num_bytes):
-                        under_way.append(pool.submit(self._frame, index))
-                    if index >= self._threads:
-                        frame = under_way.popleft().result()
-                        sizes.append(len(frame))
-                        yield frame
-                        self._count(index - self._threads)
-            finally:
-                for each in under_way:
-                    each.cancel()
-        yield (table := table_bytes(self._num_bytes, self._widths, sizes))
-        self.sent_bytes = sum(sizes) + len(table)
-
-    def _frame(self, index: int) -> bytes:
-        start = index * FRAME_BYTES
-        plain = _read(self._source, start, min(FRAME_BYTES, self._num_bytes - start))
-        frame = codec().pack(self._widths[index], plain)
-        codec().unpack(self._widths[index], frame, plain)
-        self.sums.add(start, plain)
+    def packed(start: int) -> bytes:
+        plain, width = _read(source, start, min(FRAME_BYTES, num_bytes - start)), widths[start // FRAME_BYTES]
+        frame = codec().pack(width, plain)
+        codec().unpack(width, frame, plain)
+        sums.add(start, plain)
         return frame
 
-    def _count(self, index: int) -> None:
-        if self._progress:
-            num_bytes = min(FRAME_BYTES, self._num_bytes - index * FRAME_BYTES)
-            _native.fetch_add(self._progress, num_bytes)
+    def pieces() -> Iterator[bytes]:
+        """The file's bytes. A frame counts as done when the next one is requested."""
+        under_way = deque[tuple[int, Future[bytes]]]()
+        with ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="compress") as pool:
+            try:
+                starts = iter(range(0, num_bytes, FRAME_BYTES))
+                while True:
+                    for start in islice(starts, WRITE_THREADS + 1 - len(under_way)):
+                        under_way.append((start, pool.submit(packed, start)))
+                    if not under_way:
+                        break
+                    start, future = under_way.popleft()
+                    sent.append(len(frame := future.result()))
+                    yield frame
+                    if progress:
+                        _native.fetch_add(progress, min(FRAME_BYTES, num_bytes - start))
+            finally:
+                for _, each in under_way:
+                    each.cancel()
+        table = table_bytes(num_bytes, widths, sent)
+        sent.append(len(table))
+        yield table
+
+    store.write_parts(path, pieces(), most_bytes(num_bytes), replaces=replaces)
+    return Written(digests=sums.digests(), checksums=sums.checksums()), sum(sent)
 
 
 def _ratio(layout: Layout, source: MemoryRange) -> float:

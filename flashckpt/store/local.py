@@ -24,6 +24,7 @@ from flashckpt.format.layout import Layout
 from flashckpt.format.manifest import COMPRESSED
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.store.base import (
+    WRITE_THREADS,
     Capabilities,
     Entry,
     MemoryRange,
@@ -181,7 +182,6 @@ class LocalStore:
         layout: Layout,
         source: MemoryRange,
         *,
-        threads: int = 2,
         progress: int = 0,
         replaces: bool = False,
     ) -> Written:
@@ -194,7 +194,7 @@ class LocalStore:
                 chunk_bytes=CHUNK_BYTES,
                 leaf_offsets=array("Q", [layout.data_start + leaf.offset for leaf in layout.leaves]),
                 leaf_sizes=array("Q", [leaf.num_bytes for leaf in layout.leaves]),
-                threads=threads,
+                threads=WRITE_THREADS,
                 progress=progress,
             )
             return Written(digests=array("Q", digests), checksums=checksums, direct=direct)

@@ -250,7 +250,6 @@ class ObjectStore:
         layout: Layout,
         source: MemoryRange,
         *,
-        threads: int = 2,
         progress: int = 0,
         replaces: bool = False,
     ) -> Written:
