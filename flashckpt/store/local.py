@@ -39,7 +39,6 @@ _Found = TypeVar("_Found")
 
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
 _NO_EXCLUSIVE_RENAME = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP})
-_TEMPORARY = ".tmp"
 # How often to retry when another process removes the folder because it is empty.
 _FOLDER_TRIES = 8
 
@@ -80,22 +79,20 @@ class LocalStore:
         with self._opened(path) as (file, num_bytes):
             if num_bytes > max_bytes:
                 raise too_long(path, num_bytes, max_bytes)
-            return _read_all(file, max_bytes)
+            return _read(file, 0, num_bytes)
 
     def create(self, path: str, data: bytes) -> bool:
         def create_in(name: str, folder: int) -> bool:
-            temporary = self._write_temporary(name, data, folder)
-            try:
+            with self._temporary(name, data, folder) as temporary:
                 # The new file may depend on names in this folder that another process has just made.
                 self._system.sync_folder(folder)
                 created = self._publish(temporary, name, folder)
                 # Callers rely on the name from here, even if another process made it: no power loss may undo
                 # it.
                 self._system.sync_folder(folder)
-                return created
-            finally:
-                with suppress(FileNotFoundError):
-                    self._system.remove(temporary, folder)
+            with suppress(FileNotFoundError):
+                self._system.remove(temporary, folder)
+            return created
 
         return self._in_folder(path, create_in)
 
@@ -103,13 +100,8 @@ class LocalStore:
         # Make no folder: if it is missing, it was removed together with the subject of this file.
         *folders, name = split(path)
         with self._folder(folders) as folder:
-            temporary = self._write_temporary(name, data, folder, durable=durable)
-            try:
+            with self._temporary(name, data, folder, durable=durable) as temporary:
                 self._system.rename(temporary, name, folder)
-            except BaseException:
-                with suppress(FileNotFoundError):
-                    self._system.remove(temporary, folder)
-                raise
             if durable:
                 # The caller's deletions rely on the new file: the old one must not reappear.
                 self._system.sync_folder(folder)
@@ -220,7 +212,7 @@ class LocalStore:
         """Write a file beside its place, by `write(its temporary path)`, and name it once its bytes are
         durable. So what a killed process has left is a temporary file, and no file of the run."""
         *folders, name = split(path)
-        temporary = f".{name}.{secrets.token_hex(8)}{_TEMPORARY}"
+        temporary = _temporary_name(name)
         try:
             found = write("/".join([*folders, temporary]))
             with self._folder(folders) as folder:
@@ -260,12 +252,8 @@ class LocalStore:
 
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         with self._opened(path) as (file, size):
-            data = b""
-            while len(data) < num_bytes:
-                piece = os.pread(file, num_bytes - len(data), offset + len(data))
-                if not piece:
-                    raise other_length(path, size, offset + num_bytes)
-                data = data + piece if data else piece
+            if len(data := _read(file, offset, num_bytes)) < num_bytes:
+                raise other_length(path, size, offset + num_bytes)
             return data
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
@@ -360,21 +348,24 @@ class LocalStore:
             path=path,
         )
 
-    def _write_temporary(self, name: str, data: bytes, folder: int, *, durable: bool = True) -> str:
-        temporary = f".{name}.{secrets.token_hex(8)}{_TEMPORARY}"
+    @contextmanager
+    def _temporary(self, name: str, data: bytes, folder: int, *, durable: bool = True) -> Iterator[str]:
+        """Write a file beside its place. Yields its name, and removes it after an error."""
+        temporary = _temporary_name(name)
         file = self._system.create(temporary, folder)
         try:
-            self._write(file, data)
-            if durable:
-                # A name must never refer to bytes that a power loss can destroy.
-                self._system.sync(file)
+            try:
+                self._write(file, data)
+                if durable:
+                    # A name must never refer to bytes that a power loss can destroy.
+                    self._system.sync(file)
+            finally:
+                os.close(file)
+            yield temporary
         except BaseException:
             with suppress(OSError):
                 self._system.remove(temporary, folder)
             raise
-        finally:
-            os.close(file)
-        return temporary
 
     def _write(self, file: int, data: bytes) -> None:
         rest = memoryview(data)
@@ -440,14 +431,16 @@ class LocalStore:
                 raise
 
 
-def _read_all(file: int, max_bytes: int) -> bytes:
-    pieces, total = [], 0
-    while piece := os.read(file, min(1 << 20, max_bytes + 1 - total)):
-        pieces.append(piece)
-        total += len(piece)
-        if total > max_bytes:
-            break
-    return b"".join(pieces)
+def _temporary_name(name: str) -> str:
+    return f".{name}.{secrets.token_hex(8)}.tmp"
+
+
+def _read(file: int, offset: int, num_bytes: int) -> bytes:
+    """Bytes of an open file; fewer if it ends before."""
+    data = b""
+    while len(data) < num_bytes and (piece := os.pread(file, num_bytes - len(data), offset + len(data))):
+        data = data + piece if data else piece
+    return data
 
 
 # ---- system calls
