@@ -177,18 +177,12 @@ def _write(store: Store, request: Create | Put) -> bool:
 
 def _read(store: Store, request: Read) -> JsonRecord | None:
     with suppress(FileNotFoundError):
-        if issubclass(request.kind, PartHead):
-            return read_head(store, request.path, request.num_bytes)
+        if issubclass(request.kind, PartHead):  # the part may be much longer
+            first = store.read_bytes(request.path, 0, min(request.num_bytes, _HEAD_BYTES))
+            if (head := PartHead.from_prefix(first, request.path)) is not None:
+                return head
         return request.kind.from_bytes(store.read(request.path, request.kind.MAX_BYTES), request.path)
     return None
-
-
-def read_head(store: Store, path: str, num_bytes: int) -> PartHead:
-    """The head of a part of this length, which may be much longer. DamagedError, FileNotFoundError."""
-    first = store.read_bytes(path, 0, min(num_bytes, _HEAD_BYTES))
-    return PartHead.from_prefix(first, path) or PartHead.from_bytes(
-        store.read(path, PartHead.MAX_BYTES), path
-    )
 
 
 def _has_file(store: Store, path: str, num_bytes: int) -> bool:

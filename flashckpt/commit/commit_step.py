@@ -114,7 +114,19 @@ def commit(
     if isinstance(manifest, Committed):
         return Outcome(manifest, view)
     guard()
-    return publish_manifest(view, manifest, keep, in_use=in_use, guard=guard)
+    crashpoints.point("manifest.checked")
+    checkpoint = stores.run(HOME.publish(view.catalogue, manifest))
+    crashpoints.point("manifest.written")
+    after = stores.run(HOME.commit(view.catalogue, folder.writer, checkpoint, kept(keep, in_use)))
+    crashpoints.point("version.created")
+    guard()
+    found = View(after, store)
+    if not after.has(checkpoint.id):
+        return Outcome(hopeless(after, checkpoint) or Committed.OVERTAKEN, found)
+    dropped = tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
+    ids = frozenset(each.id for each in after.checkpoints)
+    is_due = not dropped and bool(expired(after, replace(kept(keep, in_use), whole=ids)))
+    return Outcome(Committed.YES, found, None if is_due else dropped)
 
 
 def _read_heads(store: Store, folder: Folder, heads: dict[str, PartHead]) -> None:
@@ -129,31 +141,6 @@ def _read_heads(store: Store, folder: Folder, heads: dict[str, PartHead]) -> Non
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for _ in pool.map(read, names.keys() - heads.keys()):
             pass
-
-
-def publish_manifest(
-    view: View,
-    manifest: Manifest,
-    keep: Keep,
-    *,
-    in_use: frozenset[SnapshotId] = frozenset(),
-    guard: Callable[[], None] = lambda: None,
-) -> Outcome:
-    """Write a manifest, whose files are all there, and the version that names it; see `commit`."""
-    writer, stores = manifest.folder.writer, Stores({HOME.store: view.store})
-    crashpoints.point("manifest.checked")
-    checkpoint = stores.run(HOME.publish(view.catalogue, manifest))
-    crashpoints.point("manifest.written")
-    after = stores.run(HOME.commit(view.catalogue, writer, checkpoint, kept(keep, in_use)))
-    crashpoints.point("version.created")
-    guard()
-    found = View(after, view.store)
-    if not after.has(checkpoint.id):
-        return Outcome(hopeless(after, checkpoint) or Committed.OVERTAKEN, found)
-    dropped = tuple(sorted(set(view.checkpoints).difference(found.checkpoints)))
-    ids = frozenset(each.id for each in after.checkpoints)
-    is_due = not dropped and bool(expired(after, replace(kept(keep, in_use), whole=ids)))
-    return Outcome(Committed.YES, found, None if is_due else dropped)
 
 
 def found_run(store: Store, folder: Folder, run_id: str) -> View:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from flashckpt.format.catalogue import CHECKSUM, FOLDER, RUN_ID, Folder, Lineage, check_lineage
 from flashckpt.format.checked_json import JsonRecord, dump, parse_head
-from flashckpt.format.forms import ID, Form, dump_fields, fields, integer, items, optional, pair, row, text
+from flashckpt.format.forms import ID, Form, fields, integer, items, optional, pair, row, text
 from flashckpt.format.layout import RANKS, Ranks, count_of, has_rank
 from flashckpt.format.names import MAX_RANK, MAX_STEP, SnapshotId
 
@@ -133,9 +133,6 @@ class PartHead(JsonRecord):
     @property
     def frozen(self) -> list[FrozenFile]:
         return [each.frozen for each in self.ranks if each.frozen is not None]
-
-    def to_dict(self) -> dict[str, Any]:
-        return dump_fields(self, PartHead.FORMS)
 
     def _dumped(self) -> bytes:
         return dump({"kind": self.KIND, **self.to_dict()}, {})

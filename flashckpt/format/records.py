@@ -133,11 +133,9 @@ class Part(JsonRecord):
     ranks: tuple[RankRecord, ...]
     environment: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
-    def head(self) -> PartHead:
-        """The part's head."""
-        return self._head(_Tables(self.ranks))
-
-    def _head(self, tables: _Tables) -> PartHead:
+    def head(self, tables: _Tables | None = None) -> PartHead:
+        """The part's head. `tables`: those of its ranks, if the caller has them."""
+        tables = tables or _Tables(self.ranks)
         return PartHead(
             id=self.id,
             step=self.step,
@@ -147,20 +145,12 @@ class Part(JsonRecord):
             tables=tuple((table.ranks, checksum) for checksum, table in tables.by_checksum.items()),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        head, body = self._halves()
-        return {**head, **body}
-
-    def _halves(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The head, and the rest."""
+    def _dumped(self) -> bytes:
         tables = _Tables(self.ranks)
         replicas = tuple(tables.by_checksum.values())
         body = {"environment": self.environment, "replicas": replicas, "contents": self.ranks}
-        return self._head(tables).to_dict(), {key: _BODY[key].dump(value) for key, value in body.items()}
-
-    def _dumped(self) -> bytes:
-        head, body = self._halves()
-        return dump({"kind": self.KIND, **head}, body)
+        rest = {key: _BODY[key].dump(value) for key, value in body.items()}
+        return dump({"kind": self.KIND, **self.head(tables).to_dict()}, rest)
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Part:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from flashckpt.errors import DamagedError
@@ -80,7 +82,7 @@ def test_round_trip(record: object) -> None:
 
 def test_a_box_gives_the_position_in_the_whole_tensor() -> None:
     record = part()
-    columns = record.to_dict()["contents"][0]["leaves"]
+    columns = json.loads(record.to_bytes())["contents"][0]["leaves"]
     where = columns["names"].index("rows")
     assert columns["shapes"][where] == [8, 4]
     assert columns["boxes"][str(where)] == [[6, 8], [0, 4]]
