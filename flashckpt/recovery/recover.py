@@ -109,9 +109,52 @@ def recover(
         if not dry_run and _is_older(run):
             held.guard()
             held.newest = _rebuilt(store, run).attempt
-        report = _recovered(held, run.run_id, cache, remote, watcher, ledger, discard=discard, read=read)
-        resume = None if report.resume is None else report.resume.step
-        ledger.add(None, Event.RECOVER, resume=resume, problem=report.resume_problem or None)
+        keeper, status = _ask_keeper(held, watcher, discard=discard)
+        # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
+        is_keepers = keeper is not None and not held.is_view
+        with closing(_NodeSnapshots(held, watcher, ledger, cache, is_keepers=is_keepers)) as node:
+            # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
+            orphans = {each.place: each for each in clear_garbage(held, ledger)}
+            whole = commit_whole(held.store, dry_run=held.is_view)
+            if status is not None:
+                node.report(status)
+            else:
+                node.save()
+            watcher.stage("committing")
+            held.guard()
+            parts = {each.place: each for each in (*unfinished(held.store), *whole)}
+            watcher.stage("verifying")
+            examined = examine(held.stored or held.store, watcher, read=read)
+            watcher.stage("quarantining")
+            held.guard()
+            quarantine(held.store, examined, ledger)
+            if keeper is None:
+                _note_death(held, node.unsaved, ledger)
+            watcher.stage("clearing")
+            orphans |= {each.place: each for each in clear_garbage(held, ledger)}
+            # A dry run names the step of a start right now.
+            resume = node.resume(examined.damaged, remote) if held.is_view else None
+            if not is_keepers:
+                watcher.stage("letting go")
+                node.let_go(examined, discard=discard)
+            watcher.stage("resume")
+            found, problem = resume or node.resume(examined.damaged, remote)
+            if found is not None:
+                found = replace(found, of_all=not (node.unseen and found.tier in ("memory", "cache")))
+            report = RecoveryReport(
+                run=held.store.url,
+                run_id=run.run_id,
+                dry_run=held.is_view,
+                verified=read,
+                keeper=keeper,
+                findings=(*node.findings, *parts.values(), *examined.findings, *orphans.values()),
+                whole=len(examined.whole),
+                num_bytes=examined.num_bytes,
+                resume=found,
+                resume_problem=problem,
+                unseen=node.unseen,
+            )
+        ledger.add(None, Event.RECOVER, resume=found and found.step, problem=problem or None)
     if remote is not None:
         report = replace(report, remote=_copy_newest(held.store, remote, watcher, dry_run=dry_run))
     return report
@@ -144,65 +187,6 @@ def _rebuilt(store: Store, before: View | None = None) -> View:
 def _is_older(run: View) -> bool:
     """Whether a catalogue may be older than checkpoints beside it."""
     return bool(run.catalogue.foreign) or any(each > run.catalogue.writer for each in writers_in(run.store))
-
-
-def _recovered(
-    held: Hold,
-    run_id: str,
-    cache: str | None,
-    remote: Store | None,
-    watcher: Watcher,
-    ledger: Ledger,
-    *,
-    discard: bool,
-    read: bool,
-) -> RecoveryReport:
-    keeper, status = _ask_keeper(held, watcher, discard=discard)
-    # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
-    is_keepers = keeper is not None and not held.is_view
-    with closing(_NodeSnapshots(held, watcher, ledger, cache, is_keepers=is_keepers)) as node:
-        # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
-        orphans = {each.place: each for each in clear_garbage(held, ledger)}
-        whole = commit_whole(held.store, dry_run=held.is_view)
-        if status is not None:
-            node.report(status)
-        else:
-            node.save()
-        watcher.stage("committing")
-        held.guard()
-        found_parts = {each.place: each for each in (*unfinished(held.store), *whole)}
-        parts = tuple(found_parts.values())
-        watcher.stage("verifying")
-        examined = examine(held.stored or held.store, watcher, read=read)
-        watcher.stage("quarantining")
-        held.guard()
-        quarantine(held.store, examined, ledger)
-        if keeper is None:
-            _note_death(held, node.unsaved, ledger)
-        watcher.stage("clearing")
-        orphans |= {each.place: each for each in clear_garbage(held, ledger)}
-        # A dry run names the step of a start right now.
-        resume = node.resume(examined.damaged, remote) if held.is_view else None
-        if not is_keepers:
-            watcher.stage("letting go")
-            node.let_go(examined, discard=discard)
-        watcher.stage("resume")
-        found, problem = resume or node.resume(examined.damaged, remote)
-        if found is not None:
-            found = replace(found, of_all=not (node.unseen and found.tier in ("memory", "cache")))
-        return RecoveryReport(
-            run=held.store.url,
-            run_id=run_id,
-            dry_run=held.is_view,
-            verified=read,
-            keeper=keeper,
-            findings=(*node.findings, *parts, *examined.findings, *orphans.values()),
-            whole=len(examined.whole),
-            num_bytes=examined.num_bytes,
-            resume=found,
-            resume_problem=problem,
-            unseen=node.unseen,
-        )
 
 
 def _ask_keeper(held: Hold, watcher: Watcher, *, discard: bool) -> tuple[int | None, Status | None]:

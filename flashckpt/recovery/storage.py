@@ -17,7 +17,7 @@ from flashckpt.commit.commit_step import collect, retain
 from flashckpt.commit.steps import heads_at_rest, is_whole, lacking
 from flashckpt.commit.tidying import temporary_files
 from flashckpt.commit.verification import Row, verify
-from flashckpt.commit.view import HOME, View, check_writable, folders_in, open_run
+from flashckpt.commit.view import HOME, View, check_writable, folders_in, name_of, open_run
 from flashckpt.errors import DamagedError
 from flashckpt.format.catalogue import FROZEN_PREFIX, Folder
 from flashckpt.format.names import CommitName
@@ -102,9 +102,11 @@ def examine(store: Store, watcher: Watcher, *, read: bool) -> Examined:
 def quarantine(store: Store, examined: Examined, ledger: Ledger) -> None:
     """Mark the damaged steps, and clear those that are whole again. If that fails, their findings change:
     without the mark a resume finds the damage itself, and passes over the step."""
-    for each in examined.whole:
-        with suppress(OSError):
-            _clear(store, each)
+    with suppress(OSError):
+        view = View.of(store)
+        for each in view.catalogue.checkpoints:
+            if each.id in view.damaged and name_of(each) in examined.whole:
+                Stores({HOME.store: store}).run(HOME.update(partial(clear, checkpoint=each)))
     for index, found in enumerate(examined.findings):
         if found.outcome is not Fate.QUARANTINED or found.step is None or found.id is None:
             continue
@@ -119,14 +121,6 @@ def quarantine(store: Store, examined: Examined, ledger: Ledger) -> None:
             str(found.attempt), Event.ERROR,
             what="damaged", step=found.step, message=found.detail, by="recover",
         )  # fmt: skip
-
-
-def _clear(store: Store, name: CommitName) -> None:
-    """Remove the mark of a step that was found whole."""
-    view = View.of(store)
-    checkpoint = view.checkpoint(name.id)
-    if checkpoint is not None and name.id in view.damaged:
-        Stores({HOME.store: store}).run(HOME.update(partial(clear, checkpoint=checkpoint), view.catalogue))
 
 
 def _judge(found: View, each: CommitName, wrong: list[Row], examined: Examined) -> None:
