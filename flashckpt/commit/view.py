@@ -14,7 +14,6 @@ from flashckpt.catalogue.changes import (
     bases,
     files_without_catalogue,
     is_newer,
-    is_visible,
     parent_of,
     visible,
 )
@@ -85,10 +84,6 @@ class View:
 
     def has(self, name: CommitName) -> bool:
         return self.named(name.id) == name
-
-    def is_in_lineage(self, id: SnapshotId) -> bool:
-        """Whether the newest attempt descends from this snapshot."""
-        return is_visible(self.catalogue, id)
 
     def pending(self) -> list[Folder]:
         """The folders of snapshots that the newest attempt has not committed and still can, oldest first. One

@@ -19,11 +19,11 @@ from flashckpt.commit.choice import Stored, choose
 from flashckpt.commit.steps import is_whole
 from flashckpt.commit.tidying import tidy
 from flashckpt.commit.view import View, check_writable, open_run, writers_in
-from flashckpt.errors import FlashckptError, NoSuchStepError, RunError, UnusableRunError
+from flashckpt.errors import FlashckptError, NoSuchStepError, UnusableRunError
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.options import Remote
 from flashckpt.persist.ledger import Event, lines_of
-from flashckpt.replication.run_copy import Copied, Outcome, StepCopier
+from flashckpt.replication.run_copy import Copied, Outcome, StepCopier, check_same_run
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 
@@ -150,12 +150,7 @@ class Mirror:
             found = open_run(target, create=True, run_id=run_id)
             self._settled, self._has_assets = None, False
         self._target = target
-        if found.run_id != run_id:
-            raise RunError(
-                f"{target.url} holds another run ({found.run_id}) than {self._source.url} ({run_id}). Nothing"
-                " was changed there, and nothing is copied to it. Name a remote of this run's own.",
-                path=target.url,
-            )
+        check_same_run(run_id, self._source, found)
         return target
 
     def _copied(self, copier: StepCopier, target: Store, is_due: IsDue) -> Copied | None:

@@ -451,7 +451,7 @@ def copy_run(
     _check_apart(source, target)
     run_id = open_run(source, create=False).run_id
     chosen = _chosen(source, step, at, all_steps=all_steps)
-    open_as(run_id, source, target)
+    check_same_run(run_id, source, open_run(target, create=True, run_id=run_id))
     word = array("Q", [0])
     copier = StepCopier(
         source,
@@ -485,12 +485,12 @@ def copy_run(
     rows = watched("copy", work, lambda: progress(min(word[0], total), total))
     # After the steps, which damaged assets must not keep from being copied.
     copy_assets(source, target, repairs=repairs)
-    there = View.of(target)
+    seen = View.of(target).visible()
     return RunCopy(
         run_id=run_id,
         source=source.url,
         target=target.url,
-        steps=tuple(_seen(each, there) for each in rows),
+        steps=tuple(replace(each, is_visible=each.copied is not None and each.name in seen) for each in rows),
     )
 
 
@@ -503,14 +503,13 @@ def _check_apart(source: Store, target: Store) -> None:
         )
 
 
-def open_as(run_id: str, source: Store, target: Store) -> None:
-    """Make the run in a target that holds none. RunError if it holds another."""
-    found = open_run(target, create=True, run_id=run_id)
-    if found.run_id != run_id:
+def check_same_run(run_id: str, source: Store, there: View) -> None:
+    """RunError if the target holds another run than the source."""
+    if there.run_id != run_id:
         raise RunError(
-            f"{target.url} holds another run ({found.run_id}) than {source.url} ({run_id}). Nothing was "
-            "changed. Copy to a place of its own.",
-            path=target.url,
+            f"{there.store.url} holds another run ({there.run_id}) than {source.url} ({run_id}). Nothing was "
+            "changed there, and nothing is copied to it. Name a place of this run's own.",
+            path=there.store.url,
         )
 
 
@@ -522,11 +521,6 @@ def _chosen(
         if found := [each for each in view.newest_first() if is_whole(view, each)]:
             return found
     return [resolve(source, step, at).name]
-
-
-def _seen(row: StepResult, there: View) -> StepResult:
-    is_copied = row.copied is not None and row.copied.outcome is not Outcome.DELETED
-    return replace(row, is_visible=is_copied and there.is_in_lineage(row.name.id))
 
 
 def _total(source: Store, chosen: list[CommitName]) -> int:

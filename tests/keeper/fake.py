@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from flashckpt import _native
+from flashckpt.catalogue.changes import is_visible
 from flashckpt.commit import attempts
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify_file
@@ -170,7 +171,7 @@ class FakeTrainer:
                 survived[grant.name] = CommitName(sealed.step, sealed.attempt, sealed.boundary)
             slot.close()
         view = View.of(self.store)
-        found = [(each, slot) for slot, each in survived.items() if view.is_in_lineage(each.id)]
+        found = [(each, slot) for slot, each in survived.items() if is_visible(view.catalogue, each.id)]
         found += [(each, "") for each in view.visible() if self._is_whole(each)]
         found.sort(reverse=True)
         return [(each.step, each.attempt.number, str(each.attempt), slot) for each, slot in found]
