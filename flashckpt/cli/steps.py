@@ -303,7 +303,6 @@ def _verified(
 ) -> tuple[dict[str, object], ExitCode, Report]:
     """Verify one store. Returns the result as JSON, the exit code and the report."""
     number, at = step_name(step)
-    open_run(store, create=False)
     began_s = time.monotonic()
     with Bar(notices(), "verifying") as bar:
         report = read_again(store, number, at=at, all_steps=all_branches, progress=bar.progress)

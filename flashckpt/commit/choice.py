@@ -9,7 +9,7 @@ damaged is tried as any other: the mark may come from a host whose memory is at 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice, takewhile
@@ -233,14 +233,12 @@ class _Table:
         """What every rank can read, in order, `MOST_CANDIDATES` at most."""
         found = list[Candidate]()
         for id, known in self._known.items():
-            if known.home or known.mirror or self._is_with_all(known.readers):
+            is_with_all = bool(self._rows) and len(known.readers) == len(self._rows)
+            if known.home or known.mirror or is_with_all:
                 found.append(Candidate(id=id, step=known.step, home=known.home, mirror=known.mirror))
             if known.mirror and (known.home or known.readers):
                 found.append(Candidate(id=id, step=known.step, mirror=known.mirror, from_mirror=True))
         return found[:MOST_CANDIDATES]
-
-    def _is_with_all(self, rows: Collection[int]) -> bool:
-        return bool(self._rows) and len(rows) == len(self._rows)
 
     def node_is_newer(self, candidates: Sequence[Candidate]) -> bool:
         """Whether some node has a snapshot, which its keeper can still save, that is newer than every rank
@@ -333,7 +331,12 @@ def _behind_start(
     if mirror is not None and mirror.problem:
         if first is None or is_behind:
             here = "has no step" if first is None else f"has step {first.step}, which is older than {parent}"
-            return _unreached(home, mirror, f"{home.url} {here}"), ()
+            return RunError(
+                f"{home.url} {here}, and the mirror (remote={mirror.url}) cannot be read ({mirror.problem}). "
+                "The mirror may have newer steps. Nothing was loaded or changed, and this is not taken for a "
+                "fresh run. Start again when the mirror answers; to start without it, leave remote= away.",
+                path=home.url,
+            ), ()
         return None, (
             f"the mirror (remote={mirror.url}) cannot be read ({mirror.problem}): step {first.step} is "
             "resumed from. If the run was trained further elsewhere, stop and start again when the mirror "
@@ -349,15 +352,6 @@ def _behind_start(
             path=home.url,
         ), ()
     return None, ()
-
-
-def _unreached(home: Stored, mirror: Stored, why: str) -> RunError:
-    return RunError(
-        f"{why}, and the mirror (remote={mirror.url}) cannot be read ({mirror.problem}). The mirror may have "
-        "newer steps. Nothing was loaded or changed, and this is not taken for a fresh run. Start again when "
-        "the mirror answers; to start without it, leave remote= away.",
-        path=home.url,
-    )
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -116,17 +116,13 @@ def next_start(
             found = whole_or_why(stores[place], checkpoint)
             if isinstance(found, str):
                 # It may be gone because a living job has committed newer ones.
-                stored[place] = _without(stored[place], stores[place], first.id, found)
+                newest = View.of(stores[place], stored[place].catalogue).catalogue
+                broken = {**stored[place].broken, first.id: found}
+                stored[place] = replace(stored[place], catalogue=newest, broken=broken)
             else:
                 manifests[place] = found
         if len(manifests) == len(looked_at):
             return replace(choice, manifests=manifests)
-
-
-def _without(stored: Stored, store: Store, id: SnapshotId, why: str) -> Stored:
-    """What a store has now, without a checkpoint that is not whole."""
-    newest = View.of(store, stored.catalogue).catalogue
-    return replace(stored, catalogue=newest, broken={**stored.broken, id: why})
 
 
 def incomplete(store: Store) -> list[tuple[CommitName, str]]:
@@ -187,7 +183,7 @@ def _chosen(store: Store, step: int | None, at: AttemptName | SnapshotId | None)
         if choice.refusal is not None:
             raise choice.refusal
         if not choice.candidates:
-            raise _no_step(store, "no committed step", None)
+            raise _no_step(store, "no committed step")
         return choice.candidates[0].name
 
     def find() -> list[CommitName]:
@@ -201,12 +197,11 @@ def _chosen(store: Store, step: int | None, at: AttemptName | SnapshotId | None)
 
     if found := until_stable(store, find):
         return found[0]
-    if at is not None:
-        raise _no_step(store, f"no committed step {step} of attempt {at}", step)
-    raise _no_step(store, f"no visible committed step {step}", step)
+    of_attempt = "" if at is None else f" of attempt {at}"
+    raise _no_step(store, f"no {'' if at else 'visible '}committed step {step}{of_attempt}", step)
 
 
-def _no_step(store: Store, what: str, step: int | None) -> NoSuchStepError:
+def _no_step(store: Store, what: str, step: int | None = None) -> NoSuchStepError:
     view = View.of(store)
     newest = sorted({each.step for each in view.visible()}, reverse=True)
     hidden = [each for each in view.checkpoints[::-1] if each.step not in newest]

@@ -154,13 +154,7 @@ class Store(Protocol):
     # Shards
 
     def write_shard(
-        self,
-        path: str,
-        layout: Layout,
-        source: MemoryRange,
-        *,
-        progress: int = 0,
-        replaces: bool = False,
+        self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0, replaces: bool = False
     ) -> Written:
         """Write an image of `layout` from memory to a new file. The name is seen once the bytes are durable,
         and is durable on return; after an error no such file exists. `progress`: 0, or the address of a u64

@@ -169,13 +169,7 @@ class LocalStore:
     # Shards
 
     def write_shard(
-        self,
-        path: str,
-        layout: Layout,
-        source: MemoryRange,
-        *,
-        progress: int = 0,
-        replaces: bool = False,
+        self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0, replaces: bool = False
     ) -> Written:
         def write(temporary: str) -> Written:
             digests, checksums, direct = self._system.write_shard(

@@ -245,13 +245,7 @@ class ObjectStore:
     # Shards
 
     def write_shard(
-        self,
-        path: str,
-        layout: Layout,
-        source: MemoryRange,
-        *,
-        progress: int = 0,
-        replaces: bool = False,
+        self, path: str, layout: Layout, source: MemoryRange, *, progress: int = 0, replaces: bool = False
     ) -> Written:
         key, num_bytes = _key(path), layout.num_bytes
         if os.fstat(source.descriptor).st_size < source.offset + num_bytes:
