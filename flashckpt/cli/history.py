@@ -86,8 +86,8 @@ def _step_of(view: View, attempt: AttemptName, parent: SnapshotId) -> int | None
     """The step number of the snapshot that an attempt resumed from, None if it is gone."""
     if attempt == view.attempt:
         return view.catalogue.parent_step
-    name = view.named(parent)
-    return None if name is None else name.step
+    found = view.checkpoint(parent)
+    return None if found is None else found.step
 
 
 def num_leaves(record: StepRecord) -> int:
@@ -112,7 +112,7 @@ def _rows(store: Store, all_branches: bool) -> Iterator[StepRow]:
             num_bytes=None if record is None else record.manifest.leaf_bytes,
             leaves=None if record is None else num_leaves(record),
             committed_at_s=committed_at_s(view, name),
-            damage=damage(view, name),
+            damage=damage(view, name.id),
             problem=problem,
             is_ambiguous=numbers[name.step, name.attempt] > 1,
         )

@@ -210,8 +210,7 @@ def branch(run: Run, step: Target, as_json: AsJson = False) -> ExitCode:
     view = View.of(store)
     snapshot = view.parent
     parent = None if snapshot is None else str(snapshot.attempt)
-    name_of = None if snapshot is None else view.named(snapshot)
-    found = None if name_of is None else lineage.damage(view, name_of)
+    found = None if snapshot is None else lineage.damage(view, snapshot)
     reason = None if found is None else found[1]
     if as_json:
         plain = {"boundary": None if snapshot is None else snapshot.boundary, "damage": reason}

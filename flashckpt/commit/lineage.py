@@ -49,9 +49,9 @@ def quarantine(store: Store, name: CommitName, host: str, reason: str) -> None:
         Stores({HOME.store: store}).run(HOME.update(change, view.catalogue))
 
 
-def damage(view: View, name: CommitName) -> tuple[str, str] | None:
+def damage(view: View, id: SnapshotId) -> tuple[str, str] | None:
     """The host on which a checkpoint failed verification, and the reason. None if it has not."""
-    text = view.damaged.get(name.id)
+    text = view.damaged.get(id)
     if text is None:
         return None
     host, _, reason = text.partition(_HOST_ENDS)

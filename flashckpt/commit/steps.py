@@ -184,19 +184,11 @@ class StepRecord:
         """The path of a rank's shard in the store."""
         return self.places[self.rank(rank).shard.file]
 
-    def constants_path(self, rank: int) -> str | None:
-        """The path of a rank's frozen file in the store, None if it has none."""
-        constants = self.rank(rank).constants
-        return None if constants is None else self.places[constants.shard.file]
-
     def files(self, rank: int) -> list[tuple[str, Contents]]:
         """A rank's shard, and its frozen file if it has one, each with its path in the store."""
         mine = self.rank(rank)
-        files = [(self.shard_path(rank), mine.contents)]
-        constants = self.constants_path(rank)
-        if constants is not None and mine.constants is not None:
-            files.append((constants, mine.constants))
-        return files
+        files = [mine.contents] if mine.constants is None else [mine.contents, mine.constants]
+        return [(self.places[each.shard.file], each) for each in files]
 
     def part_path(self, place: int) -> str:
         """The path of a part, by its index in the manifest."""

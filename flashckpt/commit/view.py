@@ -78,12 +78,8 @@ class View:
         """The checkpoint of a snapshot, visible or not."""
         return next((each for each in self.catalogue.checkpoints if each.id == id), None)
 
-    def named(self, id: SnapshotId) -> CommitName | None:
-        found = self.checkpoint(id)
-        return None if found is None else name_of(found)
-
     def has(self, name: CommitName) -> bool:
-        return self.named(name.id) == name
+        return name in self.checkpoints
 
     def pending(self) -> list[Folder]:
         """The folders of snapshots that the newest attempt has not committed and still can, oldest first. One

@@ -124,7 +124,7 @@ def quarantine(store: Store, examined: Examined, ledger: Ledger) -> None:
 
 
 def _judge(found: View, each: CommitName, wrong: list[Row], examined: Examined) -> None:
-    there = lineage.damage(found, each)
+    there = lineage.damage(found, each.id)
     if not wrong:
         examined.whole.add(each)
         if there is not None:
@@ -152,7 +152,7 @@ def _listed(store: Store) -> Examined:
     for each in found.newest_first():
         if each in lost:
             examined.add(each, Fate.KEPT, lost[each], damage=True)
-        elif (there := lineage.damage(found, each)) is not None:
+        elif (there := lineage.damage(found, each.id)) is not None:
             examined.whole.discard(each)
             examined.add(each, Fate.WAS_QUARANTINED, there[1], damage=True)
     return examined

@@ -64,7 +64,7 @@ def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that was lost, and another that was written under its name: steps disagree about its bytes."""
-    path = os.path.join(store.url, str(resolve(store, 200).constants_path(0)))
+    path = os.path.join(store.url, resolve(store, 200).files(0)[1][0])
     of_before = runs.constants_of
 
     def replaced(store: LocalStore, folder: Folder, rank: int) -> tuple[Folder, Contents]:

@@ -289,7 +289,7 @@ class Job:
             for each in run_view.visible(store):
                 found = run_view.read(store, each)
                 leaves = load(store.read(found.shard_path(0), 1 << 30))
-                if (constants := found.constants_path(0)) is not None:
+                for constants, _ in found.files(0)[1:]:
                     leaves |= load(store.read(constants, 1 << 30))
                 if tiny.digest_of(leaves) != self.reference[each.step]:
                     faults.append(f"step {each.step} of {each.attempt} holds other weights")

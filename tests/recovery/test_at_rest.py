@@ -117,7 +117,7 @@ def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore,
     assert report.resume is not None
     assert (report.resume.step, report.resume.attempt) == (1, attempt)
     assert {path for path in run.rglob("*") if path.is_file()} >= files, "nothing was deleted"
-    assert damage(View.of(store), name_of(2, attempt)) is not None
+    assert damage(View.of(store), name_of(2, attempt).id) is not None
     again = recovered(run)
     assert rows(again) == [("step", "was quarantined", 2)]
     assert again.damaged
