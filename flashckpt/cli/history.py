@@ -90,11 +90,6 @@ def _step_of(view: View, attempt: AttemptName, parent: SnapshotId) -> int | None
     return None if found is None else found.step
 
 
-def num_leaves(record: StepRecord) -> int:
-    ranks = [rank for part in record.parts for rank in part.ranks]
-    return sum(len(rank.counted()) for rank in ranks)
-
-
 def _rows(store: Store, all_branches: bool) -> Iterator[StepRow]:
     view = View.of(store)
     numbers = Counter((each.step, each.attempt) for each in view.checkpoints)
@@ -105,12 +100,15 @@ def _rows(store: Store, all_branches: bool) -> Iterator[StepRow]:
         record, problem = _read(view, name)
         if record is None and not problem:
             continue
+        leaves = None
+        if record is not None:
+            leaves = sum(len(rank.counted()) for part in record.parts for rank in part.ranks)
         yield StepRow(
             name=name,
             visible=name in visible,
             world=None if record is None else record.world,
             num_bytes=None if record is None else record.manifest.leaf_bytes,
-            leaves=None if record is None else num_leaves(record),
+            leaves=leaves,
             committed_at_s=committed_at_s(view, name),
             damage=damage(view, name.id),
             problem=problem,

@@ -106,7 +106,9 @@ def recover(
         (view if dry_run else hold)(store, run) as held,
         closing(Ledger(held.store)) as ledger,
     ):
-        if not dry_run and _is_older(run):
+        known = run.catalogue
+        # A restored catalogue may be older than the checkpoints beside it.
+        if not dry_run and (known.foreign or any(each > known.writer for each in writers_in(store))):
             held.guard()
             held.newest = _rebuilt(store, run).attempt
         keeper, status = _ask_keeper(held, watcher, discard=discard)
@@ -182,11 +184,6 @@ def _rebuilt(store: Store, before: View | None = None) -> View:
             store.url, CATALOGUE, len(rebuilt.checkpoints),
         )  # fmt: skip
     return rebuilt
-
-
-def _is_older(run: View) -> bool:
-    """Whether a catalogue may be older than checkpoints beside it."""
-    return bool(run.catalogue.foreign) or any(each > run.catalogue.writer for each in writers_in(run.store))
 
 
 def _ask_keeper(held: Hold, watcher: Watcher, *, discard: bool) -> tuple[int | None, Status | None]:

@@ -448,7 +448,12 @@ def copy_run(
     deleted meanwhile is left out. RunError if the target holds another run, was trained by itself, or one of
     the two is inside the other.
     """
-    _check_apart(source, target)
+    if not are_apart(source.url, target.url):
+        raise RunError(
+            f"{target.url}: the run is in {source.url}, and one of the two is inside the other: a copy "
+            "would be deleted with it. Nothing was copied. Name another place, on other storage.",
+            path=target.url,
+        )
     run_id = open_run(source, create=False).run_id
     chosen = _chosen(source, step, at, all_steps=all_steps)
     check_same_run(run_id, source, open_run(target, create=True, run_id=run_id))
@@ -492,15 +497,6 @@ def copy_run(
         target=target.url,
         steps=tuple(replace(each, is_visible=each.copied is not None and each.name in seen) for each in rows),
     )
-
-
-def _check_apart(source: Store, target: Store) -> None:
-    if not are_apart(source.url, target.url):
-        raise RunError(
-            f"{target.url}: the run is in {source.url}, and one of the two is inside the other: a copy "
-            "would be deleted with it. Nothing was copied. Name another place, on other storage.",
-            path=target.url,
-        )
 
 
 def check_same_run(run_id: str, source: Store, there: View) -> None:

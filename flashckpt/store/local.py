@@ -154,7 +154,11 @@ class LocalStore:
             except (IsADirectoryError, PermissionError):
                 if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
                     raise
-                self._remove_empty(name, folder)
+                try:
+                    self._system.remove_folder(name, folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                        raise
 
     def remove_files(self, paths: Iterable[str]) -> None:
         errors = []
@@ -416,13 +420,6 @@ class LocalStore:
                 self._system.sync_folder(above)
             finally:
                 os.close(above)
-
-    def _remove_empty(self, name: str, folder: int) -> None:
-        try:
-            self._system.remove_folder(name, folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
 
 
 def _temporary_name(name: str) -> str:

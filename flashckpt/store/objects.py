@@ -211,12 +211,6 @@ class ObjectStore:
         self._rate.count(len(data))
         return self._client.put(_key(path), memoryview(data), is_new=True)
 
-    def _put_shard(self, key: str, data: memoryview, replaces: bool) -> None:
-        """Create an object whose name has one writer, or replace it. If the name is taken, the same bytes are
-        from an earlier request of this call. FileExistsError for other bytes."""
-        if not self._client.put(key, data, is_new=not replaces) and self._client.get(key, len(data)) != data:
-            raise _taken(key)
-
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
         self._rate.count(len(data))
         self._client.put(_key(path), memoryview(data))
@@ -253,7 +247,11 @@ class ObjectStore:
         sums, part_bytes = ImageSums(layout, CHUNK_BYTES), _part_bytes(num_bytes)
         parts = _parts(source, num_bytes, part_bytes, sums, progress, self._rate)
         if num_bytes <= part_bytes:
-            self._put_shard(key, next(parts), replaces)
+            data = next(parts)
+            is_taken = not self._client.put(key, data, is_new=not replaces)
+            # The same bytes are from an earlier request of this call.
+            if is_taken and self._client.get(key, len(data)) != data:
+                raise _taken(key)
             next(parts, None)
         else:
             self._upload(path, parts, part_bytes, replaces)
