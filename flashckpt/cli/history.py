@@ -29,6 +29,7 @@ from flashckpt.errors import DamagedError, NoSuchStepError
 from flashckpt.format.layout import DTYPES, Leaf
 from flashckpt.format.names import MAX_BOUNDARY, AttemptName, CommitName, SnapshotId
 from flashckpt.persist.ledger import Event, attempts_of, lines_of
+from flashckpt.recovery.report import ranges_of
 from flashckpt.store.base import Store
 
 _MOST_ATTEMPTS = 64
@@ -184,12 +185,7 @@ _LEAST_RANKS = 4
 
 def spans(ranks: Iterable[int]) -> str:
     """[0, 1, 2, 5] -> "0–2, 5"."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
+    runs = ranges_of(sorted(set(ranks)))
     return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs)
 
 

@@ -98,17 +98,14 @@ class RankRecord:
     def contents(self) -> Contents:
         return Contents(shard=self.shard, leaves=self.leaves, digests=self.digests)
 
-    def layout(self) -> Layout:
-        return Layout.ordered(self.leaves)
-
     def counted(self) -> list[tuple[str, Leaf, int]]:
         """Each leaf of the state in a file of this rank once, with file and digest. Skips outdated constants:
         if the shard or another rank has a constant too, it has changed since its file was written."""
-        rows = [(self.shard.file, *pair) for pair in zip(self.layout().leaves, self.digests, strict=True)]
+        rows = [(self.shard.file, *pair) for pair in zip(self.leaves, self.digests, strict=True)]
         if self.constants is not None:
             current = [*self.leaves, *(leaf for _, leaf, _ in self.elsewhere())]
             stale = outdated(current, self.constants.leaves)
-            pairs = enumerate(zip(self.constants.layout().leaves, self.constants.digests, strict=True))
+            pairs = enumerate(zip(self.constants.leaves, self.constants.digests, strict=True))
             rows += [(self.constants.shard.file, *pair) for i, pair in pairs if i not in stale]
         return rows
 
@@ -219,8 +216,9 @@ def _check_replicas(rank: RankRecord) -> None:
     """Raise ValueError if a rank's files contradict its tables of replicas."""
     if not rank.replicas:
         return
-    own = {leaf.name: (leaf.content, digest) for _, leaf, digest in rank.counted()}
-    names = {alias for _, leaf, _ in rank.counted() for alias in leaf.aliases} | own.keys()
+    counted = rank.counted()
+    own = {leaf.name: (leaf.content, digest) for _, leaf, digest in counted}
+    names = {alias for _, leaf, _ in counted for alias in leaf.aliases} | own.keys()
     seen: set[str] = set()
     for leaf, digest, writer in (row for table in rank.replicas for row in table.rows()):
         shown, own_names = leaf.name[:200], (leaf.name, *leaf.aliases)
