@@ -66,8 +66,6 @@ log = logging.getLogger(__name__)
 
 _SHOWN = 8
 _SAVED = frozenset({Fate.COMMITTED, Fate.SOUND, Fate.WAS_COMMITTED})
-_NEWER_FAILED = "a newer one could not be saved"
-_INCOMPLETE = "not all ranks of this node have it there"
 _TIERS = {Place.MEMORY: "memory", Place.CACHE: "cache", Place.HOME: "local", Place.MIRROR: "remote"}
 _REMOTE_FATES = {
     Outcome.COPIED: RemoteFate.COPIED,
@@ -114,7 +112,8 @@ def recover(
         keeper, status = _ask_keeper(held, watcher, discard=discard)
         # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
         is_keepers = keeper is not None and not held.is_view
-        with closing(_NodeSnapshots(held, watcher, ledger, cache, is_keepers=is_keepers)) as node:
+        with closing(_NodeSnapshots(held, watcher, ledger, is_keepers=is_keepers)) as node:
+            node.adopt(cache)
             # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
             orphans = {each.place: each for each in clear_garbage(held, ledger)}
             whole = commit_whole(held.store, dry_run=held.is_view)
@@ -224,13 +223,10 @@ def _note_death(held: Hold, unsaved: Collection[AttemptName], ledger: Ledger) ->
 
 
 class _NodeSnapshots:
-    """The snapshots of a run in the named regions of this node and in its folder in `cache`, given to the
-    keeper's queue. `is_keepers`: a living keeper has them, and the queue gets none. Raises KeeperError if
-    another process uses that folder."""
+    """The snapshots of a run in the named regions of this node and in its folder in a cache, given to the
+    keeper's queue. `is_keepers`: a living keeper has them, and the queue gets none."""
 
-    def __init__(
-        self, held: Hold, watcher: Watcher, ledger: Ledger, cache: str | None, *, is_keepers: bool
-    ) -> None:
+    def __init__(self, held: Hold, watcher: Watcher, ledger: Ledger, *, is_keepers: bool) -> None:
         is_view = held.is_view or is_keepers
         self._hold, self._store, self._runtime = held, held.store, held.runtime
         self._watcher, self._ledger, self._is_view = watcher, ledger, is_view
@@ -254,13 +250,10 @@ class _NodeSnapshots:
         self._cached: list[HeldRegion] = []  # also those that the queue drops: their files remain
         self._damaged_files: list[str] = []
         self._unread_files: list[str] = []
-        try:
-            self._adopt(cache)
-        except BaseException:
-            self.close()
-            raise
+        self.unseen: tuple[int, ...] = ()
 
-    def _adopt(self, cache: str | None) -> None:
+    def adopt(self, cache: str | None) -> None:
+        """Find the snapshots. KeeperError if another process uses the run's folder in `cache`."""
         self._regions.adopt_named()
         for name, why in self._regions.not_adopted.items():
             self._note_unreadable(name, Fate.KEPT, why)
@@ -328,12 +321,6 @@ class _NodeSnapshots:
             self._snapshots[held.slot.name] = _row(sealed, outcome)
         for rank in sorted({held.slot.rank for held in (*self._regions.slots(), *self._regions.cached())}):
             self._queue.rescue(rank)
-        self._run()
-        for name, found in self._snapshots.items():
-            if found.outcome is Fate.KEPT and not found.detail and found.attempt in self.unsaved:
-                self._note(name, Fate.KEPT, _NEWER_FAILED)
-
-    def _run(self) -> None:
         before = self._queue.progress_bytes
 
         def watch() -> None:
@@ -344,6 +331,9 @@ class _NodeSnapshots:
             self._watcher.progress(self._queue.progress_bytes - before, total)
 
         self._queue.run_to_idle(watch)
+        for name, found in self._snapshots.items():
+            if found.outcome is Fate.KEPT and not found.detail and found.attempt in self.unsaved:
+                self._note(name, Fate.KEPT, "a newer one could not be saved")
 
     def _world_of(self, attempt: AttemptName) -> int | None:
         with contextlib.suppress(DamagedError):
@@ -552,7 +542,8 @@ class _NodeSnapshots:
                 mine[sealed.slot.rank] = place, sealed
         offers = []
         for id, of in copies.items():
-            problem = "" if of.keys() == ranks[id.attempt] else _INCOMPLETE
+            is_complete = of.keys() == ranks[id.attempt]
+            problem = "" if is_complete else "not all ranks of this node have it there"
             place = max((place for place, _ in of.values()), default=Place.MEMORY)
             step = next((sealed.step for _, sealed in of.values()), 0)
             offers.append(Offer(id=id, step=step, place=place, problem=problem))
