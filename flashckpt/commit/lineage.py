@@ -15,12 +15,11 @@ from functools import partial
 from typing import TypeVar
 
 from flashckpt.catalogue.changes import quarantine as quarantined
-from flashckpt.catalogue.changes import visible
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit.attempts import Probe, check_not_held, local_owner
 from flashckpt.commit.choice import Choice, Place, RankOffers, Stored, choose
 from flashckpt.commit.steps import StepRecord, is_whole, read_step, whole_or_why
-from flashckpt.commit.view import HOME, View, name_of, open_run
+from flashckpt.commit.view import HOME, View, open_run
 from flashckpt.errors import FlashckptError, NoSuchStepError
 from flashckpt.format.catalogue import EMPTY, Catalogue
 from flashckpt.format.manifest import Manifest
@@ -123,13 +122,6 @@ def next_start(
                 manifests[place] = found
         if len(manifests) == len(looked_at):
             return replace(choice, manifests=manifests)
-
-
-def incomplete(store: Store) -> list[tuple[CommitName, str]]:
-    """Visible steps that are not whole, newest first, each with the reason."""
-    view = View.of(store)
-    seen = [(name_of(each), whole_or_why(store, each)) for each in visible(view.catalogue)[::-1]]
-    return [(each, why) for each, why in seen if isinstance(why, str)]
 
 
 # ---- which step a caller means

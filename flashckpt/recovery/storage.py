@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from flashckpt.catalogue.changes import Spared, clear, spared
+from flashckpt.catalogue.changes import Spared, clear, spared, visible
 from flashckpt.catalogue.requests import Stores
 from flashckpt.commit import lineage
 from flashckpt.commit.attempts import settle
 from flashckpt.commit.commit_step import collect, retain
-from flashckpt.commit.steps import heads_at_rest, is_whole, lacking
+from flashckpt.commit.steps import heads_at_rest, is_whole, lacking, whole_or_why
 from flashckpt.commit.tidying import temporary_files
 from flashckpt.commit.verification import Row, verify
 from flashckpt.commit.view import HOME, View, check_writable, folders_in, name_of, open_run
@@ -147,14 +147,16 @@ def _judge(found: View, each: CommitName, wrong: list[Row], examined: Examined) 
 
 def _listed(store: Store) -> Examined:
     """The visible steps by names and lengths of their files alone."""
-    found, lost = View.of(store), dict(lineage.incomplete(store))
-    examined = Examined(whole=set(found.visible()) - lost.keys(), damaged=set(lost))
-    for each in found.newest_first():
-        if each in lost:
-            examined.add(each, Fate.KEPT, lost[each], damage=True)
-        elif (there := lineage.damage(found, each.id)) is not None:
-            examined.whole.discard(each)
+    view, examined = View.of(store), Examined()
+    for checkpoint in visible(view.catalogue)[::-1]:
+        each, found = name_of(checkpoint), whole_or_why(store, checkpoint)
+        if isinstance(found, str):
+            examined.damaged.add(each)
+            examined.add(each, Fate.KEPT, found, damage=True)
+        elif (there := lineage.damage(view, each.id)) is not None:
             examined.add(each, Fate.WAS_QUARANTINED, there[1], damage=True)
+        else:
+            examined.whole.add(each)
     return examined
 
 

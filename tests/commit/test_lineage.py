@@ -6,16 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.lineage import (
-    branch,
-    incomplete,
-    next_start,
-    resolve,
-    steps,
-)
+from flashckpt.commit.lineage import branch, next_start, resolve, steps
 from flashckpt.commit.view import View
 from flashckpt.errors import NoSuchStepError, UnusableRunError
 from flashckpt.format.names import AttemptName
+from flashckpt.recovery.report import Watcher
+from flashckpt.recovery.storage import examine
 from flashckpt.store.base import Store
 from tests.commit.runs import attempt_at, commit, name_of, new_run, publish
 from tests.run_view import manifest_of
@@ -96,10 +92,8 @@ def test_a_step_that_is_not_whole_is_passed_over_and_reported(store: Store) -> N
     Path(store.url, resolve(store, 300).shard_path(0)).unlink()
     Path(store.url, manifest_of(store, name_of(200, first).id)).write_bytes(b"rot")
     assert resolve(store).step == 100
-    assert [(each.step, "missing" in why) for each, why in incomplete(store)] == [
-        (300, True),
-        (200, False),
-    ]
+    found = examine(store, Watcher(), read=False).findings
+    assert [(each.step, "missing" in each.detail) for each in found] == [(300, True), (200, False)]
     for step in (200, 300):
         with pytest.raises(NoSuchStepError, match=f"no visible committed step {step}"):
             resolve(store, step)
