@@ -48,10 +48,6 @@ def open_store(url_or_path: str | os.PathLike[str], options: Mapping[str, Any] |
     text = os.fspath(url_or_path) if isinstance(url_or_path, (str, os.PathLike)) else None
     if not isinstance(text, str):
         raise OptionError(f"the run's path is {url_or_path!r}. Nothing was changed. Name a folder, as text.")
-    return _open(text, options)
-
-
-def _open(text: str, options: Mapping[str, Any] | None) -> Store:
     match = _SCHEME.match(text)
     if match is None:
         if not text:

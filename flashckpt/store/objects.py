@@ -61,23 +61,17 @@ class UploadRate:
         self._bytes_per_s, self._clock, self._sleep = bytes_per_s, clock, sleep
         self._free_at, self._lock = 0.0, threading.Lock()
 
-    def wait_for(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` may be sent, and count them as sent."""
-        if (pause := self._reserve(num_bytes)) > 0:
-            self._sleep(pause)
-
-    def count(self, num_bytes: int) -> None:
-        """Count `num_bytes` that are sent without waiting, since other processes wait for them."""
-        self._reserve(num_bytes)
-
-    def _reserve(self, num_bytes: int) -> float:
+    def count(self, num_bytes: int, *, waits: bool) -> None:
+        """Count `num_bytes` as sent. `waits`: wait until they may be sent; small files, for which other
+        processes wait, are sent at once."""
         if not self._bytes_per_s:
-            return 0.0
+            return
         with self._lock:
             now = self._clock()
             begin = max(now, self._free_at)
             self._free_at = begin + num_bytes / self._bytes_per_s
-            return begin - now
+        if waits and begin > now:
+            self._sleep(begin - now)
 
 
 log = logging.getLogger(__name__)
@@ -208,11 +202,11 @@ class ObjectStore:
         return bytes(found)
 
     def create(self, path: str, data: bytes) -> bool:
-        self._rate.count(len(data))
+        self._rate.count(len(data), waits=False)
         return self._client.put(_key(path), memoryview(data), is_new=True)
 
     def replace(self, path: str, data: bytes, *, durable: bool = True) -> None:
-        self._rate.count(len(data))
+        self._rate.count(len(data), waits=False)
         self._client.put(_key(path), memoryview(data))
 
     def append(self, path: str, data: bytes, max_bytes: int) -> bool:
@@ -270,7 +264,7 @@ class ObjectStore:
 
     def _throttled(self, parts: Iterable[bytes]) -> Iterator[bytes]:
         for part in parts:
-            self._rate.wait_for(len(part))
+            self._rate.count(len(part), waits=True)
             yield part
 
     def read_chunks(
@@ -324,7 +318,7 @@ def _parts(
     one is requested. Parts are mapped one at a time, since mapped memory raises the process's OOM score."""
     for start in range(0, num_bytes, part_bytes):
         size, begin = min(part_bytes, num_bytes - start), source.offset + start
-        rate.wait_for(size)
+        rate.count(size, waits=True)
         # Compute the sums from the same mapping that is sent.
         part = memoryview(_native.Mapping(source.descriptor, begin, size))
         sums.add(start, part)
