@@ -32,7 +32,7 @@ from flashckpt.store import open_store
 
 if TYPE_CHECKING:
     from flashckpt.importing.run import Imported
-    from flashckpt.replication.run_copy import RunCopy, StepResult
+    from flashckpt.replication.run_copy import Copied, RunCopy
 
 Url = Annotated[
     str, typer.Argument(metavar="URL", help="Where to: a folder, file://, s3://, gs:// or az://.")
@@ -101,13 +101,12 @@ def copy(
     return ExitCode.WELL if done.ok else ExitCode.DAMAGED
 
 
-def _plain_step(each: StepResult) -> dict[str, object]:
-    copied = each.copied
+def _plain_step(each: Copied) -> dict[str, object]:
     return {
         **fields_of(each.name),
-        "outcome": None if copied is None else copied.outcome.value,
-        "num_bytes": None if copied is None else copied.num_bytes,
-        "sent_bytes": None if copied is None else copied.sent_bytes,
+        "outcome": None if each.problem else each.outcome.value,
+        "num_bytes": None if each.problem else each.num_bytes,
+        "sent_bytes": None if each.problem else each.sent_bytes,
         "visible": each.is_visible,
         "problem": each.problem or None,
     }
@@ -120,26 +119,22 @@ def _print(done: RunCopy, seconds: float, *, has_read: bool) -> None:
         number("step", "bold"), word("attempt"), number("size"), number("sent"), text("outcome")
     )
     for each in done.steps:
-        copied = each.copied
-        outcome = each.problem or (copied.outcome.value if copied is not None else "")
         table.add_row(
             str(each.name.step),
             str(each.name.attempt),
-            "?" if copied is None else size(copied.num_bytes),
-            "" if copied is None else size(copied.sent_bytes),
-            outcome,
+            "?" if each.problem else size(each.num_bytes),
+            "" if each.problem else size(each.sent_bytes),
+            each.problem or each.outcome.value,
             style="red" if each.problem else None,
         )
     results().print(table)
     results().print(f"sent {size(done.sent_bytes)} in {seconds:.1f} s to {done.target}", soft_wrap=True)
-    if not has_read and any(
-        each.copied is not None and each.copied.outcome is Outcome.THERE for each in done.steps
-    ):
+    if not has_read and any(each.outcome is Outcome.THERE for each in done.steps):
         notices().print(
             "flashckpt: of existing files the lengths were compared, and no byte was read: "
             f"`flashckpt verify {done.target}` reads every byte."
         )
-    if hidden := [each.name.step for each in done.steps if each.copied is not None and not each.is_visible]:
+    if hidden := [each.name.step for each in done.steps if not (each.problem or each.is_visible)]:
         notices().print(
             f"flashckpt: a resume from {done.target} does not see {', '.join(map(str, hidden))}: of another "
             "branch there, or deleted. `flashckpt ls --all` shows all steps.",

@@ -619,16 +619,15 @@ def _copy_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool
     except (FlashckptError, OSError) as error:
         return RemoteReport(url=remote.url, outcome=RemoteFate.FAILED, problem=str(error))
     [found] = done.steps
-    assert found.copied is not None
     hidden = (
         f"the run has continued there without it: it is kept as another branch, and `flashckpt branch "
         f"{remote.url} {found.name}` resumes from it"
     )
     return RemoteReport(
         url=remote.url,
-        outcome=_REMOTE_FATES[found.copied.outcome],
+        outcome=_REMOTE_FATES[found.outcome],
         step=found.name.step,
         attempt=found.name.attempt,
-        sent_bytes=found.copied.sent_bytes,
-        note="" if found.is_visible or found.copied.outcome is Outcome.DELETED else hidden,
+        sent_bytes=found.sent_bytes,
+        note="" if found.is_visible or found.outcome is Outcome.DELETED else hidden,
     )

@@ -63,18 +63,23 @@ class Outcome(Enum):
     """Another copier has committed a newer step there meanwhile."""
     REPAIRED = "repaired"
     """Damaged files of the target were sent again."""
+    FAILED = "not copied"
+    """Files of the source are damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copied:
     """The result of one copy. `num_bytes`: the length of the step's files; `sent_bytes`: what was sent.
-    `dropped`: the steps that retention dropped in the target."""
+    `dropped`: the steps that retention dropped in the target. `problem`: why it could not be copied, empty if
+    it could. `is_visible`, of `copy_run`: a resume from the target sees it."""
 
     name: CommitName
     outcome: Outcome
-    num_bytes: int
-    sent_bytes: int
+    num_bytes: int = 0
+    sent_bytes: int = 0
     dropped: tuple[CommitName, ...] = ()
+    problem: str = ""
+    is_visible: bool = False
 
     @property
     def is_new(self) -> bool:
@@ -400,24 +405,13 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One step. `problem` says why it could not be copied, empty if it could; `is_visible`: a resume from
-    the target sees it."""
-
-    name: CommitName
-    copied: Copied | None = None
-    is_visible: bool = False
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunCopy:
     """The steps that were copied, newest first."""
 
     run_id: str
     source: str
     target: str
-    steps: tuple[StepResult, ...]
+    steps: tuple[Copied, ...]
 
     @property
     def ok(self) -> bool:
@@ -425,7 +419,7 @@ class RunCopy:
 
     @property
     def sent_bytes(self) -> int:
-        return sum(each.copied.sent_bytes for each in self.steps if each.copied is not None)
+        return sum(each.sent_bytes for each in self.steps)
 
 
 def copy_run(
@@ -467,24 +461,23 @@ def copy_run(
         may_supersede=may_supersede,
     )
 
-    def work() -> list[StepResult]:
-        steps = chosen
-        while not (found := [row for each in steps if (row := copied(each))]):
+    def work() -> list[Copied]:
+        steps, found = chosen, list[Copied]()
+        while True:
+            for each in steps:
+                try:
+                    found.append(copier.copy(each))
+                except NoSuchStepError:
+                    if step is not None:
+                        raise
+                except DamagedError as error:
+                    if not all_steps:
+                        raise
+                    found.append(Copied(name=each, outcome=Outcome.FAILED, problem=str(error)))
+            if found:
+                return found
             # A living job has deleted all of them and committed newer ones.
             steps = _chosen(source, step, at, all_steps=all_steps)
-        return found
-
-    def copied(each: CommitName) -> StepResult | None:
-        try:
-            return StepResult(name=each, copied=copier.copy(each))
-        except NoSuchStepError:
-            if step is not None:
-                raise
-            return None
-        except DamagedError as error:
-            if not all_steps:
-                raise
-            return StepResult(name=each, problem=str(error))
 
     total = _total(source, chosen)
     rows = watched("copy", work, lambda: progress(min(word[0], total), total))
@@ -495,7 +488,7 @@ def copy_run(
         run_id=run_id,
         source=source.url,
         target=target.url,
-        steps=tuple(replace(each, is_visible=each.copied is not None and each.name in seen) for each in rows),
+        steps=tuple(replace(each, is_visible=not each.problem and each.name in seen) for each in rows),
     )
 
 

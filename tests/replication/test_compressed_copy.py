@@ -82,7 +82,7 @@ def test_what_is_damaged_there_is_sent_again(
     path.write_bytes(bytes(data))
     assert not verify(target).ok
     done = copy_run(source, target, 10, compress=compress, repairs=True)
-    assert [each.copied.outcome for each in done.steps if each.copied] == [Outcome.REPAIRED]
+    assert [each.outcome for each in done.steps] == [Outcome.REPAIRED]
     assert verify(target).ok
     assert visible(target) == [10, 20]
     assert missing(target, name_of(10, attempt)) == []
@@ -113,7 +113,7 @@ def test_all_that_is_done_with_a_step(source: Store, target: Store, tmp_path: Pa
     assert not [name for name in compressed(tmp_path / "target") if f".{10:020d}/" in name]
     assert visible(target) == [20, 30]
     again = copy_run(source, target, 20)
-    assert [each.copied.outcome for each in again.steps if each.copied] == [Outcome.THERE]
+    assert [each.outcome for each in again.steps] == [Outcome.THERE]
 
 
 def test_copied_back_it_is_the_very_run(source: Store, target: Store, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_manifest_at_home_is_made_again_from_a_compressed_copy(source: Store, 
     data = source.read(checkpoint.manifest_path, 1 << 20)
     source.replace(checkpoint.manifest_path, data.replace(b"rank-", b"rank_"))
     done = copy_run(target, source, 10, repairs=True)
-    assert [each.copied.outcome for each in done.steps if each.copied] == [Outcome.REPAIRED]
+    assert [each.outcome for each in done.steps] == [Outcome.REPAIRED]
     assert source.read(checkpoint.manifest_path, 1 << 20) == data
 
 
