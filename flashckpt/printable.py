@@ -7,7 +7,7 @@ here before they reach a terminal or a log. JSON output needs none of it: JSON e
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 # C0 except tab and line feed, DEL, C1, and the marks that reorder the text after them.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -33,6 +33,12 @@ megabytes."""
 def escaped(text: str) -> str:
     """Replace control characters and bidirectional marks by escapes (`\\x1b`). Keep tabs and line feeds."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """a, b and 3 more"""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def redacted(text: str, options: Mapping[str, object] | None = None) -> str:

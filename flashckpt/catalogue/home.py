@@ -57,6 +57,7 @@ from flashckpt.format.catalogue import (
 )
 from flashckpt.format.manifest import PART, File, Manifest, PartHead, manifest_of, unlike
 from flashckpt.format.names import DATA, AttemptName, SnapshotId
+from flashckpt.printable import listed
 
 _SHOWN = 20
 
@@ -186,8 +187,7 @@ class Home(Versions):
             return str(error)
         if not missing:
             return cast(Manifest, manifest)
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        return f"{', '.join(missing[:_SHOWN])}{more}: missing, or not as long as when it was written"
+        return f"{listed(missing, _SHOWN)}: missing, or not as long as when it was written"
 
     # ---- new writers
 

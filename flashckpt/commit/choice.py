@@ -21,13 +21,14 @@ from flashckpt.format.catalogue import CHECKPOINT, EMPTY, Catalogue, Checkpoint
 from flashckpt.format.forms import FLAG, ID, Form
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import CommitName, SnapshotId
+from flashckpt.printable import listed
 
 MOST_OFFERS = 64
 """Of one rank, the newest ones. A node's memory holds far fewer."""
 MOST_CANDIDATES = 64
 """Of one choice. A start that cannot read any of them fails."""
 MOST_PROBLEM_CHARS = 200
-_MOST_UNREADABLE, _MOST_REASONS, _MOST_NAMED = 8, 4, 8
+_MOST_UNREADABLE, _MOST_REASONS = 8, 4
 
 
 class Place(IntEnum):
@@ -265,7 +266,7 @@ class _Table:
                 absent = "its node does not have it" + ("" if found else ", and it is not committed")
                 why = absent if offered is None else offered.problem
                 without.setdefault(why, []).append(str(row.rank))
-        shown = [f"rank {_shown(ranks)} cannot read it: {why}" for why, ranks in without.items()]
+        shown = [f"rank {listed(ranks)} cannot read it: {why}" for why, ranks in without.items()]
         more = f"{len(shown) - _MOST_REASONS} more reasons"
         shown[_MOST_REASONS:] = [more] if len(shown) > _MOST_REASONS else []
         return "; ".join(found + shown)
@@ -289,7 +290,7 @@ def _without_candidates(home: Stored, mirror: Stored | None, lead: Catalogue) ->
     newest = sorted({(each.step, each.id) for each in checkpoints}, reverse=True)
     names = [f"{step}@{id}" for step, id in newest]
     return UnusableRunError(
-        f"{url} has committed steps ({_shown(names)}), and its newest attempt began from none of them. "
+        f"{url} has committed steps ({listed(names)}), and its newest attempt began from none of them. "
         "Nothing was loaded or changed, and it is not taken for a fresh run. Name the step to resume from "
         f"with `flashckpt branch {url} STEP@ATTEMPT:BOUNDARY`, or use another path.",
         path=url,
@@ -352,8 +353,3 @@ def _behind_start(
             path=home.url,
         ), ()
     return None, ()
-
-
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more

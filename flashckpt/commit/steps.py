@@ -21,6 +21,7 @@ from flashckpt.format.layout import Leaf, Ranks, Replicas
 from flashckpt.format.manifest import COMPRESSED, Manifest, PartFile, PartHead, unlike
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.format.records import Contents, Part, RankRecord
+from flashckpt.printable import listed
 from flashckpt.store.base import Store
 
 # ---- the parts of a snapshot: read and checked one by one, with one in memory at a time
@@ -77,7 +78,7 @@ def check_alike(store: Store, folder: str, heads: Mapping[str, PartHead]) -> Non
     if not rows:
         return
     step = next(iter(heads.values())).step
-    shown = "; ".join(f"rank {_words(map(str, of))}: {_words(names)}" for of, names in rows[:_SHOWN])
+    shown = "; ".join(f"rank {listed([*map(str, of)])}: {listed(names)}" for of, names in rows[:_SHOWN])
     raise DivergedError(
         f"Step {step} is not committed: replicas have diverged. All ranks of a set should hold the same "
         f"leaves, and these ranks differ from most ({shown}). Committed steps are untouched, and these "
@@ -118,11 +119,6 @@ def _differing(one: Replicas, other: Replicas) -> list[str]:
         {leaf.name: (leaf.content, digest, by) for leaf, digest, by in each.rows()} for each in (one, other)
     ]
     return sorted(name for name in rows[0].keys() | rows[1].keys() if rows[0].get(name) != rows[1].get(name))
-
-
-def _words(each: Iterable[str]) -> str:
-    every = list(each)
-    return ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
 
 
 # ---- checkpoints
