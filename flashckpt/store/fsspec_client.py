@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from typing import Any, NoReturn, TypeVar
@@ -32,16 +32,12 @@ class FsspecClient:
     is_read_only = True
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
-        self._url, scheme = url.rstrip("/"), url.partition("://")[0].lower()
+        self.url, scheme = url.rstrip("/"), url.partition("://")[0].lower()
         self._class, self._is_sftp = _file_system(url, scheme), scheme in ("sftp", "ssh")
-        self._root = str(self._class._strip_protocol(self._url)).rstrip("/")
-        self._options = {**self._class._get_kwargs_from_urls(self._url), **(options or {})}
+        self._root = str(self._class._strip_protocol(self.url)).rstrip("/")
+        self._options = {**self._class._get_kwargs_from_urls(self.url), **(options or {})}
         # Idle connections. Most connections serve one thread at a time.
         self._idle: list[Any] = []
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def server(self) -> str:
@@ -53,17 +49,13 @@ class FsspecClient:
 
     def renew(self, options: Mapping[str, Any]) -> None:
         """Use these options for new connections."""
-        self._options = {**self._class._get_kwargs_from_urls(self._url), **options}
+        self._options = {**self._class._get_kwargs_from_urls(self.url), **options}
         self._idle.clear()
 
-    def put(self, key: str, data: memoryview, *, is_new: bool = False) -> NoReturn:
-        raise read_only(self._url)
+    def _refuse(self, *arguments: Any, **named: Any) -> NoReturn:
+        raise read_only(self.url)
 
-    def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> NoReturn:
-        raise read_only(self._url)
-
-    def delete(self, keys: builtins.list[str]) -> NoReturn:
-        raise read_only(self._url)
+    put = upload = delete = _refuse
 
     def get(self, key: str, max_bytes: int) -> memoryview | int:
         data = self.get_range(key, 0, max_bytes + 1)
@@ -123,7 +115,7 @@ class FsspecClient:
                     raise known from cause(error, self._options)
                 self._idle.clear()  # connections to the same server may be dead too
                 if time.monotonic() + pause > deadline:
-                    why = f"{self._url}: {_text(error, self._options)}"
+                    why = f"{self.url}: {_text(error, self._options)}"
                     raise OSError(errno.EREMOTEIO, why, key) from cause(error, self._options)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -138,7 +130,7 @@ class FsspecClient:
             system = self._class(**self._options, skip_instance_cache=True)
         except (TypeError, ValueError) as error:
             raise OptionError(
-                f"{self._url} cannot be used: {_text(error, self._options)}. Nothing was changed. Check the "
+                f"{self.url} cannot be used: {_text(error, self._options)}. Nothing was changed. Check the "
                 "URL and its options."
             ) from cause(error, self._options)
         # Without a cache of listings: other processes write there.

@@ -49,7 +49,7 @@ class ObstoreClient:
     is_read_only = False
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, *, is_brief: bool = False) -> None:
-        self._url, self._is_brief = url.rstrip("/"), is_brief
+        self.url, self._is_brief = url.rstrip("/"), is_brief
         self._brief: ObstoreClient | None = None
         self._obstore, self._has_bucket = _obstore(url), False
         self.renew(options or {})
@@ -71,25 +71,19 @@ class ObstoreClient:
             self._brief.renew(options)
 
     def brief(self) -> ObstoreClient:
-        self._brief = self._brief or ObstoreClient(self._url, self._options, is_brief=True)
+        self._brief = self._brief or ObstoreClient(self.url, self._options, is_brief=True)
         return self._brief
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     @property
     def server(self) -> str:
         account = self._options.get("account_name") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
-        return (
-            f"{_endpoint(self._url, self._options)} {account if self._url.startswith('az:') else ''}".strip()
-        )
+        return f"{_endpoint(self.url, self._options)} {account if self.url.startswith('az:') else ''}".strip()
 
     def put(self, key: str, data: memoryview, *, is_new: bool = False) -> bool:
         how = {"use_multipart": False, "mode": "create" if is_new else "overwrite"}
         store = self._store if len(data) <= _SMALL else self._uploads
         for pause_s in (*_CONFLICT_PAUSES_S, None):
-            with _translated(key, self._url, writes=True):
+            with _translated(key, self.url, writes=True):
                 try:
                     self._obstore.put(store, key, data, **how)
                 except self._obstore.exceptions.AlreadyExistsError as error:
@@ -118,7 +112,7 @@ class ObstoreClient:
                 yield part
 
         try:
-            with _translated(key, self._url, writes=True):
+            with _translated(key, self.url, writes=True):
                 self._obstore.put(self._uploads, key, counted(), **how)
         except BaseException:
             # The line may have become slower: give the next try the longest time.
@@ -135,19 +129,19 @@ class ObstoreClient:
             self._upload_s = limit_s
 
     def get(self, key: str, max_bytes: int) -> memoryview | int:
-        with _translated(key, self._url):
+        with _translated(key, self.url):
             found = self._obstore.get(self._store, key)
             size: int = found.meta["size"]
             self._has_bucket = True
             return size if size > max_bytes else memoryview(found.bytes())
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
-        with _translated(key, self._url):
+        with _translated(key, self.url):
             return memoryview(self._obstore.get_range(self._store, key, start=start, end=stop))
 
     def size(self, key: str) -> int:
         try:
-            with _translated(key, self._url):
+            with _translated(key, self.url):
                 size: int = self._obstore.head(self._store, key)["size"]
                 return size
         except FileNotFoundError:
@@ -158,7 +152,7 @@ class ObstoreClient:
             raise
 
     def list(self, prefix: str) -> builtins.list[Entry]:
-        with _translated(prefix, self._url):
+        with _translated(prefix, self.url):
             found = self._obstore.list_with_delimiter(self._store, prefix or None)
         folders = [Entry(_last(path), True, 0) for path in found["common_prefixes"]]
         files = [
@@ -168,7 +162,7 @@ class ObstoreClient:
         return folders + files
 
     def delete(self, keys: builtins.list[str]) -> None:
-        with _translated(keys[0] if keys else "", self._url):
+        with _translated(keys[0] if keys else "", self.url):
             try:
                 self._obstore.delete(self._store, keys)
             except FileNotFoundError:
@@ -179,7 +173,7 @@ class ObstoreClient:
     def _open(self, deadline_s: float, longest_pause_s: float, **limits_s: float) -> Any:
         client = {name: self._options[name] for name in self._options if name in _CLIENT_OPTIONS}
         own = {name: value for name, value in self._options.items() if name not in client}
-        endpoint = _checked_endpoint(self._url, self._options)
+        endpoint = _checked_endpoint(self.url, self._options)
         retries = {
             "max_retries": 1_000_000,  # the deadline ends them
             "retry_timeout": timedelta(seconds=deadline_s),
@@ -191,23 +185,23 @@ class ObstoreClient:
         }
         try:
             return self._obstore.store.from_url(
-                self._url,
+                self.url,
                 client_options={
                     "connect_timeout": timedelta(seconds=_CONNECT_S),
                     **{name: timedelta(seconds=limit) for name, limit in limits_s.items()},
                     # An endpoint without TLS is an explicit choice.
                     "allow_http": endpoint.startswith("http://"),
-                    **(_one_host(endpoint, self._options) if self._url.startswith("s3:") else {}),
+                    **(_one_host(endpoint, self._options) if self.url.startswith("s3:") else {}),
                     **client,
                 },
                 retry_config=retries,
                 # Signing payloads costs 3 s of CPU per GiB. Shards have checksums, and TLS protects the rest.
-                **({"unsigned_payload": True} if self._url.startswith("s3:") else {}),
+                **({"unsigned_payload": True} if self.url.startswith("s3:") else {}),
                 **own,
             )
         except Exception as error:
             raise OptionError(
-                f"{self._url} cannot be used: {redacted(_first_line(error), self._options)}. Nothing was "
+                f"{self.url} cannot be used: {redacted(_first_line(error), self._options)}. Nothing was "
                 "changed. Check the URL and its options."
             ) from cause(error, self._options)
 
