@@ -6,6 +6,7 @@ only this display depends on.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -213,10 +214,7 @@ class LeafRow:
     @property
     def num_bytes(self) -> int:
         """The length of the whole tensor."""
-        total = self.item_bytes
-        for size in self.shape:
-            total *= size
-        return total
+        return self.item_bytes * math.prod(self.shape)
 
     @property
     def where(self) -> str:
@@ -251,8 +249,7 @@ def leaf_rows(record: StepRecord) -> list[LeafRow]:
     found: dict[tuple[str, str, tuple[int, ...]], tuple[Leaf, dict[Box, list[int]], set[int]]] = {}
     for rank in (rank for part in record.parts for rank in part.ranks):
         for _, leaf, digest in rank.counted():
-            shape = leaf.shape if leaf.box is None else leaf.box.shape
-            row = found.setdefault((leaf.name, leaf.dtype, shape), (leaf, {}, set()))
+            row = found.setdefault((leaf.name, leaf.dtype, leaf.whole_shape), (leaf, {}, set()))
             row[1].setdefault(box_of(leaf), []).append(rank.rank)
             row[2].add(digest)
     rows = []

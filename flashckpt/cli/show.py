@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
 from typing import Annotated, Any
 
@@ -217,9 +218,7 @@ def _boxes(rows: list[LeafRow], rank: int) -> Table:
     table = command.table(*columns)
     for row in rows:
         for box in [box for box, ranks in row.boxes.items() if rank in ranks]:
-            own = row.item_bytes
-            for first, behind in box:
-                own *= behind - first
+            own = row.item_bytes * math.prod(behind - first for first, behind in box)
             table.add_row(_names(row), row.dtype, _shape(row), box_text(box, row.shape) or "all", size(own))
     return table
 
@@ -270,7 +269,7 @@ def _plain_leaves(record: StepRecord, only: int | None) -> list[dict[str, object
             "aliases": list(leaf.aliases),
             "dtype": leaf.dtype,
             "shape": list(leaf.shape),
-            "global_shape": list(leaf.shape if leaf.box is None else leaf.box.shape),
+            "global_shape": list(leaf.whole_shape),
             "box": None if leaf.box is None else [list(pair) for pair in box_of(leaf)],
             "num_bytes": leaf.num_bytes,
             "digest": f"{digest:016x}",

@@ -9,6 +9,7 @@ allows. See docs/format.md.
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from array import array
@@ -83,10 +84,12 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
-        count = DTYPES[self.dtype][0]
-        for size in self.shape:
-            count *= size
-        return count
+        return DTYPES[self.dtype][0] * math.prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that it is, or is a slice of."""
+        return self.shape if self.box is None else self.box.shape
 
     @property
     def content(self) -> tuple[object, ...]:
@@ -261,7 +264,7 @@ def leaf_columns(leaves: Sequence[Leaf]) -> dict[str, Any]:
         "names": [leaf.name for leaf in leaves],
         "dtypes": dtypes,
         "dtype": [index[leaf.dtype] for leaf in leaves],
-        "shapes": [list(leaf.shape if leaf.box is None else leaf.box.shape) for leaf in leaves],
+        "shapes": [list(leaf.whole_shape) for leaf in leaves],
         "strides": {str(i): list(leaf.stride) for i, leaf in enumerate(leaves) if leaf.stride is not None},
         "aliases": {str(i): list(leaf.aliases) for i, leaf in enumerate(leaves) if leaf.aliases},
         "boxes": {str(i): _ranges(leaf.shape, leaf.box) for i, leaf in enumerate(leaves) if leaf.box},
