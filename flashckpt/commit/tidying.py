@@ -15,9 +15,8 @@ from flashckpt.store.base import Entry, Store
 
 log = logging.getLogger(__name__)
 
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
-# `attach` creates it to check for the right to write, and whether the store overwrites.
-_PROBE = re.compile(r"\.?probe-[0-9a-f]{16}")
+# Also what `attach` creates to check for the right to write.
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|\.probe-[0-9a-f]{16}")
 _SAFE_AGE_S = 86400.0
 """No file is written for longer."""
 # How many ledgers of older attempts stay for people to read. They are counted once in so many starts: on an
@@ -54,7 +53,7 @@ def temporary_files(store: Store, counters: Sequence[Entry] | None = None) -> It
     # The store's clock may be days behind this one: then a new file seems old.
     now_s = min(time.time(), max((each.modified_s for each in there.values()), default=0.0))
     for path, entry in there.items():
-        is_ours = _TEMPORARY.fullmatch(entry.name) or _PROBE.fullmatch(entry.name)
+        is_ours = _TEMPORARY.fullmatch(entry.name)
         if is_ours and not entry.is_folder and entry.modified_s and now_s - entry.modified_s > _SAFE_AGE_S:
             yield path, entry
 

@@ -188,7 +188,7 @@ class ObjectStore:
                 self.url, error.strerror, key,
             )  # fmt: skip
         except OSError:
-            pass  # the next attempt removes it as an orphan
+            pass  # one byte stays
 
     def move_to(self, url: str) -> None:
         raise AssertionError("a run on an object store does not move")
