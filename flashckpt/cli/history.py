@@ -134,7 +134,7 @@ def persisted(store: Store, step: int, attempt: AttemptName) -> list[dict[str, A
     """The writes of a step in the ledger, as JSON. `direct`: the page cache was bypassed."""
     found = []
     for line in lines_of(store, str(attempt)):
-        seconds, num_bytes = number_in(line, "seconds"), number_in(line, "num_bytes")
+        seconds, num_bytes = number_of(line.get("seconds")), number_of(line.get("num_bytes"))
         is_persist = line["event"] == Event.PERSIST.value and line.get("step") == step
         if is_persist and seconds is not None and num_bytes is not None:
             direct = line.get("direct") is True
@@ -147,7 +147,7 @@ def resumed(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any
     found = []
     for name in attempts_of(store)[-_MOST_ATTEMPTS:]:
         for line in lines_of(store, str(name)):
-            seconds = number_in(line, "seconds")
+            seconds = number_of(line.get("seconds"))
             is_resume = line["event"] == Event.RESUME.value and line.get("step") == step
             if is_resume and seconds is not None and line.get("from_attempt") == str(attempt):
                 tier = str(line.get("tier", ""))[:20]
@@ -155,12 +155,8 @@ def resumed(store: Store, step: int, attempt: AttemptName) -> list[dict[str, Any
     return found
 
 
-def number_in(line: dict[str, Any], key: str) -> float | None:
-    """The value of a ledger line under a key, None if it is no plausible number."""
-    return number_of(line.get(key))
-
-
 def number_of(value: object) -> float | None:
+    """A value in a ledger line, None if it is no plausible number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     return float(value) if 0 <= value <= _MOST else None
@@ -321,11 +317,11 @@ def _ledger_rows(store: Store, step: int, attempt: AttemptName) -> dict[int, dic
     """The times of each rank in the ledger. The newest line counts."""
     found_by_rank: dict[int, dict[str, Any]] = {}
     for line in lines_of(store, str(attempt)):
-        rank = number_in(line, "rank")
+        rank = number_of(line.get("rank"))
         if line["event"] == Event.TIMES.value and rank is not None:
             times = {
-                "step_s": number_in(line, "step_seconds"),
-                "capture_s": number_in(line, "capture_seconds"),
+                "step_s": number_of(line.get("step_seconds")),
+                "capture_s": number_of(line.get("capture_seconds")),
             }
             mine = found_by_rank.setdefault(int(rank), {})
             mine.update({name: value for name, value in times.items() if value is not None})
