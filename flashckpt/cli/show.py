@@ -100,17 +100,14 @@ def _summary(store: Store, record: StepRecord, origins: list[dict[str, Any]]) ->
     for index, read in enumerate(_resumes(resumed(store, record.step, record.attempt))):
         table.add_row("" if index else "resumed", read)
     for index, origin in enumerate(origins):
-        how = f"{origin['attempt']} resumed from step {_step(origin)} of {origin['parent']}"
+        step = "?" if origin["step"] is None else origin["step"]
+        how = f"{origin['attempt']} resumed from step {step} of {origin['parent']}"
         if origin["parent"] is None:
             how = f"{origin['attempt']} began the run"
         table.add_row("" if index else "lineage", how)
     for name, value in record.parts[0].environment.items():
         table.add_row(name, str(value))
     return table
-
-
-def _step(origin: dict[str, Any]) -> str:
-    return "?" if origin["step"] is None else str(origin["step"])
 
 
 def _writes(found: list[dict[str, Any]]) -> list[str]:

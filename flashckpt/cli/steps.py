@@ -154,7 +154,7 @@ def _step_table(rows: list[StepRow], all_branches: bool, first: CommitName | Non
         cells = [
             str(row.name.step),
             str(row.name.id if row.is_ambiguous else row.name.attempt),
-            *[_ranks(row)] * several,
+            *["?" if row.world is None else f"{row.world:,}"] * several,
             "?" if row.num_bytes is None else size(row.num_bytes),
             "?" if row.leaves is None else f"{row.leaves:,}",
             command.local_time(row.committed_at_s),
@@ -164,19 +164,11 @@ def _step_table(rows: list[StepRow], all_branches: bool, first: CommitName | Non
     return table
 
 
-def _ranks(row: StepRow) -> str:
-    """The number of ranks that saved the step."""
-    return "?" if row.world is None else f"{row.world:,}"
-
-
 def _notes(row: StepRow, is_next: bool) -> str:
-    notes = ["a start resumes from it"] * is_next
-    notes += (
-        [f"damaged, found on {host}: {reason}" for host, reason in [row.damage] if reason]
-        if row.damage
-        else []
-    )
-    return "; ".join([row.problem, *notes] if row.problem else notes)
+    notes = [row.problem] * bool(row.problem) + ["a start resumes from it"] * is_next
+    if row.damage is not None and row.damage[1]:
+        notes.append(f"damaged, found on {row.damage[0]}: {row.damage[1]}")
+    return "; ".join(notes)
 
 
 def _plain_row(row: StepRow) -> dict[str, object]:
@@ -307,22 +299,17 @@ def _verified(
         report = read_again(store, number, at=at, all_steps=all_branches, progress=bar.progress)
     if not as_json:
         _print_report(report, time.monotonic() - began_s)
-    lost = _assets_problem(store) if step is None else ""
-    if lost:
-        notices().print(lost, style="red")
+    lost = ""
+    if step is None:
+        try:
+            read_assets(store)
+        except DamagedError as error:
+            lost = str(error)
+            notices().print(lost, style="red")
     is_whole = report.ok and not lost
     plain: dict[str, object] = {"run": store.url, "ok": is_whole, "num_bytes": report.num_bytes}
     plain |= {"files": report.rows, "problem": lost or None, "remote": None}
     return plain, ExitCode.WELL if is_whole else ExitCode.DAMAGED, report
-
-
-def _assets_problem(store: Store) -> str:
-    """Why the assets of a run cannot be read; empty if they can."""
-    try:
-        read_assets(store)
-    except DamagedError as error:
-        return str(error)
-    return ""
 
 
 def _print_report(report: Report, seconds: float) -> None:

@@ -378,11 +378,9 @@ class _Files:
         return self._record.part_bytes(self._parts[path])
 
 
-def _names(manifest: Manifest) -> tuple[set[str], set[str], set[str]]:
-    """The names of its parts, shards and frozen files, as the parts have them."""
-    rows = manifest.parts, manifest.shards, manifest.frozen
-    parts, shards, frozen = ({plain_name(each.name) for each in row} for row in rows)
-    return parts, shards, frozen
+def _names(manifest: Manifest) -> set[str]:
+    """The names of its files as the parts have them."""
+    return {plain_name(name) for names in manifest.files().values() for name in names}
 
 
 def spool(num_bytes: int) -> int:
