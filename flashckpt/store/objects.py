@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from flashckpt import _native
@@ -270,26 +271,19 @@ class ObjectStore:
     def read_chunks(
         self, path: str, plan: _native.FilePlan, *, threads: int = 2, progress: int = 0, cancel: int = 0
     ) -> None:
+        size = self._client.size(_key(path))
         if path.endswith(COMPRESSED):
-            size = self._client.size(_key(path))
             read_compressed(self, path, size, plan, max(threads, _AT_ONCE), progress, cancel)
             return
-        self._check_length(path, plan.num_bytes)
-
-        def fetch(start: int, stop: int) -> memoryview:
-            return self._range(path, start, stop)
-
-        add_pieces(path, plan, PART_BYTES, _AT_ONCE, fetch, progress, cancel)
+        if size != plan.num_bytes:
+            raise other_length(path, size, plan.num_bytes)
+        add_pieces(path, plan, PART_BYTES, _AT_ONCE, partial(self._range, path), progress, cancel)
 
     def read_bytes(self, path: str, offset: int, num_bytes: int) -> bytes:
         return bytes(self._range(path, offset, offset + num_bytes))
 
     def descriptor(self, path: str, num_bytes: int) -> int | None:
         return None
-
-    def _check_length(self, path: str, num_bytes: int) -> None:
-        if (size := self._client.size(_key(path))) != num_bytes:
-            raise other_length(path, size, num_bytes)
 
     def _range(self, path: str, start: int, stop: int) -> memoryview:
         data = self._client.get_range(_key(path), start, stop) if start < stop else memoryview(b"")
