@@ -75,6 +75,21 @@ def test_what_is_damaged_in_the_target_is_sent_again(
     assert not [name for name in files(tmp_path / "target") if name.endswith(".tmp")]
 
 
+def test_a_manifest_is_made_anew_beside_files_that_are_cut_short(
+    near: tuple[Store, Store], tmp_path: Path
+) -> None:
+    """It names their lengths: those of the parts, and not those that are there."""
+    source, target = near
+    attempt = made(source, [10, 20])
+    copy_run(source, target, all_steps=True)
+    for harm in ("rank-00000 cut", "frozen- cut", "manifest- flipped"):
+        damaged(tmp_path / "target", name_of(10, attempt), harm)
+    done = StepCopier(source, target, repairs=True).copy(name_of(10, attempt))
+    assert done.outcome is Outcome.REPAIRED
+    assert of_step(tmp_path / "target") == of_step(tmp_path / "source")
+    assert verify(target).ok
+
+
 def test_a_repair_harms_nothing_where_the_source_is_damaged_too(
     near: tuple[Store, Store], tmp_path: Path
 ) -> None:
