@@ -64,7 +64,7 @@ def show(run: Run, step: Shown = None, rank: OfRank = None, as_json: AsJson = Fa
     store = open_store(run)
     record = resolve(store, *step_name(step))
     if rank is not None:
-        record.part_of(rank)
+        record.rank(rank)
     origins = lineage(View.of(store), record.attempt)
     if as_json:
         write_json(_plain_step(store, record, origins, rank))

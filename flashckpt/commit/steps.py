@@ -60,10 +60,10 @@ class StepParts:
             self._kept = place, self._read(place)
         return self._kept[1]
 
-    def of_rank(self, rank: int) -> Part | None:
-        """The part that holds a rank, None if there is no such part."""
+    def of_rank(self, rank: int) -> RankRecord | None:
+        """The record of a rank, None if no part holds it."""
         place = self._places.get(rank)
-        return None if place is None else self[place]
+        return None if place is None else next(each for each in self[place].ranks if each.rank == rank)
 
 
 # ---- replicas: the tables of ranks that hold the same leaves have one checksum in the heads of their parts
@@ -161,15 +161,11 @@ class StepRecord:
     def world(self) -> int:
         return self.manifest.world
 
-    def part_of(self, rank: int) -> Part:
-        """The part that holds a rank. NoSuchStepError if the step has no such rank."""
-        if (part := self.parts.of_rank(rank)) is None:
-            raise _no_rank(self.manifest, rank)
-        return part
-
     def rank(self, rank: int) -> RankRecord:
-        """Return the record of a rank. Raises NoSuchStepError for an unknown rank."""
-        return next(each for each in self.part_of(rank).ranks if each.rank == rank)
+        """The record of a rank. NoSuchStepError if the step has no such rank."""
+        if (found := self.parts.of_rank(rank)) is None:
+            raise _no_rank(self.manifest, rank)
+        return found
 
     @property
     def folder(self) -> str:
