@@ -401,20 +401,17 @@ class Home(Versions):
                 failure = failure or error
                 continue
             for folder, kept in spared(catalogue, folders).items():
+                if kept is Spared.ALL:
+                    continue
                 try:
-                    yield from self._delete_from(folder, kept)
+                    names = yield Files(self.store, folder.path)
+                    if kept is Spared.FROZEN:
+                        names = [name for name in names if not name.startswith(FROZEN_PREFIX)]
+                    yield Delete(self.store, folder.path, tuple(sorted(names)))
                 except (OSError, DamagedError) as error:
                     failure = failure or error
         if failure is not None:
             raise failure
-
-    def _delete_from(self, folder: Folder, kept: Spared) -> Steps[None]:
-        if kept is Spared.ALL:
-            return
-        names = yield Files(self.store, folder.path)
-        is_frozen_kept = kept is Spared.FROZEN
-        doomed = (name for name in names if not (is_frozen_kept and name.startswith(FROZEN_PREFIX)))
-        yield Delete(self.store, folder.path, tuple(sorted(doomed)))
 
     def make_room(self, catalogue: Catalogue) -> Steps[None]:
         yield from super().make_room(catalogue)
