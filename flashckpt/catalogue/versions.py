@@ -111,14 +111,12 @@ class Versions:
 
     def make_room(self, catalogue: Catalogue) -> Steps[None]:
         """Delete what a version does not need, where a version could not be created on a full disk."""
-        yield from self._trim(catalogue, _KEPT_IF_FULL)
+        yield from self.trim(catalogue, _KEPT_IF_FULL)
 
-    def trim(self, catalogue: Catalogue) -> Steps[None]:
-        """Delete old versions, and temporary files of creators that died: a living one tries again."""
-        yield from self._trim(catalogue, self.keep_versions)
-
-    def _trim(self, catalogue: Catalogue, keep_versions: int) -> Steps[None]:
-        first = max(1, catalogue.version - keep_versions + 1)
+    def trim(self, catalogue: Catalogue, kept: int = 0) -> Steps[None]:
+        """Delete old versions, and temporary files of creators that died: a living one tries again. `kept`:
+        how many versions stay, by default `keep_versions`."""
+        first = max(1, catalogue.version - (kept or self.keep_versions) + 1)
         names = yield Files(self.store, CATALOGUE)
         old = tuple(sorted(name for name in names if name < f"{first:09d}"))
         if old:
