@@ -79,7 +79,8 @@ class View:
         return next((each for each in self.catalogue.checkpoints if each.id == id), None)
 
     def has(self, name: CommitName) -> bool:
-        return name in self.checkpoints
+        found = self.checkpoint(name.id)
+        return found is not None and found.step == name.step
 
     def pending(self) -> list[Folder]:
         """The folders of snapshots that the newest attempt has not committed and still can, oldest first. One
