@@ -33,7 +33,7 @@ from flashckpt.errors import FlashckptError
 from flashckpt.format.catalogue import EMPTY, Catalogue, Folder, parse_version
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, SnapshotId
-from tests.catalogue.explorer import Process, Rules
+from tests.catalogue.explorer import Process
 from tests.catalogue.model import Link, Report, World, run_alone, size_of
 from tests.catalogue.processes import HOME, MIRROR, Leader, copy_newest, paths_of, recover
 
@@ -62,9 +62,6 @@ class Invariants:
     foreign: frozenset[AttemptName]
     resumes: SnapshotId | None
     is_lost: bool
-
-    def rules(self) -> Rules:
-        return Rules(self.changed, self.reported, self.standing, self.final)
 
     def history(self) -> History:
         versions: dict[str, tuple[Catalogue, ...]] = {}

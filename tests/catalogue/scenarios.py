@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
 from flashckpt.catalogue.changes import quarantine
-from flashckpt.catalogue.requests import Steps
 from flashckpt.format.catalogue import EMPTY, Catalogue, Folder, version_path
 from flashckpt.format.manifest import File, FrozenFile, Manifest, PartFile, PartHead, RankFiles, part_name
 from flashckpt.format.names import AttemptName, SnapshotId
@@ -35,7 +33,7 @@ from tests.catalogue.processes import (
     write,
 )
 
-MOST_STATES = 900_000
+MOST_STATES = 2_500_000
 
 
 @dataclass(frozen=True)
@@ -64,11 +62,10 @@ class Scenario:
             store,
             self.files,
             tuple(replace(each, is_coarse=self.is_coarse) for each in self.processes),
-            invariants.history(),
-            invariants.rules(),
+            invariants,
             self.kills,
-            most_states=most_states,
-            by_answers=by_answers,
+            most_states,
+            by_answers,
         )
 
 
@@ -88,11 +85,6 @@ def leader(
     """A leader of the writer of `catalogue`, which is the version that it knows."""
     act = partial(Leader(name, **options).lead, catalogue, catalogue.writer, boundaries, frozen)
     return Process(f"leader {name}", act, nonce=catalogue.writer.nonce)
-
-
-def late(name: str, *arguments: Any) -> Callable[[], Steps[Any]]:
-    """A process of processes.py, which is looked up when it begins: a mutation may have replaced it."""
-    return lambda: getattr(processes, name)(*arguments)
 
 
 A, B = attempt(1, "a"), attempt(2, "b")
@@ -186,8 +178,8 @@ READER = Process("reader", read_all, may_die=False)
 COLLECTOR, COLLECTOR_2 = Process("collector", prune), Process("collector 2", prune)
 BRANCHER = Process("branch", partial(go_back, "x", A_1), nonce=nonce("x"))
 RECOVER_X, RECOVER_Y = (Process(f"recover {n}", partial(recover, n, B_2), nonce=nonce(n)) for n in "xy")
-COPY_X, COPY_Y = (Process(f"copy {n}", late("copy_newest", n), nonce=nonce(n)) for n in "xy")
-COPY_2X, COPY_2Y = (Process(f"copy {n}", late("copy_newest", n, 2), nonce=nonce(n)) for n in "xy")
+COPY_X, COPY_Y = (Process(f"copy {n}", partial(copy_newest, n), nonce=nonce(n)) for n in "xy")
+COPY_2X, COPY_2Y = (Process(f"copy {n}", partial(copy_newest, n, 2), nonce=nonce(n)) for n in "xy")
 
 
 def _of_leaders() -> list[Scenario]:
@@ -247,8 +239,8 @@ def _of_leaders() -> list[Scenario]:
 
 def _of_keepers() -> list[Scenario]:
     b = BEGUN
-    keepers = [Process(f"keeper {n}", late("write", A, A_2, f"n{n}", n, 2)) for n in (0, 1)]
-    again = Process("keeper 0 again", late("write", A, A_2, "m0", 0, 2))
+    keepers = [Process(f"keeper {n}", partial(write, A, A_2, f"n{n}", n, 2)) for n in (0, 1)]
+    again = Process("keeper 0 again", partial(write, A, A_2, "m0", 0, 2))
     return [
         Scenario("keepers", b.one, (*keepers, leader("a", b.at_one, 2, polls=2), job("b")), kills=2),
         Scenario("keeper replaced", b.whole, (again, POLLING_A, job("b")), kills=2),

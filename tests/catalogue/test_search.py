@@ -40,7 +40,7 @@ def _searches() -> list[object]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("scenario", "store"), _searches())
 def test_every_order_keeps_the_invariants(scenario: Scenario, store: Store) -> None:
-    found = scenario.search(store, most_states=2_500_000).run()
+    found = scenario.search(store).run()
     assert found.states > 100
     assert not found.fault, f"{scenario.name} on {store.name}: {found.fault}"
 
@@ -50,7 +50,7 @@ def _mutations() -> list[object]:
         pytest.param(
             each,
             id=each.name,
-            marks=[] if each.scenario in SHORT_MUTATIONS and "again" not in each.name else pytest.mark.long,
+            marks=[] if each.scenario in SHORT_MUTATIONS else pytest.mark.long,
         )
         for each in MUTATIONS
     ]
@@ -75,10 +75,7 @@ def test_each_rule_is_needed(mutation: Mutation) -> None:
 )
 def test_merging_of_states_loses_none(name: str, store: Store) -> None:
     """A search that tells processes apart by all answers that they were given reaches the same ends."""
-    merged, every = (
-        scenarios()[name].search(store, most_states=2_500_000, by_answers=by_answers)
-        for by_answers in (False, True)
-    )
+    merged, every = (scenarios()[name].search(store, by_answers=by_answers) for by_answers in (False, True))
     found, wanted = merged.run(), every.run()
     assert not found.fault, found.fault
     assert not wanted.fault, wanted.fault
