@@ -4,7 +4,6 @@ like."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
 
 from flashckpt.catalogue.changes import Keep, visible
 from flashckpt.catalogue.home import Home
@@ -26,9 +25,9 @@ def nonce() -> str:
 class Job:
     """The writer of a run in a store: it starts, and saves snapshots as keepers and their leader do."""
 
-    def __init__(self, store: Store, home: Home = HOME, offers: Iterable[SnapshotId] = ()) -> None:
-        self.store, self.home, self.run = store, home, Stores({home.store: store}).run
-        self.catalogue = self.run(start_in(home, RUN, nonce(), frozenset(offers)))
+    def __init__(self, store: Store) -> None:
+        self.store, self.run = store, Stores({HOME.store: store}).run
+        self.catalogue = self.run(start_in(HOME, RUN, nonce()))
         self.name = self.catalogue.writer
 
     def write(
@@ -39,11 +38,11 @@ class Job:
 
     def commit(self, id: SnapshotId, keep: Keep) -> Checkpoint | None:
         """What a leader does once all parts are there. None if they are not, or if another has taken over."""
-        manifest = self.run(self.home.gather(Folder(self.name, id)))
+        manifest = self.run(HOME.gather(Folder(self.name, id)))
         if not isinstance(manifest, Manifest):
             return None
-        made = self.run(self.home.publish(self.catalogue, manifest))
-        self.catalogue = self.run(self.home.commit(self.catalogue, self.name, made, keep))
+        made = self.run(HOME.publish(self.catalogue, manifest))
+        self.catalogue = self.run(HOME.commit(self.catalogue, self.name, made, keep))
         return made if self.catalogue.has(id) else None
 
     def save(self, boundary: int, keep: Keep | None = None, frozen: FrozenFile | None = None) -> Checkpoint:
@@ -51,8 +50,8 @@ class Job:
         self.write(id, frozen=frozen)
         made = self.commit(id, keep or Keep(last=2))
         assert made is not None
-        self.run(self.home.collect(self.catalogue))
-        self.run(self.home.trim(self.catalogue))
+        self.run(HOME.collect(self.catalogue))
+        self.run(HOME.trim(self.catalogue))
         return made
 
 
@@ -73,12 +72,12 @@ def write_part(
     return name, head
 
 
-def faults(store: Store, home: Home = HOME, *, is_collected: bool = True) -> list[str]:
+def faults(store: Store, *, is_collected: bool = True) -> list[str]:
     """What is wrong with a run: checkpoints that are not whole, and, where garbage was collected, files that
     nothing names."""
-    run = Stores({home.store: store}).run
-    catalogue = run(home.newest())
-    found = [f"{each.id} is not whole" for each in catalogue.checkpoints if not run(home.is_whole(each))]
+    run = Stores({HOME.store: store}).run
+    catalogue = run(HOME.newest())
+    found = [f"{each.id} is not whole" for each in catalogue.checkpoints if not run(HOME.is_whole(each))]
     kept = {each.folder.path for each in catalogue.checkpoints}
     bases = {base.path for each in catalogue.checkpoints for base in each.bases}
     for path in files_of(store, DATA) if is_collected else ():

@@ -29,14 +29,10 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(str(tmp_path / "run"))
 
 
-def begun(store: Store) -> Catalogue:
-    return Stores({"home": store}).run(start_in(HOME, RUN, nonce()))
-
-
-def saved(store: Store, *boundaries: int, last: int = 9) -> Job:
+def saved(store: Store, *boundaries: int) -> Job:
     job = Job(store)
     for boundary in boundaries:
-        job.save(boundary, Keep(last=last))
+        job.save(boundary, Keep(last=9))
     return job
 
 
@@ -49,6 +45,7 @@ def test_numbers_at_their_end(store: LocalStore, tmp_path: Path) -> None:
     (tmp_path / "run/data/999999999-deadbeef").mkdir()
     job = Job(store)
     assert job.name.number == 2, "an empty folder is no writer"
+    assert job.catalogue.foreign == frozenset()
     folder = Folder(AttemptName(999999999, "deadbeef"), SnapshotId(job.name, 1))
     write_part(store, folder, (0,), 1)
     with pytest.raises(UnusableRunError, match="highest one"):
@@ -178,12 +175,12 @@ def test_a_sector_that_cannot_be_read(store: LocalStore, tmp_path: Path) -> None
     job.write(SnapshotId(job.name, 3))
     root = str(tmp_path / "run")
     bad = job.catalogue.checkpoints[1].manifest_path
-    assert parent_of(begun(Failing(root, f"{folder_at(job, 3).path}/"))) == SnapshotId(job.name, 2)
-    assert parent_of(begun(Failing(root, bad))) == SnapshotId(job.name, 1)
+    assert parent_of(Job(Failing(root, f"{folder_at(job, 3).path}/")).catalogue) == SnapshotId(job.name, 2)
+    assert parent_of(Job(Failing(root, bad)).catalogue) == SnapshotId(job.name, 1)
     last = Stores({"home": store}).run(HOME.newest())
     sick = Failing(root, last.path)
     with pytest.raises(DamagedError, match="flashckpt recover"):
-        begun(sick)
+        Job(sick)
     assert Stores({"home": sick}).run(HOME.rebuild(nonce())).version == last.version + 1
 
 
@@ -192,22 +189,20 @@ def test_a_part_of_another_format(store: LocalStore) -> None:
     job.write(SnapshotId(job.name, 2))
     path = next(path for path in files_of(store, folder_at(job, 2).path) if "/node-" in path)
     store.replace(path, of_format(2, dump({"kind": "part"})))
-    assert parent_of(begun(store)) == SnapshotId(job.name, 1)
+    assert parent_of(Job(store).catalogue) == SnapshotId(job.name, 1)
 
 
 def test_a_run_that_is_deleted_while_it_is_read(store: LocalStore, tmp_path: Path) -> None:
     """A version is listed, and gone when it is read, each time."""
     job = saved(store, 1)
-    ghost = LocalStore(str(tmp_path / "run"))
 
     class Vanishing(LocalStore):
         def read(self, path: str, max_bytes: int) -> bytes:
             raise FileNotFoundError(errno.ENOENT, "gone", path)
 
-    with pytest.raises(RunError, match="was deleted"):
-        Stores({"home": Vanishing(ghost._root)}).run(HOME.newest(job.catalogue, (9, RUN)))
-    with pytest.raises(RunError, match="was deleted"):
-        Stores({"home": Vanishing(ghost._root)}).run(HOME.newest())
+    for newest in (HOME.newest(job.catalogue, (9, RUN)), HOME.newest()):
+        with pytest.raises(RunError, match="was deleted"):
+            Stores({"home": Vanishing(str(tmp_path / "run"))}).run(newest)
 
 
 def test_a_stray_version_of_another_run(store: LocalStore) -> None:
@@ -235,17 +230,13 @@ def test_a_checkpoint_of_another_run_is_not_taken(store: LocalStore, tmp_path: P
     shutil.copytree(tmp_path / "other" / folder.path, tmp_path / "run" / strange)
     shutil.rmtree(tmp_path / "run" / CATALOGUE)
     with pytest.raises(UnusableRunError):
-        begun(store)
+        Job(store)
     made = job.run(HOME.rebuild(nonce()))
     assert boundaries(made) == [1]
 
 
-def test_empty_folders_are_no_foreign_writers(store: LocalStore, tmp_path: Path) -> None:
-    (tmp_path / "run/data/000007-0badcafe").mkdir(parents=True)
+def test_an_empty_folder_is_collected(store: LocalStore, tmp_path: Path) -> None:
     job = saved(store, 1)
-    assert job.catalogue.foreign == frozenset()
-    job = saved(store, 2)
-    job.run(HOME.collect(job.catalogue))
     (tmp_path / "run/data/000001-0badcafe").mkdir()
     job.run(HOME.collect(job.catalogue))
     assert not (tmp_path / "run/data/000001-0badcafe").exists()

@@ -62,6 +62,7 @@ class CatalogueContract:
     def test_a_replaced_keeper_and_the_other_node(self, store: Store) -> None:
         job = Job(store)
         id = SnapshotId(job.name, 1)
+        job.write(id, (0,), 4)
         job.write(id, (0, 1), 4)
         assert job.commit(id, Keep()) is None
         job.write(id, (0, 1), 4)
@@ -131,10 +132,10 @@ class CatalogueContract:
         assert last.version == job.catalogue.version + len(checkpoints)
 
     def test_old_versions_go(self, store: Store) -> None:
-        home = Home("home", keep_versions=3)
-        job = Job(store, home)
+        job = Job(store)
         for boundary in range(1, 8):
             job.save(boundary)
+        job.run(Home("home", keep_versions=3).trim(job.catalogue))
         assert [each.name for each in store.list(CATALOGUE)] == [
             f"{number:09d}-{RUN}" for number in (7, 8, 9)
         ]
