@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import pytest
@@ -12,20 +12,17 @@ from flashckpt.catalogue.changes import (
     Keep,
     MovedError,
     Spared,
-    adopt,
     ancestry,
     begin,
     branch,
     commit,
     end,
-    follow,
     found,
     make,
     new_writer,
     newest,
     parent_of,
     quarantine,
-    rebuild,
     spared,
 )
 from flashckpt.errors import UnusableRunError
@@ -70,37 +67,6 @@ def boundaries(catalogue: Catalogue) -> list[int]:
 
 MADE = make(EMPTY, run_id=RUN)
 THREE = committed(begun(MADE), 1, 2, 3)
-CHANGES: list[tuple[Catalogue, Callable[[Catalogue], Catalogue]]] = [
-    (EMPTY, partial(make, run_id=RUN)),
-    (MADE, partial(begin, new=new_writer(MADE, "11111111", []), lineage=())),
-    (THREE, partial(begin, new=new_writer(THREE, "22222222", []), lineage=(at(3),))),
-    (THREE, partial(branch, new=new_writer(THREE, "22222222", []), parent=at(1))),
-    (THREE, partial(commit, writer=name(1), checkpoint=checkpoint(at(4)), keep=Keep())),
-    (THREE, partial(adopt, found=(checkpoint(at(5)), checkpoint(at(4))))),
-    (THREE, partial(quarantine, checkpoint=THREE.checkpoints[1], why="two reads differ")),
-    (THREE, partial(end, writer=name(1))),
-    (EMPTY, partial(follow, new=new_writer(EMPTY, "33333333", []), lead=THREE)),
-    (
-        EMPTY,
-        partial(
-            rebuild,
-            new=new_writer(EMPTY, "33333333", [name(1)]),
-            run_id=RUN,
-            found=THREE.checkpoints,
-            lineages={name(1): ()},
-        ),
-    ),
-]
-
-
-@pytest.mark.parametrize(("before", "change"), CHANGES, ids=[c.func.__name__ for _, c in CHANGES])
-def test_a_change_makes_one_version_and_is_idempotent(
-    before: Catalogue, change: Callable[[Catalogue], Catalogue]
-) -> None:
-    made = change(before)
-    assert made.version == before.version + 1
-    assert change(made) is made
-    assert Catalogue.from_bytes(made.to_bytes(), "file") == made
 
 
 def test_a_new_writer_is_bound_to_the_version_it_was_chosen_for() -> None:

@@ -1,4 +1,4 @@
-"""A catalogue in a folder: its contract, a full disk, and starts that die. Power loss: tests/crash/."""
+"""A catalogue in a folder: its contract, and a full disk. Power loss: tests/crash/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import SnapshotId
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from tests.catalogue.snapshots import HOME, Job, boundaries, faults, files_of
+from tests.catalogue.snapshots import HOME, Job, faults, files_of
 from tests.contracts.catalogue_contract import CatalogueContract
 from tests.memory.mounts import small_tmpfs
 
@@ -53,20 +53,3 @@ def test_a_full_disk_gives_up_its_old_versions() -> None:
         assert before > 10
         assert len(files_of(job.store, "catalogue")) <= 3
         assert faults(job.store, is_collected=False) == []
-
-
-def test_starts_that_die_before_their_first_commit_leave_little(scratch: str) -> None:
-    store, count = LocalStore(scratch), 100
-    Job(store).save(1)
-    before = _size(Path(scratch))
-    for _ in range(count):
-        job = Job(store)
-        job.run(HOME.collect(job.catalogue))
-        job.run(HOME.trim(job.catalogue))
-    assert job.catalogue.failed_starts == count - 1
-    assert boundaries(job.catalogue) == [1]
-    assert _size(Path(scratch)) - before < 100_000
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*"))
