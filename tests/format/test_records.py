@@ -13,6 +13,7 @@ from flashckpt.format.manifest import FROZEN, SHARD, frozen_name, part_name, sha
 from flashckpt.format.names import AttemptName, SnapshotId, parse_at
 from flashckpt.format.owner import Alive
 from flashckpt.format.records import Contents, Part, RankRecord, ShardRecord
+from tests.catalogue.test_records import CATALOGUE, MANIFEST
 
 A, B = AttemptName(2, "7fa3c1d2"), AttemptName(12345678, "00000000")
 ID = SnapshotId(A, 5)
@@ -67,7 +68,7 @@ def part(**other: object) -> Part:
     return Part(**{**fields, **other})
 
 
-RECORDS = [Alive(count=5), Alive(count=5, phase="dead"), part()]
+RECORDS = [Alive(count=5), Alive(count=5, phase="dead"), part(), MANIFEST, CATALOGUE]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.KIND)
@@ -121,11 +122,6 @@ def test_names() -> None:
         assert not pattern.fullmatch(f"{name}.zst"), "the names of parts are those of plain files"
         assert not pattern.fullmatch(f"../{name}")
     assert not SHARD.fullmatch(frozen_name(3, "5f2c"))
-    folder = Folder(B, SnapshotId(A, 12))
-    assert folder.path == f"data/{B}/{A}.00000000000000000012"
-    assert Folder.parse(B, folder.name) == folder
-    for text in (f"{A}.12", f"{A}:00000000000000000012", str(A), "../x"):
-        assert Folder.parse(B, text) is None
     assert (parse_at(str(A)), parse_at(f"{A}:12"), parse_at("12")) == (A, SnapshotId(A, 12), None)
 
 
