@@ -69,12 +69,6 @@ def test_every_flipped_bit_and_every_cut_is_found() -> None:
         parse(data + b"\n", what="file", max_bytes=MAX)
 
 
-def test_the_error_names_the_file() -> None:
-    with pytest.raises(DamagedError, match="attempts/000001.json") as caught:
-        parse(b"", what="attempts/000001.json", max_bytes=MAX)
-    assert caught.value.path == "attempts/000001.json"
-
-
 @pytest.mark.parametrize(
     "head",
     [

@@ -84,15 +84,10 @@ def test_a_dict_with_keys_of_one_type(key: Any) -> None:
     assert same([{key: 1}], there_and_back([{key: 1}]))
 
 
-@given(st.lists(st.sampled_from([True, 1, 1.0, "1", None, 0, -0.0]), min_size=17, max_size=40))
-def test_long_lists_keep_their_types(items: list[Any]) -> None:
-    """Long lists of one type take a fast path."""
-    assert same(items, there_and_back(items))
-
-
 @pytest.mark.parametrize("size", [20, 3])
-@pytest.mark.parametrize("item", [math.inf, math.nan, 1 << 9000, "\ud800", "ä", True, 2.5, None, -0.0])
+@pytest.mark.parametrize("item", [math.inf, math.nan, 1 << 9000, "\ud800", "ä", True, 2.5, None, -0.0, "1"])
 def test_lists_of_one_kind(item: Any, size: int) -> None:
+    """Long lists of one type take a fast path."""
     assert same([item] * size, there_and_back([item] * size))
     assert same([1, item] * size, there_and_back([1, item] * size))
 
