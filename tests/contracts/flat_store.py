@@ -1,9 +1,4 @@
-"""An object store whose objects are files beside each other, so that several processes can use it without a
-server: no folders, links, renames or appending.
-
-`flat:///absolute/folder` names one, if the entry point that `installed` makes is on the import path. So
-trainers, keepers and the shell of a test find it like a package's store.
-"""
+"""An object store whose objects are files beside each other: no folders, links, renames or appending."""
 
 from __future__ import annotations
 
@@ -16,20 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from flashckpt.store import ENTRY_POINTS
 from flashckpt.store.base import Capabilities, Entry
 from flashckpt.store.objects import ObjectStore
-
-
-def installed(folder: Path) -> str:
-    """Make `folder` a folder of packages with this store, for PYTHONPATH and sys.path."""
-    about = folder / "flat_store-1.0.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: flat-store\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(
-        f"[{ENTRY_POINTS}]\nflat = tests.contracts.flat_store:FlatStore\n"
-    )
-    return str(folder)
 
 
 class FlatClient:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,25 +20,17 @@ from tests.waiting import until
 
 
 class UrlTrainer(Trainer):
-    """A trainer of a run at a URL, and the shell. `packages`: a folder with those that know the URL."""
+    """A trainer of a run at a URL, and the shell."""
 
-    def __init__(
-        self, url: str, folder: Path, runtime: Path, recipe: str = "workers", *, packages: str = ""
-    ) -> None:
+    def __init__(self, url: str, folder: Path, runtime: Path, recipe: str = "workers") -> None:
         super().__init__(folder, runtime, recipe)
-        self.run, self._beside = url, ("tests.contracts.beside", packages)  # type: ignore[assignment]
-        self.program = (*self._beside, *self.program)
+        self.run = url  # type: ignore[assignment]
 
     def shell(self, *arguments: object) -> Any:
         """The JSON output of a command."""
-        command = [*self._beside, "tests.contracts.shell", *map(str, arguments), "--json"]
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            environment = dict(os.environ)
-            done = zygote.start(command, stdout=out, stderr=err, env=environment)
-            status = done.wait(240)
-            said, why = (os.pread(each.fileno(), 1 << 24, 0).decode() for each in (out, err))
-        assert status == 0, said + why
-        return json.loads(said)
+        done = zygote.shared().run(["tests.contracts.shell", *map(str, arguments), "--json"])
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout)
 
     def events(self, kind: str) -> list[dict[str, object]]:
         store = open_store(str(self.run))
@@ -78,9 +69,7 @@ class RunContract:
         assert (memory["tier"], storage["tier"]) == ("memory", "local")
         assert last_of_each(trainer.records()) == reference(tmp_path / "reference", runtime)
         assert flashckpt.verify(str(trainer.run)).ok
-        assert {name.partition("-")[0] for name in os.listdir(tmp_path)} <= {
-            "bucket", "err", "log", "packages", "reference",
-        }, "nothing of the run is here"  # fmt: skip
+        assert {name.partition("-")[0] for name in os.listdir(tmp_path)} <= {"err", "log", "reference"}
 
     def test_snapshots_left_by_a_crash_are_recovered_pruned_and_exported(
         self, trainer: UrlTrainer, tmp_path: Path, kill_keepers: Callable[..., None]
