@@ -54,14 +54,11 @@ def report(*findings: Finding, problem: str = "") -> RecoveryReport:
     )
 
 
-def test_the_words() -> None:
+def test_the_document_has_every_word() -> None:
     assert {each.value for each in Kind} == KINDS
     assert {each.value for each in Fate} == OUTCOMES
-
-
-@pytest.mark.parametrize("word", sorted(KINDS | OUTCOMES))
-def test_the_document_has_every_word(word: str) -> None:
-    assert re.search(rf"^\| `{word}` \|", DOCUMENT.read_text(), re.MULTILINE)
+    rows = set(re.findall(r"^\| `([a-z ]+)` \|", DOCUMENT.read_text(), re.MULTILINE))
+    assert rows >= KINDS | OUTCOMES
 
 
 @pytest.mark.parametrize(
@@ -109,9 +106,7 @@ def test_errors_are_json_too(tmp_path: Path, runtime: Path) -> None:
         assert json.loads(done.stdout)["error"]["kind"] == "NoSuchStepError"
 
 
-def test_the_shape_of_the_json_of_prune_and_export_and_texts_for_people(
-    tmp_path: Path, runtime: Path
-) -> None:
+def test_the_shape_of_prune_and_export_and_texts_for_people(tmp_path: Path, runtime: Path) -> None:
     store = new_run(tmp_path / "run")
     attempt = attempt_at(store)
     mark_ended(store, attempt, "closed")
@@ -133,7 +128,6 @@ def test_the_shape_of_the_json_of_prune_and_export_and_texts_for_people(
     assert done.returncode == 0
     assert f"training resumes from step 3 of attempt {attempt}, from storage" in done.stdout
     assert "at rest: 3 steps whole" in done.stdout
-    assert "nothing was changed" in done.stdout
     pruned = shell("prune", store.url, "--keep-last", 2)
     assert "deleted 1 step" in pruned.stdout
     assert "kept: 2, 3" in pruned.stdout

@@ -1,4 +1,4 @@
-"""The local store against the contract: as it is opened, and without hard links."""
+"""The local store, as it is opened and without hard links, and a store without folders, links and renames."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore, System
+from tests.contracts.flat_store import FlatStore
 from tests.contracts.store_contract import StoreContract, shard
 
 __all__ = ["shard"]
@@ -40,3 +41,9 @@ class TestLocalStoreWithoutLinks(StoreContract):
     @pytest.fixture
     def opener(self, tmp_path: Path) -> Callable[[], Store]:
         return partial(LocalStore, str(tmp_path), NoLinks())
+
+
+class TestFlatStore(StoreContract):
+    @pytest.fixture
+    def opener(self, tmp_path: Path) -> Callable[[], Store]:
+        return partial(FlatStore, f"flat://{tmp_path}")
