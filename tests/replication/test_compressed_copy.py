@@ -23,6 +23,7 @@ from flashckpt.store.compressed_file import Codec
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import attempt_at, name_of
 from tests.contracts.flat_store import FlatStore
+from tests.folders import flip
 from tests.replication.copied import (
     add,
     delete,
@@ -32,12 +33,8 @@ from tests.replication.copied import (
     of_step,
     visible,
 )
+from tests.replication.copied import tmp_path as tmp_path
 from tests.restore.snapshots import read
-
-
-@pytest.fixture
-def tmp_path(scratch: str) -> Path:
-    return Path(scratch)
 
 
 @pytest.fixture
@@ -77,9 +74,7 @@ def test_what_is_damaged_there_is_sent_again(
     copied(source, target)
     path = file_of(tmp_path / "target", name_of(10, attempt).id, file)
     assert path.name.endswith(".zst")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
+    flip(path, path.stat().st_size // 2)
     assert not verify(target).ok
     done = copy_run(source, target, 10, compress=compress, repairs=True)
     assert [each.outcome for each in done.steps] == [Outcome.REPAIRED]
@@ -176,9 +171,7 @@ def test_another_zstandard_is_told_at_each_repair(
     attempt = made(source, [10])
     copied(source, target)
     path = file_of(tmp_path / "target", name_of(10, attempt).id, "rank-00001")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
+    flip(path, path.stat().st_size // 2)
     pack = Codec.pack
 
     def packed(codec: Any, *what: Any) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from flashckpt.commit.commit_step import KEEP_ALL
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import RunError, RunHeldError
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.names import CommitName
 from flashckpt.options import Keep, Remote
 from flashckpt.replication.mirror import Mirror, Mirrored
 from flashckpt.replication.run_copy import Copied, StepCopier
@@ -29,12 +28,12 @@ from tests.run_view import begin_as, next_name
 class Tiers:
     """A run and its remote, each a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.run, self.there = folder / "run", folder / "remote"
+    def __init__(self, folder: Path, name: str = "run", parent: CommitName | None = None) -> None:
+        self.run, self.there = folder / name, folder / "remote"
         self.source: Store = LocalStore(str(self.run))
         self.target: Store = LocalStore(str(self.there))
         open_run(self.source, create=True)
-        self.attempt = attempt_at(self.source)
+        self.attempt = attempt_at(self.source, parent)
 
     def mirror(self, keep: int = 9) -> Mirror:
         return Mirror(self.source, Remote(url=str(self.there), keep=Keep(last=keep)))
@@ -105,43 +104,24 @@ def test_a_remote_that_was_deleted_is_begun_anew(tiers: Tiers) -> None:
     assert open_run(tiers.target, create=False).run_id == open_run(tiers.source, create=False).run_id
 
 
-def gone_on(tiers: Tiers, attempt: AttemptName, step: int) -> None:
+def gone_on(tiers: Tiers, step: int) -> None:
     """A copy of the run, whose first step is on the remote already, goes on from it by itself."""
-    second = Tiers.__new__(Tiers)
-    second.run, second.there = tiers.run.parent / "copy", tiers.there
-    shutil.copytree(tiers.run, second.run, dirs_exist_ok=True)
-    second.source, second.target = LocalStore(str(second.run)), tiers.target
-    second.attempt = attempt_at(second.source, name_of(step, attempt), world=2)
+    shutil.copytree(tiers.run, tiers.run.parent / "copy", dirs_exist_ok=True)
+    second = Tiers(tiers.run.parent, "copy", name_of(step, tiers.attempt))
     second.add(step + 1)
     brought(second.mirror())
 
 
-def gone_on_meanwhile(tiers: Tiers, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same, while the next copy is on its way."""
-
-    def goes_on(point: str) -> None:
-        if point == "copy.part":
-            monkeypatch.undo()
-            gone_on(tiers, tiers.attempt, step)
-
-    monkeypatch.setattr(crashpoints, "point", goes_on)
-
-
-def as_attempted(tiers: Tiers) -> None:
-    """This run goes on itself: two attempts have one number."""
-    tiers.attempt = attempt_at(tiers.source, name_of(1, tiers.attempt), world=2)
-
-
-@pytest.mark.parametrize("also_here", [as_attempted, lambda tiers: None], ids=["it restarts", "it goes on"])
-def test_of_two_jobs_the_one_that_is_too_late_is_told(
-    tiers: Tiers, also_here: Callable[[Tiers], None]
-) -> None:
+@pytest.mark.parametrize("restarts", [True, False])
+def test_of_two_jobs_the_one_that_is_too_late_is_told(tiers: Tiers, restarts: bool) -> None:
+    """One that restarts has the attempt number of the other."""
     mirror = tiers.mirror()
     tiers.add(1)
     brought(mirror)
-    gone_on(tiers, tiers.attempt, 1)
+    gone_on(tiers, 1)
     before = files(tiers.there)
-    also_here(tiers)
+    if restarts:
+        tiers.attempt = attempt_at(tiers.source, name_of(1, tiers.attempt))
     tiers.add(7)
     with pytest.raises(RunError, match="Another job|have diverged"):
         brought(mirror)
@@ -158,7 +138,12 @@ def test_a_step_that_comes_after_another_job_has_gone_on_is_told_and_stays_here(
     brought(mirror)
     tiers.add(7)
 
-    gone_on_meanwhile(tiers, step, monkeypatch)
+    def goes_on(point: str) -> None:
+        if point == "copy.part":
+            monkeypatch.undo()
+            gone_on(tiers, step)
+
+    monkeypatch.setattr(crashpoints, "point", goes_on)
     with pytest.raises(RunError, match="taken over"):
         brought(mirror)
     assert tiers.steps() == [1, step + 1]
@@ -168,17 +153,12 @@ def test_a_step_that_comes_after_another_job_has_gone_on_is_told_and_stays_here(
     assert verify(tiers.target).ok
 
 
-def begin(tiers: Tiers, parent: CommitName, above: int) -> None:
-    """An attempt of this run with a number above this one."""
-    tiers.attempt = next_name(tiers.source, above)
-    begin_as(View.of(tiers.source), tiers.attempt, parent.id, parent.step, world=2, owner=HOLDER)
-
-
 def test_a_remote_that_is_trained_on_itself_is_left_alone(tiers: Tiers) -> None:
     tiers.add(1)
     brought(tiers.mirror())
     theirs, ended = attempt_at(tiers.target, name_of(1, tiers.attempt), world=2), threading.Event()
-    begin(tiers, name_of(1, tiers.attempt), above=theirs.number)
+    parent, tiers.attempt = name_of(1, tiers.attempt), next_name(tiers.source, theirs.number)
+    begin_as(View.of(tiers.source), tiers.attempt, parent.id, 1, world=2, owner=HOLDER)
     tiers.add(2)
 
     def beat() -> None:

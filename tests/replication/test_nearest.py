@@ -8,8 +8,7 @@ import pytest
 
 from flashckpt.catalogue.changes import highest_number
 from flashckpt.commit import attempts
-from flashckpt.commit.lineage import RemoteRun, next_start
-from flashckpt.commit.view import View, open_run
+from flashckpt.commit.view import open_run
 from flashckpt.errors import RunError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, Folder
 from flashckpt.format.names import AttemptName
@@ -17,7 +16,7 @@ from flashckpt.replication.mirror import prepare
 from flashckpt.replication.run_copy import copy_run
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, commit, name_of, new_run
+from tests.commit.runs import attempt_at, commit, name_of
 from tests.contracts.flat_store import FlatStore
 from tests.run_view import next_name
 
@@ -68,17 +67,6 @@ def test_a_first_start_has_one_id_in_both(local: LocalStore, remote: Store) -> N
     assert is_empty(local)
     start(local, remote)
     assert run_id(local) == found
-
-
-def test_a_process_that_only_looks_changes_nothing(local: LocalStore, remote: Store) -> None:
-    source = new_run(Path(local.url).with_name("source"))
-    added(source, 10)
-    copy_run(source, remote)
-    open_run(local, create=True, run_id=run_id(source))
-    before = sorted(Path(local.url).rglob("*"))
-    choice = next_start(View.of(local), remote=RemoteRun(store=remote))
-    assert choice.lead is not choice.home
-    assert sorted(Path(local.url).rglob("*")) == before
 
 
 def test_a_remote_without_its_catalogue_is_not_believed(local: LocalStore, remote: Store) -> None:

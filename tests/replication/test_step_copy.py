@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
 from flashckpt.commit.view import View, open_run
 from flashckpt.errors import DamagedError, NoSuchStepError, RunError, SupersededError
-from flashckpt.recovery.recover import recover
 from flashckpt.replication.run_copy import Copied, Outcome, StepCopier, copy_run, spool
 from flashckpt.store.base import Store
 from flashckpt.store.local import LocalStore, System
-from tests.commit.runs import HOLDER, attempt_at, name_of
+from tests.commit.runs import HOLDER, attempt_at, folder_of, name_of
+from tests.recovery.test_at_rest import Failing
 from tests.replication.copied import (
     add,
     delete,
@@ -96,16 +95,6 @@ def test_a_full_folder_of_files_on_their_way_is_named(
     with pytest.raises(OSError, match=message):
         spool(1 << 50)
     assert not list(tmp_path.iterdir())
-
-
-def test_constants_are_sent_once(near: tuple[Store, Store]) -> None:
-    source, target = near
-    attempt = made(source, [10, 20])
-    first = mirrored(source, target).copy(name_of(10, attempt))
-    second = StepCopier(source, target).copy(name_of(20, attempt))
-    assert first.sent_bytes == first.num_bytes
-    manifest = read_step(source, name_of(20, attempt)).manifest
-    assert second.sent_bytes == sum(each.num_bytes for each in manifest.shards)
 
 
 @pytest.mark.process
@@ -216,29 +205,6 @@ def test_a_damaged_source_is_told_and_not_published(
     assert verify(target).ok
 
 
-def test_a_recovery_of_the_target_beside_a_copy(
-    near: tuple[Store, Store], runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Data of the newest session stays: its copy is not committed yet."""
-    source, target = near
-    attempt = made(source, [10, 20])
-    mirrored(source, target).copy(name_of(10, attempt))
-
-    def stop() -> None:
-        raise InterruptedError
-
-    with monkeypatch.context() as armed:
-        watch(target, armed, once_at("copy.part", stop))
-        with pytest.raises(InterruptedError):
-            StepCopier(source, target).copy(name_of(20, attempt))
-    before = of_step(tmp_path / "target")
-    recover(target)
-    assert before.items() <= of_step(tmp_path / "target").items()
-    StepCopier(source, target).copy(name_of(20, attempt))
-    assert visible(target) == [10, 20]
-    assert verify(target).ok
-
-
 def test_a_file_in_the_target_is_trusted_only_if_it_is_whole(
     near: tuple[Store, Store], tmp_path: Path
 ) -> None:
@@ -260,18 +226,11 @@ def test_a_file_in_the_target_is_trusted_only_if_it_is_whole(
     assert verify(target).ok
 
 
-class BadSector(LocalStore):
-    """Gives the records, and no bytes of shards."""
-
-    def read_chunks(self, path: str, *args: Any, **how: Any) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
-
-
 def test_a_disk_that_gives_no_bytes_is_no_damage(tmp_path: Path) -> None:
-    made(LocalStore(str(tmp_path / "source")), [10])
-    target = LocalStore(str(tmp_path / "target"))
+    source, target = (LocalStore(str(tmp_path / name)) for name in ("source", "target"))
+    folder = folder_of(source, name_of(10, made(source, [10])).id)
     with pytest.raises(OSError, match="source/data/.*safetensors") as told:
-        copy_run(BadSector(str(tmp_path / "source")), target)
+        copy_run(Failing(source.url, f"{folder.path}/rank-"), target)
     assert told.value.errno == errno.EIO
     assert visible(target) == []
 
