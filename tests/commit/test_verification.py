@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from tests.commit.runs import attempt_at, commit, contents_of, folder_of, name_o
 from tests.folders import flip
 from tests.run_view import manifest_of
 
+SHARD = "rank-00000-5f2c0a1b.safetensors"
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
@@ -32,9 +35,26 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-def committed(store: LocalStore, part: Part) -> None:
-    put(store, part)
-    assert commit_step.commit(View.of(store), folder_of(store, part.id), KEEP_ALL)
+def committed(store: LocalStore, says: Callable[[RankRecord], RankRecord]) -> None:
+    """Commit step 300 with a shard whose part says something else."""
+    attempt = attempt_at(store, resolve(store).name)
+    image, contents = contents_of(SHARD, {"a": np.arange(4.0), "b": np.arange(3.0)})
+    id = name_of(300, attempt).id
+    folder = folder_of(store, id)
+    runs.write_shard(store, f"{folder.path}/{SHARD}", image, contents.layout())
+    rank = RankRecord(
+        rank=0, shard=contents.shard, leaves=contents.leaves, digests=contents.digests, values={}
+    )
+    put(store, Part(id=id, step=300, world=1, node=0, ranks=(says(rank),)))
+    assert commit_step.commit(View.of(store), folder, KEEP_ALL)
+
+
+def other_digest(rank: RankRecord) -> RankRecord:
+    return replace(rank, digests=(rank.digests[0], rank.digests[1] ^ 1))
+
+
+def other_names(rank: RankRecord) -> RankRecord:
+    return replace(rank, leaves=contents_of(SHARD, {"a": np.arange(4.0), "c": np.arange(3.0)})[1].leaves)
 
 
 def test_a_whole_run(store: LocalStore) -> None:
@@ -50,7 +70,8 @@ def test_a_whole_run(store: LocalStore) -> None:
 
 
 def test_every_flipped_byte_is_found(store: LocalStore) -> None:
-    path = os.path.join(store.url, resolve(store, 200).shard_path(0))
+    record = resolve(store, 200)
+    path, leaf = os.path.join(store.url, record.shard_path(0)), record.rank(0).leaves[1]
     size = Path(path).stat().st_size
     for byte in [0, 7, 8, 100, 2000, 4095, *range(4096, size, 23), size - 1]:
         flip(path, byte)
@@ -58,6 +79,10 @@ def test_every_flipped_byte_is_found(store: LocalStore) -> None:
         assert (row.status, os.path.join(store.url, row.file)) == ("damaged", path), byte
         flip(path, byte)
     assert verify(store, 200).ok
+    flip(path, record.rank(0).shard.data_start + leaf.offset)
+    (row,) = verify(store).damaged
+    assert "chunk 0" in row.detail
+    assert leaf.name in row.detail
 
 
 def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
@@ -80,15 +105,6 @@ def test_a_frozen_instance_with_other_bytes_is_not_taken_for_whole(
     assert [(row.step, row.status) for row in report.damaged] == [(200, "damaged"), (100, "damaged")]
     assert [row.num_bytes > 0 for row in report.damaged] == [True, False], "read once"
     assert verify(store, 300).ok
-
-
-def test_what_is_damaged_is_named(store: LocalStore) -> None:
-    record = resolve(store, 200)
-    path, leaf = os.path.join(store.url, record.shard_path(0)), record.rank(0).leaves[1]
-    flip(path, record.rank(0).shard.data_start + leaf.offset)
-    (row,) = verify(store).damaged
-    assert "chunk 0" in row.detail
-    assert leaf.name in row.detail
 
 
 @pytest.mark.parametrize(
@@ -117,33 +133,27 @@ def test_files_that_are_gone_or_of_another_length(
 
 def test_records_that_are_damaged(store: LocalStore) -> None:
     record = resolve(store, 200)
-    part, manifest = record.part_path(0), manifest_of(store, record.name.id)
-    flip(os.path.join(store.url, part), 50)
-    (row,) = verify(store).damaged
-    assert row.file == part
-    flip(os.path.join(store.url, part), 50)
-    flip(os.path.join(store.url, manifest), 50)
-    (row,) = verify(store).damaged
-    assert (row.step, row.file) == (200, manifest)
+    for path in (record.part_path(0), manifest_of(store, record.name.id)):
+        flip(os.path.join(store.url, path), 50)
+        (row,) = verify(store).damaged
+        assert (row.step, row.file) == (200, path)
+        flip(os.path.join(store.url, path), 50)
 
 
-def test_a_digest_that_the_bytes_do_not_have(store: LocalStore) -> None:
-    attempt = attempt_at(store, resolve(store).name)
-    image, contents = contents_of(
-        "rank-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0), "b": np.arange(3.0)}
-    )
-    path = f"{folder_of(store, name_of(300, attempt).id).path}/{contents.shard.file}"
-    runs.write_shard(store, path, image, contents.layout())
-    rank = RankRecord(
-        rank=0,
-        shard=contents.shard,
-        leaves=contents.leaves,
-        digests=(contents.digests[0], contents.digests[1] ^ 1),
-        values={},
-    )
-    committed(store, Part(id=name_of(300, attempt).id, step=300, world=1, node=0, ranks=(rank,)))
+@pytest.mark.parametrize(
+    ("says", "detail"),
+    [
+        (other_digest, "not the bytes that were captured: b"),
+        (other_names, "not the one that its part describes"),
+    ],
+)
+def test_a_part_that_says_something_else(
+    store: LocalStore, says: Callable[[RankRecord], RankRecord], detail: str
+) -> None:
+    """Checksums agree with the file."""
+    committed(store, says)
     (row,) = verify(store).damaged
-    assert row.detail == "not the bytes that were captured: b"
+    assert detail in row.detail
 
 
 def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
@@ -153,16 +163,3 @@ def test_a_checksum_that_the_bytes_do_not_have(store: LocalStore) -> None:
     shard = replace(contents.shard, checksums=bytes(len(contents.shard.checksums)))
     status, detail = verify_file(store, record.shard_path(0), replace(contents, shard=shard))
     assert (status, detail) == ("damaged", "chunk 0 does not have its checksum")
-
-
-def test_a_header_that_is_not_the_parts(store: LocalStore) -> None:
-    """Checksums and digests agree with the file; only the names in its header are not the part's."""
-    attempt = attempt_at(store, resolve(store).name)
-    image, contents = contents_of("rank-00000-5f2c0a1b.safetensors", {"a": np.arange(4.0)})
-    _, other = contents_of(contents.shard.file, {"b": np.arange(4.0)})
-    path = f"{folder_of(store, name_of(300, attempt).id).path}/{contents.shard.file}"
-    runs.write_shard(store, path, image, contents.layout())
-    rank = RankRecord(rank=0, shard=contents.shard, leaves=other.leaves, digests=contents.digests, values={})
-    committed(store, Part(id=name_of(300, attempt).id, step=300, world=1, node=0, ranks=(rank,)))
-    (row,) = verify(store).damaged
-    assert "not the one that its part describes" in row.detail
