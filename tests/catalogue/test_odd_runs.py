@@ -29,10 +29,10 @@ def store(tmp_path: Path) -> LocalStore:
     return LocalStore(str(tmp_path / "run"))
 
 
-def saved(store: Store, *boundaries: int) -> Job:
+def saved(store: Store, *boundaries: int, last: int = 9) -> Job:
     job = Job(store)
     for boundary in boundaries:
-        job.save(boundary, Keep(last=9))
+        job.save(boundary, Keep(last=last))
     return job
 
 

@@ -12,62 +12,15 @@ import pytest
 
 from flashckpt.catalogue.changes import Launch
 from flashckpt.commit import attempts
-from flashckpt.commit.attempts import beat, local_owner, mark_ended
+from flashckpt.commit.attempts import beat, mark_ended
 from flashckpt.commit.tidying import remove_ledgers, temporary_files, tidy
 from flashckpt.commit.view import View, has_run
-from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
+from flashckpt.errors import RunHeldError, SupersededError
 from flashckpt.format.catalogue import CATALOGUE, NO_ATTEMPT
-from flashckpt.format.names import ALIVE, MAX_ATTEMPT, AttemptName, SnapshotId, alive_path
+from flashckpt.format.names import ALIVE, AttemptName, SnapshotId, alive_path
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.commit.runs import attempt_at, commit, name_of, new_run
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return new_run(tmp_path / "run")
-
-
-def test_numbers_go_up_above_all_that_have_files(store: LocalStore) -> None:
-    names = [attempts.next_attempt(attempts.settle(View.of(store))) for _ in range(3)]
-    assert [each.number for each in names] == [1, 1, 1]
-    assert len(set(names)) == 3
-    first = attempt_at(store)
-    assert attempts.next_attempt(attempts.settle(View.of(store))).number == 2
-    assert attempts.next_attempt(attempts.settle(View.of(store)), above=7).number == 8
-    commit(store, 10, first)
-    store.create(f"data/{AttemptName(5, '00000001')}/000005-00000001.00000000000000000001/file", b"x")
-    assert attempts.next_attempt(attempts.settle(View.of(store))).number == 6
-    with pytest.raises(UnusableRunError, match="the highest one"):
-        attempts.next_attempt(attempts.settle(View.of(store)), above=MAX_ATTEMPT)
-
-
-@pytest.mark.parametrize("exclusively", [False, True])
-def test_a_name_is_reserved_where_its_counter_is(
-    store: LocalStore, tmp_path: Path, exclusively: bool
-) -> None:
-    name, other = attempts.next_attempt(attempts.settle(View.of(store))), new_run(tmp_path / "other")
-    attempts.reserve(store, name)
-    assert attempts.is_reserved(store, name, exclusively=exclusively)
-    assert not attempts.is_reserved(other, name, exclusively=exclusively)
-    assert not (tmp_path / "other" / "alive").exists(), "nothing is left in another store"
-    assert View.of(store).attempt is None, "it has not begun"
-
-
-def test_an_attempt_begins_with_its_parent_and_owner(store: LocalStore, tmp_path: Path) -> None:
-    first = attempt_at(store)
-    commit(store, 10, first)
-    opened, mine = attempts.settle(View.of(store)), local_owner(str(tmp_path), "trainer-1", job_id="7")
-    name, parent = attempts.next_attempt(opened), name_of(10, first).id
-    launch = Launch(world=4, owner=mine, parent_step=10)
-    begun = attempts.begin(opened.view, name, (parent,), launch, after=first, is_here=True)
-    assert begun == View.of(store)
-    assert (begun.attempt, begun.parent) == (name, name_of(10, first).id)
-    assert (begun.catalogue.world, begun.catalogue.parent_step, begun.catalogue.owner) == (4, 10, mine)
-    attempts.check_newest(View.of(store), name)
-    with pytest.raises(SupersededError, match=f"{name} has taken over"):
-        attempts.check_newest(View.of(store), first)
-    attempts.check_newest(View.of(store), attempts.next_attempt(attempts.settle(begun)))
+from tests.commit.runs import attempt_at, commit, name_of
 
 
 def test_of_two_starts_one_begins(store: LocalStore) -> None:
@@ -79,6 +32,10 @@ def test_of_two_starts_one_begins(store: LocalStore) -> None:
         with pytest.raises(RunHeldError, match=f"{one} has started meanwhile"):
             attempts.begin(seen, name, (), Launch(), after=NO_ATTEMPT)
     assert View.of(store).attempt == one
+    for name in (one, AttemptName(9, "0" * 8)):
+        attempts.check_newest(View.of(store), name)
+    with pytest.raises(SupersededError, match=f"{one} has taken over"):
+        attempts.check_newest(View.of(store), two)
 
 
 def test_a_start_does_not_begin_behind_what_came_or_went_while_it_read(store: LocalStore) -> None:

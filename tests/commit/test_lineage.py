@@ -10,16 +10,9 @@ from flashckpt.commit.lineage import branch, next_start, resolve, steps
 from flashckpt.commit.view import View
 from flashckpt.errors import NoSuchStepError, UnusableRunError
 from flashckpt.format.names import AttemptName
-from flashckpt.recovery.report import Watcher
-from flashckpt.recovery.storage import examine
 from flashckpt.store.base import Store
-from tests.commit.runs import attempt_at, commit, name_of, new_run, publish
+from tests.commit.runs import attempt_at, commit, name_of, publish
 from tests.run_view import manifest_of
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return new_run(tmp_path / "run")
 
 
 def shown(store: Store) -> list[tuple[int, int]]:
@@ -48,19 +41,6 @@ def test_branches_twice_over(store: Store) -> None:
     assert shown(store) == [(100, 1), (200, 1), (300, 3), (350, 5)]
 
 
-def test_attempts_are_bound_by_boundary_and_not_by_step(store: Store) -> None:
-    """An epoch's last batch and the epoch's end have one step number."""
-    first = attempt_at(store)
-    for boundary in (1, 2):
-        assert commit(store, 100, first, boundary=boundary)
-    assert [each.boundary for each in View.of(store).newest_first()] == [2, 1]
-    assert resolve(store, 100).boundary == 2
-    assert resolve(store, 100, name_of(100, first, 1).id).boundary == 1
-    attempt_at(store, name_of(100, first, 1))
-    assert [each.boundary for each in View.of(store).visible()] == [1]
-    assert steps(store) == [100]
-
-
 def test_a_branch_that_was_left_comes_back_only_by_name(store: Store) -> None:
     first = attempt_at(store)
     train(store, first, 100, 200, 300)
@@ -86,19 +66,6 @@ def test_a_step_number_of_two_attempts_is_the_newer_ones(store: Store) -> None:
     assert resolve(store, 200).attempt == first, "the other of that number is whole"
 
 
-def test_a_step_that_is_not_whole_is_passed_over_and_reported(store: Store) -> None:
-    first = attempt_at(store)
-    train(store, first, 100, 200, 300)
-    Path(store.url, resolve(store, 300).shard_path(0)).unlink()
-    Path(store.url, manifest_of(store, name_of(200, first).id)).write_bytes(b"rot")
-    assert resolve(store).step == 100
-    found = examine(store, Watcher(), read=False).findings
-    assert [(each.step, "missing" in each.detail) for each in found] == [(300, True), (200, False)]
-    for step in (200, 300):
-        with pytest.raises(NoSuchStepError, match=f"no visible committed step {step}"):
-            resolve(store, step)
-
-
 def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:
     first = attempt_at(store)
     assert next_start(View.of(store)).refusal is None
@@ -112,14 +79,3 @@ def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:
     Path(store.url, manifest_of(store, name_of(200, first).id)).write_bytes(b"{}")
     with pytest.raises(UnusableRunError):
         resolve(store)
-
-
-def test_what_is_there_is_said(store: Store) -> None:
-    with pytest.raises(NoSuchStepError, match="Visible steps: none"):
-        resolve(store)
-    first = attempt_at(store)
-    train(store, first, 100, 200)
-    with pytest.raises(NoSuchStepError, match="Visible steps: 200, 100"):
-        resolve(store, 150)
-    with pytest.raises(NoSuchStepError, match="no rank 1"):
-        resolve(store, 100).rank(1)

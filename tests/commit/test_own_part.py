@@ -18,6 +18,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Part
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import attempt_at, folder_of, name_of, new_run, part_of, publish
+from tests.folders import flip
 
 # Two nodes in the order of ranks, two that are not; a part is named by the lowest of its ranks.
 NODES = ((0, 1), (2, 3), (4, 7), (5, 6))
@@ -66,12 +67,6 @@ def place(store: Watched, attempt: AttemptName, name: str) -> Path:
     return found
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 def test_one_part_is_read_for_the_ranks_of_a_node(store: Watched, attempt: AttemptName) -> None:
     whole = read_step(store, name_of(100, attempt))
     for ranks in ((0,), (1,), (0, 1), (2, 3), (3,)):
@@ -101,7 +96,7 @@ def test_damage_of_ones_own_part_is_told_and_that_of_others_is_theirs(
     store: Watched, attempt: AttemptName
 ) -> None:
     own = place(store, attempt, "node-00002")
-    flip(own)
+    flip(own, -200)
     for ranks in ({2}, {3}, None):
         with pytest.raises(DamagedError, match="node-00002"):
             read_step(store, name_of(100, attempt), ranks)
@@ -143,7 +138,7 @@ def test_damage_in_the_midst_of_a_large_part_is_found_when_it_is_read(store: Wat
     attempt = attempt_at(store)
     for ranks in NODES:
         publish(store, 100, attempt, ranks=ranks, world=WORLD)
-    flip(place(store, attempt, "node-00002"))
+    flip(place(store, attempt, "node-00002"), -200)
     assert committed(store, attempt)
     with pytest.raises(DamagedError):
         read_step(store, name_of(100, attempt))
@@ -168,7 +163,7 @@ def test_what_becomes_of_a_large_part_while_its_step_is_read_is_told(
     store: Watched, attempt: AttemptName
 ) -> None:
     record = read_step(store, name_of(100, attempt))
-    flip(place(store, attempt, "node-00004"))
+    flip(place(store, attempt, "node-00004"), -200)
     assert record.rank(2).rank == 2
     with pytest.raises(DamagedError, match="node-00004"):
         record.rank(7)

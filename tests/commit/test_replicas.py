@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from flashckpt.catalogue import home
-from flashckpt.catalogue.changes import Committed
 from flashckpt.commit import attempts, commit_step, steps
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome
 from flashckpt.commit.steps import read_step
@@ -21,21 +20,11 @@ from flashckpt.format.manifest import shard_name
 from flashckpt.format.names import AttemptName
 from flashckpt.format.records import Part, RankRecord
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import attempt_at, contents_of, folder_of, name_of, new_run, put, write_shard
+from tests.commit.runs import attempt_at, contents_of, folder_of, name_of, put, write_shard
 
 WORLD = 4
 NAMES = ("model.bias", "model.weight", "optimizer.step")
 WRITERS: dict[str, int | None] = {"model.bias": 1, "model.weight": 3, "optimizer.step": None}
-
-
-@pytest.fixture
-def store(tmp_path: object) -> LocalStore:
-    return new_run(tmp_path)
-
-
-@pytest.fixture
-def attempt(store: LocalStore) -> AttemptName:
-    return attempt_at(store)
 
 
 def rank_record(
@@ -75,13 +64,6 @@ def rank_record(
     )
 
 
-def publish(store: LocalStore, attempt: AttemptName, *ranks: RankRecord) -> Part:
-    id = name_of(100, attempt).id
-    part = Part(id=id, step=100, world=WORLD, node=ranks[0].rank, ranks=ranks)
-    put(store, part)
-    return part
-
-
 def commit(store: LocalStore, attempt: AttemptName) -> Outcome:
     return commit_step.commit(View.of(store), folder_of(store, name_of(100, attempt).id), KEEP_ALL)
 
@@ -89,8 +71,9 @@ def commit(store: LocalStore, attempt: AttemptName) -> Outcome:
 def publish_all(store: LocalStore, attempt: AttemptName, of_rank: dict[int, RankRecord]) -> None:
     """Two nodes of two ranks."""
     ranks = [of_rank.get(rank) or rank_record(store, attempt, rank) for rank in range(WORLD)]
-    publish(store, attempt, *ranks[:2])
-    publish(store, attempt, *ranks[2:])
+    for node in (ranks[:2], ranks[2:]):
+        id, first = name_of(100, attempt).id, node[0].rank
+        put(store, Part(id=id, step=100, world=WORLD, node=first, ranks=tuple(node)))
 
 
 @pytest.fixture(params=["whole parts", "heads alone"])
@@ -98,20 +81,6 @@ def _reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "heads alone":
         monkeypatch.setattr(steps, "_FEW_BYTES", 0)
         monkeypatch.setattr(steps, "_HEAD_BYTES", 1200)
-
-
-@pytest.mark.usefixtures("_reads")
-def test_alike_they_are_committed(store: LocalStore, attempt: AttemptName) -> None:
-    ranks = [rank_record(store, attempt, rank) for rank in range(WORLD)]
-    publish(store, attempt, *ranks[:2])
-    assert commit(store, attempt).state is Committed.WAITING
-    publish(store, attempt, *ranks[2:])
-    assert commit(store, attempt)
-    record = read_step(store, name_of(100, attempt))
-    for rank in range(WORLD):
-        found = record.rank(rank)
-        writers = {leaf.name: by for by, leaf, _ in found.elsewhere()}
-        assert writers == {name: by for name, by in WRITERS.items() if by not in (None, rank)}
 
 
 @pytest.mark.usefixtures("_reads")
@@ -151,22 +120,6 @@ def test_each_difference_is_named(
         commit(store, attempt)
     assert caught.value.leaves == leaves
     assert "writers" in how or caught.value.ranks == harmed
-
-
-def test_kept_by_rank_by_all_they_are_committed(store: LocalStore, attempt: AttemptName) -> None:
-    ranks = {
-        rank: rank_record(store, attempt, rank, changed=["model.weight"], by_rank=["model.weight"])
-        for rank in range(WORLD)
-    }
-    publish_all(store, attempt, ranks)
-    assert commit(store, attempt)
-    digests = {
-        digest
-        for rank in range(WORLD)
-        for _, leaf, digest in read_step(store, name_of(100, attempt)).rank(rank).counted()
-        if leaf.name == "model.weight"
-    }
-    assert len(digests) == WORLD
 
 
 def test_a_step_whose_parts_were_exchanged_is_damaged(store: LocalStore, attempt: AttemptName) -> None:
