@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from flashckpt.format.manifest import shard_name
-from flashckpt.format.names import AttemptName, SnapshotId
+from flashckpt.format.names import EVENTS, AttemptName, SnapshotId
 from flashckpt.format.owner import Owner
-from flashckpt.format.records import Part, RankRecord
+from flashckpt.format.records import Part
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.store.base import Store
 from tests import run_view
-from tests.commit.runs import write_shard
-from tests.restore.sharded import Held, contents_of
+from tests.restore.sharded import Held, record_of, whole
 
 ENVIRONMENT = {"torch": "2.13.0", "device": "cpu"}
 
@@ -46,8 +44,7 @@ class MadeRun:
         return name
 
     def commit(self, attempt: AttemptName, step: int) -> Path:
-        """Commit a step of one rank, with values that depend on the step, which is its boundary too. Returns
-        its shard."""
+        """Commit a step of one rank, whose values depend on the step, its boundary too. Returns its shard."""
         part = self.publish(attempt, step, {0: leaves_of(step)}, 1)
         run_view.commit(self.store, part.id)
         return self.of(attempt, step) / part.ranks[0].shard.file
@@ -71,31 +68,21 @@ class MadeRun:
         environment: Mapping[str, Any] = ENVIRONMENT,
     ) -> Part:
         """Write what one node has of a step: the shards of these ranks and its part."""
-        records = []
-        for rank, leaves in held.items():
-            image, contents = contents_of(shard_name(rank, "5f2c"), leaves)
-            path = f"{run_view.folder_of(self.store, SnapshotId(attempt, step))}/{contents.shard.file}"
-            write_shard(self.store, path, image, contents.layout())
-            values = {"step": step, "rank": rank}
-            records.append(
-                RankRecord(
-                    rank=rank,
-                    shard=contents.shard,
-                    leaves=contents.leaves,
-                    digests=contents.digests,
-                    values=values,
-                )
-            )
-        part = Part(
-            id=SnapshotId(attempt, step),
-            step=step,
-            world=world,
-            node=min(held),
-            ranks=tuple(records),
-            environment=environment,
+        id, node = SnapshotId(attempt, step), min(held)
+        ranks = tuple(
+            record_of(self.store, id, rank, leaves, {"step": step, "rank": rank})
+            for rank, leaves in held.items()
         )
+        part = Part(id=id, step=step, world=world, node=node, ranks=ranks, environment=environment)
         run_view.publish(self.store, part)
         return part
+
+    def tell(self, attempt: AttemptName, *lines: Mapping[str, Any] | str) -> None:
+        """Make these the lines of the run's ledger for an attempt."""
+        text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+        path = self.folder / EVENTS / f"{attempt}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(text.encode(errors="surrogateescape"))
 
     def of(self, attempt: AttemptName, step: int) -> Path:
         """The folder of a checkpoint, or of a snapshot that the newest attempt writes."""
@@ -104,7 +91,7 @@ class MadeRun:
 
 def held(name: str, tensor: np.ndarray, *aliases: str) -> Held:
     """A whole tensor."""
-    return Held(name, tensor, TensorSlice((0,) * tensor.ndim, tensor.shape), aliases)
+    return Held(name, tensor, whole(tensor), aliases)
 
 
 def leaves_of(step: int) -> list[Held]:
@@ -118,8 +105,7 @@ def leaves_of(step: int) -> list[Held]:
 
 
 def slices_of(step: int, rank: int, world: int) -> list[Held]:
-    """What a rank has of a step: rows of one tensor, as FSDP2 divides them, columns of another, and the rest
-    whole, of which `model.seen` is each rank's own."""
+    """What a rank has of a step: rows of one tensor, columns of another, the rest whole."""
     noise = np.random.default_rng(step)
     return [
         _slice("model.weight", noise.standard_normal((10, 3)).astype("float32"), 0, rank, world),

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 from made_runs import MadeRun, Shell, slices_of
 
-from flashckpt.format.names import EVENTS, AttemptName
-from flashckpt.persist.ledger import file_names
+from flashckpt.format.names import AttemptName
 
 pytestmark = pytest.mark.process
 
@@ -23,13 +19,6 @@ def made(run: MadeRun) -> tuple[MadeRun, AttemptName]:
     name = run.attempt(world=WORLD)
     run.commit_nodes(name, 100, *NODES)
     return run, name
-
-
-def tell(run: MadeRun, attempt: AttemptName, *lines: dict[str, Any]) -> None:
-    """Put lines into the run's ledger."""
-    path = run.folder / EVENTS / file_names(str(attempt))[0]
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_a_step_of_several_ranks_is_listed_and_shown(made: tuple[MadeRun, AttemptName], shell: Shell) -> None:
@@ -60,9 +49,6 @@ def test_a_step_of_several_ranks_is_listed_and_shown(made: tuple[MadeRun, Attemp
         assert shape in line
         assert where in line
 
-
-def test_the_boxes_of_one_rank(made: tuple[MadeRun, AttemptName], shell: Shell) -> None:
-    run, _ = made
     text = shell("show", run.folder, "--rank", 1)
     assert text.code == 0
     [line] = [line for line in text.out.splitlines() if line.strip().startswith("model.weight")]
@@ -85,19 +71,13 @@ def test_a_slow_rank_is_named(made: tuple[MadeRun, AttemptName], shell: Shell) -
     written = [[0, 1.0, 10], [1, 1.1, 10]], [[2, 0.9, 10], [3, 7.0, 10]], [[3, "x", 1]], 5
     lines += [{"event": "persist", "step": 100, "written": rows} for rows in written]
     lines.append({"event": "persist", "step": 90, "written": [[0, 99.0, 1]]})
-    tell(run, attempt, *lines)
+    run.tell(attempt, *lines)
     ranks = {each["rank"]: each for each in shell("show", run.folder, "--json").json["ranks"]}
-    assert {rank: each["far"] for rank, each in ranks.items()} == {
-        0: [],
-        1: ["capture_s"],
-        2: [],
-        3: ["write_s"],
-    }
+    assert [ranks[rank]["far"] for rank in range(WORLD)] == [[], ["capture_s"], [], ["write_s"]]
     assert (ranks[3]["write_s"], ranks[3]["step_s"], ranks[3]["host"]) == (7.0, 0.5, "node1")
     said = shell("show", run.folder).err
-    assert (
-        "rank 1 on node0 is slower than the others: the call of a snapshot took 0.2 s, theirs 0.01 s" in said
-    )
+    slow = "rank 1 on node0 is slower than the others: the call of a snapshot took 0.2 s, theirs 0.01 s"
+    assert slow in said
     assert "rank 3 on node1 is slower" in said
     assert said.count("slower") == 2
 

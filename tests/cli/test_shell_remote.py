@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ pytestmark = pytest.mark.process
 
 def trained_with(run: MadeRun, attempt: AttemptName, remote: Path) -> None:
     """What the ledger of an attempt with a remote says."""
-    line = json.dumps({"time": 1.0, "event": "attach", "step": 0, "world": 1, "remote": str(remote)})
-    (run.folder / "events").mkdir(exist_ok=True)
-    (run.folder / "events" / f"{attempt}.jsonl").write_text(line + "\n")
+    run.tell(attempt, {"time": 1.0, "event": "attach", "step": 0, "world": 1, "remote": str(remote)})
 
 
 @pytest.fixture
@@ -83,9 +80,7 @@ def test_a_recovery_brings_the_newest_step_to_the_remote(run: MadeRun, shell: Sh
     assert failed.json["whole_steps"] == 2
 
 
-def test_a_recovery_says_what_the_next_start_takes_from_the_remote(
-    run: MadeRun, shell: Shell, remote: Path
-) -> None:
+def test_a_recovery_says_what_a_start_takes_from_the_remote(run: MadeRun, shell: Shell, remote: Path) -> None:
     attempt = run.attempt()
     shards = [run.commit(attempt, step) for step in (10, 20)]
     copy_run(run.store, LocalStore(str(remote)))

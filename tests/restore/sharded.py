@@ -39,6 +39,11 @@ class Held:
         return taken(self.whole, self.region)
 
 
+def whole(tensor: np.ndarray) -> TensorSlice:
+    """All of a tensor."""
+    return TensorSlice((0,) * tensor.ndim, tensor.shape)
+
+
 def taken(whole: np.ndarray, region: TensorSlice) -> bytes:
     """The bytes of a box of a tensor, row-major."""
     index = tuple(slice(at, at + size) for at, size in zip(region.start, region.shape, strict=True))
@@ -91,32 +96,42 @@ def committed(
     step: int = 7,
     attempt: AttemptName | None = None,
 ) -> run_view.Record:
-    """A step of as many ranks as there are lists, each of which has what is in its list. `attempt`: a new one
-    if not given."""
+    """A step of as many ranks as there are lists of what each has. `attempt`: a new one if not given."""
     world = len(ranks)
     attempt = begun(store, world) if attempt is None else attempt
     snapshot = SnapshotId(attempt, step)
-    folder = run_view.folder_of(store, snapshot)
     records = []
     for rank, held in enumerate(ranks):
         stored = [each for each in held if each.writer in (None, rank)]
-        image, contents = contents_of(shard_name(rank, "5f2c0a1b"), stored)
-        write_shard(store, f"{folder}/{contents.shard.file}", image, contents.layout())
-        records.append(
-            RankRecord(
-                rank=rank,
-                shard=contents.shard,
-                leaves=contents.leaves,
-                digests=contents.digests,
-                values=values[rank] if values is not None else {},
-                replicas=tables_of(rank, ranks),
-            )
-        )
+        own = values[rank] if values is not None else {}
+        records.append(record_of(store, snapshot, rank, stored, own, tables_of(rank, ranks)))
     for node in range(0, world, ranks_a_part):
-        own = tuple(records[node : node + ranks_a_part])
-        run_view.publish(store, Part(id=snapshot, step=step, world=world, node=node, ranks=own))
+        part = tuple(records[node : node + ranks_a_part])
+        run_view.publish(store, Part(id=snapshot, step=step, world=world, node=node, ranks=part))
     run_view.commit(store, snapshot)
     return run_view.read(store, CommitName(step, attempt, step))
+
+
+def record_of(
+    store: Store,
+    snapshot: SnapshotId,
+    rank: int,
+    held: Sequence[Held],
+    values: Mapping[str, Any],
+    replicas: tuple[Replicas, ...] = (),
+) -> RankRecord:
+    """Write the file of a rank. Returns its record."""
+    image, contents = contents_of(shard_name(rank, "5f2c0a1b"), held)
+    folder = run_view.folder_of(store, snapshot)
+    write_shard(store, f"{folder}/{contents.shard.file}", image, contents.layout())
+    return RankRecord(
+        rank=rank,
+        shard=contents.shard,
+        leaves=contents.leaves,
+        digests=contents.digests,
+        values=values,
+        replicas=replicas,
+    )
 
 
 def tables_of(rank: int, ranks: Sequence[Sequence[Held]]) -> tuple[Replicas, ...]:
