@@ -1,5 +1,4 @@
-"""Two boundaries of one attempt may have one step number: the last batch of an epoch, and its end. The shell
-takes the newest, or the one that is named STEP@ATTEMPT:BOUNDARY."""
+"""Of two boundaries with one step number the shell takes the newest, or that of STEP@ATTEMPT:BOUNDARY."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 from made_runs import MadeRun, Shell
 
-from flashckpt.format.names import AttemptName
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import commit, name_of
@@ -16,28 +14,16 @@ from tests.commit.runs import commit, name_of
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def attempt(run: MadeRun) -> AttemptName:
-    """Has committed step 10, and step 20 at two boundaries."""
-    name = run.attempt()
+def test_a_command_takes_the_newest_or_the_named_boundary(run: MadeRun, shell: Shell, tmp_path: Path) -> None:
+    attempt = run.attempt()
     for step, boundary in ((10, 10), (20, 20), (20, 21)):
-        assert commit(run.store, step, name, boundary=boundary)
-    return name
-
-
-def test_ls_names_the_boundaries_that_a_step_number_does_not(
-    run: MadeRun, shell: Shell, attempt: AttemptName
-) -> None:
+        assert commit(run.store, step, attempt, boundary=boundary)
     lines = [line.split() for line in shell("ls", run.folder, "--all").out.splitlines()]
     found = [line[:2] for line in lines if line[:1] in (["10"], ["20"])]
     assert found == [["10", str(attempt)], ["20", f"{attempt}:20"], ["20", f"{attempt}:21"]]
     rows = shell("ls", run.folder, "--json").json["steps"]
     assert [(row["step"], row["boundary"]) for row in rows] == [(10, 10), (20, 20), (20, 21)]
 
-
-def test_a_command_takes_the_newest_or_the_named_boundary(
-    run: MadeRun, shell: Shell, attempt: AttemptName, tmp_path: Path
-) -> None:
     for step, boundary in (("20", 21), (f"20@{attempt}", 21), (f"20@{attempt}:20", 20)):
         assert shell("show", run.folder, step, "--json").json["boundary"] == boundary
     copied = shell("copy", run.folder, tmp_path / "copy", "--step", step, "--json").json["steps"]
@@ -52,8 +38,6 @@ def test_a_command_takes_the_newest_or_the_named_boundary(
     for name in ("20@{}:", "20@{}:x", "20@{}:-1", "20@:20", "20@{}:99999999999"):
         assert shell("show", run.folder, name.format(attempt)).code == 2, name
 
-
-def test_verify_reads_the_named_boundary(run: MadeRun, shell: Shell, attempt: AttemptName) -> None:
     [shard] = run.of(attempt, 20).glob("rank-*")
     shard.write_bytes(shard.read_bytes()[:-1])
     assert shell("verify", run.folder, f"20@{attempt}:21").code == 0

@@ -6,13 +6,11 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_runs import Shell
+from made_runs import Ended, Shell
 
 from flashckpt.keeper import node_keepers as node
 from flashckpt.memory.region import is_region_name
@@ -23,23 +21,26 @@ from tests.keeper.driver import Process, committed, eventually, runtime_of
 from tests.keeper.fake import keeper_pid
 from tests.processes import keepers_of
 
-Listed = Callable[[], list[dict[str, Any]]]
 
+class Keepers:
+    """The command, in a process of its own."""
 
-@pytest.fixture
-def keepers(shell: Shell, runtime: Path) -> Shell:
-    return partial(shell, "keepers")
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
 
+    def __call__(self, *arguments: object) -> Ended:
+        return self._shell("keepers", *arguments)
 
-@pytest.fixture
-def listed(keepers: Shell) -> Listed:
-    def rows() -> list[dict[str, Any]]:
-        done = keepers("--json")
+    def listed(self) -> list[dict[str, Any]]:
+        done = self("--json")
         assert done.code == 0, done.err
         found: list[dict[str, Any]] = done.json["keepers"]
         return found
 
-    return rows
+
+@pytest.fixture
+def keepers(shell: Shell, runtime: Path) -> Keepers:
+    return Keepers(shell)
 
 
 def trains(run: Path, runtime: Path, linger_s: float = 3600) -> Process:
@@ -55,13 +56,13 @@ def regions(runtime: Path) -> list[Path]:
 
 
 def test_one_of_a_living_trainer_is_listed_and_not_ended(
-    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Keepers
 ) -> None:
     trainer = trains(tmp_path / "run", runtime)
     trainer.do("snapshot", 3, True)
     eventually(lambda: committed(tmp_path / "run") == [3])
     trainer.do("snapshot", 4, False)
-    (row,) = listed()
+    (row,) = keepers.listed()
     assert (row["state"], row["trainers"], row["slots"]) == ("training", [trainer.pid], 3)
     assert row["run"] == str(tmp_path / "run")
     assert row["pid"] == keeper_pid(runtime_of(tmp_path / "run", runtime))
@@ -73,14 +74,12 @@ def test_one_of_a_living_trainer_is_listed_and_not_ended(
             done = keepers("--end", target, *flags)
             assert done.code == 3
             assert f"process {trainer.pid}" in done.err
-    assert listed()[0]["newest_sealed"] == 4
+    assert keepers.listed()[0]["newest_sealed"] == 4
     trainer.do("end")
     trainer.gone()
 
 
-def test_one_that_lingers_saves_what_it_has_and_ends(
-    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
-) -> None:
+def test_one_that_lingers_saves_what_it_has_and_ends(tmp_path: Path, runtime: Path, keepers: Keepers) -> None:
     trainer = trains(tmp_path / "run", runtime)
     trainer.do("snapshot", 3, False)
     (pid,) = keepers_of(runtime)
@@ -92,10 +91,10 @@ def test_one_that_lingers_saves_what_it_has_and_ends(
     assert committed(tmp_path / "run") == [3]
     assert keepers_of(runtime) == []
     assert regions(runtime) == []
-    assert listed() == []
+    assert keepers.listed() == []
 
 
-def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Path, keepers: Shell) -> None:
+def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Path, keepers: Keepers) -> None:
     """Not even the trainer's end can be written down there."""
     trainer = Process(small_disk / "run", runtime, linger_s=3600, kib=4096)
     trainer.do("start", None, 0, None)
@@ -117,7 +116,7 @@ def test_memory_is_given_up_where_the_disk_is_full(small_disk: Path, runtime: Pa
 
 @pytest.mark.long
 def test_one_that_waits_for_another_node_has_nothing_left_to_do(
-    tmp_path: Path, runtime: Path, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Keepers
 ) -> None:
     """Its own part is on disk, that of the other node never comes. Its memory stays, the keeper need not."""
     run = tmp_path / "run"
@@ -132,8 +131,8 @@ def test_one_that_waits_for_another_node_has_nothing_left_to_do(
     assert "other nodes are missing" in found.detail
     assert not report.failed
     # The queue may still try the step that `recover` let go of.
-    eventually(lambda: [row["state"] for row in listed()] == ["lingering"])
-    (row,) = listed()
+    eventually(lambda: [row["state"] for row in keepers.listed()] == ["lingering"])
+    (row,) = keepers.listed()
     assert (row["newest_sealed"], row["newest_committed"]) == (3, None)
     node.end(node.find(str(run)))
     assert keepers_of(runtime) == []
@@ -141,13 +140,11 @@ def test_one_that_waits_for_another_node_has_nothing_left_to_do(
 
 
 @pytest.mark.long
-def test_one_that_does_not_answer_is_listed(
-    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
-) -> None:
+def test_one_that_does_not_answer_is_listed(tmp_path: Path, runtime: Path, keepers: Keepers) -> None:
     trainer = trains(tmp_path / "run", runtime)
     (pid,) = keepers_of(runtime)
     os.kill(pid, signal.SIGSTOP)
-    (row,) = listed()
+    (row,) = keepers.listed()
     assert (row["pid"], row["state"], row["run"]) == (pid, "silent", None)
     trainer.kill()
     done = keepers("--end", pid)
@@ -157,7 +154,7 @@ def test_one_that_does_not_answer_is_listed(
 
 
 def test_what_is_left_of_a_run_that_was_deleted_is_freed(
-    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Keepers
 ) -> None:
     run = tmp_path / "run"
     trainer = trains(run, runtime, linger_s=0.1)
@@ -165,7 +162,7 @@ def test_what_is_left_of_a_run_that_was_deleted_is_freed(
     shutil.rmtree(run)
     trainer.kill()
     eventually(lambda: keepers_of(runtime) == [], timeout_s=120)
-    (row,) = listed()
+    (row,) = keepers.listed()
     assert (row["state"], row["run"], row["pid"]) == ("left", None, None)
     assert row["num_bytes"] == sum(path.stat().st_size for path in regions(runtime)) > 0
     assert row["folder"] in keepers().out
@@ -173,15 +170,15 @@ def test_what_is_left_of_a_run_that_was_deleted_is_freed(
     assert done.code == 4
     assert "steps 3" in done.err
     assert "--discard" in done.err
-    assert listed() == [row], "nothing was changed"
+    assert keepers.listed() == [row], "nothing was changed"
     done = keepers("--end", row["folder"], "--discard")
     assert done.code == 0, done.err
-    assert listed() == []
+    assert keepers.listed() == []
     assert list(runtime.rglob("*-*.lock")) == list(runtime.rglob("slot-*")) == []
 
 
 def test_what_is_left_is_listed_and_not_freed_under_who_trains_again(
-    tmp_path: Path, runtime: Path, keepers: Shell, listed: Listed
+    tmp_path: Path, runtime: Path, keepers: Keepers
 ) -> None:
     trainer = trains(tmp_path / "run", runtime)
     trainer.do("snapshot", 3, False)
@@ -189,7 +186,7 @@ def test_what_is_left_is_listed_and_not_freed_under_who_trains_again(
     os.kill(pid, signal.SIGKILL)
     trainer.kill()
     eventually(lambda: keepers_of(runtime) == [])
-    (row,) = listed()
+    (row,) = keepers.listed()
     assert (row["state"], row["pid"], row["slots"]) == ("left", None, 3)
     again = Process(tmp_path / "run", runtime)
     done = keepers("--end", row["folder"], "--discard")
@@ -200,8 +197,8 @@ def test_what_is_left_is_listed_and_not_freed_under_who_trains_again(
     again.gone()
 
 
-def test_none_and_wrong_usage(tmp_path: Path, keepers: Shell, listed: Listed) -> None:
-    assert listed() == []
+def test_none_and_wrong_usage(tmp_path: Path, keepers: Keepers) -> None:
+    assert keepers.listed() == []
     assert "No keeper" in keepers().err
     assert keepers("--discard").code == 2
     assert keepers("--end", tmp_path / "nothing").code == 4
