@@ -10,13 +10,12 @@ import hashlib
 import hmac
 import os
 import shutil
-import socket
-import subprocess
 from email.utils import formatdate
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from tests.stores.s3_server import free_port, started
 from tests.waiting import until
 
 _PROGRAM = "azurite-blob"
@@ -34,20 +33,14 @@ class AzureServer:
     """It ends at the latest with the process that made it."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port: int = listener.getsockname()[1]
+        self.port = free_port()
         self.endpoint = f"http://127.0.0.1:{self.port}/{ACCOUNT}"
         command = [
-            "setpriv", "--pdeathsig", "KILL", shutil.which(_PROGRAM) or "", "--inMemoryPersistence",
-            "--disableTelemetry", "--skipApiVersionCheck", "--silent", "--blobHost", "127.0.0.1",
-            "--blobPort", str(self.port),
+            shutil.which(_PROGRAM) or "", "--inMemoryPersistence", "--disableTelemetry", "--silent",
+            "--skipApiVersionCheck", "--blobHost", "127.0.0.1", "--blobPort", str(self.port),
         ]  # fmt: skip
-        with open(folder / "log", "ab") as out:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=folder,
-                env={**os.environ, "AZURITE_TELEMETRY": "false"},
-            )  # fmt: skip
+        environment = {**os.environ, "AZURITE_TELEMETRY": "false"}
+        self._process = started(command, folder / "log", cwd=folder, env=environment)
         until(self._answers, "an answer of Azurite")
 
     def make_container(self, name: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -20,7 +19,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server, free_port
+from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server, free_port, started
 from tests.waiting import until
 
 _BLOCK_BYTES = 1 << 20
@@ -47,18 +46,13 @@ class MotoServer(S3Server):
             self._end(name)
 
     def _serve(self, name: str, *ports: int) -> None:
-        with open(self._folder / f"{name}.out", "ab") as out:
-            self._processes[name] = subprocess.Popen(
-                [
-                    "setpriv", "--pdeathsig", "KILL",
-                    sys.executable, "-m", "tests.stores.moto_server", name, *map(str, ports),
-                ],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=Path(__file__).parents[2],
-                env={
-                    **os.environ, "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-                    "AWS_DEFAULT_REGION": REGION, "MOTO_S3_DEFAULT_MAX_KEYS": "1000",
-                },
-            )  # fmt: skip
+        command = [sys.executable, "-m", "tests.stores.moto_server", name, *map(str, ports)]
+        environment = {
+            **os.environ, "AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_DEFAULT_REGION": REGION, "MOTO_S3_DEFAULT_MAX_KEYS": "1000",
+        }  # fmt: skip
+        log, root = self._folder / f"{name}.out", Path(__file__).parents[2]
+        self._processes[name] = started(command, log, cwd=root, env=environment)
 
 
 def _serialized(application: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:

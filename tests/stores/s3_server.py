@@ -13,7 +13,9 @@ import subprocess
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
@@ -68,8 +70,7 @@ def missing() -> list[str]:
 
 
 class S3Server(ABC):
-    """A server whose gateway can be killed and started again without losing objects. Its processes end with
-    the process that made it."""
+    """A server whose gateway can be killed and started again without losing objects."""
 
     gateway: str
     """The name in `_processes` of the process that listens on `port`."""
@@ -81,8 +82,7 @@ class S3Server(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start the gateway, and wait until it answers. Call it in the main thread: the gateway dies with its
-        thread."""
+        """Start the gateway, which dies with this thread, and wait until it answers."""
 
     @abstractmethod
     def close(self) -> None:
@@ -99,11 +99,11 @@ class S3Server(ABC):
     def go_on(self) -> None:
         self._processes[self.gateway].send_signal(signal.SIGCONT)
 
-    def options(self) -> dict[str, object]:
-        """Return the storage options that open a store of this server."""
+    def options(self, **others: object) -> dict[str, object]:
+        """Return the storage options that open a store of this server, with others beside or instead."""
         return {
             "endpoint": self.endpoint, "access_key_id": ACCESS_KEY, "secret_access_key": SECRET_KEY,
-            "region": REGION, "allow_http": True,
+            "region": REGION, "allow_http": True, **others,
         }  # fmt: skip
 
     def _answers(self, port: int) -> bool:
@@ -182,11 +182,17 @@ class CephServer(S3Server):
 
     def _start(self, *command: str) -> None:
         log = self._folder / "log" / f"{command[0]}.out"
-        with open(log, "ab") as out:
-            self._processes[command[0]] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *command, "-f"],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self._folder, env=self._environment,
-            )  # fmt: skip
+        process = started([*command, "-f"], log, cwd=self._folder, env=self._environment)
+        self._processes[command[0]] = process
+
+
+def started(command: Sequence[str], log: Path, **how: Any) -> subprocess.Popen[bytes]:
+    """Start a server, which ends with the process that made it."""
+    with open(log, "ab") as out:
+        return subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *command],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=out, **how,
+        )  # fmt: skip
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+from tests.stores.s3_server import free_port, started
 from tests.waiting import until
 
 _CONFIG = """Port {port}
@@ -42,23 +43,15 @@ class SshServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            self.port: int = listener.getsockname()[1]
+        self.port = free_port()
         for name in ("host", "user"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
             subprocess.run(command, check=True, timeout=60)
         (folder / "config").write_text(_CONFIG.format(port=self.port, folder=folder))
         if os.geteuid() == 0:
             os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
-        self.start()
-
-    def start(self) -> None:
-        command = ["setpriv", "--pdeathsig", "KILL", _program("sshd") or "", "-D", "-e", "-f"]
-        with open(self._folder / "log", "ab") as out:
-            self._process = subprocess.Popen(
-                [*command, str(self._folder / "config")], stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
+        command = [_program("sshd") or "", "-D", "-e", "-f", str(folder / "config")]
+        self._process = started(command, folder / "log")
         until(self._answers, "an answer of sshd")
 
     def kill_connections(self) -> None:
