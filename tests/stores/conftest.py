@@ -23,6 +23,7 @@ from tests.stores import s3_server as s3
 from tests.stores import ssh_server as ssh
 from tests.stores.azure_server import AzureServer
 from tests.stores.moto_server import MotoServer
+from tests.stores.proxy import Proxy
 from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, CephServer, S3Server
 from tests.stores.ssh_server import SshServer
 
@@ -64,6 +65,12 @@ def ceph_server(s3_server: S3Server) -> CephServer:
     if not isinstance(s3_server, CephServer):
         pytest.skip("needs Ceph: moto has no access keys, signatures, quotas and ages of uploads")
     return s3_server
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
+    with Proxy(s3_server.endpoint) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,4 @@
-"""A proxy before a server, which injects faults of a test. It uses real sockets, so the client cannot
-tell."""
+"""A proxy before a server, which injects faults of a test on real sockets."""
 
 from __future__ import annotations
 

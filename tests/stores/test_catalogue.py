@@ -5,24 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 
 from flashckpt.store.base import Store
-from flashckpt.store.objects import ObjectStore
-from flashckpt.store.obstore_client import ObstoreClient
 from tests.contracts.catalogue_contract import CatalogueContract
 from tests.stores.azure_server import AzureServer
 from tests.stores.proxy import Proxy
 from tests.stores.s3_server import S3Server
 from tests.stores.test_faults import EachTwice
+from tests.stores.test_object_store import opened
 
 pytestmark = pytest.mark.process
-
-
-def opened(url: str, options: dict[str, Any]) -> Store:
-    return ObjectStore(ObstoreClient(url, options))
 
 
 class TestCatalogueOnS3(CatalogueContract):
@@ -31,8 +25,7 @@ class TestCatalogueOnS3(CatalogueContract):
     @pytest.fixture
     def opener(self, s3_server: S3Server, bucket: str) -> Iterator[Callable[[], Store]]:
         with Proxy(s3_server.endpoint, EachTwice()) as proxy:
-            options = {**s3_server.options(), "endpoint": proxy.endpoint}
-            yield partial(opened, f"s3://{bucket}/runs/one", options)
+            yield partial(opened, f"s3://{bucket}/runs/one", s3_server.options(endpoint=proxy.endpoint))
 
 
 @pytest.mark.long  # the contract of the store, on which it relies, is not

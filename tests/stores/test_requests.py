@@ -7,7 +7,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -42,7 +42,7 @@ class Counted:
     """A run behind a proxy, which counts requests by operation and file."""
 
     def __init__(self, proxy: Proxy, server: S3Server, bucket: str) -> None:
-        self._proxy, options = proxy, {**server.options(), "endpoint": proxy.endpoint}
+        self._proxy, options = proxy, server.options(endpoint=proxy.endpoint)
         self.store: Store = ObjectStore(ObstoreClient(f"s3://{bucket}/run", options))
 
     def taken(self) -> Counter[str]:
@@ -70,36 +70,28 @@ def run(s3_server: S3Server, bucket: str) -> Iterator[Counted]:
         yield found
 
 
-@contextmanager
-def deleting(node: Node) -> Iterator[Deletions]:
-    worker = Worker("deletions", os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-    yield Deletions(node.store, node.ledger, worker, lambda name, count: None)
-    worker.close()
-
-
 def test_a_commit_and_the_deletion_of_an_old_step(run: Counted, tmp_path: Path) -> None:
     attempt, keep = begun(run.store, 1), Keep(last=2)
     node = Node(run.store, tmp_path / "node", attempt, (0,), 1)
     node.queue.set_trainers([replace(each, keep=keep) for each in node.trainers])
-    try:
-        with deleting(node) as deletions:
-            for step in (1, 2, 3, 4):
-                run.taken()
-                node.seal(step)
-                node.run()
-                assert node.told[-1] == (step, JobState.COMMITTED)
-                saved = run.taken()
-                outcome = node.outcomes[-1]
-                assert outcome.view is not None
-                deletions.committed(CommitName(step, attempt, step), keep, outcome.view, outcome.dropped)
-                while deletions.is_pending:
-                    deletions.next()
-                    deletions.worker.wait()
-                    deletions.worker.collect()
-                deleted = run.taken()
+    worker = Worker("deletions", os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+    deletions = Deletions(node.store, node.ledger, worker, lambda name, count: None)
+    with closing(node), closing(worker):
+        for step in (1, 2, 3, 4):
+            run.taken()
+            node.seal(step)
+            node.run()
+            assert node.told[-1] == (step, JobState.COMMITTED)
+            saved = run.taken()
+            outcome = node.outcomes[-1]
+            assert outcome.view is not None
+            deletions.committed(CommitName(step, attempt, step), keep, outcome.view, outcome.dropped)
+            while deletions.is_pending:
+                deletions.next()
+                worker.wait()
+                worker.collect()
+            deleted = run.taken()
         node.ledger.close()
-    finally:
-        node.close()
     assert View.of(run.store).visible() == (CommitName(3, attempt, 3), CommitName(4, attempt, 4))
     assert saved.pop("put rank.safetensors") == 1, "the data"
     for found in (saved, deleted):

@@ -48,7 +48,7 @@ def test_a_run_resumes_from_its_copy(s3_server: S3Server, bucket: str, tmp_path:
 
 
 def test_a_copy_through_a_server_that_loses_answers(
-    s3_server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3_server: S3Server, proxy: Proxy, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For each object, the first request of each kind is refused, or its answer is lost."""
     monkeypatch.setattr(obstore_client, "_FIRST_PAUSE_S", 0.001)
@@ -65,9 +65,9 @@ def test_a_copy_through_a_server_that_loses_answers(
         seen.add(name)
         return "lose answer" if request.method == "PUT" else "refuse"
 
-    with Proxy(s3_server.endpoint, fault) as proxy:
-        options = {**s3_server.options(), "endpoint": proxy.endpoint}
-        done = copy_run(source, open_store(f"s3://{bucket}/run", options), all_steps=True)
+    proxy.fault = fault
+    options = s3_server.options(endpoint=proxy.endpoint)
+    done = copy_run(source, open_store(f"s3://{bucket}/run", options), all_steps=True)
     assert [each.name.step for each in done.steps if each.is_visible] == [20, 10]
     remote = open_store(f"s3://{bucket}/run", s3_server.options())
     assert run_view.verify(remote).ok
@@ -75,7 +75,6 @@ def test_a_copy_through_a_server_that_loses_answers(
     assert copy_run(remote, back, all_steps=True).ok
     assert run_view.visible(back) == run_view.visible(source)
     for path in (tmp_path / "run").rglob("*.safetensors"):
-        [copied] = (tmp_path / "back").rglob(
-            path.name
-        )  # frozen leaves lie with the step that was copied first
+        # Frozen leaves lie with the step that was copied first.
+        [copied] = (tmp_path / "back").rglob(path.name)
         assert copied.read_bytes() == path.read_bytes()

@@ -1,5 +1,4 @@
-"""A node is lost with its disk and its memory: the run resumes exactly on a new node from its remote on a
-real S3 server."""
+"""A node is lost with its disk and memory: the run resumes exactly from its remote on a real S3 server."""
 
 from __future__ import annotations
 
@@ -54,10 +53,9 @@ def test_a_lost_node(bucket: str, tmp_path: Path, runtime: Path, kill_keepers: C
 
 @pytest.mark.parametrize("file", ["rank-", "node-"])
 def test_transfer_errors_do_not_count_as_damage(
-    s3_server: S3Server, bucket: str, tmp_path: Path, runtime: Path, file: str
+    s3_server: S3Server, proxy: Proxy, bucket: str, tmp_path: Path, runtime: Path, file: str
 ) -> None:
-    """Otherwise one flipped bit of an answer would make the run resume from an older step and hide the
-    newest."""
+    """Otherwise one flipped bit of an answer would hide the newest step."""
     url, weights = f"s3://{bucket}/run", torch.zeros(3000)
     with flashckpt.attach(tmp_path / "run", w=weights) as made:
         for _ in range(2):
@@ -76,11 +74,11 @@ def test_transfer_errors_do_not_count_as_damage(
         spoiled.append(request.path)
         return "spoil"
 
-    with Proxy(s3_server.endpoint, fault) as proxy:
-        given = {**s3_server.options(), "endpoint": proxy.endpoint}
-        options = flashckpt.Options(remote_storage_options=given)
-        weights.zero_()
-        with flashckpt.attach(tmp_path / "new", remote=url, options=options, w=weights) as made:
-            assert made.completed == 2
-            assert weights.unique().tolist() == [2.0]
+    proxy.fault = fault
+    given = s3_server.options(endpoint=proxy.endpoint)
+    options = flashckpt.Options(remote_storage_options=given)
+    weights.zero_()
+    with flashckpt.attach(tmp_path / "new", remote=url, options=options, w=weights) as made:
+        assert made.completed == 2
+        assert weights.unique().tolist() == [2.0]
     assert len(spoiled) == 1
