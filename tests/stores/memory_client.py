@@ -12,8 +12,7 @@ from flashckpt.store.base import Entry
 
 
 class MemoryClient:
-    """See ObjectClient in flashckpt/store/objects.py. `listed`: the prefix of a listing, once for each name
-    that the listing had."""
+    """See ObjectClient in flashckpt/store/objects.py. `listed`: the prefix of each name in a listing."""
 
     url, server, is_read_only = "memory://bucket", "", False
 

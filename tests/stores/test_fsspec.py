@@ -1,5 +1,4 @@
-"""Runs behind a URL of fsspec: every reading command works, over a real SSH server too, and every writing
-command is refused by name."""
+"""Runs behind a URL of fsspec: every reading command works, every writing one is refused by name."""
 
 from __future__ import annotations
 

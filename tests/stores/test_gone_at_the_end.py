@@ -1,5 +1,4 @@
-"""A run on an object store that fails when the run ends: the keeper keeps only what is not committed, and
-leaves after the grace if that outlives it."""
+"""An object store fails when the run ends: the keeper keeps only what is not committed, for the grace."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from tests.cache.conftest import home
 from tests.cache.home import Home
 from tests.cache.loop import Training
 from tests.processes import keepers_of
-from tests.stores.proxy import Fault, Request
 from tests.waiting import until
 
 __all__ = ["home"]
@@ -30,16 +28,12 @@ def slots_of(runtime: Path) -> list[str]:
     return [path.name for path in runtime.rglob("slot-*")]
 
 
-def refuse_all(request: Request) -> Fault:
-    return "refuse"
-
-
 def test_it_leaves_an_uncommitted_snapshot_in_its_file_for_recover(home: Home, runtime: Path) -> None:
     run = Training(home.url, None, options=GRACE)
     run.train(2, saves=True)
     run.made.wait()
     assert len(slots_of(runtime)) > 1
-    home.proxy.fault = refuse_all
+    home.proxy.fault = lambda request: "refuse"
     run.train(3)
     with pytest.raises(PersistError, match="flashckpt recover"):
         run.made.close()
@@ -64,7 +58,7 @@ def test_it_stays_with_a_snapshot_that_would_end_with_it(
     run.train(2, saves=True)
     run.made.wait()
     assert not slots_of(tmp_path), "memfds"
-    home.proxy.fault = refuse_all
+    home.proxy.fault = lambda request: "refuse"
     run.train(3)
     with pytest.raises(PersistError):
         run.made.close()

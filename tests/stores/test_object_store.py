@@ -4,7 +4,7 @@ tested: no emulator honours its conditions."""
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -46,21 +46,18 @@ class TestS3Store(StoreContract):
         with pytest.raises(FileExistsError):
             write_compressed(store, name, large.layout, large.region)
 
-        count = iter(range(7))
-        monkeypatch.setattr(Codec, "pack", _refusing(Codec.pack, count))
+        pack, left = Codec.pack, iter(range(7))
+
+        def refusing(*how: Any) -> bytes:
+            if next(left, None) is None:
+                raise OSError("no more")
+            return pack(*how)
+
+        monkeypatch.setattr(Codec, "pack", refusing)
         with pytest.raises(OSError, match="no more"):
             write_compressed(store, f"other.{name}", large.layout, large.region)
         assert store.list("") == [entry]
         assert not boto.list_multipart_uploads(Bucket=bucket).get("Uploads"), "its parts are paid for"
-
-
-def _refusing(pack: Callable[..., bytes], count: Iterator[int]) -> Callable[..., bytes]:
-    def refusing(*how: Any) -> bytes:
-        if next(count, None) is None:
-            raise OSError("no more")
-        return pack(*how)
-
-    return refusing
 
 
 class TestAzureStore(OneProcessContract):

@@ -22,12 +22,18 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
 
 # `make test` runs the first alone.
-@pytest.mark.parametrize(("point", "victim"), sorted(CASES, key=lambda case: case != ("part.linked", "both")))
+FIRST = ("part.linked", "both", False)
+# With a cache, a start reads its step from there.
+ALL = {(*case, False) for case in CASES} | {(*case, True) for case in CASES if case[0] != "resume.read"}
+
+
+@pytest.mark.parametrize(("point", "victim", "is_cached"), [FIRST, *sorted(ALL - {FIRST})])
 def test_killed_at_a_point(
-    point: str, victim: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, zygote: Zygote,
-    reference: list[int],
+    point: str, victim: str, is_cached: bool, bucket: str, in_environment: None, tmp_path: Path,
+    runtime: Path, zygote: Zygote, reference: list[int], cache: Path,
 ) -> None:  # fmt: skip
-    job = Job(zygote, tmp_path, runtime, reference, f"s3://{bucket}/run")
+    url = f"s3://{bucket}/run"
+    job = Job(zygote, tmp_path, runtime, reference, url, cache if is_cached else None)
     faults = faults_of_a_kill(job, point, victim, tmp_path / "release")
     assert not faults, "\n".join(faults)
     assert not job.run.exists(), "nothing of the run is here"
@@ -40,19 +46,6 @@ def test_killed_run_equals_uninterrupted_run(
 ) -> None:
     reference = references(recipe)
     assert after_a_kill(UrlTrainer(f"s3://{bucket}/run", tmp_path, runtime, recipe)) == reference
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(  # a start reads its step from the cache
-    ("point", "victim"), [case for case in CASES if case[0] != "resume.read"]
-)
-def test_killed_at_a_point_with_a_cache(
-    point: str, victim: str, bucket: str, in_environment: None, tmp_path: Path, runtime: Path, zygote: Zygote,
-    reference: list[int], cache: Path,
-) -> None:  # fmt: skip
-    job = Job(zygote, tmp_path, runtime, reference, f"s3://{bucket}/run", cache)
-    faults = faults_of_a_kill(job, point, victim, tmp_path / "release")
-    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.long
