@@ -17,13 +17,14 @@ from typing import Any
 
 from flashckpt.commit.verification import verify
 from flashckpt.recovery.recover import recover
+from flashckpt.recovery.report import Watcher
 from flashckpt.store.local import LocalStore, System
 from tests.crash.kill_driver import Mortal
 from tests.recovery import messes
 from tests.recovery.scene import contents
 
 
-class MortalWatcher:
+class MortalWatcher(Watcher):
     """Dies between the steps of a recovery, too, where no call to the system is made."""
 
     def __init__(self, system: Mortal) -> None:
@@ -32,16 +33,12 @@ class MortalWatcher:
     def stage(self, name: str) -> None:
         self._system.live()
 
-    def progress(self, done: int, total: int) -> None:
-        pass
-
     def say(self, text: str) -> None:
         self._system.live()
 
 
 class Scene:
-    """A mess that can be made again: everything is put back but the folders that name the run on this node,
-    whose inodes are its identity."""
+    """A mess that is put back, all but the folders whose inodes identify the run on this node."""
 
     def __init__(self, folder: Path, runtime: Path, mess: str) -> None:
         self.run, self._kept = folder / "run", folder / "kept"
@@ -51,24 +48,15 @@ class Scene:
         # So that the folder is never empty, never removed, and keeps its inode.
         (own / "stays").touch(mode=0o600)
         shutil.copytree(self.run, self._kept / "run")
-        for name in ("keeper.socket",):
-            (own / name).unlink(missing_ok=True)
-        shutil.copytree(own, self._kept / "memory")
+        (own / "keeper.socket").unlink(missing_ok=True)
+        shutil.copytree(own, self._kept / own.name)
 
     def put_back(self) -> None:
-        for entry in self.run.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-        for entry in (self._kept / "run").iterdir():
-            if entry.is_dir():
-                shutil.copytree(entry, self.run / entry.name)
-            else:
-                shutil.copy2(entry, self.run / entry.name)
-        for entry in self.memory.iterdir():
+        for entry in (*self.run.iterdir(), *self.memory.iterdir()):
             if entry.name != "stays":
-                entry.unlink()
-        for entry in (self._kept / "memory").iterdir():
-            if entry.name != "stays":
-                shutil.copy2(entry, self.memory / entry.name)
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for folder in (self.run, self.memory):
+            shutil.copytree(self._kept / folder.name, folder, dirs_exist_ok=True)
 
     def outcome(self) -> dict[str, Any]:
         """What is left at last, to be compared."""

@@ -19,17 +19,11 @@ from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests import run_view
-from tests.commit.runs import name_of
+from tests.commit.runs import commit, name_of
 from tests.keeper.driver import Process, runtime_of, the_keeper
 from tests.keeper.fake import keeper_pid
 from tests.processes import end
 from tests.run_view import folder_of, manifest_of
-
-
-def parsed(text: str) -> AttemptName:
-    name = AttemptName.parse(text)
-    assert name is not None
-    return name
 
 
 def stop_keeper(folder: RuntimeFolder) -> int:
@@ -48,7 +42,9 @@ class Crash:
         is_started = how.pop("start", True)
         self.trainer = Process(run, runtime, **how)
         self.attempt = self.trainer.attempt
-        self.name = parsed(self.attempt)
+        name = AttemptName.parse(self.attempt)
+        assert name is not None
+        self.name = name
         if is_started:
             self.trainer.do("start", parent, step, loaded)
         self.folder = runtime_of(run, runtime)
@@ -81,9 +77,6 @@ class Crash:
         end([pid])
         assert keeper_pid(self.folder) is None
         return self
-
-    def regions(self) -> list[str]:
-        return regions_of(self.folder)
 
     def data(self, step: int) -> Path:
         """The folder of a step's parts and shards: the fake trainer counts its boundaries as its steps."""
@@ -124,6 +117,12 @@ def rows(report: RecoveryReport, kind: str | None = None) -> list[tuple[Any, ...
         for each in report.findings
         if kind is None or each.kind.value == kind
     ]
+
+
+def resume(report: RecoveryReport) -> tuple[int, str, str] | None:
+    """(step, attempt, tier) of what a start would resume."""
+    found = report.resume
+    return None if found is None else (found.step, str(found.attempt), found.tier)
 
 
 def whole_tree(*folders: Path) -> dict[str, tuple[Any, ...]]:
@@ -171,3 +170,11 @@ def begun(store: LocalStore, parent: CommitName | None = None, world: int = 1) -
     name = run_view.begin(store, snapshot, step, world=world)
     run_view.end(store, name, "dead")
     return name
+
+
+def trained(store: LocalStore, *steps: int) -> AttemptName:
+    """An attempt that has committed these steps, and is over."""
+    attempt = begun(store)
+    for step in steps:
+        commit(store, step, attempt)
+    return attempt

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from flashckpt.commit.lineage import branch, damage
 from flashckpt.commit.view import View
 from flashckpt.format.names import AttemptName
@@ -16,22 +14,12 @@ from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Kind
 from flashckpt.store.local import LocalStore, System
 from tests import run_view
-from tests.commit.runs import commit, is_whole, name_of, new_run, part_of, publish
+from tests.commit.runs import commit, is_whole, name_of, part_of, publish
 from tests.folders import flip
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.recovery.messes import old
-from tests.recovery.scene import begun, recovered, rows, whole_tree
+from tests.recovery.scene import begun, recovered, resume, rows, trained, whole_tree
 from tests.replication.copied import visible
-
-
-@pytest.fixture
-def run(tmp_path: Path, runtime: Path) -> Path:
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def store(run: Path) -> LocalStore:
-    return new_run(run)
 
 
 def folder_of(run: Path, step: int, attempt: AttemptName) -> Path:
@@ -60,16 +48,13 @@ def test_parts_of_several_keepers(store: LocalStore, run: Path) -> None:
     assert not report.failed
     assert visible(store) == [3]
     assert is_whole(store, 3, attempt)
-    assert report.resume is not None
-    assert report.resume.step == 3
+    assert resume(report) == (3, str(attempt), "local")
     assert part_file_of(run, 4, attempt).exists()
     assert not folder_of(run, 2, attempt).exists(), "a newer step has overtaken it"
 
 
 def test_parts_of_a_branch_that_was_left_are_not_committed(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    commit(store, 1, attempt)
-    commit(store, 2, attempt)
+    attempt = trained(store, 1, 2)
     publish(store, 3, attempt)
     late = folder_of(run, 3, attempt)
     late.rename(run.parent / "late")
@@ -80,14 +65,12 @@ def test_parts_of_a_branch_that_was_left_are_not_committed(store: LocalStore, ru
     assert {each.place.rpartition("/")[0] for each in report.findings} == {str(late.relative_to(run))}
     assert visible(store) == [1]
     assert not late.exists()
-    assert report.resume is not None
-    assert report.resume.step == 1
+    assert resume(report) == (1, str(attempt), "local")
 
 
 def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path) -> None:
     """And of a damaged part the shard stays: a checkpoint may need it."""
-    attempt = begun(store)
-    commit(store, 1, attempt)
+    attempt = trained(store, 1)
     publish(store, 2, attempt)
     publish(store, 3, attempt)
     flip(shard_of(run, 2, attempt), 4200)
@@ -96,8 +79,7 @@ def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path
     assert rows(report) == [("parts", "committed", 2), ("step", "quarantined", 2)]
     assert report.damaged
     assert "not the bytes that were captured" in report.findings[1].detail
-    assert report.resume is not None
-    assert report.resume.step == 1
+    assert resume(report) == (1, str(attempt), "local")
     assert shard_of(run, 2, attempt).exists()
     assert shard_of(run, 3, attempt).exists()
 
@@ -106,16 +88,13 @@ def test_parts_with_a_damaged_shard_are_not_resumed(store: LocalStore, run: Path
 
 
 def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    for step in (1, 2):
-        commit(store, step, attempt)
+    attempt = trained(store, 1, 2)
     data = shard_of(run, 2, attempt).read_bytes()
     flip_image(shard_of(run, 2, attempt))
     files = {path for path in run.rglob("*") if path.is_file()}
     report = recovered(run)
     assert rows(report) == [("step", "quarantined", 2)]
-    assert report.resume is not None
-    assert (report.resume.step, report.resume.attempt) == (1, attempt)
+    assert resume(report) == (1, str(attempt), "local")
     assert {path for path in run.rglob("*") if path.is_file()} >= files, "nothing was deleted"
     assert damage(View.of(store), name_of(2, attempt).id) is not None
     again = recovered(run)
@@ -128,16 +107,13 @@ def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore,
     assert rows(mended) == [("step", "was quarantined", 2)]
     assert "whole now" in mended.findings[0].detail
     assert not mended.damaged
-    assert mended.resume is not None
-    assert mended.resume.step == 2, "it counts again"
+    assert resume(mended) == (2, str(attempt), "local"), "it counts again"
     assert not View.of(store).damaged
     assert rows(recovered(run)) == []
 
 
 def test_a_missing_shard_is_named_and_not_marked(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    for step in (1, 2):
-        commit(store, step, attempt)
+    attempt = trained(store, 1, 2)
     shard = shard_of(run, 2, attempt)
     away = shard.rename(run.parent / "away")
     for read in (True, False):
@@ -149,8 +125,7 @@ def test_a_missing_shard_is_named_and_not_marked(store: LocalStore, run: Path) -
     away.rename(shard)
     whole = recovered(run)
     assert rows(whole) == []
-    assert whole.resume is not None
-    assert whole.resume.step == 2, "put back, it is the newest again"
+    assert resume(whole) == (2, str(attempt), "local"), "put back, it is the newest again"
 
 
 class Failing(LocalStore):
@@ -178,9 +153,7 @@ class Failing(LocalStore):
 
 
 def test_storage_that_fails_quarantines_nothing(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    for step in (1, 2):
-        commit(store, step, attempt)
+    attempt = trained(store, 1, 2)
     report = recover(Failing(store.url, f"{folder_of(run, 2, attempt).relative_to(run)}/rank-"))
     assert rows(report) == [("step", "failed", 2)]
     assert report.failed
@@ -283,9 +256,7 @@ class ReadOnly(System):
 
 
 def test_storage_that_cannot_be_written_is_told_thing_by_thing(store: LocalStore, run: Path) -> None:
-    attempt = begun(store)
-    for step in (1, 2):
-        commit(store, step, attempt)
+    attempt = trained(store, 1, 2)
     publish(store, 3, attempt)
     flip_image(shard_of(run, 2, attempt))
     old(run / f".assets.json.{'c' * 16}.tmp")
@@ -295,6 +266,5 @@ def test_storage_that_cannot_be_written_is_told_thing_by_thing(store: LocalStore
     assert [each.id and each.id.boundary for each in report.findings] == [3, 2, None]
     assert all("Read-only file system" in each.detail for each in report.findings)
     assert report.failed
-    assert report.resume is not None
-    assert report.resume.step == 1
+    assert resume(report) == (1, str(attempt), "local")
     assert whole_tree(run / "data") == before

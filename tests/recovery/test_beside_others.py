@@ -17,7 +17,6 @@ from flashckpt.errors import KeeperError, RunHeldError
 from flashckpt.format.names import ALIVE
 from flashckpt.keeper import node_keepers as keepers
 from flashckpt.memory.held_regions import sealed_in
-from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.options import Keep
 from flashckpt.recovery import node
 from flashckpt.recovery.storage import prune
@@ -28,20 +27,19 @@ from tests.keeper.driver import Process, committed, eventually
 from tests.keeper.fake import keeper_pid
 from tests.keeper.test_keeper_deaths import flip_image
 from tests.processes import end
-from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
+from tests.recovery.scene import Crash, recovered, regions_of, resume, rows, whole_tree
 
 ROOT = Path(__file__).parents[2]
 RECOVER = """
 import sys
 from flashckpt.recovery.recover import recover
 from flashckpt.store import open_store
-class Slow:
+from flashckpt.recovery.report import Watcher
+class Slow(Watcher):
     def stage(self, name):
         if name == sys.argv[2]:
             print(name, flush=True)
             sys.stdin.readline()
-    def progress(self, done, total): pass
-    def say(self, text): pass
 recover(open_store(sys.argv[1]), watcher=Slow())
 print("done", flush=True)
 """
@@ -67,9 +65,8 @@ def held_at(run: Path, stage: str) -> Iterator[subprocess.Popen[str]]:
         child.communicate()
 
 
-def test_a_running_job_is_named_and_not_touched(tmp_path: Path, runtime: Path) -> None:
+def test_a_running_job_is_named_and_not_touched(run: Path, runtime: Path) -> None:
     """Also if its attempt is not the newest any more: it is not recovered under its feet."""
-    run = tmp_path / "run"
     crash = Crash(run, runtime).slots().commit(1)
     store = open_store(str(run))
     for is_overtaken in (False, True):
@@ -85,8 +82,7 @@ def test_a_running_job_is_named_and_not_touched(tmp_path: Path, runtime: Path) -
     crash.both_killed()
 
 
-def test_of_two_recoveries_one_is_refused_until_the_other_is_dead(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_of_two_recoveries_one_is_refused_until_the_other_is_dead(run: Path, runtime: Path) -> None:
     crash = Crash(run, runtime).slots()
     crash.seal(1)
     crash.both_killed()
@@ -97,16 +93,14 @@ def test_of_two_recoveries_one_is_refused_until_the_other_is_dead(tmp_path: Path
             prune(open_store(str(run)), Keep(last=1))
         end([first.pid])
         report = recovered(run)
-    assert report.resume is not None
-    assert report.resume.step == 1
+    assert resume(report) == (1, crash.attempt, "local")
     assert not os.path.exists(crash.folder.path)
     assert rows(recovered(run)) == []
 
 
 @pytest.mark.parametrize("stage", ["draining", "committing", "clearing"])
-def test_a_job_that_begins_meanwhile_ends_it(tmp_path: Path, runtime: Path, stage: str) -> None:
+def test_a_job_that_begins_meanwhile_ends_it(run: Path, runtime: Path, stage: str) -> None:
     """The recovery deletes nothing more, and the job's own keeper has the rest."""
-    run = tmp_path / "run"
     crash = Crash(run, runtime).slots().commit(1)
     crash.seal(2)
     crash.both_killed()
@@ -139,9 +133,7 @@ def lingers(tmp_path: Path, runtime: Path) -> Crash:
     return crash
 
 
-def test_a_keeper_that_lingers_saves_what_it_has_and_stays_until_it_is_asked_to_go(
-    lingers: Crash, runtime: Path
-) -> None:
+def test_a_keeper_that_lingers_saves_all_and_stays_until_asked_to_go(lingers: Crash, runtime: Path) -> None:
     before, pid = whole_tree(lingers.run, runtime), lingers._stopped
     looked = recovered(lingers.run, dry_run=True)
     assert whole_tree(lingers.run, runtime) == before
@@ -153,8 +145,7 @@ def test_a_keeper_that_lingers_saves_what_it_has_and_stays_until_it_is_asked_to_
     assert report.keeper == keeper_pid(lingers.folder) == pid
     assert ("snapshot", "was committed", 2) in rows(report)
     assert committed(lingers.run) == [1, 2]
-    assert report.resume is not None
-    assert (report.resume.step, report.resume.tier) == (2, "memory")
+    assert resume(report) == (2, lingers.attempt, "memory")
     assert len(regions_of(lingers.folder)) == 3, "its memory is as near as it was"
     assert node.RECOVERY_LOCK not in lingers.folder.names()
 
@@ -165,17 +156,13 @@ def test_a_keeper_that_lingers_saves_what_it_has_and_stays_until_it_is_asked_to_
 
 
 def test_what_a_keeper_found_torn_is_told(lingers: Crash) -> None:
-    newest = max(regions_of(lingers.folder), key=lambda name: step_in(lingers.folder, name))
+    [newest] = [each.slot.name for each in sealed_in(lingers.folder) if each.step == 2]
     flip_image(Path(lingers.folder.path) / newest)
     lingers.wake()
     report = recovered(lingers.run)
     assert ("snapshot", "torn", 2) in rows(report)
     assert report.damaged
     assert committed(lingers.run) == [1]
-
-
-def step_in(folder: RuntimeFolder, name: str) -> int:
-    return max([each.step for each in sealed_in(folder) if each.slot.name == name], default=-1)
 
 
 def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, runtime: Path) -> None:
@@ -188,8 +175,7 @@ def test_a_keeper_that_cannot_save_is_told_with_its_reason(small_disk: Path, run
     report = recovered(crash.run)
     assert rows(report, "snapshot") == [("snapshot", "failed", 2)]
     assert "No space left" in report.findings[0].detail
-    assert report.resume is not None
-    assert (report.resume.step, report.resume.tier) == (2, "memory")
+    assert resume(report) == (2, crash.attempt, "memory")
     (small_disk / "filler").unlink()
     again = recovered(crash.run)
     assert not again.failed, "there is room now: what has failed before is tried again, not told again"

@@ -29,9 +29,8 @@ def assert_found(said: RecoveryReport, done: RecoveryReport) -> None:
 
 @pytest.mark.parametrize("mess", MESSES, ids=lambda mess: mess.__name__)
 def test_nothing_is_touched_and_the_real_run_finds_what_was_said(
-    tmp_path: Path, runtime: Path, mess: Callable[[Path, Path], object]
+    run: Path, runtime: Path, mess: Callable[[Path, Path], object]
 ) -> None:
-    run = tmp_path / "run"
     mess(run, runtime)
     before = whole_tree(run, runtime)
     said = recovered(run, dry_run=True)
@@ -41,12 +40,10 @@ def test_nothing_is_touched_and_the_real_run_finds_what_was_said(
     assert_found(said, done)
     assert said.resume is not None
     assert done.resume is not None
-    # A slot that was resumed from is saved as the step of the attempt that it was loaded by.
     assert said.resume.step == done.resume.step
 
 
-def test_the_same_with_discard(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_the_same_with_discard(run: Path, runtime: Path) -> None:
     left_branch(run, runtime)
     before = whole_tree(run, runtime)
     said = recovered(run, dry_run=True, discard=True)
@@ -54,11 +51,8 @@ def test_the_same_with_discard(tmp_path: Path, runtime: Path) -> None:
     assert_found(said, recovered(run, discard=True))
 
 
-def test_without_a_runtime_folder_none_is_made(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_runtime_folder_is_made(run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_view.watch_for(0.0, monkeypatch.setattr)
-    run = tmp_path / "run"
     everything(run, runtime)
     for path in runtime.iterdir():
         shutil.rmtree(path)

@@ -30,9 +30,8 @@ def crowded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("crowded")
-def test_what_lies_in_memory_is_saved_and_a_keeper_that_lives_is_asked_to_go(
-    tmp_path: Path, runtime: Path
-) -> None:
+def test_a_recovery_and_a_trainer_work_as_ever(tmp_path: Path, runtime: Path) -> None:
+    """What lies in memory is saved, a keeper that lives is asked to go; what a trainer saves is committed."""
     crash = Crash(tmp_path / "run", runtime).slots()
     crash.seal(1, 2)
     crash.both_killed()
@@ -44,10 +43,7 @@ def test_what_lies_in_memory_is_saved_and_a_keeper_that_lives_is_asked_to_go(
     assert regions_of(again.folder) == []
     assert committed(crash.run) == [2, 3]
 
-
-@pytest.mark.usefixtures("crowded")
-def test_a_trainer_has_a_keeper_and_what_it_saves_is_committed(tmp_path: Path, runtime: Path) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer = FakeTrainer(tmp_path / "other", runtime)
     trainer.start()
     trainer.take_slots(3)
     trainer.snapshot(1, persist=True)

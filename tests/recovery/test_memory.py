@@ -8,32 +8,26 @@ from pathlib import Path
 from flashckpt.commit.lineage import branch
 from flashckpt.commit.needed import Survivor, needed_slots
 from flashckpt.commit.view import View
-from flashckpt.recovery.report import RecoveryReport
+from flashckpt.recovery.report import Watcher
 from flashckpt.store import open_store
-from flashckpt.store.base import Store
 from tests import run_view
 from tests.commit.runs import name_of
 from tests.events import ledger
+from tests.folders import flip
 from tests.keeper.driver import committed, eventually
 from tests.keeper.test_keeper_deaths import flip_image
-from tests.recovery.scene import Crash, recovered, regions_of, rows
+from tests.recovery.scene import Crash, recovered, regions_of, resume, rows
 
 
 def visible(run: Path) -> list[tuple[int, str]]:
     return [(each.step, str(each.attempt)) for each in View.of(open_store(str(run))).visible()]
 
 
-def resume(report: RecoveryReport) -> tuple[int, str, str] | None:
-    found = report.resume
-    return None if found is None else (found.step, str(found.attempt), found.tier)
-
-
-def test_the_newest_sealed_step_is_committed_and_its_memory_is_let_go(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_the_newest_sealed_step_is_committed_and_its_memory_is_let_go(run: Path, runtime: Path) -> None:
     crash = Crash(run, runtime).slots().commit(1)
     crash.seal(2, 3)
     crash.both_killed()
-    assert len(crash.regions()) == 3
+    assert len(regions_of(crash.folder)) == 3
 
     report = recovered(run)
 
@@ -53,29 +47,12 @@ def test_the_newest_sealed_step_is_committed_and_its_memory_is_let_go(tmp_path: 
     assert resume(again) == (3, crash.attempt, "local")
 
 
-def test_what_its_trainer_asked_for_is_saved_too(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    crash = Crash(run, runtime).slots()
-    crash.seal(5, persist=True)
-    crash.seal(6)
-    crash.both_killed()
-    report = recovered(run, read=False)
-    assert rows(report) == [("snapshot", "committed", 6), ("snapshot", "committed", 5)]
-    assert committed(run) == [5, 6]
-    assert (report.verified, report.num_bytes) == (False, 0)
-
-
-def test_damaged_slots_are_never_persisted_and_harm_nothing_else(tmp_path: Path, runtime: Path) -> None:
+def test_damaged_slots_are_never_persisted_and_harm_nothing_else(run: Path, runtime: Path) -> None:
     """Of three slots a leaf, the record and the page have a flipped byte; the oldest one is whole."""
-    run = tmp_path / "run"
     crash = Crash(run, runtime).slots(4)
     _, record, page, newest = crash.seal(1, 2, 3, 4)
     for name, offset in ((record, 800), (page, 40)):
-        with open(Path(crash.folder.path) / name, "r+b") as file:
-            file.seek(offset)
-            byte = file.read(1)[0]
-            file.seek(offset)
-            file.write(bytes([byte ^ 1]))
+        flip(Path(crash.folder.path) / name, offset)
     flip_image(Path(crash.folder.path) / newest)
     crash.both_killed()
     report = recovered(run)
@@ -116,14 +93,13 @@ def test_a_branch_that_was_left_never_becomes_visible(tmp_path: Path, runtime: P
     assert visible(run) == before
 
 
-def test_what_a_branch_has_overtaken_is_dropped(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_what_a_branch_has_overtaken_is_dropped(run: Path, runtime: Path) -> None:
     first = Crash(run, runtime).slots().commit(1, 2)
     [left] = first.seal(7)
     first.both_killed()
     branch(open_store(str(run)), 1, watch_s=0)
     second = Crash(run, runtime, parent=first.attempt, step=1)
-    eventually(lambda: left in second.regions())
+    eventually(lambda: left in regions_of(second.folder))
     second.slots()
     names = second.seal(2)
     second.both_killed()
@@ -132,21 +108,6 @@ def test_what_a_branch_has_overtaken_is_dropped(tmp_path: Path, runtime: Path) -
     assert (2, second.attempt) in visible(run)
     assert all(step <= 2 for step, _ in visible(run))
     assert regions_of(second.folder) == [], (left, names)
-
-
-def test_a_slot_that_was_resumed_from_is_committed(tmp_path: Path, runtime: Path) -> None:
-    """Both die again before the second attempt's first commit: the snapshot stays its parent's."""
-    run = tmp_path / "run"
-    first = Crash(run, runtime).slots()
-    first.seal(4)
-    first.both_killed()
-    store = open_store(str(run))
-    run_view.end(store, run_view.begin(store, name_of(4, first.name).id, 4), "dead")
-    report = recovered(run)
-    assert rows(report) == [("snapshot", "committed", 4)]
-    assert resume(report) == (4, first.attempt, "local")
-    assert committed(run) == [4]
-    assert regions_of(first.folder) == []
 
 
 def test_a_full_disk_loses_nothing(small_disk: Path, runtime: Path) -> None:
@@ -173,8 +134,7 @@ def test_a_full_disk_loses_nothing(small_disk: Path, runtime: Path) -> None:
     assert committed(run) == [2]
 
 
-def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(run: Path, runtime: Path) -> None:
     crash = Crash(run, runtime).slots().commit(1, 2)
     crash.both_killed()
     [shard] = run.glob("data/*/*2/rank-*")
@@ -191,36 +151,21 @@ def test_the_good_copy_of_a_step_that_was_damaged_at_rest_stays(tmp_path: Path, 
     second.both_killed()
 
 
-class Listener:
+class Listener(Watcher):
     def __init__(self, told: list[str]) -> None:
         self._told = told
-
-    def stage(self, name: str) -> None:
-        pass
-
-    def progress(self, done: int, total: int) -> None:
-        pass
 
     def say(self, text: str) -> None:
         self._told.append(text)
 
 
-def went_on(run: Path, crash: Crash) -> Store:
-    """An attempt that went on from step 2 of the crashed one, in memory, and died."""
-    store = open_store(str(run))
-    run_view.end(store, run_view.begin(store, name_of(2, crash.name).id, 2), "dead")
-    return store
-
-
-def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_left(
-    tmp_path: Path, runtime: Path
-) -> None:
+def test_the_parent_of_the_newest_attempt_is_saved_beside_a_newer_step(run: Path, runtime: Path) -> None:
     """Other nodes had no step 3, or it was torn: all went on from step 2, and died before another."""
-    run = tmp_path / "run"
     crash = Crash(run, runtime).slots().commit(1)
     loaded, left = crash.seal(2, 3)
     crash.both_killed()
-    store, older = went_on(run, crash), crash.name
+    store, older = open_store(str(run)), crash.name
+    run_view.end(store, run_view.begin(store, name_of(2, older).id, 2), "dead")
     slots = {loaded: 2, left: 3}
     survivors = [
         Survivor(slot=name, rank=0, attempt=older, step=step, boundary=step) for name, step in slots.items()
@@ -234,4 +179,4 @@ def test_what_the_newest_attempt_started_from_is_saved_though_a_newer_one_was_le
         ("snapshot", "committed", 2),
         ("snapshot", "was committed", 1),
     ]
-    assert resume(report) == (2, str(older), "local")
+    assert resume(report) == (2, crash.attempt, "local")

@@ -14,20 +14,13 @@ from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.options import Keep
 from flashckpt.recovery.storage import prune
 from flashckpt.store.local import LocalStore
-from tests.commit.runs import commit, is_whole, new_run
-from tests.recovery.scene import begun, whole_tree
+from tests.commit.runs import is_whole, new_run
+from tests.recovery.scene import trained, whole_tree
 from tests.replication.copied import visible
 
 
-@pytest.fixture
-def store(tmp_path: Path, runtime: Path) -> LocalStore:
-    return new_run(tmp_path / "run")
-
-
 def test_the_newest_stay_and_the_others_go(store: LocalStore, runtime: Path) -> None:
-    attempt = begun(store)
-    for step in range(1, 8):
-        commit(store, step, attempt)
+    attempt = trained(store, *range(1, 8))
     before = whole_tree(Path(store.url), runtime)
     said = prune(store, Keep(last=3, every_steps=4), dry_run=True)
     assert whole_tree(Path(store.url), runtime) == before
@@ -41,9 +34,7 @@ def test_the_newest_stay_and_the_others_go(store: LocalStore, runtime: Path) -> 
 
 
 def test_a_branch_that_has_committed_nothing_keeps_two_of_its_history(store: LocalStore) -> None:
-    attempt = begun(store)
-    for step in range(1, 7):
-        commit(store, step, attempt)
+    attempt = trained(store, *range(1, 7))
     branch(store, 5)
     said = prune(store, Keep(last=2), dry_run=True)
     done = prune(store, Keep(last=2))
@@ -60,23 +51,19 @@ def test_a_run_without_steps_has_none_to_delete(store: LocalStore) -> None:
         assert (done.gone, done.kept) == ((), ())
 
 
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_where_the_catalogue_is_lost_nothing_goes(store: LocalStore, dry_run: bool) -> None:
-    attempt = begun(store)
-    for step in range(1, 5):
-        commit(store, step, attempt)
+def test_where_the_catalogue_is_lost_nothing_goes(store: LocalStore) -> None:
+    trained(store, *range(1, 5))
     shutil.rmtree(Path(store.url) / CATALOGUE)
     before = whole_tree(Path(store.url))
-    with pytest.raises(UnusableRunError, match="no catalogue"):
-        prune(store, Keep(last=1), dry_run=dry_run)
+    for dry_run in (True, False):
+        with pytest.raises(UnusableRunError, match="no catalogue"):
+            prune(store, Keep(last=1), dry_run=dry_run)
     assert whole_tree(Path(store.url)) == before
 
 
 def test_a_disk_that_is_full_to_the_last_byte_is_made_room_on(small_disk: Path, runtime: Path) -> None:
     store = new_run(small_disk / "run")
-    attempt = begun(store)
-    for step in range(1, 6):
-        commit(store, step, attempt)
+    attempt = trained(store, *range(1, 6))
     with open(small_disk / "filler", "wb", buffering=0) as filler, contextlib.suppress(OSError):
         while True:
             filler.write(bytes(4096))

@@ -13,7 +13,7 @@ from tests.events import ledger
 from tests.keeper.driver import committed
 from tests.keeper.test_keeper_shared import regions
 from tests.keeper.test_keeper_shared_harm import flip
-from tests.recovery.scene import Crash, recovered, rows, whole_tree
+from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
 
 
 def shared(run: Path, runtime: Path, *commits: int) -> Crash:
@@ -29,8 +29,7 @@ def details(report: RecoveryReport) -> list[str]:
     return [each.detail for each in report.findings if each.kind.value == "snapshot"]
 
 
-def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_it_is_saved_whole_and_the_region_goes(run: Path, runtime: Path) -> None:
     crash = shared(run, runtime)
     crash.seal(2, 3)
     crash.both_killed()
@@ -47,8 +46,7 @@ def test_it_is_saved_whole_and_the_region_goes(tmp_path: Path, runtime: Path) ->
     assert rows(recovered(run)) == []
 
 
-def test_a_flipped_byte_is_named_and_never_written(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_flipped_byte_is_named_and_never_written(run: Path, runtime: Path) -> None:
     crash = shared(run, runtime)
     crash.seal(2, 3)
     flip(region_of(crash))
@@ -64,8 +62,7 @@ def test_a_flipped_byte_is_named_and_never_written(tmp_path: Path, runtime: Path
     assert not os.path.exists(crash.folder.path)
 
 
-def test_a_region_is_not_needed_where_its_file_stands(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_region_is_not_needed_where_its_file_stands(run: Path, runtime: Path) -> None:
     crash = shared(run, runtime, 1)
     crash.seal(2)
     flip(region_of(crash))
@@ -83,8 +80,7 @@ def test_a_region_is_not_needed_where_its_file_stands(tmp_path: Path, runtime: P
     assert not os.path.exists(crash.folder.path)
 
 
-def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_without_region_and_shard_it_stays_until_discarded(run: Path, runtime: Path) -> None:
     crash = shared(run, runtime)
     slots = crash.seal(2, 3)
     region_of(crash).unlink()
@@ -95,7 +91,7 @@ def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runti
     assert "not in this node's memory" in details(done)[0]
     assert done.failed
     assert done.resume is None
-    assert sorted(crash.regions()) == sorted(slots), "it is not for us to say that nobody has the region"
+    assert sorted(regions_of(crash.folder)) == sorted(slots), "another process may have the region"
     assert committed(run) == []
     assert not list(run.glob("data/*/*/*"))
     said = recovered(run, dry_run=True, discard=True)
@@ -104,8 +100,7 @@ def test_without_region_and_shard_it_stays_until_discarded(tmp_path: Path, runti
     assert not os.path.exists(crash.folder.path)
 
 
-def test_a_foreign_file_of_that_name_is_told_and_not_touched(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_foreign_file_of_that_name_is_told_and_not_touched(run: Path, runtime: Path) -> None:
     crash = shared(run, runtime)
     crash.seal(2)
     crash.both_killed()
@@ -118,15 +113,14 @@ def test_a_foreign_file_of_that_name_is_told_and_not_touched(tmp_path: Path, run
         [found] = [each for each in report.findings if each.place == foreign.name]
         assert (found.outcome.value, found.damage) == ("kept", True)
     assert (foreign.stat(), foreign.read_bytes()) == before
-    assert crash.regions() == [foreign.name]
+    assert regions_of(crash.folder) == [foreign.name]
     assert committed(run) == [2]
     told = shell("recover", run)
     assert foreign.name in told.stdout
 
 
-def test_a_region_stays_while_a_slot_cannot_be_opened(tmp_path: Path, runtime: Path) -> None:
+def test_a_region_stays_while_a_slot_cannot_be_opened(run: Path, runtime: Path) -> None:
     """That slot may name the region."""
-    run = tmp_path / "run"
     crash = shared(run, runtime)
     [slot] = crash.seal(2)
     crash.both_killed()
@@ -140,8 +134,7 @@ def test_a_region_stays_while_a_slot_cannot_be_opened(tmp_path: Path, runtime: P
     assert not os.path.exists(crash.folder.path)
 
 
-def test_a_region_that_nobody_filled_goes(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_region_that_nobody_filled_goes(run: Path, runtime: Path) -> None:
     crash = Crash(run, runtime, constants_kib=64)
     crash.trainer.do("without constants")
     crash.slots().commit(1)

@@ -22,7 +22,7 @@ from flashckpt.store import open_store
 from flashckpt.store.base import Store
 from tests import run_view
 from tests.keeper.driver import committed
-from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
+from tests.recovery.scene import Crash, recovered, regions_of, resume, rows, whole_tree
 
 
 def test_a_copy_of_hard_links_is_another_run(
@@ -38,22 +38,19 @@ def test_a_copy_of_hard_links_is_another_run(
     second = Crash(run, runtime, kib=64).slots()
     second.seal(4)
     second.both_killed()
-    names = second.regions()
+    names = regions_of(second.folder)
 
     report = recovered(backup)
 
     assert rows(report, "snapshot") == []
     assert committed(backup) == [1]
     assert regions_of(second.folder) == names
-    found = recovered(run).resume
-    assert found is not None
-    assert found.step == 4
+    assert resume(recovered(run)) == (4, second.attempt, "local")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sees another user's memory")
-def test_another_users_memory_is_told_and_nothing_done(tmp_path: Path, runtime: Path) -> None:
+def test_another_users_memory_is_told_and_nothing_done(run: Path, runtime: Path) -> None:
     """Root would see nothing in memory, say so, and leave files that the owner perhaps cannot read."""
-    run = tmp_path / "run"
     crash = Crash(run, runtime, kib=64).slots().commit(1)
     crash.seal(4)
     crash.both_killed()
@@ -73,9 +70,8 @@ def test_another_users_memory_is_told_and_nothing_done(tmp_path: Path, runtime: 
 
 
 def test_an_attempt_that_begins_meanwhile_is_not_called_dead(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
     crash = Crash(run, runtime, kib=64).slots().commit(1).both_killed()
     store, lock = open_store(str(run)), "trainer-00000-1-deadbeef.lock"
     began: list[LifeLock | None] = []
