@@ -21,8 +21,7 @@ from tests.state.image import Image, raw_bytes
 
 
 def snapshot_of(image: Image, tree: Tree | None = None, **how: Any) -> Snapshot:
-    """The snapshot of an image, in memory. tree: whose live tensors it is read into, as far as it can be; the
-    restore may then keep the others."""
+    """The snapshot of an image, in memory. tree: whose live tensors it is read into, as far as it can be."""
     saved = image.saved()
     tensors = {name: saved.tensor(name) for name in saved.leaves}
     digests = {name: digest_of(each) for name, each in tensors.items()}
@@ -43,8 +42,7 @@ def snapshot_of(image: Image, tree: Tree | None = None, **how: Any) -> Snapshot:
 
 
 def taken(tree: Tree, record: run_view.Record, rank: int, world: int, *, is_direct: bool = True) -> Snapshot:
-    """A step of another layout, read for the live state of `rank` of `world`, as far as possible into its
-    tensors if `is_direct`."""
+    """A step of another layout, read for `rank` of `world`; into its live tensors if `is_direct`."""
     reading = LiveLayout(tree, rank, world).begin(record)
     check_fits(tree, reading.snapshot)
     return reading.read(record.store, 2, tree.targets(reading.snapshot.saved) if is_direct else {})

@@ -1,5 +1,4 @@
-"""How a resume fills leaves on a device: through a few page-locked buffers, and the host waits for the device
-once. Counted on a simulated device, whose streams the tests hold."""
+"""How a resume fills leaves on a device, counted on a simulated one, whose streams the tests hold."""
 
 from __future__ import annotations
 
@@ -65,29 +64,24 @@ def held(sizes: list[int]) -> dict[str, Tensor]:
 
 
 def snapshot_of(tree: Tree) -> tuple[Snapshot, dict[str, bytes]]:
-    """The state as it is now, and the bytes of each leaf."""
+    """The state as it is now, and the bytes of each leaf; then all of it is zeroed."""
     walk = tree.walk(none_used_up)
     leaves = {leaf.name: raw_bytes(leaf.tensor) for leaf in walk.leaves}
-    return snapshots.snapshot_of(Image.of(walk)), leaves
+    snapshot = snapshots.snapshot_of(Image.of(walk))
+    with torch.no_grad():
+        for leaf in walk.leaves:
+            leaf.tensor.detach().zero_()
+    return snapshot, leaves
 
 
 def now(tree: Tree) -> dict[str, bytes]:
     return {leaf.name: raw_bytes(leaf.tensor) for leaf in tree.walk(none_used_up).leaves}
 
 
-def zeroed(tree: Tree) -> None:
-    with torch.no_grad():
-        for leaf in tree.walk(none_used_up).leaves:
-            leaf.tensor.detach().zero_()
-
-
-def test_nothing_of_a_full_buffer_is_waited_for_before_its_next_turn(
-    make: Callable[..., Counting],
-) -> None:
+def test_nothing_of_a_full_buffer_is_waited_for_before_its_next_turn(make: Callable[..., Counting]) -> None:
     """The device stands still: the host fills all buffers, and no more before the first was read."""
     tree = Tree({"held": held([BUFFER // 4] * 7)})  # seven buffers' worth
     snapshot, expected = snapshot_of(tree)
-    zeroed(tree)
     device = make(tree)
     device.compute.hold()
     filling_it = threading.Thread(target=fill, args=(tree, snapshot, 1, [device]))
@@ -140,7 +134,6 @@ def test_leaves_of_every_kind_on_a_real_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(filling, "PIECE_BYTES", BUFFER)
     tree, model = of_every_kind("cuda")
     snapshot, expected = snapshot_of(tree)
-    zeroed(tree)
     devices = devices_of(leaf.tensor for leaf in tree.found().leaves)
     fill(tree, snapshot, 1, devices)
     assert now(tree) == expected
@@ -152,7 +145,6 @@ def test_leaves_of_every_kind_on_a_real_device(monkeypatch: pytest.MonkeyPatch) 
 def test_leaves_of_every_kind(make: Callable[..., Counting]) -> None:
     tree, model = of_every_kind("cpu")
     snapshot, expected = snapshot_of(tree)
-    zeroed(tree)
     device = make(tree)
     fill(tree, snapshot, 1, [device])
     assert now(tree) == expected
@@ -165,7 +157,6 @@ def test_leaves_of_two_devices_and_of_the_host(make: Callable[..., Counting]) ->
     first, second, host = (held([BUFFER, 5, 300]) for _ in range(3))
     tree = Tree({"first": first, "second": second, "host": host})
     snapshot, expected = snapshot_of(tree)
-    zeroed(tree)
     devices = [make(Tree({"part": part})) for part in (first, second)]
     fill(tree, snapshot, 1, devices)
     assert now(tree) == expected
@@ -175,7 +166,6 @@ def test_leaves_of_two_devices_and_of_the_host(make: Callable[..., Counting]) ->
 def test_without_page_locked_memory_leaves_are_filled_one_by_one(make: Callable[..., Counting]) -> None:
     tree = Tree({"held": held([BUFFER, 5, 300])})
     snapshot, expected = snapshot_of(tree)
-    zeroed(tree)
     device = make(tree, refuses=True)
     fill(tree, snapshot, 1, [device])
     assert now(tree) == expected

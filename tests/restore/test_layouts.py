@@ -75,12 +75,7 @@ def test_fsdp1_resumes_with_the_same_ranks_only(store: Store, kind: str) -> None
     for rank in range(2):
         with layouts.one_of(2, rank):
             assert LiveLayout(layouts.built(kind, 2).tree, rank, 2).has(record)
-    for layout, world, step in (
-        (kind, 3, record),
-        (kind, 1, record),
-        ("whole", 1, record),
-        (kind, 2, other),
-    ):
+    for layout, world, step in ((kind, 3, record), (kind, 1, record), ("whole", 1, record), (kind, 2, other)):
         with layouts.one_of(world, 0):
             live = layouts.built(layout, world)
             with pytest.raises(MismatchError, match="FSDP1") as raised:
@@ -111,6 +106,7 @@ def test_stages_of_a_pipeline_are_put_together_and_taken_apart(store: Store) -> 
     staged = layouts.saved(store, "pp", 2, is_tied=False)
     for kind, world in (("whole", 1), ("fsdp", 3), ("pp", 2)):
         assert not taken_up(staged, kind, world, is_tied=False, buffers=1)  # only the last stage has any
+    assert not taken_up(layouts.saved(store, "fsdp", 3, is_tied=False), "pp", 2, is_tied=False)
 
 
 @pytest.mark.parametrize("moved", ["pp of one", "pp of three"])
@@ -122,11 +118,6 @@ def test_the_edge_of_a_pipelines_stages_is_moved(store: Store, moved: str) -> No
             assert not LiveLayout(layouts.built(moved, 2, is_tied=False).tree, rank, 2).has(staged), rank
             assert LiveLayout(layouts.built("pp", 2, is_tied=False).tree, rank, 2).has(staged), rank
     assert not taken_up(staged, moved, 2, is_tied=False)
-
-
-def test_a_pipeline_goes_on_from_a_model_that_was_whole(store: Store) -> None:
-    whole = layouts.saved(store, "fsdp", 3, is_tied=False)
-    assert not taken_up(whole, "pp", 2, is_tied=False)
 
 
 def refused(record: run_view.Record, live: layouts.Live, world: int) -> set[str]:
@@ -173,7 +164,7 @@ def test_leaves_that_have_no_place_are_named_for_all_to_compare(store: Store) ->
         fully_shard(other, mesh=init_device_mesh("cpu", (3,)))
         live = layouts.live_of(other)
         snapshot = taken(live.tree, record, 0, 3)
-        names = [f"{of}.second.{name}" for of in ("model",) for name in ("bias", "weight")]
+        names = ["model.second.bias", "model.second.weight"]
         names += [f"optimizer.state.model.second.{name}.{key}" for name in ("bias", "weight")
                   for key in ("exp_avg", "exp_avg_sq", "step")]  # fmt: skip
         assert snapshot.untaken == tuple(names)
@@ -214,9 +205,7 @@ def test_large_values_of_a_rank_go_on_on_another_number_of_ranks(store: Store) -
         assert np.array_equal(own["a"], arrays[rank % 2])
 
 
-def test_that_ranks_have_other_parameters_is_seen_of_a_large_step_too(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_large_step_have_other_parameters(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts by the program's own hand: no rank that reads its own part alone knows of the others'."""
     monkeypatch.setattr(merged_state, "StepRanks", partial(StepRanks, small_bytes=0))
     values = [layouts.values_of({"model": {"kind": "module", "frozen": []}}, 8)] * 8
@@ -268,9 +257,7 @@ def test_new_ranks_have_random_numbers_of_their_own_and_the_same_ones_each_time(
     assert found[1] == torch.rand(3).tolist(), "a rank that was there goes on with its own"
 
 
-def test_a_new_rank_sees_of_a_large_step_too_that_ranks_differ(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_large_step_differ_for_a_new_rank(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 alone has drawn a number more, and its part has no box that the last rank wants."""
     monkeypatch.setattr(merged_state, "StepRanks", partial(StepRanks, small_bytes=0))
     record = layouts.saved(store, "fsdp", 8, seed=lambda rank: int(rank > 0))

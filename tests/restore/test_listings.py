@@ -1,5 +1,4 @@
-"""How many names a start lists on an object store: beside the data folder of the step that it reads, which
-rank 0 lists alone, the number does not grow with the ranks of the step."""
+"""How many names a start lists on an object store: beyond one folder on rank 0, no more for more ranks."""
 
 from __future__ import annotations
 

@@ -50,8 +50,7 @@ def read(
     *,
     is_large: bool = False,
 ) -> dict[str, bytes]:
-    """The bytes of these boxes, by name, as a rank of another layout reads them. is_large: of a step whose
-    parts are read as they are needed."""
+    """The bytes of these boxes, as another layout reads them. is_large: parts are read as they are needed."""
     begins = of_one_rank(record, rank) if is_large else record
     ranks = StepRanks(begins, rank, world, **({"small_bytes": 0} if is_large else {}))
     rows = []
@@ -182,11 +181,11 @@ def test_replicas_are_read_from_the_own_number_else_from_the_first(store: LocalS
 
 def test_a_replica_that_another_rank_wrote_is_found_in_its_file(store: LocalStore) -> None:
     """Two groups that hold the same halves, each half written once; and a tensor that all hold."""
-    small, whole = np.arange(5.0), TensorSlice((0,), (5,))
+    small, all_of_it = np.arange(5.0), TensorSlice((0,), (5,))
     ranks = [
         [
             Held("w", WHOLE, rows(3 * half, 3 * half + 3), writer=2 if half else 0),
-            Held("b", small, whole, writer=3),
+            Held("b", small, all_of_it, writer=3),
         ]
         for half in (0, 1)
         for _ in range(2)
@@ -194,7 +193,7 @@ def test_a_replica_that_another_rank_wrote_is_found_in_its_file(store: LocalStor
     record = committed(store, ranks)
     assert [leaf.name for leaf in record.rank(1).leaves] == []
     for rank in range(4):
-        found = read(record, {"w": rows(0, 6), "b": whole}, rank=rank, world=3)
+        found = read(record, {"w": rows(0, 6), "b": all_of_it}, rank=rank, world=3)
         assert found == {"w": WHOLE.tobytes(), "b": small.tobytes()}
     assert {leaf.name for leaf in WholeTensors(record, 1).leaves} == {"w", "b"}
     assert load(store.url)["w"].numpy().tobytes() == WHOLE.tobytes()
@@ -204,14 +203,6 @@ def test_other_shapes_or_dtypes_on_other_ranks_are_refused(store: LocalStore) ->
     half = WHOLE.astype("float16")
     ranks = [[Held("w", WHOLE, rows(0, 3))], [Held("w", half, rows(3, 6))]]
     assert not unsaid(committed(store, ranks), rows(0, 1), "float32", "float16 (6, 4000) on rank 1")
-
-
-def test_whole_tensors_with_other_bytes_are_each_ranks_own(store: LocalStore) -> None:
-    record = committed(store, [[Held("b", np.full(3, rank), TensorSlice((0,), (3,)))] for rank in range(2)])
-    tensor = StepRanks(record, 1, 4).tensor("b")
-    assert tensor is not None
-    assert tensor.is_by_rank
-    assert tensor.ranks == [0, 1]
 
 
 @settings(max_examples=200, deadline=None)
@@ -286,33 +277,6 @@ def test_a_tensor_of_which_the_own_number_has_nothing_is_found(store: LocalStore
         found = read(record, {f"stage{stage}.w": rows(1, 6)}, rank=0, world=5, is_large=True)
         assert found[f"stage{stage}.w"] == WHOLE[1:].tobytes()
     assert StepRanks(of_one_rank(record, 0), 0, 5, small_bytes=0).tensor("none") is None
-
-
-# Whole tensors, for a machine that has no ranks
-
-
-def test_load_gives_whole_tensors_of_a_step_of_several_ranks(store: LocalStore) -> None:
-    own = [np.full(3, rank, "int64") for rank in range(3)]
-    record = committed(
-        store,
-        [
-            [
-                Held("model.w", WHOLE, rows(2 * rank, 2 * rank + 2)),
-                Held("model.b", own[rank], TensorSlice((0,), (3,))),
-                Held("model.same", np.ones(2), TensorSlice((0,), (2,)), aliases=("model.tied",)),
-            ]
-            for rank in range(3)
-        ],
-    )
-    found = load(store.url)
-    assert found.keys() == {"model.w", "model.b", "model.same", "model.tied"}
-    assert found["model.w"].numpy().tobytes() == WHOLE.tobytes()
-    assert tuple(found["model.w"].shape) == WHOLE.shape
-    assert found["model.b"].tolist() == [0, 0, 0]
-    assert found["model.same"] is found["model.tied"]
-    flip(f"{store.url}/{record.shard_path(2)}", record.rank(2).shard.num_bytes - 1)
-    with pytest.raises(DamagedError):
-        load(store.url)
 
 
 @pytest.mark.parametrize("sizes", [(3,), (3, 5, 2), (2, 2, 4)])
