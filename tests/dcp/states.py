@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from typing import Any
 
@@ -56,7 +55,3 @@ def equal(one: Any, other: Any) -> bool:
         raw = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
         return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
     return same(one, other)
-
-
-def copied(value: dict[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy(value)

@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from flashckpt.errors import (
 from flashckpt.store import open_store
 from flashckpt.store.local import LocalStore
 from tests.contracts.flat_store import FlatStore
-from tests.dcp.states import copied, equal, state
+from tests.dcp.states import equal, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -43,10 +44,10 @@ def save(value: dict[str, Any], path: Path, made: dcp.Writer | None = None, plan
     )
 
 
-def begin(seed: int, made: dcp.Writer, planner: Any = None, **folder: Path) -> Any:
+def begin(value: dict[str, Any], made: dcp.Writer, planner: Any = None, **folder: Path) -> Any:
     """An asynchronous save."""
     planner = planner or dcp.SavePlanner()
-    return torch_dcp.async_save(state(seed), storage_writer=made, planner=planner, no_dist=True, **folder)
+    return torch_dcp.async_save(value, storage_writer=made, planner=planner, no_dist=True, **folder)
 
 
 class Slow(dcp.SavePlanner):
@@ -80,10 +81,8 @@ def refused(call: Callable[[], object], kind: type[BaseException]) -> str:
     with pytest.raises(CheckpointException) as raised:
         call()
     text = str(raised.value)
-    found = [error for error, _ in raised.value.failures.values()]
-    assert any(isinstance(each, kind) or kind.__name__ in text for each in found) or "read failed" in text, (
-        text
-    )
+    is_kind = any(isinstance(error, kind) for error, _ in raised.value.failures.values())
+    assert is_kind or kind.__name__ in text or "read failed" in text, text
     return text
 
 
@@ -101,36 +100,27 @@ def test_a_state_dict_round_trips_bit_for_bit(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(pickle, name, never)
     given = state(3)
     save(given, tmp_path)
-    assert equal(loaded(tmp_path), given)
+    found = state(9)
+    weight, steps = found["model"]["weight"], found["steps"]
+    load(found, tmp_path)
+    assert equal(found, given)
+    assert found["model"]["weight"] is weight, "it is filled where it is"
+    assert found["steps"] is steps
+    assert list(steps) == [0, 1]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["metadata.json", files(tmp_path)[0].name]
     json.loads((tmp_path / "metadata.json").read_text())
     with safe_open(files(tmp_path)[0], "pt") as opened:
         assert torch.equal(opened.get_tensor("model.weight"), given["model"]["weight"])
 
 
-def test_tensors_are_filled_where_they_are(tmp_path: Path) -> None:
-    save(state(3), tmp_path)
-    found = state(9)
-    weight, steps = found["model"]["weight"], found["steps"]
-    load(found, tmp_path)
-    assert found["model"]["weight"] is weight
-    assert found["steps"] is steps
-    assert list(steps) == [0, 1]
-
-
-def test_values_that_are_not_loaded_are_unchanged(tmp_path: Path) -> None:
-    save({"a": 1}, tmp_path)
+def test_a_part_of_it_is_loaded_and_the_rest_is_unchanged(tmp_path: Path) -> None:
+    save({"a": 1, "w": torch.ones(3)}, tmp_path)
     found = {"a": 0, "b": {"set": {1}, "list": [{2}, (3,)]}}
     load(found, tmp_path, planner=dcp.LoadPlanner(allow_partial_load=True))
     assert found == {"a": 1, "b": {"set": {1}, "list": [{2}, (3,)]}}
-
-
-def test_a_part_of_it_is_loaded(tmp_path: Path) -> None:
-    given = state(3)
-    save(given, tmp_path)
-    found: dict[str, Any] = {"model": {"bias": torch.zeros(3)}}
-    load(found, tmp_path)
-    assert torch.equal(found["model"]["bias"], given["model"]["bias"])
+    part = {"w": torch.zeros(3)}
+    load(part, tmp_path)
+    assert part["w"].tolist() == [1, 1, 1]
 
 
 def test_one_writer_saves_again_and_leaves_one_checkpoint(tmp_path: Path) -> None:
@@ -194,9 +184,8 @@ def test_unsupported_values_are_refused_by_name_before_anything_is_written(
     assert "mine.odd" in text
     assert said in text
     assert files(tmp_path) == before
-    made: dict[str, Any] = {"storage_writer": dcp.Writer(tmp_path), "planner": dcp.SavePlanner()}
     with pytest.raises(StateError, match=r"mine\.odd"):
-        torch_dcp.async_save(given, no_dist=True, **made)
+        begin(given, dcp.Writer(tmp_path))
     with pytest.raises(StateError, match=r"mine\.odd"):
         dcp.Stager().stage(given)
     assert equal(loaded(tmp_path), state(1))
@@ -379,74 +368,57 @@ def test_forged_metadata_with_a_valid_checksum_is_refused(tmp_path: Path) -> Non
 # Staging
 
 
-def test_a_staged_state_shares_nothing(tmp_path: Path) -> None:
+def test_a_state_may_change_once_async_save_has_returned(tmp_path: Path) -> None:
     given = state(2)
     given["values"]["mine"] = [1]
-    before = copied(given)
-    staged = dcp.Stager().stage(given)
+    before = deepcopy(given)
+    slow = Slow()
+    done = begin(given, dcp.Writer(tmp_path), slow)
     for each in (given["model"]["weight"], given["model"]["count"], given["model"]["bias"].data):
         each.add_(1)
     given["values"]["mine"].append(2)
     given["steps"][0]["at"] = 17
-    assert equal(staged, before)
-
-
-def test_a_tensor_may_change_once_async_save_has_returned(tmp_path: Path) -> None:
-    given = state(2)
-    before = copied(given)
-    made: dict[str, Any] = {"storage_writer": dcp.Writer(tmp_path), "planner": dcp.SavePlanner()}
-    done: Any = torch_dcp.async_save(given, no_dist=True, **made)
-    given["model"]["weight"].zero_()
-    given["values"]["list"].append(4)
+    slow.may_end.set()
     done.result()
-    assert equal(loaded(tmp_path), before)
+    found = {**state(9), "values": {**state(9)["values"], "mine": [0]}}
+    load(found, tmp_path)
+    assert equal(found, before)
 
 
 # Concurrent saves
 
 
-def test_a_save_overtaken_by_another_reports_its_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_save_that_another_overtakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    """A second save begins once the first has written its files, and commits between the check of these files
-    and the replacement of the metadata: it removes them as those of an earlier save."""
+    """A second save begins once the first has written its files. It commits between the check of these files
+    and the replacement of the metadata, and removes them as those of an earlier save; or it is late."""
     replace, overtaken = LocalStore.replace, []
 
     def overtake(store: LocalStore, path: str, data: bytes, *, durable: bool = True) -> None:
+        if is_late:
+            replace(store, path, data, durable=durable)
         if path == "metadata.json" and not overtaken:
             overtaken.append(path)
             save(state(2), tmp_path)
-        replace(store, path, data, durable=durable)
+        if not is_late:
+            replace(store, path, data, durable=durable)
 
     monkeypatch.setattr(LocalStore, "replace", overtake)
-    said = refused(lambda: save(state(1), tmp_path), PersistError)
-    assert "another save to this folder removed" in said
+    if is_late:
+        save(state(1), tmp_path)
+        assert equal(loaded(tmp_path), state(2)), "a newer checkpoint has replaced it: it has succeeded"
+    else:
+        said = refused(lambda: save(state(1), tmp_path), PersistError)
+        assert "another save to this folder removed" in said
+        assert "it is missing" in refused(lambda: load(state(9), tmp_path), DamagedError)
     assert overtaken
-    assert "it is missing" in refused(lambda: load(state(9), tmp_path), DamagedError)
     save(state(3), tmp_path)
     assert equal(loaded(tmp_path), state(3))
 
 
-def test_a_save_whose_checkpoint_was_replaced_by_a_newer_one_has_succeeded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace, overtaken = LocalStore.replace, []
-
-    def overtake(store: LocalStore, path: str, data: bytes, *, durable: bool = True) -> None:
-        replace(store, path, data, durable=durable)
-        if path == "metadata.json" and not overtaken:
-            overtaken.append(path)
-            save(state(2), tmp_path)
-
-    monkeypatch.setattr(LocalStore, "replace", overtake)
-    save(state(1), tmp_path)
-    assert overtaken
-    assert equal(loaded(tmp_path), state(2))
-
-
-def test_an_overtaken_save_removes_no_file_of_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_overtaken_save_removes_no_file_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save 2 has written its files before save 1 begins, and commits right after that: to save 1 they are
     those of an earlier save."""
     replace, is_written, may_commit = LocalStore.replace, threading.Event(), threading.Event()
@@ -468,42 +440,31 @@ def test_an_overtaken_save_removes_no_file_of_the_other(
     assert equal(loaded(tmp_path), state(2))
 
 
-def test_one_writer_in_two_saves_at_once_gives_each_its_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_one_writer_in_two_saves_at_once_gives_each_its_folder(tmp_path: Path, is_reset: bool) -> None:
     """torch runs each async_save in a thread of its own: the second begins while the first writes."""
-    made, slow = dcp.Writer(), Slow()
-    first = begin(1, made, slow, checkpoint_id=tmp_path / "1")
-    assert slow.begun.wait(60)
-    begin(2, made, checkpoint_id=tmp_path / "2").result()
-    slow.may_end.set()
-    first.result()
-    assert [equal(loaded(tmp_path / str(number)), state(number)) for number in (1, 2)] == [True, True]
-
-
-def test_a_save_keeps_its_folder_when_the_writer_gets_another(tmp_path: Path) -> None:
     made, slow = dcp.Writer(tmp_path / "1"), Slow()
-    first = begin(1, made, slow)
+    first = begin(state(1), made, slow)
     assert slow.begun.wait(60)
-    made.reset(tmp_path / "2")
-    save(state(2), tmp_path, made)
+    if is_reset:
+        made.reset(tmp_path / "2")
+        save(state(2), tmp_path, made)
+    else:
+        begin(state(2), made, checkpoint_id=tmp_path / "2").result()
     slow.may_end.set()
     first.result()
     assert [equal(loaded(tmp_path / str(number)), state(number)) for number in (1, 2)] == [True, True]
 
 
-def test_a_thread_that_has_saved_before_saves_to_the_newest_folder(tmp_path: Path) -> None:
-    made = dcp.Writer(tmp_path / "1")
-
+def test_reset_names_the_folder_of_later_saves(tmp_path: Path) -> None:
+    """In a thread that has saved to another folder before, too."""
+    made, numbers = dcp.Writer(tmp_path / "a"), (1, 2, 3)
     with ThreadPoolExecutor(1) as pool:
-        for number in (1, 2):
+        for number in numbers[:2]:
             made.reset(tmp_path / str(number))
             pool.submit(save, state(number), tmp_path, made).result()
-    assert [equal(loaded(tmp_path / str(number)), state(number)) for number in (1, 2)] == [True, True]
-
-
-def test_a_folder_that_is_set_before_an_async_save_is_the_one(tmp_path: Path) -> None:
-    made = dcp.Writer(tmp_path / "a")
-    made.reset(tmp_path / "b")
-    begin(1, made).result()
-    assert equal(loaded(tmp_path / "b"), state(1))
+    made.reset(tmp_path / "3")
+    begin(state(3), made).result()
+    assert all(equal(loaded(tmp_path / str(number)), state(number)) for number in numbers)
     assert not (tmp_path / "a").exists()
     assert pickle.loads(pickle.dumps(dcp.Writer())).path is None
