@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from flashckpt.cli.command import ExitCode
 from flashckpt.crashpoints import POINTS
 from flashckpt.errors import MismatchError, RunError, UnusableRunError
 from flashckpt.importing.run import Mapped, import_checkpoint
+from tests.contracts.test_recover_contract import shell
 from tests.importing.ranks import made
 from tests.ranks.conftest import launcher as launcher
 from tests.ranks.launch import Launcher
@@ -44,7 +44,8 @@ def test_a_killed_import_is_not_a_run(
 ) -> None:
     """Neither a checkpoint nor a place for a fresh run."""
     run = tmp_path / "run"
-    ended = zygote.run(["tests.importing.killed", str(source), str(run), point])
+    environment = {**os.environ, "FLASHCKPT_CRASH_AT": point}
+    ended = zygote.run(["tests.contracts.shell", "import", str(source), str(run)], env=environment)
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     with pytest.raises(UnusableRunError):
         flashckpt.steps(run)
@@ -106,15 +107,10 @@ def test_the_first_loop_resumes_from_an_import(source: Path, tmp_path: Path, run
 
 
 def test_the_shell(source: Path, tmp_path: Path) -> None:
-    def shell(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", "from flashckpt.cli.main import main; main()", "import"]
-        command += map(str, arguments)
-        return subprocess.run(command, capture_output=True, text=True, timeout=240, env={"COLUMNS": "200"})
-
-    done = shell(source, tmp_path / "run", "--state", "net=model", "--step", 40, "--json")
+    done = shell("import", source, tmp_path / "run", "--state", "net=model", "--step", 40, "--json")
     assert done.returncode == ExitCode.WELL, done.stderr
     told = json.loads(done.stdout)
     assert (told["step"], told["left_out"], told["skipped"]) == (40, ["optimizer"], [])
     assert told["parts"] == [{"name": "net", "tensors": 4, "num_bytes": 4 * 66}]
     assert flashckpt.steps(tmp_path / "run") == [40]
-    assert shell(source, tmp_path / "other", "--state", "net").returncode == ExitCode.USAGE
+    assert shell("import", source, tmp_path / "other", "--state", "net").returncode == ExitCode.USAGE

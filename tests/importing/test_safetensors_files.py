@@ -17,7 +17,8 @@ from flashckpt.errors import DamagedError, MismatchError, OptionError
 from flashckpt.export.step import export
 from flashckpt.importing.run import Mapped, import_checkpoint
 from flashckpt.store import open_store
-from tests.importing.training import Training, is_free, same, trained
+from tests.dcp.states import equal
+from tests.importing.training import Training, is_free, trained
 
 
 def sharded(folder: Path, tensors: dict[str, torch.Tensor], *, metadata: Any = None) -> Path:
@@ -44,7 +45,7 @@ def test_weights_of_tied_modules_from_a_folder(tmp_path: Path, runtime: Path) ->
     training = Training.made(seed=5)
     with flashckpt.attach(tmp_path / "run", every=None, state=training.state) as checkpointer:
         assert checkpointer.completed == 4
-    assert same(training.model.state_dict(), source.model.state_dict())
+    assert equal(training.model.state_dict(), source.model.state_dict())
     assert training.model.head.weight is training.model.embedding.weight
 
 
@@ -56,7 +57,7 @@ def test_one_tensor_in_the_live_model_and_two_in_the_file(tmp_path: Path, runtim
     import_checkpoint(tmp_path / "same.safetensors", tmp_path / "same")
     training = Training.made(seed=5)
     flashckpt.attach(tmp_path / "same", every=None, state=training.state).close()
-    assert same(training.model.state_dict(), source.model.state_dict())
+    assert equal(training.model.state_dict(), source.model.state_dict())
     tensors["head.weight"][0, 0] += 1
     save_file(tensors, tmp_path / "other.safetensors")
     import_checkpoint(tmp_path / "other.safetensors", tmp_path / "other")
@@ -68,7 +69,7 @@ def test_ties_in_the_metadata(tmp_path: Path) -> None:
     source = trained()
     save_model(source.model, str(tmp_path / "weights.safetensors"))
     import_checkpoint(tmp_path / "weights.safetensors", tmp_path / "run")
-    assert same(flashckpt.load(tmp_path / "run", only="model", strip=True), dict(source.model.state_dict()))
+    assert equal(flashckpt.load(tmp_path / "run", only="model", strip=True), dict(source.model.state_dict()))
 
 
 @pytest.mark.process
@@ -92,7 +93,7 @@ def test_an_export_round_trips(tmp_path: Path, runtime: Path) -> None:
     first, again = flashckpt.load(tmp_path / "first"), flashckpt.load(tmp_path / "run")
     left_out = ("gradients.", "model.mask")  # the mask is a buffer that is not persistent
     names = {name: name.replace("optimizer.", "o.") for name in first if not name.startswith(left_out)}
-    assert same(again, {now: first[name] for name, now in names.items()})
+    assert equal(again, {now: first[name] for name, now in names.items()})
     file = tmp_path / "odd.safetensors"
     save_file({"w": torch.ones(8, dtype=torch.uint8)}, file, {"flashckpt.dtypes": '{"w": {}}'})
     with pytest.raises(OptionError, match="dtypes that safetensors lacks"):

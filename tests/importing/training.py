@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import flashckpt
-from flashckpt.checkpointer.run import Checkpointer
+from tests.dcp.states import equal
 
 
 class Net(nn.Module):
@@ -92,30 +92,25 @@ def is_free(run: Path) -> bool:
     return not run.exists() or not any(run.iterdir())
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two nested values have the same bits."""
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
+class Reduced:
+    """Is pickled as a call: `Reduced(function, arguments)`."""
 
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
 
-def attached(run: Path, training: Training, **more: Any) -> Checkpointer:
-    return flashckpt.attach(run, every=None, state=training.state, **more)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
 
 
 def check_goes_on(run: Path, expected: Training, seed: int = 7, kind: str = "adamw", **more: Any) -> Training:
     """Check that a resumed training repeats the next steps of `expected`, which torch loaded."""
     training = Training.made(seed=99, kind=kind)
     seed_all(seed)
-    with attached(run, training, **more) as checkpointer:
+    with flashckpt.attach(run, every=None, state=training.state, **more) as checkpointer:
         assert checkpointer.resumed is not None
-        assert same(training.state_dicts, expected.state_dicts)
+        assert equal(training.state_dicts, expected.state_dicts)
         losses = [training.step() for _ in checkpointer.batches(range(3))]
     seed_all(seed)
     assert losses == [expected.step() for _ in range(3)]
-    assert same(training.state_dicts, expected.state_dicts)
+    assert equal(training.state_dicts, expected.state_dicts)
     return training
