@@ -1,5 +1,4 @@
-"""A run with one of everything that is written: attempts, steps, frozen leaves, a branch, a damaged step, a
-snapshot that is not committed."""
+"""A run with one of everything that is written."""
 
 from __future__ import annotations
 

@@ -117,9 +117,7 @@ def test_the_older_good_step_is_taken_and_the_damaged_file_named(
 
 @pytest.mark.parametrize("damage", [*DAMAGES[:3], empty], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("which", ["the newest version", "all versions"])
-def test_the_state_of_the_run_is_never_guessed(
-    which: str, damage: Callable[[Path, Path], None], run: Path
-) -> None:
+def test_a_runs_state_is_never_guessed(which: str, damage: Callable[[Path, Path], None], run: Path) -> None:
     """Which step is the newest hangs on it: either it is the same without it, or nothing is loaded."""
     versions = sorted(run.glob("catalogue/*"))
     for path in versions if which == "all versions" else versions[-1:]:
@@ -160,6 +158,12 @@ print(",".join(sorted({str(row.step) for row in report.damaged})), flashckpt.ste
 """
 
 
+def verified(run: Path) -> subprocess.CompletedProcess[str]:
+    """The end of a process of little memory and time that verifies a run."""
+    command = [sys.executable, "-c", _PROGRAM, str(run), str(_MOST_BYTES)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def _grow(path: Path, num_bytes: int) -> None:
     with open(path, "r+b") as file:
         file.truncate(num_bytes)
@@ -190,8 +194,7 @@ def test_hostile_files_end_in_bounded_time_and_memory(bomb: str, run: Path) -> N
     """Nothing is compressed in this format, so nothing can grow by being read; what can lie is a length."""
     kind, plant = BOMBS[bomb]
     plant(file_of(run, 3, kind))
-    command = [sys.executable, "-c", _PROGRAM, str(run), str(_MOST_BYTES)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = verified(run)
     assert found.returncode == 0, found.stderr
     damaged, oldest = found.stdout.split(" ")
     assert damaged == "3", "no other step is blamed"
@@ -202,8 +205,7 @@ def test_hostile_files_end_in_bounded_time_and_memory(bomb: str, run: Path) -> N
 def test_a_hostile_catalogue_ends_in_bounded_time_and_memory(bomb: str, run: Path) -> None:
     newest = sorted(run.glob("catalogue/*"))[-1]
     BOMBS[bomb][1](newest)
-    command = [sys.executable, "-c", _PROGRAM, str(run), str(_MOST_BYTES)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = verified(run)
     assert found.returncode == 1
     assert "DamagedError" in found.stderr.splitlines()[-1], found.stderr
     assert newest.name in found.stderr
