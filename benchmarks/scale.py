@@ -278,7 +278,7 @@ def reshard(run: Simulation) -> Callable[[], object]:
     def operation() -> None:
         record = steps.read_step(run.store, name, {rank})
         ranks = StepRanks(record, rank, world)
-        ranks.tensors([name for name, _ in wanted])
+        ranks.look_for([name for name, _ in wanted])
         found = ranks.find(wanted)
         assert sum(region.num_elements for parts in found for _, region in parts) == sum(
             region.num_elements for _, region in wanted

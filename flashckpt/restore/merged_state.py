@@ -31,6 +31,7 @@ from flashckpt.restore.step_tensors import (
     StepTensor,
     TensorSlice,
     complete_piece,
+    ties,
 )
 from flashckpt.state.leaves import LiveLeaf, leaf_names
 from flashckpt.state.loader.other_ranks import goes_by_others, merged_progress, merged_rng
@@ -217,11 +218,11 @@ class MergedState:
         """Take the live parameters and buffers, under their live names."""
         lives = [leaf for leaf in self._live.leaves if leaf.kind in ("parameter", "buffer")]
         names = [[leaf.name, *leaf.aliases] for leaf in lives]
-        self._ranks.tensors([name for each in names for name in each])
+        self._ranks.look_for([name for each in names for name in each])
         for leaf, mine in zip(lives, names, strict=True):
             there = [(name, found) for name in mine if (found := self._ranks.leaves.get(name)) is not None]
             # Tied as they were saved; the comparison reports another tie here.
-            for first, group in _ties(there).items():
+            for first, group in ties(there).items():
                 self._take(leaf, group, first)
         self._take_absent()
 
@@ -552,18 +553,6 @@ class MergedState:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield name, parameter
-
-
-def _ties(there: Sequence[tuple[str, StepTensor]]) -> dict[StepTensor, list[str]]:
-    """Return each stored tensor once, with its names."""
-    stored: dict[tuple[int, str], StepTensor] = {}
-    found: dict[StepTensor, list[str]] = {}
-    for name, tensor in there:
-        # Empty slices are not tied.
-        rank = next((rank for rank, each in tensor.slices() if each.num_elements), tensor.ranks[0])
-        first = stored.setdefault((rank, tensor.leaf_of(rank).name), tensor)
-        found.setdefault(first, []).append(name)
-    return found
 
 
 def _replaced(value: Any, name: str, made: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +120,6 @@ class StepTensor:
         """Add a replica of a rank that is in the files of `writer`."""
         self._leaves[rank] = leaf
         self._writers[TensorSlice.of(leaf)] = writer
-        self._is_declared = True
 
     def declare(self) -> None:
         """Record that ranks with the same slice of the tensor have equal bytes by declaration."""
@@ -275,6 +274,18 @@ class StepTensor:
         )
 
 
+def ties(there: Iterable[tuple[str, StepTensor]]) -> dict[StepTensor, list[str]]:
+    """Return each stored tensor once, with its names."""
+    stored: dict[tuple[int, str], StepTensor] = {}
+    found: dict[StepTensor, list[str]] = {}
+    for name, tensor in there:
+        # Empty slices are not tied.
+        rank = next((rank for rank, each in tensor.slices() if each.num_elements), tensor.ranks[0])
+        first = stored.setdefault((rank, tensor.leaf_of(rank).name), tensor)
+        found.setdefault(first, []).append(name)
+    return found
+
+
 class _Order:
     """Slices of one tensor, sorted along the dimension with the most different starts."""
 
@@ -325,43 +336,6 @@ def without(region: TensorSlice, other: TensorSlice) -> Iterator[TensorSlice]:
         start[d], shape[d] = low, size
 
 
-class StepLeaves:
-    """The tensors of a step by each of their names, from the ranks that were added."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, StepTensor] = {}
-
-    def add(self, record: RankRecord, files: Sequence[StepFile]) -> None:
-        """Add the leaves of one rank, which are in these files."""
-        by_name = {file.contents.shard.file: file for file in files}
-        regions: dict[TensorSlice, TensorSlice] = {}  # many leaves of a rank share one object
-        for file, leaf, digest in record.counted():
-            region = TensorSlice.of(leaf)
-            region = regions.setdefault(region, region)
-            piece = Piece(region, record.rank, by_name[file], leaf, digest)
-            for tensor in self._of(leaf):
-                tensor.add(piece)
-        for writer, leaf, _ in record.elsewhere():
-            for tensor in self._of(leaf):
-                tensor.add_replica(record.rank, leaf, writer)
-        for table in record.replicas:
-            for leaf in table.leaves:
-                for tensor in self._of(leaf):
-                    tensor.declare()
-
-    def _of(self, leaf: Leaf) -> Iterator[StepTensor]:
-        for name in (leaf.name, *leaf.aliases):
-            if name not in self._tensors:
-                self._tensors[name] = StepTensor(name)
-            yield self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def get(self, name: str) -> StepTensor | None:
-        return self._tensors.get(name)
-
-
 def _entries(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of the state; {} for a step that was written by hand."""
     state = values.get(_STATE)
@@ -404,13 +378,13 @@ class StepRanks:
     guess only decides what is read next; results come from the records.
 
     source: the rank of the step whose own values and buffers this rank takes: that of its number modulo the
-    old world size.
+    old world size. leaves: the tensors of the ranks that were read, by each of their names.
     """
 
     def __init__(self, record: StepRecord, rank: int, world: int, small_bytes: int = _SMALL_BYTES) -> None:
         self.record, self._rank, self._world = record, rank, world
         self.source = rank % record.world
-        self.leaves = StepLeaves()
+        self.leaves: dict[str, StepTensor] = {}
         self._known_ranks: set[int] = set()
         self._records: dict[int, StepRecord] = {}
         self._keep(record)
@@ -443,11 +417,31 @@ class StepRanks:
             record = self.record
             self._keep(step_of(record.store, record.manifest, missing))
         for rank in sorted(new):
-            record = self._records[rank]
-            each = record.rank(rank)
-            files = [StepFile(path, contents) for path, contents in record.files(rank)]
-            self._known_ranks.add(rank)
-            self.leaves.add(each, files)
+            self._add(self._records[rank], rank)
+        self._known_ranks |= new
+
+    def _add(self, record: StepRecord, rank: int) -> None:
+        files = {contents.shard.file: StepFile(path, contents) for path, contents in record.files(rank)}
+        regions: dict[TensorSlice, TensorSlice] = {}  # many leaves of a rank share one object
+        mine = record.rank(rank)
+        for file, leaf, digest in mine.counted():
+            region = TensorSlice.of(leaf)
+            region = regions.setdefault(region, region)
+            piece = Piece(region, rank, files[file], leaf, digest)
+            for tensor in self._of(leaf):
+                tensor.add(piece)
+        for writer, leaf, _ in mine.elsewhere():
+            for tensor in self._of(leaf):
+                tensor.add_replica(rank, leaf, writer)
+        for leaf in (leaf for table in mine.replicas for leaf in table.leaves):
+            for tensor in self._of(leaf):
+                tensor.declare()
+
+    def _of(self, leaf: Leaf) -> Iterator[StepTensor]:
+        for name in (leaf.name, *leaf.aliases):
+            if name not in self.leaves:
+                self.leaves[name] = StepTensor(name)
+            yield self.leaves[name]
 
     def _keep(self, record: StepRecord) -> None:
         self._records.update((rank.rank, record) for head in record.parts.heads for rank in head.ranks)
@@ -461,35 +455,25 @@ class StepRanks:
             left = []
             for index in open_:
                 name, region = wanted[index]
-                parts = self._known(name).parts_of(region, self._rank)
+                parts = self.leaves[name].parts_of(region, self._rank)
                 if parts is None:
                     left.append(index)
                 else:
                     found[index] = parts
             if left and self.is_complete:
                 name, region = wanted[left[0]]
-                raise self._known(name).holes(region)
+                raise self.leaves[name].holes(region)
             if left:
                 self._read_more(self._guesses(wanted[index]) for index in left)
             open_ = left
         return found
 
-    def tensor(self, name: str) -> StepTensor | None:
-        """Return one tensor of the step; None if no rank has it."""
-        return self.tensors([name])[0]
-
-    def tensors(self, names: Sequence[str]) -> list[StepTensor | None]:
-        """Return several tensors of the step, with fewer reads than one by one."""
-        while not self.is_complete and any(self.leaves.get(name) is None for name in names):
+    def look_for(self, names: Collection[str]) -> None:
+        """Read ranks until `leaves` has all these tensors, or all ranks are known."""
+        while not self.is_complete and not self.leaves.keys() >= set(names):
             # Ranks that may have a tensor without a slice on a known rank: other stages of a pipeline.
             world = self.record.world
             self._read_more([[self._rank * world // self._world, *_spread(world)]])
-        return [self.leaves.get(name) for name in names]
-
-    def _known(self, name: str) -> StepTensor:
-        tensor = self.leaves.get(name)
-        assert tensor is not None, name
-        return tensor
 
     def _read_more(self, guesses: Iterable[Iterable[int]]) -> None:
         """Read the first unknown rank of each of the guesses; if all are known, a few of all ranks."""
@@ -507,7 +491,7 @@ class StepRanks:
         """Yield ranks that may have the missing elements of a slice, if ranks and slices go together as on a
         mesh: in equal steps from one slice to the next."""
         name, region = wanted
-        tensor, world = self._known(name), self.record.world
+        tensor, world = self.leaves[name], self.record.world
         yield from tensor.writers(region)
         held = [(rank, each) for rank, each in tensor.slices() if each.num_elements]
         missing = tensor.missing(region)

@@ -13,7 +13,15 @@ from dataclasses import replace
 from flashckpt.commit.steps import StepRecord
 from flashckpt.format.layout import DTYPES, Box, Layout, Leaf
 from flashckpt.printable import escaped
-from flashckpt.restore.step_tensors import Index, Parts, StepRanks, StepTensor, TensorSlice, shape_of
+from flashckpt.restore.step_tensors import (
+    Index,
+    Parts,
+    StepRanks,
+    StepTensor,
+    TensorSlice,
+    shape_of,
+    ties,
+)
 from flashckpt.store.read_plan import Digests, ReadPlan, Source, Steps
 
 log = logging.getLogger(__name__)
@@ -135,7 +143,7 @@ class WholeTensors:
         self._ranks = StepRanks(record, rank, 1, small_bytes=_ALL)
         self._rank, self._parts = rank, dict[str, Parts]()
         leaves, by_rank = [], []
-        for names, tensor in self._stored():
+        for tensor, names in ties(self._ranks.leaves.items()).items():
             leaf, parts = self._whole(names, tensor)
             leaves.append(leaf)
             self._parts[leaf.name] = parts
@@ -158,17 +166,6 @@ class WholeTensors:
         cut = [(piece, part.common(region)) for piece, part in self._parts[leaf.name]]
         parts = [(piece, common) for piece, common in cut if common is not None]
         return Leaf(name=name, dtype=leaf.dtype, shape=region.shape, box=box), parts
-
-    def _stored(self) -> list[tuple[list[str], StepTensor]]:
-        """Return each tensor once, with its names."""
-        found: dict[tuple[int, str], tuple[list[str], StepTensor]] = {}
-        for name in self._ranks.leaves:
-            tensor = self._ranks.leaves.get(name)
-            assert tensor is not None
-            rank = self._nearest(tensor)
-            key = rank, tensor.leaf_of(rank).name
-            found.setdefault(key, ([], tensor))[0].append(name)
-        return list(found.values())
 
     def _whole(self, names: list[str], tensor: StepTensor) -> tuple[Leaf, Parts]:
         rank = self._nearest(tensor)

@@ -55,8 +55,8 @@ def read(
     ranks = StepRanks(begins, rank, world, **({"small_bytes": 0} if is_large else {}))
     rows = []
     for name, region in wanted.items():
-        tensor = ranks.tensor(name)
-        assert tensor is not None
+        ranks.look_for([name])
+        tensor = ranks.leaves[name]
         box = None if region.shape == tensor.shape else Box(shape=tensor.shape, start=region.start)
         leaf = Leaf(name=name, dtype=tensor.dtype, shape=region.shape, box=box)
         rows.append((leaf, ranks.find([(name, region)])[0]))
@@ -151,8 +151,7 @@ def test_holes_are_refused_where_they_are_wanted(store: LocalStore) -> None:
     record = committed(store, held)
     assert not unsaid(record, rows(1, 4), "w cannot", "[0:2, 0:4000] on rank 0", "on rank 1", "4000 of 12000")
     assert read(record, {"w": rows(3, 6)})["w"] == WHOLE[3:].tobytes()
-    tensor = StepRanks(record, 0, 1).tensor("w")
-    assert tensor is not None
+    tensor = StepRanks(record, 0, 1).leaves["w"]
     with pytest.raises(MismatchError, match="4000 of 24000"):
         tensor.check_covered()
 
@@ -276,7 +275,10 @@ def test_a_tensor_of_which_the_own_number_has_nothing_is_found(store: LocalStore
     for stage in range(4):
         found = read(record, {f"stage{stage}.w": rows(1, 6)}, rank=0, world=5, is_large=True)
         assert found[f"stage{stage}.w"] == WHOLE[1:].tobytes()
-    assert StepRanks(of_one_rank(record, 0), 0, 5, small_bytes=0).tensor("none") is None
+    ranks_ = StepRanks(of_one_rank(record, 0), 0, 5, small_bytes=0)
+    ranks_.look_for(["none"])
+    assert ranks_.is_complete
+    assert "none" not in ranks_.leaves
 
 
 @pytest.mark.parametrize("sizes", [(3,), (3, 5, 2), (2, 2, 4)])
