@@ -193,11 +193,11 @@ class StepRecord:
     def leaves(self, rank: int) -> list[FileLeaf]:
         """All leaves of a rank's state: those in its own files, then those that other ranks wrote for it.
         DamagedError if a rank has not written them."""
-        found = self._written(rank)
+        found = self.written(rank)
         theirs: dict[int, dict[str, FileLeaf]] = {}
         for writer, leaf, digest in self.rank(rank).elsewhere():
             if writer not in theirs:
-                theirs[writer] = {each.leaf.name: each for each in self._written(writer)}
+                theirs[writer] = {each.leaf.name: each for each in self.written(writer)}
             there = theirs[writer].get(leaf.name)
             if there is None or (there.leaf.content, there.digest) != (leaf.content, digest):
                 why = f"rank {writer} has not written {leaf.name} as {rank} holds it"
@@ -205,7 +205,8 @@ class StepRecord:
             found.append(there)
         return found
 
-    def _written(self, rank: int) -> list[FileLeaf]:
+    def written(self, rank: int) -> list[FileLeaf]:
+        """The leaves of a rank's state in its own files."""
         files = {contents.shard.file: (path, contents) for path, contents in self.files(rank)}
         return [FileLeaf(*files[file], leaf, digest) for file, leaf, digest in self.rank(rank).counted()]
 

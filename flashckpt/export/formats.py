@@ -26,7 +26,7 @@ from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import NoSuchStepError, OptionError
 from flashckpt.format.layout import DTYPES, Leaf, header_bytes
 from flashckpt.memory import memory_budget
-from flashckpt.restore.step_tensors import Parts, Piece, StepFile, TensorSlice, entry_of, transient_names
+from flashckpt.restore.step_tensors import Parts, Piece, TensorSlice, entry_of, transient_names
 from flashckpt.restore.whole_tensors import WholeTensors, pieces
 from flashckpt.store.base import Store
 
@@ -112,11 +112,10 @@ def select(record: StepRecord, only: Sequence[str], dtype: str | None) -> list[S
 
 def select_rank(record: StepRecord, rank: int, only: Sequence[str], dtype: str | None) -> list[SelectedLeaf]:
     """Select the leaves in the files of one rank, as stored: of a sliced tensor, only the slice."""
-    files = {contents.shard.file: StepFile(path, contents) for path, contents in record.files(rank)}
     rows = list[tuple[Leaf, Parts]]()
-    for file, leaf, digest in record.rank(rank).counted():
-        stored = replace(leaf, box=None)
-        piece = Piece(TensorSlice.of(stored), rank, files[file], leaf, digest)
+    for each in record.written(rank):
+        stored = replace(each.leaf, box=None)
+        piece = Piece(TensorSlice.of(stored), rank, *each)
         rows.append((stored, [(piece, piece.region)]))
     return _selected(record, rows, Names(tuple(only)), dtype)
 

@@ -77,7 +77,7 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> S
         untaken=merged.untaken(),
         elsewhere=merged.untaken(("module",)),
     )
-    files = {piece.file.path for each in parts.values() for piece, _ in each}
+    files = {piece.path for each in parts.values() for piece, _ in each}
     return StepReading(record, snapshot, parts, files if world > 1 else ())
 
 

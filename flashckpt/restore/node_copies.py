@@ -16,9 +16,9 @@ from typing import Any
 
 from flashckpt import _native
 from flashckpt.errors import DamagedError, OutOfSpaceError
+from flashckpt.format.records import Contents
 from flashckpt.memory import memory_budget
 from flashckpt.memory.forks import OwnDescriptor
-from flashckpt.restore.step_tensors import StepFile
 from flashckpt.store.base import Store
 from flashckpt.store.read_plan import ReadPlan, Source, add_pieces
 
@@ -58,7 +58,7 @@ class NodeCopies:
 
 @contextmanager
 def fetched(
-    store: Store, rank: int, files: Mapping[str, StepFile], exchange: Exchange, threads: int
+    store: Store, rank: int, files: Mapping[str, Contents], exchange: Exchange, threads: int
 ) -> Iterator[Source]:
     """Fetch this rank's share of the files that several ranks of the node need, and give the source of all
     files; the store itself if there are no copies. Every rank of the job calls it once, in two rounds among
@@ -69,13 +69,13 @@ def fetched(
         needs = {each: paths or [] for each, paths in exchange(_NEEDS, sorted(files)).items()}
         offers: dict[str, list[int]] = {}
         for path in _divided(needs).get(rank, ()):
-            copy = _fetched(store, files[path], len(needs), threads)
+            copy = _fetched(store, path, files[path], len(needs), threads)
             if copy is not None:
                 closing.callback(copy.close)
                 offers[path] = [os.getpid(), copy.descriptor, os.fstat(copy.descriptor).st_ino]
         copies, offered = dict[str, OwnDescriptor](), exchange(_COPIES, offers).values()
         for path, place in (row for each in offered for row in (each or {}).items()):
-            if path in files and (found := _opened(place, files[path].contents.shard.num_bytes)) is not None:
+            if path in files and (found := _opened(place, files[path].shard.num_bytes)) is not None:
                 closing.callback(found.close)
                 copies[path] = found
         yield NodeCopies(store, copies) if copies else store
@@ -94,23 +94,23 @@ def _divided(needs: Mapping[int, Any]) -> dict[int, list[str]]:
     return found
 
 
-def _fetched(store: Store, file: StepFile, ranks: int, threads: int) -> OwnDescriptor | None:
+def _fetched(store: Store, path: str, contents: Contents, ranks: int, threads: int) -> OwnDescriptor | None:
     """Return a copy of a file, verified; None if it cannot be made."""
-    shard = file.contents.shard
+    num_bytes = contents.shard.num_bytes
     with ExitStack() as undo:
         try:
             copy = OwnDescriptor(os.memfd_create("shard-0", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             undo.callback(copy.close)
             # The other ranks of the node take memory at the same time.
             memory_budget.take(
-                copy.descriptor, shard.num_bytes, available=lambda: memory_budget.available_bytes() // ranks
+                copy.descriptor, num_bytes, available=lambda: memory_budget.available_bytes() // ranks
             )
             fcntl.fcntl(copy.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            plan, into = ReadPlan(), memoryview(_native.Mapping(copy.descriptor, shard.num_bytes))
-            plan.copy(file.path, file.contents, 0, shard.num_bytes, (), into, 0)
+            plan, into = ReadPlan(), memoryview(_native.Mapping(copy.descriptor, num_bytes))
+            plan.copy(path, contents, 0, num_bytes, (), into, 0)
             plan.run(store, threads)
         except (OSError, DamagedError, OutOfSpaceError) as error:
-            log.warning("each rank of this node reads %s by itself: %s", file.path, error)
+            log.warning("each rank of this node reads %s by itself: %s", path, error)
             return None
         undo.pop_all()
         return copy

@@ -15,10 +15,11 @@ from flashckpt import _native
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OutOfSpaceError
 from flashckpt.format.layout import Leaf
+from flashckpt.format.records import Contents
 from flashckpt.format.typed import decode
 from flashckpt.memory import memory_budget
 from flashckpt.restore.snapshot import Snapshot
-from flashckpt.restore.step_tensors import Parts, Piece, StepFile, TensorSlice, complete_piece
+from flashckpt.restore.step_tensors import Parts, Piece, TensorSlice, complete_piece
 from flashckpt.restore.whole_tensors import take
 from flashckpt.state.tensors import TORCH_DTYPES
 from flashckpt.store.read_plan import ReadPlan, Source, damaged
@@ -44,30 +45,29 @@ class StepReading:
         this node. Raises DamagedError for malformed records."""
         mine, own = record.rank(rank), [path for path, _ in record.files(rank)]
         leaves = [leaf for _, leaf, _ in (*mine.counted(), *mine.elsewhere())]
-        parts, digests, files = dict[str, Parts](), dict[str, int](), dict[str, StepFile]()
-        for leaf, (path, contents, stored, digest) in zip(leaves, record.leaves(rank), strict=True):
-            region = TensorSlice.of(stored)
-            file = files.setdefault(path, StepFile(path, contents))
-            parts[leaf.name] = [(Piece(region, rank, file, stored, digest), region)]
-            digests[leaf.name] = digest
+        pieces = dict[str, Piece]()
+        for leaf, stored in zip(leaves, record.leaves(rank), strict=True):
+            pieces[leaf.name] = Piece(TensorSlice.of(stored.leaf), rank, *stored)
         snapshot = Snapshot(
             step=record.step,
             attempt=record.attempt,
             boundary=record.boundary,
             tier="local",
             leaves={leaf.name: leaf for leaf in leaves},
-            digests=digests,
+            digests={name: piece.digest for name, piece in pieces.items()},
             values=decode(dict(mine.values)),
-            constants=frozenset(name for name, [(piece, _)] in parts.items() if piece.file.path in own[1:]),
+            constants=frozenset(name for name, piece in pieces.items() if piece.path in own[1:]),
         )
         # Ranks that hold the same leaves read each other's files.
         is_shared = bool(mine.replicas) and not is_alone
-        return cls(record, snapshot, parts, files if is_shared else set(files) - set(own))
+        buffered = {piece.path for piece in pieces.values()} - (set() if is_shared else set(own))
+        parts = {name: [(piece, piece.region)] for name, piece in pieces.items()}
+        return cls(record, snapshot, parts, buffered)
 
     @property
-    def files(self) -> Mapping[str, StepFile]:
+    def files(self) -> Mapping[str, Contents]:
         """The files that it reads, by path."""
-        return {piece.file.path: piece.file for parts in self._parts.values() for piece, _ in parts}
+        return {piece.path: piece.contents for parts in self._parts.values() for piece, _ in parts}
 
     def read(
         self, source: Source, threads: int, targets: Mapping[str, Tensor] = MappingProxyType({})
@@ -146,7 +146,7 @@ def read_into(
     for leaf, parts in [(leaf, parts) for leaf, parts, _ in rows]:
         piece = complete_piece(leaf, parts)
         if piece is not None and piece.digest != found[leaf.name]:
-            raise damaged(source.url, piece.file.path, f"{leaf.name} is not what was captured")
+            raise damaged(source.url, piece.path, f"{leaf.name} is not what was captured")
     return found
 
 

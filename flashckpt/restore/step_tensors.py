@@ -60,20 +60,14 @@ class TensorSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFile:
-    """A file of a step: its path in the store, and its contents."""
-
-    path: str
-    contents: Contents = field(repr=False, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Piece:
-    """A slice of a tensor in a file. leaf: with its offset in the file; rank: whose state it was."""
+    """A slice of a tensor in a file of the store. rank: whose state it was. leaf: with its offset in the
+    file."""
 
     region: TensorSlice
     rank: int
-    file: StepFile
+    path: str
+    contents: Contents = field(repr=False, compare=False)
     leaf: Leaf
     digest: int
 
@@ -421,15 +415,13 @@ class StepRanks:
         self._known_ranks |= new
 
     def _add(self, record: StepRecord, rank: int) -> None:
-        files = {contents.shard.file: StepFile(path, contents) for path, contents in record.files(rank)}
         regions: dict[TensorSlice, TensorSlice] = {}  # many leaves of a rank share one object
         mine = record.rank(rank)
-        for file, leaf, digest in mine.counted():
-            region = TensorSlice.of(leaf)
+        for each in record.written(rank):
+            region = TensorSlice.of(each.leaf)
             region = regions.setdefault(region, region)
-            piece = Piece(region, rank, files[file], leaf, digest)
-            for tensor in self._of(leaf):
-                tensor.add(piece)
+            for tensor in self._of(each.leaf):
+                tensor.add(Piece(region, rank, *each))
         for writer, leaf, _ in mine.elsewhere():
             for tensor in self._of(leaf):
                 tensor.add_replica(rank, leaf, writer)

@@ -45,12 +45,11 @@ def take(
     and other calls take the rest."""
     wanted = TensorSlice.of(leaf)
     for piece, common in parts:
-        path, contents = piece.file.path, piece.file.contents
-        begin = contents.shard.data_start + piece.leaf.offset
+        begin = piece.contents.shard.data_start + piece.leaf.offset
         source, goal, run, steps = copy_of(piece.leaf, begin, piece.region, wanted, 0, common)
-        plan.copy(path, contents, source, run, steps, into, goal)
+        plan.copy(piece.path, piece.contents, source, run, steps, into, goal)
         if digests and (is_slice or common == piece.region):
-            plan.digest(path, contents, piece.leaf, piece.digest, *piece.rows(common))
+            plan.digest(piece.path, piece.contents, piece.leaf, piece.digest, *piece.rows(common))
 
 
 def copy_of(
@@ -93,7 +92,7 @@ def pieces(
     digests = Digests()
     for _, parts in wanted:
         for piece, _ in parts:
-            digests.place(piece.file.path, piece.leaf, piece.digest)
+            digests.place(piece.path, piece.leaf, piece.digest)
 
     def read() -> Iterator[tuple[int, memoryview]]:
         plan, found = ReadPlan(digests), list[tuple[int, memoryview]]()

@@ -20,7 +20,6 @@ from flashckpt.memory import memory_budget
 from flashckpt.memory.forks import OwnDescriptor
 from flashckpt.restore import node_copies
 from flashckpt.restore.node_copies import fetched
-from flashckpt.restore.step_tensors import StepFile
 from flashckpt.store.local import LocalStore
 from flashckpt.store.read_plan import ReadPlan, Source
 from tests.commit.runs import new_run
@@ -51,21 +50,21 @@ class Node:
 
         return exchange
 
-    def read(self, needs: Mapping[int, Mapping[str, StepFile]]) -> dict[int, dict[str, bytes | str]]:
+    def read(self, needs: Mapping[int, Mapping[str, Contents]]) -> dict[int, dict[str, bytes | str]]:
         """The bytes of the files that each rank needs, or why it could not read them."""
 
         def of(rank: int) -> dict[str, bytes | str]:
             with fetched(self.store, rank, needs[rank], self.exchange(rank), 2) as source:
-                found = {path: self._bytes(file, source) for path, file in needs[rank].items()}
+                found = {path: self._bytes(path, contents, source) for path, contents in needs[rank].items()}
                 self._barrier.wait()
                 return found
 
         with ThreadPoolExecutor(RANKS) as pool:
             return dict(zip(needs, pool.map(of, needs), strict=True))
 
-    def _bytes(self, file: StepFile, source: Source) -> bytes | str:
-        plan, into = ReadPlan(), bytearray(file.contents.shard.num_bytes)
-        plan.copy(file.path, file.contents, 0, len(into), (), memoryview(into), 0)
+    def _bytes(self, path: str, contents: Contents, source: Source) -> bytes | str:
+        plan, into = ReadPlan(), bytearray(contents.shard.num_bytes)
+        plan.copy(path, contents, 0, len(into), (), memoryview(into), 0)
         try:
             plan.run(source, 2)
         except DamagedError as error:
@@ -79,7 +78,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 @pytest.fixture
-def files(node: Node) -> dict[str, StepFile]:
+def files(node: Node) -> dict[str, Contents]:
     """Four files; what is in them is random."""
     found = {}
     for number in range(4):
@@ -91,23 +90,23 @@ def files(node: Node) -> dict[str, StepFile]:
             file=name, num_bytes=len(data), data_start=4096, chunk_bytes=CHUNK_BYTES,
             checksums=b"".join(map(_native.xxh3_128, chunks)),
         )  # fmt: skip
-        found[name] = StepFile(name, Contents(shard=shard, leaves=(), digests=()))
+        found[name] = Contents(shard=shard, leaves=(), digests=())
     return found
 
 
-def needs_of(files: Mapping[str, StepFile]) -> dict[int, dict[str, StepFile]]:
+def needs_of(files: Mapping[str, Contents]) -> dict[int, dict[str, Contents]]:
     """All ranks need the first two files, two ranks the third, one the last."""
     names = list(files)
     return {rank: {name: files[name] for name in names[: RANKS + 1 - rank]} for rank in range(RANKS)}
 
 
-def stored(node: Node, needs: Mapping[int, Mapping[str, StepFile]]) -> dict[int, dict[str, bytes | str]]:
+def stored(node: Node, needs: Mapping[int, Mapping[str, Contents]]) -> dict[int, dict[str, bytes | str]]:
     return {
         rank: {path: Path(node.store.url, path).read_bytes() for path in each} for rank, each in needs.items()
     }
 
 
-def test_each_file_is_read_from_storage_once(node: Node, files: dict[str, StepFile]) -> None:
+def test_each_file_is_read_from_storage_once(node: Node, files: dict[str, Contents]) -> None:
     needs = needs_of(files)
     assert node.read(needs) == stored(node, needs)
     assert node.reads == dict.fromkeys(files, 1)
@@ -117,7 +116,7 @@ def test_each_file_is_read_from_storage_once(node: Node, files: dict[str, StepFi
 
 @pytest.mark.parametrize("why", ["no memory", "another container"])
 def test_what_cannot_be_shared_each_rank_reads_by_itself(
-    node: Node, files: dict[str, StepFile], why: str, monkeypatch: pytest.MonkeyPatch
+    node: Node, files: dict[str, Contents], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = needs_of(files)
     if why == "no memory":
@@ -130,7 +129,7 @@ def test_what_cannot_be_shared_each_rank_reads_by_itself(
 
 
 def test_a_copy_that_has_changed_is_not_used(
-    node: Node, files: dict[str, StepFile], monkeypatch: pytest.MonkeyPatch
+    node: Node, files: dict[str, Contents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of another rank is verified as a file is."""
     make = node_copies._fetched
