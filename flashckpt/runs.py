@@ -39,8 +39,8 @@ def load(
             raise OptionError(
                 'strip=True needs only=. Nothing was read. Name a part of the state, as in only="model".'
             )
-        return module_state(open_store(path), step, rank=0, only=only)
-    return load_leaves(open_store(path), step, rank=0, only=only)
+        return module_state(open_store(path), step, only)
+    return load_leaves(open_store(path), step, only)
 
 
 def steps(path: Path) -> list[int]:

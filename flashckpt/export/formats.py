@@ -83,7 +83,7 @@ class Names:
         Excludes buffers that are not persistent, unless `only` names them, and tensors inside a module's
         extra state, which have no names in a file of tensors."""
         excluded = transient_names(record) - set(only)
-        entry = entry_of(record, 0, only[0])[1] if len(only) == 1 else {}
+        entry = entry_of(record, only[0])[1] if len(only) == 1 else {}
         if entry.get("kind") != "module":
             return cls(tuple(only), excluded=excluded)
         inside = tuple(f"{path}._extra_state{mark}" for path in entry.get("extra", {}) for mark in ".[")
@@ -153,7 +153,7 @@ def dtype_name(dtype: object) -> str:
 
 def only_module(record: StepRecord, only: Sequence[str], format: str) -> str:
     """The name of the exported module: the one in `only`, or the only module of the state."""
-    value, entry = entry_of(record, 0, only[0] if only else "")
+    value, entry = entry_of(record, only[0] if only else "")
     modules: list[str] = [name for name, each in value["entries"].items() if each["kind"] == "module"]
     if len(only) == 1 and entry.get("kind") == "module":
         return only[0]

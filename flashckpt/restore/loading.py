@@ -19,16 +19,16 @@ from flashckpt.state.values import Settling, references
 from flashckpt.store.base import Store
 
 
-def load_leaves(store: Store, step: int | None, rank: int, only: str | None) -> dict[str, torch.Tensor]:
+def load_leaves(store: Store, step: int | None, only: str | None) -> dict[str, torch.Tensor]:
     """Return the leaves of one part of the state ("model" includes "model.weight"), or all, whole, by each of
-    their names; those of `rank` if ranks differ. Tied names give the same tensor.
+    their names; those of rank 0 if ranks differ. Tied names give the same tensor.
 
     Raises NoSuchStepError, also if there is no such leaf; DamagedError before anything is returned;
     MismatchError if the pieces of several ranks do not make up a tensor; OutOfSpaceError.
     """
 
     def read(record: StepRecord) -> dict[str, torch.Tensor]:
-        return _under(_leaves_of(record, rank, only)[0], only)
+        return _under(_leaves_of(record, only)[0], only)
 
     return read_whole(store, step, read=read)
 
@@ -41,7 +41,7 @@ def _is_under(name: str, only: str | None) -> bool:
     return only is None or name == only or name.startswith(f"{only}.")
 
 
-def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[str, Any]:
+def module_state(store: Store, step: int | None, only: str) -> dict[str, Any]:
     """Return the state_dict of the module `only`: its leaves by their names in it, without the buffers that
     its state_dict leaves out, and its extra state.
 
@@ -49,7 +49,7 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
     """
 
     def read(record: StepRecord) -> tuple[dict[str, Any], dict[str, Any], _Leaves]:
-        value, entry = entry_of(record, rank, only)
+        value, entry = entry_of(record, only)
         if entry.get("kind") != "module":
             modules = [n for n, each in value["entries"].items() if each["kind"] == "module"]
             raise OptionError(
@@ -57,7 +57,7 @@ def module_state(store: Store, step: int | None, rank: int, only: str) -> dict[s
                 "module's load_state_dict takes leaves as they are. Nothing was changed. Modules of step "
                 f"{record.step}: {', '.join(modules) or 'none'}. flashckpt.attach restores an optimizer."
             )
-        return value, entry, _leaves_of(record, rank, only)
+        return value, entry, _leaves_of(record, only)
 
     value, entry, (leaves, recorded) = read_whole(store, step, read=read)
     state: dict[str, Any] = _under(leaves, only)
@@ -79,8 +79,8 @@ _Leaves = tuple[dict[str, torch.Tensor], dict[str, Leaf]]
 """Tensors by each of their names, and their recorded leaves by the first."""
 
 
-def _leaves_of(record: StepRecord, rank: int, only: str | None) -> _Leaves:
-    whole = WholeTensors(record, rank)
+def _leaves_of(record: StepRecord, only: str | None) -> _Leaves:
+    whole = WholeTensors(record)
     wanted = [
         leaf for leaf in whole.leaves if any(_is_under(name, only) for name in (leaf.name, *leaf.aliases))
     ]

@@ -330,33 +330,27 @@ def without(region: TensorSlice, other: TensorSlice) -> Iterator[TensorSlice]:
         start[d], shape[d] = low, size
 
 
-def _entries(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of the state; {} for a step that was written by hand."""
-    state = values.get(_STATE)
-    return dict(state["entries"]) if isinstance(state, dict) and "entries" in state else {}
-
-
-def entry_of(record: StepRecord, rank: int, part: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of a rank's state, and the entry that has a part of it ("model.encoder" is in
-    "model"): from another rank if this one has no such part, {} if no rank has."""
-    ranks = sorted((each.rank for held in record.parts for each in held.ranks), key=lambda r: (r != rank, r))
-    for each in ranks:
-        value = _state_of(record, each)
+def entry_of(record: StepRecord, part: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the entry that has a part of the state ("model.encoder" is in "model"), and the values of the
+    state of the first rank with it; {} and those of rank 0 if no rank has."""
+    for rank in range(record.world):
+        value = _state_of(decode(dict(record.rank(rank).values)))
         for name, entry in value["entries"].items():
             if f"{part}.".startswith(f"{name}."):
                 return value, entry
-    return _state_of(record, rank), {}
+    return _state_of(decode(dict(record.rank(0).values))), {}
 
 
-def _state_of(record: StepRecord, rank: int) -> dict[str, Any]:
-    state = decode(dict(record.rank(rank).values)).get(_STATE)
+def _state_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the state; without entries for a step that was written by hand."""
+    state = values.get(_STATE)
     return state if isinstance(state, dict) and "entries" in state else {"entries": {}}
 
 
 def transient_names(record: StepRecord) -> frozenset[str]:
     """Return the buffers of all ranks that no module's state_dict has."""
     ranks = (rank for part in record.parts for rank in part.ranks)
-    entries = (entry for rank in ranks for entry in _entries(rank.values).values())
+    entries = (entry for rank in ranks for entry in _state_of(rank.values)["entries"].values())
     return frozenset(name for entry in entries for name in entry.get("transient", ()))
 
 

@@ -133,14 +133,12 @@ def _by_rows(leaf: Leaf, most_bytes: int) -> Iterator[Leaf]:
 
 class WholeTensors:
     """The tensors of a step, whole. leaves: without slices and offsets, in the order of an image. A tensor
-    that differs from rank to rank (a buffer, a counter) is that of one rank."""
+    that differs from rank to rank (a buffer, a counter) is that of the first rank that has it."""
 
-    def __init__(self, record: StepRecord, rank: int = 0) -> None:
-        """record: with all parts. rank: whose tensors are taken if ranks differ. Raises MismatchError if the
-        pieces of a tensor have holes or overlap."""
-        self._record = record
-        self._ranks = StepRanks(record, rank, 1, small_bytes=_ALL)
-        self._rank, self._parts = rank, dict[str, Parts]()
+    def __init__(self, record: StepRecord) -> None:
+        """record: with all parts. Raises MismatchError if the pieces of a tensor have holes or overlap."""
+        self._ranks = StepRanks(record, 0, 1, small_bytes=_ALL)
+        self._parts = dict[str, Parts]()
         leaves, by_rank = [], []
         for tensor, names in ties(self._ranks.leaves.items()).items():
             leaf, parts = self._whole(names, tensor)
@@ -152,8 +150,8 @@ class WholeTensors:
             for each in Layout.of(leaves).leaves
         ]
         if by_rank:
-            log.info("%d tensors differ from rank to rank: those of rank %d are taken (%s)",
-                     len(by_rank), rank, escaped(", ".join(by_rank[:5])))  # fmt: skip
+            log.info("%d tensors differ from rank to rank: those of the first rank are taken (%s)",
+                     len(by_rank), escaped(", ".join(by_rank[:5])))  # fmt: skip
 
     def parts(self, leaf: Leaf) -> Parts:
         """Return the pieces that make up one of `leaves`."""
@@ -167,7 +165,7 @@ class WholeTensors:
         return Leaf(name=name, dtype=leaf.dtype, shape=region.shape, box=box), parts
 
     def _whole(self, names: list[str], tensor: StepTensor) -> tuple[Leaf, Parts]:
-        rank = self._nearest(tensor)
+        rank = tensor.ranks[0]
         stored, own = tensor.leaf_of(rank), tensor.of_rank(rank)
         if tensor.is_by_rank and own is not None:
             parts: Parts = [(own, own.region)]
@@ -179,6 +177,3 @@ class WholeTensors:
         stride = stored.stride if stored.box is None else None
         shape = shape_of(stored)
         return Leaf(name=first, dtype=stored.dtype, shape=shape, stride=stride, aliases=aliases), parts
-
-    def _nearest(self, tensor: StepTensor) -> int:
-        return self._rank if self._rank in tensor.ranks else tensor.ranks[0]

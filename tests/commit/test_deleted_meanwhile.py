@@ -55,7 +55,7 @@ class Living(LocalStore):
 
 
 def load(store: Living, step: int | None) -> None:
-    found = load_leaves(store, step, rank=0, only=None)
+    found = load_leaves(store, step, only=None)
     number = int(found["optimizer.step"])
     assert number in ((NEWEST, 500) if step is None else (step,))
     assert {name: leaf.numpy().tobytes() for name, leaf in found.items()} == {
