@@ -4,14 +4,13 @@ or into new ones. Owns the memory that a read takes, and which files are read pa
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from flashckpt import _native
+from flashckpt.capture.devices import digest_tensors
 from flashckpt.commit.steps import StepRecord
 from flashckpt.errors import OutOfSpaceError
 from flashckpt.format.layout import Leaf
@@ -136,17 +135,23 @@ def read_into(
 ) -> dict[str, int]:
     """Read leaves, each from the pieces that make it up, into contiguous host tensors, and return their
     digests. buffered: files that are read through the page cache. Raises what `ReadPlan.run` does."""
-    plan = ReadPlan(buffered=buffered)
+    plan, complete = ReadPlan(buffered=buffered), dict[str, Piece]()
     for leaf, parts, tensor in rows:
+        take(plan, leaf, host_bytes(tensor), parts)
+        if (piece := complete_piece(leaf, parts)) is not None:
+            complete[leaf.name] = piece
+            continue
         # Of a leaf that is assembled, each piece has a digest.
-        take(plan, leaf, host_bytes(tensor), parts, digests=complete_piece(leaf, parts) is None)
+        for piece, common in parts:
+            if common == piece.region:
+                plan.digest(piece.path, piece.contents, piece.leaf, piece.digest)
     plan.run(source, threads)
     # In place: one more pass costs less than a digest of each chunk in its buffer.
-    found = _digests({leaf.name: tensor for leaf, _, tensor in rows}, threads)
-    for leaf, parts in [(leaf, parts) for leaf, parts, _ in rows]:
-        piece = complete_piece(leaf, parts)
-        if piece is not None and piece.digest != found[leaf.name]:
-            raise damaged(source.url, piece.path, f"{leaf.name} is not what was captured")
+    digests = digest_tensors([tensor for _, _, tensor in rows], threads)
+    found = {leaf.name: digest for (leaf, _, _), digest in zip(rows, digests, strict=True)}
+    for name, piece in complete.items():
+        if piece.digest != found[name]:
+            raise damaged(source.url, piece.path, f"{name} is not what was captured")
     return found
 
 
@@ -164,15 +169,3 @@ def host_bytes(tensor: Tensor) -> memoryview:
     if not num_bytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _digests(tensors: Mapping[str, Tensor], threads: int) -> dict[str, int]:
-    found = array("Q", bytes(8 * len(tensors)))
-    if tensors:
-        _native.digest_many(
-            array("Q", [each.data_ptr() for each in tensors.values()]),
-            array("Q", [each.numel() * each.element_size() for each in tensors.values()]),
-            _native.address_of(found),
-            max(1, threads),
-        )
-    return dict(zip(tensors, found, strict=True))

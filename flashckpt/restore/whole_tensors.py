@@ -31,25 +31,13 @@ _MOST_WINDOW_BYTES = 64 << 20
 _ALL = 1 << 62
 
 
-def take(
-    plan: ReadPlan,
-    leaf: Leaf,
-    into: memoryview,
-    parts: Parts,
-    *,
-    is_slice: bool = False,
-    digests: bool = True,
-) -> None:
-    """Add a leaf that consists of `parts` to a plan; `into` is its memory. With `digests`, a
-    piece that is used completely is compared with its digest. is_slice: the leaf has some rows of each piece,
-    and other calls take the rest."""
+def take(plan: ReadPlan, leaf: Leaf, into: memoryview, parts: Parts) -> None:
+    """Add the copies of a leaf that consists of `parts` to a plan; `into` is its memory."""
     wanted = TensorSlice.of(leaf)
     for piece, common in parts:
         begin = piece.contents.shard.data_start + piece.leaf.offset
         source, goal, run, steps = copy_of(piece.leaf, begin, piece.region, wanted, 0, common)
         plan.copy(piece.path, piece.contents, source, run, steps, into, goal)
-        if digests and (is_slice or common == piece.region):
-            plan.digest(piece.path, piece.contents, piece.leaf, piece.digest, *piece.rows(common))
 
 
 def copy_of(
@@ -98,7 +86,9 @@ def pieces(
         plan, found = ReadPlan(digests), list[tuple[int, memoryview]]()
         for index, rows, parts in window:
             into = memoryview(bytearray(rows.num_bytes))
-            take(plan, rows, into, parts, is_slice=True)
+            take(plan, rows, into, parts)
+            for piece, common in parts:
+                plan.digest(piece.path, piece.contents, piece.leaf, piece.digest, *piece.rows(common))
             found.append((index, into))
         plan.run(source, threads)
         yield from found
