@@ -37,10 +37,9 @@ from flashckpt.importing.source import (
     SourceTensor,
     Unreadable,
     damaged,
-    items,
     lookup,
     open_source,
-    without_unreadable,
+    readable,
 )
 from flashckpt.restore.filling import MARK
 from flashckpt.restore.step_reading import host_bytes
@@ -89,19 +88,9 @@ def import_checkpoint(
     store = open_store(run)
     check_writable(store)
     _check_free(store)
-    source = open_source(path)
-    content = content_of(source, mapped or Mapped())
-    attempt = _write(store, content, progress, source.path)
-    return Imported(
-        source=source.path,
-        format=source.kind,
-        run=store.url,
-        step=content.step,
-        attempt=attempt,
-        parts=tuple(content.parts),
-        skipped=tuple(content.skipped),
-        left_out=tuple(content.left_out),
-    )
+    content = _content_of(open_source(path), mapped or Mapped(), store.url)
+    _write(store, content, progress)
+    return content.done
 
 
 def _check_free(store: Store) -> None:
@@ -117,14 +106,14 @@ def _check_free(store: Store) -> None:
         )
 
 
-def _write(store: Store, content: Content, progress: OnProgress, source: str) -> AttemptName:
+def _write(store: Store, content: _Content, progress: OnProgress) -> None:
     check_place(store)
     _check_free(store)
-    attempt = AttemptName(1, secrets.token_hex(4))
+    attempt = content.done.attempt
     folder = Folder(attempt, SnapshotId(attempt, 0))
     try:
-        rank = _write_shard(store, folder, content, progress, source)
-        part = Part(id=folder.id, step=content.step, world=1, node=0, ranks=(rank,))
+        rank = _write_shard(store, folder, content, progress)
+        part = Part(id=folder.id, step=content.done.step, world=1, node=0, ranks=(rank,))
         crashpoints.point("import.written")
         publish_part(store, folder, part, secrets.token_hex(6))
         found_run(store, folder, secrets.token_hex(8))
@@ -139,7 +128,6 @@ def _write(store: Store, content: Content, progress: OnProgress, source: str) ->
         if not has_run(store):  # else the last write may have made the run
             _give_up(store, folder)
         raise
-    return attempt
 
 
 def _give_up(store: Store, folder: Folder) -> None:
@@ -150,9 +138,7 @@ def _give_up(store: Store, folder: Folder) -> None:
             store.remove(path)
 
 
-def _write_shard(
-    store: Store, folder: Folder, content: Content, progress: OnProgress, source: str
-) -> RankRecord:
+def _write_shard(store: Store, folder: Folder, content: _Content, progress: OnProgress) -> RankRecord:
     tensors = {leaf.name: tensor for leaf, tensor in content.leaves}
     layout = Layout.of(leaf for leaf, _ in content.leaves)
 
@@ -161,7 +147,7 @@ def _write_shard(
         for leaf in layout.leaves:
             tensor = tensors[leaf.name].read()
             if tuple(tensor.shape) != leaf.shape or DTYPE_NAMES.get(tensor.dtype) != leaf.dtype:
-                raise damaged(source, f"{leaf.name} changed while it was read")
+                raise damaged(content.done.source, f"{leaf.name} changed while it was read")
             held = bits(tensor).contiguous()
             yield host_bytes(held)
 
@@ -193,31 +179,23 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """The content of the imported step: leaves with their tensors, and the values of its rank. `parts`: name,
-    number of tensors and bytes of each. `skipped`: paths of unreadable items. `left_out`: keys of the source
-    that the mapping does not use."""
+class _Content:
+    """The content of the imported step: leaves with their tensors, and the values of its rank. `done`: the
+    result once it is written."""
 
-    step: int
     leaves: Sequence[tuple[Leaf, SourceTensor]]
     values: dict[str, Any]
-    parts: Sequence[tuple[str, int, int]]
-    skipped: Sequence[str]
-    left_out: Sequence[str]
+    done: Imported
 
 
-def content_of(source: Source, mapped: Mapped) -> Content:
+def _content_of(source: Source, mapped: Mapped, run: str) -> _Content:
     """Apply the mapping. Raises OptionError for keys that the source does not have, and, with their paths,
     for unreadable items unless `skip_unreadable`."""
     chosen = _chosen(source, mapped)
     step, epoch = (_count(source, what, getattr(mapped, what)) for what in ("step", "epoch"))
     generators = {name: _generator(source, name, key) for name, key in mapped.rng.items()}
-    unreadable = [
-        f"{path} {value.why}"
-        for name, part in chosen.items()
-        for path, value in items(part, name)
-        if type(value) is Unreadable
-    ]
+    unreadable = list[str]()
+    parts = {name: readable(part, name, unreadable) for name, part in chosen.items()}
     if unreadable and not mapped.skip_unreadable:
         more = f"\n  … and {len(unreadable) - _SHOWN} more" if len(unreadable) > _SHOWN else ""
         listed = "\n".join(f"  {line}" for line in unreadable[:_SHOWN])
@@ -226,7 +204,6 @@ def content_of(source: Source, mapped: Mapped) -> Content:
             "written. Name the parts to take with --state NAME=KEY, or give --skip-unreadable to import all "
             "others."
         )
-    parts = {name: without_unreadable(part) for name, part in chosen.items()}
     collector = _LeafCollector()
     entries = {
         name: collector.entry(name, part) for name, part in parts.items() if type(part) is not Unreadable
@@ -247,14 +224,17 @@ def content_of(source: Source, mapped: Mapped) -> Content:
     }
     if (num_bytes := len(encode_json(values))) > MAX_VALUES_BYTES:
         raise too_large(parts, num_bytes, MAX_VALUES_BYTES)
-    return Content(
+    done = Imported(
+        source=source.path,
+        format=source.kind,
+        run=run,
         step=step,
-        leaves=collector.leaves,
-        values=values,
-        parts=[_summary(name, collector.leaves) for name in entries],
-        skipped=unreadable,
-        left_out=_left_out(source, mapped),
+        attempt=AttemptName(1, secrets.token_hex(4)),
+        parts=tuple(_summary(name, collector.leaves) for name in entries),
+        skipped=tuple(unreadable),
+        left_out=tuple(_left_out(source, mapped)),
     )
+    return _Content(collector.leaves, values, done)
 
 
 def _chosen(source: Source, mapped: Mapped) -> dict[str, Any]:

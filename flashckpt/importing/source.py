@@ -16,7 +16,7 @@ import os
 import pickle
 import stat
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, BinaryIO
@@ -125,19 +125,6 @@ def damaged(path: str, why: str) -> DamagedError:
     )
 
 
-def read_at(path: str, offset: int, num_bytes: int) -> bytearray:
-    """Read bytes of a file. Raises DamagedError if it ends before."""
-    data, done = bytearray(num_bytes), 0
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        while done < num_bytes:
-            count = file.readinto(memoryview(data)[done:])
-            if not count:
-                raise damaged(path, f"it ends {num_bytes - done} bytes too early")
-            done += count
-    return data
-
-
 def check_size(path: str, value: Any, record: type | None = None) -> None:
     """Raise DamagedError for a value that takes too long to walk. A few lists, each contained twice in the
     next, have exponentially many parts. With `record`, walk the attributes of its instances too, and raise
@@ -165,21 +152,14 @@ def check_size(path: str, value: Any, record: type | None = None) -> None:
 # Finding and leaving out
 
 
-def items(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each value in a nested value that is not a container, with its path."""
-    if type(value) not in CONTAINERS:
-        yield name, value
-        return
-    for key, item in children(value):
-        yield from items(item, join(name, key))
-
-
-def without_unreadable(value: Any) -> Any:
-    """Remove the dictionary keys whose values contain an Unreadable. Return the Unreadable if it is not below
-    a dictionary key."""
+def readable(value: Any, name: str, unreadable: list[str]) -> Any:
+    """Return a nested value without the dictionary keys whose values contain an Unreadable; the Unreadable if
+    it is not below a dictionary key. unreadable: gets the path of each one with its reason."""
+    if type(value) is Unreadable:
+        unreadable.append(f"{name} {value.why}")
     if type(value) not in CONTAINERS:
         return value
-    pairs = [(key, without_unreadable(item)) for key, item in children(value)]
+    pairs = [(key, readable(item, join(name, key), unreadable)) for key, item in children(value)]
     if isinstance(value, dict):
         return rebuild(value, [(key, item) for key, item in pairs if type(item) is not Unreadable])
     left_out = next((item for _, item in pairs if type(item) is Unreadable), None)
@@ -549,7 +529,13 @@ class _Item:
     at: tuple[int, ...] | None
 
     def load(self) -> Any:
-        return load_safely(io.BytesIO(read_at(self.path, self.offset, self.length)), self.path)
+        """Raises DamagedError, also if the file ends before."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(self.length)
+        if len(data) < self.length:
+            raise damaged(self.path, f"it ends {self.length - len(data)} bytes too early")
+        return load_safely(io.BytesIO(data), self.path)
 
 
 def read_dcp(folder: str) -> dict[Any, Any]:
