@@ -13,8 +13,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from flashckpt.commit.lineage import read_whole
 from flashckpt.commit.steps import StepRecord
@@ -36,10 +37,12 @@ from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.options import size_of, user_path
 from flashckpt.store.base import Store
 
-_FILES = {"safetensors": (write_safetensors, "safetensors"), "torch": (write_torch, "pt")}
-
 Writer = Callable[[str, Selected], None]
 """Writes a file or a folder at a path that does not exist yet."""
+
+_WRITERS: dict[str, Writer] = {"safetensors": write_safetensors, "torch": write_torch, "dcp": write_dcp}
+_SUFFIXES = {"safetensors": "safetensors", "torch": "pt"}
+"""Of formats that are one file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +61,7 @@ class Exported:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """An export, except for its writer. one_module: export one module; if `only` is empty, the only one of
-    the state. is_folder: the writer makes a folder."""
+    the state. by_rank: a file for each rank, with slices and names as stored. is_folder: a folder is made."""
 
     out: str
     format: str
@@ -67,6 +70,7 @@ class Request:
     only: tuple[str, ...] = ()
     dtype: str | None = None
     one_module: bool = False
+    by_rank: bool = False
     is_folder: bool = False
     force: bool = False
     progress: Progress = lambda done, total: None
@@ -105,6 +109,21 @@ def export(
     MismatchError if the slices of a tensor do not cover it; NoSuchStepError, DamagedError. After an error no
     new file remains, and an existing `out` is unchanged.
     """
+    most_bytes = None if max_shard_size is None else size_of(max_shard_size)
+    if max_shard_size is not None and most_bytes is None:
+        wrong = f"max_shard_size={max_shard_size!r}"
+        raise OptionError(f"{wrong}: a size like 5GB or 500MiB. Nothing was written.")
+    is_whole = not by_rank and most_bytes is None
+    if format not in (_WRITERS if is_whole else _SUFFIXES):
+        names = ", ".join(_WRITERS)
+        why = "safetensors, torch with --by-rank or --max-shard-size" if format == "dcp" else names
+        raise OptionError(f"format={format!r} is not supported. Nothing was written. Give one of {why}.")
+    if most_bytes is not None and (format != "safetensors" or by_rank):
+        raise OptionError(
+            "max_shard_size= is for whole tensors in safetensors files and for format='hf'. Nothing was "
+            "written."
+        )
+    write: Writer = _WRITERS[format] if most_bytes is None else partial(write_sharded, most_bytes=most_bytes)
     request = Request(
         out=out,
         format=format,
@@ -112,58 +131,45 @@ def export(
         at=at,
         only=tuple(only),
         dtype=None if dtype is None else dtype_name(dtype),
+        by_rank=by_rank,
+        is_folder=format == "dcp" or not is_whole,
         force=force,
         progress=progress,
     )
-    most_bytes = None if max_shard_size is None else size_of(max_shard_size)
-    if max_shard_size is not None and most_bytes is None:
-        wrong = f"max_shard_size={max_shard_size!r}"
-        raise OptionError(f"{wrong}: a size like 5GB or 500MiB. Nothing was written.")
-    if format == "dcp" and not by_rank and most_bytes is None:
-        return export_with(store, write_dcp, replace(request, is_folder=True))
-    if format not in _FILES:
-        names = ", ".join((*_FILES, "dcp"))
-        why = "safetensors, torch with --by-rank or --max-shard-size" if format == "dcp" else names
-        raise OptionError(f"format={format!r} is not supported. Nothing was written. Give one of {why}.")
-    if most_bytes is not None:
-        if format != "safetensors" or by_rank:
-            raise OptionError(
-                "max_shard_size= is for whole tensors in safetensors files and for format='hf'. Nothing "
-                "was written."
-            )
-        limit = most_bytes
-        request = replace(request, is_folder=True)
-        return export_with(store, lambda path, selected: write_sharded(path, selected, limit), request)
-    return export_with(store, _FILES[format][0], request, by_rank=by_rank)
+    return export_with(store, write, request)
 
 
-def export_with(store: Store, write: Writer, request: Request, *, by_rank: bool = False) -> Exported:
+def export_with(store: Store, write: Writer, request: Request) -> Exported:
     """Export with a writer. Raises the errors of `export` and of the writer, after which no new file
     remains."""
     open_run(store, create=False)
-    check_free(request.out, store.url, force=request.force, is_folder=request.is_folder or by_rank)
-    return read_whole(
-        store,
-        request.step,
-        request.at,
-        read=lambda record: _exported(record, write, request, by_rank=by_rank),
-    )
+    check_free(request.out, store.url, force=request.force, is_folder=request.is_folder)
+    return read_whole(store, request.step, request.at, read=lambda record: _exported(record, write, request))
 
 
-def _exported(record: StepRecord, write: Writer, request: Request, *, by_rank: bool) -> Exported:
-    chosen = _chosen(record, request, by_rank=by_rank)
+def _exported(record: StepRecord, write: Writer, request: Request) -> Exported:
+    chosen = _chosen(record, request)
     with put_in_place(request.out, force=request.force) as temporary:
         if len(chosen) == 1:
             write(temporary, chosen[0])
         else:
             os.mkdir(temporary)
-            suffix = _FILES[request.format][1]
             for each in chosen:
-                write(os.path.join(temporary, rank_file(each.rank, suffix)), each)
-        files = [(name or os.path.basename(request.out), size) for name, size in list_files(temporary)]
+                name = f"rank-{each.rank:05d}.{_SUFFIXES[request.format]}"
+                write(os.path.join(temporary, name), each)
+        files = _list_files(temporary)
         if os.path.isdir(temporary):
-            about = {"run": record.store.url, "step": record.step, "attempt": str(record.attempt)}
-            write_list(temporary, {**about, "format": request.format})
+            table = {
+                "run": record.store.url,
+                "step": record.step,
+                "attempt": str(record.attempt),
+                "format": request.format,
+                "files": dict(files),
+            }
+            with open(os.path.join(temporary, LIST), "x", encoding="utf-8") as file:
+                file.write(json.dumps(table, indent=2) + "\n")
+        else:
+            files = [(os.path.basename(request.out), size) for _, size in files]
     return Exported(
         run=record.store.url,
         step=record.step,
@@ -175,20 +181,17 @@ def _exported(record: StepRecord, write: Writer, request: Request, *, by_rank: b
     )
 
 
-def _chosen(record: StepRecord, request: Request, *, by_rank: bool) -> list[Selected]:
+def _chosen(record: StepRecord, request: Request) -> list[Selected]:
+    if request.by_rank:
+        ranks = range(record.world)
+        rows = [(rank, select_rank(record, rank, request.only, request.dtype)) for rank in ranks]
+    else:
+        only = request.only
+        if request.one_module:
+            only = (only_module(record, only, request.format),)
+        rows = [(0, select(record, only, request.dtype))]
     folder = os.path.dirname(request.out)
-    if by_rank:
-        ranks = sorted(rank.rank for part in record.parts for rank in part.ranks)
-        return [
-            Selected(
-                record, select_rank(record, rank, request.only, request.dtype), rank, folder, request.progress
-            )
-            for rank in ranks
-        ]
-    only = request.only
-    if request.one_module:
-        only = (only_module(record, only, request.format),)
-    return [Selected(record, select(record, only, request.dtype), 0, folder, request.progress)]
+    return [Selected(record, leaves, rank, folder, request.progress) for rank, leaves in rows]
 
 
 # The destination: creation in one rename, and the list of a folder's files
@@ -197,11 +200,6 @@ def _chosen(record: StepRecord, request: Request, *, by_rank: bool) -> list[Sele
 # Lists the origin and the files of an exported folder. An export replaces only a folder without other files.
 LIST = "flashckpt-export.json"
 _MAX_LIST_BYTES = 16 << 20
-
-
-def rank_file(rank: int, suffix: str) -> str:
-    """The name of a rank's file in a folder with a file for each rank."""
-    return f"rank-{rank:05d}.{suffix}"
 
 
 def check_free(out: str, run: str, *, force: bool, is_folder: bool) -> None:
@@ -229,23 +227,10 @@ def check_free(out: str, run: str, *, force: bool, is_folder: bool) -> None:
         )
 
 
-def list_files(folder: str) -> list[tuple[str, int]]:
-    """List the files below a folder as (path in it, bytes). A file is listed as ("", bytes)."""
-    if not os.path.isdir(folder):
-        return [("", os.path.getsize(folder))]
-    found = []
-    for root, _, names in os.walk(folder):
-        for name in names:
-            path = os.path.join(root, name)
-            found.append((os.path.relpath(path, folder), os.path.getsize(path)))
-    return sorted(found)
-
-
-def write_list(folder: str, about: Mapping[str, object]) -> None:
-    """Write the list of an exported folder, its last file."""
-    table = {**about, "files": dict(list_files(folder))}
-    with open(os.path.join(folder, LIST), "x", encoding="utf-8") as file:
-        file.write(json.dumps(table, indent=2) + "\n")
+def _list_files(path: str) -> list[tuple[str, int]]:
+    """List a file, or the files below a folder, as (path in it, bytes)."""
+    files = [each for each in _files(path) if not os.path.isdir(each)]
+    return sorted((os.path.relpath(each, path), os.path.getsize(each)) for each in files)
 
 
 def _is_empty(path: str) -> bool:
@@ -258,7 +243,7 @@ def _is_replaceable(out: str) -> bool:
     try:
         with open(os.path.join(out, LIST), encoding="utf-8") as file:
             listed = json.loads(file.read(_MAX_LIST_BYTES))["files"]
-        found = {name for name, _ in list_files(out)}
+        found = {name for name, _ in _list_files(out)}
         return isinstance(listed, dict) and found <= {LIST, *listed}
     except (OSError, ValueError, LookupError, TypeError):
         return False
