@@ -176,9 +176,7 @@ class _Binding:
             state = _nested(state, live, self._parameter_names(live))
         groups, states = state["param_groups"], dict(state["state"])
         params = self._parameters(groups, live)
-        schemas: dict[bytes, tuple[int, Any]] = {}
-        columns: list[list[int]] = [[], []]
-        scalars: list[Any] = []
+        indexes, schemas, scalars = list[int](), list[Any](), list[Any]()
         ids = [each for group in groups for each in group["params"]]
         for index, (number, full) in enumerate(zip(ids, sum(params, []), strict=True)):
             key = number if number in states else str(number)  # DCP makes texts of keys
@@ -186,10 +184,8 @@ class _Binding:
                 continue
             saved = states.pop(key)
             self._rename(saved, join(f"{entry.name}.state", key), state_name(entry.name, full))
-            schema = _schema(saved, scalars)
-            place, _ = schemas.setdefault(encode_json(schema), (len(schemas), schema))
-            columns[0].append(index)
-            columns[1].append(place)
+            indexes.append(index)
+            schemas.append(_schema(saved, scalars))
         self._check_all_used(entry.name, states)
         for number, group in enumerate(groups):
             before, now = f"{entry.name}.param_groups.{number}", f"{entry.name}.groups.{number}"
@@ -200,8 +196,8 @@ class _Binding:
             "device": "cpu",
             "params": params,
             "groups": [_options(group, entry.name, number) for number, group in enumerate(groups)],
-            "schemas": [schema for _, schema in schemas.values()],
-            "state": columns,
+            "schemas": schemas,
+            "state": [indexes, list(range(len(schemas)))],
             "shared": {},
             "scalars": scalars,
         }

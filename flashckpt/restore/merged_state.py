@@ -437,25 +437,17 @@ class MergedState:
 
     def _states(self, entry: OptimizerEntry) -> dict[str, Any]:
         """Return the state by parameter, in the form that `OptimizerEntry` writes."""
-        schemas: dict[bytes, tuple[int, Any]] = {}
-        columns: list[list[int]] = [[], []]
-        scalars: list[Any] = []
+        indexes, schemas, scalars = list[int](), list[Any](), list[Any]()
         places = [place for group in entry.places() for place in group]
         for index, (full, prefix, parameter) in enumerate(places):
             saved = self.saved(self._owner[full]) if full in self._owner else None
             state = None if saved is None else saved.states.get((entry.name, full))
             if saved is None or state is None:
                 continue
-            schema = self._live_schema(saved, state, prefix, parameter)
-            number, _ = schemas.setdefault(encode_json(schema), (len(schemas), schema))
-            columns[0].append(index)
-            columns[1].append(number)
+            indexes.append(index)
+            schemas.append(self._live_schema(saved, state, prefix, parameter))
             scalars += state.scalars
-        return {
-            "schemas": [schema for _, schema in schemas.values()],
-            "state": columns,
-            "scalars": scalars,
-        }
+        return {"schemas": schemas, "state": [indexes, list(range(len(schemas)))], "scalars": scalars}
 
     def _live_schema(self, saved: SavedRank, state: SavedState, prefix: str, parameter: Tensor) -> Any:
         """Return the schema with references to tensors as they are created for this parameter; takes their
