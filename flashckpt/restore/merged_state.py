@@ -78,7 +78,7 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> S
         elsewhere=merged.untaken(("module",)),
     )
     files = {piece.path for each in parts.values() for piece, _ in each}
-    return StepReading(record, snapshot, parts, files if world > 1 else ())
+    return StepReading(snapshot, parts, files if world > 1 else ())
 
 
 def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dict[str, Any]:

@@ -34,20 +34,20 @@ class Writing:
 
     def __init__(self, tree: Tree) -> None:
         self._tree, self.begun = tree, False
-        self._snapshot: Snapshot | None = None
         self._was_poisoned = any(id(target) in _poisoned for target in self._targets())
-        self._is_read = self._is_mixed = self._was_poisoned
+        self._read: list[Snapshot] = []
 
     def into(self, snapshot: Snapshot, targets: Mapping[str, Tensor]) -> None:
         """Note that a step is read into these live tensors."""
-        self._is_mixed, self._snapshot = self._is_read, snapshot
-        self._is_read, self.begun = self._is_read or bool(targets), self.begun or bool(targets)
+        if targets:
+            self.begun = True
+            self._read.append(snapshot)
 
     def check(self, snapshot: Snapshot) -> None:
         """Raise StateError, before a step is restored, if another step was read into the live state before,
         by this start or one that failed, and this one may leave a part of it as it is: an imported step what
         it lacks, any step a buffer that is not persistent."""
-        is_mixed = self._is_mixed if self._snapshot is snapshot else self._is_read
+        is_mixed = self._was_poisoned or any(each is not snapshot for each in self._read)
         is_partial = PARTIAL in snapshot.section("state")
         lacks = self._was_poisoned and not self._tree.transient.issubset(snapshot.leaves)
         if (is_mixed and is_partial) or lacks:

@@ -32,11 +32,8 @@ class StepReading:
         through the page cache.
     """
 
-    def __init__(
-        self, record: StepRecord, snapshot: Snapshot, parts: Mapping[str, Parts], buffered: Iterable[str] = ()
-    ) -> None:
-        self.record, self.snapshot = record, snapshot
-        self._parts, self._buffered = parts, frozenset(buffered)
+    def __init__(self, snapshot: Snapshot, parts: Mapping[str, Parts], buffered: Iterable[str] = ()) -> None:
+        self.snapshot, self._parts, self._buffered = snapshot, parts, frozenset(buffered)
 
     @classmethod
     def of_own(cls, record: StepRecord, rank: int, *, is_alone: bool) -> StepReading:
@@ -61,7 +58,7 @@ class StepReading:
         is_shared = bool(mine.replicas) and not is_alone
         buffered = {piece.path for piece in pieces.values()} - (set() if is_shared else set(own))
         parts = {name: [(piece, piece.region)] for name, piece in pieces.items()}
-        return cls(record, snapshot, parts, buffered)
+        return cls(snapshot, parts, buffered)
 
     @property
     def files(self) -> Mapping[str, Contents]:
@@ -78,7 +75,7 @@ class StepReading:
         again."""
         snapshot = self.snapshot
         new = [leaf for name, leaf in snapshot.leaves.items() if name not in targets]
-        tensors = dict(targets) | new_tensors(new, f"Step {self.record.step}")
+        tensors = dict(targets) | new_tensors(new, f"Step {snapshot.step}")
         rows = list[tuple[Leaf, Parts, Tensor]]()
         try:
             rows += [(leaf, self._parts[name], tensors[name]) for name, leaf in snapshot.leaves.items()]
