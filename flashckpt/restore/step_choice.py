@@ -357,6 +357,8 @@ class StepChoice:
         store = None if candidate.held is not None else self._store_of(candidate)
         begun = self._retried(str(candidate), partial(self._read, candidate), store)
         try:
+            if begun.held is not None:
+                self._check_layout(begun.snapshot)
             self._fits(begun.snapshot)
         except BaseException:
             begun.drop()
@@ -366,13 +368,7 @@ class StepChoice:
     def _read(self, candidate: Candidate) -> Loaded:
         if candidate.held is not None:
             held = candidate.held
-            loaded = Loaded(self._with_advice(lambda: memory_tier.load(held, self._threads)), held)
-            try:
-                self._check_layout(loaded.snapshot)
-            except BaseException:
-                loaded.drop()
-                raise
-            return loaded
+            return Loaded(self._with_advice(lambda: memory_tier.load(held, self._threads)), held)
         record = self._record(candidate)
         if self._layout.has(record):
             is_alone = len(self._agreement.node) < 2
