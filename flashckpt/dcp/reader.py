@@ -31,12 +31,13 @@ from flashckpt.dcp.planners import LoadPlanner
 from flashckpt.dcp.writer import METADATA, files_in, fqn_of, read_record
 from flashckpt.errors import DamagedError, FlashckptError, OptionError, RunError
 from flashckpt.format.layout import Leaf
-from flashckpt.format.typed import Hole, LeafRef, children, decode
-from flashckpt.restore.merged_state import SavedRank, SavedState
+from flashckpt.format.typed import LeafRef, children, decode
+from flashckpt.restore.merged_state import SavedRank
 from flashckpt.restore.step_reading import read_leaves
 from flashckpt.restore.step_tensors import TensorSlice
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.state.leaves import is_stored, leaf_names, value_of
+from flashckpt.state.optimizers import state_name
 from flashckpt.state.tensors import TORCH_DTYPES, fill
 from flashckpt.state.values import join, rebuild, references
 from flashckpt.store import open_store
@@ -299,7 +300,7 @@ class _Step(_Checkpoint):
         short = _torch_names(name, entry["params"], rank.entries)
         for (optimizer, full), state in rank.states.items():
             if optimizer == name:
-                self._add((name, "state", short[full]), state.prefix, _filled(state))
+                self._add((name, "state", short[full]), state_name(name, full), state)
         for number, (options, names) in enumerate(zip(entry["groups"], entry["params"], strict=True)):
             path: Path = (name, "param_groups", number)
             for key, option in options.items():
@@ -368,16 +369,3 @@ def _is_open(value: Any) -> bool:
         (type(item) is LeafRef and not is_stored(item)) or isinstance(item, Mapping) or _is_open(item)
         for item in value
     )
-
-
-def _filled(state: SavedState) -> Any:
-    """The state of one parameter, with its own values in the holes of the shared schema."""
-    own = iter(state.scalars)
-
-    def filled(value: Any) -> Any:
-        if type(value) is Hole:
-            return next(own)
-        items = list(children(value))
-        return rebuild(value, [(key, filled(item)) for key, item in items]) if items else value
-
-    return filled(state.schema)

@@ -17,14 +17,14 @@ from flashckpt.errors import DamagedError, MismatchError
 from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Leaf
 from flashckpt.format.records import RankRecord
-from flashckpt.format.typed import Hole, LeafRef, children, decode, encode_json
+from flashckpt.format.typed import LeafRef, decode, encode_json
 from flashckpt.restore.filling import MARK
 from flashckpt.state import rng
 from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import ContainerEntry, ObjectEntry, ScalerEntry, StateEntry
 from flashckpt.state.optimizers import OptimizerEntry, state_name
 from flashckpt.state.tree import PARTIAL, Tree
-from flashckpt.state.values import CONTAINERS, join, rebuild, references
+from flashckpt.state.values import CONTAINERS, join, references
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class _Binding:
             state = _nested(state, live, self._parameter_names(live))
         groups, states = state["param_groups"], dict(state["state"])
         params = self._parameters(groups, live)
-        indexes, schemas, scalars = list[int](), list[Any](), list[Any]()
+        indexes, found = list[int](), list[Any]()
         ids = [each for group in groups for each in group["params"]]
         for index, (number, full) in enumerate(zip(ids, sum(params, []), strict=True)):
             key = number if number in states else str(number)  # DCP makes texts of keys
@@ -185,7 +185,7 @@ class _Binding:
             saved = states.pop(key)
             self._rename(saved, join(f"{entry.name}.state", key), state_name(entry.name, full))
             indexes.append(index)
-            schemas.append(_schema(saved, scalars))
+            found.append(saved)
         self._check_all_used(entry.name, states)
         for number, group in enumerate(groups):
             before, now = f"{entry.name}.param_groups.{number}", f"{entry.name}.groups.{number}"
@@ -196,10 +196,10 @@ class _Binding:
             "device": "cpu",
             "params": params,
             "groups": [_options(group, entry.name, number) for number, group in enumerate(groups)],
-            "schemas": schemas,
-            "state": [indexes, list(range(len(schemas)))],
+            "schemas": found,
+            "state": [indexes, list(range(len(found)))],
             "shared": {},
-            "scalars": scalars,
+            "scalars": [],
         }
 
     def _parameters(self, groups: Iterable[Mapping[str, Any]], live: list[list[str]]) -> list[list[str]]:
@@ -249,17 +249,6 @@ def _options(group: Mapping[str, Any], name: str, number: int) -> dict[str, Any]
         for key, option in group.items()
         if key not in _NOT_OPTIONS
     }
-
-
-def _schema(value: Any, scalars: list[Any]) -> Any:
-    """Return the schema of a parameter's state: references without names, and a hole for each part without
-    tensors, which is appended to `scalars`."""
-    if type(value) is LeafRef:
-        return LeafRef("", value.about)
-    if next(references(value, ""), None) is None:
-        scalars.append(value)
-        return Hole()
-    return rebuild(value, [(key, _schema(item, scalars)) for key, item in children(value)])
 
 
 def _nested(flat: Mapping[str, Any], live: list[list[str]], names: Mapping[str, str]) -> dict[str, Any]:

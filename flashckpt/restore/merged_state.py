@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +37,7 @@ from flashckpt.state.leaves import LiveLeaf, leaf_names
 from flashckpt.state.loader.other_ranks import goes_by_others, merged_progress, merged_rng
 from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import StateEntry
-from flashckpt.state.optimizers import OptimizerEntry, state_name
+from flashckpt.state.optimizers import OptimizerEntry
 from flashckpt.state.tensors import is_sharded, kind_of
 from flashckpt.state.tree import NAMESPACE, PARTIAL, Tree, Walk
 from flashckpt.state.values import CONTAINERS, join, rebuild, references
@@ -102,16 +102,6 @@ def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dic
     }
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """An optimizer's state of one parameter: a schema with references, and the scalars of its holes. Names of
-    its leaves, in its rank's record, begin with `prefix`."""
-
-    prefix: str
-    schema: Any
-    scalars: list[Any]
-
-
 class SavedRank:
     """The values of one rank of a step, decoded."""
 
@@ -128,25 +118,24 @@ class SavedRank:
         return {name: (kind, value["exceptions"].get(name)) for name, kind in pairs}
 
     @cached_property
-    def states(self) -> dict[tuple[str, str], SavedState]:
-        """Optimizer and full name of a parameter -> its state."""
-        return {
-            (name, full): state
-            for name, value in self.entries.items()
-            if value["kind"] == "optimizer"
-            for full, state in self._states_of(name, value)
-        }
-
-    def _states_of(self, name: str, value: Mapping[str, Any]) -> Iterator[tuple[str, SavedState]]:
-        order, scalars = [full for group in value["params"] for full in group], iter(value["scalars"])
-        for index, number in zip(*value["state"], strict=True):
-            schema, full = value["schemas"][number], order[index]
-            own = [next(scalars) for _ in range(_holes(schema))]
-            yield full, SavedState(state_name(name, full), schema, own)
+    def states(self) -> dict[tuple[str, str], Any]:
+        """Optimizer and full name of a parameter -> its state, with references to its leaves."""
+        found: dict[tuple[str, str], Any] = {}
+        for name, value in self.entries.items():
+            if value["kind"] != "optimizer":
+                continue
+            order, scalars = [full for group in value["params"] for full in group], iter(value["scalars"])
+            for index, number in zip(*value["state"], strict=True):
+                found[name, order[index]] = _filled(value["schemas"][number], scalars)
+        return found
 
 
-def _holes(schema: Any) -> int:
-    return 1 if type(schema) is Hole else sum(_holes(item) for _, item in children(schema))
+def _filled(schema: Any, scalars: Iterator[Any]) -> Any:
+    """Return the state of one parameter: a schema that many share, with its own values in the holes."""
+    if type(schema) is Hole:
+        return next(scalars)
+    items = [(key, _filled(item, scalars)) for key, item in children(schema)]
+    return rebuild(schema, items) if items else schema
 
 
 class MergedState:
@@ -280,10 +269,9 @@ class MergedState:
                 return entry.modules[path]._buffers.get(key, self) is None
         return False
 
-    def _take_of_rank(self, name: str, rank: int, here: str | None = None) -> None:
-        """Take a tensor as one rank had it. here: its live name, if it differs."""
-        here = here or name
-        if here in self._names:
+    def _take_of_rank(self, name: str, rank: int) -> None:
+        """Take a tensor as one rank had it."""
+        if name in self._names:
             return
         tensor = self._ranks.leaves.get(name)
         if tensor is None:
@@ -291,11 +279,11 @@ class MergedState:
         self._used.add(tensor.name)
         piece = tensor.of_rank(rank)
         if piece is None:
-            self._want(here, tensor, tensor.whole, tensor.leaf.stride)
+            self._want(name, tensor, tensor.whole, tensor.leaf.stride)
             return
         aliases = tuple(each for each in (piece.leaf.name, *piece.leaf.aliases) if each != name)
-        self._names.update((here, *aliases))
-        leaf = replace(piece.leaf, name=here, aliases=aliases, offset=-1)
+        self._names.update((name, *aliases))
+        leaf = replace(piece.leaf, name=name, aliases=aliases, offset=-1)
         self.leaves.append((leaf, [(piece, piece.region)]))
 
     def _want(
@@ -437,33 +425,25 @@ class MergedState:
 
     def _states(self, entry: OptimizerEntry) -> dict[str, Any]:
         """Return the state by parameter, in the form that `OptimizerEntry` writes."""
-        indexes, schemas, scalars = list[int](), list[Any](), list[Any]()
+        indexes, states = list[int](), list[Any]()
         places = [place for group in entry.places() for place in group]
         for index, (full, prefix, parameter) in enumerate(places):
             saved = self.saved(self._owner[full]) if full in self._owner else None
-            state = None if saved is None else saved.states.get((entry.name, full))
-            if saved is None or state is None:
-                continue
-            indexes.append(index)
-            schemas.append(self._live_schema(saved, state, prefix, parameter))
-            scalars += state.scalars
-        return {"schemas": schemas, "state": [indexes, list(range(len(schemas)))], "scalars": scalars}
+            if saved is not None and (entry.name, full) in saved.states:
+                state = saved.states[entry.name, full]
+                indexes.append(index)
+                states.append(_replaced(state, prefix, partial(self._made, parameter, saved.rank)))
+        return {"schemas": states, "state": [indexes, list(range(len(states)))], "scalars": []}
 
-    def _live_schema(self, saved: SavedRank, state: SavedState, prefix: str, parameter: Tensor) -> Any:
-        """Return the schema with references to tensors as they are created for this parameter; takes their
-        leaves."""
-
-        def made(place: str, ref: LeafRef) -> LeafRef:
-            leaves = leaf_names(place, ref)
-            tensors = [self._ranks.leaves.get(leaf) for leaf in leaves]
-            here = [prefix + leaf[len(state.prefix) :] for leaf in leaves]
-            if len(leaves) == 1 and tensors[0] is not None:
-                return self._take_like(ref, tensors[0], here[0], parameter)
-            for leaf, name in zip(leaves, here, strict=True):
-                self._take_of_rank(leaf, saved.rank, name)
-            return LeafRef("", ref.about)
-
-        return _replaced(state.schema, state.prefix, made)
+    def _made(self, parameter: Tensor, rank: int, place: str, ref: LeafRef) -> LeafRef:
+        """Return a reference of a parameter's state to tensors as they are created here; takes its leaves."""
+        leaves = leaf_names(place, ref)
+        tensor = self._ranks.leaves.get(leaves[0]) if len(leaves) == 1 else None
+        if tensor is not None:
+            return self._take_like(ref, tensor, leaves[0], parameter)
+        for leaf in leaves:
+            self._take_of_rank(leaf, rank)
+        return LeafRef("", ref.about)
 
     def _take_like(self, ref: LeafRef, tensor: StepTensor, name: str, like: Tensor) -> LeafRef:
         """Take one tensor that belongs to the parameter `like`: as a DTensor if the parameter is one and the
