@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from flashckpt.format.layout import Leaf
 from flashckpt.format.typed import LeafRef, children, decode
 from flashckpt.restore.merged_state import SavedRank
 from flashckpt.restore.step_reading import read_leaves
-from flashckpt.restore.step_tensors import TensorSlice
+from flashckpt.restore.step_tensors import TensorSlice, transient_names
 from flashckpt.restore.whole_tensors import WholeTensors
 from flashckpt.state.leaves import is_stored, leaf_names, value_of
 from flashckpt.state.optimizers import state_name
@@ -143,17 +143,10 @@ def _source(store: Store, step: int | None) -> _Checkpoint:
 Path = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A value that is not a tensor. `name`: its place, the prefix of the names of its leaves."""
-
-    value: Any
-    name: str
-
-
 class _Checkpoint:
     """An open checkpoint as the items of a state_dict. `tensors`: by name. `paths`: position of each in the
-    nested state_dict. `identity`: equal on all ranks that read the same checkpoint.
+    nested state_dict. `identity`: equal on all ranks that read the same checkpoint. `_values`: what is not a
+    tensor, each with its place, the prefix of the names of its leaves.
 
     Tensors are assembled from all ranks; where ranks differ, rank 0's are taken.
     """
@@ -162,7 +155,7 @@ class _Checkpoint:
         self.identity = str(record.name)
         self._record, self._whole = record, WholeTensors(record)
         self.tensors: dict[str, Leaf] = {}
-        self._values: dict[str, _Value] = {}
+        self._values: dict[str, tuple[Any, str]] = {}
         self.paths: dict[str, Path] = {}
 
     def metadata(self) -> Metadata:
@@ -196,8 +189,7 @@ class _Checkpoint:
 
     def values(self, names: Sequence[str]) -> list[Any]:
         """Return values that are not tensors, verified; tensors inside of them are on the CPU."""
-        found = [self._values[name] for name in names]
-        return [self._made(each.value, each.name) for each in found]
+        return [self._made(*self._values[name]) for name in names]
 
     def _made(self, value: Any, name: str) -> Any:
         return value
@@ -213,7 +205,7 @@ class _WriterFolder(_Checkpoint):
             for name, path in record.parts[0].environment["paths"]:
                 self.paths[name] = _checked_path(path)
             for rank in (rank for part in record.parts for rank in part.ranks):
-                self._values |= {name: _Value(decode(value), "") for name, value in rank.values.items()}
+                self._values |= {name: (decode(value), "") for name, value in rank.values.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedError(
                 f"{store.url}/{METADATA} does not have the form it was written in ({error!r}). Nothing was "
@@ -236,14 +228,6 @@ PART = "state_dict"
 """The name of the one part of a run that `flashckpt.dcp.save` makes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    """A module over all ranks: its extra state by name, and the leaves that its state_dict leaves out."""
-
-    extra: dict[str, Any] = field(default_factory=dict)
-    left_out: set[str] = field(default_factory=set)
-
-
 class _Step(_Checkpoint):
     """A committed step of a run.
 
@@ -257,13 +241,13 @@ class _Step(_Checkpoint):
         record = resolve(store, step)
         super().__init__(record)
         self._leaves = {name: leaf for leaf in self._whole.leaves for name in (leaf.name, *leaf.aliases)}
-        modules: dict[str, _Module] = {}
+        extras: dict[str, dict[str, Any]] = {}
         try:
-            for number in sorted(each.rank for part in record.parts for each in part.ranks):
-                each = record.rank(number)
-                self._add_rank(SavedRank(number, each.values), modules)
-            for name, module in modules.items():
-                self._add_module(name, module)
+            for number in range(record.world):
+                self._add_rank(SavedRank(number, record.rank(number).values), extras)
+            left_out = transient_names(record)
+            for name, extra in extras.items():
+                self._add_module(name, extra, left_out)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
             raise DamagedError(
                 f"The values of step {record.step} of {store.url} do not have the form they were written in "
@@ -272,28 +256,25 @@ class _Step(_Checkpoint):
                 path=store.url,
             ) from error
 
-    def _add_rank(self, rank: SavedRank, modules: dict[str, _Module]) -> None:
-        """Add the items that no earlier rank has. Of modules, add only what is in no leaf."""
+    def _add_rank(self, rank: SavedRank, extras: dict[str, dict[str, Any]]) -> None:
+        """Add the items that no earlier rank has; of modules, only to `extras`: the extra state of each."""
         for name, entry in rank.entries.items():
             if entry["kind"] == "module":
-                module = modules.setdefault(name, _Module())
-                module.left_out.update(entry.get("transient", ()))
+                extra = extras.setdefault(name, {})
                 for place, value in entry.get("extra", {}).items():
-                    module.extra.setdefault(join(place, "_extra_state"), value)
+                    extra.setdefault(join(place, "_extra_state"), value)
             elif entry["kind"] == "optimizer":
                 self._add_optimizer(name, entry, rank)
             else:
                 path: Path = () if name == PART and len(rank.entries) == 1 else (name,)
                 self._add(path, name, entry["state"])
 
-    def _add_module(self, name: str, module: _Module) -> None:
-        for place, value in module.extra.items():
+    def _add_module(self, name: str, extra: dict[str, Any], left_out: frozenset[str]) -> None:
+        for place, value in extra.items():
             self._add((name, place[len(name) + 1 :]), place, value)
-            module.left_out.update(
-                leaf for at, ref in references(value, place) for leaf in leaf_names(at, ref)
-            )
+            left_out |= {leaf for at, ref in references(value, place) for leaf in leaf_names(at, ref)}
         for leaf in self._leaves:
-            if leaf.startswith(f"{name}.") and leaf not in module.left_out:
+            if leaf.startswith(f"{name}.") and leaf not in left_out:
                 self._add_tensor((name, leaf[len(name) + 1 :]), leaf)
 
     def _add_optimizer(self, name: str, entry: Mapping[str, Any], rank: SavedRank) -> None:
@@ -320,7 +301,7 @@ class _Step(_Checkpoint):
             for index, item in enumerate(value):
                 self._add((*path, index), join(name, index), item)
         else:
-            self._values.setdefault(self._named(path), _Value(value, name))
+            self._values.setdefault(self._named(path), (value, name))
 
     def _add_tensor(self, path: Path, leaf_name: str) -> None:
         self.tensors.setdefault(self._named(path), self._leaves[leaf_name])
