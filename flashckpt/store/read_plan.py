@@ -51,12 +51,6 @@ def each_piece(
             raise
 
 
-def cut(num_bytes: int, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the pieces of a file."""
-    for start in range(0, num_bytes, piece_bytes):
-        yield start, min(start + piece_bytes, num_bytes)
-
-
 class ImageSums:
     """Checksum of each chunk (16 bytes) and digest of each leaf of an image. Pieces arrive in any order and
     from several threads, each byte once. A piece begins at a chunk and ends at a chunk or the image's end."""
