@@ -22,7 +22,7 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.metadata import Metadata
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.names import CommitName
 from flashckpt.format.typed import decode_json
 from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.restore.snapshot import Snapshot, leaf_view
@@ -45,7 +45,7 @@ class Held:
 
     slot: Slot
     owner: int
-    sealed: Sealed | None = None
+    sealed: Sealed
     pinned: Word | None = None
     constants: Sequence[Slot] = ()
     others: Mapping[int, Sequence[Slot]] = field(default_factory=dict)
@@ -58,20 +58,14 @@ class Held:
     @property
     def name(self) -> CommitName:
         """The name of its checkpoint, whether it is committed or not. Sorts snapshots, newest last."""
-        assert self.sealed is not None
         return CommitName(self.sealed.step, self.sealed.attempt, self.sealed.boundary)
 
     @property
     def step(self) -> int:
         return self.name.step
 
-    @property
-    def attempt(self) -> AttemptName:
-        return self.name.attempt
-
     def lacks(self) -> tuple[int, ...]:
         """Return the ranks to which leaves were left and whose slots are not here. Raises DamagedError."""
-        assert self.sealed is not None
         owners = {owner for _, owner in self.slot.metadata(self.sealed).divided()}
         return tuple(sorted(owners - {self.slot.rank} - self.others.keys()))
 
@@ -88,7 +82,6 @@ class Held:
 
     @property
     def _is_still(self) -> bool:
-        assert self.sealed is not None
         word = self.slot.state()
         is_sealed = word.state in (SlotState.SEALED, SlotState.PINNED)
         return is_sealed and word.generation == self.sealed.generation
@@ -99,7 +92,6 @@ def load(held: Held, threads: int) -> Snapshot:
 
     Raises DamagedError if its bytes are not the sealed ones; the slot is unpinned then.
     """
-    assert held.sealed is not None
     held.pinned = held.slot.pin(held.owner, held.slot.state())
     # A keeper that persists or audits this snapshot has it pinned and only reads, so this process may too.
     # Only a trainer of this rank, which is this process, overwrites a slot.
@@ -116,7 +108,6 @@ def load(held: Held, threads: int) -> Snapshot:
 
 
 def _audited(held: Held, threads: int) -> Snapshot:
-    assert held.sealed is not None
     metadata = held.slot.metadata(held.sealed)
     ranges = [SlotRange(held.slot, 0, metadata.image.num_bytes)]
     if metadata.constants is not None:
@@ -150,7 +141,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
     found = [(index, *place) for index, place in enumerate(places) if index not in outdated]
     return Snapshot(
         step=held.step,
-        attempt=held.attempt,
+        attempt=held.name.attempt,
         boundary=held.sealed.boundary,
         tier=held.tier,
         leaves={leaf.name: leaf for _, leaf, _, _ in found},
@@ -214,7 +205,6 @@ def _slot_of_owner(held: Held, rank: int, wanted: Sequence[tuple[object, int]]) 
 def _starts(slot: Slot, held: Held) -> _Starts:
     """Return where leaves begin in the image of another rank's slot, by content and digest; {} if it has
     another boundary."""
-    assert held.sealed is not None
     try:
         sealed = slot.sealed()
         if sealed is None or sealed.id != held.sealed.id:

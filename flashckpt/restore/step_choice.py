@@ -32,7 +32,7 @@ from flashckpt.commit.steps import StepRecord, missing_of, read_checkpoint, step
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, OutOfSpaceError, RunError, UnusableRunError
 from flashckpt.format.catalogue import Checkpoint
-from flashckpt.format.names import AttemptName, CommitName
+from flashckpt.format.names import CommitName
 from flashckpt.restore import memory_tier
 from flashckpt.restore.filling import LiveLayout
 from flashckpt.restore.memory_tier import Held
@@ -72,15 +72,11 @@ class Candidate:
         return self.name.step
 
     @property
-    def attempt(self) -> AttemptName:
-        return self.name.attempt
-
-    @property
     def tier(self) -> str:
         return self.held.tier if self.held is not None else "remote" if self.is_remote else "local"
 
     def __str__(self) -> str:
-        return f"step {self.step} of attempt {self.attempt} ({self.tier})"
+        return f"step {self.step} of attempt {self.name.attempt} ({self.tier})"
 
 
 @dataclass(frozen=True)
@@ -242,8 +238,6 @@ class StepChoice:
         loaded."""
         view = self._home
         for held in self._survived:
-            if held.sealed is None:
-                continue
             problem = ""
             with contextlib.suppress(DamagedError):  # reported when it is loaded
                 # A snapshot of memory that may be resumed is of the newest attempt, or it resumed from it.
@@ -261,7 +255,7 @@ class StepChoice:
 
     def _unsaved_offers(self) -> Iterator[Offer]:
         """Yield those of other ranks that this node's keeper can still save."""
-        own = {held.name for held in self._survived if held.sealed is not None}
+        own = {held.name for held in self._survived}
         for name in self._unsaved():
             if name not in own:
                 why = "this rank did not capture it on this node"
@@ -272,8 +266,7 @@ class StepChoice:
         for place in candidate.places(self._mine):
             if place in (Place.MEMORY, Place.CACHE):
                 held = [each for each in self._survived if each.slot.is_cached is (place is Place.CACHE)]
-                named = [each for each in held if each.sealed is not None and each.name.id == candidate.id]
-                yield from (Candidate(each.name, each) for each in named)
+                yield from (Candidate(each.name, each) for each in held if each.name.id == candidate.id)
             else:
                 checkpoint = candidate.mirror if place is Place.MIRROR else candidate.home
                 yield Candidate(candidate.name, checkpoint=checkpoint, is_remote=place is Place.MIRROR)
