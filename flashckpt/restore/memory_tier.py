@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flashckpt import _native
+from flashckpt.commit.choice import Place
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
 from flashckpt.format.metadata import Metadata
@@ -28,6 +29,8 @@ from flashckpt.memory.slot import Sealed, Slot, SlotState, Word
 from flashckpt.restore.snapshot import Snapshot, leaf_view
 from flashckpt.restore.step_reading import check_memory
 from flashckpt.store.read_plan import each_piece
+
+TIERS = {Place.MEMORY: "memory", Place.CACHE: "cache", Place.HOME: "local", Place.MIRROR: "remote"}
 
 _CHUNK_BYTES = 8 << 20
 _MOST_THREADS = 8
@@ -52,8 +55,8 @@ class Held:
     region: Slot | None = None
 
     @property
-    def tier(self) -> str:
-        return "cache" if self.slot.is_cached else "memory"
+    def place(self) -> Place:
+        return Place.CACHE if self.slot.is_cached else Place.MEMORY
 
     @property
     def name(self) -> CommitName:
@@ -143,7 +146,7 @@ def _audited(held: Held, threads: int) -> Snapshot:
         step=held.step,
         attempt=held.name.attempt,
         boundary=held.sealed.boundary,
-        tier=held.tier,
+        tier=TIERS[held.place],
         leaves={leaf.name: leaf for _, leaf, _, _ in found},
         digests={leaf.name: metadata.digests[index] for index, leaf, _, _ in found},
         values=decode_json(metadata.values),

@@ -35,7 +35,7 @@ from flashckpt.format.catalogue import Checkpoint
 from flashckpt.format.names import CommitName
 from flashckpt.restore import memory_tier
 from flashckpt.restore.filling import LiveLayout
-from flashckpt.restore.memory_tier import Held
+from flashckpt.restore.memory_tier import TIERS, Held
 from flashckpt.restore.node_copies import fetched
 from flashckpt.restore.snapshot import Snapshot
 from flashckpt.restore.step_reading import StepReading
@@ -59,24 +59,20 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A snapshot of the lineage in one tier: `held` in a slot of this node or its cache, or the `checkpoint`
+    """A snapshot of the lineage in one place: `held` in a slot of this node or its cache, or the `checkpoint`
     in the store, or in the remote."""
 
     name: CommitName
+    place: Place
     held: Held | None = None
     checkpoint: Checkpoint | None = None
-    is_remote: bool = False
 
     @property
     def step(self) -> int:
         return self.name.step
 
-    @property
-    def tier(self) -> str:
-        return self.held.tier if self.held is not None else "remote" if self.is_remote else "local"
-
     def __str__(self) -> str:
-        return f"step {self.step} of attempt {self.name.attempt} ({self.tier})"
+        return f"step {self.step} of attempt {self.name.attempt} ({TIERS[self.place]})"
 
 
 @dataclass(frozen=True)
@@ -250,8 +246,7 @@ class StepChoice:
                     problem = (
                         f"the slots of ranks {ranks} of this node, which held a part of it for all, are gone"
                     )
-            place = Place.CACHE if held.slot.is_cached else Place.MEMORY
-            yield Offer(id=held.name.id, step=held.step, place=place, problem=problem)
+            yield Offer(id=held.name.id, step=held.step, place=held.place, problem=problem)
 
     def _unsaved_offers(self) -> Iterator[Offer]:
         """Yield those of other ranks that this node's keeper can still save."""
@@ -265,11 +260,12 @@ class StepChoice:
         """Yield the copies of a candidate that this rank may read, in the order in which it tries them."""
         for place in candidate.places(self._mine):
             if place in (Place.MEMORY, Place.CACHE):
-                held = [each for each in self._survived if each.slot.is_cached is (place is Place.CACHE)]
-                yield from (Candidate(each.name, each) for each in held if each.name.id == candidate.id)
+                for held in self._survived:
+                    if held.place is place and held.name.id == candidate.id:
+                        yield Candidate(held.name, place, held)
             else:
                 checkpoint = candidate.mirror if place is Place.MIRROR else candidate.home
-                yield Candidate(candidate.name, checkpoint=checkpoint, is_remote=place is Place.MIRROR)
+                yield Candidate(candidate.name, place, checkpoint=checkpoint)
 
     # ---- one candidate
 
@@ -312,7 +308,7 @@ class StepChoice:
         if reading is None:
             return begun
         # A step that failed verification may fail again, and must not spoil live tensors.
-        is_marked = not candidate.is_remote and candidate.name.id in self._home.damaged
+        is_marked = candidate.place is not Place.MIRROR and candidate.name.id in self._home.damaged
         targets = {} if is_marked else self._targets(begun.snapshot)
 
         def read() -> Loaded:
@@ -368,7 +364,7 @@ class StepChoice:
             reading = StepReading.of_own(record, self._rank, is_alone=is_alone)
         else:
             reading = self._layout.begin(record)
-        return Loaded(replace(reading.snapshot, tier=candidate.tier), reading=reading)
+        return Loaded(replace(reading.snapshot, tier=TIERS[candidate.place]), reading=reading)
 
     def _check_layout(self, snapshot: Snapshot) -> None:
         """Raise DamagedError for a snapshot in memory of another layout: a rank has only its own part in
@@ -388,9 +384,9 @@ class StepChoice:
         Rank 0 checks that every file is there, unless the decision has checked it: the other ranks only meet
         the files that they read, and one listing has a name for each rank of the step."""
         assert candidate.checkpoint is not None
-        store, place = self._store_of(candidate), Place.MIRROR if candidate.is_remote else Place.HOME
+        store = self._store_of(candidate)
         is_first = any(each.id == candidate.name.id for each in self.choice.candidates[:1])
-        manifest = self.choice.manifests.get(place) if is_first else None
+        manifest = self.choice.manifests.get(candidate.place) if is_first else None
         is_due = self._rank == 0 and manifest is None
         manifest = manifest or read_checkpoint(store, candidate.checkpoint)
         if is_due and (missing := missing_of(store, manifest)):
@@ -401,7 +397,7 @@ class StepChoice:
         return step_of(store, manifest, {self._rank % manifest.world}, with_writers=True)
 
     def _store_of(self, candidate: Candidate) -> Store:
-        if not candidate.is_remote:
+        if candidate.place is not Place.MIRROR:
             return self._store
         assert self._remote is not None
         return self._remote.store
@@ -506,7 +502,7 @@ class StepChoice:
     def _refuse(self, candidate: Candidate, error: Exception) -> None:
         self._pass_over(f"{candidate}: {error}")
         is_missing = isinstance(error, MissingShardError)
-        if candidate.tier == "local" and isinstance(error, DamagedError) and not is_missing:
+        if candidate.place is Place.HOME and isinstance(error, DamagedError) and not is_missing:
             try:
                 lineage.quarantine(self._store, candidate.name, lineage.this_host(), str(error))
             except OSError as failure:
