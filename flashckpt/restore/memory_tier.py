@@ -12,13 +12,13 @@ SIGBUS. The reads are buffered, because the ranks of a node read parts of each o
 from __future__ import annotations
 
 import os
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
-from flashckpt import _native
+from flashckpt.capture.devices import digest_tensors
 from flashckpt.commit.choice import Place
 from flashckpt.errors import DamagedError
 from flashckpt.format.layout import Leaf
@@ -125,14 +125,17 @@ def _audited(held: Held, threads: int) -> Snapshot:
     own = len(ranges)
     fetched = fetch(ranges + _left_to_others(held, metadata), held.step, threads)
     layout, images, left = metadata.image, fetched[:own], fetched[own:]
-    places = list[tuple[Leaf, memoryview, int]]()
+    rows = list[tuple[Leaf, torch.Tensor]]()
     for index, (leaf, start) in enumerate(zip(layout.leaves, layout.starts(), strict=True)):
         if layout.first_left <= index < layout.first_constant:
-            places.append((leaf, *left[index - layout.first_left]))
+            view, first = left[index - layout.first_left]
         else:
             view, first = images[index >= layout.first_constant]
-            places.append((leaf, view, first + start))
-    changed = _wrong(places, metadata.digests, threads)
+            first += start
+        rows.append((leaf, leaf_view(view, leaf, first)))
+    digests = digest_tensors([tensor for _, tensor in rows], threads)
+    pairs = zip(rows, digests, metadata.digests, strict=True)
+    changed = [leaf.name for (leaf, _), digest, expected in pairs if digest != expected]
     if changed or not held._is_still:
         where = "the cache" if held.slot.is_cached else "memory"
         raise DamagedError(
@@ -141,34 +144,21 @@ def _audited(held: Held, threads: int) -> Snapshot:
             step=held.step,
         )
     outdated, constants = layout.outdated, layout.constants
-    found = [(index, *place) for index, place in enumerate(places) if index not in outdated]
+    found = [(index, *row) for index, row in enumerate(rows) if index not in outdated]
     return Snapshot(
         step=held.step,
         attempt=held.name.attempt,
         boundary=held.sealed.boundary,
         tier=TIERS[held.place],
-        leaves={leaf.name: leaf for _, leaf, _, _ in found},
-        digests={leaf.name: metadata.digests[index] for index, leaf, _, _ in found},
+        leaves={leaf.name: leaf for _, leaf, _ in found},
+        digests={leaf.name: metadata.digests[index] for index, leaf, _ in found},
         values=decode_json(metadata.values),
-        tensors={leaf.name: leaf_view(view, leaf, start) for _, leaf, view, start in found},
-        constants=frozenset(leaf.name for index, leaf, _, _ in found if index >= layout.first_constant),
+        tensors={leaf.name: tensor for _, leaf, tensor in found},
+        constants=frozenset(leaf.name for index, leaf, _ in found if index >= layout.first_constant),
         region=(constants, tuple(metadata.digests[layout.first_constant :]))
         if constants is not None
         else None,
     )
-
-
-def _wrong(places: Sequence[tuple[Leaf, memoryview, int]], digests: Sequence[int], threads: int) -> list[str]:
-    """Return the names of the leaves whose bytes do not have their digests."""
-    found = array("Q", bytes(8 * len(places)))
-    _native.digest_many(
-        array("Q", [_native.address_of(view) + start for _, view, start in places]),
-        array("Q", [leaf.num_bytes for leaf, _, _ in places]),
-        _native.address_of(found),
-        threads,
-    )
-    rows = zip(places, found, digests, strict=True)
-    return [leaf.name for (leaf, _, _), digest, expected in rows if digest != expected]
 
 
 def _left_to_others(held: Held, metadata: Metadata) -> list[SlotRange]:

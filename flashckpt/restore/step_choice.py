@@ -300,8 +300,7 @@ class StepChoice:
         reading, store = begun.reading, self._store_of(candidate)
         source: Source = store
         if self._agreement.node and self._downloads:
-            is_remote = reading is not None and not store.capabilities.is_folder
-            files = reading.files if reading is not None and is_remote else {}
+            files = {} if reading is None or store.capabilities.is_folder else reading.files
             source = closing.enter_context(
                 fetched(store, self._rank, files, self._agreement.exchange, self._threads)
             )
