@@ -30,7 +30,6 @@ from flashckpt.restore.step_tensors import (
     StepRanks,
     StepTensor,
     TensorSlice,
-    complete_piece,
     ties,
 )
 from flashckpt.state.leaves import LiveLeaf, leaf_names
@@ -39,7 +38,7 @@ from flashckpt.state.modules import ModuleEntry
 from flashckpt.state.objects import StateEntry
 from flashckpt.state.optimizers import OptimizerEntry
 from flashckpt.state.tensors import is_sharded, kind_of
-from flashckpt.state.tree import NAMESPACE, PARTIAL, Tree, Walk
+from flashckpt.state.tree import NAMESPACE, PARTIAL, Tree
 from flashckpt.state.values import CONTAINERS, join, rebuild, references
 
 log = logging.getLogger(__name__)
@@ -56,12 +55,10 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> S
     """
     if is_imported(record):
         record = bound(tree, record)
-    ranks = StepRanks(record, rank, world)
-    merged = MergedState(tree, tree.found(), ranks, rank, world)
+    merged = MergedState(tree, record, rank, world)
     merged.merge()
     leaves = {leaf.name: leaf for leaf, _ in merged.leaves}
     parts = {leaf.name: parts for leaf, parts in merged.leaves}
-    complete = {name: complete_piece(leaf, parts[name]) for name, leaf in leaves.items()}
     log.info(
         "step %d of %d ranks is put together for rank %d of %d: %d leaves, %d bytes",
         record.step, record.world, rank, world, len(leaves), sum(leaf.num_bytes for leaf in leaves.values()),
@@ -72,34 +69,12 @@ def begin_for_layout(tree: Tree, record: StepRecord, rank: int, world: int) -> S
         boundary=record.boundary,
         tier="local",
         leaves=leaves,
-        digests={name: piece.digest for name, piece in complete.items() if piece is not None},
-        values=_values(merged, ranks, rank, world),
+        values=merged.values(),
         untaken=merged.untaken(),
         elsewhere=merged.untaken(("module",)),
     )
     files = {piece.path for each in parts.values() for piece, _ in each}
     return StepReading(snapshot, parts, files if world > 1 else ())
-
-
-def _values(merged: MergedState, ranks: StepRanks, rank: int, world: int) -> dict[str, Any]:
-    own, old_world = merged.source.values, ranks.record.world
-    if rank >= old_world or goes_by_others(own["progress"]):
-        ranks.read_apart()
-    known = {each: merged.saved(each).values for each in ranks.known}
-    progress = {each: values["progress"] for each, values in known.items()}
-    if rank >= old_world and MARK not in own:
-        log.warning(
-            "step %d was made by %d ranks, and rank %d was not among them: its random numbers and its own "
-            "values are derived from those of rank %d. They are the same at each such start, and differ from "
-            "those of an uninterrupted run",
-            ranks.record.step, old_world, rank, ranks.source,
-        )  # fmt: skip
-    return {
-        **own,
-        "state": merged.value,
-        "progress": merged_progress(progress, rank, world, old_world),
-        "rng": merged_rng({each: values["rng"] for each, values in known.items()}, rank, old_world),
-    }
 
 
 class SavedRank:
@@ -139,18 +114,18 @@ def _filled(schema: Any, scalars: Iterator[Any]) -> Any:
 
 
 class MergedState:
-    """The parts of a step that a live state takes: after `merge`, `leaves` and `value` (as in
-    `Tree.walk`)."""
+    """The parts of a step that a live state takes: after `merge`, `leaves` and `values`."""
 
-    def __init__(self, tree: Tree, live: Walk, ranks: StepRanks, rank: int, world: int) -> None:
-        self._tree, self._live, self._ranks, self._rank, self._world = tree, live, ranks, rank, world
+    def __init__(self, tree: Tree, record: StepRecord, rank: int, world: int) -> None:
+        self._tree, self._live, self._rank, self._world = tree, tree.found(), rank, world
+        self._ranks = StepRanks(record, rank, world)
         self._saved: dict[int, SavedRank] = {}
         self._wanted: list[tuple[Leaf, StepTensor, TensorSlice]] = []
         self._names: set[str] = set()
         self._used: set[str] = set()
         self._owner: dict[str, int] = {}
         self.leaves: list[tuple[Leaf, Parts]] = []
-        self.value: dict[str, Any] = {}
+        self._value: dict[str, Any] = {}
 
     def merge(self) -> None:
         """Raises MismatchError if pieces cannot be merged, DamagedError for malformed values."""
@@ -164,9 +139,9 @@ class MergedState:
                     entries[name] = self._entry(entry, saved)
             if self._world == 1:
                 entries = self._other_entries() | entries
-            self.value = {"entries": entries, NAMESPACE: self._gradients()}
+            self._value = {"entries": entries, NAMESPACE: self._gradients()}
             if PARTIAL in self.source.values["state"]:
-                self.value[PARTIAL] = True
+                self._value[PARTIAL] = True
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, StopIteration) as error:
             raise DamagedError(
                 f"The values of the step are malformed ({error!r}). It cannot be used; nothing was loaded."
@@ -327,6 +302,27 @@ class MergedState:
         return tuple(sorted(name for name in left if self._used.isdisjoint(names_of(name))))
 
     # ---- values
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of the merged state, as a rank of the step has them."""
+        own, old_world, rank = self.source.values, self._ranks.record.world, self._rank
+        if rank >= old_world or goes_by_others(own["progress"]):
+            self._ranks.read_apart()
+        known = {each: self.saved(each).values for each in self._ranks.known}
+        progress = {each: values["progress"] for each, values in known.items()}
+        if rank >= old_world and MARK not in own:
+            log.warning(
+                "step %d was made by %d ranks, and rank %d was not among them: its random numbers and its "
+                "own values are derived from those of rank %d. They are the same at each such start, and "
+                "differ from those of an uninterrupted run",
+                self._ranks.record.step, old_world, rank, self._ranks.source,
+            )  # fmt: skip
+        return {
+            **own,
+            "state": self._value,
+            "progress": merged_progress(progress, rank, self._world, old_world),
+            "rng": merged_rng({each: values["rng"] for each, values in known.items()}, rank, old_world),
+        }
 
     def _with_entry(self, name: str) -> SavedRank | None:
         """Return the rank whose entry of this name is taken."""

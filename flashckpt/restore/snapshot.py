@@ -21,9 +21,9 @@ class Snapshot:
     """The state of one rank: of `boundary` of `attempt`, at `step`.
 
     leaves: by name. digests: of each leaf. values: everything that is not a tensor, decoded.
-    tensors: a row-major CPU tensor for each leaf, with verified bytes. A snapshot in storage has them once
-        `StepReading.read` has returned. own: the names of those that a restore may keep; it copies the
-        others.
+    tensors: a row-major CPU tensor for each leaf, with verified bytes. A snapshot in storage has them and the
+        digests once `StepReading.read` has returned. own: the names of those that a restore may keep; it
+        copies the others.
     constants: the names of the leaves that were constants at the capture. region: the leaves of the region
         that holds them in memory, and their digests.
     untaken: leaves of a step of another layout that have no place on this rank; elsewhere: those of them that
@@ -35,8 +35,8 @@ class Snapshot:
     boundary: int
     tier: str
     leaves: Mapping[str, Leaf]
-    digests: dict[str, int] = field(repr=False)
     values: dict[str, Any] = field(repr=False)
+    digests: dict[str, int] = field(default_factory=dict, repr=False)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
     own: set[str] = field(default_factory=set, repr=False)
     constants: frozenset[str] = field(default=frozenset(), repr=False)

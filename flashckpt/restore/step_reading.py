@@ -27,9 +27,9 @@ from flashckpt.store.read_plan import ReadPlan, Source, damaged
 class StepReading:
     """The bytes of a step that a rank takes.
 
-    snapshot: without tensors until `read` has returned. parts: by the leaf's name, the pieces in files that
-        make it up. buffered: files that other ranks of the node read, too, and that are therefore read
-        through the page cache.
+    snapshot: without tensors and digests until `read` has returned. parts: by the leaf's name, the pieces in
+        files that make it up. buffered: files that other ranks of the node read, too, and that are therefore
+        read through the page cache.
     """
 
     def __init__(self, snapshot: Snapshot, parts: Mapping[str, Parts], buffered: Iterable[str] = ()) -> None:
@@ -50,7 +50,6 @@ class StepReading:
             boundary=record.boundary,
             tier="local",
             leaves={leaf.name: leaf for leaf in leaves},
-            digests={name: piece.digest for name, piece in pieces.items()},
             values=decode(dict(mine.values)),
             constants=frozenset(name for name, piece in pieces.items() if piece.path in own[1:]),
         )
