@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashckpt.errors import DamagedError, MismatchError
-from flashckpt.format.checked_json import strict_loads
 from flashckpt.format.layout import Box, Leaf
-from flashckpt.format.typed import Hole, LeafRef, encode_json
-from flashckpt.restore.merged_state import SavedRank
 from flashckpt.restore.step_reading import read_leaves
 from flashckpt.restore.step_tensors import StepRanks, TensorSlice, overlapping
 from flashckpt.restore.whole_tensors import WholeTensors
