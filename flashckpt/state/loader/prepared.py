@@ -96,9 +96,6 @@ class PreparedSource(Source):
     def has_lost_workers(self) -> bool:
         return self._inside.has_lost_workers()
 
-    def check(self) -> None:
-        self._inside.check()
-
     def begin(
         self,
         epoch: int,

@@ -77,9 +77,6 @@ class Source:
             raise TypeError(f"{self._name} has no known number of batches")
         return self._length
 
-    def check(self) -> None:
-        """Raise StateError if the state, as far as known before the first draw, cannot be saved exactly."""
-
     def has_lost_workers(self) -> bool:
         """Whether a worker process has ended unexpectedly."""
         # `_workers` are the processes of torch's iterator; other loaders do not expose theirs.

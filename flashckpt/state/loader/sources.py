@@ -195,11 +195,8 @@ def epoch_length(loader: Any, position: Mapping[str, Any]) -> int:
 
 
 def check_loader(loader: Any) -> None:
-    """Raise now the errors that the first batch would raise, as far as they are known. Draws nothing.
-
-    Raises the errors of `source_of`, and StateError for a loader whose own state cannot be saved exactly.
-    """
-    _source_of(loader).check()
+    """Raise now the errors of `source_of`, which the first batch would raise. Draws nothing."""
+    _source_of(loader)
 
 
 def source_of(loader: Any) -> Source:

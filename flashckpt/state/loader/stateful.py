@@ -152,19 +152,6 @@ class StatefulSource(Source):
             # It draws random numbers, so call it before the generators are restored.
             self._loader.state_dict()
 
-    def check(self) -> None:
-        """Raise StateError if the state is known already and cannot be saved."""
-        if self._creates_iterator:
-            return
-        states = self.generators.capture_all()
-        try:
-            state = self._loader.state_dict()
-        except Exception:  # some have a state only once they were iterated over
-            return
-        finally:
-            self.generators.restore_all(states)
-        encoded_state(state, "loader")
-
     def _state(self) -> Encoded:
         try:
             state = self._loader.state_dict()
