@@ -247,7 +247,6 @@ class Progress:
         self.iterated = self.is_cut = self.has_ended = self._was_asked = False
         self._resumes_in.clear()
         self.taps = dict.fromkeys(self.taps, 0)
-        self._sources.retire(self.epoch)
 
     def close(self) -> None:
         """End the workers of all sources."""

@@ -159,11 +159,6 @@ def test_a_whole_run_sets_the_epoch_of_samplers_and_data_set() -> None:
     assert told == [0, 1, 2]
 
 
-def workers_of(progress: Progress) -> int:
-    sources: list[Any] = [named.source for named in progress._sources._by_name.values()]
-    return sum(source._private is not None for source in sources)
-
-
 @pytest.mark.process
 def test_a_loader_for_each_epoch_keeps_no_workers_of_the_old_ones() -> None:
     progress = Progress()
@@ -181,46 +176,6 @@ def test_a_loader_for_each_epoch_keeps_no_workers_of_the_old_ones() -> None:
     assert not alive.intersection(pids[0])
     assert len(progress.value()["sources"]) <= 1
     progress.close()
-
-
-@pytest.mark.process
-def test_a_loader_whose_workers_were_ended_goes_on_with_their_numbers() -> None:
-    """Used in every fourth epoch only: its workers are ended, and their random numbers are not lost."""
-
-    def batches(loader: Any, source: Any) -> list[Any]:
-        got = []
-        while True:
-            try:
-                got.append(source.next())
-            except StopIteration:
-                return got
-
-    def make() -> DataLoader[Any]:
-        return DataLoader(Noise(), batch_size=2, num_workers=1, persistent_workers=True)
-
-    torch.manual_seed(1)
-    bare = make()
-    expected = [torch.cat(list(bare)).tolist() for _ in range(2)]
-    torch.manual_seed(1)
-    loader, progress = make(), Progress()
-    progress.manages_epochs = True
-    got = []
-    for epoch in range(5):
-        if epoch % 4 == 0:
-            got.append(torch.cat(batches(loader, progress.open_batches(loader))).tolist())
-            progress.close_batches()
-        progress.next_epoch()
-        assert workers_of(progress) == (epoch in (0, 4))
-    progress.close()
-    assert got == expected
-
-
-class Noise(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.rand(1)
 
 
 def test_a_held_place_stays_while_a_batch_is_drawn_and_dropped() -> None:

@@ -53,19 +53,10 @@ class DataLoaderSource(Source):
         self._skipped = 0  # batches of this epoch that `skip` has left out
 
     def close(self) -> None:
-        self._end_workers()
-        self._seeder = None
-        self._rounds.reset()
-
-    def rest(self) -> None:
-        if self._iterator is not None:
-            self.close()  # the epoch was left
-        self._end_workers()
-
-    def _end_workers(self) -> None:
         for iterator in (self._iterator, getattr(self._private, "_iterator", None)):
             end_workers(iterator)
-        self._iterator = self._private = None
+        self._iterator = self._private = self._seeder = None
+        self._rounds.reset()
 
     def _enter(self, epoch: int) -> None:
         super()._enter(epoch)
@@ -85,7 +76,7 @@ class DataLoaderSource(Source):
     def _open(self) -> Iterator[Any]:
         try:
             if self._private is None:
-                # If workers of an earlier epoch were ended, their first `iter()` is not one of this epoch.
+                # The first `iter()` of workers that continue those of an earlier epoch is not one of this epoch.
                 self._prepare(drops_iter=self._seeder is not None)
             self._indices.sampler = self._sampler()
             return self._made()

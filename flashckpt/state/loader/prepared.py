@@ -206,9 +206,6 @@ class PreparedSource(Source):
         self._iterator = None
         self._inside.close()
 
-    def rest(self) -> None:
-        self._inside.rest()
-
 
 def _count(saved: Any, otherwise: int | None) -> int:
     """Return a count that only positions of prepared loaders have, or the default."""

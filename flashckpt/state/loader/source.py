@@ -265,11 +265,6 @@ class Source:
         unchanged."""
         self._iterator = None
 
-    def rest(self) -> None:
-        """Drop the iterator of an epoch that has ended, and end persistent workers until the loader is used
-        again."""
-        self._iterator = None
-
     def _fetch(self) -> Any:
         if self._iterator is None:
             self._iterator = self._open()

@@ -45,7 +45,6 @@ class _Named:
     source: None until the loader is used after a resume; it continues from `position`.
     first: the digests of its own generators when the run first used it.
     renewed: the epoch before had another loader of this name, so workers do not persist.
-    epoch: the newest epoch in which it was used.
     """
 
     loader: Any = None
@@ -53,7 +52,6 @@ class _Named:
     position: dict[str, Any] | None = None
     first: Digests = field(default_factory=dict)
     renewed: bool = False
-    epoch: int = 0
 
     def seeded_by_program(self, now: Digests) -> frozenset[str]:
         """Return the paths of generators that a resume between two epochs leaves alone: those that are not as
@@ -153,7 +151,7 @@ class Sources:
         if is_renewed and named.source is not None:
             named.source.close()
         renewed = named.renewed if named.source is None else is_renewed
-        self._by_name[name] = _Named(loader, source, None, named.first or now, renewed, epoch)
+        self._by_name[name] = _Named(loader, source, None, named.first or now, renewed)
         return source
 
     def ended(self, name: str) -> None:
@@ -161,12 +159,6 @@ class Sources:
         named = self._by_name.get(name)
         if named is not None and named.source is not None:
             named.source.leave_ahead()
-
-    def retire(self, epoch: int) -> None:
-        """End the workers of loaders that the epoch before `epoch` has not used."""
-        for named in self._by_name.values():
-            if named.source is not None and named.epoch < epoch - 1:
-                named.source.rest()
 
     def close(self) -> None:
         """End the workers of all sources."""
