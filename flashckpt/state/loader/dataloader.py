@@ -28,7 +28,7 @@ from flashckpt.state import rng
 from flashckpt.state.loader.order import RemainingSampler
 from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.samplers import samplers_of
-from flashckpt.state.loader.source import Source, end_workers
+from flashckpt.state.loader.source import Source
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,9 @@ class DataLoaderSource(Source):
 
     def close(self) -> None:
         for iterator in (self._iterator, getattr(self._private, "_iterator", None)):
-            end_workers(iterator)
+            end_workers = getattr(iterator, "_shutdown_workers", None)
+            if end_workers is not None:
+                end_workers()
         self._iterator = self._private = self._seeder = None
         self._rounds.reset()
 
@@ -76,7 +78,7 @@ class DataLoaderSource(Source):
     def _open(self) -> Iterator[Any]:
         try:
             if self._private is None:
-                # The first `iter()` of workers that continue those of an earlier epoch is not one of this epoch.
+                # Workers that continue those of an earlier epoch are started by an `iter()` of that epoch.
                 self._prepare(drops_iter=self._seeder is not None)
             self._indices.sampler = self._sampler()
             return self._made()

@@ -48,7 +48,7 @@ class Source:
 
     def __init__(self, loader: Any, generators: rng.Generators) -> None:
         self._loader = loader
-        self._name = type(inner(loader)).__name__
+        self._name = type(loader).__name__
         self.generators = generators
         self._epoch: int | None = None
         self.batches_taken = 0
@@ -498,13 +498,6 @@ def draw_again(
             ) from None
 
 
-def end_workers(iterator: object) -> None:
-    """End the worker processes of an iterator of torch's DataLoader."""
-    shutdown = getattr(iterator, "_shutdown_workers", None)
-    if shutdown is not None:
-        shutdown()
-
-
 def with_new_workers(loader: Any) -> Any:
     """Return a copy of a DataLoader that starts new workers for each iterator, so that an epoch begins as it
     does after a resume; any other loader as it is."""
@@ -519,21 +512,9 @@ def with_new_workers(loader: Any) -> Any:
 # Facts of loaders
 
 
-class Adapter:
-    """An adapter of the user's loader `adapted`."""
-
-    adapted: Any
-
-
-def inner(loader: Any) -> Any:
-    """Return the user's loader behind an adapter; any other loader as it is."""
-    return loader.adapted if issubclass(type(loader), Adapter) else loader
-
-
 def made_of(loader: Any) -> dict[str, Any]:
     """Return the settings that determine, with the random numbers, the batches of a DataLoader; {} for other
     loaders."""
-    loader = inner(loader)
     if not isinstance(loader, DataLoader):
         return {}
     size: Any = loader.batch_size

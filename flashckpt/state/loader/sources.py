@@ -20,8 +20,8 @@ from flashckpt.format.typed import encode_json
 from flashckpt.state.loader.dataloader import DataLoaderSource
 from flashckpt.state.loader.order import Share, share_of
 from flashckpt.state.loader.prepared import is_prepared, prepared_source
-from flashckpt.state.loader.source import ReplayedSource, Source
-from flashckpt.state.loader.stateful import DatasetState, StatefulSource
+from flashckpt.state.loader.source import ReplayedSource, Source, with_new_workers
+from flashckpt.state.loader.stateful import StatefulSource
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ def _of_dataloader(loader: Any) -> Source | None:
     if not isinstance(loader.dataset, IterableDataset):
         return DataLoaderSource(loader)
     if not loader.num_workers and _keeps_state(loader.dataset):
-        return StatefulSource(DatasetState(loader))
+        return StatefulSource(with_new_workers(loader), loader.dataset)
     return ReplayedSource(loader)
 
 

@@ -9,7 +9,6 @@ Owns the order in which state and generators are restored. Never interprets a st
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode
 from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
 from flashckpt.state.loader.position import Position
-from flashckpt.state.loader.source import Adapter, Source, draw_again
+from flashckpt.state.loader.source import Source, draw_again
 from flashckpt.state.loader.torchdata import draw_skipped, drop_created_iterator, iterate, not_restarting
 from flashckpt.state.values import SIMPLE, StoredTensor, rebuild, survey
 
@@ -31,15 +30,22 @@ _END = object()
 
 
 class StatefulSource(Source):
-    """A loader with its own state. The kind of its positions is "stateful". `creates_iterator`: the loader's
-    `state_dict` creates its iterator, as torchdata's does, and so draws random numbers."""
+    """A loader with its own state. The kind of its positions is "stateful".
+
+    stream: the data set of a DataLoader, if that has the state.
+    creates_iterator: the loader's `state_dict` creates its iterator, as torchdata's does, and so draws random
+        numbers.
+    """
 
     kind = "stateful"
     parts = frozenset({"state", "drawn", "left", "made_before"})
 
-    def __init__(self, loader: Any, *, creates_iterator: bool = False) -> None:
+    def __init__(self, loader: Any, stream: Any = None, *, creates_iterator: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))
         self._creates_iterator = creates_iterator
+        self._is_of_stream = stream is not None
+        self._with_state = stream if self._is_of_stream else loader
+        self._stream = loader.dataset if creates_iterator else self._with_state
         # The state between two epochs, and whether the earlier epoch was left before its end.
         self._between: Encoded | None = None
         self._left = False
@@ -62,7 +68,7 @@ class StatefulSource(Source):
             begun = self._after_end()
             if begun is not None:
                 return begun
-        forget_loaded_state(self._stream())
+        forget_loaded_state(self._stream)
         return self._iterate()
 
     def _after_end(self) -> Iterator[Any] | None:
@@ -92,7 +98,7 @@ class StatefulSource(Source):
         return batch
 
     def _reopen(self, position: Position) -> None:
-        stream, self._was_resumed = self._stream(), True
+        stream, self._was_resumed = self._stream, True
         assert position.at_iter is not None
         has_buffer = has_shuffle_buffer(stream)
         self.generators.restore_all(position.at_iter)
@@ -119,11 +125,6 @@ class StatefulSource(Source):
         self._resumed_from, self._drawn_since = as_encoded(position.parts["state"]), position.parts["drawn"]
         return draw_again(self._iterator, self._drawn_since)
 
-    def _stream(self) -> Any:
-        """Return what has the state: the data set of a DataLoader, or the loader itself."""
-        has_data_set = self._creates_iterator or isinstance(self._loader, DatasetState)
-        return self._loader.dataset if has_data_set else self._loader
-
     def _load(self, position: Position) -> None:
         state = as_encoded(position.parts["state"])
         if state.value is None:
@@ -144,7 +145,7 @@ class StatefulSource(Source):
     def _load_state(self, position: Position, *, drops_iterator: bool) -> None:
         """Load a state. drops_iterator: call `iter()` and drop the iterator, which would continue an epoch
         that was left."""
-        self._loader.load_state_dict(decoded_state(as_encoded(position.parts["state"])))
+        self._with_state.load_state_dict(decoded_state(as_encoded(position.parts["state"])))
         drop_created_iterator(self._loader)
         if drops_iterator:
             iterate(self._loader)
@@ -154,7 +155,7 @@ class StatefulSource(Source):
 
     def _state(self) -> Encoded:
         try:
-            state = self._loader.state_dict()
+            state = self._with_state.state_dict()
         except Exception as error:
             raise StateError(
                 f"The state of the loader could not be read: {error!r}. Nothing was saved or changed. Fix "
@@ -197,7 +198,7 @@ class StatefulSource(Source):
         # A loader's state may be the same after the last batch as before the first one.
         if self._iterator is None or self._creates_iterator:
             return False
-        if isinstance(self._loader, DatasetState):
+        if self._is_of_stream:
             return bool(getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False))
         return self.batches_taken == self._length
 
@@ -223,8 +224,8 @@ def forget_loaded_state(stream: object) -> None:
 
 
 def has_shuffle_buffer(stream: object) -> bool:
-    """Whether a data set of Hugging Face (as of datasets 5.2) shuffles in a buffer, which is not in its state:
-    after `load_state_dict` the buffer is filled with other rows, and those that it held are never given."""
+    """Whether a data set of Hugging Face (as of datasets 5.2) shuffles in a buffer, which its state lacks: after
+    `load_state_dict` the buffer is filled with other rows, and those that it held are never given."""
     below = [getattr(held, "__dict__", {}).get("_ex_iterable") for _, held in rng.reached({"stream": stream})]
     while below:
         each = below.pop()
@@ -234,27 +235,6 @@ def has_shuffle_buffer(stream: object) -> bool:
         inside = (attributes.get("ex_iterable"), *attributes.get("ex_iterables", ()))
         below += [one for one in inside if one is not None]
     return False
-
-
-class DatasetState(Adapter):
-    """Adapter of a DataLoader without workers: state_dict and load_state_dict of its iterable data set."""
-
-    def __init__(self, loader: Any) -> None:
-        self.adapted, self.dataset = loader, loader.dataset
-        self.position_is_global = getattr(loader, "position_is_global", False)
-        self._loader = copy.copy(loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def state_dict(self) -> Any:
-        return self.dataset.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.dataset.load_state_dict(state)
 
 
 class _StartedIterator(Iterator[Any]):
