@@ -96,15 +96,7 @@ class PreparedSource(Source):
     def has_lost_workers(self) -> bool:
         return self._inside.has_lost_workers()
 
-    def begin(
-        self,
-        epoch: int,
-        resume: Mapping[str, Any] | None = None,
-        *,
-        carry: bool = False,
-        leave: frozenset[str] = frozenset(),
-        in_lockstep: bool = False,
-    ) -> None:
+    def begin(self, epoch: int, resume: Mapping[str, Any] | None = None, **how: Any) -> None:
         """As `Source.begin`, but the samplers' epoch is the loader's own count of passes."""
         inside, loader = self._inside, self._loader
         self._iterator, self.batches_taken, self.was_over, self._first_rows = None, 0, False, None
@@ -114,7 +106,8 @@ class PreparedSource(Source):
         if isinstance(inside, ReceivedSource):
             resume = inside.converted(resume)
         saved = Position.read(resume, inside.kind, inside.parts)
-        if saved.epoch == epoch and not carry and not is_at_end(saved):
+        is_carried = how.get("carry", False) or saved.epoch != epoch
+        if not is_carried and not is_at_end(saved):
             self._check_ranks(saved)
         set_by_program = loader.iteration
         iteration = _count(saved.made_of.get("iteration"), saved.epoch)
@@ -122,8 +115,8 @@ class PreparedSource(Source):
         # Before `begin`, which computes the samplers' order.
         loader.set_epoch(iteration)
         resume = {**resume, "batches_taken": drawn}
-        inside.begin(epoch, resume, carry=carry, leave=leave, in_lockstep=in_lockstep)
-        if carry or saved.epoch != epoch:
+        inside.begin(epoch, resume, **how)
+        if is_carried:
             # A program that sets the epoch itself sets it before its loop.
             loader.iteration = set_by_program or iteration
             return None
