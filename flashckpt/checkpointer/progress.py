@@ -61,8 +61,6 @@ class Progress:
         self.epoch = 0
         self.has_ended = self.manages_epochs = self.iterated = self.is_cut = False
         self._was_asked = False  # for batches of this epoch, in this process
-        self._open: dict[str, Source] = {}  # by name
-        self._resumes_in: set[str] = set()  # names that were open when the run was saved, not begun here
         self._sources = Sources()
         self._held: list[dict[str, Any]] | None = None
 
@@ -73,7 +71,6 @@ class Progress:
             "step": self.step,
             "epoch": self.epoch,
             "has_ended": self.has_ended,
-            "open": sorted({*self._open, *self._resumes_in}),
             "iterated": self.iterated,
             "integration": self.integration,
             "taps": [[name, before] for name, before in self.taps.items()],
@@ -85,12 +82,9 @@ class Progress:
         """Restore saved progress. Raises DamagedError if it is invalid, and changes nothing then."""
         counts: list[Any] = [value.get(name) for name in ("step", "epoch", "to_skip")]
         facts: list[Any] = [value.get(name) for name in ("iterated", "has_ended")]
-        opened = value.get("open")
         try:
             if not all(map(_is_count, counts)):
                 raise ValueError("step, epoch and to_skip are no counts")
-            if not isinstance(opened, list) or not all(isinstance(name, str) for name in opened):
-                raise ValueError("the open loaders are no names")
             if not all(type(fact) is bool for fact in facts):
                 raise ValueError("it does not say whether the epoch was begun, or has ended")
             taps = _read_taps(value.get("taps"))
@@ -103,7 +97,7 @@ class Progress:
             ) from error
         self.step, self.epoch, self.to_skip = counts
         self.iterated, self.has_ended = facts
-        self._resumes_in, self.taps = set(opened), taps
+        self.taps = taps
 
     def _check_integration(self, saved: Any) -> None:
         if not isinstance(saved, str):
@@ -125,6 +119,11 @@ class Progress:
         self.iterated = True
 
     @property
+    def _open(self) -> dict[str, Source]:
+        """The sources of the loaders that are open here, by name."""
+        return self._sources.opened()
+
+    @property
     def is_over(self) -> bool:
         """Whether this epoch has no batches left: no loop was stopped, or kept from beginning."""
         return not self._open and not self.is_cut
@@ -143,15 +142,13 @@ class Progress:
         """Return the batches taken of a loader; if it is not open here, those that were trained on."""
         if name in self._open:
             return self._open[name].batches_taken
-        saved = self._sources.saved_position(name)
-        return int(saved["batches_taken"]) if self.stands_in(name) else 0
+        return int(self._sources.waiting(name, self.epoch).get("batches_taken", 0))
 
     def epoch_length(self, loader: Any) -> int:
         """Return the number of batches of this epoch. Raises TypeError if the loader does not know it."""
         if self._open:
             return len(self._open[BATCHES])
-        saved = self._sources.saved_position(BATCHES) if self.stands_in(BATCHES) else {}
-        return epoch_length(loader, saved)
+        return epoch_length(loader, self._sources.waiting(BATCHES, self.epoch))
 
     def open_batches(self, loader: object, *, sets_epoch: bool = False) -> Source | None:
         """Return the source of this epoch's `.batches()`; None if it had ended before the resume. sets_epoch:
@@ -161,7 +158,7 @@ class Progress:
         if self.has_ended:
             self._sources.skip(loader, self.epoch, BATCHES)
             return None
-        return self._begin(loader, BATCHES, sets_epoch=sets_epoch)
+        return self._sources.open(loader, self.epoch, BATCHES, sets_epoch=sets_epoch)
 
     def gives_from(self, source: Source) -> bool:
         """Whether this is the source of this epoch's `.batches()`."""
@@ -188,7 +185,7 @@ class Progress:
         if name in self._open:
             self.taps[name] += self._open[name].batches_taken
             self.close_tap(name)
-        return self._begin(loader, name, counts_trained=True, in_lockstep=in_lockstep)
+        return self._sources.open(loader, self.epoch, name, counts_trained=True, in_lockstep=in_lockstep)
 
     def drawn(self, name: str) -> int:
         """Return the batches that a tap has given in this epoch; if it has not drawn since a resume, those
@@ -220,45 +217,25 @@ class Progress:
 
     def close_tap(self, name: str) -> None:
         """End the tap's pass, which is over or was left."""
-        if self._open.pop(name, None) is not None:
-            self._sources.ended(name)
-
-    def _begin(self, loader: object, name: str, **how: bool) -> Source:
-        source = self._sources.open(loader, self.epoch, name, in_place=self.stands_in(name), **how)
-        self._open[name] = source
-        self._resumes_in.discard(name)
-        return source
+        self._sources.end(name)
 
     def close_batches(self) -> None:
         """End this epoch's `.batches()`, also one that was left in the middle, as in a plain loop."""
-        if self._open:
-            self._sources.ended(BATCHES)
-        self._open.clear()
+        self._sources.end(BATCHES)
         self.has_ended, self._held = True, None
 
     def next_epoch(self) -> None:
         """End the epoch, also of an iterator that was left and is still referenced; its loops begin anew."""
-        for name in self._open:
-            self._sources.ended(name)
-        self._open.clear()
+        self._sources.end_epoch()
         self._held = None
         self.epoch += 1
         self.to_skip = 0
         self.iterated = self.is_cut = self.has_ended = self._was_asked = False
-        self._resumes_in.clear()
         self.taps = dict.fromkeys(self.taps, 0)
 
     def close(self) -> None:
         """End the workers of all sources."""
-        self._open.clear()
         self._sources.close()
-
-    def stands_in(self, name: str) -> bool:
-        """Whether this loader was open when the run was saved, and has not begun here."""
-        if name not in self._resumes_in:
-            return False
-        saved = self._sources.saved_position(name)
-        return type(saved.get("batches_taken")) is int and saved.get("epoch") == self.epoch
 
 
 def _is_count(value: Any) -> bool:

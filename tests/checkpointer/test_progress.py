@@ -205,7 +205,7 @@ def test_an_ended_iterator_is_said_where_more_epochs_were_asked_for(caplog: pyte
     assert "can be iterated over only once" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["step", "open", "sources"])
+@pytest.mark.parametrize("name", ["step", "taps", "sources"])
 def test_what_is_no_progress_is_refused_and_changes_nothing(name: str) -> None:
     good = Run(one_loader())
     good.go(1)

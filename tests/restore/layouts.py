@@ -248,7 +248,7 @@ def _encoded(state: object, world: int) -> Mapping[str, Any]:
         "state": state,
         "rng": rng.capture(),
         "progress": {
-            "step": 7, "epoch": 1, "has_ended": False, "open": [], "iterated": True,
+            "step": 7, "epoch": 1, "has_ended": False, "iterated": True,
             "integration": "", "taps": [], "to_skip": 0, "sources": []
         },
         "environment": {"world": world},

@@ -22,7 +22,7 @@ from flashckpt.format.typed import encode_json
 from flashckpt.state import rng
 from flashckpt.state.loader.position import LayoutChange
 
-_SAME = ("step", "epoch", "has_ended", "open", "iterated", "taps", "to_skip")
+_SAME = ("step", "epoch", "has_ended", "iterated", "taps", "to_skip")
 
 
 def merged_progress(
@@ -81,6 +81,7 @@ def _merged_progress(
     merged: dict[str, Any] = copy.deepcopy(dict(values[source]))
     for other, value in values.items():
         _check_same(source, merged, other, value, _SAME)
+        _check_same(source, _opened(merged), other, _opened(value), ("open",))
     for entry in merged["sources"]:
         position = entry["position"]
         found = {
@@ -89,7 +90,7 @@ def _merged_progress(
             for each in value["sources"]
             if each["name"] == entry["name"]
         }
-        if entry["name"] in merged["open"]:
+        if entry["open"]:
             _check_open(source, position, found)
         if rank not in values:
             for number, states in enumerate((position["now"], *position["ahead"])):
@@ -108,6 +109,10 @@ def _merged_progress(
         if not alike and share is not None and not share["batches"]:
             share["order"] = None  # each rank had an order of its own
     return merged
+
+
+def _opened(progress: Mapping[str, Any]) -> dict[str, Any]:
+    return {"open": [entry["name"] for entry in progress["sources"] if entry["open"]]}
 
 
 def _check_open(source: int, position: Mapping[str, Any], found: Mapping[int, Mapping[str, Any]]) -> None:

@@ -25,7 +25,7 @@ from flashckpt.state.loader.stateful import StatefulSource
 
 log = logging.getLogger(__name__)
 
-_KEYS = {"name", "position", "first", "renewed"}
+_KEYS = {"name", "open", "position", "first", "renewed"}
 
 Digests = dict[str, str]
 
@@ -43,6 +43,7 @@ class _Named:
     """The loader of a name, with its source or position.
 
     source: None until the loader is used after a resume; it continues from `position`.
+    is_open: an epoch of it has begun, here or when `position` was saved, and has not ended.
     first: the digests of its own generators when the run first used it.
     renewed: the epoch before had another loader of this name, so workers do not persist.
     """
@@ -50,6 +51,7 @@ class _Named:
     loader: Any = None
     source: Source | None = None
     position: dict[str, Any] | None = None
+    is_open: bool = False
     first: Digests = field(default_factory=dict)
     renewed: bool = False
 
@@ -77,6 +79,7 @@ class Sources:
         return [
             {
                 "name": name,
+                "open": named.is_open,
                 "position": named.position if named.source is None else named.source.position(),
                 "first": dict(named.first),
                 "renewed": named.renewed,
@@ -92,23 +95,34 @@ class Sources:
             good = isinstance(entry, dict) and entry.keys() == _KEYS
             if not good or type(entry["position"]) is not dict or type(entry["name"]) is not str:
                 raise ValueError("a loader's entry cannot be read")
-            if type(entry["first"]) is not dict or type(entry["renewed"]) is not bool:
+            if type(entry["first"]) is not dict or {type(entry["open"]), type(entry["renewed"])} != {bool}:
                 raise ValueError("a loader's generators cannot be read")
-            position, first, renewed = entry["position"], entry["first"], entry["renewed"]
-            by_name[entry["name"]] = _Named(position=position, first=first, renewed=renewed)
+            position, is_open = entry["position"], entry["open"]
+            by_name[entry["name"]] = _Named(
+                position=position, is_open=is_open, first=entry["first"], renewed=entry["renewed"]
+            )
         self.close()
         self._by_name = by_name
 
-    def saved_position(self, name: str) -> dict[str, Any]:
-        """Return the position from which a loader has not resumed yet; or {}."""
-        named = self._by_name.get(name)
-        return named.position or {} if named is not None and named.source is None else {}
+    def opened(self) -> dict[str, Source]:
+        """Return name -> source of the loaders that are open and were used here."""
+        found = {name: named.source for name, named in self._by_name.items() if named.is_open}
+        return {name: source for name, source in found.items() if source is not None}
+
+    def waiting(self, name: str, epoch: int) -> dict[str, Any]:
+        """Return the saved position of a loader that was open in this epoch and was not used here; or {}."""
+        named = self._by_name.get(name) or _Named()
+        saved = named.position or {}
+        is_of_epoch = type(saved.get("batches_taken")) is int and saved.get("epoch") == epoch
+        return saved if named.is_open and named.source is None and is_of_epoch else {}
 
     def skip(self, loader: object, epoch: int, name: str) -> None:
         """Skip the batches of an epoch that had all been given, or that was left. Restores the loader's own
         generators, because later code draws from them."""
-        if self.saved_position(name):
-            self.open(loader, epoch, name, in_place=False)
+        named = self._by_name.get(name)
+        if named is not None and named.source is None:
+            self.open(loader, epoch, name)
+            self.end(name)
 
     def open(
         self,
@@ -116,14 +130,13 @@ class Sources:
         epoch: int,
         name: str,
         *,
-        in_place: bool,
         sets_epoch: bool = False,
         counts_trained: bool = False,
         in_lockstep: bool = False,
     ) -> Source:
-        """Begin an epoch of a loader. in_place: it was open when the run was saved. sets_epoch: call
-        `set_epoch` of its samplers and data set. counts_trained: batches may be drawn ahead. in_lockstep: as
-        in `Source.begin`."""
+        """Begin an epoch of a loader, or continue the one that was open when the run was saved. sets_epoch:
+        call `set_epoch` of its samplers and data set. counts_trained: batches may be drawn ahead.
+        in_lockstep: as in `Source.begin`."""
         named = self._by_name.get(name) or _Named()
         is_renewed = named.source is not None and named.loader is not loader
         source = source_of(loader) if named.source is None or is_renewed else named.source
@@ -135,7 +148,7 @@ class Sources:
             position = named.position if named.source is None else None
             if position is None:
                 source.begin(epoch)
-            elif in_place:
+            elif self.waiting(name, epoch):
                 source.begin(epoch, position, in_lockstep=in_lockstep)
             elif named.renewed:
                 source.begin(epoch)
@@ -151,14 +164,21 @@ class Sources:
         if is_renewed and named.source is not None:
             named.source.close()
         renewed = named.renewed if named.source is None else is_renewed
-        self._by_name[name] = _Named(loader, source, None, named.first or now, renewed)
+        self._by_name[name] = _Named(loader, source, None, True, named.first or now, renewed)
         return source
 
-    def ended(self, name: str) -> None:
-        """Record that the epoch of a loader is over or was left."""
-        named = self._by_name.get(name)
-        if named is not None and named.source is not None:
-            named.source.leave_ahead()
+    def end(self, name: str) -> None:
+        """End the epoch of a loader, if one was begun here: it is over or was left."""
+        source = self.opened().get(name)
+        if source is not None:
+            source.leave_ahead()
+            self._by_name[name].is_open = False
+
+    def end_epoch(self) -> None:
+        """End the epoch of all loaders."""
+        for name, named in self._by_name.items():
+            self.end(name)
+            named.is_open = False
 
     def close(self) -> None:
         """End the workers of all sources."""

@@ -224,8 +224,8 @@ def forget_loaded_state(stream: object) -> None:
 
 
 def has_shuffle_buffer(stream: object) -> bool:
-    """Whether a data set of Hugging Face (as of datasets 5.2) shuffles in a buffer, which its state lacks: after
-    `load_state_dict` the buffer is filled with other rows, and those that it held are never given."""
+    """Whether a data set of Hugging Face (as of datasets 5.2) shuffles in a buffer, which its state lacks:
+    after `load_state_dict` the buffer is filled with other rows, and those that it held are never given."""
     below = [getattr(held, "__dict__", {}).get("_ex_iterable") for _, held in rng.reached({"stream": stream})]
     while below:
         each = below.pop()
