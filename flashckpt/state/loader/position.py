@@ -44,7 +44,6 @@ class Position(NamedTuple):
     """A loader's position at a boundary.
 
     kind: the kind of source that saved it.
-    epoch: None before the first epoch.
     batches_taken: the batches of this epoch.
     over: the epoch has no more batches.
     length: the batches of an epoch; None if unknown.
@@ -62,7 +61,7 @@ class Position(NamedTuple):
     """
 
     kind: str
-    epoch: int | None
+    epoch: int
     batches_taken: int
     over: bool
     length: int | None

@@ -200,12 +200,12 @@ class PreparedSource(Source):
         self._inside.close()
 
 
-def _count(saved: Any, otherwise: int | None) -> int:
+def _count(saved: Any, otherwise: int) -> int:
     """Return a count that only positions of prepared loaders have, or the default."""
-    return saved if type(saved) is int else otherwise or 0
+    return saved if type(saved) is int else otherwise
 
 
-class _InnerLoader:
+class _InnerLoader(Iterator[Any]):
     """The replacement of `base_dataloader` while the prepared loader creates its iterator: iterates over the
     source and has the attributes of the loader."""
 
@@ -218,12 +218,7 @@ class _InnerLoader:
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self._source, ReceivedSource):
             return self._source.unused_iterator(self._loader)
-        return _Batches(self._source)
-
-
-class _Batches(Iterator[Any]):
-    def __init__(self, source: Source) -> None:
-        self._source = source
+        return self
 
     def __next__(self) -> Any:
         return self._source.next()

@@ -50,26 +50,12 @@ class Source:
         self._loader = loader
         self._name = type(loader).__name__
         self.generators = generators
-        self._epoch: int | None = None
-        self.batches_taken = 0
-        self._over = False
-        self._broken = False
         self._iterator: Iterator[Any] | None = None
-        # The generator states before the epoch's iterator was made, and before its first index was drawn.
-        self._at_iter: dict[str, Any] | None = None
-        self._at_draw: dict[str, Any] | None = None
-        self._restore_at_fetch: dict[str, Any] | None = None
-        self._length = length_of(loader)
-        self._made_of = made_of(loader)
-        self._share = share_of(loader, generators)
-        self.sets_epoch = self.was_over = self._can_be_saved = False
+        self.sets_epoch = self._can_be_saved = False
         self.convert: Callable[[Any], Any] | None = None
-        # If batches are drawn ahead of training (`count_trained`): the number of batches trained on, the
-        # positions before the newest draws, and the generator states of the batches to draw again.
+        # If batches are drawn ahead of training (`count_trained`): the number of batches trained on.
         self._trained: int | None = None
-        self._before_draws: deque[Position] = deque()
-        self._redraws: deque[dict[str, Any]] = deque()
-        self._ends_after_redraws = False
+        Source._enter(self, 0)
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch. Raises TypeError if the loader has no length."""
@@ -89,7 +75,6 @@ class Source:
         resume: Mapping[str, Any] | None = None,
         *,
         carry: bool = False,
-        leave: frozenset[str] = frozenset(),
         in_lockstep: bool = False,
     ) -> None:
         """Begin an epoch at its start, or at the position `resume`.
@@ -99,18 +84,16 @@ class Source:
         own generators and workers, and leave the global generators unchanged.
 
         carry: carry over also a position of this epoch.
-        leave: paths of own generators that are not carried over.
         in_lockstep: another source has drawn since the resume, in step with this one: keep the global
             generators as they are.
         """
-        self.was_over = False
         if resume is None:
             self._leave()
             return self._enter(epoch)
         position = Position.read(resume, self.kind, self.parts)
         self.close()
         if carry or position.epoch != epoch:
-            return self._carry(position, epoch, leave)
+            return self._carry(position, epoch)
         global_states = rng.capture() if in_lockstep else position.boundary["global"]
         self._resume(position)
         self.was_over = self._over
@@ -273,10 +256,15 @@ class Source:
         return batch
 
     def _enter(self, epoch: int) -> None:
-        self._epoch, self.batches_taken, self._over, self._broken = epoch, 0, False, False
-        self._at_iter = self._at_draw = self._restore_at_fetch = None
-        self._before_draws.clear()
-        self._redraws.clear()
+        self._epoch, self.batches_taken = epoch, 0
+        self._over = self.was_over = self._broken = False
+        # The generator states before the epoch's iterator was made, and before its first index was drawn.
+        self._at_iter: dict[str, Any] | None = None
+        self._at_draw: dict[str, Any] | None = None
+        self._restore_at_fetch: dict[str, Any] | None = None
+        # The positions before the newest draws, and the generator states of the batches to draw again.
+        self._before_draws: deque[Position] = deque()
+        self._redraws: deque[dict[str, Any]] = deque()
         self._ends_after_redraws = False
         if self._trained is not None:
             self._trained = 0
@@ -285,7 +273,7 @@ class Source:
             set_epoch(self._loader, epoch)
         self._share = share_of(self._loader, self.generators)
 
-    def _carry(self, position: Position, epoch: int, leave: frozenset[str]) -> None:
+    def _carry(self, position: Position, epoch: int) -> None:
         # Other loops may have run since the position was taken: keep the global generators.
         global_states, own = rng.capture(), self.generators.capture()
         self._enter(epoch)
@@ -297,13 +285,10 @@ class Source:
                 self._ignore_state(position)
         finally:
             rng.restore(global_states)
-        then = position.boundary["own"]
-        carried = {path: own[path] if path in leave else state for path, state in then.items()}
-        self.generators.restore({**own, **carried})
+        self.generators.restore({**own, **position.boundary["own"]})
 
     def _resume(self, position: Position) -> None:
         """Set this source to `position`, of this epoch."""
-        assert position.epoch is not None
         self._enter(position.epoch)
         self.batches_taken, self._over = position.batches_taken, position.over
         then, here = Share.read(position.made_of.get("share")), self._live_loader(position)

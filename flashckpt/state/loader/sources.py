@@ -30,11 +30,11 @@ _KEYS = {"name", "open", "position", "first", "renewed"}
 Digests = dict[str, str]
 
 
-def digests_of(source: Source) -> Digests:
-    """Return path -> digest of the state of each generator that the loader of a source owns."""
+def digests_of(states: Mapping[str, Any]) -> Digests:
+    """Return path -> digest of the state of each of a loader's own generators."""
     return {
         path: hashlib.blake2b(encode_json(state), digest_size=8).hexdigest()
-        for path, state in source.generators.capture().items()
+        for path, state in states.items()
     }
 
 
@@ -143,20 +143,22 @@ class Sources:
         source.sets_epoch = source.sets_epoch or sets_epoch
         if counts_trained:
             source.count_trained()
-        now = digests_of(source)
+        before = source.generators.capture()
+        now = digests_of(before)
         try:
             position = named.position if named.source is None else None
             if position is None:
                 source.begin(epoch)
             elif self.waiting(name, epoch):
                 source.begin(epoch, position, in_lockstep=in_lockstep)
-            elif named.renewed:
-                source.begin(epoch)
-                boundary = [position.get("now") or {}, *(position.get("ahead") or [])][-1]
-                own, seeded = boundary.get("own", {}), named.seeded_by_program(now)
-                source.generators.restore({path: s for path, s in own.items() if path not in seeded})
             else:
-                source.begin(epoch, position, carry=True, leave=named.seeded_by_program(now))
+                if named.renewed:
+                    source.begin(epoch)
+                    boundary = [position.get("now") or {}, *(position.get("ahead") or [])][-1]
+                    source.generators.restore(boundary.get("own", {}))
+                else:
+                    source.begin(epoch, position, carry=True)
+                source.generators.restore({path: before[path] for path in named.seeded_by_program(now)})
         except BaseException:
             if source is not named.source:
                 source.close()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import runs
-import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from flashckpt.errors import BoundaryError, MismatchError
@@ -116,14 +115,3 @@ def test_a_replay_logs_a_line_every_few_seconds(caplog: pytest.LogCaptureFixture
     ReplayedSource(numbers(20), clock=lambda: float(next(seconds))).begin(0, position)
     lines = [entry.message for entry in caplog.records if entry.levelname == "INFO"]
     assert lines == ["4 of 12 batches drawn again.", "9 of 12 batches drawn again."]
-
-
-def test_named_generators_are_not_carried_over() -> None:
-    generator = torch.Generator().manual_seed(3)
-    position = position_of(runs.loader(runs.Items("/dev/null"), 0, shuffle=True, generator=generator), 2)
-    for leave in (frozenset(), frozenset({"generator"})):
-        generator.manual_seed(9)
-        before = generator.get_state()
-        source = source_of(runs.loader(runs.Items("/dev/null"), 0, shuffle=True, generator=generator))
-        source.begin(1, position, leave=leave)
-        assert torch.equal(generator.get_state(), before) == bool(leave)
