@@ -119,19 +119,19 @@ class Progress:
         self.iterated = True
 
     @property
-    def _open(self) -> dict[str, Source]:
-        """The sources of the loaders that are open here, by name."""
+    def open_sources(self) -> dict[str, Source]:
+        """The sources of the loaders of which an epoch was begun here and has not ended, by name."""
         return self._sources.opened()
 
     @property
     def is_over(self) -> bool:
         """Whether this epoch has no batches left: no loop was stopped, or kept from beginning."""
-        return not self._open and not self.is_cut
+        return not self.open_sources and not self.is_cut
 
     @property
     def is_after_batches(self) -> bool:
         """Whether the epoch's own code runs: batches of this epoch were taken, and no loop is open."""
-        return self.manages_epochs and self.iterated and not self._open
+        return self.manages_epochs and self.iterated and not self.open_sources
 
     @property
     def batches_taken(self) -> int:
@@ -140,14 +140,14 @@ class Progress:
 
     def taken_of(self, name: str) -> int:
         """Return the batches taken of a loader; if it is not open here, those that were trained on."""
-        if name in self._open:
-            return self._open[name].batches_taken
+        if name in self.open_sources:
+            return self.open_sources[name].batches_taken
         return int(self._sources.waiting(name, self.epoch).get("batches_taken", 0))
 
     def epoch_length(self, loader: Any) -> int:
         """Return the number of batches of this epoch. Raises TypeError if the loader does not know it."""
-        if self._open:
-            return len(self._open[BATCHES])
+        if self.open_sources:
+            return len(self.open_sources[BATCHES])
         return epoch_length(loader, self._sources.waiting(BATCHES, self.epoch))
 
     def open_batches(self, loader: object, *, sets_epoch: bool = False) -> Source | None:
@@ -162,7 +162,7 @@ class Progress:
 
     def gives_from(self, source: Source) -> bool:
         """Whether this is the source of this epoch's `.batches()`."""
-        return self._open.get(BATCHES) is source
+        return self.open_sources.get(BATCHES) is source
 
     def hold_place(self) -> None:
         """Let the position stay as it is while a batch is drawn that is not trained on."""
@@ -182,9 +182,9 @@ class Progress:
 
     def open_tap(self, name: str, loader: object, *, in_lockstep: bool) -> Source:
         """Return the source of the tap's next pass over its loader. in_lockstep: as in `Source.begin`."""
-        if name in self._open:
-            self.taps[name] += self._open[name].batches_taken
-            self.close_tap(name)
+        if name in self.open_sources:
+            self.taps[name] += self.open_sources[name].batches_taken
+            self._sources.end(name)
         return self._sources.open(loader, self.epoch, name, counts_trained=True, in_lockstep=in_lockstep)
 
     def drawn(self, name: str) -> int:
@@ -196,7 +196,7 @@ class Progress:
     def count_trained(self, trained: int | Mapping[str, int] | None) -> None:
         """Note how many batches of this epoch were trained on; None for all that were drawn."""
         for name, before in self.taps.items():
-            source = self._open.get(name)
+            source = self.open_sources.get(name)
             if source is not None:
                 count = trained.get(name) if isinstance(trained, Mapping) else trained
                 if count is not None and count < before:
@@ -206,18 +206,6 @@ class Progress:
                         "was captured at this boundary. Draw fewer batches ahead."
                     )
                 source.count_trained(source.batches_taken if count is None else count - before)
-
-    def is_open(self, name: str) -> bool:
-        """Whether a pass of the tap has begun in this epoch."""
-        return name in self._open
-
-    @property
-    def has_open_sources(self) -> bool:
-        return bool(self._open)
-
-    def close_tap(self, name: str) -> None:
-        """End the tap's pass, which is over or was left."""
-        self._sources.end(name)
 
     def close_batches(self) -> None:
         """End this epoch's `.batches()`, also one that was left in the middle, as in a plain loop."""

@@ -179,7 +179,7 @@ class TrainerRun:
         """Draw a tap's next batch."""
         is_redraw = source.redraws
         batch = source.next()
-        if not self._progress.is_open(name):
+        if name not in self._progress.open_sources:
             raise BoundaryError(
                 f"The loader {name!r} was asked for a batch by an iterator of an epoch that has ended, so "
                 "the batch belongs to no epoch. What was captured is whole. Make an iterator in each epoch."
@@ -251,8 +251,6 @@ class TrainerRun:
                 checkpointer._leave_iteration()
                 checkpointer._enter_boundary(checkpointer.completed + 1)
                 self._loop.pass_boundary(held=True)
-            for name in self._progress.taps:
-                self._progress.close_tap(name)
             checkpointer._end_of_epoch(last=last)
         self._stop_here()
 
@@ -263,7 +261,7 @@ class TrainerRun:
             return
         self.stopped = True
         with RunCall(self.checkpointer):
-            self._progress.is_cut = self._progress.has_open_sources
+            self._progress.is_cut = bool(self._progress.open_sources)
             self.checkpointer._end_loop(self._capture_last)
         self._on_stop()
 
