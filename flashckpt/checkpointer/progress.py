@@ -16,13 +16,14 @@ import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from flashckpt.capture.hooks import StepHooks
 from flashckpt.errors import BoundaryError, DamagedError, MismatchError
+from flashckpt.state.loader.order import checked_fields
 from flashckpt.state.loader.source import Source
 from flashckpt.state.loader.sources import Sources, epoch_length
 from flashckpt.state.tree import Tree
@@ -37,6 +38,19 @@ ANY_LOOP = "any"
 """The integration that an import records: the first loop that attaches resumes the run."""
 
 _BATCHES_CHECKED = 8  # more than any sensible read-ahead draws before it trains
+
+
+class Counts(NamedTuple):
+    """What is saved of a `Progress`."""
+
+    step: int
+    epoch: int
+    has_ended: bool
+    iterated: bool
+    integration: str
+    taps: dict[str, int]
+    to_skip: int
+    sources: list[Any]
 
 
 class Progress:
@@ -67,41 +81,31 @@ class Progress:
     def value(self) -> dict[str, Any]:
         """Return what is saved at a boundary, as plain values. Loops that have ended keep their positions,
         because the workers of a persistent loader carry their random numbers into the next epoch."""
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "has_ended": self.has_ended,
-            "iterated": self.iterated,
-            "integration": self.integration,
-            "taps": [[name, before] for name, before in self.taps.items()],
-            "to_skip": self.to_skip,
-            "sources": self._sources.value() if self._held is None else self._held,
-        }
+        sources = self._sources.value() if self._held is None else self._held
+        return Counts(
+            self.step, self.epoch, self.has_ended, self.iterated, self.integration, dict(self.taps),
+            self.to_skip, sources,
+        )._asdict()  # fmt: skip
 
     def restore(self, value: dict[str, Any]) -> None:
         """Restore saved progress. Raises DamagedError if it is invalid, and changes nothing then."""
-        counts: list[Any] = [value.get(name) for name in ("step", "epoch", "to_skip")]
-        facts: list[Any] = [value.get(name) for name in ("iterated", "has_ended")]
         try:
-            if not all(map(_is_count, counts)):
-                raise ValueError("step, epoch and to_skip are no counts")
-            if not all(type(fact) is bool for fact in facts):
-                raise ValueError("it does not say whether the epoch was begun, or has ended")
-            taps = _read_taps(value.get("taps"))
-            self._check_integration(value.get("integration"))
-            self._sources.restore(value.get("sources"))
+            saved = checked_fields(Counts, value)
+            if not all(type(each) is int for each in saved.taps.values()):
+                raise ValueError("its taps are no counts")
+            if min(saved.step, saved.epoch, saved.to_skip, *saved.taps.values()) < 0:
+                raise ValueError("a count is negative")
+            self._check_integration(saved.integration)
+            self._sources.restore(saved.sources)
         except ValueError as error:
             raise DamagedError(
                 f"The saved progress cannot be read ({error}). No loader was touched. Resume from an older "
                 "step."
             ) from error
-        self.step, self.epoch, self.to_skip = counts
-        self.iterated, self.has_ended = facts
-        self.taps = taps
+        self.step, self.epoch, self.to_skip = saved.step, saved.epoch, saved.to_skip
+        self.iterated, self.has_ended, self.taps = saved.iterated, saved.has_ended, dict(saved.taps)
 
-    def _check_integration(self, saved: Any) -> None:
-        if not isinstance(saved, str):
-            raise ValueError("it does not say which loop made it")
+    def _check_integration(self, saved: str) -> None:
         if saved not in (self.integration, ANY_LOOP):
             then, now = (
                 f"flashckpt.{n}" if n else "a loop of the program" for n in (saved, self.integration)
@@ -224,20 +228,6 @@ class Progress:
     def close(self) -> None:
         """End the workers of all sources."""
         self._sources.close()
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _read_taps(saved: Any) -> dict[str, int]:
-    """Return the taps of `Progress.value`. Raises ValueError for anything else."""
-    rows: list[Any] = saved if isinstance(saved, list) else [None]
-    for row in rows:
-        is_row = isinstance(row, list) and len(row) == 2
-        if not (is_row and isinstance(row[0], str) and _is_count(row[1])):
-            raise ValueError("its taps cannot be read")
-    return dict(rows)
 
 
 class Use:

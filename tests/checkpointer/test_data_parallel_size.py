@@ -305,7 +305,7 @@ def two_ranks(batches: int = 2) -> Values:
     [
         (("step",), 3),
         (("epoch",), 1),
-        (("sources", 0, "open"), False),
+        (("sources", 0, "is_open"), False),
         (("sources", 0, "position", "batches_taken"), 1),
         (("sources", 0, "position", "made_of", "share", "batch_size"), 3),
         (("sources", 0, "position", "made_of", "share", "order", "seed"), 6),

@@ -249,7 +249,7 @@ def _encoded(state: object, world: int) -> Mapping[str, Any]:
         "rng": rng.capture(),
         "progress": {
             "step": 7, "epoch": 1, "has_ended": False, "iterated": True,
-            "integration": "", "taps": [], "to_skip": 0, "sources": []
+            "integration": "", "taps": {}, "to_skip": 0, "sources": []
         },
         "environment": {"world": world},
     }  # fmt: skip

@@ -90,7 +90,7 @@ def _merged_progress(
             for each in value["sources"]
             if each["name"] == entry["name"]
         }
-        if entry["open"]:
+        if entry["is_open"]:
             _check_open(source, position, found)
         if rank not in values:
             for number, states in enumerate((position["now"], *position["ahead"])):
@@ -112,7 +112,7 @@ def _merged_progress(
 
 
 def _opened(progress: Mapping[str, Any]) -> dict[str, Any]:
-    return {"open": [entry["name"] for entry in progress["sources"] if entry["open"]]}
+    return {"open": [entry["name"] for entry in progress["sources"] if entry["is_open"]]}
 
 
 def _check_open(source: int, position: Mapping[str, Any], found: Mapping[int, Mapping[str, Any]]) -> None:

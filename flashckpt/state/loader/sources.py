@@ -11,23 +11,31 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from flashckpt.errors import BoundaryError, OptionError
 from flashckpt.format.typed import encode_json
 from flashckpt.state.loader.dataloader import DataLoaderSource
-from flashckpt.state.loader.order import Share, share_of
+from flashckpt.state.loader.order import Share, checked_fields, share_of
 from flashckpt.state.loader.prepared import is_prepared, prepared_source
 from flashckpt.state.loader.source import ReplayedSource, Source, with_new_workers
 from flashckpt.state.loader.stateful import StatefulSource
 
 log = logging.getLogger(__name__)
 
-_KEYS = {"name", "open", "position", "first", "renewed"}
-
 Digests = dict[str, str]
+
+
+class Entry(NamedTuple):
+    """What is saved of a loader. The fields are those of `_Named`."""
+
+    name: str
+    is_open: bool
+    position: dict[str, Any]
+    first: dict[str, str]
+    renewed: bool
 
 
 def digests_of(states: Mapping[str, Any]) -> Digests:
@@ -76,33 +84,17 @@ class Sources:
 
     def value(self) -> list[dict[str, Any]]:
         """Return plain values: the position of the source of each name."""
-        return [
-            {
-                "name": name,
-                "open": named.is_open,
-                "position": named.position if named.source is None else named.source.position(),
-                "first": dict(named.first),
-                "renewed": named.renewed,
-            }
-            for name, named in sorted(self._by_name.items())
-        ]
+        found = []
+        for name, named in sorted(self._by_name.items()):
+            position = named.position or {} if named.source is None else named.source.position()
+            found.append(Entry(name, named.is_open, position, dict(named.first), named.renewed)._asdict())
+        return found
 
-    def restore(self, saved: Any) -> None:
+    def restore(self, saved: list[Any]) -> None:
         """Restore the result of `value`. Raises ValueError for anything else."""
-        by_name: dict[str, _Named] = {}
-        entries: list[Any] = saved if isinstance(saved, list) else [None]
-        for entry in entries:
-            good = isinstance(entry, dict) and entry.keys() == _KEYS
-            if not good or type(entry["position"]) is not dict or type(entry["name"]) is not str:
-                raise ValueError("a loader's entry cannot be read")
-            if type(entry["first"]) is not dict or {type(entry["open"]), type(entry["renewed"])} != {bool}:
-                raise ValueError("a loader's generators cannot be read")
-            position, is_open = entry["position"], entry["open"]
-            by_name[entry["name"]] = _Named(
-                position=position, is_open=is_open, first=entry["first"], renewed=entry["renewed"]
-            )
+        entries = [checked_fields(Entry, each)._asdict() for each in saved]
         self.close()
-        self._by_name = by_name
+        self._by_name = {entry.pop("name"): _Named(**entry) for entry in entries}
 
     def opened(self) -> dict[str, Source]:
         """Return name -> source of the loaders that are open and were used here."""
