@@ -219,14 +219,11 @@ class TrainerRun:
             if last:
                 self._loop.capture_now(persist=True)
             elif provisional and checkpointer._stops_here():
-                self._capture_before_draw()
+                # The loop ends here if a batch follows. An error is raised when it ends.
+                with contextlib.suppress(FlashckptError):
+                    self._loop.capture_now(persist=False)
         if not provisional:
             self._stop_here()
-
-    def _capture_before_draw(self) -> None:
-        """The loop ends here if a batch follows. An error is raised when it ends."""
-        with contextlib.suppress(FlashckptError):
-            self._loop.capture_now(persist=False)
 
     def has_drawn(self, *, follows: bool) -> None:
         """After a provisional boundary: a batch follows, or the epoch's end is the next boundary."""

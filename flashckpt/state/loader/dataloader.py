@@ -47,7 +47,7 @@ class DataLoaderSource(Source):
         self._persistent = bool(loader.persistent_workers) and self._workers > 0
         self._rounds = Rounds(self._workers)
         self._private: Any = None
-        self._indices = Indices((), self.generators)
+        self._indices: Indices
         # The generator's state before it drew the base seed of the workers that run.
         self._seeder: bytes | None = None
         self._skipped = 0  # batches of this epoch that `skip` has left out
@@ -100,10 +100,7 @@ class DataLoaderSource(Source):
         # Set by vars(), because DataLoader.__setattr__ refuses some of these names.
         own = vars(private)
         name = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        self._indices = Indices(
-            self._sampler(), self.generators, skip=skip, replay=replay, drops_iter=drops_iter
-        )
-        self._indices.on_iter, self._indices.on_draw = self._note_seeder, self._note_order
+        self._indices = Indices(self, self._sampler(), skip=skip, replay=replay, drops_iter=drops_iter)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
             reporting = Reporting(self._loader.collate_fn, warns=not self._can_be_saved)
@@ -116,12 +113,14 @@ class DataLoaderSource(Source):
                 rng.restore_one(own["generator"], self._seeder)
         self._private = private
 
-    def _note_seeder(self) -> None:
+    def note_seeder(self) -> None:
+        """Note the generator from which the workers' base seed is about to be drawn."""
         if self._workers and self._seeder is None:
             seeder = self._loader.generator
             self._seeder = rng.capture_one(torch.default_generator if seeder is None else seeder)
 
-    def _note_order(self, at_iter: States, at_draw: States) -> None:
+    def note_order(self, at_iter: States, at_draw: States) -> None:
+        """Note the generator states of the epoch's order, before its first index is drawn."""
         self._at_iter, self._at_draw = at_iter, at_draw
 
     def _unpack(self, item: Any) -> Any:
@@ -244,28 +243,24 @@ class Indices:
         continued: no call is forwarded before the first index is needed.
     drops_iter: do not forward the first `iter()`, which is made only because workers are started again.
 
-    on_iter: called after each `iter()` of the DataLoader. on_draw: called with both states before
-    the first index is drawn.
     num_dropped: the batches that were dropped. drawn_once: the generator states after the first of them.
     """
 
     def __init__(
         self,
+        source: DataLoaderSource,
         sampler: Iterable[Any],
-        generators: rng.Generators,
         *,
-        skip: int = 0,
-        replay: tuple[States, States] | None = None,
-        drops_iter: bool = False,
+        skip: int,
+        replay: tuple[States, States] | None,
+        drops_iter: bool,
     ) -> None:
-        self.sampler, self._generators = sampler, generators
+        self._source, self.sampler, self._generators = source, sampler, source.generators
         self._skip, self._replay, self._drops_iter = skip, replay, drops_iter
         self._inner: Iterator[Any] = iter(())
         self._at_iter: States = {}
         self._is_primed = False
         self.num_dropped = 0
-        self.on_iter: Callable[[], object] = lambda: None
-        self.on_draw: Callable[[States, States], object] = lambda at_iter, at_draw: None
         self.drawn_once: States | None = None
 
     def __len__(self) -> int:
@@ -278,7 +273,7 @@ class Indices:
         if self._replay is None:
             self._at_iter = self._generators.capture_all()
             self._inner = iter(self.sampler)
-        self.on_iter()
+        self._source.note_seeder()
         self._is_primed = False
         return self._draws()
 
@@ -299,7 +294,7 @@ class Indices:
             self._generators.restore_all(at_iter)
             self._inner = iter(self.sampler)
             self._generators.restore_all(at_draw)
-        self.on_draw(at_iter, at_draw)
+        self._source.note_order(at_iter, at_draw)
         for _ in range(self._skip):
             if next(self._inner, _END) is _END:
                 break
