@@ -38,7 +38,7 @@ class StatefulSource(Source):
     """
 
     kind = "stateful"
-    parts = frozenset({"state", "drawn", "left", "made_before"})
+    parts = frozenset({"state", "drawn", "left"})
 
     def __init__(self, loader: Any, stream: Any = None, *, creates_iterator: bool = False) -> None:
         super().__init__(loader, rng.Generators({"loader": loader}))
@@ -49,8 +49,6 @@ class StatefulSource(Source):
         # The state between two epochs, and whether the earlier epoch was left before its end.
         self._between: Encoded | None = None
         self._left = False
-        # Whether the epoch's iterator existed when the epoch began: torchdata draws a seed for each iterator.
-        self._made_before = False
         # The state of an epoch's end was loaded, and no batch was drawn since.
         self._is_at_end = False
         # The batches of the epoch that was resumed, until the next one has ended.
@@ -88,8 +86,9 @@ class StatefulSource(Source):
     def _iterate(self) -> Iterator[Any]:
         self._at_iter = self.generators.capture_all()
         iterator = iterate(self._loader)
-        # Accelerate calls each loader's state_dict when it prepares it, which creates the iterator.
-        self._made_before = self._creates_iterator and self._at_iter == self.generators.capture_all()
+        # Not always as after another `iter()`: Accelerate calls each loader's state_dict when it prepares it,
+        # and torchdata then draws the iterator's seed.
+        self._at_draw = self.generators.capture_all()
         return iterator
 
     def _fetch(self) -> Any:
@@ -100,6 +99,7 @@ class StatefulSource(Source):
     def _reopen(self, position: Position) -> None:
         stream, self._was_resumed = self._stream, True
         assert position.at_iter is not None
+        assert position.at_draw is not None
         has_buffer = has_shuffle_buffer(stream)
         self.generators.restore_all(position.at_iter)
         if has_buffer:
@@ -112,9 +112,8 @@ class StatefulSource(Source):
             self._load_state(position, drops_iterator=False)
         with not_restarting(self._loader):
             self._iterator = self._iterate()
-        self._at_iter, self._made_before = position.at_iter, position.parts["made_before"]
-        if self._made_before:
-            self.generators.restore_all(position.at_iter)
+        self._at_iter, self._at_draw = position.at_iter, position.at_draw
+        self.generators.restore_all(position.at_draw)
         if has_buffer:
             return draw_again(self._iterator, position.batches_taken)
         draw_skipped(self._iterator)
@@ -211,7 +210,6 @@ class StatefulSource(Source):
             "state": state,
             "drawn": self._drawn_since if waits else 0,
             "left": False if here else self._left,
-            "made_before": here and self._made_before,
         }
 
 
