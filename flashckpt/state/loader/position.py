@@ -51,8 +51,8 @@ class Position(NamedTuple):
         the change of layout ("moved").
     at_iter: generator states before the iterator was made; None if nothing was drawn yet or nothing will be
         drawn again.
-    at_draw: generator states after the iterator was made, before the first index was drawn; None as `at_iter`,
-        and for an iterable that is replayed.
+    at_draw: generator states after the iterator was made, before the first index was drawn. None where
+        `at_iter` is None, and for an iterable that is replayed.
     now: generator states at the boundary.
     parts: the further needs of this kind of source.
     ahead: empty, unless batches were drawn and not yet trained on at the boundary. Then the position is the
