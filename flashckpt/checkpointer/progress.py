@@ -124,7 +124,7 @@ class Progress:
 
     @property
     def open_sources(self) -> dict[str, Source]:
-        """The sources of the loaders of which an epoch was begun here and has not ended, by name."""
+        """The sources of loaders, by name, whose epoch was begun here and has not ended."""
         return self._sources.opened()
 
     @property

@@ -41,8 +41,7 @@ class Entry(NamedTuple):
 def digests_of(states: Mapping[str, Any]) -> Digests:
     """Return path -> digest of the state of each of a loader's own generators."""
     return {
-        path: hashlib.blake2b(encode_json(state), digest_size=8).hexdigest()
-        for path, state in states.items()
+        path: hashlib.blake2b(encode_json(state), digest_size=8).hexdigest() for path, state in states.items()
     }
 
 

@@ -305,8 +305,7 @@ def test_other_loaders_resume(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 LEFT_EARLY = [
     name
     for name in LOADERS
-    if any(word in name for word in ("data set", "torchdata", "sticky"))
-    and "loaded once" not in name
+    if any(word in name for word in ("data set", "torchdata", "sticky")) and "loaded once" not in name
 ]
 
 
