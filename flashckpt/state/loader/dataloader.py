@@ -311,11 +311,11 @@ _END = object()
 
 
 class Reported(NamedTuple):
-    """A batch, and the states after it of the worker's generators that changed since its last batch. A named
-    tuple, because torch's pin_memory processes it element by element and keeps bytes."""
+    """A batch, and the states of the worker's generators after it. A named tuple, because torch's pin_memory
+    processes it element by element and keeps bytes."""
 
     batch: Any
-    moved: rng.State
+    state: rng.State
 
 
 _OWN = "own "  # before the path of a generator that a worker's data set or collate function holds
@@ -329,7 +329,6 @@ class Reporting:
 
     def __init__(self, collate: Callable[[Any], Any], *, warns: bool = False) -> None:
         self._collate, self._warns = collate, warns
-        self._last: rng.State = {}
         self._own = rng.Generators({})
 
     def begin(self, state: rng.State | None) -> None:
@@ -350,9 +349,7 @@ class Reporting:
             self._warns = False
             warn_of_late(self._own)
         own = {_OWN + path: state for path, state in self._own.capture().items()}
-        state, last = {**rng.capture_cpu(), **own}, self._last
-        self._last = state
-        return Reported(batch, {name: value for name, value in state.items() if last.get(name) != value})
+        return Reported(batch, {**rng.capture_cpu(), **own})
 
 
 def warn_of_late(generators: rng.Generators) -> None:
@@ -400,7 +397,7 @@ class Rounds:
         """Return the batch of a report. `index`: its number in the epoch; worker `index % workers` loaded it,
         since torch assigns indices in turns."""
         worker = index % self._workers
-        self.newest[worker] = {**(self.newest[worker] or {}), **reported.moved}
+        self.newest[worker] = reported.state
         if worker == self._workers - 1:
             self.whole = list(self.newest)
         return reported.batch
