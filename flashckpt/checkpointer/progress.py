@@ -62,9 +62,8 @@ class Progress:
     kept the batches of this epoch from beginning, so that the epoch is not over.
 
     taps: for each tap, in the order in which they were made, the batches of this epoch before its present
-    pass. to_skip: batches that the first pass of the first tap
-    drops, because a run that began elsewhere has trained on them. integration: the trainer's name, "" for a
-    loop of the program. A run belongs to one.
+    pass. to_skip: batches that the first pass of the first tap drops, because a run that began elsewhere has
+    trained on them. integration: the trainer's name, "" for a loop of the program. A run belongs to one.
     """
 
     def __init__(self, integration: str = "") -> None:

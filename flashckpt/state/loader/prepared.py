@@ -110,8 +110,9 @@ class PreparedSource(Source):
         if not is_carried and not is_at_end(saved):
             self._check_ranks(saved)
         set_by_program = loader.iteration
-        iteration = _count(saved.made_of.get("iteration"), saved.epoch)
-        drawn = _count(saved.made_of.get("drawn"), saved.batches_taken)
+        # A loader that was not prepared then has saved neither.
+        iteration = saved.made_of.get("iteration", saved.epoch)
+        drawn = saved.made_of.get("drawn", saved.batches_taken)
         # Before `begin`, which computes the samplers' order.
         loader.set_epoch(iteration)
         resume = {**resume, "batches_taken": drawn}
@@ -198,11 +199,6 @@ class PreparedSource(Source):
     def close(self) -> None:
         self._iterator = None
         self._inside.close()
-
-
-def _count(saved: Any, otherwise: int) -> int:
-    """Return a count that only positions of prepared loaders have, or the default."""
-    return saved if type(saved) is int else otherwise
 
 
 class _InnerLoader(Iterator[Any]):
