@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -103,11 +102,8 @@ class DataLoaderSource(Source):
         self._indices = Indices(self, self._sampler(), skip=skip, replay=replay, drops_iter=drops_iter)
         own[name], own["_iterator"] = self._indices, None
         if self._workers:
-            reporting = Reporting(self._loader.collate_fn, warns=not self._can_be_saved)
-            own["collate_fn"] = reporting
-            own["worker_init_fn"] = partial(
-                init_worker, self._loader.worker_init_fn, reporting, self._rounds.whole
-            )
+            reporting = Reporting(self._loader, self._rounds.whole, warns=not self._can_be_saved)
+            own["collate_fn"], own["worker_init_fn"] = reporting, reporting.begin
             if self._seeder is not None:
                 own["generator"] = torch.Generator()
                 rng.restore_one(own["generator"], self._seeder)
@@ -324,20 +320,24 @@ _OWN = "own "  # before the path of a generator that a worker's data set or coll
 class Reporting:
     """The user's collate function, followed by a report of the generators. One copy in each worker.
 
+    states: those with which the workers begin, of each worker, as they were reported.
     warns: of generators that are made with the first batch, and of a search that was cut.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], *, warns: bool = False) -> None:
-        self._collate, self._warns = collate, warns
+    def __init__(self, loader: Any, states: list[rng.State | None], *, warns: bool) -> None:
+        self._collate, self._init = loader.collate_fn, loader.worker_init_fn
+        self._states, self._warns = states, warns
         self._own = rng.Generators({})
 
-    def begin(self, state: rng.State | None) -> None:
-        """Find the generators of this worker's own copies of data set and collate function. Restore a state
-        that was reported."""
-        worker = get_worker_info()
-        self._warns = self._warns and getattr(worker, "id", 0) == 0  # one worker speaks for all
-        roots = {"dataset": getattr(worker, "dataset", None), "collate": self._collate}
+    def begin(self, worker: int) -> None:
+        """Run the user's worker_init_fn. Then find the generators of this worker's own copies of data set and
+        collate function, and restore the worker's state."""
+        if self._init is not None:
+            self._init(worker)
+        self._warns = self._warns and worker == 0  # one worker speaks for all
+        roots = {"dataset": getattr(get_worker_info(), "dataset", None), "collate": self._collate}
         self._own = rng.Generators(roots, reports=self._warns)
+        state = self._states[worker]
         if state is not None:
             rng.restore(state)
             own = {n.removeprefix(_OWN): each for n, each in state.items() if n.startswith(_OWN)}
@@ -360,18 +360,6 @@ def warn_of_late(generators: rng.Generators) -> None:
             "Not exact: the random generators %s of the loader were made with its first batch, so a resume "
             "in mid-epoch cannot restore them. Make them before the loop begins.", ", ".join(late),
         )  # fmt: skip
-
-
-def init_worker(
-    init: Callable[[int], None] | None,
-    reporting: Reporting,
-    states: list[rng.State | None],
-    worker: int,
-) -> None:
-    """Run the user's worker_init_fn, then restore the generators of this worker."""
-    if init is not None:
-        init(worker)
-    reporting.begin(states[worker])
 
 
 class Rounds:

@@ -293,16 +293,10 @@ def _share_of_sampler(sampler: Any, generators: rng.Generators | None) -> Share 
         return None
     if sampler.replacement or sampler.num_samples != len(sampler.data_source):
         return Share(1, 0)
-    path = _path_of(generators, sampler.generator)
-    drawn = Order("drawn", len(sampler.data_source), sampler=path or None)
-    return Share(1, 0, order=None if path is None else drawn)
-
-
-def _path_of(generators: rng.Generators | None, generator: object) -> str | None:
-    """Return the path of a generator; "" for no own generator; None if its state is not saved."""
-    if generator is None:
-        return ""
-    return generators.path_of(generator) if generators is not None else None
+    own = sampler.generator
+    path = generators.path_of(own) if generators is not None and own is not None else None
+    is_saved = own is None or path is not None
+    return Share(1, 0, order=Order("drawn", len(sampler.data_source), sampler=path) if is_saved else None)
 
 
 def _number(part: object, *names: str) -> int | None:

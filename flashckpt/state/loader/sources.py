@@ -38,13 +38,6 @@ class Entry(NamedTuple):
     renewed: bool
 
 
-def digests_of(states: Mapping[str, Any]) -> Digests:
-    """Return path -> digest of the state of each of a loader's own generators."""
-    return {
-        path: hashlib.blake2b(encode_json(state), digest_size=8).hexdigest() for path, state in states.items()
-    }
-
-
 @dataclass(eq=False)
 class _Named:
     """The loader of a name, with its source or position.
@@ -135,7 +128,10 @@ class Sources:
         if counts_trained:
             source.count_trained()
         before = source.generators.capture()
-        now = digests_of(before)
+        now = {
+            path: hashlib.blake2b(encode_json(state), digest_size=8).hexdigest()
+            for path, state in before.items()
+        }
         try:
             position = named.position if named.source is None else None
             if position is None:
