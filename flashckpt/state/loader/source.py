@@ -46,6 +46,14 @@ class Source:
     parts: frozenset[str] = frozenset()  # the keys of `Position.parts`
     divides = False  # whether it can continue with any order of samples
 
+    was_over: bool
+    _over: bool
+    _broken: bool
+    # The generator states before the epoch's iterator was made, and before its first index was drawn.
+    _at_iter: dict[str, Any] | None
+    _at_draw: dict[str, Any] | None
+    _restore_at_fetch: dict[str, Any] | None
+
     def __init__(self, loader: Any, generators: rng.Generators) -> None:
         self._loader = loader
         self._name = type(loader).__name__
@@ -258,10 +266,7 @@ class Source:
     def _enter(self, epoch: int) -> None:
         self._epoch, self.batches_taken = epoch, 0
         self._over = self.was_over = self._broken = False
-        # The generator states before the epoch's iterator was made, and before its first index was drawn.
-        self._at_iter: dict[str, Any] | None = None
-        self._at_draw: dict[str, Any] | None = None
-        self._restore_at_fetch: dict[str, Any] | None = None
+        self._at_iter = self._at_draw = self._restore_at_fetch = None
         # The positions before the newest draws, and the generator states of the batches to draw again.
         self._before_draws: deque[Position] = deque()
         self._redraws: deque[dict[str, Any]] = deque()
