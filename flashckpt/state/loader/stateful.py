@@ -19,6 +19,7 @@ from flashckpt.errors import BoundaryError, StateError
 from flashckpt.format.typed import SEQUENCES, Encoded, checked, children, decode_json
 from flashckpt.state import rng
 from flashckpt.state.leaves import Place, Sink
+from flashckpt.state.loader.complete import keeps_its_place
 from flashckpt.state.loader.position import Position
 from flashckpt.state.loader.source import Source, draw_again
 from flashckpt.state.loader.torchdata import draw_skipped, drop_created_iterator, iterate, not_restarting
@@ -100,21 +101,21 @@ class StatefulSource(Source):
         stream, self._was_resumed = self._stream, True
         assert position.at_iter is not None
         assert position.at_draw is not None
-        has_buffer = has_shuffle_buffer(stream)
+        is_complete = not hasattr(stream, "load_state_dict") or keeps_its_place(stream)
         self.generators.restore_all(position.at_iter)
-        if has_buffer:
+        if is_complete:
+            self._load_state(position, drops_iterator=False)
+        else:
             log.warning(
-                "The state of %s leaves out items that it has read and not given, those of its shuffle "
+                "The state of %s leaves out items that it has read and not given, such as those of a shuffle "
                 "buffer, so %d batches of epoch %d are drawn again and dropped.",
                 type(stream).__name__, position.batches_taken, position.epoch,
             )  # fmt: skip
-        else:
-            self._load_state(position, drops_iterator=False)
         with not_restarting(self._loader):
             self._iterator = self._iterate()
         self._at_iter, self._at_draw = position.at_iter, position.at_draw
         self.generators.restore_all(position.at_draw)
-        if has_buffer:
+        if not is_complete:
             return draw_again(self._iterator, position.batches_taken)
         draw_skipped(self._iterator)
         if self._creates_iterator and not self._loader.num_workers:
@@ -219,20 +220,6 @@ def forget_loaded_state(stream: object) -> None:
     for _, held in rng.reached({"stream": stream}):
         if getattr(held, "__dict__", {}).get("_starting_state_dict") is not None:
             held._starting_state_dict = None  # type: ignore[attr-defined]
-
-
-def has_shuffle_buffer(stream: object) -> bool:
-    """Whether a data set of Hugging Face (as of datasets 5.2) shuffles in a buffer, which its state lacks:
-    after `load_state_dict` the buffer is filled with other rows, and those that it held are never given."""
-    below = [getattr(held, "__dict__", {}).get("_ex_iterable") for _, held in rng.reached({"stream": stream})]
-    while below:
-        each = below.pop()
-        if type(each).__name__ == "BufferShuffledExamplesIterable":
-            return True
-        attributes = getattr(each, "__dict__", {})
-        inside = (attributes.get("ex_iterable"), *attributes.get("ex_iterables", ()))
-        below += [one for one in inside if one is not None]
-    return False
 
 
 class _StartedIterator(Iterator[Any]):
