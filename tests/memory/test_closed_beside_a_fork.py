@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,6 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot
 from tests.descriptors import closed_after
 from tests.memory.test_slot import make
-
-IDENTITY = "0" * 31 + "e"
 
 
 def a_slot(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
@@ -43,10 +40,9 @@ def a_stacks_file(folder: RuntimeFolder) -> tuple[int, Callable[[], object]]:
 @pytest.mark.parametrize("made", [a_slot, a_folder, held_descriptors, a_stacks_file])
 def test_a_child_closes_no_number_of_anothers(
     made: Callable[[RuntimeFolder], tuple[int, Callable[[], object]]],
-    runtime: Path,
+    folder: RuntimeFolder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     descriptor, close = made(folder)
     closed, statuses = os.close, []
 
@@ -69,7 +65,6 @@ def test_a_child_closes_no_number_of_anothers(
     close()
     monkeypatch.undo()
     assert statuses == [0], "the child closed another's file"
-    folder.close()
 
 
 @pytest.mark.process

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,19 +19,11 @@ import pytest
 from flashckpt import _native
 from flashckpt.memory import memory_budget, region
 from flashckpt.memory.runtime import RuntimeFolder
-from tests.descriptors import closed_after
 from tests.memory.mounts import small_tmpfs
 
+Memfd = Callable[..., int]
 HUGE = _native.huge_page()
-IDENTITY = "0" * 32
 NAME = "slot-00000-0-0000000000000000"
-
-
-@pytest.fixture
-def folder(runtime: Path) -> Iterator[RuntimeFolder]:
-    opened = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
-    yield opened
-    opened.close()
 
 
 @pytest.fixture(autouse=True)
@@ -41,15 +33,11 @@ def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def given() -> None:
+def given(memfd: Memfd) -> None:
     """Skips the test where the kernel gives this process no huge page of shared memory (one before 6.1, or
     `shmem_enabled` is deny): the other tests hold there all the same."""
-    descriptor = os.memfd_create("huge")
-    try:
-        if not HUGE or not _native.allocate_huge(descriptor, 0, HUGE):
-            pytest.skip("this kernel gives no huge pages of shared memory")
-    finally:
-        os.close(descriptor)
+    if not HUGE or not _native.allocate_huge(memfd(), 0, HUGE):
+        pytest.skip("this kernel gives no huge pages of shared memory")
 
 
 def smaps(address: int) -> dict[str, str]:
@@ -83,13 +71,11 @@ def test_a_region_is_held_and_mapped_in_huge_pages(folder: RuntimeFolder, given:
 
 
 @pytest.mark.parametrize("step_bytes", [HUGE + 4096, 4096 * 100])
-def test_steps_need_not_end_where_huge_pages_do(step_bytes: int) -> None:
-    descriptor = os.memfd_create("steps")
-    num_bytes = 7 * (HUGE or 1 << 21) + 4096
+def test_steps_need_not_end_where_huge_pages_do(memfd: Memfd, step_bytes: int) -> None:
+    descriptor, num_bytes = memfd(), 7 * (HUGE or 1 << 21) + 4096
     memory_budget.take(descriptor, num_bytes, available=lambda: 1 << 40, step_bytes=step_bytes)
     found = os.fstat(descriptor)
     assert (found.st_size, found.st_blocks * 512) == (num_bytes, num_bytes)
-    os.close(descriptor)
 
 
 def test_between_steps_a_region_is_as_long_as_what_it_has(folder: RuntimeFolder) -> None:
@@ -122,32 +108,23 @@ def test_a_file_system_without_room_for_huge_pages_is_filled_to_its_last_byte() 
         mapping = _native.Mapping(descriptor, num_bytes)
         memoryview(mapping)[:] = bytes(num_bytes)  # a page that is not there would be SIGBUS
         mapping.close()
-        os.close(descriptor)
-
-
-@pytest.mark.process
-def test_a_file_system_that_is_full_within_a_step_says_so() -> None:
-    with small_tmpfs(5 << 20) as base:
-        descriptor = os.open(base / "region", os.O_RDWR | os.O_CREAT, 0o600)
         with pytest.raises(OSError, match="reserve") as refused:
-            memory_budget.take(descriptor, 9 << 20, available=lambda: 1 << 40)
+            memory_budget.take(descriptor, num_bytes + (4 << 20), available=lambda: 1 << 40)
         assert refused.value.errno == errno.ENOSPC
         os.close(descriptor)
 
 
-def test_what_stands_in_a_file_stands_there_in_huge_pages_too(given: None) -> None:
-    descriptor = os.memfd_create("filled")
-    data = os.urandom(2 * HUGE)
+def test_what_stands_in_a_file_stands_there_in_huge_pages_too(memfd: Memfd, given: None) -> None:
+    descriptor, data = memfd(), os.urandom(2 * HUGE)
     os.pwrite(descriptor, data, 0)
     assert _native.allocate_huge(descriptor, 0, 2 * HUGE)
     assert mapped_huge(descriptor, 2 * HUGE) == 2 * HUGE
     assert os.pread(descriptor, 2 * HUGE, 0) == data
-    os.close(descriptor)
 
 
 @pytest.mark.parametrize("limit", ["", "_SLOWEST_HUGE_STEP_S", "_MOST_HUGE_S"])
 def test_a_refusal_and_what_takes_too_long_end_the_asking(
-    monkeypatch: pytest.MonkeyPatch, limit: str
+    memfd: Memfd, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """Others wait for the node's lock meanwhile."""
     asked: list[int] = []
@@ -159,15 +136,14 @@ def test_a_refusal_and_what_takes_too_long_end_the_asking(
     monkeypatch.setattr(_native, "allocate_huge", allocate)
     if limit:
         monkeypatch.setattr(memory_budget, limit, 1e-12)
-    descriptor = os.memfd_create("slow")
+    descriptor = memfd()
     memory_budget.take(descriptor, 3 << 20, available=lambda: 1 << 40, step_bytes=1 << 20)
     assert asked == [0]
     assert os.fstat(descriptor).st_blocks * 512 == 3 << 20
-    os.close(descriptor)
 
 
 def test_where_they_are_dear_no_region_has_more_than_one_step_of_them(
-    monkeypatch: pytest.MonkeyPatch,
+    memfd: Memfd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory of a virtual machine that its host has not backed yet: ten times the time of small pages.
     The others' time, on a busy machine, is none of theirs."""
@@ -182,39 +158,37 @@ def test_where_they_are_dear_no_region_has_more_than_one_step_of_them(
 
         return ask
 
-    def take(descriptor: int) -> None:
+    def take() -> int:
+        descriptor = memfd()
         memory_budget.take(descriptor, 3 << 26, available=lambda: 1 << 40)
         assert os.fstat(descriptor).st_blocks * 512 == 3 << 26
-        os.close(descriptor)
+        return descriptor
 
     monkeypatch.setattr(memory_budget, "huge_pages", memory_budget.HugePages(lambda: spent_s[0]))
     monkeypatch.setattr(_native, "allocate_huge", costs(0.25))
-    take(first := os.memfd_create("cheap"))
+    first = take()
     assert asked == [(first, 0), (first, 1 << 26), (first, 2 << 26)]
     asked.clear()
     monkeypatch.setattr(_native, "allocate_huge", costs(2.5))
-    take(second := os.memfd_create("dear"))
-    take(os.memfd_create("after it"))
+    second = take()
+    take()
     assert asked == [(second, 0)]
 
 
 class TestMapping:
     """A region's mapping: what `mmap.mmap` is, at an address that huge pages can be mapped at."""
 
-    def test_it_lies_in_huge_pages_as_the_file_does(self) -> None:
-        descriptor = os.memfd_create("mapped")
-        os.ftruncate(descriptor, 8 << 20)
+    def test_it_lies_in_huge_pages_as_the_file_does(self, memfd: Memfd) -> None:
+        descriptor = memfd(8 << 20)
         kept = [_native.Mapping(descriptor, num_bytes) for num_bytes in ((5 << 20) + 1, 2 << 20, 3 << 20) * 2]
         for mapping in kept:
             assert _native.address_of(mapping) % (HUGE or mmap.PAGESIZE) == 0
             flags = smaps(_native.address_of(mapping))["VmFlags"].split()
             assert {"sh", "dc", "dd"} <= set(flags)  # shared, and neither forked nor dumped
             mapping.close()
-        os.close(descriptor)
 
-    def test_nothing_but_the_mapping_is_left_of_the_address_space_it_took(self) -> None:
-        descriptor = os.memfd_create("mapped")
-        os.ftruncate(descriptor, 8 << 20)
+    def test_nothing_but_the_mapping_is_left_of_the_address_space_it_took(self, memfd: Memfd) -> None:
+        descriptor = memfd(8 << 20)
 
         def taken() -> int:
             return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
@@ -225,20 +199,16 @@ class TestMapping:
         for mapping in kept:
             mapping.close()
         assert taken() == before
-        os.close(descriptor)
 
-    def test_bytes_are_shared_with_other_mappings(self) -> None:
-        descriptor = os.memfd_create("mapped")
-        os.ftruncate(descriptor, 8192)
+    def test_bytes_are_shared_with_other_mappings(self, memfd: Memfd) -> None:
+        descriptor = memfd(8192)
         one, other = _native.Mapping(descriptor, 8192), _native.Mapping(descriptor, 4096)
         memoryview(one)[10:13] = b"abc"
         assert bytes(memoryview(other)[10:13]) == b"abc"
         assert (len(memoryview(one)), len(memoryview(other))) == (8192, 4096)
-        os.close(descriptor)
 
-    def test_it_is_not_taken_away_under_a_view(self) -> None:
-        descriptor = os.memfd_create("mapped")
-        os.ftruncate(descriptor, 4096)
+    def test_it_is_not_taken_away_under_a_view(self, memfd: Memfd) -> None:
+        descriptor = memfd(4096)
         mapping = _native.Mapping(descriptor, 4096)
         address = _native.address_of(mapping)
         view = memoryview(mapping)[5:9]
@@ -251,19 +221,15 @@ class TestMapping:
         view.release()
         with pytest.raises(ValueError, match="unpack"):
             smaps(address)
-        os.close(descriptor)
 
-    def test_one_that_is_closed_or_was_never_made_is_no_buffer(self) -> None:
-        descriptor = os.memfd_create("mapped")
-        os.ftruncate(descriptor, 4096)
-        mapping = _native.Mapping(descriptor, 4096)
+    def test_one_that_is_closed_or_was_never_made_is_no_buffer(self, memfd: Memfd) -> None:
+        mapping = _native.Mapping(memfd(4096), 4096)
         mapping.close()
         mapping.close()
         with pytest.raises((ValueError, BufferError), match="closed"):
             memoryview(mapping)
         with pytest.raises((ValueError, BufferError), match="never made"):
             memoryview(_native.Mapping.__new__(_native.Mapping))
-        os.close(descriptor)
 
     def test_memory_of_ones_own_is_zeros_that_no_child_and_no_core_dump_has(self) -> None:
         mapping = _native.Mapping(num_bytes=5 << 20)
@@ -273,22 +239,20 @@ class TestMapping:
         assert bytes(mapping) == bytes(5 << 20)
         mapping.close()
 
-    def test_what_cannot_be_mapped_is_an_error(self) -> None:
+    def test_what_cannot_be_mapped_is_an_error(self, memfd: Memfd) -> None:
         reader, writer = os.pipe()
         with pytest.raises(OSError, match="map 4096 bytes"):
             _native.Mapping(reader, 4096)
-        empty = os.memfd_create("none")
         with pytest.raises(OSError, match="map 0 bytes"):
-            _native.Mapping(empty, 0)
-        os.close(empty)
+            _native.Mapping(memfd(), 0)
         os.close(reader)
         os.close(writer)
 
     @pytest.mark.parametrize("goes", [_native.Mapping.close, id], ids=["at once", "with its last reference"])
     def test_other_threads_run_while_it_is_unmapped(
-        self, big: int, goes: Callable[[_native.Mapping], object]
+        self, memfd: Memfd, big: int, goes: Callable[[_native.Mapping], object]
     ) -> None:
-        descriptor = os.memfd_create("mapped")
+        descriptor = memfd()
         _native.allocate(descriptor, 0, big)
         over, turns = threading.Event(), [0]
         other = threading.Thread(target=count_turns, args=(over, turns))
@@ -303,14 +267,12 @@ class TestMapping:
             most = max(most, turns[0] - before)
         over.set()
         other.join()
-        os.close(descriptor)
         assert most > 100  # a few are to be had while the interpreter changes threads
 
     @pytest.mark.process
-    def test_a_forked_child_that_drops_it_loses_nothing_of_its_own(self) -> None:
+    def test_a_forked_child_that_drops_it_loses_nothing_of_its_own(self, memfd: Memfd) -> None:
         """The child has the object without the memory, and puts something else at its address."""
-        descriptor = os.memfd_create("mapped")
-        os.ftruncate(descriptor, 8 << 20)
+        descriptor = memfd(8 << 20)
         for goes, where in itertools.product((_native.Mapping.close, id), ([descriptor], [])):
             mapping = _native.Mapping(*where, 8 << 20)
             address = _native.address_of(mapping)
@@ -327,7 +289,6 @@ class TestMapping:
                 os._exit(1)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             mapping.close()
-        os.close(descriptor)
 
 
 @pytest.fixture

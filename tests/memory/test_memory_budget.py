@@ -14,10 +14,11 @@ from flashckpt.errors import OutOfSpaceError
 from flashckpt.memory import memory_budget, region
 from flashckpt.memory.runtime import RuntimeFolder
 from tests.descriptors import closed_after
+from tests.memory.conftest import IDENTITY
 from tests.memory.mounts import small_tmpfs
 
 GIB = 1 << 30
-IDENTITY = "0123456789abcdef" * 2
+NAME = "slot-00000-0-0000000000000000"
 UNLIMITED_V1 = 9223372036854771712
 
 
@@ -70,7 +71,10 @@ def v1_group(folder: Path, limit: int, usage: int, inactive: int = 0) -> None:
 
 def test_without_cgroups_the_machine_is_the_limit(tmp_path: Path) -> None:
     assert Node(tmp_path, 320 * GIB, 100 * GIB).room() == 99 * GIB
-    assert Node(tmp_path, 4 * GIB, 2 * GIB).room() == 2 * GIB - GIB // 8
+    node = Node(tmp_path, 4 * GIB, 2 * GIB)
+    assert node.room() == 2 * GIB - GIB // 8
+    v2_group(node.v2("/"), GIB, 2 * GIB)
+    assert node.room() == 0, "more is used than allowed"
 
 
 def test_every_ancestor_counts_and_inactive_cache_is_free(tmp_path: Path) -> None:
@@ -106,14 +110,7 @@ def test_a_containers_own_view(tmp_path: Path, mount_root: str, path: str) -> No
     assert node.room() == 15 * GIB - GIB // 2
 
 
-def test_more_used_than_allowed_leaves_nothing(tmp_path: Path) -> None:
-    node = Node(tmp_path, 320 * GIB, 300 * GIB)
-    v2_group(node.v2("/"), GIB, 2 * GIB)
-    assert node.room() == 0
-
-
-def test_room_is_asked_for_again_before_each_step(runtime: Path) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
+def test_room_is_asked_for_again_before_each_step(folder: RuntimeFolder) -> None:
     answers = [64 << 20] + [16 << 20] * 3 + [1 << 20]
     asked: list[int] = []
 
@@ -133,20 +130,18 @@ def test_room_is_asked_for_again_before_each_step(runtime: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [region.NAMED, region.MEMFD])
-def test_a_region_that_has_no_room_leaves_nothing(runtime: Path, kind: str) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
+def test_a_region_that_has_no_room_leaves_nothing(folder: RuntimeFolder, kind: str) -> None:
     before = len(os.listdir("/proc/self/fd"))
     left = iter([256 << 20, 256 << 20, 0])
     with pytest.raises(OutOfSpaceError):
-        region.create(folder, "slot-00000-0-0000000000000000", 256 << 20, kind, available=lambda: next(left))
+        region.create(folder, NAME, 256 << 20, kind, available=lambda: next(left))
     assert folder.names() == []
     assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("kind", [region.NAMED, region.MEMFD])
-def test_every_byte_of_a_region_is_allocated(runtime: Path, kind: str) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
-    made = region.create(folder, "slot-00000-0-0000000000000000", 3 << 20, kind)
+def test_every_byte_of_a_region_is_allocated(folder: RuntimeFolder, kind: str) -> None:
+    made = region.create(folder, NAME, 3 << 20, kind)
     found = os.fstat(made.descriptor)
     assert made.kind == kind
     assert found.st_size == 3 << 20
@@ -166,7 +161,7 @@ def test_a_small_shm_is_found_out_before_and_while_taking(runtime: Path) -> None
         assert region.kind_for(folder, 4 << 20) == region.NAMED
         assert region.kind_for(folder, 16 << 20) == region.MEMFD
         # It filled up since: the region goes to a memfd, and nothing of it stays here.
-        made = region.create(folder, "slot-00000-0-0000000000000000", 16 << 20, region.NAMED)
+        made = region.create(folder, NAME, 16 << 20, region.NAMED)
         assert made.kind == region.MEMFD
         assert folder.names() == []
         os.close(made.descriptor)
@@ -182,37 +177,8 @@ def test_a_runtime_folder_on_a_disk_keeps_no_region_by_name(tmp_path: Path) -> N
     assert region.kind_for(folder, 4096) == region.MEMFD
 
 
-_HOLDER = """
-import sys
-from flashckpt.memory import memory_budget
-from flashckpt.memory.runtime import RuntimeFolder
-with memory_budget.node_lock(RuntimeFolder.open(sys.argv[1], "f" * 32)):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_the_nodes_lock_is_held_by_one_process(runtime: Path) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
-    command = [sys.executable, "-c", _HOLDER, str(runtime)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdin is not None
-        assert other.stdout is not None
-        assert other.stdout.readline() == "held\n"
-        with (
-            pytest.raises(OutOfSpaceError, match="Another job"),
-            memory_budget.node_lock(folder, timeout_s=0),
-        ):
-            pass
-        other.kill()
-        other.wait()
-        with memory_budget.node_lock(folder, timeout_s=0):
-            pass
-
-
-def test_the_nodes_lock_stays_until_the_last_thread_lets_go(runtime: Path) -> None:
+def test_the_nodes_lock_stays_until_the_last_thread_lets_go(folder: RuntimeFolder) -> None:
     """Threads of one process take memory side by side: closing the file for one would free it for others."""
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     path = Path(folder.path).parent / "memory_budget.lock"
 
     def is_held() -> bool:
@@ -230,26 +196,32 @@ HELD_OVER_A_FORK = """
 import os, signal, sys
 from flashckpt.memory import memory_budget
 from flashckpt.memory.runtime import RuntimeFolder
-with memory_budget.node_lock(RuntimeFolder.open(sys.argv[1], sys.argv[2])):
+with memory_budget.node_lock(RuntimeFolder.open(sys.argv[1], "f" * 32)):
     child = os.fork()
     if child == 0:
         signal.pause()
     print(child, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
 """
 
 
-def test_the_nodes_lock_does_not_stay_with_a_child(runtime: Path) -> None:
+def test_the_nodes_lock_is_held_by_one_process_and_does_not_stay_with_its_child(
+    folder: RuntimeFolder, runtime: Path
+) -> None:
     """Its holder is killed, and a process that it has forked lives on."""
-    command = [sys.executable, "-c", HELD_OVER_A_FORK, str(runtime), IDENTITY]
+    command = [sys.executable, "-c", HELD_OVER_A_FORK, str(runtime)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         child = int(owner.stdout.readline())
         try:
-            assert owner.wait(240) == -signal.SIGKILL
-            with memory_budget.node_lock(
-                closed_after(RuntimeFolder.open(str(runtime), "f" * 32)), timeout_s=0
+            with (
+                pytest.raises(OutOfSpaceError, match="Another job"),
+                memory_budget.node_lock(folder, timeout_s=0),
             ):
+                pass
+            owner.kill()
+            owner.wait()
+            with memory_budget.node_lock(folder, timeout_s=0):
                 pass
         finally:
             os.kill(child, signal.SIGKILL)

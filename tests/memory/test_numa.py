@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flashckpt.memory import memory_budget, region
 from flashckpt.memory.runtime import RuntimeFolder
-from tests.descriptors import closed_after
 from tests.memory.policies import DEFAULT, PREFERRED, policy_of
 
 NAME = "slot-00000-0-00000000000000ab"
 SIZE = (3 << 21) + 8192
-
-
-@pytest.fixture
-def folder(runtime: Path) -> Iterator[RuntimeFolder]:
-    opened = closed_after(RuntimeFolder.open(str(runtime), "0" * 32))
-    yield opened
-    opened.close()
 
 
 def sysfs(root: Path, nodes: int, said: str) -> Path:
@@ -40,15 +31,10 @@ def sysfs(root: Path, nodes: int, said: str) -> Path:
 @pytest.mark.parametrize(
     ("nodes", "said", "node"),
     [
-        (2, "1\n", 1),
-        (2, "0\n", 0),
-        (1, "0\n", -1),
-        (2, "-1\n", -1),
-        (2, "", -1),
-        (2, "1024\n", -1),
+        (2, "1\n", 1), (2, "0\n", 0), (1, "0\n", -1), (2, "-1\n", -1), (2, "", -1), (2, "1024\n", -1),
         (0, "0\n", -1),
     ],
-)
+)  # fmt: skip
 def test_the_node_of_a_device_is_what_the_kernel_says(
     tmp_path: Path, nodes: int, said: str, node: int
 ) -> None:

@@ -23,8 +23,8 @@ from flashckpt.memory.runtime import (
 )
 from flashckpt.store.local import LocalStore
 from tests.descriptors import closed_after
+from tests.memory.conftest import IDENTITY
 
-IDENTITY = "0123456789abcdef" * 2
 LOCK = "trainer-00000-1-0.lock"
 
 
@@ -40,8 +40,7 @@ def asked_elsewhere(folder: RuntimeFolder, name: str) -> bool:
     return found.stdout.strip() == "True"
 
 
-def test_the_folder_is_private_and_opens_again(runtime: Path) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
+def test_the_folder_is_private_and_opens_again(folder: RuntimeFolder, runtime: Path) -> None:
     assert folder.path == str(runtime / f"flashckpt-{os.geteuid()}" / IDENTITY)
     assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
     assert closed_after(RuntimeFolder.at(folder.path)).identity == bytes.fromhex(IDENTITY)
@@ -50,8 +49,7 @@ def test_the_folder_is_private_and_opens_again(runtime: Path) -> None:
         RuntimeFolder.open(str(runtime), "f" * 32, create=False)
 
 
-def test_probing_ones_own_lock_says_alive_and_does_not_drop_it(runtime: Path) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
+def test_probing_ones_own_lock_says_alive_and_does_not_drop_it(folder: RuntimeFolder) -> None:
     life = LifeLock.acquire(folder, LOCK)
     assert life is not None
     for _ in range(3):
@@ -64,10 +62,9 @@ def test_probing_ones_own_lock_says_alive_and_does_not_drop_it(runtime: Path) ->
     assert not asked_elsewhere(folder, LOCK)
 
 
-def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> None:
+def test_a_lock_dies_with_its_process_and_is_not_inherited(folder: RuntimeFolder) -> None:
     """A loader's worker outlives the trainer: for it, too, the trainer is dead. It opens the folder itself:
     what was open is not open in it."""
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
     told, telling = os.pipe()
     asked, asking = os.pipe()
     owner = os.fork()
@@ -91,49 +88,30 @@ def test_a_lock_dies_with_its_process_and_is_not_inherited(runtime: Path) -> Non
 
 
 def test_a_lock_is_held_from_the_moment_that_its_name_is_there(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
+    folder: RuntimeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keepers remove names without a holder: none may be there before its lock is taken."""
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
+    """Keepers remove names without a holder: none may be there before its lock is taken. One that is removed
+    before that is made again."""
     before: list[list[str]] = []
     taken = fcntl.fcntl
 
     def taking(descriptor: int, command: int, argument: bytes) -> object:
         if command == fcntl.F_SETLK:
             before.append(folder.names())
+            if len(before) <= 2:
+                folder.remove(f"unborn-{LOCK}")
         return taken(descriptor, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", taking)
     life = LifeLock.born(folder, LOCK)
-    assert before == [[f"unborn-{LOCK}"]]
+    assert before == [[f"unborn-{LOCK}"]] * 3
     assert folder.names() == [LOCK]
     assert life.stands(folder)
     assert asked_elsewhere(folder, LOCK)
     life.release(folder)
 
 
-def test_a_lock_that_is_removed_before_it_is_taken_is_made_again(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
-    taken, removed = fcntl.fcntl, []
-
-    def taking(descriptor: int, command: int, argument: bytes) -> object:
-        if command == fcntl.F_SETLK and len(removed) < 2:
-            removed.append(folder.names())
-            folder.remove(f"unborn-{LOCK}")
-        return taken(descriptor, command, argument)
-
-    monkeypatch.setattr(fcntl, "fcntl", taking)
-    life = LifeLock.born(folder, LOCK)
-    assert len(removed) == 2
-    assert life.stands(folder)
-    assert asked_elsewhere(folder, LOCK)
-    life.release(folder)
-
-
-def test_a_lock_whose_name_is_taken_away_does_not_stand(runtime: Path) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
+def test_a_lock_whose_name_is_taken_away_does_not_stand(folder: RuntimeFolder) -> None:
     old = LifeLock.acquire(folder, LOCK)
     assert old is not None
     folder.remove(LOCK)
@@ -206,8 +184,8 @@ def test_a_planted_folder_is_refused_and_left_alone(runtime: Path, which: str) -
         assert not any((target.parent / "elsewhere").glob("*")), "nothing is made behind a link"
 
 
-def test_a_planted_lock_is_refused(runtime: Path) -> None:
-    folder, other = closed_after(RuntimeFolder.open(str(runtime), IDENTITY)), runtime / "other"
+def test_a_planted_lock_is_refused(folder: RuntimeFolder, runtime: Path) -> None:
+    other = runtime / "other"
     other.touch(mode=0o600)
     path = Path(folder.path) / LOCK
     for kind in ("mode", "symlink", "hardlink", "pipe", *OF_ROOT):
@@ -225,8 +203,7 @@ def test_a_planted_lock_is_refused(runtime: Path) -> None:
         path.unlink()  # it was left
 
 
-def test_names_never_lead_out(runtime: Path) -> None:
-    folder = closed_after(RuntimeFolder.open(str(runtime), IDENTITY))
+def test_names_never_lead_out(folder: RuntimeFolder, runtime: Path) -> None:
     for name in ("", ".", "..", "a/b", "/etc/passwd", "x" * 65, "a\0b"):
         with pytest.raises(KeeperError):
             folder.open_file(name)
