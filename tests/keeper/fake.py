@@ -42,7 +42,7 @@ from flashckpt.persist.job import SealedSnapshot
 from flashckpt.store import open_store
 from tests import run_view
 from tests.descriptors import closed_after
-from tests.keeper.region import write_constants
+from tests.keeper.region import write_constants, write_metadata
 
 VALUES = b'{"step":1}'
 
@@ -118,7 +118,9 @@ class FakeTrainer:
         closed_after(self.folder)
         self.keep, self.linger_s = Keep(last=keep), linger_s
         joined = AttemptName.parse(join) if join else None
-        self.attempt = joined or self._named()
+        self.attempt = joined or run_view.next_name(self.store)
+        if joined is None:
+            attempts.reserve(self.store, self.attempt)
         self.client = KeeperClient(str(run), self.folder, self.life, timeout_s=timeout_s)
         closed_after(self)
         self.client.hello(
@@ -140,12 +142,6 @@ class FakeTrainer:
         self.owners: dict[str, int] = {}
         self.region: Slot | None = None
         self.region_kind = ""
-
-    def _named(self) -> AttemptName:
-        """A name for the attempt that this trainer leads."""
-        name = run_view.next_name(self.store)
-        attempts.reserve(self.store, name)
-        return name
 
     def survivors(self) -> list[tuple[str, int]]:
         found = []
@@ -277,14 +273,8 @@ class FakeTrainer:
             return None
         layout, leaves = self.layout, self.image.leaves
         plan, fixed = self.plans()
-        places = metadata.geometry(*self.sizes())
-        block = bytearray(places.num_bytes)
-        block[:64] = metadata.header(*self.sizes())
-        block[places.plan : places.plan + len(plan)] = plan
-        block[places.constants : places.constants + len(fixed)] = fixed
-        block[places.table : places.values] = b"\xff" * (8 * len(leaves))  # no digest is taken yet
-        block[places.values :] = VALUES
-        slot.metadata_view[: len(block)] = block
+        untaken = [(1 << 64) - 1] * len(leaves)
+        places = write_metadata(slot.metadata_view, plan, untaken, VALUES, fixed)
         slot.image_view[: layout.data_start] = layout.header
         own = layout.leaves
         data = [bytearray(content(leaf, step)) for leaf in own]
@@ -321,9 +311,8 @@ class FakeTrainer:
 
     def seal(self, slot: Slot, generation: int, *, confirms: bool = False) -> None:
         owner = self.owners[slot.name]
-        count = len(self.image.leaves)
         places = metadata.geometry(*self.sizes())
-        slot.submit(self.sealer, owner, generation, places, count, confirms=confirms)
+        slot.submit(self.sealer, owner, generation, places, len(self.image.leaves), confirms=confirms)
         assert self.sealer.drain(240)
 
     def snapshot(self, step: int, *, persist: bool = False, home: bool = True) -> tuple[Slot, int]:

@@ -18,8 +18,8 @@ VALUES = b"{}"
 
 def write_metadata(
     view: memoryview, plan: bytes, digests: Sequence[int], values: bytes, constants: bytes = b""
-) -> None:
-    """Write a whole block: plans in JSON, as `plan_bytes` gives them."""
+) -> metadata.Geometry:
+    """Write a whole block: plans in JSON, as `plan_bytes` gives them. Returns where its parts stand."""
     sizes = len(plan), len(digests), len(values), len(constants)
     places, head = metadata.geometry(*sizes), metadata.header(*sizes)
     view[: len(head)] = head
@@ -27,6 +27,7 @@ def write_metadata(
     view[places.constants : places.constants + len(constants)] = constants
     view[places.table : places.values] = array("Q", digests).tobytes()
     view[places.values : places.num_bytes] = values
+    return places
 
 
 def write_constants(
@@ -36,14 +37,13 @@ def write_constants(
     found = [bytearray(each) for each in data]
     digests = array("Q", [_native.digest(_native.address_of(each), len(each)) for each in found])
     plan = metadata.plan_bytes(layout)
-    places = metadata.geometry(len(plan), len(digests), len(VALUES))
     generation = region.begin(owner)
     assert generation is not None
     region.image_view[: layout.data_start] = layout.header
     for leaf, each in zip(layout.leaves, found, strict=True):
         start = layout.data_start + leaf.offset
         region.image_view[start : start + len(each)] = each
-    write_metadata(region.metadata_view, plan, digests, VALUES)
+    places = write_metadata(region.metadata_view, plan, digests, VALUES)
     record = Record(
         attempt_number=attempt.number, attempt_nonce=int(attempt.nonce, 16), step=0, generation=generation,
         plan_id=1, table_count=len(digests), values_bytes=len(VALUES),

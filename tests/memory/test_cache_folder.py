@@ -15,11 +15,12 @@ from flashckpt.errors import DamagedError, KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.memory import cache_folder
 from flashckpt.memory.cache_folder import CacheFolder, open_cached
-from flashckpt.memory.region import SlotHeader
 from flashckpt.memory.slot import Sealed, Slot
 from tests.descriptors import closed_after
+from tests.folders import flip
 from tests.keeper.fake import content, layout_for
 from tests.keeper.region import write_constants
+from tests.memory.test_slot import make
 
 pytestmark = pytest.mark.fast
 
@@ -30,18 +31,8 @@ STEP = 7
 @pytest.fixture
 def sealed() -> Sealed:
     """A slot in memory with a snapshot that is asked for."""
-    header = SlotHeader(
-        identity=bytes.fromhex(IDENTITY),
-        rank=0,
-        index=2,
-        nonce=77,
-        metadata_capacity=1 << 16,
-        image_capacity=1 << 20,
-    )
-    memory = os.memfd_create(header.name)
-    os.ftruncate(memory, header.num_bytes)
-    Slot.format(memory, header)
-    slot = closed_after(Slot.open(memory, map_image=True))
+    room = {"metadata_capacity": 1 << 16, "image_capacity": 1 << 20}
+    slot = closed_after(make(2, identity=bytes.fromhex(IDENTITY), **room))
     slot.enroll(os.getpid(), "trainer-00000-1-00000000.lock", lambda lock: True)
     layout = layout_for(256)
     data = [content(leaf, STEP) for leaf in layout.leaves]
@@ -119,20 +110,15 @@ def test_what_was_half_written_goes(cache: CacheFolder) -> None:
     assert not half.exists()
 
 
-@pytest.mark.parametrize("offset", [0, 60, 260, 780, 4096 + 70])
-def test_a_flipped_bit_in_the_head_is_found(sealed: Sealed, cache: CacheFolder, offset: int) -> None:
+def test_a_flipped_bit_in_the_head_and_a_short_file_are_found(sealed: Sealed, cache: CacheFolder) -> None:
     cache.copy(sealed, lambda: True).close()
     path = file_of(cache)
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 64
-    path.write_bytes(data)
-    with pytest.raises(DamagedError):
-        cache.slot(path.name)
-
-
-def test_a_short_file_is_found(sealed: Sealed, cache: CacheFolder) -> None:
-    cache.copy(sealed, lambda: True).close()
-    path = file_of(cache)
+    for offset in (0, 60, 260, 780, 4096 + 70):
+        flip(path, offset, 64)
+        with pytest.raises(DamagedError):
+            cache.slot(path.name)
+        flip(path, offset, 64)
+    cache.slot(path.name).close()
     for num_bytes in (path.stat().st_size - 4096, 8192, 4096, 100, 0):
         os.truncate(path, num_bytes)
         with pytest.raises(DamagedError):

@@ -7,10 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,30 +18,25 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
-from flashckpt.memory import region
 from flashckpt.memory import region as page
 from flashckpt.memory.region import Record, SlotHeader
-from flashckpt.memory.slot import Heartbeat, Slot, SlotRing, SlotState
+from flashckpt.memory.slot import Heartbeat, Sealed, Slot, SlotRing, SlotState
+from tests.keeper.region import write_metadata
 
 IDENTITY = bytes(range(16))
 LAYOUT = Layout.of([Leaf(name="a", dtype="float32", shape=(5, 3)), Leaf(name="b", dtype="uint8", shape=(7,))])
 VALUES = b'{"x":1}'
 
 
-def make(index: int = 0) -> Slot:
-    name = region.region_name(0, index, index)
-    descriptor = os.memfd_create(name)
-    os.ftruncate(descriptor, 4 * 4096)
-    header = SlotHeader(
-        identity=IDENTITY,
-        rank=0,
-        index=index,
-        nonce=index,
-        metadata_capacity=4096,
-        image_capacity=8192,
-    )
+def make(index: int = 0, **changes: Any) -> Slot:
+    """A slot, or a region, in a memfd; `changes` are to its header."""
+    fields: dict[str, Any] = {"identity": IDENTITY, "rank": 0, "index": index, "nonce": index}
+    fields |= {"metadata_capacity": 4096, "image_capacity": 8192, **changes}
+    header = SlotHeader(**fields)
+    descriptor = os.memfd_create(header.name)
+    os.ftruncate(descriptor, header.num_bytes)
     Slot.format(descriptor, header)
-    return Slot.open(descriptor, map_image=True, identity=IDENTITY)
+    return Slot.open(descriptor, map_image=True, identity=header.identity)
 
 
 @pytest.fixture
@@ -55,17 +50,10 @@ def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0, *, confirms
     """Write and seal a snapshot by hand, in the order that a trainer and its sealer do."""
     generation = slot.begin(1)
     assert generation is not None
-    plan = metadata.plan_bytes(LAYOUT)
-    places = metadata.geometry(len(plan), len(LAYOUT.leaves), len(VALUES))
-    block = bytearray(places.num_bytes)
-    block[:64] = metadata.header(len(plan), len(LAYOUT.leaves), len(VALUES))
-    block[places.plan : places.plan + len(plan)] = plan
-    block[places.table : places.values] = array("Q", [step, 2]).tobytes()
-    block[places.values :] = VALUES
-    slot.metadata_view[: len(block)] = block
+    places = write_metadata(slot.metadata_view, metadata.plan_bytes(LAYOUT), [step, 2], VALUES)
     record = Record(
         attempt_number=attempt, attempt_nonce=7, step=step, generation=generation, plan_id=3,
-        table_count=2, values_bytes=len(VALUES), metadata_bytes=len(block),
+        table_count=2, values_bytes=len(VALUES), metadata_bytes=places.num_bytes,
         image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=step, boundary=boundary,
     )  # fmt: skip
     slot.write_record(record)
@@ -205,9 +193,8 @@ def test_the_last_reference_and_an_error_close_the_descriptor(slot: Slot) -> Non
 
 def test_mappings_are_neither_forked_nor_dumped(slot: Slot) -> None:
     blocks = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
-    mine = [block for block in blocks if "memfd:slot-00000-0" in block]
-    assert len(mine) == 1
-    flags = mine[0].split("VmFlags:")[1].split()
+    [mine] = [block for block in blocks if "memfd:slot-00000-0" in block]
+    flags = mine.split("VmFlags:")[1].split()
     assert {"dc", "dd"} <= set(flags)
 
 
@@ -281,6 +268,12 @@ def test_words_between_trainer_and_keeper(slot: Slot) -> None:
     assert page.OWNERS_OFFSET + page.OWNERS * page.OWNER_BYTES <= mmap.PAGESIZE
 
 
+def newest_in(ring: SlotRing) -> tuple[Slot, Sealed]:
+    newest = ring.newest_sealed()
+    assert newest is not None
+    return newest
+
+
 class TestRing:
     @pytest.fixture
     def slots(self) -> Iterator[list[Slot]]:
@@ -289,15 +282,19 @@ class TestRing:
         for each in made:
             each.close()
 
-    def test_free_slots_come_first_then_the_oldest_sealed(self, slots: list[Slot]) -> None:
+    def test_free_slots_come_first_then_the_oldest_sealed_and_never_the_newest(
+        self, slots: list[Slot]
+    ) -> None:
         ring = SlotRing(slots)
         for step, expected in ((1, 0), (2, 1), (3, 2), (4, 0), (5, 1)):
             taken = ring.take()
             assert taken is slots[expected], step
             fill(taken, step)
-        newest = ring.newest_sealed()
-        assert newest is not None
-        assert newest[1].step == 5
+        assert newest_in(ring)[1].step == 5
+        for oldest in (slots[2], slots[0]):
+            assert ring.take() is oldest
+            assert oldest.begin(1) is not None
+        assert ring.take() is None
 
     def test_one_that_is_asked_for_and_in_the_cache_is_given_away(self, slots: list[Slot]) -> None:
         ring = SlotRing(slots)
@@ -311,16 +308,13 @@ class TestRing:
         slots[1].set_cached(slots[1].state().generation)
         assert ring.take() is slots[1]
 
-    def test_the_only_slot_is_given_away_once_it_is_cached(self, slot: Slot) -> None:
+    def test_the_only_slot_is_given_away_once_it_is_cached_and_else_goes_home(self, slot: Slot) -> None:
         ring = SlotRing([slot], is_single=True)
         slot.request_persist(generation := fill(slot, 1))
         assert ring.take() is None
         slot.set_cached(generation)
         assert ring.take() is slot
-
-    def test_the_only_slot_goes_home_where_the_cache_passed_it_by(self, slot: Slot) -> None:
-        ring = SlotRing([slot], is_single=True)
-        slot.request_persist(generation := fill(slot, 1), home=False)
+        slot.request_persist(generation := fill(slot, 2), home=False)
         ring.request_single()
         assert not slot.wants_home(generation)  # it is on its way
         slot.set_failed(generation)
@@ -329,14 +323,6 @@ class TestRing:
         assert slot.wants_home(generation)
         slot.set_persisted(generation)
         assert ring.take() is slot
-
-    def test_the_newest_sealed_is_never_given_away(self, slots: list[Slot]) -> None:
-        ring = SlotRing(slots[:2])
-        fill(slots[0], 1)
-        fill(slots[1], 2)
-        assert ring.take() is slots[0]
-        assert slots[0].begin(1) is not None
-        assert ring.take() is None
 
     def test_what_is_to_be_persisted_waits_until_done_or_failed(self, slots: list[Slot]) -> None:
         ring = SlotRing(slots)
@@ -350,21 +336,24 @@ class TestRing:
         slots[1].set_persisted(second)
         assert ring.take() is slots[1], "what is done goes before what has failed"
 
-    def test_a_pinned_slot_is_not_taken(self, slots: list[Slot]) -> None:
+    def test_a_pinned_slot_is_not_taken_and_a_damaged_snapshot_is_the_first_to_go(
+        self, slots: list[Slot]
+    ) -> None:
         ring = SlotRing(slots)
         for step, each in enumerate(slots):
             fill(each, step)
         assert slots[0].pin(9, slots[0].state()) is not None
         assert ring.take() is slots[1]
+        flip(slots[2], page.RECORD_OFFSET + 30)
+        assert ring.take() is slots[2]
+        assert newest_in(ring)[1].step == 1
 
     def test_a_later_attempt_is_newer_whatever_its_step(self, slots: list[Slot]) -> None:
         ring = SlotRing(slots)
         fill(slots[0], 100, attempt=1)
         fill(slots[1], 50, attempt=2)
         fill(slots[2], 60, attempt=1)
-        newest = ring.newest_sealed()
-        assert newest is not None
-        assert newest[0] is slots[1]
+        assert newest_in(ring)[0] is slots[1]
         assert ring.take() is slots[2]
 
     def test_among_ranks_the_newest_complete_stays_and_all_that_are_newer(self, slots: list[Slot]) -> None:
@@ -402,28 +391,14 @@ class TestRing:
         fill(slots[2], 6, attempt=2)
         assert ring.take() is slots[0]
 
-    def test_a_damaged_snapshot_is_the_first_to_go(self, slots: list[Slot]) -> None:
-        ring = SlotRing(slots)
-        for step, each in enumerate(slots):
-            fill(each, step)
-        flip(slots[2], page.RECORD_OFFSET + 30)
-        assert ring.take() is slots[2]
-        newest = ring.newest_sealed()
-        assert newest is not None
-        assert newest[1].step == 1
-
 
 class TestMetadata:
     def block(self) -> bytearray:
-        plan = metadata.plan_bytes(LAYOUT)
-        places = metadata.geometry(len(plan), 2, len(VALUES))
-        block = bytearray(places.num_bytes)
-        block[:64] = metadata.header(len(plan), 2, len(VALUES))
-        block[places.plan : places.plan + len(plan)] = plan
-        block[places.values :] = VALUES
-        return block
+        block = bytearray(4096)
+        places = write_metadata(memoryview(block), metadata.plan_bytes(LAYOUT), [0, 0], VALUES)
+        return block[: places.num_bytes]
 
-    def test_lengths_beyond_the_room_are_refused(self) -> None:
+    def test_lengths_beyond_the_room_too_few_digests_and_a_newer_version_are_refused(self) -> None:
         for lengths in (
             (1 << 62, 2, 7), (10, 1 << 61, 7), (10, 2, 1 << 62), (10, 2, 1 << 20), (10, 2, 7, 1 << 62)
         ):  # fmt: skip
@@ -431,8 +406,6 @@ class TestMetadata:
             block[:64] = metadata.header(*lengths)
             with pytest.raises(DamagedError):
                 metadata.Metadata.unpack(block)
-
-    def test_too_few_digests_and_a_newer_version_are_refused(self) -> None:
         plan = metadata.plan_bytes(LAYOUT)
         block = self.block()
         block[:64] = metadata.header(len(plan), 1, len(VALUES))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from array import array
 from collections.abc import Iterator
@@ -30,26 +29,13 @@ DATA = [bytes(range(leaf.num_bytes)) for leaf in CONSTANTS.leaves]
 ATTEMPT = AttemptName(1, "00000007")
 
 
-def make_region(nonce: int = NONCE) -> Slot:
-    descriptor = os.memfd_create("constants")
-    os.ftruncate(descriptor, 4 * 4096)
-    header = SlotHeader(
-        identity=IDENTITY, rank=0, index=0, nonce=nonce, metadata_capacity=4096,
-        image_capacity=8192, holds_constants=True,
-    )  # fmt: skip
-    Slot.format(descriptor, header)
-    return Slot.open(descriptor, map_image=True, identity=IDENTITY)
-
-
 def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -> int:
     """Seal a snapshot that names a region; `changes` are to its record. Its generation."""
     generation = slot.begin(1)
     assert generation is not None
     plan, constants_plan = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(CONSTANTS)
     table = array("Q", [1, 2]) + (digests or array("Q", [3, 4]))
-    sizes = len(plan), len(table), len(VALUES), len(constants_plan)
-    places = metadata.geometry(*sizes)
-    write_metadata(slot.metadata_view, plan, table, VALUES, constants_plan)
+    places = write_metadata(slot.metadata_view, plan, table, VALUES, constants_plan)
     record = Record(
         attempt_number=1, attempt_nonce=7, step=5, generation=generation, plan_id=3,
         table_count=len(table), values_bytes=len(VALUES), metadata_bytes=places.num_bytes,
@@ -71,16 +57,10 @@ def slot() -> Iterator[Slot]:
 @pytest.fixture
 def filled() -> Iterator[Slot]:
     """A region that is sealed with DATA."""
-    made = make_region()
+    made = make(nonce=NONCE, holds_constants=True)
     write_constants(made, 1, ATTEMPT, CONSTANTS, DATA)
     yield made
     made.close()
-
-
-def digests_of(held: Slot) -> array[int]:
-    sealed = held.sealed()
-    assert sealed is not None
-    return held.metadata(sealed).digests
 
 
 def found_in(slot: Slot) -> Metadata:
@@ -163,12 +143,11 @@ def test_metadata_with_constants_comes_back(slot: Slot) -> None:
 
 
 def with_constants(shard: Layout, constants: Layout) -> Metadata:
-    sizes = len(metadata.plan_bytes(shard)), len(shard.leaves) + len(constants.leaves), len(VALUES)
-    size = metadata.geometry(*sizes, len(metadata.plan_bytes(constants))).num_bytes
-    block = memoryview(bytearray(size))
+    block = memoryview(bytearray(8192))
+    digests = range(1, len(shard.leaves) + len(constants.leaves) + 1)
     plans = metadata.plan_bytes(shard), metadata.plan_bytes(constants)
-    write_metadata(block, plans[0], range(1, sizes[1] + 1), VALUES, plans[1])
-    return Metadata.unpack(block)
+    places = write_metadata(block, plans[0], digests, VALUES, plans[1])
+    return Metadata.unpack(block[: places.num_bytes])
 
 
 def test_of_a_constant_that_the_shard_has_too_the_shards_bytes_count() -> None:
@@ -181,12 +160,9 @@ def test_of_a_constant_that_the_shard_has_too_the_shards_bytes_count() -> None:
     assert with_constants(Layout.of([renamed]), CONSTANTS).image.outdated == {1}
 
 
-def test_metadata_all_of_whose_constants_are_outdated_is_refused() -> None:
+def test_constants_that_are_all_outdated_or_have_the_name_of_another_leaf_are_refused() -> None:
     with pytest.raises(DamagedError, match="all its constants are outdated"):
         with_constants(Layout.of(CONSTANTS.leaves), CONSTANTS)
-
-
-def test_a_constant_under_a_name_of_another_leaf_is_refused() -> None:
     tied = Layout.of([replace(CONSTANTS.leaves[0], aliases=("x",)), CONSTANTS.leaves[1]])
     with pytest.raises(DamagedError, match="another leaf"):
         with_constants(Layout.of([Leaf(name="x", dtype="int8", shape=(2,))]), tied)
@@ -203,33 +179,29 @@ def test_metadata_with_flags_is_refused(slot: Slot) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"constants_nonce": 0, "constants_bytes": 0},
-        {"constants_bytes": 1},
-        {"constants_bytes": 0},
+        {"constants_nonce": 0, "constants_bytes": 0}, {"constants_bytes": 1}, {"constants_bytes": 0},
         {"constants_nonce": 0},
     ],
-)
+)  # fmt: skip
 def test_a_record_that_contradicts_its_metadata_is_refused(slot: Slot, changes: dict[str, int]) -> None:
     fill_shared(slot, **changes)
     with pytest.raises(DamagedError, match="contradicts"):
         found_in(slot)
 
 
-def test_a_region_is_a_snapshots_own_by_plan_and_digests(slot: Slot, filled: Slot) -> None:
-    fill_shared(slot, digests_of(filled))
+def test_a_region_is_a_snapshots_own_by_plan_and_digests_while_it_is_sealed_and_sound(
+    slot: Slot, filled: Slot
+) -> None:
+    own = found_in(filled).digests
+    fill_shared(slot, own)
     found = found_in(slot)
     assert not filled.not_held(found)
-    for digests in (array("Q", [3, 4]), digests_of(filled)[::-1]):
+    for digests in (array("Q", [3, 4]), own[::-1]):
         assert filled.not_held(replace(found, digests=found.digests[:2] + digests))
     renamed = Layout.of([replace(leaf, name=leaf.name * 2) for leaf in CONSTANTS.leaves])
     retyped = Layout.of([replace(leaf, dtype="int8", shape=(leaf.num_bytes,)) for leaf in CONSTANTS.leaves])
     for other in (renamed, retyped, Layout.of(CONSTANTS.leaves[:1])):
         assert filled.not_held(replace(found, constants=other))
-
-
-def test_a_region_that_is_not_sealed_or_damaged_is_nobodys(slot: Slot, filled: Slot) -> None:
-    fill_shared(slot, digests_of(filled))
-    found = found_in(slot)
     for offset in (page.RECORD_OFFSET + 30, 4096 + 70):
         flip(filled, offset)
         assert filled.not_held(found)
