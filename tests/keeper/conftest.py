@@ -11,12 +11,17 @@ from tests.keeper.faulty import faulty_keeper
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def faults(tmp_path: Path) -> Path:
     return tmp_path / "faults"
 
 
 @pytest.fixture
-def keeper(tmp_path: Path, runtime: Path, faults: Path) -> Iterator[int]:
+def keeper(run: Path, runtime: Path, faults: Path) -> Iterator[int]:
     """A keeper that can be told to stand still, and its process id."""
-    with faulty_keeper(tmp_path / "run", runtime, faults) as process:
+    with faulty_keeper(run, runtime, faults) as process:
         yield process.pid

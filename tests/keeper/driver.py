@@ -186,13 +186,6 @@ def _verified(run: Path) -> list[int]:
     return found
 
 
-def flip(path: Path, offset: int) -> None:
-    """Flip one bit of a file."""
-    with open(path, "r+b", buffering=0) as file:
-        byte = os.pread(file.fileno(), 1, offset)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 1]), offset)
-
-
 def told(run: Path, event: str, count: int) -> list[dict[str, Any]]:
     """The lines of one kind, once there are so many: a keeper writes them beside what they tell of."""
 

@@ -10,8 +10,8 @@ from tests.keeper.fake import layout_for
 from tests.keeper.faulty import faulty_keeper
 
 
-def test_an_audit_ends_where_something_is_to_be_persisted(tmp_path: Path, runtime: Path) -> None:
-    run, faults = tmp_path / "run", tmp_path / "faults"
+def test_an_audit_ends_where_something_is_to_be_persisted(run: Path, tmp_path: Path, runtime: Path) -> None:
+    faults = tmp_path / "faults"
     with faulty_keeper(run, runtime, faults):
         trainer = begun(run, runtime, kib=4096)
         (faults / "audit.pause").touch()
@@ -33,9 +33,9 @@ def test_an_audit_ends_where_something_is_to_be_persisted(tmp_path: Path, runtim
         trainer.end()
 
 
-def test_a_slot_that_is_let_go_while_it_is_audited(tmp_path: Path, runtime: Path) -> None:
+def test_a_slot_that_is_let_go_while_it_is_audited(run: Path, tmp_path: Path, runtime: Path) -> None:
     """Its memory goes: an audit that looks at it afterwards is the keeper's death."""
-    run, faults = tmp_path / "run", tmp_path / "faults"
+    faults = tmp_path / "faults"
     with faulty_keeper(run, runtime, faults) as keeper:
         trainer = begun(run, runtime, kib=16)
         before, names = trainer.slots, [grant.name for grant in trainer.grants]

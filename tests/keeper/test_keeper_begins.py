@@ -53,7 +53,7 @@ def finds_another_that_dies(begin: Callable[[], int], folder: RuntimeFolder, run
 
 @pytest.mark.parametrize("how", [dies_as_it_begins, finds_another_that_dies])
 def test_one_that_does_not_come_is_replaced_at_once(
-    how: Callable[..., int], tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    how: Callable[..., int], run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin, starts = start.start, list[str]()
 
@@ -65,7 +65,7 @@ def test_one_that_does_not_come_is_replaced_at_once(
 
     monkeypatch.setattr(start, "start", started)
     monkeypatch.setattr(client, "_START_AGAIN_S", 600.0)  # the pause would be longer than anybody waits
-    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer = FakeTrainer(run, runtime)
     assert len(starts) == 2
     trainer.end()
     eventually(lambda: keepers_of(runtime) == [])
@@ -73,7 +73,7 @@ def test_one_that_does_not_come_is_replaced_at_once(
 
 @pytest.mark.long
 def test_those_that_die_at_each_start_are_not_started_without_end(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor at the end of a run, when no pause is asked for."""
     begin, starts = start.start, list[str]()
@@ -82,7 +82,7 @@ def test_those_that_die_at_each_start_are_not_started_without_end(
         starts.append(run)
         return dies_as_it_begins(lambda: begin(run, folder), folder, runtime)
 
-    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer = FakeTrainer(run, runtime)
     monkeypatch.setattr(start, "start", started)
     monkeypatch.setattr(client, "_START_AGAIN_S", 600.0)
     monkeypatch.setattr(client, "_START_TIMEOUT_S", 15.0)

@@ -45,11 +45,11 @@ def hello(client: KeeperClient, *, is_first: bool = False) -> None:
     client.hello(rank=1, world=2, attempt=attempt, keep=Keep(), linger_s=1.0, is_first=is_first)
 
 
-def test_a_hello_waits_for_no_keeper_and_the_next_call_does(tmp_path: Path, runtime: Path) -> None:
-    with trainer(tmp_path / "run", runtime) as (client, folder, life):
+def test_a_hello_waits_for_no_keeper_and_the_next_call_does(run: Path, runtime: Path) -> None:
+    with trainer(run, runtime) as (client, folder, life):
         assert not may_have_memory(folder)
         hello(client)
-        keeper = InProcess(tmp_path / "run", RuntimeFolder.at(folder.path)).keeper
+        keeper = InProcess(run, RuntimeFolder.at(folder.path)).keeper
         thread = threading.Thread(target=keeper.run)
         thread.start()
         try:
@@ -65,10 +65,10 @@ def test_a_hello_waits_for_no_keeper_and_the_next_call_does(tmp_path: Path, runt
 
 
 def test_the_next_call_raises_the_error_of_a_keeper_that_does_not_answer(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper_client, "_START_TIMEOUT_S", 0.0)
-    with trainer(tmp_path / "run", runtime) as (client, folder, _):
+    with trainer(run, runtime) as (client, folder, _):
         election = LifeLock.acquire(folder, ELECTION_LOCK)
         assert election is not None
         hello(client)
@@ -79,8 +79,8 @@ def test_the_next_call_raises_the_error_of_a_keeper_that_does_not_answer(
         election.release(folder)
 
 
-def test_a_trainer_that_leaves_waits_for_no_keeper(tmp_path: Path, runtime: Path) -> None:
-    with trainer(tmp_path / "run", runtime) as (client, folder, _):
+def test_a_trainer_that_leaves_waits_for_no_keeper(run: Path, runtime: Path) -> None:
+    with trainer(run, runtime) as (client, folder, _):
         election = LifeLock.acquire(folder, ELECTION_LOCK)
         assert election is not None
         hello(client)
@@ -92,11 +92,11 @@ def test_a_trainer_that_leaves_waits_for_no_keeper(tmp_path: Path, runtime: Path
 
 @pytest.mark.process
 def test_a_step_is_read_while_the_keeper_starts(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keeper of this start is held back until all bytes are read."""
     saved = nn.Linear(64, 64)
-    with flashckpt.attach(tmp_path / "run", every=None, persist_every=None, model=saved) as checkpointer:
+    with flashckpt.attach(run, every=None, persist_every=None, model=saved) as checkpointer:
         checkpointer.save()
         checkpointer.wait()
     until(lambda: not keepers_of(runtime), "the end of its keeper")
@@ -121,7 +121,7 @@ def test_a_step_is_read_while_the_keeper_starts(
     monkeypatch.setattr(start, "_start_program", held_back)
     monkeypatch.setattr(StepReading, "read", noted)
     model = nn.Linear(64, 64)
-    with flashckpt.attach(tmp_path / "run", every=None, persist_every=None, model=model) as checkpointer:
+    with flashckpt.attach(run, every=None, persist_every=None, model=model) as checkpointer:
         assert checkpointer.resumed is not None
         assert checkpointer.resumed.tier == "local"
     assert begun == [True]
@@ -132,9 +132,8 @@ def test_a_step_is_read_while_the_keeper_starts(
 @pytest.mark.every_set
 @pytest.mark.process
 def test_a_keeper_that_never_answers_lets_no_attempt_begin(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, has_steps: bool
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch, has_steps: bool
 ) -> None:
-    run = tmp_path / "run"
     if has_steps:
         model = nn.Linear(4, 4)
         with flashckpt.attach(run, every=None, persist_every=None, model=model) as checkpointer:

@@ -18,8 +18,7 @@ from tests.waiting import until, until_slots
 
 
 @pytest.mark.parametrize("in_order", [True, False])
-def test_a_run_that_ends_while_its_keeper_is_stopped(in_order: bool, tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_run_that_ends_while_its_keeper_is_stopped(in_order: bool, run: Path, runtime: Path) -> None:
     checkpointer = flashckpt.attach(run, every=1, persist_every=None, model=nn.Linear(60, 60))
     checkpointer.step()
     until_slots(checkpointer)

@@ -28,12 +28,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("started")
-def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(tmp_path: Path, runtime: Path) -> None:
+def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(run: Path, runtime: Path) -> None:
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     try:
-        trainer = FakeTrainer(tmp_path / "run", runtime)
+        trainer = FakeTrainer(run, runtime)
     finally:
         os.sched_setaffinity(0, range(4096))
     pid = the_keeper(trainer.folder)
@@ -54,8 +54,8 @@ def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(tmp_path: 
 
 
 @pytest.mark.usefixtures("started")
-def test_the_keeper_stays_small_and_maps_no_image(tmp_path: Path, runtime: Path) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime, kib=64 << 10)  # larger than what it may take up
+def test_the_keeper_stays_small_and_maps_no_image(run: Path, runtime: Path) -> None:
+    trainer = FakeTrainer(run, runtime, kib=64 << 10)  # larger than what it may take up
     trainer.start()
     trainer.take_slots()
     saved(trainer, 1)
@@ -76,7 +76,7 @@ def test_the_keeper_stays_small_and_maps_no_image(tmp_path: Path, runtime: Path)
     trainer.end()
 
 
-def test_many_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
+def test_many_runs_leave_nothing(run: Path, runtime: Path) -> None:
     """Descriptors, regions, processes, mappings: none grows, here or in the runtime folder."""
     import gc
 
@@ -86,7 +86,6 @@ def test_many_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
 
     before = None
     for cycle in range(6):
-        run = tmp_path / "run"
         trainer = FakeTrainer(run, runtime)
         trainer.start(None, 0)
         trainer.take_slots()
@@ -101,8 +100,7 @@ def test_many_runs_leave_nothing(tmp_path: Path, runtime: Path) -> None:
     assert [entry.name for entry in user.iterdir()] == ["memory_budget.lock"]
 
 
-def test_many_attempts_on_one_keeper_reuse_its_slots(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_many_attempts_on_one_keeper_reuse_its_slots(run: Path, runtime: Path) -> None:
     parent, pid, regions = None, None, None
     for cycle in range(4):
         trainer = Process(run, runtime)
@@ -123,8 +121,7 @@ def test_many_attempts_on_one_keeper_reuse_its_slots(tmp_path: Path, runtime: Pa
         folder.close()
 
 
-def test_it_lingers_after_a_death_and_not_after_a_close(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_it_lingers_after_a_death_and_not_after_a_close(run: Path, runtime: Path) -> None:
     trainer = begun_process(run, runtime, linger_s=1.0)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
@@ -136,8 +133,7 @@ def test_it_lingers_after_a_death_and_not_after_a_close(tmp_path: Path, runtime:
     assert [line["kept"] for line in ledger(run) if line["event"] == "close" and "kept" in line] == [[]]
 
 
-def test_what_a_closed_trainer_left_is_saved_though_nobody_asked(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_what_a_closed_trainer_left_is_saved_though_nobody_asked(run: Path, runtime: Path) -> None:
     trainer = begun_process(run, runtime, linger_s=3600)
     trainer.do("snapshot", 1, True)
     trainer.do("snapshot", 2, False)
@@ -146,11 +142,8 @@ def test_what_a_closed_trainer_left_is_saved_though_nobody_asked(tmp_path: Path,
     assert committed(run)[-1] == 2
 
 
-def test_an_attempt_that_was_swept_before_its_end_was_noted_keeps_no_keeper(
-    tmp_path: Path, runtime: Path
-) -> None:
+def test_an_attempt_that_was_swept_before_its_end_was_noted_keeps_no_keeper(run: Path, runtime: Path) -> None:
     """The next attempt may commit, and clear the dead one's counter away, within the keeper's second."""
-    run = tmp_path / "run"
     first = Process(run, runtime, linger_s=0.1)
     first.do("start", None, 0, None)
     folder = runtime_of(run, runtime)
@@ -169,8 +162,7 @@ def is_deleted(run: Path) -> bool:
     return not run.exists()
 
 
-def test_a_run_that_is_deleted_takes_its_keeper_along(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_run_that_is_deleted_takes_its_keeper_along(run: Path, runtime: Path) -> None:
     trainer = begun_process(run, runtime, linger_s=3600)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
@@ -182,8 +174,8 @@ def test_a_run_that_is_deleted_takes_its_keeper_along(tmp_path: Path, runtime: P
     assert not run.exists(), "a run that was deleted is not made again"
 
 
-def test_a_disk_that_is_away_at_the_end_takes_no_snapshot_along(tmp_path: Path, runtime: Path) -> None:
-    run, away = tmp_path / "run", tmp_path / "away"
+def test_a_disk_that_is_away_at_the_end_takes_no_snapshot_along(run: Path, runtime: Path) -> None:
+    away = run.with_name("away")
     trainer = begun_process(run, runtime, linger_s=3600)
     folder = runtime_of(run, runtime)
     pid = the_keeper(folder)
@@ -200,8 +192,7 @@ def test_a_disk_that_is_away_at_the_end_takes_no_snapshot_along(tmp_path: Path, 
     assert committed(run) == [1]
 
 
-def test_a_run_that_is_gone_for_good_leaves_what_was_committed_nowhere(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_run_that_is_gone_for_good_leaves_what_was_committed_nowhere(run: Path, runtime: Path) -> None:
     trainer = begun_process(run, runtime, linger_s=0)
     folder = runtime_of(run, runtime)
     trainer.do("snapshot", 1, False)
@@ -216,8 +207,7 @@ def log_of(folder: RuntimeFolder) -> str:
     return (Path(folder.path) / "keeper.log").read_text()
 
 
-def test_a_schedulers_signal_ends_the_lingering_not_the_work(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_schedulers_signal_ends_the_lingering_not_the_work(run: Path, runtime: Path) -> None:
     trainer = begun_process(run, runtime, linger_s=3600)
     pid = the_keeper(runtime_of(run, runtime))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -228,9 +218,8 @@ def test_a_schedulers_signal_ends_the_lingering_not_the_work(tmp_path: Path, run
     assert committed(run) == [1]
 
 
-def test_who_asks_it_to_go_knew_of_no_later_trainer(tmp_path: Path, runtime: Path) -> None:
+def test_who_asks_it_to_go_knew_of_no_later_trainer(run: Path, runtime: Path) -> None:
     """It was to end with the trainer of then: it lingers for the one that came afterwards."""
-    run = tmp_path / "run"
     first = Process(run, runtime, linger_s=3600)
     pid = the_keeper(runtime_of(run, runtime))
     os.kill(pid, signal.SIGTERM)
@@ -247,13 +236,13 @@ def test_who_asks_it_to_go_knew_of_no_later_trainer(tmp_path: Path, runtime: Pat
 
 @pytest.mark.usefixtures("started")
 def test_a_keeper_killed_at_its_birth_is_started_again(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python, killed = tmp_path / "python", tmp_path / "killed"
     python.write_text(f'#!/bin/sh\nmkdir "{killed}" 2>&- && kill -9 $$\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
-    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer = FakeTrainer(run, runtime)
     assert killed.exists()
     trainer.start()
     trainer.take_slots()
@@ -263,11 +252,10 @@ def test_a_keeper_killed_at_its_birth_is_started_again(
     eventually(lambda: keeper_pid(trainer.folder) is None)
 
 
-def test_the_import_path_of_the_trainer_is_the_keepers(tmp_path: Path, runtime: Path) -> None:
+def test_the_import_path_of_the_trainer_is_the_keepers(run: Path, tmp_path: Path, runtime: Path) -> None:
     """From a folder of its own, without PYTHONPATH: the library is found where the trainer found it, and a
     module of the working directory never stands in for one of Python's."""
     (tmp_path / "json.py").write_text("raise SystemExit('imported from the working directory')")
-    run = tmp_path / "run"
     code = (
         "import sys; sys.path[:] = [p for p in sys.path if p != sys.argv[3]] + [sys.argv[4]]\n"
         "from pathlib import Path; from tests.keeper.fake import FakeTrainer\n"
@@ -281,7 +269,9 @@ def test_the_import_path_of_the_trainer_is_the_keepers(tmp_path: Path, runtime: 
     assert found.stdout.strip() == "served", found.stderr
 
 
-def test_a_keeper_is_started_where_the_working_directory_was_deleted(tmp_path: Path, runtime: Path) -> None:
+def test_a_keeper_is_started_where_the_working_directory_was_deleted(
+    run: Path, tmp_path: Path, runtime: Path
+) -> None:
     """`sys.path` holds '' and a relative folder, as in an interactive session. The keeper dies after that."""
     here = tmp_path / "here"
     here.mkdir()
@@ -296,15 +286,15 @@ def test_a_keeper_is_started_where_the_working_directory_was_deleted(tmp_path: P
     )
     root = str(Path(__file__).resolve().parents[2])
     found = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "run"), str(runtime)],
+        [sys.executable, "-c", code, str(run), str(runtime)],
         cwd=here, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert found.stdout.strip() == "served", found.stderr
 
 
-def test_trainers_of_which_no_keeper_heard_leave_no_names(tmp_path: Path, runtime: Path) -> None:
+def test_trainers_of_which_no_keeper_heard_leave_no_names(run: Path, runtime: Path) -> None:
     """A job that crashes in its first lines and is restarted for ever, while the keeper lives."""
-    trainer = FakeTrainer(tmp_path / "run", runtime)
+    trainer = FakeTrainer(run, runtime)
     code = (
         "import os, signal, sys; from flashckpt.memory.runtime import *;"
         "_, life = enter(sys.argv[1], sys.argv[2], trainer_lock_name(0));"

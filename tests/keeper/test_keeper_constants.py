@@ -20,7 +20,8 @@ from flashckpt.persist.writer import Writer
 from flashckpt.store import open_store
 from tests import run_view
 from tests.commit.runs import newest_of
-from tests.keeper.driver import committed, flip, saved, the_keeper, told
+from tests.folders import flip
+from tests.keeper.driver import committed, saved, the_keeper, told
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import job_of, snapshot_of
 
@@ -59,19 +60,14 @@ def named(run: Path, step: int) -> Contents:
 def flip_constant(trainer: FakeTrainer) -> None:
     """Flip one bit of base.weight in the region."""
     assert trainer.region is not None
-    at = trainer.image.starts()[trainer.image.leaves.index(next(constant_leaves(trainer)))]
-    trainer.region.image_view[at + 1000] ^= 4
-
-
-def constant_leaves(trainer: FakeTrainer) -> Iterator[object]:
-    assert trainer.image.constants is not None
-    return (leaf for leaf in trainer.image.constants.leaves if leaf.name == "base.weight")
+    assert trainer.constants is not None
+    trainer.region.image_view[trainer.constants.data_start + 1000] ^= 4
 
 
 @pytest.fixture
-def alone(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
+def alone(run: Path, runtime: Path) -> Iterator[FakeTrainer]:
     """A trainer whose keeper stands still, so that a test's own drain is the only one."""
-    trainer = attached(tmp_path / "run", runtime)
+    trainer = attached(run, runtime)
     pid = the_keeper(trainer.folder)
     os.kill(pid, signal.SIGSTOP)
     yield trainer
@@ -79,20 +75,16 @@ def alone(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
     trainer.end()
 
 
-def order(
-    trainer: FakeTrainer,
-    step: int,
-    spoil: Callable[[], object] | None = None,
-) -> StepJob:
+def order(trainer: FakeTrainer, step: int, spoil: Callable[[], object] | None = None) -> StepJob:
     slot, _ = trainer.snapshot(step)
     if spoil is not None:
         spoil()
-    regions = [trainer.region] if trainer.region is not None else []
-    return job_of(trainer, slot, *regions)
+    assert trainer.region is not None
+    return job_of(trainer, slot, trainer.region)
 
 
-def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, runtime: Path) -> None:
-    first = attached(tmp_path / "run", runtime)
+def test_the_second_step_and_a_new_attempt_write_no_constants(run: Path, runtime: Path) -> None:
+    first = attached(run, runtime)
     saved(first, 1, 2)
     [old] = files(first)
     sizes = [line["num_bytes"] for line in told(first.run, "persist", 2)]
@@ -115,10 +107,10 @@ def test_the_second_step_and_a_new_attempt_write_no_constants(tmp_path: Path, ru
 
 
 def test_a_keeper_killed_before_its_part_is_replaced(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_CRASH_AT", "write.written")
-    trainer = attached(tmp_path / "run", runtime)
+    trainer = attached(run, runtime)
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
     pid = keeper_pid(trainer.folder)
     saved(trainer, 1)
@@ -144,9 +136,7 @@ def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer)
     assert files(alone) == []
 
 
-def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_memory(
-    alone: FakeTrainer,
-) -> None:
+def test_a_step_whose_constants_stand_on_storage_does_not_need_those_in_memory(alone: FakeTrainer) -> None:
     """The digests of its boundary are those of the file, so what the file holds is what the step had."""
     writer = Writer(alone.store, "0123abcd")
     assert writer.persist(order(alone, 1)).state is JobState.COMMITTED

@@ -20,6 +20,7 @@ from flashckpt.memory.region import SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from tests.events import ledger
+from tests.folders import flip
 from tests.keeper.driver import (
     InProcess,
     Process,
@@ -28,7 +29,6 @@ from tests.keeper.driver import (
     committed,
     ended,
     eventually,
-    flip,
     kill_keeper,
     runtime_of,
     saved,
@@ -56,9 +56,8 @@ def stop(pid: int) -> None:
 
 @pytest.mark.parametrize("command", ["write", "leave unconfirmed"])
 def test_killed_before_a_seal_loses_that_snapshot_and_no_other(
-    tmp_path: Path, runtime: Path, command: str
+    run: Path, runtime: Path, command: str
 ) -> None:
-    run = tmp_path / "run"
     trainer = begun_process(run, runtime, slots=2)
     trainer.do("snapshot", 1, False)
     name, generation = trainer.do(command, 2)
@@ -75,8 +74,7 @@ def test_killed_before_a_seal_loses_that_snapshot_and_no_other(
     second.end()
 
 
-def test_what_is_not_confirmed_is_not_persisted_until_it_is(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_what_is_not_confirmed_is_not_persisted_until_it_is(run: Path, runtime: Path) -> None:
     trainer = begun_process(run, runtime)
     trainer.save(1)
     trainer.do("leave unconfirmed", 2)
@@ -89,8 +87,7 @@ def test_what_is_not_confirmed_is_not_persisted_until_it_is(tmp_path: Path, runt
     trainer.end()
 
 
-def test_what_is_confirmed_after_a_newer_commit_is_given_up(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_what_is_confirmed_after_a_newer_commit_is_given_up(run: Path, runtime: Path) -> None:
     trainer = begun_process(run, runtime)
     trainer.do("leave unconfirmed", 1)
     trainer.save(2)
@@ -102,8 +99,7 @@ def test_what_is_confirmed_after_a_newer_commit_is_given_up(tmp_path: Path, runt
     trainer.end()
 
 
-def test_a_torn_newest_falls_back_to_the_one_before(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_torn_newest_falls_back_to_the_one_before(run: Path, runtime: Path) -> None:
     trainer = begun_process(run, runtime)
     trainer.do("snapshot", 1, False)
     folder = runtime_of(run, runtime)
@@ -153,8 +149,8 @@ def refusal(trainer: FakeTrainer) -> KeeperError | None:
     return None
 
 
-def test_a_pause_is_told_and_ends(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+def test_a_pause_is_told_and_ends(run: Path, runtime: Path) -> None:
+    trainer = begun(run, runtime)
     for _ in range(20):  # as if so many keepers had died
         trainer.client._pauses.started()
     kill_keeper(trainer.folder)
@@ -168,9 +164,9 @@ def test_a_pause_is_told_and_ends(tmp_path: Path, runtime: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["runs", "stopped"])
 def test_a_keeper_without_a_socket_is_found_again_or_replaced(
-    tmp_path: Path, runtime: Path, stopped: bool
+    run: Path, runtime: Path, stopped: bool
 ) -> None:
-    trainer = begun(tmp_path / "run", runtime, timeout_s=5.0)
+    trainer = begun(run, runtime, timeout_s=5.0)
     pid = the_keeper(trainer.folder)
     if stopped:
         os.kill(pid, signal.SIGSTOP)
@@ -182,8 +178,7 @@ def test_a_keeper_without_a_socket_is_found_again_or_replaced(
     trainer.end()
 
 
-def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(run: Path, runtime: Path) -> None:
     _, identity = open_runtime(run, runtime)
     folder = RuntimeFolder.open(str(runtime), identity)
     keeper = InProcess(run, folder).keeper
@@ -196,23 +191,22 @@ def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(tmp_path: Path,
 
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_a_keeper_whose_starter_ended_before_it_came_waits_for_nobody(
-    has_ended: bool, tmp_path: Path, runtime: Path
+    has_ended: bool, run: Path, runtime: Path
 ) -> None:
     """It was started early, and the attach failed. A region without a snapshot is of no use to the next."""
-    _, identity = open_runtime(tmp_path / "run", runtime)
+    _, identity = open_runtime(run, runtime)
     folder = RuntimeFolder.open(str(runtime), identity)
     starter = subprocess.Popen([sys.executable, "-c", ""])
     starter.wait()
-    keeper = InProcess(tmp_path / "run", folder, starter.pid if has_ended else os.getpid()).keeper
+    keeper = InProcess(run, folder, starter.pid if has_ended else os.getpid()).keeper
     assert keeper.exit.is_due(time.monotonic()) == has_ended
     keeper.regions.put(keeper.regions.make(0, [0], SlotSize(4096, 4096)).regions[0])
     assert keeper.exit.is_due(time.monotonic()) == has_ended
     keeper._leave()
 
 
-def test_a_death_before_the_first_snapshot_leaves_no_keeper(tmp_path: Path, runtime: Path) -> None:
+def test_a_death_before_the_first_snapshot_leaves_no_keeper(run: Path, runtime: Path) -> None:
     """It would linger for an hour, with nothing to resume from."""
-    run = tmp_path / "run"
     trainer = begun_process(run, runtime, linger_s=3600.0)
     folder = runtime_of(run, runtime)
     assert keeper_pid(folder) is not None
@@ -220,8 +214,7 @@ def test_a_death_before_the_first_snapshot_leaves_no_keeper(tmp_path: Path, runt
     eventually(lambda: not Path(folder.path).exists())
 
 
-def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_memfds_survive_the_keeper_and_fall_with_both(run: Path, runtime: Path) -> None:
     with small_tmpfs(1 << 20) as base:
         trainer = begun(run, base, kib=2048)
         assert {grant.kind for grant in trainer.grants} == {"memfd"}
@@ -249,10 +242,7 @@ def test_memfds_survive_the_keeper_and_fall_with_both(tmp_path: Path, runtime: P
         eventually(lambda: keeper_pid(trainer.folder) is None)
 
 
-def test_memfds_of_a_keeper_that_is_silent_are_taken_over_by_the_next_start(
-    tmp_path: Path, runtime: Path
-) -> None:
-    run = tmp_path / "run"
+def test_memfds_of_a_keeper_that_is_silent_are_taken_over_by_the_next_start(run: Path, runtime: Path) -> None:
     with small_tmpfs(1 << 20) as base:
         first = begun_process(run, base, kib=2048)
         pid = the_keeper(runtime_of(run, base))
@@ -271,8 +261,8 @@ def test_memfds_of_a_keeper_that_is_silent_are_taken_over_by_the_next_start(
         ended(second)
 
 
-def test_memfds_of_a_dead_rank_are_taken_over_by_a_rank_that_trains(tmp_path: Path, runtime: Path) -> None:
-    run, job = tmp_path / "run", {"kib": 2048, "world": 2, "ranks": [0, 1]}
+def test_memfds_of_a_dead_rank_are_taken_over_by_a_rank_that_trains(run: Path, runtime: Path) -> None:
+    job = {"kib": 2048, "world": 2, "ranks": [0, 1]}
     with small_tmpfs(1 << 20) as base:
         stays = FakeTrainer(run, base, rank=0, timeout_s=2.0, **job)  # type: ignore[arg-type]
         stays.start()
@@ -296,8 +286,8 @@ def test_memfds_of_a_dead_rank_are_taken_over_by_a_rank_that_trains(tmp_path: Pa
         stays.end()
 
 
-def test_memfds_of_a_living_rank_are_not_saved_as_those_of_a_dead_one(tmp_path: Path, runtime: Path) -> None:
-    run, job = tmp_path / "run", {"kib": 2048, "world": 2, "ranks": [0, 1], "timeout_s": 2.0}
+def test_memfds_of_a_living_rank_are_not_saved_as_those_of_a_dead_one(run: Path, runtime: Path) -> None:
+    job = {"kib": 2048, "world": 2, "ranks": [0, 1], "timeout_s": 2.0}
     with small_tmpfs(1 << 20) as base:
         first = FakeTrainer(run, base, rank=0, **job)  # type: ignore[arg-type]
         first.start()
@@ -318,9 +308,9 @@ def test_memfds_of_a_living_rank_are_not_saved_as_those_of_a_dead_one(tmp_path: 
 
 
 def test_a_keeper_that_another_trainer_started_meanwhile_is_not_replaced(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, job = tmp_path / "run", {"world": 2, "ranks": [0, 1], "timeout_s": 2.0}
+    job = {"world": 2, "ranks": [0, 1], "timeout_s": 2.0}
     first = FakeTrainer(run, runtime, rank=0, **job)  # type: ignore[arg-type]
     second = FakeTrainer(run, runtime, rank=1, join=str(first.attempt), **job)  # type: ignore[arg-type]
     stop(the_keeper(first.folder))
@@ -340,9 +330,8 @@ def test_a_keeper_that_another_trainer_started_meanwhile_is_not_replaced(
     first.end()
 
 
-def test_what_a_superseded_attempt_left_is_never_committed_and_goes(tmp_path: Path, runtime: Path) -> None:
+def test_what_a_superseded_attempt_left_is_never_committed_and_goes(run: Path, runtime: Path) -> None:
     """Its keeper was stopped when it died; the next attempt began afresh elsewhere meanwhile."""
-    run = tmp_path / "run"
     first = begun_process(run, runtime, linger_s=0.5)
     folder = runtime_of(run, runtime)
     pid = the_keeper(folder)
@@ -369,8 +358,9 @@ def test_what_a_superseded_attempt_left_is_never_committed_and_goes(tmp_path: Pa
     second.end()
 
 
-def test_a_half_made_region_is_removed_and_a_foreign_one_left(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_half_made_region_is_removed_and_a_foreign_one_left(
+    run: Path, tmp_path: Path, runtime: Path
+) -> None:
     trainer = begun(run, runtime)
     trainer.snapshot(1)
     folder: RuntimeFolder = trainer.folder
@@ -390,8 +380,8 @@ def test_a_half_made_region_is_removed_and_a_foreign_one_left(tmp_path: Path, ru
 
 
 @pytest.mark.parametrize("pinned_by", ["keeper-dead.lock", "trainer-00000-1-dead.lock"])
-def test_a_pin_of_the_dead_is_taken_away(tmp_path: Path, runtime: Path, pinned_by: str) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+def test_a_pin_of_the_dead_is_taken_away(run: Path, runtime: Path, pinned_by: str) -> None:
+    trainer = begun(run, runtime)
     slot, generation = trainer.snapshot(1)
     index = slot.enroll(1, pinned_by, lambda name: True)
     assert slot.pin(index, slot.state()) is not None

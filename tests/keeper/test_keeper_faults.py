@@ -35,8 +35,8 @@ from tests.memory.mounts import small_tmpfs
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
-    made = begun(tmp_path / "run", runtime)
+def trainer(run: Path, runtime: Path) -> Iterator[FakeTrainer]:
+    made = begun(run, runtime)
     yield made
     made.end()
 
@@ -188,8 +188,7 @@ def test_fewer_slots_where_there_is_room_for_fewer(runtime: Path) -> None:
         os.close(found.descriptor)
 
 
-def test_a_ledger_that_cannot_be_written_harms_nothing(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_a_ledger_that_cannot_be_written_harms_nothing(run: Path, runtime: Path) -> None:
     run.mkdir()
     (run / "events").write_text("in the way")
     trainer = begun(run, runtime)
@@ -216,9 +215,9 @@ def test_events_of_the_trainer_stand_in_the_ledger(trainer: FakeTrainer) -> None
     assert path.exists()
 
 
-def test_no_commit_comes_twice_and_what_is_done_is_found_done(tmp_path: Path, runtime: Path) -> None:
+def test_no_commit_comes_twice_and_what_is_done_is_found_done(run: Path, runtime: Path) -> None:
     """A keeper that dies between the version and its report: the next one finds the step committed."""
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = begun(run, runtime)
     slot, generation = trainer.snapshot(1, persist=True)
     trainer.wait_committed(1)
     eventually(lambda: slot.state().state is SlotState.SEALED)
@@ -230,8 +229,8 @@ def test_no_commit_comes_twice_and_what_is_done_is_found_done(tmp_path: Path, ru
     trainer.end()
 
 
-def test_the_counter_moves_while_a_trainer_lives_and_says_closed(tmp_path: Path, runtime: Path) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime)
+def test_the_counter_moves_while_a_trainer_lives_and_says_closed(run: Path, runtime: Path) -> None:
+    trainer = FakeTrainer(run, runtime)
     trainer.start()
 
     def count() -> int:
@@ -268,9 +267,8 @@ def test_a_killed_trainer_on_a_full_disk_keeps_its_keeper_and_its_snapshot(
         eventually(lambda: not Path(folder.path).exists())
 
 
-def test_a_trainer_is_told_of_its_own_attempts_commits_only(tmp_path: Path, runtime: Path) -> None:
+def test_a_trainer_is_told_of_its_own_attempts_commits_only(run: Path, runtime: Path) -> None:
     """A branch trains on from an older step: the old attempt's later steps are not what it waits for."""
-    run = tmp_path / "run"
     first = begun_process(run, runtime)
     first.do("snapshot", 5, True)
     first.save(90)

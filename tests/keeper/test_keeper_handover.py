@@ -14,10 +14,10 @@ from tests.memory.mounts import small_tmpfs
 MIB = 1 << 20
 
 
-def test_a_memfd_is_let_go_only_once_a_keeper_has_it(tmp_path: Path, runtime: Path) -> None:
+def test_a_memfd_is_let_go_only_once_a_keeper_has_it(run: Path, runtime: Path) -> None:
     """The state has outgrown its slots, and the keeper is dead when they are given back."""
     with small_tmpfs(MIB) as base:
-        trainer = begun(tmp_path / "run", base, kib=2048)
+        trainer = begun(run, base, kib=2048)
         saved(trainer, 1)
         kill_keeper(trainer.folder)
         trainer.snapshot(2, persist=True)
@@ -30,8 +30,8 @@ def test_a_memfd_is_let_go_only_once_a_keeper_has_it(tmp_path: Path, runtime: Pa
         ended(trainer)
 
 
-def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(run: Path, runtime: Path) -> None:
+    trainer = begun(run, runtime)
     old = {slot.name for slot in trainer.slots}
     saved(trainer, 1)
     trainer.client.release(sorted(old))
@@ -50,9 +50,9 @@ def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(tmp_path: Pa
     trainer.end()
 
 
-def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(tmp_path: Path, runtime: Path) -> None:
+def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(run: Path, runtime: Path) -> None:
     with small_tmpfs(MIB) as base:
-        trainer = begun(tmp_path / "run", base, kib=2048)
+        trainer = begun(run, base, kib=2048)
         saved(trainer, 1)
         slot, _ = trainer.snapshot(2)
         [damaged] = [each for each in trainer.slots if each.state().state.name == "FREE"]
@@ -64,9 +64,9 @@ def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(tmp_path: Path, runtime: 
         ended(trainer)
 
 
-def test_nobody_releases_what_another_living_trainer_has(tmp_path: Path, runtime: Path) -> None:
+def test_nobody_releases_what_another_living_trainer_has(run: Path, runtime: Path) -> None:
     """What was let go is said again to each new keeper: it may be another one's by then."""
-    trainer, other = (begun(tmp_path / "run", runtime) for _ in range(2))
+    trainer, other = (begun(run, runtime) for _ in range(2))
     names = {slot.name for slot in trainer.slots}
     other.client.release(sorted(names))
     given = other.client.slots(6, SlotSize(4096, 4096), have=[slot.name for slot in other.slots])
@@ -78,9 +78,9 @@ def test_nobody_releases_what_another_living_trainer_has(tmp_path: Path, runtime
     other.end()
 
 
-def test_a_damaged_slot_that_was_released_goes(tmp_path: Path, runtime: Path) -> None:
+def test_a_damaged_slot_that_was_released_goes(run: Path, runtime: Path) -> None:
     """Nobody can use what is in it: it takes up memory until the keeper leaves, otherwise."""
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = begun(run, runtime)
     old, _ = trainer.snapshot(1)
     trainer.snapshot(2)
     os.pwrite(old.descriptor, b"\xff", RECORD_OFFSET + 40)
@@ -89,9 +89,9 @@ def test_a_damaged_slot_that_was_released_goes(tmp_path: Path, runtime: Path) ->
     trainer.end()
 
 
-def test_the_log_is_bounded_while_a_keeper_lives(tmp_path: Path, runtime: Path) -> None:
+def test_the_log_is_bounded_while_a_keeper_lives(run: Path, runtime: Path) -> None:
     """It is in the memory that slots need."""
-    trainer = begun(tmp_path / "run", runtime)
+    trainer = begun(run, runtime)
     log = Path(trainer.folder.path) / LOG_NAME
     with open(log, "ab") as file:
         file.write(b"a line of weeks of a disk that is full\n" * (MIB // 20))

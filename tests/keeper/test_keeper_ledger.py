@@ -18,8 +18,8 @@ SMALL = 4096
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    made = open_store(tmp_path / "run")
+def store(run: Path) -> Store:
+    made = open_store(run)
     open_run(made, create=True)
     return made
 
@@ -36,13 +36,13 @@ def sizes(run: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in (run / "events").iterdir()}
 
 
-def test_the_oldest_and_the_newest_lines_stay_within_the_bound(store: Store, tmp_path: Path) -> None:
+def test_the_oldest_and_the_newest_lines_stay_within_the_bound(store: Store, run: Path) -> None:
     most = []
     for start in range(0, 3000, 500):
         write(store, range(start, start + 500))
-        most.append(sum(sizes(tmp_path / "run").values()))
+        most.append(sum(sizes(run).values()))
     assert max(most) <= 3 * SMALL
-    steps = [line["step"] for line in ledger(tmp_path / "run")]
+    steps = [line["step"] for line in ledger(run)]
     assert steps == sorted(steps), "in the order of file names"
     gap = next(i for i, step in enumerate(steps) if step != i)
     assert gap * 40 > SMALL // 2, "how the attempt began"
@@ -51,10 +51,10 @@ def test_the_oldest_and_the_newest_lines_stay_within_the_bound(store: Store, tmp
     assert len(newest) >= gap, "a file's worth of them at least"
 
 
-def test_a_ledger_below_the_bound_is_one_file(store: Store, tmp_path: Path) -> None:
+def test_a_ledger_below_the_bound_is_one_file(store: Store, run: Path) -> None:
     write(store, range(50), file_bytes=FILE_BYTES)
-    assert list(sizes(tmp_path / "run")) == [file_names(ATTEMPT)[0]]
-    assert [line["step"] for line in ledger(tmp_path / "run")] == list(range(50))
+    assert list(sizes(run)) == [file_names(ATTEMPT)[0]]
+    assert [line["step"] for line in ledger(run)] == list(range(50))
 
 
 def test_every_line_is_whole_and_a_long_one_fits_anywhere(store: Store, tmp_path: Path) -> None:
@@ -68,14 +68,14 @@ def test_every_line_is_whole_and_a_long_one_fits_anywhere(store: Store, tmp_path
     assert [json.loads(each[0])["step"] for each in lines] == [0, 18, 19]
 
 
-def test_attempts_do_not_share_files(store: Store, tmp_path: Path) -> None:
+def test_attempts_do_not_share_files(store: Store, run: Path) -> None:
     book = Ledger(store, file_bytes=SMALL)
     for step in range(300):
         book.add(ATTEMPT, "commit", step=step)
         book.add(None, "adopt", step=step)
     book.close()
-    assert len(sizes(tmp_path / "run")) == 6
-    assert set(file_names("keeper")) < set(sizes(tmp_path / "run"))
+    assert len(sizes(run)) == 6
+    assert set(file_names("keeper")) < set(sizes(run))
 
 
 def test_two_keepers_that_wrote_at_once_beyond_the_bound_hide_no_line(store: Store, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_two_keepers_that_wrote_at_once_beyond_the_bound_hide_no_line(store: Sto
     assert steps[-1] == 0
 
 
-def test_half_of_a_last_line_is_no_line_and_costs_no_other(store: Store, tmp_path: Path) -> None:
+def test_half_of_a_last_line_is_no_line_and_costs_no_other(store: Store, run: Path, tmp_path: Path) -> None:
     """As who reads beside a keeper finds it, and as a full disk leaves it."""
     write(store, range(3))
     path = tmp_path / "run/events" / file_names(ATTEMPT)[0]
@@ -101,7 +101,7 @@ def test_half_of_a_last_line_is_no_line_and_costs_no_other(store: Store, tmp_pat
         assert [line["step"] for line in lines_of(store, ATTEMPT)] == [0, 1, 2][
             : 2 + (length + 1 == len(whole))
         ]
-        assert [line["step"] for line in ledger(tmp_path / "run")] == [0, 1]
+        assert [line["step"] for line in ledger(run)] == [0, 1]
     path.write_bytes(whole[: before + 9])
     write(store, range(3, 5))
     assert [line["step"] for line in lines_of(store, ATTEMPT)] == [0, 1, 4]

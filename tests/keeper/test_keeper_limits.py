@@ -53,11 +53,11 @@ for value in map(int, sys.argv[3:]):
     [("NOFILE", (13, 14, 15, 16, 17, 18, 19)), ("FSIZE", (5_000, 70_000, 300_000)), ("AS", (20, 80, 200))],
 )
 def test_no_keeper_stays_where_attach_failed_under_a_limit(
-    limit: str, values: tuple[int, ...], tmp_path: Path, runtime: Path
+    limit: str, values: tuple[int, ...], run: Path, runtime: Path
 ) -> None:
     """A keeper lingered for half an hour, with nothing in memory that another attempt could resume from."""
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(tmp_path / "run"), limit, *map(str, values)],
+        [sys.executable, "-c", _PROGRAM, str(run), limit, *map(str, values)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=580,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from flashckpt.persist.job import Trainer
 from flashckpt.store import open_store
 from tests import run_view
 from tests.events import ledger
-from tests.keeper.driver import Process, committed, eventually, runtime_of
+from tests.keeper.driver import begun_process, committed, eventually, runtime_of
 from tests.keeper.fake import FakeTrainer, keeper_pid
 
 # A round of the keeper is a second or more, and it sweeps several times between two. The first count after a
@@ -32,9 +32,10 @@ class Job:
 
     def __init__(self, run: Path, runtime: Path) -> None:
         self.run = run
-        self.trainer = Process(run, runtime)
-        self.trainer.do("start", None, 0, None)
-        self.trainer.do("slots", 3)
+        self.trainer = begun_process(run, runtime)
+        attempt = AttemptName.parse(self.trainer.attempt)
+        assert attempt is not None
+        self.attempt = attempt
         self.folder = runtime_of(run, runtime)
 
     def lock(self) -> str:
@@ -48,12 +49,6 @@ class Job:
         found = attempts.alive(open_store(str(self.run)), self.attempt)
         return 0 if found is None else found.count
 
-    @property
-    def attempt(self) -> AttemptName:
-        attempt = AttemptName.parse(self.trainer.attempt)
-        assert attempt is not None
-        return attempt
-
     def judged(self) -> None:
         """Wait until the keeper has looked at who lives, and has either told of a death or let the counter of
         the attempt go on."""
@@ -62,8 +57,8 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, runtime: Path) -> Iterator[Job]:
-    made = Job(tmp_path / "run", runtime)
+def job(run: Path, runtime: Path) -> Iterator[Job]:
+    made = Job(run, runtime)
     yield made
     made.trainer.kill()
     made.folder.close()
@@ -115,8 +110,8 @@ class LateRenewal(RuntimeFolder):
         super().remove(name)
 
 
-def test_a_lock_that_was_taken_again_meanwhile_stays(tmp_path: Path, runtime: Path) -> None:
-    trainer = FakeTrainer(tmp_path / "run", runtime)
+def test_a_lock_that_was_taken_again_meanwhile_stays(run: Path, runtime: Path) -> None:
+    trainer = FakeTrainer(run, runtime)
     trainer.folder.remove(trainer.life.name)
     folder = LateRenewal(trainer.folder.path, os.dup(trainer.folder.descriptor))
     folder.trainer = trainer

@@ -43,8 +43,8 @@ def one_more(trainer: FakeTrainer, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["slots", "constants"])
-def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Path, what: str) -> None:
-    trainer = begun(tmp_path / "run", runtime, kib=4, constants_kib=4, slots=3)
+def test_a_keeper_does_not_end_of_more_than_it_holds(run: Path, runtime: Path, what: str) -> None:
+    trainer = begun(run, runtime, kib=4, constants_kib=4, slots=3)
     pid = keeper_pid(trainer.folder)
     for larger in range(MAX_REGIONS // MOST - 1):
         grown(trainer, (16 + larger) << 12)
@@ -63,11 +63,11 @@ def test_a_keeper_does_not_end_of_more_than_it_holds(tmp_path: Path, runtime: Pa
 
 @pytest.mark.usefixtures("runtime")
 def test_memfds_are_handed_over_in_several_messages(
-    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A message carries 250 descriptors at most; here five. A new keeper has them from the trainer alone."""
     monkeypatch.setattr(client, "MAX_DESCRIPTORS", 5)
-    trainer = FakeTrainer(tmp_path / "run", small_disk, kib=16, constants_kib=9000)
+    trainer = FakeTrainer(run, small_disk, kib=16, constants_kib=9000)
     trainer.start()
     trainer.take_slots(MOST)
     grown(trainer, 12 << 20)

@@ -78,8 +78,8 @@ def is_stopped(pid: int) -> bool:
     return any(" T " in each.read_text() for each in stat)
 
 
-def test_what_a_trainer_has_is_never_given_to_it_again(tmp_path: Path, runtime: Path) -> None:
-    trainer = beginning(tmp_path / "run", runtime)
+def test_what_a_trainer_has_is_never_given_to_it_again(run: Path, runtime: Path) -> None:
+    trainer = beginning(run, runtime)
     first = names(trainer.client.slots(2, SIZE))
     assert len(first) == 2
     more = names(trainer.client.slots(3, SIZE, have=sorted(first)))
@@ -93,16 +93,16 @@ def test_what_a_trainer_has_is_never_given_to_it_again(tmp_path: Path, runtime: 
     trainer.end()
 
 
-def test_room_to_grow_is_given_where_there_is_room(tmp_path: Path, runtime: Path) -> None:
-    trainer = beginning(tmp_path / "run", runtime)
+def test_room_to_grow_is_given_where_there_is_room(run: Path, runtime: Path) -> None:
+    trainer = beginning(run, runtime)
     [grant] = trainer.client.slots(1, SIZE, SlotSize(PAGE, 3 * MIB))
     assert grant.num_bytes == 2 * PAGE + 3 * MIB
     names([grant])
     trainer.end()
 
 
-def test_new_memory_prefers_the_node_that_the_trainer_names(tmp_path: Path, runtime: Path) -> None:
-    trainer = beginning(tmp_path / "run", runtime)
+def test_new_memory_prefers_the_node_that_the_trainer_names(run: Path, runtime: Path) -> None:
+    trainer = beginning(run, runtime)
     [near] = trainer.client.slots(1, SIZE, node=0)
     [other] = trainer.client.slots(2, SIZE, have=[near.name])
     shared = trainer.client.constants(SIZE, node=0)
@@ -114,9 +114,9 @@ def test_new_memory_prefers_the_node_that_the_trainer_names(tmp_path: Path, runt
 
 @pytest.mark.parametrize("point", ["memory.reserved", "slots.taken", "memory.made"])
 def test_a_keeper_that_dies_meanwhile_is_replaced_and_its_successor_answers(
-    point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    point: str, run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = beginning(tmp_path / "run", runtime)
+    trainer = beginning(run, runtime)
     pid = stop_at(trainer, point, monkeypatch)
     thread, found = asked(trainer, 3, SIZE)
     eventually(lambda: is_stopped(pid))
@@ -131,13 +131,13 @@ def test_a_keeper_that_dies_meanwhile_is_replaced_and_its_successor_answers(
 
 @pytest.mark.parametrize("point", ["memory.reserved", "slots.taken", "memory.made"])
 def test_what_was_made_for_a_trainer_that_died_meanwhile_goes(
-    point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    point: str, run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLASHCKPT_CRASH_AT", f"{point}:1:stop")
-    first = Process(tmp_path / "run", runtime, linger_s=600.0)
+    first = Process(run, runtime, linger_s=600.0)
     monkeypatch.delenv("FLASHCKPT_CRASH_AT")
     first.do("start", None, 0, None)
-    folder = runtime_of(tmp_path / "run", runtime)
+    folder = runtime_of(run, runtime)
     pid = the_keeper(folder)
     first.do("ask", 3, MIB)
     eventually(lambda: is_stopped(pid))
@@ -148,8 +148,8 @@ def test_what_was_made_for_a_trainer_that_died_meanwhile_goes(
     assert not folder.exists() or not any(map(is_region_name, folder.names()))
 
 
-def test_who_lets_its_run_go_waits_no_longer(tmp_path: Path, runtime: Path) -> None:
-    trainer = beginning(tmp_path / "run", runtime)
+def test_who_lets_its_run_go_waits_no_longer(run: Path, runtime: Path) -> None:
+    trainer = beginning(run, runtime)
     trainer.client.stop_waiting()
     with pytest.raises(KeeperError, match="was closed"):
         trainer.client.slots(3, SIZE)
@@ -158,10 +158,10 @@ def test_who_lets_its_run_go_waits_no_longer(tmp_path: Path, runtime: Path) -> N
 
 @pytest.mark.parametrize("point", ["slots.taken", "memory.made"])
 def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
-    point: str, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    point: str, run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was stopped while it made slots, and goes on once another has given them."""
-    trainer = beginning(tmp_path / "run", runtime, timeout_s=5.0)
+    trainer = beginning(run, runtime, timeout_s=5.0)
     pid = stop_at(trainer, point, monkeypatch)
     thread, found = asked(trainer, 3, SIZE)
     eventually(lambda: is_stopped(pid))
@@ -179,9 +179,9 @@ def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
 
 
 def test_an_answer_that_nobody_took_answers_no_other_question(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = beginning(tmp_path / "run", runtime)
+    trainer = beginning(run, runtime)
     heard = client.receive
 
     def interrupted(peer: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -65,9 +65,9 @@ def test_a_long_message_that_is_none_is_refused(pair: Pair) -> None:
         os.close(descriptor)
 
 
-def test_a_keeper_takes_a_bundle_of_certificates(tmp_path: Path, runtime: Path) -> None:
+def test_a_keeper_takes_a_bundle_of_certificates(run: Path, tmp_path: Path, runtime: Path) -> None:
     """For the run's store and for its remote; so does the keeper that follows one that was killed."""
-    run, bundle = tmp_path / "run", {"root_certificate": "x" * (MAX_STORAGE_BYTES - 100)}
+    bundle = {"root_certificate": "x" * (MAX_STORAGE_BYTES - 100)}
     store.give_options(str(run), bundle)
     trainer = FakeTrainer(run, runtime, remote=Remote(url=str(tmp_path / "remote"), options=bundle))
     [pid] = keepers_of(runtime)

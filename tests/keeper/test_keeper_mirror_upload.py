@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from flashckpt.persist.job import Trainer
 from flashckpt.persist.ledger import Ledger
 from flashckpt.replication.run_copy import StepCopier
 from flashckpt.store import open_store
-from flashckpt.store.base import Store
 from tests.commit.runs import name_of
 from tests.events import ledger
 from tests.folders import contents
@@ -151,12 +150,14 @@ def test_a_remote_that_takes_nothing_and_then_does(tmp_path: Path, runtime: Path
     ended(trainer)
 
 
-def test_the_next_attempt_goes_on_with_the_remote(tmp_path: Path, runtime: Path, there: Path) -> None:
+def test_the_next_attempt_goes_on_with_the_remote(
+    run: Path, tmp_path: Path, runtime: Path, there: Path
+) -> None:
     remote = Remote(url=str(there), keep=Keep(last=9))
     first = mirrored(tmp_path, runtime, remote)
     saved(first, 1, 2)
     ended(first)
-    second = FakeTrainer(tmp_path / "run", runtime, remote=remote)
+    second = FakeTrainer(run, runtime, remote=remote)
     second.start(first.attempt, 2)
     second.take_slots()
     saved(second, 3)
@@ -203,12 +204,12 @@ def test_a_remote_that_another_job_has_taken(tmp_path: Path, runtime: Path, ther
 
 
 def test_of_several_nodes_that_of_rank_0_copies_and_deletes(
-    tmp_path: Path, runtime: Path, other_node: Path, there: Path
+    run: Path, runtime: Path, other_node: Path, there: Path
 ) -> None:
     """One folder, two nodes: the other's keeper leaves a step that is being copied alone."""
     how = {"world": 2, "remote": Remote(url=str(there)), "keep": 2}
-    first = FakeTrainer(tmp_path / "run", runtime, **how, rank=0, ranks=[0])
-    second = FakeTrainer(tmp_path / "run", other_node, **how, rank=1, ranks=[1], join=str(first.attempt))
+    first = FakeTrainer(run, runtime, **how, rank=0, ranks=[0])
+    second = FakeTrainer(run, other_node, **how, rank=1, ranks=[1], join=str(first.attempt))
     for trainer in (first, second):
         trainer.start()
         trainer.take_slots()
@@ -227,13 +228,14 @@ def test_of_several_nodes_that_of_rank_0_copies_and_deletes(
 
 
 @contextmanager
-def mirroring_of(
-    store: Store, count: Callable[[str, int], None] = lambda what, count: None
-) -> Iterator[MirrorUpload]:
-    """A keeper's, without the keeper: each call comes when the test makes it."""
-    with closing(Ledger(store)) as lines:
+def mirroring_of(tiers: Tiers, counted: list[str]) -> Iterator[MirrorUpload]:
+    """A keeper's, without the keeper: each call comes when the test makes it. It has begun to look."""
+    with closing(Ledger(tiers.source)) as lines:
         wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        mirroring = MirrorUpload(store, wake, lines, count)
+        mirroring = MirrorUpload(tiers.source, wake, lines, lambda what, count: counted.append(what))
+        remote = Remote(url=str(tiers.there), keep=Keep(last=3))
+        mirroring.set_newest(Trainer(lock="l", rank=0, attempt=tiers.attempt, remote=remote))
+        mirroring.next(time.monotonic())
         yield mirroring
         worker = mirroring._worker
         assert worker is not None
@@ -242,22 +244,19 @@ def mirroring_of(
         os.close(wake)
 
 
+def has_copied(mirroring: MirrorUpload, step: int) -> bool:
+    mirroring.next(time.monotonic())
+    found = mirroring.status()
+    return found is not None and found.newest == step and not found.waits
+
+
 def test_a_step_that_is_committed_while_the_remote_is_looked_at_is_copied_once(tmp_path: Path) -> None:
     """The look finds it before its commit was told here."""
     tiers = Tiers(tmp_path)
     tiers.add(1)
-    with mirroring_of(tiers.source) as mirroring:
-        remote = Remote(url=str(tiers.there), keep=Keep(last=3))
-        mirroring.set_newest(Trainer(lock="l", rank=0, attempt=tiers.attempt, remote=remote))
-        mirroring.next(time.monotonic())
+    with mirroring_of(tiers, []) as mirroring:
         mirroring.committed(name_of(1, tiers.attempt))
-
-        def is_over() -> bool:
-            mirroring.next(time.monotonic())
-            found = mirroring.status()
-            return found is not None and found.newest == 1 and not found.waits
-
-        eventually(is_over)
+        eventually(lambda: has_copied(mirroring, 1))
     assert [line["outcome"] for line in ledger(tiers.run) if line["event"] == "mirror"] == ["copied"]
     assert tiers.steps() == [1]
 
@@ -275,10 +274,7 @@ def test_a_step_that_a_look_is_copying_when_its_commit_is_told_is_not_skipped(
     monkeypatch.setattr(StepCopier, "_write", slow)
     counted: list[str] = []
     tiers.add(1)
-    with mirroring_of(tiers.source, lambda what, count: counted.append(what)) as mirroring:
-        remote = Remote(url=str(tiers.there), keep=Keep(last=3))
-        mirroring.set_newest(Trainer(lock="l", rank=0, attempt=tiers.attempt, remote=remote))
-        mirroring.next(time.monotonic())
+    with mirroring_of(tiers, counted) as mirroring:
         eventually(lambda: mirroring.copying is not None)
         for step in (1, 2, 3):
             if step > 1:
@@ -286,11 +282,5 @@ def test_a_step_that_a_look_is_copying_when_its_commit_is_told_is_not_skipped(
             mirroring.committed(name_of(step, tiers.attempt))
         assert counted == ["mirror_skipped"], "step 2 alone"
         may_go_on.set()
-
-        def is_over() -> bool:
-            mirroring.next(time.monotonic())
-            found = mirroring.status()
-            return found is not None and found.newest == 3 and not found.waits
-
-        eventually(is_over)
+        eventually(lambda: has_copied(mirroring, 3))
     assert tiers.steps() == [1, 3]

@@ -33,8 +33,10 @@ def killed_with_its_snapshot_in_memory(run: Path, runtime: Path, **options: floa
 
 
 @pytest.mark.parametrize("moved", [True, False], ids=["moved", "deleted"])
-def test_another_run_in_its_place_is_never_written_to(tmp_path: Path, runtime: Path, moved: bool) -> None:
-    run, aside = tmp_path / "run", tmp_path / "aside"
+def test_another_run_in_its_place_is_never_written_to(
+    run: Path, tmp_path: Path, runtime: Path, moved: bool
+) -> None:
+    aside = tmp_path / "aside"
     attempt, keeper = killed_with_its_snapshot_in_memory(run, runtime, linger_s=0.5)
     if moved:
         run.rename(aside)
@@ -57,8 +59,8 @@ def test_another_run_in_its_place_is_never_written_to(tmp_path: Path, runtime: P
         assert committed(aside) == [7]
 
 
-def test_a_run_that_was_moved_is_followed(tmp_path: Path, runtime: Path) -> None:
-    run, moved = tmp_path / "run", tmp_path / "moved"
+def test_a_run_that_was_moved_is_followed(run: Path, tmp_path: Path, runtime: Path) -> None:
+    moved = tmp_path / "moved"
     _, keeper = killed_with_its_snapshot_in_memory(run, runtime)
     run.rename(moved)
     os.kill(keeper, signal.SIGCONT)
@@ -73,8 +75,8 @@ def test_a_run_that_was_moved_is_followed(tmp_path: Path, runtime: Path) -> None
     assert not run.exists()
 
 
-def test_recover_finds_what_a_keeper_holds_of_a_moved_run(tmp_path: Path, runtime: Path) -> None:
-    run, moved = tmp_path / "run", tmp_path / "moved"
+def test_recover_finds_what_a_keeper_holds_of_a_moved_run(run: Path, tmp_path: Path, runtime: Path) -> None:
+    moved = tmp_path / "moved"
     _, keeper = killed_with_its_snapshot_in_memory(run, runtime)
     run.rename(moved)
     os.kill(keeper, signal.SIGCONT)

@@ -55,9 +55,8 @@ def test_a_write_that_failed_for_days_is_still_tried_again() -> None:
 
 
 def test_who_waits_does_not_sit_out_a_pause(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
     with attached(run, grace="240s") as checkpointer:
         captured(checkpointer)
         # Longer than any wait: on a busy machine a grace that is shorter than a real pause may be over before
@@ -68,9 +67,8 @@ def test_who_waits_does_not_sit_out_a_pause(
         assert flashckpt.steps(run) == [2]
 
 
-def test_a_run_that_ends_in_a_pause_leaves_a_keeper(tmp_path: Path, runtime: Path) -> None:
+def test_a_run_that_ends_in_a_pause_leaves_a_keeper(run: Path, runtime: Path) -> None:
     """After its end nobody would start one; and in memory without a name only a keeper keeps anything."""
-    run = tmp_path / "run"
     with small_tmpfs(2 << 20) as base:
         os.environ["FLASHCKPT_RUNTIME"] = str(base)  # the fixture puts it back
         try:
@@ -84,9 +82,10 @@ def test_a_run_that_ends_in_a_pause_leaves_a_keeper(tmp_path: Path, runtime: Pat
             end(keepers_of(base))
 
 
-def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(tmp_path: Path, runtime: Path) -> None:
+def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(
+    run: Path, tmp_path: Path, runtime: Path
+) -> None:
     """A keeper that is stopped, or swapped out, is no dead trainer: the next one moves the counter."""
-    run = tmp_path / "run"
     store = open_store(str(run))
     elsewhere = replace(attempts.local_owner(str(tmp_path), "trainer-1"), boot_id="other", host="other")
     with attached(run) as checkpointer:

@@ -13,17 +13,11 @@ from flashckpt.commit import attempts
 from flashckpt.commit.steps import read_step
 from flashckpt.format.names import AttemptName, CommitName
 from flashckpt.memory.region import is_region_name, rank_of
-from flashckpt.store.base import Store
 from tests import run_view
 from tests.keeper.driver import Process, eventually, kill_keeper, runtime_of, told
 from tests.keeper.fake import open_runtime
 from tests.persist.node import files, is_committed, is_whole
 from tests.processes import keepers_of
-
-
-def open_store_of(run: Path, base: Path) -> Store:
-    store: Store = open_runtime(run, base)[0]
-    return store
 
 
 class Ranks:
@@ -32,7 +26,7 @@ class Ranks:
     def __init__(
         self, run: Path, base: Path, ranks: Sequence[int], world: int, attempt: AttemptName | None = None
     ) -> None:
-        self.run, self.store = run, open_store_of(run, base)
+        self.run, self.store = run, open_runtime(run, base)[0]
         self.attempt = attempt or run_view.next_name(self.store)
         if attempt is None:
             attempts.reserve(self.store, self.attempt)
@@ -58,10 +52,9 @@ class Ranks:
 
     def begin(self, parent: AttemptName | None = None, step: int = 0) -> Ranks:
         """With slots, and where the attempt goes on from written down."""
-        before = None if parent is None else str(parent)
-        self.do("start", before, step, None if parent is None else "slot", only=self.ranks[:1])
-        if len(self.ranks) > 1:
-            self.do("start", before, step, None if parent is None else "slot", only=self.ranks[1:])
+        before = (None, step, None) if parent is None else (str(parent), step, "slot")
+        for rank in self.ranks:
+            self.do("start", *before, only=[rank])
         self.do("slots", 0)
         return self
 
@@ -76,11 +69,11 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(tmp_path: Path, runtime: Path) -> Any:
+def ranks(run: Path, runtime: Path) -> Any:
     made: list[Ranks] = []
 
     def make(ranks: Sequence[int], world: int, attempt: AttemptName | None = None) -> Ranks:
-        made.append(Ranks(tmp_path / "run", runtime, ranks, world, attempt))
+        made.append(Ranks(run, runtime, ranks, world, attempt))
         return made[-1]
 
     yield make
@@ -92,7 +85,7 @@ MakeRanks = Callable[..., Ranks]
 
 
 def test_ranks_that_start_at_once_have_one_keeper_and_write_one_part(
-    ranks: MakeRanks, runtime: Path, tmp_path: Path
+    ranks: MakeRanks, runtime: Path, run: Path
 ) -> None:
     node = ranks(range(4), 4).begin()
     eventually(lambda: len(keepers_of(runtime)) == 1)
@@ -104,7 +97,7 @@ def test_ranks_that_start_at_once_have_one_keeper_and_write_one_part(
     assert files(node.store, 2, node.attempt) == ["manifest", "node-00000", *shards]
     assert is_whole(node.store, 1, node.attempt, 4)
     assert is_whole(node.store, 2, node.attempt, 4)
-    assert {tuple(line["ranks"]) for line in told(tmp_path / "run", "commit", 2)} == {(0, 1, 2, 3)}
+    assert {tuple(line["ranks"]) for line in told(run, "commit", 2)} == {(0, 1, 2, 3)}
 
 
 def test_a_keeper_that_dies_is_replaced_by_one_that_waits_for_all_ranks(ranks: MakeRanks) -> None:

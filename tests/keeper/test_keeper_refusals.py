@@ -36,8 +36,8 @@ REMOTE = {
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
-    made = begun(tmp_path / "run", runtime)
+def trainer(run: Path, runtime: Path) -> Iterator[FakeTrainer]:
+    made = begun(run, runtime)
     yield made
     # Whatever was thrown at the keeper, it still serves its trainer.
     saved(made, 1)
@@ -46,9 +46,13 @@ def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
 
 
 def connected(trainer: FakeTrainer) -> socket.socket:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return connected_in(trainer.folder)
+
+
+def connected_in(folder: RuntimeFolder) -> socket.socket:
+    peer = closed_after(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
     peer.settimeout(30)
-    peer.connect(trainer.folder.reachable(protocol.SOCKET_NAME))
+    peer.connect(folder.reachable(protocol.SOCKET_NAME))
     return peer
 
 
@@ -56,6 +60,13 @@ def answer(peer: socket.socket) -> dict[str, Any] | None:
     """The next answer, None where the connection was closed."""
     data = peer.recv(1 << 20)
     return json.loads(data) if data else None
+
+
+def refusal(peer: socket.socket) -> str:
+    told = answer(peer)
+    assert told is not None
+    assert told["ok"] is False
+    return str(told["error"])
 
 
 MALFORMED: list[bytes] = [
@@ -88,7 +99,6 @@ def test_a_malformed_message_closes_its_connection_and_no_other(trainer: FakeTra
         told = answer(peer)
         assert told is None or told["ok"] is False, data[:40]
         assert told is None or answer(peer) is None, data[:40]
-        peer.close()
         trainer.client.status()
         assert keeper_pid(trainer.folder) == pid, f"another keeper serves after {data[:40]!r}"
 
@@ -112,9 +122,7 @@ def test_a_request_for_slots_is_bounded(trainer: FakeTrainer) -> None:
         peer.send(json.dumps(asked).encode())
         assert "slots" in (answer(peer) or {}), "without the change it is a request"
         peer.send(json.dumps({**asked, **change}).encode())
-        told = answer(peer)
-        assert told is not None, change
-        assert told["ok"] is False, change
+        assert refusal(peer), change
         peer.close()
 
 
@@ -139,9 +147,7 @@ def test_descriptors_that_nobody_asked_for_are_closed(trainer: FakeTrainer) -> N
     for descriptor in wrong:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor, extra[1]]))]
         peer.sendmsg([b'{"op":"adopt"}'], rights)
-        told = answer(peer)
-        assert told is not None
-        assert told["ok"] is False
+        assert refusal(peer)
     peer.close()
     eventually(lambda: count() == before)
     for descriptor in {*extra, *wrong}:
@@ -169,12 +175,10 @@ def test_another_users_process_is_refused(trainer: FakeTrainer) -> None:
     for folder in (trainer.folder.path, os.path.dirname(trainer.folder.path)):
         os.chmod(folder, 0o700)
     os.chmod(os.path.join(trainer.folder.path, protocol.SOCKET_NAME), 0o600)
-    peer.close()
 
 
 @pytest.mark.parametrize("kind", ["file", "link", "folder", "open socket"])
-def test_a_planted_socket_is_refused_and_left_alone(tmp_path: Path, runtime: Path, kind: str) -> None:
-    run = tmp_path / "run"
+def test_a_planted_socket_is_refused_and_left_alone(run: Path, runtime: Path, kind: str) -> None:
     _, identity = open_runtime(run, runtime)
     folder, life = enter(str(runtime), identity, trainer_lock_name(0))
     closed_after(folder)
@@ -202,36 +206,24 @@ def test_a_planted_socket_is_refused_and_left_alone(tmp_path: Path, runtime: Pat
 def test_a_keeper_of_another_protocol_is_told_so(trainer: FakeTrainer) -> None:
     peer = connected(trainer)
     peer.send(json.dumps({**HELLO, "protocol": protocol.PROTOCOL + 1}).encode())
-    told = answer(peer)
-    assert told is not None
-    assert "two versions" in told["error"]
-    peer.close()
+    assert "two versions" in refusal(peer)
 
 
 def test_nobody_changes_the_attempt_of_a_living_trainer(trainer: FakeTrainer) -> None:
     peer = connected(trainer)
     peer.send(json.dumps({**HELLO, "lock": trainer.life.name}).encode())
-    told = answer(peer)
-    assert told is not None
-    assert told["ok"] is False
+    assert refusal(peer)
     assert answer(peer) is None
-    peer.close()
 
 
 def test_an_answer_that_is_too_long_ends_no_keeper(runtime: Path) -> None:
     folder = closed_after(RuntimeFolder.open(str(runtime), "ab" * 16))
     server = Server(folder, lambda *_: ({"names": "x" * protocol.MAX_LONG_BYTES}, ()))
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer.settimeout(30)
-    peer.connect(folder.reachable(protocol.SOCKET_NAME))
+    peer = connected_in(folder)
     peer.send(b'{"op":"describe"}')
     for _ in range(2):  # it is let in, then answered
         poll = select.poll()
         server.register(poll)
         server.serve([descriptor for descriptor, _ in poll.poll()])
-    told = answer(peer)
-    assert told is not None
-    assert "too long" in told["error"]
-    peer.close()
+    assert "too long" in refusal(peer)
     server.close()
-    folder.close()

@@ -16,6 +16,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from tests.keeper.driver import (
     Process,
+    begun_process,
     committed,
     ended,
     eventually,
@@ -59,18 +60,12 @@ def swept(folder: RuntimeFolder) -> None:
         eventually(lambda: not lock.exists())
 
 
-def process(run: Path, base: Path, *, filled: bool = True) -> Process:
-    """A trainer that may be killed, with slots and, where it is `filled`, a region that these name."""
-    trainer = Process(run, base, constants_kib=64, keep=20)
-    trainer.do("start", None, 0, None)
-    if not filled:
-        trainer.do("without constants")
-    trainer.do("slots", 3)
-    return trainer
+def process(run: Path, base: Path) -> Process:
+    """A trainer that may be killed, with slots and a region that these name."""
+    return begun_process(run, base, constants_kib=64, keep=20)
 
 
-def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(run: Path, runtime: Path) -> None:
     first = process(run, runtime)
     folder = runtime_of(run, runtime)
     first.save(1)
@@ -99,9 +94,8 @@ def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(tmp_path: 
     assert not os.path.exists(folder.path)
 
 
-def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: Path) -> None:
+def test_a_region_that_an_attempt_took_over_is_its_own(run: Path, runtime: Path) -> None:
     """Its first snapshots have no constants, and settle what the attempt before left."""
-    run = tmp_path / "run"
     first = process(run, runtime)
     folder = runtime_of(run, runtime)
     first.save(1)
@@ -125,8 +119,8 @@ def test_a_region_that_an_attempt_took_over_is_its_own(tmp_path: Path, runtime: 
     eventually(lambda: not os.path.exists(folder.path))
 
 
-def test_a_region_that_is_gone_is_not_granted_by_name(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime)
+def test_a_region_that_is_gone_is_not_granted_by_name(run: Path, runtime: Path) -> None:
+    trainer = attached(run, runtime)
     with pytest.raises(KeeperError, match="does not exist any more"):
         trainer.client.keep_constants("constants-00000-00000000000000ff")
     with pytest.raises(KeeperError, match="does not exist any more"):
@@ -136,11 +130,9 @@ def test_a_region_that_is_gone_is_not_granted_by_name(tmp_path: Path, runtime: P
     trainer.end()
 
 
-def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(
-    tmp_path: Path, runtime: Path
-) -> None:
+def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(run: Path, runtime: Path) -> None:
     """Its trainer has let go of it, and goes on without constants."""
-    trainer = attached(tmp_path / "run", runtime)
+    trainer = attached(run, runtime)
     [name] = regions(trainer.folder)
     saved(trainer, 1, 2)
     assert trainer.region is not None
@@ -164,9 +156,11 @@ def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(
     trainer.end()
 
 
-def test_a_region_that_its_trainer_died_writing_goes(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
-    trainer = process(run, runtime, filled=False)
+def test_a_region_that_its_trainer_died_writing_goes(run: Path, runtime: Path) -> None:
+    trainer = Process(run, runtime, constants_kib=64)
+    trainer.do("start", None, 0, None)
+    trainer.do("without constants")
+    trainer.do("slots", 3)
     folder = runtime_of(run, runtime)
     trainer.do("snapshot", 1, False)
     trainer.do("begin region")
@@ -179,9 +173,9 @@ def test_a_region_that_its_trainer_died_writing_goes(tmp_path: Path, runtime: Pa
     eventually(lambda: committed(run) == [1])
 
 
-def test_a_new_keeper_keeps_a_region_that_no_snapshot_names_yet(tmp_path: Path, runtime: Path) -> None:
+def test_a_new_keeper_keeps_a_region_that_no_snapshot_names_yet(run: Path, runtime: Path) -> None:
     """Asked for by a trainer that lives, and not filled when the keeper dies."""
-    trainer = attached(tmp_path / "run", runtime, filled=False)
+    trainer = attached(run, runtime, filled=False)
     grant = trainer.ask_region()
     os.close(grant.descriptor)
     kill_keeper(trainer.folder)
@@ -192,9 +186,9 @@ def test_a_new_keeper_keeps_a_region_that_no_snapshot_names_yet(tmp_path: Path, 
     trainer.end()
 
 
-def test_a_new_keeper_is_handed_a_region_without_a_name(tmp_path: Path, runtime: Path) -> None:
+def test_a_new_keeper_is_handed_a_region_without_a_name(run: Path, runtime: Path) -> None:
     with small_tmpfs(MIB) as base:
-        trainer = attached(tmp_path / "run", base)
+        trainer = attached(run, base)
         assert trainer.region_kind == MEMFD
         assert {grant.kind for grant in trainer.grants} == {MEMFD}
         assert regions(trainer.folder) == []
@@ -210,11 +204,9 @@ def test_a_new_keeper_is_handed_a_region_without_a_name(tmp_path: Path, runtime:
         ended(trainer)
 
 
-def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(
-    tmp_path: Path, runtime: Path
-) -> None:
+def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(run: Path, runtime: Path) -> None:
     with small_tmpfs(MIB) as base:
-        trainer = attached(tmp_path / "run", base, filled=False)
+        trainer = attached(run, base, filled=False)
         grant = trainer.ask_region()
         os.close(grant.descriptor)
         pid = the_keeper(trainer.folder)

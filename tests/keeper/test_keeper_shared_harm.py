@@ -13,10 +13,10 @@ from flashckpt.format.layout import SlotImage
 from flashckpt.format.names import AttemptName
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import Slot, SlotState
-from flashckpt.persist.job import JobState, StepJob
+from flashckpt.persist.job import JobState
 from flashckpt.persist.writer import Writer
 from tests.events import ledger
-from tests.keeper import driver
+from tests.folders import flip
 from tests.keeper.driver import (
     Process,
     begun,
@@ -28,25 +28,10 @@ from tests.keeper.driver import (
     the_keeper,
 )
 from tests.keeper.fake import FakeTrainer, constants_for, content, keeper_pid
-from tests.keeper.jobs import job_of
 from tests.keeper.region import write_constants
 from tests.keeper.test_keeper_constants import alone as alone
-from tests.keeper.test_keeper_constants import attached, files
+from tests.keeper.test_keeper_constants import attached, files, flip_constant, order
 from tests.keeper.test_keeper_shared import process, regions
-
-
-def flip(path: Path) -> None:
-    """Flip one bit of base.weight in a region."""
-    region = Slot.open(os.open(path, os.O_RDWR), map_image=True)
-    layout = constants_for(64)
-    assert layout is not None
-    region.image_view[layout.data_start + 1000] ^= 4
-    region.close()
-
-
-def flip_of(trainer: FakeTrainer) -> None:
-    [name] = regions(trainer.folder)
-    flip(Path(trainer.folder.path) / name)
 
 
 def last_error(run: Path) -> str:
@@ -54,10 +39,9 @@ def last_error(run: Path) -> str:
     return str(errors[-1]["message"]) if errors else ""
 
 
-def left(run: Path, base: Path, *, committed_steps: tuple[int, ...] = ()) -> tuple[str, str, RuntimeFolder]:
+def left(run: Path, base: Path) -> tuple[str, str, RuntimeFolder]:
     """Both are killed with step 7 in memory and nowhere else. Returns its attempt and its slot's name."""
     first, folder = process(run, base), runtime_of(run, base)
-    first.save(*committed_steps)
     pid = the_keeper(folder)
     os.kill(pid, signal.SIGSTOP)
     slot, _ = first.do("snapshot", 7, False)
@@ -66,9 +50,9 @@ def left(run: Path, base: Path, *, committed_steps: tuple[int, ...] = ()) -> tup
     return first.attempt, slot, folder
 
 
-def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
-    trainer = attached(tmp_path / "run", runtime)
-    flip_of(trainer)
+def test_a_flipped_byte_is_never_written(run: Path, runtime: Path) -> None:
+    trainer = attached(run, runtime)
+    flip_constant(trainer)
     slot, generation = trainer.snapshot(1, persist=True)
     eventually(lambda: slot.torn[0] == generation)
     [line] = eventually(lambda: [line for line in ledger(trainer.run) if line["event"] == "torn"])
@@ -84,9 +68,8 @@ def test_a_flipped_byte_is_never_written(tmp_path: Path, runtime: Path) -> None:
     trainer.end()
 
 
-def test_other_constants_under_the_name_are_refused(tmp_path: Path, runtime: Path) -> None:
+def test_other_constants_under_the_name_are_refused(run: Path, runtime: Path) -> None:
     """The same leaves at the same places, other bytes: sound in itself, and not what the snapshot had."""
-    run = tmp_path / "run"
     attempt, slot, folder = left(run, runtime)
     [name] = regions(folder)
     region = Slot.open(os.open(Path(folder.path) / name, os.O_RDWR), map_image=True)
@@ -107,18 +90,12 @@ def test_other_constants_under_the_name_are_refused(tmp_path: Path, runtime: Pat
     second.end()
 
 
-def order(trainer: FakeTrainer, step: int, region: Slot) -> StepJob:
-    slot, _ = trainer.snapshot(step)
-    return job_of(trainer, slot, region)
-
-
 def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
     """Its bytes may be right by chance; who wrote them has not said that they are."""
     region = alone.region
     assert region is not None
-    asked = order(alone, 1, region)
-    word = region.state()
-    assert region.free(word)
+    asked = order(alone, 1)
+    assert region.free(region.state())
     outcome = Writer(alone.store, "0123abcd").persist(asked)
     assert outcome.state is JobState.TORN
     assert [name for _, name in outcome.leaves] == ["base.weight", "base.scale"]
@@ -128,13 +105,10 @@ def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
 
 
 @pytest.mark.parametrize("damage", ["page", "record", "metadata"])
-def test_a_damaged_region_costs_what_names_it_and_no_keeper(
-    tmp_path: Path, runtime: Path, damage: str
-) -> None:
-    run = tmp_path / "run"
+def test_a_damaged_region_costs_what_names_it_and_no_keeper(run: Path, runtime: Path, damage: str) -> None:
     _, slot, folder = left(run, runtime)
     [name] = regions(folder)
-    driver.flip(Path(folder.path) / name, {"page": 40, "record": 800, "metadata": 4096 + 70}[damage])
+    flip(Path(folder.path) / name, {"page": 40, "record": 800, "metadata": 4096 + 70}[damage])
     second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
     if damage == "page":
         # No region of ours any more: left where it is, as if there were none.
@@ -152,8 +126,7 @@ def test_a_damaged_region_costs_what_names_it_and_no_keeper(
     second.end()
 
 
-def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runtime: Path) -> None:
-    run = tmp_path / "run"
+def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(run: Path, runtime: Path) -> None:
     _, slot, folder = left(run, runtime)
     [name] = regions(folder)
     os.unlink(Path(folder.path) / name)
@@ -167,10 +140,8 @@ def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(tmp_path: Path, runt
 
 @pytest.mark.every_set
 @pytest.mark.parametrize("persist", [True, False], ids=["persisted", "audited"])
-def test_of_the_constants_only_those_that_differ_are_named(
-    tmp_path: Path, runtime: Path, persist: bool
-) -> None:
-    trainer = begun(tmp_path / "run", runtime, kib=16, constants_kib=16)
+def test_of_the_constants_only_those_that_differ_are_named(run: Path, runtime: Path, persist: bool) -> None:
+    trainer = begun(run, runtime, kib=16, constants_kib=16)
     slot, generation = trainer.write(1) or pytest.fail("no slot")
     names = [leaf.name for leaf in trainer.image.leaves]
     changed = names.index("base.scale")
@@ -189,9 +160,9 @@ def kinds(trainer: FakeTrainer) -> set[str]:
 
 
 @pytest.mark.usefixtures("runtime")
-def test_slots_do_not_outlive_the_region_that_they_name(tmp_path: Path, small_disk: Path) -> None:
+def test_slots_do_not_outlive_the_region_that_they_name(run: Path, small_disk: Path) -> None:
     """Small ones would have room where the region has none, and be found without it."""
-    trainer = begun(tmp_path / "run", small_disk, kib=16, constants_kib=9000)
+    trainer = begun(run, small_disk, kib=16, constants_kib=9000)
     assert (kinds(trainer), trainer.region_kind) == ({"memfd"}, "memfd")
     saved(trainer, 1)
     trainer.end()
@@ -199,10 +170,10 @@ def test_slots_do_not_outlive_the_region_that_they_name(tmp_path: Path, small_di
 
 @pytest.mark.usefixtures("runtime")
 def test_named_slots_of_before_are_not_given_beside_a_region_without_a_name(
-    tmp_path: Path, small_disk: Path
+    run: Path, small_disk: Path
 ) -> None:
     """They would be found without it, once all processes are dead."""
-    first = begun(tmp_path / "run", small_disk, kib=16)
+    first = begun(run, small_disk, kib=16)
     assert kinds(first) == {"named"}
     saved(first, 1)
     first.client.release([slot.name for slot in first.slots])

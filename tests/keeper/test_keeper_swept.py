@@ -19,8 +19,8 @@ def swept(runtime: Path) -> None:
         shutil.rmtree(entry)
 
 
-def test_a_run_goes_on_without_its_folder(tmp_path: Path, runtime: Path) -> None:
-    trainer = begun(tmp_path / "run", runtime)
+def test_a_run_goes_on_without_its_folder(run: Path, runtime: Path) -> None:
+    trainer = begun(run, runtime)
     saved(trainer, 1)
     trainer.snapshot(2)
     slots = [slot.name for slot in trainer.slots]
@@ -39,8 +39,8 @@ def test_a_run_goes_on_without_its_folder(tmp_path: Path, runtime: Path) -> None
     assert not Path(trainer.folder.path).exists(), "nothing stays behind"
 
 
-def test_a_keeper_whose_trainer_is_dead_saves_what_it_holds(tmp_path: Path, runtime: Path) -> None:
-    run, faults = tmp_path / "run", tmp_path / "faults"
+def test_a_keeper_whose_trainer_is_dead_saves_what_it_holds(run: Path, tmp_path: Path, runtime: Path) -> None:
+    faults = tmp_path / "faults"
     with faulty_keeper(run, runtime, faults) as keeper:
         trainer = begun_process(run, runtime)
         (faults / "write.pause").touch()

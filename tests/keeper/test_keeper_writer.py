@@ -21,8 +21,8 @@ from tests.keeper.jobs import job_of
 
 
 @pytest.fixture
-def trainer(tmp_path: Path, runtime: Path) -> Iterator[FakeTrainer]:
-    made = begun(tmp_path / "run", runtime, keep=1)
+def trainer(run: Path, runtime: Path) -> Iterator[FakeTrainer]:
+    made = begun(run, runtime, keep=1)
     yield made
     made.end()
 
@@ -49,9 +49,9 @@ def test_what_was_not_pinned_to_the_end_is_not_published(
 
 
 def test_a_deletion_beside_it_keeps_the_frozen_leaves_that_are_written(
-    tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = begun(tmp_path / "run", runtime, constants_kib=16)
+    trainer = begun(run, runtime, constants_kib=16)
     trainer.fill_region()
     slot, _ = trainer.snapshot(1)
     writer, write, found = Writer(trainer.store, "0123abcd"), _native.write_file, list[str]()

@@ -10,9 +10,9 @@ from flashckpt.recovery.report import RecoveryReport
 from flashckpt.store import open_store
 from tests.contracts.test_recover_contract import shell
 from tests.events import ledger
+from tests.folders import flip
 from tests.keeper.driver import committed
 from tests.keeper.test_keeper_shared import regions
-from tests.keeper.test_keeper_shared_harm import flip
 from tests.recovery.scene import Crash, recovered, regions_of, rows, whole_tree
 
 
@@ -49,7 +49,7 @@ def test_it_is_saved_whole_and_the_region_goes(run: Path, runtime: Path) -> None
 def test_a_flipped_byte_is_named_and_never_written(run: Path, runtime: Path) -> None:
     crash = shared(run, runtime)
     crash.seal(2, 3)
-    flip(region_of(crash))
+    flip(region_of(crash), -20_000)  # of base.weight
     crash.both_killed()
     for report in (recovered(run, dry_run=True), recovered(run)):
         assert rows(report) == [("snapshot", "torn", 3), ("snapshot", "torn", 2)]
@@ -65,7 +65,7 @@ def test_a_flipped_byte_is_named_and_never_written(run: Path, runtime: Path) -> 
 def test_a_region_is_not_needed_where_its_file_stands(run: Path, runtime: Path) -> None:
     crash = shared(run, runtime, 1)
     crash.seal(2)
-    flip(region_of(crash))
+    flip(region_of(crash), -20_000)  # of base.weight
     crash.both_killed()
     [file] = run.glob("data/*/*/frozen-*")
     said = recovered(run, dry_run=True)
