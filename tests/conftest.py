@@ -95,6 +95,14 @@ def other_node() -> Iterator[Path]:
 
 
 @pytest.fixture
+def cache() -> Iterator[Path]:
+    """A folder in shared memory: never the device of a run in `tmp_path`."""
+    folder = Path(tempfile.mkdtemp(prefix="flashckpt-test-cache-", dir="/dev/shm"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
 def kill_keepers(runtime: Path) -> Callable[..., None]:
     """Kill the keepers of this test; with remove_regions, what they held in memory goes too."""
 

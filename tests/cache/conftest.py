@@ -1,11 +1,8 @@
-"""A cache on another device than the run's folder, and a run on an S3 server behind a proxy."""
+"""A run on an S3 server behind a proxy."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +13,6 @@ from tests.stores.proxy import Proxy
 from tests.stores.s3_server import ACCESS_KEY, REGION, SECRET_KEY, S3Server
 
 __all__ = ["boto", "bucket", "s3_server"]
-
-
-@pytest.fixture
-def cache() -> Iterator[Path]:
-    """A folder in shared memory: never the device of a run in `tmp_path`."""
-    folder = Path(tempfile.mkdtemp(prefix="flashckpt-test-cache-", dir="/dev/shm"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

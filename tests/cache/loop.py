@@ -30,8 +30,13 @@ class Training:
             run, **{"every": 1, "persist_every": 1} | options, cache=cache, model=self.model,
             optimizer=self._optimizer,
         )  # fmt: skip
-        self.resumed = self.made.resumed
         self.check()
+
+    @property
+    def resumed(self) -> tuple[int, str]:
+        """The step that it has resumed, and from which tier."""
+        assert self.made.resumed is not None
+        return self.made.resumed.step, self.made.resumed.tier
 
     def train(self, to: int, *, saves: bool = False) -> None:
         """Each step adds one to all weights. Every boundary is captured; with `saves` each is to be

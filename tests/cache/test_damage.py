@@ -65,8 +65,7 @@ def test_a_damaged_slot_is_passed_over_and_never_reaches_home(
     for path in slots_in(cache):
         HARM[what](path)
     run = Training(home.url, cache)
-    assert run.resumed is not None
-    assert (run.resumed.step, run.resumed.tier) == (BEFORE, "local")
+    assert run.resumed == (BEFORE, "local")
     run.train(BEFORE + 2)
     run.made.close()
     assert home.steps[-1] == BEFORE + 2
@@ -82,10 +81,10 @@ def test_damaged_constants(home: Home, cache: Path, left: None) -> None:
         run = Training(home.url, cache)
     except flashckpt.RunHeldError:  # the keeper has brought a step of the cache home meanwhile
         run = Training(home.url, cache)
-    assert run.resumed is not None
-    assert run.resumed.tier == "local"
-    assert run.resumed.step >= BEFORE
-    run.train(run.resumed.step + 2)
+    step, tier = run.resumed
+    assert tier == "local"
+    assert step >= BEFORE
+    run.train(step + 2)
     run.made.close()
     assert flashckpt.verify(home.url).ok
 
@@ -96,8 +95,7 @@ def test_constants_stay_while_slots_cannot_be_opened(home: Home, cache: Path, le
     for path in slots_in(cache):
         path.chmod(0o644)
     run = Training(home.url, cache)
-    assert run.resumed is not None
-    assert run.resumed.step == BEFORE
+    assert run.resumed[0] == BEFORE
     run.train(BEFORE + 1)
     run.made.save()
     run.made.wait()
@@ -116,8 +114,7 @@ def test_a_copy_in_memory_is_resumed_where_the_cached_one_is_damaged_and_the_oth
     newest = slots_in(cache)[-1]  # the keeper may remove older ones at any time
     flip(newest, image_of(newest))
     run = Training(home.url, cache)
-    assert run.resumed is not None
-    assert (run.resumed.step, run.resumed.tier) == (NEWEST, "memory")
+    assert run.resumed == (NEWEST, "memory")
     run.train(NEWEST + 1)
     abandon(run.made)
     until(lambda: NEWEST + 1 in cached_steps(cache), "the next step in the cache")
@@ -125,8 +122,7 @@ def test_a_copy_in_memory_is_resumed_where_the_cached_one_is_damaged_and_the_oth
         with suppress(FileNotFoundError):  # removed by the keeper, which has it in the cache
             flip(path, image_of(path))
     run = Training(home.url, cache)
-    assert run.resumed is not None
-    assert (run.resumed.step, run.resumed.tier) == (NEWEST + 1, "cache")
+    assert run.resumed == (NEWEST + 1, "cache")
     home.open()
     run.made.close()
     assert flashckpt.verify(home.url).ok

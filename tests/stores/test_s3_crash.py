@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache.conftest import cache
 from tests.contracts.run_contract import UrlTrainer
 from tests.crash.conftest import reference
 from tests.crash.job import Job
@@ -16,7 +15,7 @@ from tests.resume.recipes import RECIPES
 from tests.resume.test_resume_exact import References, after_a_kill, after_memory_is_lost, references
 from tests.zygote import Zygote
 
-__all__ = ["cache", "reference", "references"]
+__all__ = ["reference", "references"]
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(900)]
 
