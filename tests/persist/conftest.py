@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flashckpt.format.names import AttemptName
 from flashckpt.persist import queue
 from flashckpt.store.local import LocalStore
 from tests.commit.runs import new_run
@@ -30,11 +30,9 @@ def nodes(tmp_path: Path, store: LocalStore) -> Iterator[MakeNode]:
     """Makes nodes of one attempt, which is started with the first."""
     made: list[Node] = []
 
-    def make(
-        ranks: tuple[int, ...], world: int, attempt: AttemptName | None = None, *, known: bool = True
-    ) -> Node:
-        name = attempt or (made[0].attempt if made else begun(store, world))
-        made.append(Node(store, tmp_path / f"memory-{len(made)}", name, ranks, world, known=known))
+    def make(ranks: tuple[int, ...], world: int, **how: Any) -> Node:
+        attempt = made[0].attempt if made else begun(store, world)
+        made.append(Node(store, tmp_path / f"memory-{len(made)}", attempt, ranks, world, **how))
         return made[-1]
 
     yield make

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flashckpt import _native
@@ -40,7 +40,10 @@ class Rank(FakeTrainer):
         self.layout, self.attempt, self.region = layout_for(16 + rank), attempt, None
         self.image, self.sealer = SlotImage(self.layout, None), _native.Sealer()
         size = SlotSize(metadata.geometry(*self.sizes()).num_bytes, self.layout.num_bytes)
-        made = regions.make(rank, range(3), size)
+        self.make_slots(regions, rank, range(3), size)
+
+    def make_slots(self, regions: Regions, rank: int, indexes: Sequence[int], size: SlotSize) -> None:
+        made = regions.make(rank, indexes, size)
         assert made.error is None
         held = [regions.take(region) for region in made.regions]
         self.slots = [Slot.open(os.dup(each.slot.descriptor), map_image=True) for each in held]
@@ -56,17 +59,10 @@ class Rank(FakeTrainer):
 
 class Node:
     def __init__(
-        self,
-        store: Store,
-        base: Path,
-        attempt: AttemptName,
-        ranks: tuple[int, ...],
-        world: int,
-        identity: str = IDENTITY,
-        *,
-        known: bool = True,
+        self, store: Store, base: Path, attempt: AttemptName, ranks: tuple[int, ...], world: int,
+        identity: str = IDENTITY, *, known: bool = True,
         make: Callable[[Regions, int, AttemptName], Rank] = Rank,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base.mkdir(exist_ok=True)
         self.store, self.attempt = store, attempt
         self.folder = RuntimeFolder.open(str(base), identity)
@@ -79,13 +75,9 @@ class Node:
         self.ledger = Ledger(store)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.queue = Queue(
-            self.regions,
-            Writer(store, nonce),
-            Worker("writer", self._wake),
-            self.ledger,
-            notify=self._told,
+            self.regions, Writer(store, nonce), Worker("writer", self._wake), self.ledger, notify=self._told,
             pauses=lambda tries: None if few_pauses_s(tries) is None else 0.01,
-        )
+        )  # fmt: skip
         self.trainers = [
             Trainer(lock=f"{rank}", rank=rank, world=world, ranks=ranks, attempt=attempt) for rank in ranks
         ]

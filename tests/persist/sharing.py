@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -15,7 +14,7 @@ from flashckpt.capture.schedule import Pace
 from flashckpt.format.names import AttemptName
 from flashckpt.format.typed import encode_json
 from flashckpt.memory.held_regions import Regions
-from flashckpt.memory.slot import Sealed, Slot, SlotRing
+from flashckpt.memory.slot import Sealed, Slot
 from flashckpt.options import Options
 from flashckpt.restore.memory_tier import Held
 from flashckpt.state.leaves import Walk
@@ -53,15 +52,9 @@ class SharingRank(Rank):
     """A rank whose slots are filled by a capture. All have the same weights and see the same gradients."""
 
     def __init__(
-        self,
-        regions: Regions,
-        rank: int,
-        attempt: AttemptName,
-        *,
-        world: int,
-        is_divided: bool = True,
+        self, regions: Regions, rank: int, attempt: AttemptName, *, world: int, is_divided: bool = True,
         node: tuple[int, ...] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         torch.manual_seed(3)
         self.rank, self.attempt, self.net = rank, attempt, Net()
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
@@ -81,17 +74,11 @@ class SharingRank(Rank):
         """Slots for the state as it is; those before go."""
         size = self.capture.memory_needed(ordered=True)
         assert size is not None
-        made = regions.make(self.rank, indexes, size)
-        assert made.error is None
-        held = [regions.take(region) for region in made.regions]
-        slots = [Slot.open(os.dup(each.slot.descriptor), map_image=True) for each in held]
-        lock = f"trainer-{self.rank:05d}-1-{'a' * 8}.lock"
-        self.owners = {each.name: each.enroll(os.getpid(), lock, lambda _: True) for each in slots}
-        self.ring = SlotRing(slots)
+        before = self.slots
+        self.make_slots(regions, self.rank, indexes, size)
         self.capture.set_slots(self.ring, self.owners)
-        for slot in self.slots:
+        for slot in before:
             slot.close()
-        self.slots = slots
 
     def held(self, others: Iterable[SharingRank] = ()) -> Held:
         """What is newest in its slots, and that of other ranks, as a resume has them."""

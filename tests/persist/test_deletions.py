@@ -18,6 +18,7 @@ from flashckpt.persist.ledger import Ledger
 from flashckpt.store.local import LocalStore, System
 from flashckpt.threads import Worker
 from tests.commit.runs import attempt_at, commit, folder_of, name_of, publish
+from tests.persist.node import visible_steps
 from tests.run_view import snapshots
 
 TWO, ALL = Keep(last=2), Keep(last=100)
@@ -74,20 +75,20 @@ def boundaries(store: LocalStore) -> list[int]:
     return [each.boundary for each in snapshots(store)]
 
 
-def visible_steps(store: LocalStore) -> list[int]:
-    return [each.step for each in View.of(store).visible()]
-
-
-def test_the_files_of_a_void_snapshot_go_with_the_next_deletion(
-    store: LocalStore, deletions: Counted
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_files_of_a_void_snapshot_go_when_they_are_told_of_and_else_from_time_to_time(
+    store: LocalStore, deletions: Counted, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
+    if not is_told:
+        monkeypatch.setattr(deletions_module, "_COMMITS_BETWEEN", 4)
     attempt = attempt_at(store)
     saved(deletions, store, 1, attempt)
     publish(store, 2, attempt)
     for step in (3, 4):
         saved(deletions, store, step, attempt)
     assert boundaries(store) == [1, 2, 3, 4], "data/ is not listed after each commit"
-    deletions.left_garbage()
+    if is_told:
+        deletions.left_garbage()
     saved(deletions, store, 5, attempt)
     assert boundaries(store) == [1, 3, 4, 5]
 
@@ -101,20 +102,6 @@ def test_the_first_deletion_of_a_keeper_looks_for_what_others_left(
         assert commit(store, step, attempt)
     saved(deletions, store, 4, attempt)
     assert boundaries(store) == [2, 3, 4]
-
-
-def test_garbage_and_old_versions_go_from_time_to_time(
-    store: LocalStore, deletions: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(deletions_module, "_COMMITS_BETWEEN", 4)
-    attempt = attempt_at(store)
-    saved(deletions, store, 1, attempt)
-    publish(store, 2, attempt)
-    for step in (3, 4):
-        saved(deletions, store, step, attempt)
-    assert boundaries(store) == [1, 2, 3, 4]
-    saved(deletions, store, 5, attempt)
-    assert boundaries(store) == [1, 3, 4, 5]
 
 
 def test_what_a_commit_has_dropped_goes_with_all_that_is_older_and_uncommitted(

@@ -3,9 +3,7 @@ is told that it cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +18,7 @@ from flashckpt.ranks.leader import Leader
 from flashckpt.ranks.node_state import NodeState, Table
 from flashckpt.restore.memory_tier import Held, load
 from flashckpt.restore.step_choice import StepChoice
-from tests.commit.runs import new_run
-from tests.persist.node import Node, begun
+from tests.persist.node import MakeNode, Node
 from tests.persist.sharing import SharingRank
 from tests.restore.snapshots import AnyLayout, content
 
@@ -30,12 +27,8 @@ STEP = 3
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    store, world = new_run(tmp_path / "run"), len(NODE)
-    make = partial(SharingRank, world=world, node=NODE)
-    node = Node(store, tmp_path / "memory", begun(store, world), NODE, world, make=make)
-    yield node
-    node.close()
+def node(nodes: MakeNode) -> Node:
+    return nodes(NODE, len(NODE), make=partial(SharingRank, world=len(NODE), node=NODE))
 
 
 @pytest.fixture

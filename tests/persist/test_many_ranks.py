@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from re import Pattern
 
 import pytest
 
 from flashckpt.format.names import AttemptName, SnapshotId
-from flashckpt.memory.slot import Sealed, SlotState
+from flashckpt.memory.slot import Sealed, Slot, SlotState
 from flashckpt.persist.job import JobState
+from flashckpt.persist.writer import polls_before
+from flashckpt.store.base import Entry
 from flashckpt.store.local import LocalStore
 from tests.events import ledger
 from tests.keeper.fake import layout_for
@@ -24,10 +28,7 @@ from tests.persist.node import (
     until_told,
     visible_steps,
 )
-
-
-def parts(node: Node, step: int) -> list[str]:
-    return [name for name in files(node.store, step, node.attempt) if name.startswith("node-")]
+from tests.run_view import folder_for
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -109,7 +110,8 @@ def test_a_second_nodes_part_is_waited_for_and_that_is_no_failure(nodes: MakeNod
     assert [slot.failed for slot in slots] == [0] * 2
     second.seal(5)
     second.run()
-    assert parts(first, 5) == ["node-00000", "node-00002"]
+    shards = [f"rank-{rank:05d}" for rank in range(4)]
+    assert files(first.store, 5, first.attempt) == ["manifest", "node-00000", "node-00002", *shards]
     assert is_whole(first.store, 5, first.attempt, 4)
     assert second.told == [(5, JobState.COMMITTED)], "who writes the last part commits"
     until_told(first, (5, JobState.COMMITTED))
@@ -165,25 +167,27 @@ def test_what_fails_is_tried_so_often_and_then_it_is_idle(
 # Which boundary
 
 
-def resumed(node: Node, boundary: int, world: int = 4) -> AttemptName:
+def resumed(node: Node, boundary: int) -> AttemptName:
     """A later attempt that all ranks of the job have resumed from this boundary at step 5."""
-    return begun(node.store, world, name_of(5, node.attempt, boundary))
+    return begun(node.store, 4, name_of(5, node.attempt, boundary))
 
 
 def test_the_boundary_that_an_attempt_resumed_from_is_committed_as_its_parents(
     nodes: MakeNode, store: LocalStore
 ) -> None:
-    """Each rank also holds a later boundary with the same step number, from after an epoch's code."""
-    both = nodes((0, 1), 4), nodes((2, 3), 4)
+    """A later one that each rank was asked for, with the same step number, is void."""
+    both, slots = (nodes((0, 1), 4), nodes((2, 3), 4)), list[Slot]()
     for node in both:
         node.seal(5, persist=False, boundary=8)
-        node.seal(5, persist=False, boundary=9)
+        slots += node.seal(5, boundary=9)
     resumed(both[0], 8)
     for node in both:
         node.queue.resumed(SnapshotId(node.attempt, 8))
         node.run()
     assert is_whole(store, 5, both[0].attempt, 4, 8)
     assert visible_steps(store) == [5]
+    assert all((5, JobState.SUPERSEDED) in node.told for node in both)
+    assert [slot.persisted for slot in slots] == [0] * 4
     assert files(store, 9, both[0].attempt) == []
 
 
@@ -236,17 +240,6 @@ def test_a_keeper_knows_it_by_the_catalogue_alone(
     assert is_whole(store, 5, first.attempt, 4, 8)
 
 
-def test_a_later_boundary_than_an_attempt_resumed_from_is_void(nodes: MakeNode, store: LocalStore) -> None:
-    node = nodes((0, 1), 2)
-    slots = node.seal(5, boundary=9)
-    resumed(node, 8, 2)
-    node.queue.resumed(SnapshotId(node.attempt, 8))
-    node.run()
-    assert node.told == [(5, JobState.SUPERSEDED)]
-    assert [slot.persisted for slot in slots] == [0, 0]
-    assert files(store, 9, node.attempt) == []
-
-
 def test_ranks_that_count_a_boundary_as_different_steps_are_named(nodes: MakeNode) -> None:
     """One of them knows the end of an epoch before the other does, say. Nobody waits for what never comes."""
     node = nodes((0, 1), 2)
@@ -291,3 +284,84 @@ def test_a_run_to_idle_polls_once_for_other_nodes(nodes: MakeNode, monkeypatch: 
     assert sorted(node.told) == [(step, JobState.PART_WRITTEN) for step in (4, 5, 6)]
     node.queue.run_to_idle(watch)
     assert len(node.told) == 6, "a further run polls again"
+
+
+@pytest.mark.parametrize(("world", "each", "polls"), [(1, 1, 0), (16, 4, 0), (1024, 8, 12)])
+def test_of_many_nodes_that_of_rank_0_gathers_and_in_the_end_all(world: int, each: int, polls: int) -> None:
+    first, *others = (polls_before(range(at, at + each), world) for at in range(0, world, each))
+    assert first == 0
+    assert {*others} <= {polls}
+
+
+# What was taken away, is held by others, or fails in the middle
+
+
+def test_a_slot_that_another_process_has_pinned_is_left_to_it(nodes: MakeNode) -> None:
+    node = nodes((0,), 1)
+    [slot] = node.seal(5)
+    pinned = slot.pin(9, slot.state())
+    assert pinned is not None
+    node.run()
+    assert node.told == []
+    assert slot.state() == pinned
+    slot.unpin(pinned)
+    node.run()
+    assert is_whole(node.store, 5, node.attempt, 1)
+
+
+def test_what_fails_after_it_has_waited_is_said(
+    nodes: MakeNode, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = nodes((0,), 2)
+    node.seal(5)
+    node.run()
+    assert node.told == [(5, JobState.PART_WRITTEN)]
+    listed = store.list
+
+    def gone(folder: str, *names: Pattern[str]) -> list[Entry]:
+        if folder.startswith("data/"):
+            raise OSError(errno.EIO, "the disk is gone", folder)
+        return listed(folder, *names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "list", gone)
+        until_told(node, (5, JobState.FAILED))
+    node.ledger.close()
+    lines = ledger(tmp_path / "run")
+    assert [line["what"] for line in lines if line["event"] == "error"] == ["persist"]
+
+
+def test_a_rank_that_lets_go_of_its_slot_harms_nothing_that_is_at_rest(nodes: MakeNode) -> None:
+    """The step waits for another node; the other ranks' slots learn of its commit."""
+    first, second = nodes((0, 1), 4), nodes((2, 3), 4)
+    slots = first.seal(5)
+    first.run()
+    assert slots[0].free(slots[0].state())
+    first.run()
+    assert slots[1].failed == 0
+    second.seal(5)
+    second.run()
+    until_told(first, (5, JobState.COMMITTED))
+    assert {state for _, state in first.told} == {JobState.PART_WRITTEN, JobState.COMMITTED}
+    assert slots[1].persisted == 1
+    assert slots[1].state().state is SlotState.SEALED
+    assert is_whole(first.store, 5, first.attempt, 4)
+
+
+def test_what_a_killed_keeper_had_not_finished_goes_with_the_next_try(
+    nodes: MakeNode, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a keeper that is killed in each write fills the disk. Other nodes may be writing their files."""
+    node = nodes((0,), 1)
+    folder = folder_for(store, SnapshotId(node.attempt, 5)).path
+    unfinished = [f"{folder}/.rank-0000{rank}-5f2c.safetensors.{'0' * 16}.tmp" for rank in (0, 1)]
+    for path in unfinished:
+        store.create(path, b"half of it")
+    node.seal(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "create", failing_for(".json", store.create))
+        until_told(node, (5, JobState.FAILED))
+    node.queue.try_again()
+    until_told(node, (5, JobState.COMMITTED))
+    assert [store.exists(path) for path in unfinished] == [False, True]
+    assert is_whole(store, 5, node.attempt, 1)

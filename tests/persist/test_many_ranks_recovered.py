@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,6 @@ from flashckpt.memory.runtime import RuntimeFolder, identity_of
 from flashckpt.store.local import LocalStore
 from tests.persist.node import Node, begun, files, is_committed, is_whole
 from tests.recovery.scene import recovered, regions_of, rows, whole_tree
-
-
-@pytest.fixture
-def other() -> Iterator[Path]:
-    """Another node's folder in shared memory."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
 
 
 def died(
@@ -67,12 +58,12 @@ def test_the_newest_step_that_all_ranks_of_the_node_hold_is_saved(
 
 
 def test_each_node_saves_its_part_and_the_last_one_commits(
-    store: LocalStore, tmp_path: Path, runtime: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, tmp_path: Path, runtime: Path, other_node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part that waits for another node's is no failure, and nothing is let go before the step is whole."""
     run = tmp_path / "run"
     first = died(store, runtime, (0, 1), 4)
-    second = died(store, other, (2, 3), 4, first.attempt)
+    second = died(store, other_node, (2, 3), 4, first.attempt)
     before = regions_of(first.folder)
     report = recovered(run)
     assert {row for row in rows(report) if row[2] == 5} == {("snapshot", "kept", 5), ("parts", "kept", 5)}
@@ -84,7 +75,7 @@ def test_each_node_saves_its_part_and_the_last_one_commits(
     assert sorted(regions_of(first.folder)) == sorted(before)
     assert files(store, 5, first.attempt) == ["node-00000", "rank-00000", "rank-00001"]
 
-    monkeypatch.setenv("FLASHCKPT_RUNTIME", str(other))
+    monkeypatch.setenv("FLASHCKPT_RUNTIME", str(other_node))
     done = recovered(run)
     assert ("snapshot", "committed", 5) in rows(done)
     assert is_whole(store, 5, first.attempt, 4)

@@ -255,25 +255,17 @@ def exit_rule(node: Node) -> ExitRule:
     return ExitRule(node.store, TrainerRegistry(TrainerLocks(node.folder)), node.queue, node.regions)
 
 
-@pytest.mark.parametrize("died_first", [True, False])
-def test_a_rank_that_died_is_waited_for_whatever_the_others_did(nodes: MakeNode, died_first: bool) -> None:
-    node = nodes((0, 1), 2)
-    rule, (first, second) = exit_rule(node), node.trainers
-    (first if died_first else second).closing = False
-    (second if died_first else first).closing = True
-    rule.trainer_ended(first)
-    rule.trainer_ended(second)
-    assert rule.lingers_s > 0
-    assert rule.has_died(node.attempt)
-
-
-def test_where_all_ranks_have_closed_nobody_is_waited_for(nodes: MakeNode) -> None:
+@pytest.mark.parametrize("closing", [(False, True), (True, False), (True, True)])
+def test_a_rank_that_died_is_waited_for_unless_all_have_closed(
+    nodes: MakeNode, closing: tuple[bool, ...]
+) -> None:
     node = nodes((0, 1), 2)
     rule = exit_rule(node)
-    for trainer in node.trainers:
-        trainer.closing = True
+    for trainer, is_closing in zip(node.trainers, closing, strict=True):
+        trainer.closing = is_closing
         rule.trainer_ended(trainer)
-    assert rule.lingers_s == 0
+    has_died = not all(closing)
+    assert (rule.lingers_s > 0, rule.has_died(node.attempt)) == (has_died, has_died)
 
 
 def test_an_attempt_on_several_nodes_has_ended_once_no_keeper_moves_its_counter(

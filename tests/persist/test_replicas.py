@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from flashckpt.persist.audit import differing
 from flashckpt.persist.job import JobState, SealedSnapshot
 from flashckpt.restore.memory_tier import load
 from flashckpt.store.local import LocalStore
-from tests.persist.node import Node, begun, is_committed, name_of
+from tests.folders import flip
+from tests.persist.node import MakeNode, Node, begun, is_committed, name_of
 from tests.persist.sharing import SharingRank
 from tests.recovery.scene import recovered
 from tests.restore.snapshots import content, read
@@ -35,24 +36,15 @@ Make = Callable[..., list[Node]]
 
 
 @pytest.fixture
-def make_nodes(tmp_path: Path, store: LocalStore) -> Iterator[Make]:
-    made: list[Node] = []
-
+def make_nodes(nodes: MakeNode) -> Make:
     def make(
         of: tuple[tuple[int, ...], ...] = NODES, *, is_divided: bool = True, is_whole: bool = False
     ) -> list[Node]:
         world = sum(map(len, of))
-        attempt = begun(store, world)
-        for ranks in of:
-            node = () if is_whole else ranks
-            rank = partial(SharingRank, world=world, is_divided=is_divided, node=node)
-            memory = tmp_path / f"memory-{len(made)}"
-            made.append(Node(store, memory, attempt, ranks, world, make=rank))
-        return made
+        rank = partial(SharingRank, world=world, is_divided=is_divided)
+        return [nodes(ranks, world, make=partial(rank, node=() if is_whole else ranks)) for ranks in of]
 
-    yield make
-    for node in made:
-        node.close()
+    return make
 
 
 def ranks_of(nodes: list[Node]) -> list[SharingRank]:
@@ -195,9 +187,7 @@ def test_damage_in_the_shard_of_another_rank_is_damage_of_the_step(
     record = record_of(nodes)
     [writer, *_] = [by for by, _, _ in record.rank(0).elsewhere()]
     path = Path(store.url, record.shard_path(writer))
-    data = bytearray(path.read_bytes())
-    data[record.rank(writer).shard.data_start] ^= 1
-    path.write_bytes(data)
+    flip(path, record.rank(writer).shard.data_start)
     with pytest.raises(DamagedError, match=path.name):
         read(record, 0)
 
