@@ -209,25 +209,13 @@ class _Ends:
 Program = subprocess.Popen[str] | Forked
 
 
-def start(
-    arguments: Sequence[str],
-    *,
-    fresh: bool = False,
-    stdin: Stream = None,
-    stdout: Stream = None,
-    stderr: Stream = None,
-    env: Mapping[str, str] | None = None,
-    start_new_session: bool = False,
-) -> Program:
-    """`python -m *arguments` in the repository's root. fresh: an interpreter is started for it."""
+def start(arguments: Sequence[str], *, fresh: bool = False, **how: Any) -> Program:
+    """`python -m *arguments` in the repository's root, as `Zygote.start`; fresh: in a new interpreter."""
     if not fresh:
-        streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
-        return shared().start(arguments, **streams, env=env, start_new_session=start_new_session)
-    return subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        stdin=stdin, stdout=stdout, stderr=stderr, env=env, start_new_session=start_new_session,
-        text=True, cwd=ROOT,
-    )  # fmt: skip
+        return shared().start(arguments, **how)
+    command = [sys.executable, "-m", *arguments]
+    started: subprocess.Popen[str] = subprocess.Popen(command, text=True, cwd=ROOT, **how)
+    return started
 
 
 _shared: list[Zygote] = []

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -25,16 +23,8 @@ SPECIMEN = "tests.zygote.specimen"
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is forked here needs no torch."""
+    """What is forked needs no torch."""
     monkeypatch.setattr(zygote, "PRELOADED", ())
-
-
-@pytest.fixture
-def own(bare: None) -> Iterator[Zygote]:
-    """One for this test alone, to be ill-treated."""
-    made = Zygote()
-    yield made
-    made.close()
 
 
 def ended(end: str, *, fresh: bool, **how: object) -> tuple[int, list[str], str]:
@@ -99,8 +89,8 @@ def test_what_only_a_start_reads_is_refused(name: str) -> None:
         zygote.shared().start([SPECIMEN, "returns"], env={**os.environ, name: "3"})
 
 
-def test_a_kill_is_one(own: Zygote) -> None:
-    process = own.start(["tests.zygote.standing"], stdout=PIPE)
+def test_a_kill_is_one() -> None:
+    process = zygote.shared().start(["tests.zygote.standing"], stdout=PIPE)
     assert process.stdout is not None
     with process.stdout:
         assert process.stdout.readline() == "stands\n"
@@ -126,34 +116,19 @@ def test_nothing_of_it_is_left_when_it_is_closed(bare: None) -> None:
         made.start([SPECIMEN, "returns"])
 
 
-def test_nothing_of_it_is_left_when_whoever_asked_is_killed(tmp_path: Path) -> None:
-    with open(tmp_path / "pids", "w") as said:
-        asked = zygote.start(["tests.zygote.asking"], fresh=True, stdin=DEVNULL, stdout=said)
-    until(lambda: (tmp_path / "pids").read_text().endswith("\n"), "its two processes")
-    ends = [os.pidfd_open(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
-    asked.kill()
-    asked.wait()
-    for end in ends:
-        assert readable(end)
-        os.close(end)
-
-
-def test_its_death_is_told_and_not_waited_for(own: Zygote) -> None:
-    process = own.start(["tests.zygote.standing"], stdout=DEVNULL)
-    os.kill(own.pid, signal.SIGKILL)
-    with pytest.raises(ZygoteError, match="gone"):
-        own.start([SPECIMEN, "returns"])
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(ZygoteError, match="gone"):
-        process.wait()
-    until(lambda: own.has_died, "its end to be told")
-
-
-def test_a_dead_one_is_replaced_for_those_who_come_later(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_death_is_told_and_another_comes_for_later_ones(
+    bare: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(zygote, "_shared", [])
     first = zygote.shared()
     assert zygote.shared() is first
+    process = first.start(["tests.zygote.standing"], stdout=DEVNULL)
     os.kill(first.pid, signal.SIGKILL)
+    with pytest.raises(ZygoteError, match="gone"):
+        first.start([SPECIMEN, "returns"])
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(ZygoteError, match="gone"):
+        process.wait()
     until(lambda: first.has_died, "its death")
     assert zygote.shared().run([SPECIMEN, "exits"]).returncode == 7
     assert zygote.shared() is not first
