@@ -14,6 +14,7 @@ from typing import Any
 from flashckpt.commit.steps import is_whole, read_step
 from flashckpt.commit.view import View
 from flashckpt.errors import DamagedError, NoSuchStepError
+from flashckpt.format.names import AttemptName
 from flashckpt.keeper.daemon import Keeper
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
@@ -75,10 +76,12 @@ class Process:
         self._child.wait(240)
 
 
-def begun(run: Path, base: Path, *, slots: int = 3, **options: Any) -> FakeTrainer:
-    """A trainer of this process whose attempt has begun, with slots."""
+def begun(
+    run: Path, base: Path, *, slots: int = 3, parent: AttemptName | None = None, step: int = 0, **options: Any
+) -> FakeTrainer:
+    """A trainer of this process whose attempt has begun, from a step of its parent, with slots."""
     trainer = FakeTrainer(run, base, **options)
-    trainer.start()
+    trainer.start(parent, step)
     trainer.take_slots(slots)
     return trainer
 

@@ -30,7 +30,6 @@ def test_an_audit_ends_where_something_is_to_be_persisted(run: Path, tmp_path: P
         trainer.wait_for(lambda status: status.counts.get("audited"))
         assert (faults / "audit.windows").stat().st_size > 64
         assert committed(run) == [2]
-        trainer.end()
 
 
 def test_a_slot_that_is_let_go_while_it_is_audited(run: Path, tmp_path: Path, runtime: Path) -> None:
@@ -58,4 +57,3 @@ def test_a_slot_that_is_let_go_while_it_is_audited(run: Path, tmp_path: Path, ru
         assert trainer.client.restarts == 0
         for slot in before:
             slot.close()
-        trainer.end()

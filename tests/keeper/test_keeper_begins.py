@@ -92,5 +92,3 @@ def test_those_that_die_at_each_start_are_not_started_without_end(
     with pytest.raises(client.KeeperError):
         trainer.client.tend()
     assert 1 <= len(starts) <= 2 * start._STARTS_AT_ONCE
-    monkeypatch.setattr(start, "start", begin)
-    trainer.end()

@@ -206,7 +206,6 @@ def test_what_is_not_asked_for_at_home_holds_no_slot_without_the_cache(scene: Sc
     assert trainer.client.status().waiting == ()
     saved(trainer, 9)
     assert committed(scene.run) == [9]
-    trainer.end()
 
 
 def test_what_fails_at_home_stays_until_a_few_newer_ones_are_cached(scene: Scene, keeper: int) -> None:
@@ -222,7 +221,6 @@ def test_what_fails_at_home_stays_until_a_few_newer_ones_are_cached(scene: Scene
     wait_cached(trainer, 60)
     eventually(lambda: scene.steps() == [40, 50, 60])
     assert committed(scene.run) == []
-    trainer.end()
 
 
 def test_a_commit_from_memory_makes_what_is_older_in_the_cache_useless(scene: Scene, keeper: int) -> None:
@@ -269,7 +267,6 @@ def test_what_is_damaged_in_the_cache_goes_home_from_memory(scene: Scene, keeper
     assert committed(scene.run) == [1, 2]
     assert trainer.client.status().torn == ()
     eventually(lambda: any("is damaged" in each for each in scene.passed_by()))
-    trainer.end()
 
 
 def test_a_request_for_the_home_ends_when_its_only_copy_is_damaged(scene: Scene, keeper: int) -> None:
@@ -290,7 +287,6 @@ def test_a_request_for_the_home_ends_when_its_only_copy_is_damaged(scene: Scene,
     eventually(lambda: all(slot.home_ended == order for slot in trainer.slots))
     assert [each.step for each in trainer.client.status().torn] == [2]
     assert committed(scene.run) == [1]
-    trainer.end()
 
 
 def test_a_cache_that_hangs_is_passed_by(scene: Scene, keeper: int) -> None:
@@ -308,7 +304,6 @@ def test_a_cache_that_hangs_is_passed_by(scene: Scene, keeper: int) -> None:
         return bool(scene.steps())
 
     eventually(is_cached)
-    trainer.end()
 
 
 def test_a_disk_that_fails_for_a_moment_does_not_lose_the_newest(scene: Scene, keeper: int) -> None:
@@ -327,7 +322,6 @@ def test_a_disk_that_fails_for_a_moment_does_not_lose_the_newest(scene: Scene, k
     assert {1, 7} <= {*committed(scene.run)}
     assert trainer.client.status().torn == ()
     assert keeper_pid(trainer.folder) == keeper
-    trainer.end()
 
 
 class Ranks:
@@ -377,8 +371,6 @@ def test_what_can_never_be_committed_leaves_the_cache(scene: Scene, keeper: int)
     assert committed(scene.run) == [2]
     eventually(lambda: scene.steps() == [2, 2])
     assert slot.failed == generation
-    for trainer in ranks.trainers:
-        trainer.end()
 
 
 def two_nodes(scene: Scene, other_node: Path) -> list[Scene]:
@@ -428,8 +420,6 @@ def test_after_a_reboot_two_nodes_save_the_newest_that_both_have(
     eventually(lambda: 2 in committed(scene.run))
     for trainer in again:
         trainer.start(attempt, 2, "cache")
-    for trainer in again:
-        trainer.end()
 
 
 def test_what_waits_for_another_node_goes_once_a_newer_step_is_committed(
@@ -450,8 +440,6 @@ def test_what_waits_for_another_node_goes_once_a_newer_step_is_committed(
     eventually(lambda: here.steps() == [2])
     assert there.steps() == [2]
     assert committed(scene.run) == [2]
-    for trainer in (first, second):
-        trainer.end()
 
 
 def test_flipped_words_keep_nothing_from_the_home(scene: Scene) -> None:
@@ -491,7 +479,6 @@ def test_the_cache_may_go_while_it_is_used(scene: Scene, keeper: int) -> None:
         return bool(scene.files())
 
     eventually(is_cached_again)
-    trainer.end()
 
 
 def test_the_newest_has_the_space_of_older_ones_that_are_not_asked_for_at_home(
@@ -507,7 +494,6 @@ def test_the_newest_has_the_space_of_older_ones_that_are_not_asked_for_at_home(
     assert not scene.passed_by()
     (scene.faults / "write.pause").unlink()
     trainer.wait_committed(1)
-    trainer.end()
 
 
 def test_a_cache_on_the_home_s_disk_is_passed_by(scene: Scene) -> None:
@@ -518,7 +504,6 @@ def test_a_cache_on_the_home_s_disk_is_passed_by(scene: Scene) -> None:
     eventually(lambda: scene.passed_by())
     assert "same disk" in scene.passed_by()[0]
     assert not list(scene.cache.iterdir())
-    trainer.end()
 
 
 def test_a_start_waits_for_a_lock_that_is_let_go(scene: Scene) -> None:
@@ -536,7 +521,6 @@ def test_a_start_waits_for_a_lock_that_is_let_go(scene: Scene) -> None:
     assert found == [1]
     trainer.start(attempt, 1, "cache")
     trainer.wait_committed(1)
-    trainer.end()
 
 
 def test_a_cache_that_is_taken_up_late_asks_for_nothing_of_a_run_that_trains(scene: Scene) -> None:
@@ -552,7 +536,6 @@ def test_a_cache_that_is_taken_up_late_asks_for_nothing_of_a_run_that_trains(sce
         eventually(lambda: any(line.get("kind") == "cache" for line in ledger(scene.run)))
         assert trainer.client.status().waiting in ((), (1,))
         assert slot.asked != generation
-        trainer.end()
 
 
 def test_a_file_of_another_version_is_left_alone(scene: Scene) -> None:
@@ -632,7 +615,6 @@ def test_two_runs_share_a_cache(scene: Scene) -> None:
     first.end()
     eventually(lambda: not scene.files())
     assert other.steps() == [1]
-    second.end()
 
 
 @pytest.mark.parametrize("point", ["cache.pinned", "cache.written", "cache.named"])
@@ -654,7 +636,6 @@ def test_a_keeper_killed_around_the_copy_loses_nothing(
     eventually(lambda: scene.steps() == [2])
     (folder,) = {path.parent for path in scene.files()}
     assert len(os.listdir(folder)) == 2
-    trainer.end()
 
 
 def test_after_a_death_the_folder_stays_and_what_is_committed_is_not_written_again(
@@ -675,4 +656,3 @@ def test_after_a_death_the_folder_stays_and_what_is_committed_is_not_written_aga
         assert slot.persisted == slot.state().generation
     trainer.start(AttemptName.parse(job.attempt), 2, "cache")
     assert len([line for line in ledger(scene.run) if line["event"] == "persist"]) == 2
-    trainer.end()

@@ -16,7 +16,16 @@ from flashckpt.memory.region import is_region_name
 from flashckpt.memory.runtime import RuntimeFolder
 from tests.conftest import keepers_of
 from tests.events import ledger
-from tests.keeper.driver import Process, begun_process, committed, eventually, runtime_of, saved, the_keeper
+from tests.keeper.driver import (
+    Process,
+    begun,
+    begun_process,
+    committed,
+    eventually,
+    runtime_of,
+    saved,
+    the_keeper,
+)
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.zygote.keepers import ADDRESS
 
@@ -50,14 +59,11 @@ def test_the_keeper_is_nobodys_child_and_holds_nothing_of_its_starter(run: Path,
     for stream in (1, 2):
         assert os.readlink(f"/proc/{pid}/fd/{stream}").endswith("keeper.log")
     assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
-    trainer.end()
 
 
 @pytest.mark.usefixtures("started")
 def test_the_keeper_stays_small_and_maps_no_image(run: Path, runtime: Path) -> None:
-    trainer = FakeTrainer(run, runtime, kib=64 << 10)  # larger than what it may take up
-    trainer.start()
-    trainer.take_slots()
+    trainer = begun(run, runtime, kib=64 << 10)  # larger than what it may take up
     saved(trainer, 1)
     trainer.snapshot(2)
     trainer.wait_for(lambda status: status.counts.get("audited"))
@@ -73,7 +79,6 @@ def test_the_keeper_stays_small_and_maps_no_image(run: Path, runtime: Path) -> N
     own = int(status["RssAnon"].split()[0])
     assert own < 60 << 10, f"{own} kB of its own"
     assert int(status["VmRSS"].split()[0]) < 60 << 10
-    trainer.end()
 
 
 def test_many_runs_leave_nothing(run: Path, runtime: Path) -> None:
@@ -86,9 +91,7 @@ def test_many_runs_leave_nothing(run: Path, runtime: Path) -> None:
 
     before = None
     for cycle in range(6):
-        trainer = FakeTrainer(run, runtime)
-        trainer.start(None, 0)
-        trainer.take_slots()
+        trainer = begun(run, runtime)
         saved(trainer, cycle + 1)
         trainer.end()
         trainer.folder.close()
@@ -242,12 +245,9 @@ def test_a_keeper_killed_at_its_birth_is_started_again(
     python.write_text(f'#!/bin/sh\nmkdir "{killed}" 2>&- && kill -9 $$\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(python))
-    trainer = FakeTrainer(run, runtime)
+    trainer = begun(run, runtime)
     assert killed.exists()
-    trainer.start()
-    trainer.take_slots()
-    trainer.snapshot(1, persist=True)
-    trainer.wait_committed(1)
+    saved(trainer, 1)
     trainer.end()
     eventually(lambda: keeper_pid(trainer.folder) is None)
 
@@ -305,4 +305,3 @@ def test_trainers_of_which_no_keeper_heard_leave_no_names(run: Path, runtime: Pa
     assert name.startswith("trainer-")
     eventually(lambda: name not in trainer.folder.names())
     assert trainer.life.stands(trainer.folder)
-    trainer.end()

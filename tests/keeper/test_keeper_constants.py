@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 from flashckpt import _native
 from flashckpt.commit.steps import read_step
 from flashckpt.commit.verification import verify
-from flashckpt.format.names import SnapshotId
+from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.format.records import Contents
 from flashckpt.persist.job import JobState, StepJob
 from flashckpt.persist.writer import Writer
@@ -26,19 +26,14 @@ from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.keeper.jobs import job_of, snapshot_of
 
 
-def attached(run: Path, base: Path, *, filled: bool = True, **options: object) -> FakeTrainer:
-    """With slots and, where it is `filled`, a region of constants that they name."""
-    trainer = FakeTrainer(run, base, **{"constants_kib": 64, "keep": 20, **options})  # type: ignore[arg-type]
-    trainer.start()
+def attached(
+    run: Path, base: Path, parent: AttemptName | None = None, step: int = 0, *, filled: bool = True
+) -> FakeTrainer:
+    """With slots that name a region of constants, where it is `filled`."""
+    trainer = FakeTrainer(run, base, constants_kib=64, keep=20)
+    trainer.start(parent, step)
     if not filled:
         trainer.without_constants()
-    trainer.take_slots()
-    return trainer
-
-
-def next_attempt(before: FakeTrainer, base: Path, step: int, **options: object) -> FakeTrainer:
-    trainer = FakeTrainer(before.run, base, **{"constants_kib": 64, "keep": 20, **options})  # type: ignore[arg-type]
-    trainer.start(before.attempt, step)
     trainer.take_slots()
     return trainer
 
@@ -65,14 +60,11 @@ def flip_constant(trainer: FakeTrainer) -> None:
 
 
 @pytest.fixture
-def alone(run: Path, runtime: Path) -> Iterator[FakeTrainer]:
+def alone(run: Path, runtime: Path) -> FakeTrainer:
     """A trainer whose keeper stands still, so that a test's own drain is the only one."""
     trainer = attached(run, runtime)
-    pid = the_keeper(trainer.folder)
-    os.kill(pid, signal.SIGSTOP)
-    yield trainer
-    os.kill(pid, signal.SIGCONT)
-    trainer.end()
+    os.kill(the_keeper(trainer.folder), signal.SIGSTOP)
+    return trainer
 
 
 def order(trainer: FakeTrainer, step: int, spoil: Callable[[], object] | None = None) -> StepJob:
@@ -90,7 +82,7 @@ def test_the_second_step_and_a_new_attempt_write_no_constants(run: Path, runtime
     sizes = [line["num_bytes"] for line in told(first.run, "persist", 2)]
     first.end()
     assert sizes == [first.layout.num_bytes + old.stat().st_size, first.layout.num_bytes]
-    second = next_attempt(first, runtime, 2)
+    second = attached(run, runtime, first.attempt, 2)
     saved(second, 3, 4)
     sizes = [line["num_bytes"] for line in told(first.run, "persist", 4)[2:]]
     assert sizes == [second.layout.num_bytes] * 2
@@ -98,12 +90,11 @@ def test_the_second_step_and_a_new_attempt_write_no_constants(run: Path, runtime
     assert named(first.run, 4).shard.file == old.name
     assert committed(first.run) == [1, 2, 3, 4]
     second.end()
-    third = next_attempt(second, runtime, 4)
+    third = attached(run, runtime, second.attempt, 4)
     saved(third, 5)
     assert files(third) == []
     assert named(first.run, 5).shard.file == old.name
     assert verify(open_store(str(first.run))).ok
-    third.end()
 
 
 def test_a_keeper_killed_before_its_part_is_replaced(
@@ -123,7 +114,6 @@ def test_a_keeper_killed_before_its_part_is_replaced(
     assert files(trainer) == written
     assert committed(trainer.run) == [1, 2]
     assert verify(open_store(str(trainer.run))).ok
-    trainer.end()
 
 
 def test_a_header_of_constants_that_is_none_is_never_written(alone: FakeTrainer) -> None:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
 from flashckpt.keeper import client
 from flashckpt.keeper.protocol import ELECTION_LOCK, SOCKET_NAME
-from flashckpt.keeper.start import AWAITED_PAUSE_S, Pauses
+from flashckpt.keeper.start import Pauses
 from flashckpt.memory.region import SlotSize, is_region_name, memfds_of
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
@@ -71,7 +70,6 @@ def test_killed_before_a_seal_loses_that_snapshot_and_no_other(
     assert second.do("snapshot", 2, True)[:2] == [name, generation + 1]
     second.do("committed", 2)
     assert committed(run) == [1, 2]
-    second.end()
 
 
 def test_what_is_not_confirmed_is_not_persisted_until_it_is(run: Path, runtime: Path) -> None:
@@ -84,7 +82,6 @@ def test_what_is_not_confirmed_is_not_persisted_until_it_is(run: Path, runtime: 
     assert committed(run) == [1]
     assert trainer.do("confirm")
     eventually(lambda: committed(run) == [1, 2])
-    trainer.end()
 
 
 def test_what_is_confirmed_after_a_newer_commit_is_given_up(run: Path, runtime: Path) -> None:
@@ -96,7 +93,6 @@ def test_what_is_confirmed_after_a_newer_commit_is_given_up(run: Path, runtime: 
     assert (line["step"], line["what"]) == (1, "superseded")
     trainer.save(3)
     assert committed(run) == [2, 3]
-    trainer.end()
 
 
 def test_a_torn_newest_falls_back_to_the_one_before(run: Path, runtime: Path) -> None:
@@ -140,28 +136,6 @@ def test_keepers_that_die_over_and_over_are_started_after_pauses() -> None:
     assert pauses.left_s() <= 0, "that one had its time to live"
 
 
-def refusal(trainer: FakeTrainer) -> KeeperError | None:
-    """Why there is no keeper now; None once there is one."""
-    try:
-        trainer.client.tend()
-    except KeeperError as error:
-        return error
-    return None
-
-
-def test_a_pause_is_told_and_ends(run: Path, runtime: Path) -> None:
-    trainer = begun(run, runtime)
-    for _ in range(20):  # as if so many keepers had died
-        trainer.client._pauses.started()
-    kill_keeper(trainer.folder)
-    assert "the next has to wait" in str(refusal(trainer))
-    trainer.snapshot(1, persist=True)
-    trainer.client.longest_pause_s = AWAITED_PAUSE_S
-    eventually(lambda: refusal(trainer) is None)
-    trainer.wait_committed(1)
-    trainer.end()
-
-
 @pytest.mark.parametrize("stopped", [False, True], ids=["runs", "stopped"])
 def test_a_keeper_without_a_socket_is_found_again_or_replaced(
     run: Path, runtime: Path, stopped: bool
@@ -174,8 +148,6 @@ def test_a_keeper_without_a_socket_is_found_again_or_replaced(
     trainer.client.close()
     saved(trainer, 1)
     assert (keeper_pid(trainer.folder) != pid) == stopped
-    os.kill(pid, signal.SIGCONT)
-    trainer.end()
 
 
 def test_a_keeper_that_was_deposed_while_it_left_removes_nothing(run: Path, runtime: Path) -> None:
@@ -326,8 +298,6 @@ def test_a_keeper_that_another_trainer_started_meanwhile_is_not_replaced(
     monkeypatch.setattr(client, "memfds_of", overtaken)
     assert first.client.tend()
     assert [keeper_pid(first.folder)] == started
-    second.end()
-    first.end()
 
 
 def test_what_a_superseded_attempt_left_is_never_committed_and_goes(run: Path, runtime: Path) -> None:
@@ -354,8 +324,6 @@ def test_what_a_superseded_attempt_left_is_never_committed_and_goes(run: Path, r
     third.take_slots()
     saved(third, 51)
     assert [step for _, step in third.survivors()] == [51]
-    third.end()
-    second.end()
 
 
 def test_a_half_made_region_is_removed_and_a_foreign_one_left(
@@ -375,8 +343,6 @@ def test_a_half_made_region_is_removed_and_a_foreign_one_left(
     assert foreign in folder.names()
     states = sorted(slot.state().state for slot in trainer.slots)
     assert states == [SlotState.FREE, SlotState.FREE, SlotState.SEALED]
-    (Path(folder.path) / foreign).unlink()
-    trainer.end()
 
 
 @pytest.mark.parametrize("pinned_by", ["keeper-dead.lock", "trainer-00000-1-dead.lock"])
@@ -387,4 +353,3 @@ def test_a_pin_of_the_dead_is_taken_away(run: Path, runtime: Path, pinned_by: st
     assert slot.pin(index, slot.state()) is not None
     eventually(lambda: slot.state().state is SlotState.SEALED)
     assert slot.state().generation == generation
-    trainer.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,10 +34,8 @@ from tests.memory.mounts import small_tmpfs
 
 
 @pytest.fixture
-def trainer(run: Path, runtime: Path) -> Iterator[FakeTrainer]:
-    made = begun(run, runtime)
-    yield made
-    made.end()
+def trainer(run: Path, runtime: Path) -> FakeTrainer:
+    return begun(run, runtime)
 
 
 def shards(run: Path) -> list[Path]:
@@ -158,7 +155,6 @@ def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Pat
     assert committed(trainer.run) == [1, 2]
     folder = Folder(trainer.attempt, SnapshotId(trainer.attempt, 3))
     assert not (trainer.run / folder.path).exists()
-    other.end()
 
 
 def test_too_little_memory_says_how_much_and_leaves_nothing(trainer: FakeTrainer) -> None:
@@ -226,7 +222,6 @@ def test_no_commit_comes_twice_and_what_is_done_is_found_done(run: Path, runtime
     trainer.wait_for(lambda status: 1 in status.committed)
     assert slot.persisted == generation
     assert len(shards(trainer.run)) == 1
-    trainer.end()
 
 
 def test_the_counter_moves_while_a_trainer_lives_and_says_closed(run: Path, runtime: Path) -> None:
@@ -273,17 +268,13 @@ def test_a_trainer_is_told_of_its_own_attempts_commits_only(run: Path, runtime: 
     first.do("snapshot", 5, True)
     first.save(90)
     first.kill()
-    second = FakeTrainer(run, runtime)
-    parent = AttemptName.parse(first.attempt)
-    second.start(parent, 5)
-    second.take_slots()
+    second = begun(run, runtime, parent=AttemptName.parse(first.attempt), step=5)
     assert second.client.status().newest_committed is None
     saved(second, 6)
     assert second.client.status().newest_committed == 6
     # The next keeper has committed nothing itself, and still says what is.
     kill_keeper(second.folder)
     assert second.client.status().committed == (6,)
-    second.end()
 
 
 def test_a_keeper_that_ends_between_two_removals_leaves_nothing_for_ever(

@@ -47,7 +47,6 @@ def test_what_was_released_is_not_taken_for_used_by_the_next_keeper(run: Path, r
     saved(trainer, 2)
     assert committed(trainer.run) == [1, 2]
     eventually(lambda: not old & set(trainer.folder.names()))
-    trainer.end()
 
 
 def test_a_damaged_slot_keeps_no_run_from_a_new_keeper(run: Path, runtime: Path) -> None:
@@ -74,8 +73,6 @@ def test_nobody_releases_what_another_living_trainer_has(run: Path, runtime: Pat
     assert not names & {grant.name for grant in given}
     assert names <= set(trainer.folder.names())
     close_all([grant.descriptor for grant in given])
-    trainer.end()
-    other.end()
 
 
 def test_a_damaged_slot_that_was_released_goes(run: Path, runtime: Path) -> None:
@@ -86,7 +83,6 @@ def test_a_damaged_slot_that_was_released_goes(run: Path, runtime: Path) -> None
     os.pwrite(old.descriptor, b"\xff", RECORD_OFFSET + 40)
     trainer.client.release([old.name])
     assert eventually(lambda: old.name not in trainer.folder.names())
-    trainer.end()
 
 
 def test_the_log_is_bounded_while_a_keeper_lives(run: Path, runtime: Path) -> None:
@@ -98,4 +94,3 @@ def test_the_log_is_bounded_while_a_keeper_lives(run: Path, runtime: Path) -> No
     eventually(lambda: log.stat().st_size < MIB)
     saved(trainer, 1)
     assert log.stat().st_size < MIB
-    trainer.end()

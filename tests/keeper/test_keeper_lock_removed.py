@@ -120,4 +120,3 @@ def test_a_lock_that_was_taken_again_meanwhile_stays(run: Path, runtime: Path) -
     assert [each.lock for each in registry.remove_dead()] == [trainer.life.name], "it had no lock then"
     assert trainer.life.stands(trainer.folder)
     folder.close()
-    trainer.end()

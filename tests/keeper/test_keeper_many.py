@@ -58,7 +58,6 @@ def test_a_keeper_does_not_end_of_more_than_it_holds(run: Path, runtime: Path, w
     saved(trainer, 1)
     assert committed(trainer.run) == [1]
     assert keeper_pid(trainer.folder) == pid
-    trainer.end()
 
 
 @pytest.mark.usefixtures("runtime")
@@ -67,9 +66,7 @@ def test_memfds_are_handed_over_in_several_messages(
 ) -> None:
     """A message carries 250 descriptors at most; here five. A new keeper has them from the trainer alone."""
     monkeypatch.setattr(client, "MAX_DESCRIPTORS", 5)
-    trainer = FakeTrainer(run, small_disk, kib=16, constants_kib=9000)
-    trainer.start()
-    trainer.take_slots(MOST)
+    trainer = begun(run, small_disk, slots=MOST, kib=16, constants_kib=9000)
     grown(trainer, 12 << 20)
     assert {trainer.region_kind, *(grant.kind for grant in trainer.grants)} == {"memfd"}
     held = trainer.client._held.nameless()

@@ -90,26 +90,19 @@ def test_what_a_trainer_has_is_never_given_to_it_again(run: Path, runtime: Path)
     assert len(larger) == 3
     assert not (first | more) & larger
     assert regions(trainer) == first | more | larger, "nothing of what it has goes before it says so"
-    trainer.end()
 
 
-def test_room_to_grow_is_given_where_there_is_room(run: Path, runtime: Path) -> None:
+def test_new_memory_has_room_to_grow_and_prefers_the_node_that_the_trainer_names(
+    run: Path, runtime: Path
+) -> None:
     trainer = beginning(run, runtime)
-    [grant] = trainer.client.slots(1, SIZE, SlotSize(PAGE, 3 * MIB))
-    assert grant.num_bytes == 2 * PAGE + 3 * MIB
-    names([grant])
-    trainer.end()
-
-
-def test_new_memory_prefers_the_node_that_the_trainer_names(run: Path, runtime: Path) -> None:
-    trainer = beginning(run, runtime)
-    [near] = trainer.client.slots(1, SIZE, node=0)
+    [near] = trainer.client.slots(1, SIZE, SlotSize(PAGE, 3 * MIB), node=0)
+    assert near.num_bytes == 2 * PAGE + 3 * MIB
     [other] = trainer.client.slots(2, SIZE, have=[near.name])
     shared = trainer.client.constants(SIZE, node=0)
     for grant, mode in ((near, PREFERRED), (other, DEFAULT), (shared, PREFERRED)):
         assert policy_of(grant.descriptor, grant.num_bytes)[0] == mode
     names([near, other, shared])
-    trainer.end()
 
 
 @pytest.mark.parametrize("point", ["memory.reserved", "slots.taken", "memory.made"])
@@ -126,7 +119,6 @@ def test_a_keeper_that_dies_meanwhile_is_replaced_and_its_successor_answers(
     assert regions(trainer) >= found[0]
     assert len(found[0]) == 3
     assert len(regions(trainer)) <= 4, "what the dead one had made is given, or gone"
-    trainer.end()
 
 
 @pytest.mark.parametrize("point", ["memory.reserved", "slots.taken", "memory.made"])
@@ -153,7 +145,6 @@ def test_who_lets_its_run_go_waits_no_longer(run: Path, runtime: Path) -> None:
     trainer.client.stop_waiting()
     with pytest.raises(KeeperError, match="was closed"):
         trainer.client.slots(3, SIZE)
-    trainer.end()
 
 
 @pytest.mark.parametrize("point", ["slots.taken", "memory.made"])
@@ -175,7 +166,6 @@ def test_a_keeper_that_was_replaced_takes_no_name_from_what_the_next_has(
     assert readable(process), "it finds that it is the keeper no more"
     os.close(process)
     assert given <= regions(trainer)
-    trainer.end()
 
 
 def test_an_answer_that_nobody_took_answers_no_other_question(
@@ -192,4 +182,3 @@ def test_an_answer_that_nobody_took_answers_no_other_question(
     with pytest.raises(KeyboardInterrupt):
         trainer.client.tend()
     assert trainer.client.status().keeper
-    trainer.end()

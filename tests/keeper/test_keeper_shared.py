@@ -10,8 +10,6 @@ import pytest
 
 from flashckpt.errors import KeeperError
 from flashckpt.format.names import AttemptName
-from flashckpt.keeper.protocol import close_all
-from flashckpt.memory.region import MEMFD
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.memory.slot import SlotState
 from tests.keeper.driver import (
@@ -24,10 +22,9 @@ from tests.keeper.driver import (
     runtime_of,
     saved,
     the_keeper,
-    told,
 )
 from tests.keeper.fake import FakeTrainer, keeper_pid
-from tests.keeper.test_keeper_constants import attached, files, named
+from tests.keeper.test_keeper_constants import attached
 from tests.memory.mounts import small_tmpfs
 
 MIB = 1 << 20
@@ -65,35 +62,6 @@ def process(run: Path, base: Path) -> Process:
     return begun_process(run, base, constants_kib=64, keep=20)
 
 
-def test_the_next_attempt_goes_on_with_the_region_and_links_the_shard(run: Path, runtime: Path) -> None:
-    first = process(run, runtime)
-    folder = runtime_of(run, runtime)
-    first.save(1)
-    slot, _ = first.do("snapshot", 2, False)
-    [name] = regions(folder)
-    first.kill()
-    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
-    assert 2 in [step for _, step in second.survivors()]
-    grants = second.client.surviving()
-    assert [grant.name for grant in grants if grant.holds_constants] == [name]
-    close_all([grant.descriptor for grant in grants])
-    second.start(AttemptName.parse(first.attempt), 2, slot)
-    assert second.keep_region(name) == name
-    second.take_slots()
-    saved(second, 3, 4, 5, 6)
-    # No snapshot in memory is the first attempt's any more: the region is the second's now.
-    assert regions(folder) == [name]
-    [old] = run.glob(f"data/{first.attempt}/*/frozen-*")
-    assert files(second) == []
-    assert named(run, 6).shard.file == old.name
-    assert committed(run) == [1, 2, 3, 4, 5, 6]
-    written = [line["num_bytes"] for line in told(run, "persist", 6)]
-    assert max(written[1:]) == second.layout.num_bytes
-    second.end()
-    eventually(lambda: keeper_pid(folder) is None)
-    assert not os.path.exists(folder.path)
-
-
 def test_a_region_that_an_attempt_took_over_is_its_own(run: Path, runtime: Path) -> None:
     """Its first snapshots have no constants, and settle what the attempt before left."""
     first = process(run, runtime)
@@ -127,7 +95,6 @@ def test_a_region_that_is_gone_is_not_granted_by_name(run: Path, runtime: Path) 
         trainer.client.keep_constants(trainer.slots[0].name)
     saved(trainer, 1)
     assert committed(trainer.run) == [1]
-    trainer.end()
 
 
 def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(run: Path, runtime: Path) -> None:
@@ -153,7 +120,6 @@ def test_it_stays_while_a_sealed_snapshot_names_it_and_goes_with_the_last(run: P
     assert pid is not None
     assert all(name not in link for link in opened(pid))
     assert committed(trainer.run)[:2] == [1, 2]
-    trainer.end()
 
 
 def test_a_region_that_its_trainer_died_writing_goes(run: Path, runtime: Path) -> None:
@@ -183,25 +149,6 @@ def test_a_new_keeper_keeps_a_region_that_no_snapshot_names_yet(run: Path, runti
     saved(trainer, 1)
     assert trainer.ask_region().name == grant.name
     assert regions(trainer.folder) == [grant.name]
-    trainer.end()
-
-
-def test_a_new_keeper_is_handed_a_region_without_a_name(run: Path, runtime: Path) -> None:
-    with small_tmpfs(MIB) as base:
-        trainer = attached(run, base)
-        assert trainer.region_kind == MEMFD
-        assert {grant.kind for grant in trainer.grants} == {MEMFD}
-        assert regions(trainer.folder) == []
-        before = kill_keeper(trainer.folder)
-        trainer.snapshot(1, persist=True)
-        assert trainer.client.tend()
-        trainer.wait_committed(1)
-        pid = keeper_pid(trainer.folder)
-        assert pid not in (None, before)
-        assert held_memfds(pid, "constants-") == 1  # type: ignore[arg-type]
-        assert committed(trainer.run) == [1]
-        assert len(files(trainer)) == 1
-        ended(trainer)
 
 
 def test_a_region_without_a_name_is_let_go_by_a_keeper_when_none_names_it(run: Path, runtime: Path) -> None:

@@ -65,7 +65,6 @@ def test_a_flipped_byte_is_never_written(run: Path, runtime: Path) -> None:
     trainer.fill_region()
     saved(trainer, 2)
     assert committed(trainer.run) == [2]
-    trainer.end()
 
 
 def test_other_constants_under_the_name_are_refused(run: Path, runtime: Path) -> None:
@@ -79,7 +78,7 @@ def test_other_constants_under_the_name_are_refused(run: Path, runtime: Path) ->
     data = [content(leaf, 0)[::-1] for leaf in layout.leaves]
     write_constants(region, 1, AttemptName.parse(attempt), layout, data)  # type: ignore[arg-type]
     region.close()
-    second = FakeTrainer(run, runtime, constants_kib=64, keep=20)
+    FakeTrainer(run, runtime, constants_kib=64, keep=20)
     [line] = eventually(lambda: [line for line in ledger(run) if line["event"] == "torn"])
     assert line["leaves"] == [leaf.name for leaf in layout.leaves]
     assert line["slot"] == slot
@@ -87,7 +86,6 @@ def test_other_constants_under_the_name_are_refused(run: Path, runtime: Path) ->
     assert not list(run.glob("data/*/*/frozen-*"))
     # Nothing names it now, and who had it is dead.
     eventually(lambda: regions(folder) == [])
-    second.end()
 
 
 def test_a_region_that_is_not_sealed_is_not_read(alone: FakeTrainer) -> None:
@@ -123,7 +121,6 @@ def test_a_damaged_region_costs_what_names_it_and_no_keeper(run: Path, runtime: 
     saved(second, 8)
     assert committed(run) == [8]
     assert keeper_pid(folder) == pid
-    second.end()
 
 
 def test_no_keeper_waits_for_ever_for_a_region_that_is_gone(run: Path, runtime: Path) -> None:
@@ -152,7 +149,6 @@ def test_of_the_constants_only_those_that_differ_are_named(run: Path, runtime: P
     trainer.seal(slot, generation)
     eventually(lambda: slot.torn[0] == generation)
     assert slot.torn[1] == (changed,)
-    trainer.end()
 
 
 def kinds(trainer: FakeTrainer) -> set[str]:

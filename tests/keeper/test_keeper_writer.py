@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,8 @@ from tests.keeper.jobs import job_of
 
 
 @pytest.fixture
-def trainer(run: Path, runtime: Path) -> Iterator[FakeTrainer]:
-    made = begun(run, runtime, keep=1)
-    yield made
-    made.end()
+def trainer(run: Path, runtime: Path) -> FakeTrainer:
+    return begun(run, runtime, keep=1)
 
 
 def test_what_was_not_pinned_to_the_end_is_not_published(
@@ -67,7 +64,6 @@ def test_a_deletion_beside_it_keeps_the_frozen_leaves_that_are_written(
     outcome = writer.persist(job_of(trainer, slot, trainer.region))
     assert outcome.state is JobState.COMMITTED, outcome.message
     assert len(found) == 2, "before and after the part that names it was begun"
-    trainer.end()
 
 
 def test_nothing_is_safe_where_the_run_was_before_it_was_moved(trainer: FakeTrainer) -> None:
