@@ -25,12 +25,7 @@ class Run:
     """A trainer in its own process, which hangs in iteration HANG_AT. fresh: in an interpreter of its own."""
 
     def __init__(
-        self,
-        folder: Path,
-        hang: str,
-        hang_at: int = HANG_AT,
-        fresh: bool = False,
-        **options: Any,
+        self, folder: Path, hang: str, hang_at: int = HANG_AT, fresh: bool = False, **options: Any
     ) -> None:
         self.folder, self.hang_at = folder, hang_at
         arguments = {"options": {"watchdog": PATIENCE, **options}}

@@ -116,6 +116,10 @@ def test_where_no_boundary_is_awaited_none_is_missed(watched: Watched) -> None:
     watched.looks(PATIENCE_S // 2)
     watched.beat(1, patience_s=0)
     assert watched.looks(10 * PATIENCE_S) == []
+    watched.beat(1)
+    watched.looks(2)
+    watched.trainer.closing = True
+    assert watched.looks(10 * PATIENCE_S) == [], "it has said that it closes"
 
 
 def test_a_process_held_still_is_told_as_that_and_has_all_its_time_again(
@@ -169,13 +173,6 @@ def test_what_a_dead_trainer_left_on_the_page_is_not_the_next_ones(watched: Watc
     watched.keeper.registry.watch(Trainer(lock=other.name, rank=0, pid=watched.child.pid))
     assert watched.looks(10 * PATIENCE_S) == ["stuck"]
     other.release(watched.folder)
-
-
-def test_a_trainer_that_has_said_it_closes_is_not_watched(watched: Watched) -> None:
-    watched.beat(1)
-    watched.looks(2)
-    watched.trainer.closing = True
-    assert watched.looks(10 * PATIENCE_S) == []
 
 
 def test_no_signal_reaches_a_process_without_a_handler_for_it(tmp_path: Path, runtime: Path) -> None:

@@ -44,6 +44,7 @@ def test_a_step_far_beyond_its_history_is_slow_and_others_are_not() -> None:
     assert times.add(steps(0.9, 1.9, first=51)) == [], "not beyond a second, not beyond ten times the usual"
     [slow] = times.add(steps(0.2, 4.5, 0.2, first=53))
     assert (slow.step, slow.seconds, slow.usual_s) == (54, 4.5, 0.2)
+    assert StepTimes().add(steps(0.1, 60.0, 0.1)) == [], "nothing is, before enough is known"
 
 
 def test_what_comes_again_and_again_is_slow_the_first_times_only() -> None:
@@ -52,10 +53,6 @@ def test_what_comes_again_and_again_is_slow_the_first_times_only() -> None:
         validation = steps(*[0.1] * 99, 30.0, first=100 * epoch + 1)
         found += [slow.step for slow in times.add(validation)]
     assert found == [100, 200]
-
-
-def test_nothing_is_slow_before_enough_is_known() -> None:
-    assert StepTimes().add(steps(0.1, 60.0, 0.1)) == []
 
 
 def watch(options: Options) -> tuple[Watch, HeartbeatWriter, list[dict[str, object]], list[float]]:
