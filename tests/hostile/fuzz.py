@@ -37,7 +37,7 @@ from tests.format.replicated import part_of, rank_of, table
 from tests.hostile.made_run import make_run
 from tests.keeper.region import write_constants
 from tests.memory.test_slot import fill, make
-from tests.memory.test_slot_shared import ATTEMPT, CONSTANTS, DATA, fill_shared, make_region
+from tests.memory.test_slot_shared import ATTEMPT, CONSTANTS, DATA, NONCE, fill_shared
 
 LONGEST_S = 10.0
 MOST_BYTES = 4 << 30
@@ -91,7 +91,7 @@ def _replicated() -> bytes:
 
 def _slots() -> list[bytes]:
     """A slot, one whose snapshot names a region for its constants, and such a region."""
-    plain, shared, constants = make(), make(), make_region()
+    plain, shared, constants = make(), make(), make(nonce=NONCE, holds_constants=True)
     fill(plain, 5)
     fill_shared(shared)
     write_constants(constants, 1, ATTEMPT, CONSTANTS, DATA)

@@ -26,7 +26,7 @@ from flashckpt.format.layout import Layout, Leaf, SlotImage
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.keeper.client import KeeperClient, SlotGrant
 from flashckpt.memory.cache_folder import CachePlace
-from flashckpt.memory.region import Record, SlotSize
+from flashckpt.memory.region import SlotSize
 from flashckpt.memory.runtime import (
     LifeLock,
     RuntimeFolder,
@@ -42,7 +42,7 @@ from flashckpt.persist.job import SealedSnapshot
 from flashckpt.store import open_store
 from tests import run_view
 from tests.descriptors import closed_after
-from tests.keeper.region import write_constants, write_metadata
+from tests.keeper.region import record_of, write_constants, write_metadata
 
 VALUES = b'{"step":1}'
 
@@ -290,23 +290,13 @@ class FakeTrainer:
             table = places.table + 8 * len(own)
             slot.metadata_view[table : places.values] = self._region_digests().tobytes()
         slot.write_record(
-            Record(
-                attempt_number=self.attempt.number,
-                attempt_nonce=int(self.attempt.nonce, 16),
-                step=step,
+            record_of(
+                self.attempt, step, generation, layout, places,
                 boundary=step if self.boundary is None else self.boundary,
-                generation=generation,
-                plan_id=1,
-                table_count=len(leaves),
-                values_bytes=len(VALUES),
-                metadata_bytes=places.num_bytes,
-                image_bytes=layout.num_bytes,
-                data_start=layout.data_start,
-                captured_ns=time.monotonic_ns(),
                 constants_bytes=self.image.constants_bytes,
                 constants_nonce=self.region.header.nonce if fixed and self.region is not None else 0,
             )
-        )
+        )  # fmt: skip
         return slot, generation
 
     def seal(self, slot: Slot, generation: int, *, confirms: bool = False) -> None:

@@ -30,6 +30,32 @@ def write_metadata(
     return places
 
 
+def record_of(
+    attempt: AttemptName, step: int, generation: int, layout: Layout, places: metadata.Geometry, **more: int
+) -> Record:
+    fields = {
+        "attempt_number": attempt.number, "attempt_nonce": int(attempt.nonce, 16), "step": step,
+        "generation": generation, "plan_id": 1, "table_count": _count(places),
+        "values_bytes": places.num_bytes - places.values, "metadata_bytes": places.num_bytes,
+        "image_bytes": layout.num_bytes, "data_start": layout.data_start, "captured_ns": time.monotonic_ns(),
+    }  # fmt: skip
+    return Record(**{**fields, **more})
+
+
+def _count(places: metadata.Geometry) -> int:
+    """The number of digests."""
+    return (places.values - places.table) // 8
+
+
+def seal(
+    slot: Slot, owner: int, generation: int, places: metadata.Geometry, *, confirms: bool = False
+) -> None:
+    sealer = _native.Sealer()
+    slot.submit(sealer, owner, generation, places, _count(places), confirms=confirms)
+    assert sealer.drain(240)
+    sealer.close()
+
+
 def write_constants(
     region: Slot, owner: int, attempt: AttemptName, layout: Layout, data: Sequence[bytes]
 ) -> None:
@@ -44,14 +70,5 @@ def write_constants(
         start = layout.data_start + leaf.offset
         region.image_view[start : start + len(each)] = each
     places = write_metadata(region.metadata_view, plan, digests, VALUES)
-    record = Record(
-        attempt_number=attempt.number, attempt_nonce=int(attempt.nonce, 16), step=0, generation=generation,
-        plan_id=1, table_count=len(digests), values_bytes=len(VALUES),
-        metadata_bytes=places.num_bytes, image_bytes=layout.num_bytes, data_start=layout.data_start,
-        captured_ns=time.monotonic_ns(),
-    )  # fmt: skip
-    region.write_record(record)
-    sealer = _native.Sealer()
-    region.submit(sealer, owner, generation, places, len(digests))
-    assert sealer.drain(240)
-    sealer.close()
+    region.write_record(record_of(attempt, 0, generation, layout, places))
+    seal(region, owner, generation, places)

@@ -300,7 +300,9 @@ def test_a_keeper_that_another_trainer_started_meanwhile_is_not_replaced(
     assert [keeper_pid(first.folder)] == started
 
 
-def test_what_a_superseded_attempt_left_is_never_committed_and_goes(run: Path, runtime: Path) -> None:
+def test_what_a_superseded_attempt_left_is_never_committed_and_goes(
+    run: Path, runtime: Path, other_node: Path
+) -> None:
     """Its keeper was stopped when it died; the next attempt began afresh elsewhere meanwhile."""
     first = begun_process(run, runtime, linger_s=0.5)
     folder = runtime_of(run, runtime)
@@ -308,9 +310,7 @@ def test_what_a_superseded_attempt_left_is_never_committed_and_goes(run: Path, r
     os.kill(pid, signal.SIGSTOP)
     first.do("snapshot", 50, True)
     first.kill()
-    elsewhere = runtime / "elsewhere"
-    elsewhere.mkdir()
-    second = begun(run, elsewhere)
+    second = begun(run, other_node)
     os.kill(pid, signal.SIGCONT)
     eventually(lambda: keeper_pid(folder) is None)
     assert committed(run) == []

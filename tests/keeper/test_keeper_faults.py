@@ -28,6 +28,7 @@ from tests.keeper.driver import (
     kill_keeper,
     runtime_of,
     saved,
+    told,
 )
 from tests.keeper.fake import FakeTrainer, keeper_pid
 from tests.memory.mounts import small_tmpfs
@@ -117,17 +118,15 @@ def test_a_full_disk_is_reported_once_and_the_next_try_works(tmp_path: Path, run
 
 
 def test_a_snapshot_that_failed_and_is_superseded_then_is_said_to_be_given_up(
-    tmp_path: Path, runtime: Path
+    runtime: Path, other_node: Path
 ) -> None:
     """The failure was said before: it does not stand for the last word."""
-    elsewhere = runtime / "elsewhere"
-    elsewhere.mkdir()
     with small_tmpfs(4 << 20) as disk:
         trainer = begun(disk / "run", runtime, kib=1024)
         filler = fill(disk, left=512 << 10)
         trainer.snapshot(1, persist=True)
         trainer.wait_for(lambda status: status.failures)
-        other = FakeTrainer(trainer.run, elsewhere)
+        other = FakeTrainer(trainer.run, other_node)
         other.start()
         filler.unlink()
         eventually(lambda: "superseded" in [line.get("what") for line in ledger(trainer.run)])
@@ -138,11 +137,9 @@ def test_a_snapshot_that_failed_and_is_superseded_then_is_said_to_be_given_up(
             eventually(lambda each=each: keeper_pid(each.folder) is None)
 
 
-def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, runtime: Path) -> None:
+def test_a_superseded_attempt_commits_nothing(trainer: FakeTrainer, other_node: Path) -> None:
     saved(trainer, 1)
-    elsewhere = runtime / "elsewhere"
-    elsewhere.mkdir()
-    other = FakeTrainer(trainer.run, elsewhere)
+    other = FakeTrainer(trainer.run, other_node)
     # It has a name and has not begun.
     saved(trainer, 2)
     assert trainer.client.status().superseded_by is None
@@ -197,18 +194,11 @@ def test_a_ledger_that_cannot_be_written_harms_nothing(run: Path, runtime: Path)
 def test_events_of_the_trainer_stand_in_the_ledger(trainer: FakeTrainer) -> None:
     trainer.client.event({"event": "plan", "leaves": 3, "self": 1, "step": 2})
     trainer.client.event({"event": "skip", "blob": "x" * 40_000})
-    path = trainer.run / "events" / f"{trainer.attempt}.jsonl"
-    lines = eventually(
-        lambda: (
-            [line for line in ledger(trainer.run) if line["event"] in ("plan", "skip")][1:]
-            and ledger(trainer.run)
-        )
-    )
-    plan = next(line for line in lines if line["event"] == "plan")
+    [skip], [plan] = told(trainer.run, "skip", 1), told(trainer.run, "plan", 1)
     assert (plan["leaves"], plan["self"], plan["step"]) == (3, 1, 2)
     assert plan["time"] > 1.6e9
-    assert next(line for line in lines if line["event"] == "skip")["cut_bytes"] > 40_000
-    assert path.exists()
+    assert skip["cut_bytes"] > 40_000
+    assert (trainer.run / "events" / f"{trainer.attempt}.jsonl").exists()
 
 
 def test_no_commit_comes_twice_and_what_is_done_is_found_done(run: Path, runtime: Path) -> None:

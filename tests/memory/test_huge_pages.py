@@ -78,23 +78,6 @@ def test_steps_need_not_end_where_huge_pages_do(memfd: Memfd, step_bytes: int) -
     assert (found.st_size, found.st_blocks * 512) == (num_bytes, num_bytes)
 
 
-def test_between_steps_a_region_is_as_long_as_what_it_has(folder: RuntimeFolder) -> None:
-    seen: list[tuple[int, int]] = []
-
-    def available() -> int:
-        path = os.path.join(folder.path, NAME)
-        if os.path.exists(path):
-            found = os.stat(path)
-            seen.append((found.st_size, found.st_blocks * 512))
-        return 1 << 40
-
-    num_bytes = 2 * memory_budget.STEP_BYTES + 4096
-    made = region.create(folder, NAME, num_bytes, region.NAMED, available=available)
-    assert len(seen) >= 3
-    assert all(size == had for size, had in seen)
-    os.close(made.descriptor)
-
-
 @pytest.mark.process
 def test_a_file_system_without_room_for_huge_pages_is_filled_to_its_last_byte() -> None:
     with small_tmpfs(5 << 20) as base, open(base / "beside", "wb") as beside:

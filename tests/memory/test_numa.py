@@ -10,7 +10,7 @@ import pytest
 
 from flashckpt.memory import memory_budget, region
 from flashckpt.memory.runtime import RuntimeFolder
-from tests.memory.policies import DEFAULT, PREFERRED, policy_of
+from tests.memory.policies import PREFERRED, policy_of
 
 NAME = "slot-00000-0-00000000000000ab"
 SIZE = (3 << 21) + 8192
@@ -48,12 +48,6 @@ def test_a_region_prefers_its_node_for_every_process(folder: RuntimeFolder, kind
     assert made.kind == kind
     assert policy_of(made.descriptor, SIZE) == (PREFERRED, 1)
     assert os.fstat(made.descriptor).st_blocks * 512 == SIZE
-    os.close(made.descriptor)
-
-
-def test_without_a_node_a_region_has_the_policy_of_its_process(folder: RuntimeFolder) -> None:
-    made = region.create(folder, NAME, SIZE, region.MEMFD)
-    assert policy_of(made.descriptor, SIZE) == (DEFAULT, 0)
     os.close(made.descriptor)
 
 

@@ -18,10 +18,11 @@ from flashckpt import _native
 from flashckpt.errors import DamagedError, FormatError, KeeperError
 from flashckpt.format import metadata
 from flashckpt.format.layout import Layout, Leaf
+from flashckpt.format.names import AttemptName
 from flashckpt.memory import region as page
-from flashckpt.memory.region import Record, SlotHeader
+from flashckpt.memory.region import SlotHeader
 from flashckpt.memory.slot import Heartbeat, Sealed, Slot, SlotRing, SlotState
-from tests.keeper.region import write_metadata
+from tests.keeper.region import record_of, seal, write_metadata
 
 IDENTITY = bytes(range(16))
 LAYOUT = Layout.of([Leaf(name="a", dtype="float32", shape=(5, 3)), Leaf(name="b", dtype="uint8", shape=(7,))])
@@ -51,23 +52,10 @@ def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0, *, confirms
     generation = slot.begin(1)
     assert generation is not None
     places = write_metadata(slot.metadata_view, metadata.plan_bytes(LAYOUT), [step, 2], VALUES)
-    record = Record(
-        attempt_number=attempt, attempt_nonce=7, step=step, generation=generation, plan_id=3,
-        table_count=2, values_bytes=len(VALUES), metadata_bytes=places.num_bytes,
-        image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=step, boundary=boundary,
-    )  # fmt: skip
-    slot.write_record(record)
-    seal(slot, generation, places, 2, confirms=confirms)
+    name, how = AttemptName(attempt, "00000007"), {"captured_ns": step, "boundary": boundary}
+    slot.write_record(record_of(name, step, generation, LAYOUT, places, **how))
+    seal(slot, 1, generation, places, confirms=confirms)
     return generation
-
-
-def seal(
-    slot: Slot, generation: int, places: metadata.Geometry, count: int, *, confirms: bool = False
-) -> None:
-    sealer = _native.Sealer()
-    slot.submit(sealer, 1, generation, places, count, confirms=confirms)
-    assert sealer.drain(240)
-    sealer.close()
 
 
 def test_a_sealed_snapshot_comes_back_in_another_mapping(slot: Slot) -> None:

@@ -20,8 +20,8 @@ from flashckpt.memory import region
 from flashckpt.memory import region as page
 from flashckpt.memory.region import Record, SlotHeader, SlotSize
 from flashckpt.memory.slot import Slot
-from tests.keeper.region import write_constants, write_metadata
-from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make, seal
+from tests.keeper.region import record_of, seal, write_constants, write_metadata
+from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make
 
 NONCE = 0xAB54A98CEB1F0AD2
 CONSTANTS = Layout.of([Leaf(name="z", dtype="int64", shape=(2,)), Leaf(name="y", dtype="uint8", shape=(9,))])
@@ -36,14 +36,9 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
     plan, constants_plan = metadata.plan_bytes(LAYOUT), metadata.plan_bytes(CONSTANTS)
     table = array("Q", [1, 2]) + (digests or array("Q", [3, 4]))
     places = write_metadata(slot.metadata_view, plan, table, VALUES, constants_plan)
-    record = Record(
-        attempt_number=1, attempt_nonce=7, step=5, generation=generation, plan_id=3,
-        table_count=len(table), values_bytes=len(VALUES), metadata_bytes=places.num_bytes,
-        image_bytes=LAYOUT.num_bytes, data_start=LAYOUT.data_start, captured_ns=5,
-        constants_bytes=CONSTANTS.num_bytes, constants_nonce=NONCE,
-    )  # fmt: skip
-    slot.write_record(replace(record, **changes))
-    seal(slot, generation, places, len(table))
+    how = {"constants_bytes": CONSTANTS.num_bytes, "constants_nonce": NONCE, **changes}
+    slot.write_record(record_of(ATTEMPT, 5, generation, LAYOUT, places, **how))
+    seal(slot, 1, generation, places)
     return generation
 
 
