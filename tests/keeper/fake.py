@@ -88,24 +88,11 @@ class FakeTrainer:
     """That of the next snapshots, where it is not their step."""
 
     def __init__(
-        self,
-        run: Path,
-        base: Path,
-        *,
-        kib: int = 256,
-        keep: int = 3,
-        linger_s: float = 30.0,
-        timeout_s: float = 30,
-        constants_kib: int = 0,
-        world: int = 1,
-        rank: int = 0,
-        ranks: Sequence[int] = (),
-        join: str = "",
-        remote: Remote | None = None,
-        grace_s: float = 60.0,
-        cache: str = "",
+        self, run: Path, base: Path, *, kib: int = 256, constants_kib: int = 0, keep: int = 3,
+        linger_s: float = 30.0, timeout_s: float = 30, grace_s: float = 60.0, world: int = 1, rank: int = 0,
+        ranks: Sequence[int] = (), join: str = "", remote: Remote | None = None, cache: str = "",
         cache_limit: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`join`: the attempt that another rank has named."""
         self.world, self.rank = world, rank
         self.run, self.layout = run, layout_for(kib)
@@ -124,17 +111,10 @@ class FakeTrainer:
         self.client = KeeperClient(str(run), self.folder, self.life, timeout_s=timeout_s)
         closed_after(self)
         self.client.hello(
-            rank=rank,
-            world=world,
-            attempt=str(self.attempt),
-            keep=self.keep,
-            linger_s=linger_s,
-            environment={"fake": 1},
-            ranks=ranks,
-            remote=remote,
-            grace_s=grace_s,
+            rank=rank, world=world, attempt=str(self.attempt), keep=self.keep, linger_s=linger_s,
+            environment={"fake": 1}, ranks=ranks, remote=remote, grace_s=grace_s,
             cache=CachePlace(cache, cache_limit or None) if cache else None,
-        )
+        )  # fmt: skip
         self.complete = self.attempt.number, 0
         self.sealer = _native.Sealer()
         self.slots: list[Slot] = []
