@@ -107,7 +107,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(run: Path, runtime: Path, cache: Path, faults: Path) -> Scene:
+def scene(cache: Path, run: Path, runtime: Path, faults: Path) -> Scene:
     return Scene(run, runtime, cache, faults)
 
 

@@ -17,6 +17,7 @@ from flashckpt.memory.runtime import RuntimeFolder
 from tests.conftest import keepers_of
 from tests.events import ledger
 from tests.keeper.driver import (
+    ROOT,
     Process,
     begun,
     begun_process,
@@ -261,7 +262,7 @@ def test_the_import_path_of_the_trainer_is_the_keepers(run: Path, tmp_path: Path
         "from pathlib import Path; from tests.keeper.fake import FakeTrainer\n"
         "t = FakeTrainer(Path(sys.argv[1]), Path(sys.argv[2])); t.end(); print('served')"
     )
-    root, flag = str(Path(__file__).resolve().parents[2]), "-P" if sys.version_info >= (3, 11) else "-s"
+    root, flag = str(ROOT), "-P" if sys.version_info >= (3, 11) else "-s"
     found = subprocess.run(
         [sys.executable, flag, "-c", code, str(run), str(runtime), str(tmp_path), root],
         cwd=tmp_path, capture_output=True, text=True, timeout=240,
@@ -284,7 +285,7 @@ def test_a_keeper_is_started_where_the_working_directory_was_deleted(
         "while not t.client.tend(): pass\n"
         "assert keepers_of(base) != [pid]; t.end(); print('served')"
     )
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(ROOT)
     found = subprocess.run(
         [sys.executable, "-c", code, str(run), str(runtime)],
         cwd=here, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True, timeout=240,
@@ -305,3 +306,60 @@ def test_trainers_of_which_no_keeper_heard_leave_no_names(run: Path, runtime: Pa
     assert name.startswith("trainer-")
     eventually(lambda: name not in trainer.folder.names())
     assert trainer.life.stands(trainer.folder)
+
+
+# A trainer under a limit of the system: `attach` works or says why not
+
+
+# Attaches in a child for each value of a limit, after torch was imported once, and says how that ended. What
+# is not an address space is limited to the value, an address space to so many MiB more than are in use.
+_PROGRAM = """
+import os, resource, sys
+from pathlib import Path
+import torch, flashckpt
+import flashckpt.checkpointer.run, flashckpt.checkpointer.resume, flashckpt.runs
+from flashckpt.errors import FlashckptError
+torch.set_num_threads(1)
+limit = getattr(resource, f"RLIMIT_{sys.argv[2]}")
+for value in map(int, sys.argv[3:]):
+    if not (pid := os.fork()):
+        os.closerange(3, 256)
+        if limit == resource.RLIMIT_AS:
+            value = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + (value << 20)
+        model = torch.nn.Linear(64, 64)
+        resource.setrlimit(limit, (value, value))
+        said = "attached"
+        try:
+            checkpointer = flashckpt.attach(sys.argv[1], every=1, model=model)
+            for batch in checkpointer.batches([torch.ones(2, 64)] * 3):
+                model(batch)
+            checkpointer.close()
+        except FlashckptError as error:
+            said = f"flashckpt: {error}"
+        except (OSError, MemoryError) as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(1, (said.replace(chr(10), " ") + chr(10)).encode())
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("limit", "values"),
+    [("NOFILE", (13, 14, 15, 16, 17, 18, 19)), ("FSIZE", (5_000, 70_000, 300_000)), ("AS", (20, 80, 200))],
+)
+def test_no_keeper_stays_where_attach_failed_under_a_limit(
+    limit: str, values: tuple[int, ...], run: Path, runtime: Path
+) -> None:
+    """A keeper lingered for half an hour, with nothing in memory that another attempt could resume from."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(run), limit, *map(str, values)],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=580,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ends = done.stdout.splitlines()
+    assert len(ends) == len(values), done.stdout
+    for end in ends:
+        assert end.startswith(("attached", "flashckpt: ", "MemoryError")), end
+    eventually(lambda: keepers_of(runtime) == [])

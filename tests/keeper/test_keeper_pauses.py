@@ -1,4 +1,4 @@
-"""Pauses between keepers that die over and over, and between writes that fail: nothing is lost in them."""
+"""Keepers that die over and over, stand still, or cannot be told, and writes that fail: nothing is lost."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from flashckpt.keeper import start
 from flashckpt.memory.region import is_region_name
 from flashckpt.persist.job import pause_s
 from flashckpt.store import open_store
+from tests.events import ledger
 from tests.keeper.driver import eventually, kill_keeper, the_keeper
 from tests.keeper.fake import keeper_pid
 from tests.memory.mounts import small_tmpfs
@@ -98,3 +99,42 @@ def test_a_job_elsewhere_is_refused_while_the_keeper_stands_still(
         with pytest.raises(flashckpt.RunHeldError, match=str(checkpointer._session.attempt)):
             attempts.check_not_held(store, elsewhere, watch_s=attempts.WATCH_S)
         assert keeper_pid(client._runtime) != pid
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_run_that_ends_while_its_keeper_is_stopped(in_order: bool, run: Path, runtime: Path) -> None:
+    checkpointer = flashckpt.attach(run, every=1, persist_every=None, model=nn.Linear(60, 60))
+    checkpointer.step()
+    until_slots(checkpointer)
+    checkpointer.step()
+    checkpointer.wait()
+    pid = keeper_pid(checkpointer._session.runtime)
+    assert pid is not None
+    keeper_link, line = checkpointer._keeper_link, checkpointer._session.keeper
+    os.kill(pid, signal.SIGSTOP)
+    try:
+
+        def is_asking() -> bool:
+            keeper_link.wake()
+            if line._lock.acquire(blocking=False):
+                line._lock.release()
+                return False
+            return True
+
+        asked = keeper_link._rounds
+        until(lambda: is_asking() and keeper_link._rounds == asked, "a question to the keeper")
+        keeper_link.timeout_s = 1.0
+        checkpointer._release(closed=in_order)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # What the end of the process closes otherwise.
+    until(lambda: not keeper_link._thread.is_alive(), "the end of the keeper_link")
+    keeper_link.slots.close()
+    checkpointer._session.keeper.close()
+    end = "close" if in_order else "death"
+    eventually(lambda: [each for each in ledger(run) if each["event"] == end and each.get("pid")])
+    if in_order:
+        eventually(lambda: keepers_of(runtime) == [])
+        assert not list(runtime.glob("*/*/*"))
+    else:
+        assert keepers_of(runtime) == [pid]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -227,3 +230,23 @@ def test_the_nodes_lock_is_held_by_one_process_and_does_not_stay_with_its_child(
                 pass
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_memfds_that_cannot_all_be_opened_are_closed() -> None:
+    with contextlib.ExitStack() as stack:
+        for nonce in (1, 2, 3):
+            stack.callback(os.close, os.memfd_create(region.region_name(0, 0, nonce), os.MFD_CLOEXEC))
+        assert len(found := region.memfds_of(os.getpid())) == 3
+        for each in found.values():
+            os.close(each)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        there = set(map(int, os.listdir("/proc/self/fd")))
+        # Two more descriptors fit: that of this listing, which is closed, and the first free one.
+        free = [number for number in range(soft) if number not in there]
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[1], hard))
+        with pytest.raises(OSError, match="Too many open files") as raised:
+            region.memfds_of(os.getpid())
+        assert raised.value.errno == errno.EMFILE
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert set(map(int, os.listdir("/proc/self/fd"))) == there

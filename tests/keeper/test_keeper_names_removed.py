@@ -1,8 +1,11 @@
-"""A living trainer's life lock loses its name: an operator's `rm`, a cleaner of temporary files."""
+"""Names go from under a run that lives: an operator's `rm`, a cleaner of temporary files, a logout."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +21,9 @@ from flashckpt.persist.job import Trainer
 from flashckpt.store import open_store
 from tests import run_view
 from tests.events import ledger
-from tests.keeper.driver import begun_process, committed, eventually, runtime_of
+from tests.keeper.driver import begun, begun_process, committed, ended, eventually, runtime_of, saved
 from tests.keeper.fake import FakeTrainer, keeper_pid
+from tests.keeper.faulty import faulty_keeper
 
 # A round of the keeper is a second or more, and it sweeps several times between two. The first count after a
 # moment may be of a round before it, so the sweep between the second and the third is the first that is not.
@@ -120,3 +124,52 @@ def test_a_lock_that_was_taken_again_meanwhile_stays(run: Path, runtime: Path) -
     assert [each.lock for each in registry.remove_dead()] == [trainer.life.name], "it had no lock then"
     assert trainer.life.stands(trainer.folder)
     folder.close()
+
+
+# The whole folder: a logout that removes what its user has in shared memory
+
+
+def swept(runtime: Path) -> None:
+    for entry in runtime.iterdir():
+        shutil.rmtree(entry)
+
+
+def test_a_run_goes_on_without_its_folder(run: Path, runtime: Path) -> None:
+    trainer = begun(run, runtime)
+    saved(trainer, 1)
+    trainer.snapshot(2)
+    slots = [slot.name for slot in trainer.slots]
+    swept(runtime)
+    # What only the trainer holds now is handed to the next keeper, the sealed step too.
+    assert eventually(trainer.client.tend)
+    assert [step for _, step in sorted(trainer.survivors(), key=lambda row: row[1])] == [1, 2]
+    saved(trainer, 3, 4, 5)
+    assert [slot.name for slot in trainer.slots] == slots
+    assert is_alive(trainer.folder, trainer.life.name)
+    # The first keeper may have taken the trainer for dead when its lock was swept away, and saved step 2.
+    eventually(lambda: set(committed(trainer.run)) - {2} == {3, 4, 5})
+    assert run_view.endings(trainer.store) == {trainer.attempt: ""}, "it lives"
+    ended(trainer)
+    assert run_view.has_ended(trainer.store, trainer.attempt)
+    assert not Path(trainer.folder.path).exists(), "nothing stays behind"
+
+
+def test_a_keeper_whose_trainer_is_dead_saves_what_it_holds(run: Path, tmp_path: Path, runtime: Path) -> None:
+    faults = tmp_path / "faults"
+    with faulty_keeper(run, runtime, faults) as keeper:
+        trainer = begun_process(run, runtime)
+        (faults / "write.pause").touch()
+        trainer.do("snapshot", 7, True)
+        eventually(lambda: (faults / "write.paused").exists())
+        trainer.kill()
+        eventually(lambda: any(line["event"] == "death" for line in ledger(run)))
+        folder = runtime_of(run, runtime)
+        swept(runtime)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            assert keeper.poll() is None, "it has looked at its folder several times by now"
+        (faults / "write.pause").unlink()
+        eventually(lambda: committed(run) == [7])
+        keeper.wait(240)
+        assert keeper.returncode != -signal.SIGKILL
+        assert not folder.exists()
