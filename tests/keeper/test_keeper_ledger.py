@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.commit.view import open_run
 from flashckpt.persist.ledger import FILE_BYTES, Ledger, file_names, lines_of
-from flashckpt.store import open_store
 from flashckpt.store.base import Store
+from tests.commit.runs import new_run
 from tests.events import ledger
 
 ATTEMPT = "000001-0123abcd"
@@ -19,9 +18,7 @@ SMALL = 4096
 
 @pytest.fixture
 def store(run: Path) -> Store:
-    made = open_store(run)
-    open_run(made, create=True)
-    return made
+    return new_run(run)
 
 
 def write(store: Store, steps: range, file_bytes: int = SMALL) -> None:

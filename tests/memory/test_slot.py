@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from flashckpt.format.names import AttemptName
 from flashckpt.memory import region as page
 from flashckpt.memory.region import SlotHeader
 from flashckpt.memory.slot import Heartbeat, Sealed, Slot, SlotRing, SlotState
+from tests.descriptors import closed_after
 from tests.keeper.region import record_of, seal, write_metadata
 
 IDENTITY = bytes(range(16))
@@ -41,10 +41,8 @@ def make(index: int = 0, **changes: Any) -> Slot:
 
 
 @pytest.fixture
-def slot() -> Iterator[Slot]:
-    made = make()
-    yield made
-    made.close()
+def slot() -> Slot:
+    return closed_after(make())
 
 
 def fill(slot: Slot, step: int, attempt: int = 1, boundary: int = 0, *, confirms: bool = False) -> int:
@@ -264,11 +262,8 @@ def newest_in(ring: SlotRing) -> tuple[Slot, Sealed]:
 
 class TestRing:
     @pytest.fixture
-    def slots(self) -> Iterator[list[Slot]]:
-        made = [make(index) for index in range(3)]
-        yield made
-        for each in made:
-            each.close()
+    def slots(self) -> list[Slot]:
+        return [closed_after(make(index)) for index in range(3)]
 
     def test_free_slots_come_first_then_the_oldest_sealed_and_never_the_newest(
         self, slots: list[Slot]

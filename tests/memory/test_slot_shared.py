@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from flashckpt.memory import region
 from flashckpt.memory import region as page
 from flashckpt.memory.region import Record, SlotHeader, SlotSize
 from flashckpt.memory.slot import Slot
+from tests.descriptors import closed_after
 from tests.keeper.region import record_of, seal, write_constants, write_metadata
 from tests.memory.test_slot import IDENTITY, LAYOUT, VALUES, fill, flip, make
 
@@ -43,19 +43,16 @@ def fill_shared(slot: Slot, digests: array[int] | None = None, **changes: int) -
 
 
 @pytest.fixture
-def slot() -> Iterator[Slot]:
-    made = make()
-    yield made
-    made.close()
+def slot() -> Slot:
+    return closed_after(make())
 
 
 @pytest.fixture
-def filled() -> Iterator[Slot]:
+def filled() -> Slot:
     """A region that is sealed with DATA."""
-    made = make(nonce=NONCE, holds_constants=True)
+    made = closed_after(make(nonce=NONCE, holds_constants=True))
     write_constants(made, 1, ATTEMPT, CONSTANTS, DATA)
-    yield made
-    made.close()
+    return made
 
 
 def found_in(slot: Slot) -> Metadata:
