@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 import torch
 
 import flashckpt
-from flashckpt import PersistError, StateError
-from tests.checkpointer.test_loop import Job, loader
+from flashckpt import StateError
+from tests.checkpointer.test_loop import Job
 from tests.processes import keepers_of
 from tests.waiting import newest_sealed, until
 
@@ -70,50 +69,6 @@ def test_the_newest_snapshot_is_saved_where_the_last_boundary_cannot_be_captured
     assert saved_behind(run, runtime) == [SEALED]
     with flashckpt.attach(run, spoilt=Spoilt(), **Job().named) as again:  # the run was let go
         assert again.completed == SEALED
-
-
-@pytest.mark.parametrize("error", [StateError("spoilt"), KeyboardInterrupt("spoilt")])
-def test_so_it_is_at_the_end_of_a_loop(error: BaseException, tmp_path: Path, runtime: Path) -> None:
-    """A state that cannot be saved any more stops no training before."""
-    run, spoilt, job = tmp_path / "run", Spoilt(), Job()
-    options = {"every": SEALED, "persist_every": None, "spoilt": spoilt, **job.named}
-    batches = flashckpt.loop(loader(2 * SEALED + 1), run, **options)  # type: ignore[arg-type]
-    slots = batches.checkpointer._keeper_link.slots
-
-    def train() -> None:
-        for x in batches:
-            job.train(x)
-            if batches.completed == 1:
-                until(lambda: slots.ready, "slots")
-            if batches.completed == SEALED:
-                until(lambda: newest_sealed(batches.checkpointer) == SEALED, "the snapshot")
-                spoilt.error = error
-
-    with pytest.raises(type(error), match="spoilt"):
-        train()
-    assert batches.completed == 2 * SEALED + 1 or isinstance(error, KeyboardInterrupt)
-    assert saved_behind(run, runtime) == [SEALED]
-
-
-def test_where_the_newest_is_torn_the_one_before_it_is_saved(tmp_path: Path, runtime: Path) -> None:
-    """A bit of it flips in memory before anybody has asked for it."""
-    run, job = tmp_path / "run", Job()
-    checkpointer = flashckpt.attach(run, every=1, persist_every=None, **job.named)
-    for step in range(1, SEALED + 1):
-        job.train(torch.ones(1, 4))
-        checkpointer.step()
-        until(lambda step=step: newest_sealed(checkpointer) == step, "the snapshot")
-    (keeper,) = keepers_of(runtime)
-    os.kill(keeper, signal.SIGSTOP)  # it does not find out before somebody waits
-    ring = checkpointer._keeper_link.slots.ring
-    assert ring is not None
-    slot, sealed = ring.newest_sealed() or pytest.fail("there is none")
-    slot.image_view[sealed.record.data_start] ^= 1
-    slot.request_persist(sealed.generation)
-    os.kill(keeper, signal.SIGCONT)
-    with pytest.raises(PersistError, match=f"[Ss]tep {SEALED} .*not those of its boundary"):
-        checkpointer.close()
-    assert saved_behind(run, runtime) == [SEALED - 1]
 
 
 PROGRAM = """
