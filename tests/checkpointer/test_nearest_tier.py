@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -154,36 +150,6 @@ def test_a_run_that_went_on_elsewhere_goes_on_from_there(run: Path, remote: Path
     again = Job()
     assert resumed(run, remote, again) == (5, "remote")
     assert torch.equal(again.model.weight, job.model.weight)
-
-
-@pytest.mark.long
-def test_a_node_that_saved_nothing_meanwhile_comes_back(
-    run: Path, remote: Path, tmp_path: Path, kill_keepers: Callable[..., None]
-) -> None:
-    """Its attempt began and ended, and the remote never heard of it; another node went on there."""
-    elsewhere = tmp_path / "elsewhere"
-    with attached(elsewhere, remote, Job()) as checkpointer:
-        assert checkpointer.completed == 4
-        checkpointer.step()
-        checkpointer.save()
-        checkpointer.wait()
-    until(lambda: flashckpt.steps(remote)[-1] == 5, "the copy")
-    with flashckpt.attach(run, every=None, persist_every=None, **Job().named) as checkpointer:
-        assert checkpointer.completed == 4
-        with pytest.raises(flashckpt.RunHeldError, match="already attached by this process"):
-            attached(run, remote, Job())  # a job that lives may save something yet
-        told = attached_elsewhere(run, remote)
-        assert f"RunHeldError: {run} is held: " in told
-        assert f"by process {os.getpid()} on this machine" in told
-    kill_keepers(remove_regions=True)
-    assert resumed(run, remote) == (5, "remote")
-
-
-def attached_elsewhere(run: Path, remote: Path) -> str:
-    """How another process ends that attaches."""
-    code = "import sys, torch, flashckpt; m = torch.nn.Linear(4, 4)\n"
-    code += "flashckpt.attach(sys.argv[1], remote=sys.argv[2], model=m)"
-    return subprocess.run([sys.executable, "-c", code, run, remote], capture_output=True, text=True).stderr
 
 
 def test_of_two_runs_none_is_loaded(run: Path, remote: Path, tmp_path: Path) -> None:
