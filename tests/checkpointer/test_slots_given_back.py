@@ -16,30 +16,11 @@ from flashckpt.memory.region import SlotSize
 from tests.checkpointer.damaged import quarantined
 from tests.checkpointer.test_loop import Job
 from tests.events import ledger
-from tests.processes import keepers_of
-from tests.waiting import newest_sealed, until
+from tests.waiting import abandon, newest_sealed, until
 
 
 def regions(runtime: Path) -> list[Path]:
     return sorted(runtime.glob("*/*/slot-*"))
-
-
-class _Left(Exception):
-    pass
-
-
-def test_slots_that_were_ready_and_never_taken(tmp_path: Path, runtime: Path) -> None:
-    def leave() -> None:
-        with flashckpt.attach(tmp_path / "run", every=None, **Job().named) as checkpointer:
-            checkpointer._keeper_link.slots.ask(SlotSize(4096, 1 << 16))
-            until(lambda: checkpointer._keeper_link.slots.ready, "slots")
-            assert len(regions(runtime)) == 3
-            raise _Left
-
-    with pytest.raises(_Left):
-        leave()
-    until(lambda: not regions(runtime), "the regions to go")
-    assert keepers_of(runtime), "it lingers: nobody has said that the run is over"
 
 
 def test_slots_that_cannot_be_made_usable(
@@ -99,15 +80,11 @@ def test_what_was_resumed_from_does_not_wait_for_the_garbage_collector(
 ) -> None:
     """Training loops turn it off; and a region that is mapped still takes its memory."""
     run = tmp_path / "run"
-
-    def leave() -> None:
-        with flashckpt.attach(run, every=None, **Job().named) as checkpointer:
-            checkpointer.save()
-            checkpointer.wait()
-            raise _Left  # so that its slots survive it
-
-    with pytest.raises(_Left):
-        leave()
+    checkpointer = flashckpt.attach(run, every=None, **Job().named)
+    checkpointer.save()
+    checkpointer.wait()
+    abandon(checkpointer)  # so that its slots survive it
+    del checkpointer
     if tier == "local":
         kill_keepers(remove_regions=True)
     gc.collect()
