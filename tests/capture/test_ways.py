@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -170,18 +170,25 @@ def test_clones_for_which_the_device_has_no_memory_cost_one_snapshot(
     assert loop.iterate().captured
 
 
-def test_a_torn_leaf_that_another_rank_holds_later_is_not_sought_in_this_slot(make: Maker) -> None:
-    """Ranks of a node divide the leaves anew when one comes: the leaf that was torn is left to another."""
-    loop = make(device_memory=0, sharing=Sharing(0, is_divided=True, node=(0, 1), least_bytes=1))
+def sharing(make: Maker, device_memory: int) -> Accelerated:
+    """One of two ranks of a node, which divide a state that both hold."""
+    ranks = Sharing(0, is_divided=True, node=(0, 1), least_bytes=1)
+    loop = make(device_memory=device_memory, sharing=ranks)
     walk = loop.state.walk
 
-    def shared(used_up: Any) -> Any:
+    def shared(used_up: Callable[..., bool]) -> Walk:
         found = walk(used_up)
-        for leaf in found.leaves:
-            leaf.replicas = (0, 1)
+        for live in found.leaves:
+            live.replicas = (0, 1)
         return found
 
     loop.state.walk = shared  # type: ignore[method-assign]
+    return loop
+
+
+def test_a_torn_leaf_that_another_rank_holds_later_is_not_sought_in_this_slot(make: Maker) -> None:
+    """Ranks of a node divide the leaves anew when one comes: the leaf that was torn is left to another."""
+    loop = sharing(make, 0)
     for _ in range(2):
         assert loop.iterate().captured
         loop.finish()
@@ -383,7 +390,8 @@ def test_a_copy_that_is_still_running_skips_the_next_boundary(make: Maker) -> No
     assert loop.result() == "exact"
 
 
-def test_nothing_is_enqueued_while_a_graph_is_captured(make: Maker) -> None:
+def test_nothing_is_enqueued_or_queried_while_a_graph_is_captured(make: Maker) -> None:
+    """Also once the copies have ended: a query of an event would invalidate the user's graph."""
     loop = warm(make(device_memory=0))
     loop.device.side.hold()
     loop.iterate()
@@ -392,6 +400,10 @@ def test_nothing_is_enqueued_while_a_graph_is_captured(make: Maker) -> None:
     loop.optimizer.step()
     assert loop.capture.boundary(99, lambda: b"{}").verdict in (Verdict.NOT_QUALIFIED, Verdict.SKIPPED)
     assert before
+    loop.device.side.release()
+    loop.device.side.drain()
+    assert loop.sealer.drain(240)
+    assert loop.capture.boundary(99, lambda: b"{}").verdict is not Verdict.CAPTURED
     loop.device.graph_capture = False
     loop.finish()
     assert loop.iterate().captured
@@ -406,19 +418,6 @@ def test_a_device_without_memory_skips_snapshots_and_the_run_continues(make: Mak
     assert "memory" in outcome.reason
     loop.device.out_of_memory = False
     warm(loop)
-
-
-def test_nothing_is_queried_during_a_graph_capture(make: Maker) -> None:
-    """A query of an event during the capture would invalidate the user's graph."""
-    loop = warm(make(), 4)
-    loop.device.side.hold()
-    loop.iterate()
-    loop.device.graph_capture = True  # any use of the device fails from here on
-    loop.device.side.release()
-    loop.device.side.drain()
-    assert loop.sealer.drain(240)
-    assert loop.capture.boundary(99, lambda: b"{}").verdict is not Verdict.CAPTURED
-    loop.device.graph_capture = False
 
 
 def test_without_the_kernel_the_host_waits_for_the_devices_kernels(make: Maker) -> None:
@@ -580,16 +579,7 @@ def test_leaves_of_optimizers_whose_hooks_were_seen_are_gated() -> None:
 def test_leaves_of_another_rank_are_digested_in_order_and_not_copied(
     make: Maker, ring: SlotRing, memory: int
 ) -> None:
-    loop = make(device_memory=memory, sharing=Sharing(0, is_divided=True, node=(0, 1), least_bytes=1))
-    walk = loop.state.walk
-
-    def shared(used_up: Callable[..., bool]) -> Walk:
-        found = walk(used_up)
-        for live in found.leaves:
-            live.replicas = (0, 1)
-        return found
-
-    loop.state.walk = shared  # type: ignore[method-assign]
+    loop = sharing(make, memory)
     left: set[str] = set()
     for _ in range(4):
         loop.device.compute.hold()
