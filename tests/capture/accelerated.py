@@ -93,7 +93,7 @@ class Accelerated:
     def add(self, name: str, tensor: Tensor) -> Tensor:
         """One more tensor of the state, on the device."""
         self.device.adopt(tensor)
-        self.state.named.setdefault("more", {})[name] = tensor
+        self.state.more[name] = tensor
         return tensor
 
     def kernel(self, work: Callable[[], Any], stream: SimulatedStream | None = None) -> None:
@@ -155,7 +155,7 @@ class Accelerated:
         if found is None or found[1].step != self.step:
             return "none"
         content = newest(self.ring)
-        gradients = {name for name in content.leaves if name.endswith(".grad")}
+        gradients = {name for name in content.leaves if name.startswith("gradients.")}
         leaves = {name: data for name, data in content.leaves.items() if name not in gradients}
         assert leaves == self.references[content.step]
         assert content.torn == []

@@ -1,10 +1,9 @@
-"""Reads slots as the keeper does, and provides a small walkable state for tests of the capture alone."""
+"""Reads slots as the keeper does, and provides a small state for tests of the capture alone."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sized
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,12 @@ from torch import Tensor
 from flashckpt import _native
 from flashckpt.capture import Capture
 from flashckpt.capture.hooks import Habit
-from flashckpt.format.layout import PAGE, Box, Leaf
+from flashckpt.format.layout import PAGE, Leaf
 from flashckpt.memory.region import SlotHeader, SlotSize, round_up
 from flashckpt.memory.slot import Slot, SlotRing
+from flashckpt.state.tree import LiveLeaf, Tree, Walk
 from tests.descriptors import closed_after
+from tests.state.image import all_used_up
 
 # nonce -> region of constants, as a keeper holds them.
 REGIONS: dict[int, Slot] = {}
@@ -102,95 +103,25 @@ def newest(ring: SlotRing) -> Content:
     return Content(found[0])
 
 
-@dataclass
-class Live:
-    name: str
-    tensor: Tensor
-    kind: str = "other"
-    owner: Any = None
-    container: Any = None
-    key: Any = None
-    aliases: list[str] = field(default_factory=list)
-    tied: list[Tensor] = field(default_factory=list)
-    box: Box | None = None
-    replicas: tuple[int, ...] = ()
-    wrapper: Tensor | None = None
+class State(Tree):
+    """The named objects, and a dictionary `more` of tensors that come later. Counts its walks."""
 
-    @property
-    def held(self) -> Tensor:
-        return self.tensor
-
-
-@dataclass
-class Walk:
-    leaves: list[Live]
-    guards: list[tuple[Sized, int]]
-    anchors: list[tuple[Any, Any, Any]]
-
-
-class State:
-    """Modules, optimizers and plain dictionaries of tensors, walked again each time. Dictionaries whose name
-    is in `fresh` return copies each time, as a `state_dict` may."""
-
-    def __init__(self, **named: Any) -> None:
-        self.named = named
+    def __init__(self, more: dict[str, Tensor] | None = None, **named: Any) -> None:
+        self.more = {} if more is None else more
         self.walks = 0
-        self.current: Walk | None = None
+        super().__init__({**named, "more": self.more})
+        self.walks = 0
 
-    @property
-    def optimizers(self) -> list[Any]:
-        return [each for each in self.named.values() if isinstance(each, torch.optim.Optimizer)]
-
-    def walk(self, used_up: Callable[[Tensor, Tensor], bool]) -> Walk:
+    def walk(self, used_up: Callable[[Any, Tensor], bool]) -> Walk:
         self.walks += 1
-        walk = self.current = Walk([], [], [])
-        for name, each in self.named.items():
-            if isinstance(each, torch.nn.Module):
-                _module(walk, name, each, used_up)
-            elif isinstance(each, torch.optim.Optimizer):
-                _optimizer(walk, name, each)
-            else:
-                walk.guards.append((each, len(each)))
-                for key, tensor in each.items():
-                    walk.leaves.append(Live(f"{name}.{key}", tensor, container=each, key=key))
-        return walk
+        return super().walk(used_up)
 
-    def walk_now(self) -> list[Live]:
+    def walk_now(self) -> list[LiveLeaf]:
         """Walk every leaf without gradients; `current` stays the plan's walk."""
         current, walks = self.current, self.walks
-        leaves = self.walk(lambda parameter, gradient: True).leaves
+        leaves = self.walk(all_used_up).leaves
         self.current, self.walks = current, walks
         return leaves
-
-
-def _module(
-    walk: Walk, name: str, module: torch.nn.Module, used_up: Callable[[Tensor, Tensor], bool]
-) -> None:
-    for path, inner in module.named_modules():
-        prefix = f"{name}.{path}." if path else f"{name}."
-        for kind, owner in (("parameter", inner._parameters), ("buffer", inner._buffers)):
-            walk.guards.append((owner, len(owner)))
-            for key, tensor in owner.items():
-                if tensor is None:
-                    continue
-                walk.leaves.append(Live(prefix + key, tensor, kind, inner, owner, key))
-                if kind == "parameter" and tensor.grad is not None and not used_up(tensor, tensor.grad):
-                    walk.leaves.append(
-                        Live(prefix + key + ".grad", tensor.grad, "gradient", inner, tensor, "grad")
-                    )
-
-
-def _optimizer(walk: Walk, name: str, optimizer: torch.optim.Optimizer) -> None:
-    walk.guards.append((optimizer.state, len(optimizer.state)))
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for place, parameter in enumerate(parameters):
-        state = optimizer.state.get(parameter)
-        if state is None:
-            continue
-        walk.guards.append((state, len(state)))
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                walk.leaves.append(Live(f"{name}.{place}.{key}", value, "optimizer", optimizer, state, key))
 
 
 def bytes_of(tensor: Tensor) -> bytes:

@@ -20,22 +20,24 @@ from flashckpt.options import Options
 from flashckpt.state.tree import Tree
 
 from .accelerated import LARGE, Accelerated
-from .content import Content, Live, State, bytes_of, give_region, make_region, newest
+from .content import Content, State, bytes_of, give_region, make_region, newest
 
 
 class Frozen(State):
     """A state with parameters that have no gradient and are in no optimizer, and one small tensor."""
 
     def __init__(self, *weights: torch.Tensor) -> None:
-        super().__init__(a={"a": torch.ones(3)})
-        self.weights = {f"w{i}": weight for i, weight in enumerate(weights)}
+        self.frozen = torch.nn.Module()
+        for i, weight in enumerate(weights):
+            self.set(f"w{i}", weight)
+        super().__init__(frozen=self.frozen, a={"a": torch.ones(3)})
 
-    def walk(self, used_up):  # type: ignore[no-untyped-def]
-        walk = super().walk(used_up)
-        walk.guards.append((self.weights, len(self.weights)))
-        for name, weight in self.weights.items():
-            walk.leaves.append(Live(f"frozen.{name}", weight, "parameter", None, self.weights, name))
-        return walk
+    def set(self, name: str, weight: torch.Tensor) -> None:
+        self.frozen.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.frozen._parameters  # type: ignore[return-value]
 
 
 class Alike(Frozen):
@@ -106,9 +108,9 @@ def write(state: Frozen, how: str) -> None:
         case "numpy":
             weight.numpy().reshape(-1)[3] += 5.0
         case "other":
-            state.weights["w0"] = torch.randn_like(weight)
+            state.set("w0", torch.randn_like(weight))
         case "reshaped":
-            state.weights["w0"] = weight.view(2, -1).clone()
+            state.set("w0", weight.view(2, -1).clone())
 
 
 # ---- in host memory
@@ -236,7 +238,7 @@ def test_a_parameter_added_later_is_an_ordinary_leaf(start: Start) -> None:
     run = start(frozen(1))
     give_region(run.capture)
     run.captured(1)
-    run.state.weights["late"] = torch.randn(LARGE)
+    run.state.set("late", torch.randn(LARGE))
     for step in range(2, 6):
         assert run.captured(step).constants == ["frozen.w0"]
     assert run.capture.region_wanted() is None
@@ -309,7 +311,7 @@ def test_ranks_with_and_without_a_region_assign_replicas_equally(
     for rank in range(2):
         torch.manual_seed(2)
         state = Alike(*(torch.randn(LARGE + 1000 * i) for i in range(4)))
-        state.named["b"] = {f"b{i}": torch.randn(LARGE + 700 * i) for i in range(4)}
+        state.more |= {f"b{i}": torch.randn(LARGE + 700 * i) for i in range(4)}
         sharing = Sharing(rank, is_divided=True, least_bytes=1)
         run = start(state, sharing=sharing)
         region = give_region(run.capture)

@@ -102,10 +102,8 @@ def test_record_and_metadata_match_the_capture(run: Run, ring: SlotRing) -> None
 
 def test_leaves_that_are_not_row_major_are_stored_row_major(run: Run, ring: SlotRing) -> None:
     run.model.to(memory_format=torch.channels_last)
-    run.state.named["more"] = {
-        "t": torch.arange(12.0).view(3, 4).t(),
-        "half": torch.ones(3, dtype=torch.bfloat16),
-    }
+    run.state.more["t"] = torch.arange(12.0).view(3, 4).t()
+    run.state.more["half"] = torch.ones(3, dtype=torch.bfloat16)
     content = captured(run, ring)
     assert content.leaf("model.0.weight").stride == tuple(run.model[0].weight.stride())
     assert content.leaf("model.head.weight").stride is None
@@ -133,7 +131,8 @@ def test_new_memory_and_another_tensor_in_the_same_place_are_followed(run: Run, 
 
 
 def test_leaves_that_come_and_go_or_change_their_shape_change_the_plan(run: Run, ring: SlotRing) -> None:
-    more = run.state.named["more"] = {"a": torch.ones(4, 3)}
+    more = run.state.more
+    more["a"] = torch.ones(4, 3)
     captured(run, ring)
     more["b"] = torch.zeros(5, dtype=torch.int64)
     assert "more.b" in captured(run, ring).leaves
@@ -146,7 +145,7 @@ def test_leaves_that_come_and_go_or_change_their_shape_change_the_plan(run: Run,
 
 
 def test_zero_size_and_scalar_leaves(run: Run, ring: SlotRing) -> None:
-    run.state.named["more"] = {
+    run.state.more |= {
         "none": torch.empty(0, 7),
         "scalar": torch.tensor(3, dtype=torch.int16),
         "odd": torch.arange(7, dtype=torch.uint8),
@@ -173,7 +172,7 @@ def test_without_slots_a_boundary_is_skipped_and_the_size_is_known(
 
 def test_a_state_that_outgrew_its_slots_reports_the_size_needed(run: Run, ring: SlotRing) -> None:
     run.iterate()
-    run.state.named["more"] = {"big": torch.zeros(5 << 20)}
+    run.state.more["big"] = torch.zeros(5 << 20)
     run.capture._planner.drop()
     outcome = run.iterate()
     assert outcome.verdict is Verdict.SKIPPED
@@ -279,7 +278,8 @@ def test_a_host_leaf_that_is_written_while_it_is_copied_is_not_sealed(
     copying: str,
 ) -> None:
     run = Run(ring, sealer)
-    more = run.state.named["more"] = {"ema": torch.zeros(3000), "odd": torch.zeros(30, 50).t()}
+    more = run.state.more
+    more |= {"ema": torch.zeros(3000), "odd": torch.zeros(30, 50).t()}
     captured(run, ring)
     caplog.set_level("WARNING", "flashckpt")
     for times in (1, 2):

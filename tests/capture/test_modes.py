@@ -17,7 +17,7 @@ from .content import State, exact, newest
 
 def test_leaves_in_host_memory(ring: SlotRing, sealer: _native.Sealer) -> None:
     """Leaves that are not row-major are read again into a new tensor."""
-    state = State(some={"turned": torch.randn(30, 20).t(), "plain": torch.randn(5)})
+    state = State(more={"turned": torch.randn(30, 20).t(), "plain": torch.randn(5)})
     capture = Capture(state, ring, sealer, Options(), schedule=Pace(1))
     with torch.device("meta"):
         assert capture.boundary(1, lambda: b"{}").captured
@@ -49,7 +49,7 @@ def test_boundaries_in_and_out_of_inference_mode(
     loop = Accelerated(ring, sealer)
     loop.device.has_kernel = has_kernel
     loop.add("turned", torch.randn(30, 20).t())
-    loop.state.named["more"]["host"] = torch.randn(30, 20).t()
+    loop.state.more["host"] = torch.randn(30, 20).t()
     with torch.inference_mode():
         loop.capture.set_slots(ring)
     for number in range(4):

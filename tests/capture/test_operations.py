@@ -59,13 +59,12 @@ def counted(ring: SlotRing, sealer: _native.Sealer, way: str, count: int) -> tup
     leaves = {f"{i:05}.device": torch.full((elements,), float(i)) for i in range(count)}
     device.adopt(*leaves.values())
     hosts = {f"{i:05}.host": torch.full((elements,), float(i)) for i in range(count)}
-    state = State(plain=leaves | hosts)
+    state = State(leaves | hosts)
     if way == "gate":
         for name, leaf in leaves.items():
             module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(leaf))
         device.adopt(*module.parameters())
-        state = State(model=module, plain=hosts)
-        state.named["optimizer"] = Descent(list(module.parameters()), device)
+        state = State(hosts, model=module, optimizer=Descent(list(module.parameters()), device))
     capture = Capture(state, ring, sealer, Options(), [device], optimizers=state.optimizers, schedule=Pace(1))
     for step in range(count, count + 5):
         if way == "gate":

@@ -20,10 +20,10 @@ from flashckpt.format.typed import encode_json
 from flashckpt.memory.slot import SlotRing
 from flashckpt.options import Options
 from flashckpt.state.tree import Tree
+from tests.state.image import all_used_up, restore
 from tests.state.image import capture as image_of
-from tests.state.image import restore
 
-from .content import Content, Live, Walk, bytes_of, newest, resumed_dropping
+from .content import Content, bytes_of, newest, resumed_dropping
 
 
 class Run:
@@ -336,7 +336,7 @@ def test_a_state_that_changes_at_each_read_is_not_captured(start: Start, ring: S
 def test_a_tensor_moved_to_another_device_is_planned_again() -> None:
     """`model.cuda()` keeps the objects. A device pointer must never be read as a host pointer."""
     box = {"w": torch.zeros(4)}
-    plan = Plan(Walk([Live("w", box["w"], "buffer", None, box, "w")], [], []))
+    plan = Plan(Tree({"box": box}).walk(all_used_up))
     torch.utils.swap_tensors(box["w"], torch.zeros(4, device="meta"))
     assert plan.update() is None
     plan.release()

@@ -58,7 +58,7 @@ def run(ring: SlotRing, sealer: _native.Sealer) -> Iterator[Run]:
     run = Run(ring, sealer)
     half = BLOCKS // 2 * ELEMENTS
     sizes = {"large": half, "uneven": half + 7, "small": 3, "medium": 1500}
-    run.state.named["more"] = {name: torch.zeros(size) for name, size in sizes.items()}
+    run.state.more |= {name: torch.zeros(size) for name, size in sizes.items()}
     for _ in range(CHECKED):
         assert run.iterate().captured
     yield run
@@ -86,7 +86,7 @@ def lost(run: Run) -> int:
 def test_every_byte_is_read_again_within_some_captures(
     run: Run, ring: SlotRing, thread: Thread, caplog: pytest.LogCaptureFixture, leaf: str, share: float
 ) -> None:
-    tensor = run.state.named["more"][leaf]
+    tensor = run.state.more[leaf]
     thread.place = tensor, int(share * (len(tensor) - 1))
     captures = 1
     while not lost(run):
@@ -125,7 +125,8 @@ def test_leaves_that_are_not_row_major_are_read_again_in_turn(
     ring: SlotRing, sealer: _native.Sealer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, found = Run(ring, sealer), 0
-    odd = run.state.named["more"] = {name: torch.zeros(30, 50).t() for name in "abc"}
+    odd = run.state.more
+    odd |= {name: torch.zeros(30, 50).t() for name in "abc"}
     for _ in range(CHECKED):
         assert run.iterate().captured
     digest = _native.digest

@@ -18,11 +18,11 @@ from flashckpt.capture.copies import CopyPolicy, Way
 from flashckpt.capture.plan import Plan, Sharing
 from flashckpt.errors import PersistError
 from flashckpt.memory.slot import SlotRing, SlotState
-from flashckpt.state.tree import Tree
+from flashckpt.state.tree import Tree, Walk
 from tests.capture.simulated import SimulatedCopying, SimulatedDevice, SimulatedMark, SimulatedStream
 
 from .accelerated import LARGE, Accelerated, Maker, warm
-from .content import Walk, bytes_of, newest
+from .content import bytes_of, newest
 
 
 def test_a_clone_is_in_the_order_of_the_loops_kernels(make: Maker) -> None:
@@ -47,7 +47,7 @@ def test_the_copy_does_not_start_before_the_loops_kernels_are_done(make: Maker) 
 def test_a_gate_holds_the_next_step_back_until_the_copy_has_ended(make: Maker, is_dropped: bool) -> None:
     """Also of a plan that is dropped meanwhile, because ways are chosen again."""
     loop = warm(make(device_memory=0))
-    assert loop.ways()["model.a"] == loop.ways()["optimizer.0.momentum"] == "gate"
+    assert loop.ways()["model.a"] == loop.ways()["optimizer.state.model.a.momentum"] == "gate"
     loop.begin_copies()
     if is_dropped:
         loop.capture._planner.drop()
@@ -317,7 +317,7 @@ def test_small_leaves_are_cloned_without_an_option(make: Maker) -> None:
     loop = warm(make(device_memory=0))
     ways = loop.ways()
     assert ways["model.small"] == ways["model.brief"] == "clone"
-    assert ways["optimizer.0.step"] == "host"
+    assert ways["optimizer.state.model.a.step"] == "host"
     loop.device.side.hold()
     loop.boundary(ordered=True)
     loop.kernel(lambda: loop.model.small.add_(1))
@@ -477,12 +477,12 @@ def test_host_memory_that_the_device_writes_is_read_after_its_kernels(make: Make
     loop = make(streams=(named,))
     stream = named if case == "named stream" else loop.device.compute
     offloaded = torch.zeros(5000)
-    loop.state.named["more"] = {"offloaded": offloaded}
+    loop.state.more["offloaded"] = offloaded
     if case != "moved":
         loop.device.pin(offloaded)
     warm(loop)
     if case == "moved":
-        offloaded = loop.state.named["more"]["offloaded"] = torch.zeros(5000)
+        offloaded = loop.state.more["offloaded"] = torch.zeros(5000)
         loop.device.pin(offloaded)
     loop.device.compute.drain()
     stream.hold()
