@@ -35,14 +35,6 @@ def test_a_leaf_without_its_memory_is_not_captured(
     assert after == before == 3, "nothing was sealed after it"
 
 
-@pytest.mark.usefixtures("runtime")
-def test_a_storage_that_is_too_small_is_refused_at_attach(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight.untyped_storage().resize_(60)
-    with pytest.raises(StateError, match=r"model\.1\.weight.*storage that is smaller"):
-        flashckpt.attach(tmp_path / "run", model=model)
-
-
 class Labelled(torch.Tensor):
     """A subclass with its own say on every function, as quantizers' are."""
 
@@ -54,13 +46,15 @@ class Labelled(torch.Tensor):
 
 
 @pytest.mark.usefixtures("runtime")
-def test_a_subclass_without_memory_is_refused_at_attach(tmp_path: Path) -> None:
-    model = nn.Module()
-    model.register_buffer("table", torch.zeros(64).as_subclass(Labelled))
+def test_a_storage_that_is_too_small_is_refused_at_attach(tmp_path: Path) -> None:
+    model, other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Module()
+    model[1].weight.untyped_storage().resize_(60)
+    other.register_buffer("table", torch.zeros(64).as_subclass(Labelled))
     with torch._C.DisableTorchFunctionSubclass():
-        model.table.untyped_storage().resize_(0)
-    with pytest.raises(StateError, match=r"model\.table.*storage that is smaller"):
-        flashckpt.attach(tmp_path / "run", model=model)
+        other.table.untyped_storage().resize_(0)
+    for each, place in ((model, r"model\.1\.weight"), (other, r"model\.table")):
+        with pytest.raises(StateError, match=f"{place}.*storage that is smaller"):
+            flashckpt.attach(tmp_path / "run", model=each)
 
 
 @pytest.mark.usefixtures("runtime")

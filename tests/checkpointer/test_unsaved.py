@@ -56,16 +56,6 @@ def test_a_part_that_never_comes_is_waited_for_not_for_ever(monkeypatch: pytest.
     assert session.asked > 1
 
 
-def failing_session(tmp_path: Path, step: int, stored: int | None = None) -> Any:
-    """Its keeper tries this step over and over: each try writes, and storage fails."""
-    store = new_run(tmp_path / "run")
-    if stored is not None:
-        commit(store, stored, attempt_at(store))
-    session: Any = Saying(*(Status(waiting=(step,), failing=(step,), progress_bytes=n) for n in range(6)))
-    session.store = store
-    return session
-
-
 class Rewriting(Saying):
     """Each try of the keeper writes bytes, and fails."""
 
@@ -82,10 +72,10 @@ def test_bytes_that_are_written_in_vain_again_and_again_are_no_progress(
     shorten(monkeypatch, failing_s=0.1, idle_s=0.1, writing_s=0.1)
     failing = Status(waiting=(7,), failing=(7,), persisting=persisting)
     session: Any = Rewriting(failing)
-    session.store = failing_session(tmp_path, 7, stored=9).store
+    session.store = new_run(tmp_path / "run")
+    with pytest.raises(RunError, match="step 7 is whole in this node's memory"):
+        resume._saved_by_keeper(session)
+    commit(session.store, 9, attempt_at(session.store))
+    session.asked = 0
     resume._saved_by_keeper(session)
     assert session.asked > 1
-    newest: Any = Rewriting(failing)
-    newest.store = failing_session(tmp_path / "newest", 7).store
-    with pytest.raises(RunError, match="step 7 is whole in this node's memory"):
-        resume._saved_by_keeper(newest)
