@@ -19,6 +19,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
 )
@@ -58,6 +59,25 @@ class Owning(Items):
         python, numpy, own = self.own
         drawn = torch.rand(1, generator=own).item()
         return super().__getitem__(index) + (python.random(), float(numpy.random()), drawn)
+
+
+class StatefulStream(IterableDataset[Any]):
+    """Continues from its state once, and then starts again."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 18:
+            self.at += 1
+            yield self.at, random.random()
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
 
 
 class Noise(nn.Module):

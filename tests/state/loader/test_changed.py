@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import runs
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from flashckpt.errors import BoundaryError, MismatchError
 from flashckpt.state.loader.source import ReplayedSource
@@ -63,26 +63,9 @@ def test_another_order_on_the_same_ranks_is_logged(caplog: pytest.LogCaptureFixt
     assert len(source) == 6
 
 
-class Numbers(IterableDataset[int]):
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 12:
-            self.at += 1
-            yield self.at
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 def test_another_batch_size_of_a_stream_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    position = position_of(DataLoader(Numbers(), 2), 2)
-    source_of(DataLoader(Numbers(), 3)).begin(0, position)
+    position = position_of(DataLoader(runs.StatefulStream(), 2), 2)
+    source_of(DataLoader(runs.StatefulStream(), 3)).begin(0, position)
     assert "batch_size is 3 and was 2" in caplog.text
 
 

@@ -3,7 +3,6 @@ refused."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import random
@@ -16,7 +15,7 @@ import pytest
 import runs
 import torch
 from fresh import in_fresh_process
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from flashckpt.errors import BoundaryError, OptionError, StateError
 from flashckpt.format.typed import Encoded, decode_json, encode_json
@@ -24,6 +23,7 @@ from flashckpt.state.loader.source import ReplayedSource
 from flashckpt.state.loader.sources import source_of
 from flashckpt.state.loader.stateful import decoded_state, encoded_state
 from flashckpt.state.values import StoredTensor
+from tests.resume.loaders import Sticky
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -34,54 +34,6 @@ class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         for index in range(18):
             yield index, torch.rand(1).item()
-
-
-class StatefulStream(IterableDataset[Any]):
-    """Continues from its state once, and then starts again."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.at < 18:
-            self.at += 1
-            yield self.at, random.random()
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-class Sticky(IterableDataset[Any]):
-    """Like the data sets of Hugging Face (datasets 5.2): each `iter()` starts at the state that was loaded
-    last, and the loaded state is not in `state_dict` before a batch was drawn."""
-
-    def __init__(self) -> None:
-        self._starting_state_dict: dict[str, Any] | None = None
-        self._state = {"shards": {"shard": 0, "example": 0}, "epoch": 0}
-
-    def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        shards = list(range(3))[worker.id :: worker.num_workers] if worker else list(range(3))
-        starting = self._starting_state_dict
-        begin = starting["shards"] if starting else {"shard": 0, "example": 0}
-        self._state = {"shards": dict(begin), "epoch": 0}
-        now = self._state["shards"]
-        assert isinstance(now, dict)
-        while now["shard"] < len(shards):
-            while now["example"] < 6:
-                now["example"] += 1
-                yield shards[now["shard"]], now["example"] - 1, torch.rand(1).item()
-            now["shard"], now["example"] = now["shard"] + 1, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy(self._state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._starting_state_dict = state
 
 
 class Endless(IterableDataset[Any]):
@@ -270,7 +222,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 LOADERS: dict[str, Callable[[], Any]] = {
     "torchdata": functools.partial(torchdata_loader, 0),
     "torchdata, plain sampler": functools.partial(torchdata_loader, 0, plain_sampler=True),
-    "stateful data set": lambda: DataLoader(StatefulStream(), batch_size=4),
+    "stateful data set": lambda: DataLoader(runs.StatefulStream(), batch_size=4),
     "sticky data set": lambda: DataLoader(Sticky(), batch_size=4),
     "sticky data set, peeked at": lambda: DataLoader(peeked(Sticky()), batch_size=4),
     "sticky, itself": Sticky,
@@ -352,7 +304,7 @@ def test_epochs_left_early(name: str) -> None:
 
 def items_alone(rows: list[Any]) -> list[Any]:
     # Draws inside workers are not covered.
-    return [row[0] if len(row) == 2 else row[:2] if isinstance(row, tuple) else row for row in rows]
+    return [row[0] if isinstance(row, tuple) else row for row in rows]
 
 
 def test_torchdata_streams_in_persistent_workers_are_refused() -> None:
@@ -558,7 +510,7 @@ RECORDED: dict[str, Callable[[], Any]] = {
     "2 persistent": functools.partial(runs.LOADERS["2 persistent by its own"], "/dev/null"),
     "replayed": lambda: DataLoader(Stream(), batch_size=4),
     "list": lambda: list(range(9)),
-    "stateful": lambda: DataLoader(StatefulStream(), batch_size=4),
+    "stateful": lambda: DataLoader(runs.StatefulStream(), batch_size=4),
 }
 
 
