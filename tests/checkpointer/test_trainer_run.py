@@ -288,14 +288,6 @@ def test_a_run_that_begins_elsewhere_and_is_saved_before_its_first_draw(tmp_path
     second.run.abandon()
 
 
-def test_skipping_beyond_the_end_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "run", "shuffled", 1)
-    trainer.run.begin_at(step=9, epoch=0, batches=BATCHES + 1)
-    with pytest.raises(MismatchError, match=f"ended after {BATCHES} batches"):
-        next(iter(trainer.taps[0]))
-    trainer.run.abandon()
-
-
 def test_a_tap_passes_for_its_loader(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "run", "shuffled", 0)
     [tap], [loader] = trainer.taps, trainer.loaders

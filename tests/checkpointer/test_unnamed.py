@@ -210,7 +210,7 @@ def test_a_frozen_copy_is_reported_once_it_changes(
     assert not changes or "changed in training and not saved, because no name covers it: ema (Seq" in found[0]
 
 
-def test_variables_are_not_kept_alive(tmp_path: Path) -> None:
+def test_variables_are_not_kept_alive_and_a_programs_own_locals_stay(tmp_path: Path) -> None:
     def script() -> None:
         model, ema = net(), net()
         copied = weakref.ref(ema)
@@ -219,13 +219,6 @@ def test_variables_are_not_kept_alive(tmp_path: Path) -> None:
         gc.collect()
         assert copied() is None
         checkpointer.close()
-
-    script()
-
-
-def test_a_programs_own_locals_stay(tmp_path: Path) -> None:
-    def script() -> None:
-        model = net()
         mine = locals()
         flashckpt.attach(tmp_path, model=model).close()
         assert mine["model"] is model

@@ -25,16 +25,6 @@ from tests.waiting import until
 WORLD = 3
 
 
-def test_who_shares_a_node_is_known_to_its_ranks() -> None:
-    def operation(job: Job) -> Any:
-        job.meet("odd" if job.rank % 2 else "even")
-        return job.node, job.nodes
-
-    found = each_rank(5, operation)
-    assert [node for node, _ in found] == [(0, 2, 4), (1, 3), (0, 2, 4), (1, 3), (0, 2, 4)]
-    assert found[0][1] == ((0, 2, 4), (1, 3))
-
-
 def test_rank_0_which_has_the_store_stays_until_all_have_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_PARTING_S", 60.0)
     left: list[int] = []
