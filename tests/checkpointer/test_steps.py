@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 import flashckpt
-from flashckpt.format.names import SnapshotId
 from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.checkpointer.test_loop import Job, Stream, loader
-from tests.commit.runs import newest_of
-from tests.waiting import abandon, newest_sealed, until, until_slots
+from tests.waiting import abandon, newest_sealed, until
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -69,37 +67,6 @@ def test_a_save_in_an_epochs_code_is_of_its_end(tmp_path: Path) -> None:
         assert flashckpt.steps(run) == [3, 6, 9]
         for step, end in zip([3, 6, 9], ends, strict=True):
             assert torch.equal(flashckpt.load(run, step)["model.weight"], end)
-
-
-def test_which_boundary_was_taken_up_stands_in_start_json(tmp_path: Path) -> None:
-    """A batch and the end of its epoch are two boundaries with one step: the ordinal tells them apart, also
-    where nothing is committed."""
-    run, job = tmp_path / "run", Job()
-    with flashckpt.attach(run, every=1, persist_every=None, **job.named) as checkpointer:
-        for _ in checkpointer.epochs(2):
-            for x in checkpointer.batches(loader(3)):
-                job.train(x)
-    store = LocalStore(str(run))
-    committed = newest_of(store, 6)
-    assert committed.boundary == 8
-
-    def parent() -> tuple[SnapshotId | None, int]:
-        start = run_view.start_of(store, run_view.attempts(store)[-1])
-        return start.parent, start.step
-
-    job = Job()
-    checkpointer = flashckpt.attach(run, every=1, persist_every=None, **job.named)
-    assert parent() == (committed.id, 6)
-    for x in checkpointer.batches(loader(3)):
-        until_slots(checkpointer)
-        job.train(x)
-        if checkpointer.completed == 8:
-            break
-    until(lambda: newest_sealed(checkpointer) == 8, "step 8")
-    abandon(checkpointer)
-    with flashckpt.attach(run, every=1, persist_every=None, **Job().named) as checkpointer:
-        assert checkpointer.completed == 8
-        assert parent() == (SnapshotId(run_view.attempts(store)[-2], 2), 8)
 
 
 @pytest.mark.every_set
