@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from tests import zygote
+import flashckpt
 from tests.memory.mounts import small_tmpfs
-
-# Hours of training, so to say.
-_STEPS = 100_000
-
-
-def ended(run: Path, runtime: Path, how: str) -> tuple[int, str, str]:
-    """Steps that were completed, the kind of the error and its words."""
-    environment = {**os.environ, "FLASHCKPT_RUNTIME": str(runtime)}
-    command = ["tests.checkpointer.slotless", str(run), how, str(_STEPS)]
-    done = zygote.shared().run(command, env=environment)
-    assert done.returncode == 0, done.stderr
-    steps, kind, words = done.stdout.strip().split(" ", 2)
-    return int(steps), kind, words
+from tests.processes import keepers_of
+from tests.waiting import abandon, until
 
 
 @pytest.mark.parametrize(("how", "reason"), [("small files", "File too large"), ("no descriptors", "files")])
 def test_a_keeper_that_can_make_no_slot(how: str, reason: str, tmp_path: Path, runtime: Path) -> None:
-    steps, kind, words = ended(tmp_path / "run", runtime, how)
-    assert steps < _STEPS
-    assert kind == "KeeperError"
-    assert reason in words
+    model = nn.Linear(64, 64)
+    checkpointer = flashckpt.attach(tmp_path / "run", every=1, model=model)
+    (keeper,) = keepers_of(runtime)
+    used = max(int(name) for name in os.listdir(f"/proc/{keeper}/fd"))
+    limits = {
+        "small files": (resource.RLIMIT_FSIZE, 1 << 20),
+        "no descriptors": (resource.RLIMIT_NOFILE, used + 1),
+    }
+    what, most = limits[how]
+    before = resource.prlimit(keeper, what)
+    resource.prlimit(keeper, what, (most, before[1]))
+
+    def train() -> None:
+        with torch.no_grad():
+            model.weight += 1
+        checkpointer.step()
+
+    with pytest.raises(flashckpt.KeeperError, match=reason):
+        until(train, "an error")
+    resource.prlimit(keeper, what, before)
+    abandon(checkpointer)
 
 
 @pytest.mark.process
-def test_a_runtime_folder_that_is_read_only(tmp_path: Path) -> None:
+def test_a_runtime_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it is known at once."""
     with small_tmpfs(64 << 20) as runtime:
         subprocess.run(["mount", "-o", "remount,ro", str(runtime)], check=True)
-        steps, kind, words = ended(tmp_path / "run", runtime, "nothing")
-    assert (steps, kind) == (0, "KeeperError")
-    assert "Read-only file system" in words
+        monkeypatch.setenv("FLASHCKPT_RUNTIME", str(runtime))
+        with pytest.raises(flashckpt.KeeperError, match="Read-only file system"):
+            flashckpt.attach(tmp_path / "run", every=1, model=nn.Linear(64, 64))
