@@ -374,24 +374,16 @@ def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
         attach_trainer(tmp_path, {}, integration="testing", on_stop=print, persistevery=3)
 
 
-def test_assets_are_those_of_the_first_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made: list[str] = []
+def with_assets(run: Path, assets: Callable[[], dict[str, bytes]]) -> dict[str, bytes]:
+    """What a run has once a trainer with these assets was attached to it."""
+    state = {"model": nn.Linear(2, 2)}
+    attach_trainer(run, state, integration="tests", on_stop=list, every=None, assets=assets).close()
+    return run_view.assets(open_store(run))
 
-    def assets(name: str) -> Callable[[], dict[str, bytes]]:
-        def make() -> dict[str, bytes]:
-            made.append(name)
-            return {"config.json": name.encode()}
 
-        return make
-
-    for name in ("first", "second"):
-        state = {"model": nn.Linear(2, 2)}
-        run = attach_trainer(
-            tmp_path / "run", state, integration="tests", on_stop=list, every=None, assets=assets(name)
-        )
-        run.close()
-    assert made == ["first"]
-    assert run_view.assets(open_store(tmp_path / "run")) == {"config.json": b"first"}
+def test_assets_are_those_of_the_first_attempt(tmp_path: Path) -> None:
+    for assets in (lambda: {"config.json": b"first"}, lambda: pytest.fail("they are there")):
+        assert with_assets(tmp_path / "run", assets) == {"config.json": b"first"}
 
 
 def fail() -> dict[str, bytes]:
@@ -402,10 +394,5 @@ def fail() -> dict[str, bytes]:
 def test_assets_that_cannot_be_kept_do_not_stop_training(
     assets: Callable[[], dict[str, bytes]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = {"model": nn.Linear(2, 2)}
-    run = attach_trainer(
-        tmp_path / "run", state, integration="tests", on_stop=list, every=None, assets=assets
-    )
-    run.close()
+    assert with_assets(tmp_path / "run", assets) == {}
     assert "needs --config" in caplog.text
-    assert run_view.assets(open_store(tmp_path / "run")) == {}
