@@ -122,41 +122,27 @@ def test_generators_of_loaders_are_as_if_never_stopped(program: Any) -> None:
     check_every_boundary(program, epochs=4)
 
 
-def distributed() -> tuple[DistributedSampler[Any], DataLoader[Any]]:
-    sampler: DistributedSampler[Any] = DistributedSampler(range(ITEMS), num_replicas=1, rank=0)  # type: ignore[arg-type]
-    return sampler, DataLoader(range(ITEMS), batch_size=1, sampler=sampler)  # type: ignore[arg-type]
-
-
-def test_a_samplers_epoch_that_the_program_sets_is_left_alone() -> None:
-    sampler, loader = distributed()
-    progress = Progress()
-    progress.manages_epochs = True
-    for epoch in range(3):
-        sampler.set_epoch(7 * epoch)
-        expected = list(sampler)
-        source = progress.open_batches(loader)
-        assert source is not None
-        assert [int(source.next()) for _ in range(ITEMS)] == expected
-        progress.close_batches()
-        progress.next_epoch()
-
-
-def test_a_whole_run_sets_the_epoch_of_samplers_and_data_set() -> None:
+@pytest.mark.parametrize("sets_epoch", [False, True])
+def test_only_a_whole_run_sets_the_epoch_of_samplers_and_data_set(sets_epoch: bool) -> None:
     class Data(list[int]):
         def set_epoch(self, epoch: int) -> None:
             told.append(epoch)
 
-    sampler, _ = distributed()
     told: list[int] = []
+    sampler: DistributedSampler[Any] = DistributedSampler(range(ITEMS), num_replicas=1, rank=0)  # type: ignore[arg-type]
     progress = Progress()
     progress.manages_epochs = True
     for epoch in range(3):
-        loader = DataLoader(Data(range(ITEMS)), sampler=sampler)  # type: ignore[arg-type]
-        assert progress.open_batches(loader, sets_epoch=True) is not None
-        assert sampler.epoch == epoch
+        sampler.set_epoch(7 * epoch)  # the program's own
+        expected = list(sampler)
+        loader = DataLoader(Data(range(ITEMS)), batch_size=1, sampler=sampler)  # type: ignore[arg-type]
+        source = progress.open_batches(loader, sets_epoch=sets_epoch)
+        assert source is not None
+        assert sampler.epoch == (epoch if sets_epoch else 7 * epoch)
+        assert sets_epoch or [int(source.next()) for _ in range(ITEMS)] == expected
         progress.close_batches()
         progress.next_epoch()
-    assert told == [0, 1, 2]
+    assert told == ([0, 1, 2] if sets_epoch else [])
 
 
 @pytest.mark.process
