@@ -1,52 +1,21 @@
-"""What the log and the ledger are told of snapshots: each thing once, and again where it has changed."""
+"""What the log is told of the age of snapshots: once, and again when it has doubled."""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from flashckpt.checkpointer.run_log import SnapshotLog, limits_s
-from flashckpt.persist.ledger import Event
-
-
-class Captures:
-    """What a capture says of itself."""
-
-    def __init__(self) -> None:
-        self.counts = dict.fromkeys(("snapshots", "snapshots_skipped", "snapshots_lost"), 0.0)
-        self.plan: list[tuple[str, int, int]] = []
-
-    def report(self) -> dict[str, float]:
-        return dict(self.counts)
-
-    def describe(self) -> list[tuple[str, int, int]]:
-        return self.plan
-
-
-def log_of(captures: Captures, limits: tuple[float, float], now: list[float]) -> SnapshotLog:
-    capture: Any = captures
-    return SnapshotLog(capture, limits, clock=lambda: now[0])
-
-
-def test_counts_and_plans_are_told_where_they_changed() -> None:
-    captures = Captures()
-    told = log_of(captures, (1e9, 1e9), [0.0])
-    assert list(told.poll(None, None)) == []
-    captures.counts["snapshots"], captures.plan = 3.0, [("direct", 2, 64)]
-    assert list(told.poll(5, None)) == [
-        (Event.SNAPSHOT, {"step": 5, "count": 3}),
-        (Event.PLAN, {"ways": [["direct", 2, 64]]}),
-    ]
-    captures.counts["snapshots_skipped"] = 2.0
-    assert list(told.poll(5, None)) == [(Event.SKIP, {"step": 5, "count": 2})]
-    assert list(told.poll(5, None)) == []
 
 
 def test_an_age_is_warned_of_past_its_limit_and_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    told = log_of(Captures(), (600.0, 3600.0), now)
+    capture: Any = SimpleNamespace(report=Counter, describe=list)
+    told = SnapshotLog(capture, (600.0, 3600.0), clock=lambda: now[0])
     ages = []
     for seconds, sealed in [(0, 1), (599, 1), (601, 1), (900, 1), (1203, 1), (1300, 2), (1800, 2), (1901, 2)]:
         now[0] = float(seconds)
