@@ -76,7 +76,7 @@ def main() -> None:
     counters = {"batches": 0}
     looped = flashckpt.loop(
         loader(layout, rank, world), run, epochs=epochs, every=1, persist_every=100, model=net,
-        optimizer=optimizer, counters=counters,
+        optimizer=optimizer, counters=counters, own={"rank": rank},
     )  # fmt: skip
     resumed = looped.checkpointer.resumed
     print(f"resumed {resumed.step} {resumed.tier}" if resumed is not None else "began", flush=True)
