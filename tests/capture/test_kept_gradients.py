@@ -58,11 +58,41 @@ def not_to_none(loop: Loop, number: int) -> None:
     loop.train()
 
 
-@pytest.mark.parametrize("iteration", [never, not_to_none])
-def test_gradients_that_persist_are_saved_from_the_first_boundary_on(iteration: Iteration) -> None:
-    loop, saved = run(iteration, 6)
-    assert saved == [2] * 6
-    assert loop.habit == Habit.KEPT
+def at_the_head(loop: Loop, number: int) -> None:
+    loop.optimizer.zero_grad()
+    loop.train()
+
+
+def at_the_end(loop: Loop, number: int) -> None:
+    loop.train()
+    loop.optimizer.zero_grad()
+
+
+def accumulating(loop: Loop, number: int) -> None:
+    """In the middle of it the same tensors persist and are still to be used."""
+    if number % 3 == 0:
+        loop.optimizer.zero_grad()
+    loop.model(torch.randn(4, 3)).square().mean().backward()
+    if number % 3 == 2:
+        loop.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("iteration", "expected", "habit"),
+    [
+        (never, [2] * 6, Habit.KEPT),
+        (not_to_none, [2] * 6, Habit.KEPT),
+        (at_the_head, [2, 2, 0, 0, 0, 0], Habit.DROPPED),
+        (at_the_end, [0] * 4, Habit.UNDECIDED),
+        (accumulating, [2, 2, 2, 2, 2, 2, 2, 2, 0, 2, 2, 0], Habit.DROPPED),
+    ],
+)
+def test_gradients_are_saved_until_it_is_known_that_they_are_dropped(
+    iteration: Iteration, expected: list[int], habit: str
+) -> None:
+    loop, saved = run(iteration, len(expected))
+    assert saved == expected
+    assert loop.habit == habit
 
 
 @pytest.mark.parametrize("at_head", [True, False])
@@ -82,39 +112,6 @@ def test_a_loop_that_drops_them_every_third_iteration(phase: int, at_head: bool)
     there = [2 if at_head or number % 3 != phase else 0 for number in range(9)]
     assert saved == there
     assert loop.habit == Habit.KEPT
-
-
-def test_dropped_gradients_are_not_saved_once_that_is_known() -> None:
-    def iteration(loop: Loop, number: int) -> None:
-        loop.optimizer.zero_grad()
-        loop.train()
-
-    loop, saved = run(iteration, 6)
-    assert saved == [2, 2, 0, 0, 0, 0]
-    assert loop.habit == Habit.DROPPED
-
-
-def test_gradients_dropped_at_the_end_of_the_iteration_are_never_saved() -> None:
-    def iteration(loop: Loop, number: int) -> None:
-        loop.train()
-        loop.optimizer.zero_grad()
-
-    assert run(iteration, 4)[1] == [0] * 4
-
-
-def test_accumulation_keeps_no_used_up_gradients() -> None:
-    """In the middle of an accumulation, the same tensors persist and are still to be used."""
-
-    def iteration(loop: Loop, number: int) -> None:
-        if number % 3 == 0:
-            loop.optimizer.zero_grad()
-        loop.model(torch.randn(4, 3)).square().mean().backward()
-        if number % 3 == 2:
-            loop.optimizer.step()
-
-    loop, saved = run(iteration, 12)
-    assert saved == [2, 2, 2, 2, 2, 2, 2, 2, 0, 2, 2, 0]
-    assert loop.habit == Habit.DROPPED
 
 
 def test_a_boundary_without_an_iteration_decides_nothing() -> None:

@@ -35,10 +35,12 @@ def model_on(device: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("device", ["xpu", "privateuseone"])
-def test_state_on_another_accelerator_is_refused_with_its_place(device: str) -> None:
+def test_state_on_another_accelerator_is_refused_with_its_place(device: str, tmp_path: Path) -> None:
+    """Before anything is created."""
     with pytest.raises(StateError, match=f"is on {device}, .*cannot be saved exactly") as caught:
-        Tree({"model": model_on(device)})
+        flashckpt.attach(tmp_path / "run", model=model_on(device))
     assert caught.value.location == "model.0.table"
+    assert not (tmp_path / "run").exists()
 
 
 def test_rocm_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +48,3 @@ def test_rocm_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StateError, match="ROCm") as caught:
         Tree({"model": model_on("cuda")})
     assert caught.value.location == "model.0.table"
-
-
-def test_attach_refuses_before_it_creates_anything(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="is on xpu"):
-        flashckpt.attach(tmp_path / "run", model=model_on("xpu"))
-    assert not (tmp_path / "run").exists()

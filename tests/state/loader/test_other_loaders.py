@@ -403,19 +403,11 @@ def test_workers_of_a_replayed_loader_are_new_in_each_epoch() -> None:
         assert got.seen == runs.rest(whole, cut), cut
     source = source_of(make())
     source.begin(0)
-    source.next()
+    assert set(source.next()) == {"moved"}
+    assert source.position()["kind"] == "replayed"
     [*workers] = torch.multiprocessing.active_children()
     source.close()
     assert not {each.pid for each in workers} & {p.pid for p in torch.multiprocessing.active_children()}
-
-
-@pytest.mark.process
-def test_a_dataloader_with_its_own_iterator_is_replayed() -> None:
-    source = source_of(Moving(runs.Items("/dev/null"), batch_size=4, num_workers=1))
-    source.begin(0)
-    assert set(source.next()) == {"moved"}
-    assert source.position()["kind"] == "replayed"
-    source.close()
 
 
 def test_out_of_order_is_refused() -> None:
