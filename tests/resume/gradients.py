@@ -28,21 +28,6 @@ def zeroed_every_third(optimizer: torch.optim.Optimizer, parameters: list[nn.Par
         optimizer.zero_grad()
 
 
-def zeroed_after_reading(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], step: int) -> None:
-    """A learning rate that follows the norm of the last gradient."""
-    held = [p.grad for p in parameters if p.grad is not None]
-    if held:
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + float(torch.cat([g.flatten() for g in held]).norm()))
-    for gradient in held:
-        gradient.zero_()
-
-
-def decayed(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], step: int) -> None:
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(0.9)
-
-
 def set_to_zeros(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], step: int) -> None:
     optimizer.zero_grad(set_to_none=False)
 
@@ -68,5 +53,5 @@ def _train(prepare: Prepare, record: Record, hold: Hold, path: str, options: dic
     print("gradient bytes", int(batches.checkpointer.report()["gradient_bytes"]), file=sys.stderr)
 
 
-READ = (never_zeroed, zeroed_every_third, zeroed_after_reading, decayed, set_to_zeros)
+READ = (never_zeroed, zeroed_every_third, set_to_zeros)
 RECIPES = {each.__name__: functools.partial(_train, each) for each in (*READ, dropped)}
