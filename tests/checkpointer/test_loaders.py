@@ -92,17 +92,6 @@ def test_attributes_are_the_loaders(tmp_path: Path) -> None:
             assert len(batches) == 1 - position
 
 
-def killed_after(path: Path, batches: int, loader: Any, **options: Any) -> None:
-    """A run that is left in the middle, as an exception leaves it; every boundary is captured."""
-    job = Job()
-    looped = flashckpt.loop(loader, path, every=1, **options, **job.named)
-    for number in looped:
-        until_slots(looped.checkpointer)
-        job.train(number)
-        if looped.completed == batches:
-            break
-
-
 def test_positions_go_on_over_a_restart(tmp_path: Path) -> None:
     def run(until: int) -> list[tuple[int, int, int]]:
         job, seen = Job(), []
@@ -126,7 +115,14 @@ def test_drawing_again_from_what_is_at_hand_is_no_news(
     loader: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     again = itertools.count() if isinstance(loader, itertools.count) else loader
-    killed_after(tmp_path / "run", 3, loader, steps=5)
+    job = Job()
+    left = flashckpt.loop(loader, tmp_path / "run", every=1, steps=5, **job.named)
+    for number in left:
+        until_slots(left.checkpointer)
+        job.train(number)
+        if left.completed == 3:
+            break
+    del left
     caplog.set_level(logging.INFO, logger="flashckpt")
     caplog.clear()
     job = Job()
