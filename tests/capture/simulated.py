@@ -214,17 +214,10 @@ class SimulatedDevice:
     """A device whose compute stream, side stream and further streams are threads. streams: further streams
     that write state and that the user named (`Options.streams`)."""
 
-    def __init__(
-        self,
-        name: str = "simulated:0",
-        *,
-        piece_bytes: int = PIECE_BYTES,
-        streams: tuple[SimulatedStream, ...] = (),
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.name = name
-        self.compute = SimulatedStream(f"{name} compute")
-        self.side = SimulatedStream(f"{name} side")
+    def __init__(self, *, piece_bytes: int = PIECE_BYTES, streams: tuple[SimulatedStream, ...] = ()) -> None:
+        self.name = "simulated:0"
+        self.compute = SimulatedStream(f"{self.name} compute")
+        self.side = SimulatedStream(f"{self.name} side")
         self.graph_capture = False
         self.out_of_memory = False
         self.has_kernel = True
@@ -232,7 +225,6 @@ class SimulatedDevice:
         self.registered: dict[int, int] = {}
         self._streams = streams
         self._piece_bytes = piece_bytes
-        self._clock = clock
         self._adopted: dict[int, torch.UntypedStorage] = {}
         self._pinned: dict[int, torch.UntypedStorage] = {}
 
@@ -339,7 +331,7 @@ class SimulatedDevice:
     def _mark(self, stream: SimulatedStream, mark: StreamMark) -> None:
         assert isinstance(mark, SimulatedMark)
         number = mark._place()
-        stream.enqueue(lambda: mark._pass(number, self._clock()))
+        stream.enqueue(lambda: mark._pass(number, time.perf_counter()))
 
     def _hold(self, stream: SimulatedStream, mark: StreamMark) -> None:
         assert isinstance(mark, SimulatedMark)
