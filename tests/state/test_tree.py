@@ -9,28 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from flashckpt.capture.plan import Plan
 from flashckpt.format.typed import encode_json
-from flashckpt.state.tree import Tree, Walk
+from flashckpt.state.tree import Tree
 from tests.state.image import all_used_up, none_used_up
-
-
-def at(container: Any, key: Any) -> object:
-    """Return the current object in a place."""
-    if isinstance(container, (dict, list, tuple)):
-        try:
-            return container[key]
-        except (KeyError, IndexError):
-            return at
-    return getattr(container, key)
-
-
-def stands(walk: Walk) -> bool:
-    """Check the conditions that a boundary checks before it uses a plan."""
-    return (
-        all(at(leaf.container, leaf.key) is leaf.tensor for leaf in walk.leaves if leaf.container is not None)
-        and all(len(container) == length for container, length in walk.guards)
-        and all(at(container, key) is value for container, key, value in walk.anchors)
-    )
 
 
 class Model(nn.Module):
@@ -78,13 +60,13 @@ def build() -> tuple[Model, torch.optim.Optimizer, Any, Tree]:
 def test_a_change_of_structure_is_detected(change: str) -> None:
     """By a boundary, and by a comparison with a snapshot, which uses the last walk again."""
     model, optimizer, scaler, tree = build()
-    walk, found = tree.walk(all_used_up), tree.found()
-    assert stands(walk)
+    plan, found = Plan(tree.walk(all_used_up)), tree.found()
+    assert plan.update() == []
     assert tree.found() is found
     CHANGES[change](model, optimizer, scaler)
-    assert not stands(walk)
+    assert plan.update() != []
     assert tree.found() is not found
-    assert stands(tree.found())
+    assert Plan(tree.found()).update() == []
 
 
 def test_a_walk_for_a_snapshot_is_not_reused_for_comparisons() -> None:
@@ -97,11 +79,12 @@ def test_a_walk_for_a_snapshot_is_not_reused_for_comparisons() -> None:
 def test_a_step_changes_no_structure() -> None:
     model, optimizer, _, tree = build()
     walk = tree.walk(all_used_up)
+    plan = Plan(walk)
     optimizer.zero_grad()
     model.head(model.body(model.embed(torch.tensor([2, 1])))).sum().backward()
     optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.125
-    assert stands(walk)
+    assert plan.update() == []
     values = encode_json(tree.values())
     assert tree.current is walk
     assert values == encode_json(tree.walk(all_used_up).value)
