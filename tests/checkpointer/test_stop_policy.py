@@ -53,17 +53,6 @@ def attached(run: Path, job: Job) -> flashckpt.Checkpointer:
     return attach_to(session, Tree(job.named), saving_by_hand(run), began=0.0)
 
 
-def test_batches_end_at_the_boundary_of_the_policy(tmp_path: Path) -> None:
-    job, run = Job(), tmp_path / "run"
-    with attached(run, job) as checkpointer:
-        for x in checkpointer.batches(loader(8)):
-            job.train(x)
-            if checkpointer.completed == 1:
-                checkpointer.stop()
-        assert checkpointer.completed == STOP_AT
-    assert flashckpt.steps(run) == [STOP_AT], "the stop's boundary is committed, and no other was ordered"
-
-
 def test_the_boundary_of_a_stop_is_captured_once(tmp_path: Path) -> None:
     """A loop of step() ends by its program: one that goes on after a stop is not captured at each step."""
     job, run = Job(), tmp_path / "run"
