@@ -204,25 +204,6 @@ def test_tensors_in_a_container_created_by_each_step_are_captured_and_restored(
     assert torch.equal(kept(other), kept(named))
 
 
-def test_optimizer_state_that_grows_changes_the_plan(start: Start) -> None:
-    """LBFGS's history is a list that grows."""
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=4)
-    run, inputs = start(model=model, optimizer=optimizer), torch.randn(8, 3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(inputs) - 1).pow(2).sum()
-        loss.backward()
-        return loss
-
-    counts = []
-    for _ in range(4):
-        optimizer.step(closure)
-        counts.append(len(run.boundary().leaves))
-    assert counts[-1] > counts[0]
-
-
 class Average:
     """A teacher as users write it: `state_dict` returns the live tensors, and `.data` replaces their
     memory."""
