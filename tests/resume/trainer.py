@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import flashckpt
-from tests.resume import gradients, loaders, modules, values
+from tests.resume import gradients, loaders, modules
 from tests.resume.recipes import RECIPES, seed
 from tests.signals.conduct import expect_interrupts, leave_by_signal, say, stand_still
 from tests.waiting import until_room, until_slots
@@ -60,7 +60,7 @@ def main() -> None:
             until_room(looped[0])
             print(json.dumps([run.completed, value]), file=log, flush=True)
 
-        recipes = {**RECIPES, **loaders.RECIPES, **modules.RECIPES, **gradients.RECIPES, **values.RECIPES}
+        recipes = {**RECIPES, **loaders.RECIPES, **modules.RECIPES, **gradients.RECIPES}
         recipes[recipe](record, hold, run, options)
     for checkpointer in looped:
         say(f"after {checkpointer.completed} {checkpointer.stop_reason}")
