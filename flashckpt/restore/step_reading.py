@@ -131,6 +131,22 @@ def read_into(
 ) -> dict[str, int]:
     """Read leaves, each from the pieces that make it up, into contiguous host tensors, and return their
     digests. buffered: files that are read through the page cache. Raises what `ReadPlan.run` does."""
+    plan, complete = _planned(rows, buffered)
+    plan.run(source, threads)
+    # In place: one more pass costs less than a digest of each chunk in its buffer.
+    digests = digest_tensors([tensor for _, _, tensor in rows], threads)
+    found = {leaf.name: digest for (leaf, _, _), digest in zip(rows, digests, strict=True)}
+    for name, piece in complete.items():
+        if piece.digest != found[name]:
+            raise damaged(source.url, piece.path, f"{name} is not what was captured")
+    return found
+
+
+def _planned(
+    rows: Sequence[tuple[Leaf, Parts, Tensor]], buffered: Set[str]
+) -> tuple[ReadPlan, dict[str, Piece]]:
+    """Return the plan of a read, and the pieces that are whole leaves, by name. A function of its own: the
+    traceback of a failed read holds the frame of the caller, and no tensor may stay in that."""
     plan, complete = ReadPlan(buffered=buffered), dict[str, Piece]()
     for leaf, parts, tensor in rows:
         take(plan, leaf, host_bytes(tensor), parts)
@@ -141,14 +157,7 @@ def read_into(
         for piece, common in parts:
             if common == piece.region:
                 plan.digest(piece.path, piece.contents, piece.leaf, piece.digest)
-    plan.run(source, threads)
-    # In place: one more pass costs less than a digest of each chunk in its buffer.
-    digests = digest_tensors([tensor for _, _, tensor in rows], threads)
-    found = {leaf.name: digest for (leaf, _, _), digest in zip(rows, digests, strict=True)}
-    for name, piece in complete.items():
-        if piece.digest != found[name]:
-            raise damaged(source.url, piece.path, f"{name} is not what was captured")
-    return found
+    return plan, complete
 
 
 def read_leaves(wanted: Sequence[tuple[Leaf, Parts]], record: StepRecord, threads: int) -> dict[str, Tensor]:
