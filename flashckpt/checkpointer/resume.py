@@ -318,7 +318,7 @@ def _fill(
         progress.restore(snapshot.section("progress"))
         rng.restore(snapshot.section("rng"))
 
-    session.group.guarded("filling the live state", filled)
+    session.group.together("filling the live state", filled, loads=True)
     crashpoints.point("resume.filled")
 
 

@@ -202,14 +202,14 @@ class Session:
                     )
             self._begin(start)
 
-        self.group.agree("where the attempt begins", ready, begin, loads=True)
+        self.group.agree("where the attempt begins", ready, begin)
         crashpoints.point("start.written")
         if self.environment.world > 1:
             first = SnapshotId(self.attempt, 0) if parent is None else parent
             self.complete = (first.attempt.number, first.boundary)
         self.loaded = parent
         if parent is not None and start.tier in ("memory", "cache"):
-            self.keeper.started(parent)
+            self.group.guarded("what the keeper saves", partial(self.keeper.started, parent))
 
     def _begin(self, start: Start) -> None:
         parent, step, choice = start.parent, start.step, start.choice
@@ -748,8 +748,8 @@ def open_together(
             return session is not None and session.has_memory
 
         has_memory = group.agree("a keeper for each node", first_joins, any)
-        if rank != first:
-            group.guarded("the keeper of this node", partial(opened, known, named, has_memory))
+        joins = partial(opened, known, named, has_memory)
+        group.together("the keeper of this node", joins if rank != first else _nothing)
         assert session is not None
         if remote is not None:
             there = open_store(remote.url, remote.options)

@@ -83,9 +83,10 @@ class View:
         return found is not None and found.step == name.step
 
     def pending(self) -> list[Folder]:
-        """The folders of snapshots that the newest attempt has not committed and still can, oldest first. One
-        listing."""
+        """The folders of snapshots that the newest attempt has not committed and still can, oldest first."""
         writer = self.catalogue.writer
+        if writer not in writers_in(self.store):  # also a link or a file in its place
+            return []
         return [each for each in _folders(self.store, writer) if is_newer(self.catalogue, each.id)]
 
     @property

@@ -39,23 +39,25 @@ class Ranks(Group):
         assert self._job is not None, "the ranks agree on nothing after attach"
         return self._job
 
-    def together(self, what: str, operation: Callable[[], T]) -> T:
-        return self.job.together(what, operation)
+    def together(self, what: str, operation: Callable[[], T], *, loads: bool = False) -> T:
+        done = self.guarded(what, operation)
+        self.job.agree(what, None, lambda rows: None, timeout_s=LOADING_TIMEOUT_S if loads else None)
+        return done
 
     def guarded(self, what: str, operation: Callable[[], T]) -> T:
-        return self.job.guarded(what, operation)
+        # The others may be reading a step when this rank fails.
+        return self.job.guarded(what, operation, timeout_s=LOADING_TIMEOUT_S)
 
     def led(self, what: str, operation: Callable[[], T]) -> T:
         return self.job.led(what, operation)
 
-    def agree(self, what: str, operation: Callable[[], Any], decide: Decide, *, loads: bool = False) -> Any:
-        mine = self.job.guarded(what, operation)
-        return self.job.agree(what, mine, decide, timeout_s=LOADING_TIMEOUT_S if loads else None)
+    def agree(self, what: str, operation: Callable[[], Any], decide: Decide) -> Any:
+        return self.job.agree(what, self.guarded(what, operation), decide)
 
     def check_alike(
         self, what: str, operation: Callable[[], tuple[T, Alike, Tables]], *, loads: bool = False
     ) -> T:
-        result, alike, tables = self.job.guarded(what, operation)
+        result, alike, tables = self.guarded(what, operation)
         check_alike(self.job, alike, tables, timeout_s=LOADING_TIMEOUT_S if loads else None)
         return result
 

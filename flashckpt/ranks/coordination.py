@@ -209,8 +209,9 @@ class Group:
         self.environment = environment
         self.node = (environment.rank,)
 
-    def together(self, what: str, operation: Callable[[], T]) -> T:
-        """Run an operation on each rank; returns when all have succeeded."""
+    def together(self, what: str, operation: Callable[[], T], *, loads: bool = False) -> T:
+        """Run an operation on each rank; returns when all have succeeded. loads: it may take as long as a
+        read of a step."""
         return operation()
 
     def guarded(self, what: str, operation: Callable[[], T]) -> T:
@@ -221,9 +222,8 @@ class Group:
         """Return on all ranks the result of an operation on rank 0, in plain JSON."""
         return operation()
 
-    def agree(self, what: str, operation: Callable[[], Any], decide: Decide, *, loads: bool = False) -> Any:
-        """Return the decision of rank 0 from the results of `operation` on all ranks (plain JSON). loads: the
-        operation, or what this rank did before it, may take as long as a read of a step."""
+    def agree(self, what: str, operation: Callable[[], Any], decide: Decide) -> Any:
+        """Return the decision of rank 0 from the results of `operation` on all ranks (plain JSON)."""
         return decide([operation()])
 
     def check_alike(

@@ -186,6 +186,7 @@ class Job:
         try:
             self._round(what, told, lambda rows: None, timeout_s)
         except Exception as all_raise:
+            self.failed = True  # also if rank 0 was silent: `leave` must not replace the error
             if not isinstance(all_raise, FlashckptError) or type(all_raise) is not type(error):
                 raise all_raise from error
             # The same error object with its attributes, with the message that all ranks raise.

@@ -163,7 +163,7 @@ class StepCopier:
         nonce = secrets.token_hex(4)
         after = stores.run(copy_checkpoint(HOME, here.catalogue, checkpoint, MIRROR, nonce, self._kept))
         if after is None:
-            raise damaged(self._at_source(checkpoint.folder.path), "its files are gone", checkpoint.step)
+            raise _damaged(self._source, checkpoint.folder.path, "its files are gone", checkpoint.step)
         dropped = set(there.checkpoints).difference(View(after, self._target).checkpoints)
         return Outcome.COPIED if after.has(checkpoint.id) else Outcome.DELETED, tuple(sorted(dropped))
 
@@ -303,7 +303,7 @@ class StepCopier:
         if not is_alike or tuple(written.digests) != contents.digests:
             with suppress(OSError):
                 self._target.remove(there)
-            raise damaged(self._at_source(path), "it has changed while it was copied", step)
+            raise _damaged(self._source, path, "it has changed while it was copied", step)
         self._sent_bytes += num_bytes
         return num_bytes
 
@@ -317,7 +317,7 @@ class StepCopier:
             is_plain = not path.endswith(COMPRESSED)
             descriptor = self._source.descriptor(path, num_bytes) if is_plain else None
         except (LengthError, FileNotFoundError) as error:
-            raise damaged(self._at_source(path), str(error) or "it is missing", step) from error
+            raise _damaged(self._source, path, str(error) or "it is missing", step) from error
         is_here = descriptor is not None
         descriptor = spool(num_bytes) if descriptor is None else descriptor
         try:
@@ -328,17 +328,14 @@ class StepCopier:
                 with pages, memoryview(pages) as into:
                     status, why = verify_file(self._source, path, contents, into)
             if status == "unreadable":
-                raise OSError(errno.EIO if is_here else errno.EREMOTEIO, why, self._at_source(path))
+                raise OSError(errno.EIO if is_here else errno.EREMOTEIO, why, f"{self._source.url}/{path}")
             if status != "ok":
-                raise damaged(self._at_source(path), why, step)
+                raise _damaged(self._source, path, why, step)
             yield MemoryRange(descriptor, 0)
         finally:
             os.close(descriptor)
 
     # ---- errors
-
-    def _at_source(self, path: str) -> str:
-        return f"{self._source.url}/{path}"
 
     def _is_not_whole(self, path: str, name: CommitName) -> RunError:
         return RunError(
@@ -381,6 +378,15 @@ class _Files:
 def _names(manifest: Manifest) -> set[str]:
     """The names of its files as the parts have them."""
     return {plain_name(name) for names in manifest.files().values() for name in names}
+
+
+def _damaged(store: Store, path: str, why: str, step: int) -> DamagedError:
+    return DamagedError(
+        f"{store.url}/{path} is damaged: {why}. Step {step} was not copied, other steps are as they were. "
+        "Run `flashckpt verify` on the run to see which steps are whole.",
+        step=step,
+        path=path,
+    )
 
 
 def spool(num_bytes: int) -> int:

@@ -428,10 +428,12 @@ def _temporary_name(name: str) -> str:
 
 def _read(file: int, offset: int, num_bytes: int) -> bytes:
     """Bytes of an open file; fewer if it ends before."""
-    data = b""
-    while len(data) < num_bytes and (piece := os.pread(file, num_bytes - len(data), offset + len(data))):
-        data = data + piece if data else piece
-    return data
+    pieces, done = list[bytes](), 0
+    # In pieces: a signal is handled between two of them, however slow the storage is.
+    while done < num_bytes and (piece := os.pread(file, min(num_bytes - done, CHUNK_BYTES), offset + done)):
+        pieces.append(piece)
+        done += len(piece)
+    return b"".join(pieces)
 
 
 # ---- system calls

@@ -13,7 +13,7 @@ import pytest
 from flashckpt.checkpointer.session import KnownRun, Session, Start, open_session
 from flashckpt.commit import attempts
 from flashckpt.commit.choice import Choice
-from flashckpt.errors import OptionError, RunError, SupersededError
+from flashckpt.errors import KeeperError, OptionError, RunError, SupersededError
 from flashckpt.format.names import AttemptName, SnapshotId
 from flashckpt.keeper.client import KeeperClient
 from flashckpt.keeper.daemon import Keeper
@@ -104,7 +104,8 @@ def started(sessions: list[Session], parents: list[SnapshotId | None], *, step: 
     def operation(job: Job) -> None:
         session = sessions[job.rank]
         session.group = Ranks(session.environment, job)
-        start(session, parents[job.rank], step)
+        start(session, parents[job.rank], step, "memory" if parents[job.rank] else "local")
+        session.group.together("what follows", lambda: None)
 
     return each_rank(len(sessions), operation)
 
@@ -133,6 +134,23 @@ def test_ranks_that_have_loaded_different_snapshots_begin_no_attempt(node: Node)
         assert type(error) is RunError
         assert re.search(r"rank 1 has loaded step 3 .* \(boundary 7\), and rank 0 .* 8\)", str(error))
     assert run_view.attempts(first.store) == [earlier.attempt]
+
+
+def test_a_keeper_that_does_not_answer_one_rank_ends_all_by_its_error(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = node.lead()
+    start(earlier)
+    earlier.close()
+    sessions = [first := node.lead(), node.join(first.attempt)]
+
+    def gone(parent: SnapshotId) -> None:
+        raise KeeperError("it is gone")
+
+    monkeypatch.setattr(sessions[1].keeper, "started", gone)
+    for error in started(sessions, [SnapshotId(earlier.attempt, 8)] * 2, step=3):
+        assert type(error) is KeeperError
+        assert str(error).startswith("rank 1 of 2: it is gone")
 
 
 def test_an_attempt_without_a_counter_is_not_joined(node: Node) -> None:

@@ -32,6 +32,9 @@ def test_a_run_is_copied_and_is_one_there(run: MadeRun, shell: Shell, tmp_path: 
     outcomes = {each["step"]: each["outcome"] for each in rest.json["steps"]}
     assert outcomes == {30: "there already", 20: None, 10: "copied"}
     assert not rest.json["ok"]
+    alone = shell("copy", run.folder, tmp_path / "another", "--step", 20, "--json")
+    assert alone.json["error"]["path"] == str(shards[1].relative_to(run.folder))
+    assert "Step 20 was not copied" in alone.json["error"]["message"]
 
     shards[1].write_bytes(damaged)
     told = shell("copy", run.folder, there, "--step", 20)

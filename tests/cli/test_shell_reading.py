@@ -78,6 +78,19 @@ def test_ls_marks_what_a_start_resumes_from_and_says_what_is_wrong(branched: Mad
     assert "Passed over: step 30" in ended.err
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_ls_passes_over_what_is_no_folder_of_a_writer(
+    run: MadeRun, shell: Shell, tmp_path: Path, is_link: bool
+) -> None:
+    first = run.attempt()
+    run.commit(first, 10)
+    place = run.folder / "data" / str(run.attempt(first, 10))
+    place.symlink_to(tmp_path) if is_link else place.write_bytes(b"")
+    ended = shell("ls", run.folder, "--json")
+    assert ended.code == 0
+    assert [row["step"] for row in ended.json["steps"]] == [10]
+
+
 def test_ls_of_a_run_without_steps(run: MadeRun, shell: Shell) -> None:
     ended = shell("ls", run.folder)
     assert (ended.code, ended.out) == (0, "")

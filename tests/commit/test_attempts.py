@@ -15,9 +15,9 @@ from flashckpt.commit import attempts
 from flashckpt.commit.attempts import beat, mark_ended
 from flashckpt.commit.tidying import remove_ledgers, temporary_files, tidy
 from flashckpt.commit.view import View, has_run
-from flashckpt.errors import RunHeldError, SupersededError
+from flashckpt.errors import RunHeldError, SupersededError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE, NO_ATTEMPT
-from flashckpt.format.names import ALIVE, AttemptName, SnapshotId, alive_path
+from flashckpt.format.names import ALIVE, MAX_ATTEMPT, AttemptName, SnapshotId, alive_path
 from flashckpt.store.local import LocalStore
 from tests import run_view
 from tests.commit.runs import attempt_at, commit, name_of
@@ -109,3 +109,17 @@ def test_alive_and_how_it_ends(store: LocalStore) -> None:
     assert attempts.ending(View.of(store), second) == "closed", "the catalogue says so, too"
     tidy(View.of(store), AttemptName(9, "0" * 8))
     assert store.list("alive") == []
+
+
+def test_numbers_go_up_above_all_that_have_files(store: LocalStore) -> None:
+    names = [attempts.next_attempt(attempts.settle(View.of(store))) for _ in range(3)]
+    assert [each.number for each in names] == [1, 1, 1]
+    assert len(set(names)) == 3
+    first = attempt_at(store)
+    assert attempts.next_attempt(attempts.settle(View.of(store))).number == 2
+    assert attempts.next_attempt(attempts.settle(View.of(store)), above=7).number == 8
+    commit(store, 10, first)
+    store.create(f"data/{AttemptName(5, '00000001')}/000005-00000001.00000000000000000001/file", b"x")
+    assert attempts.next_attempt(attempts.settle(View.of(store))).number == 6
+    with pytest.raises(UnusableRunError, match="the highest one"):
+        attempts.next_attempt(attempts.settle(View.of(store)), above=MAX_ATTEMPT)

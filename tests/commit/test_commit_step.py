@@ -11,7 +11,7 @@ from flashckpt import crashpoints
 from flashckpt.catalogue.changes import Committed
 from flashckpt.commit import commit_step
 from flashckpt.commit.commit_step import KEEP_ALL, Outcome, collect, is_overtaken
-from flashckpt.commit.steps import is_whole, missing_ranks
+from flashckpt.commit.steps import is_whole, missing_ranks, read_step
 from flashckpt.commit.view import View
 from flashckpt.errors import SupersededError
 from flashckpt.format.names import AttemptName, CommitName
@@ -101,3 +101,20 @@ def test_a_base_that_no_checkpoint_names_is_never_named(store: LocalStore, attem
     runs.commit(store, 200, attempt)
     collect(store, View.of(store).catalogue)
     assert commits(store) == [name_of(200, attempt)]
+
+
+def test_parts_must_cover_every_rank_once(store: LocalStore, attempt: AttemptName) -> None:
+    """A keeper that knew one of two ranks was replaced by one that knew both."""
+    publish(store, 100, attempt, ranks=(0,), world=4)
+    publish(store, 100, attempt, ranks=(0, 2), world=4)
+    assert commit(store, 100, attempt).state is Committed.WAITING
+    assert missing_ranks(store, folder_of(store, name_of(100, attempt).id), 4) == [1, 3]
+    publish(store, 100, attempt, ranks=(1,), world=4)
+    assert commit(store, 100, attempt).state is Committed.WAITING
+    assert commits(store) == []
+    publish(store, 100, attempt, ranks=(3,), world=4)
+    assert commit(store, 100, attempt)
+    record = read_step(store, name_of(100, attempt))
+    assert [record.rank(rank).values["rank"] for rank in range(4)] == [0, 1, 2, 3]
+    assert len(record.parts) == 3, "each rank is taken from one part"
+    assert runs.is_whole(store, 100, attempt)

@@ -79,3 +79,16 @@ def test_a_run_of_which_nothing_can_be_used_is_an_error(store: Store) -> None:
     Path(store.url, manifest_of(store, name_of(200, first).id)).write_bytes(b"{}")
     with pytest.raises(UnusableRunError):
         resolve(store)
+
+
+def test_attempts_are_bound_by_boundary_and_not_by_step(store: Store) -> None:
+    """An epoch's last batch and the epoch's end have one step number."""
+    first = attempt_at(store)
+    for boundary in (1, 2):
+        assert commit(store, 100, first, boundary=boundary)
+    assert [each.boundary for each in View.of(store).newest_first()] == [2, 1]
+    assert resolve(store, 100).boundary == 2
+    assert resolve(store, 100, name_of(100, first, 1).id).boundary == 1
+    attempt_at(store, name_of(100, first, 1))
+    assert [each.boundary for each in View.of(store).visible()] == [1]
+    assert steps(store) == [100]

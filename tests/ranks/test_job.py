@@ -161,6 +161,27 @@ def test_who_fails_alone_is_heard_in_the_next_round() -> None:
         assert "rank 1 of 3: ZeroDivisionError" in str(error)
 
 
+def test_who_fails_alone_waits_for_those_that_still_load() -> None:
+    """Longer than a round may take: a step is read for hours."""
+
+    def operation(job: Job) -> Any:
+        def load() -> None:
+            if job.rank == 1:
+                raise MismatchError("it is of another model")
+            time.sleep(1.0)
+
+        group = Ranks(Environment(rank=job.rank, world=WORLD), job)
+        try:
+            group.guarded("loading", load)
+            return group.together("what follows", lambda: None)
+        finally:
+            group.close()
+
+    for error in each_rank(WORLD, operation, timeout_s=0.3):
+        assert type(error) is MismatchError
+        assert str(error).startswith("rank 1 of 3: it is of another model")
+
+
 @pytest.mark.parametrize("absent", [(0,), (1, 2)])
 def test_a_rank_that_says_nothing_keeps_nobody_for_ever(
     absent: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from typing import Any
 
 from flashckpt.commit.lineage import branch, damage
 from flashckpt.commit.view import View
+from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.names import AttemptName
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Kind
@@ -110,6 +111,14 @@ def test_a_flipped_byte_is_marked_and_the_older_step_is_named(store: LocalStore,
     assert resume(mended) == (2, str(attempt), "local"), "it counts again"
     assert not View.of(store).damaged
     assert rows(recovered(run)) == []
+
+
+def test_a_mark_that_cannot_be_removed_keeps_no_other(store: LocalStore, run: Path) -> None:
+    attempt = trained(store, 1, 2, 3)
+    for step in (1, 2, 3):
+        run_view.mark_damaged(store, name_of(step, attempt), "node7", "a digest differs")
+    recover(RefusesOnce(store.url))
+    assert len(View.of(store).damaged) == 1
 
 
 def test_a_missing_shard_is_named_and_not_marked(store: LocalStore, run: Path) -> None:
@@ -253,6 +262,18 @@ class ReadOnly(System):
 
     def remove(self, name: str, folder: int) -> None:
         self._refuse()
+
+
+class RefusesOnce(LocalStore):
+    """The first version is not created."""
+
+    refused = False
+
+    def create(self, path: str, data: bytes) -> bool:
+        if path.startswith(CATALOGUE) and not self.refused:
+            self.refused = True
+            raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO), path)
+        return super().create(path, data)
 
 
 def test_storage_that_cannot_be_written_is_told_thing_by_thing(store: LocalStore, run: Path) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 import flashckpt
 from flashckpt.checkpointer.resume import attach_to
 from flashckpt.checkpointer.session import open_session
-from flashckpt.errors import OutOfSpaceError
+from flashckpt.errors import DamagedError, OutOfSpaceError
 from flashckpt.format.records import CHUNK_BYTES
 from flashckpt.keeper import node_keepers as keepers
 from flashckpt.keeper.client import KeeperClient
@@ -37,7 +38,7 @@ from tests.checkpointer.damaged import flip, newest
 from tests.checkpointer.voting import Voting, saving_by_hand
 from tests.processes import keepers_of
 from tests.restore.snapshots import read
-from tests.waiting import abandon, until
+from tests.waiting import until
 
 BYTES = 4 * 1024 * 1024  # of the frozen part, which is stored as constants
 
@@ -68,10 +69,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tempfile.TemporaryDirectory(prefix="flashckpt-test-", dir="/dev/shm") as runtime,
     ):
         patch.setenv("FLASHCKPT_RUNTIME", runtime)
-        with flashckpt.attach(run, every=None, model=Model(1)) as checkpointer:
-            checkpointer.step()
-            checkpointer.save()
-            checkpointer.wait()
+        save(run)
         until(lambda: not keepers_of(Path(runtime)), "the keeper to leave")
     return run
 
@@ -80,6 +78,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(whole: Path, tmp_path: Path, runtime: Path) -> Path:
     shutil.copytree(whole, tmp_path / "run")
     return tmp_path / "run"
+
+
+def save(run: Path) -> int:
+    """One more step, whose weights are those of its number as a seed."""
+    live = Model(1)
+    with flashckpt.attach(run, every=None, model=live) as checkpointer:
+        step = checkpointer.completed + 1
+        with torch.no_grad():
+            live.trained.weight.copy_(Model(step).trained.weight)
+            live.trained.bias.copy_(Model(step).trained.bias)
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait()
+        return checkpointer.completed
 
 
 def buffers() -> int:
@@ -224,6 +236,21 @@ def test_state_of_an_optimizer_that_has_not_stepped_yet(
         assert made.left == 8
 
 
+def test_a_wrong_byte_anywhere_is_found(run: Path) -> None:
+    """Of each chunk of each file one, its first and its last among them."""
+    record, places = newest(run), []
+    for file in run.rglob("*.safetensors"):
+        size = file.stat().st_size
+        places += [(file, offset) for offset in (0, 7, CHUNK_BYTES, size // 2, size - 1)]
+    assert len(places) == 10
+    for file, offset in places:
+        flip(file, offset)
+        with pytest.raises(DamagedError):
+            read(record, 0)
+        flip(file, offset)
+    assert buffers() == 0
+
+
 @pytest.mark.parametrize("is_direct", [True, False])
 def test_of_a_wrong_chunk_no_byte_reaches_the_live_state(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_direct: bool
@@ -318,6 +345,53 @@ def test_a_module_that_takes_no_hook_hides_no_error(run: Path, monkeypatch: pyte
         with pytest.raises(ZeroDivisionError):
             resumed(run, live)
     assert resumed(run, live) == "local"
+
+
+def test_an_older_step_is_read_over_a_newer_one(run: Path, kill_keepers: Callable[..., None]) -> None:
+    assert save(run) == 2
+    kill_keepers(remove_regions=True)
+    file = run / newest(run).shard_path(0)
+    flip(file, file.stat().st_size - 1)  # all other chunks are right, and are in the live state by then
+    live = Model(7)
+    with flashckpt.attach(run, every=None, model=live) as checkpointer:
+        assert checkpointer.completed == 1
+    assert live.equals(Model(1))
+    live(torch.ones(1))
+
+
+@pytest.mark.parametrize("harm", ["cut", "longer", "gone", "link"])
+def test_a_file_that_is_not_there_as_it_was_is_not_read(run: Path, harm: str) -> None:
+    record = newest(run)
+    file = run / record.shard_path(0)
+    match harm:
+        case "cut":
+            os.truncate(file, file.stat().st_size - 1)
+        case "longer":
+            os.truncate(file, file.stat().st_size + 1)
+        case "gone":
+            file.unlink()
+        case "link":
+            file.rename(run / "moved")
+            file.symlink_to(run / "moved")
+    with pytest.raises((flashckpt.FlashckptError, OSError)):
+        read(record, 0)
+    live = Model(2)
+    with pytest.raises(flashckpt.UnusableRunError):
+        resumed(run, live)
+    assert live.equals(Model(2))
+
+
+def test_what_is_in_memory_is_not_read(run: Path, runtime: Path, reads: list[str]) -> None:
+    class Killed(Exception):
+        pass
+
+    with suppress(Killed), flashckpt.attach(run, every=None, model=Model(1)) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+        raise Killed
+    del reads[:]
+    assert resumed(run, Model(2)) == "memory"
+    assert reads == []
 
 
 class Interrupting:
@@ -424,12 +498,11 @@ def test_without_room_it_is_said_that_snapshots_in_memory_take_it(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A branch goes back to a step at rest while the node still has what came after it."""
-    checkpointer = flashckpt.attach(run, every=None, model=Model(1))
-    checkpointer.step()
-    checkpointer.save()
-    checkpointer.wait()
-    abandon(checkpointer)
-    del checkpointer
+    with suppress(ZeroDivisionError), flashckpt.attach(run, every=None, model=Model(1)) as checkpointer:
+        checkpointer.step()
+        checkpointer.save()
+        checkpointer.wait()
+        raise ZeroDivisionError
     flashckpt.branch(run, 1)
     with monkeypatch.context() as patched:
         patched.setattr(memory_budget, "available_bytes", lambda: BYTES)
@@ -466,3 +539,10 @@ def test_a_process_that_forks_during_a_read_loads_the_right_bytes(run: Path) -> 
         forks.append(child)
     reader.join()
     assert forks
+
+
+def test_a_run_that_is_not_there_is_not_made(tmp_path: Path, runtime: Path) -> None:
+    with pytest.raises(flashckpt.StateError):
+        flashckpt.attach(tmp_path / "run", every=None, own={"what": object()})
+    assert not (tmp_path / "run").exists()
+    assert not list(runtime.iterdir())
