@@ -211,11 +211,12 @@ class ReadPlan:
             self.digest(path, contents, leaf, digest)
 
     def native(self) -> list[tuple[str, _native.FilePlan]]:
-        """The native plan of each file, before any read."""
+        """The native plan of each file, before any read. In the order in which files were named: of ranks
+        that read the same files each begins with its own."""
         found = self._digests.native()
         return [
             (path, file.native(found, direct=path not in self._buffered))
-            for path, file in sorted(self._files.items())
+            for path, file in self._files.items()
         ]
 
     def run(self, source: Source, threads: int) -> None:
