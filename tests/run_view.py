@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from flashckpt.catalogue.changes import Launch, ancestry, is_newer
 from flashckpt.catalogue.home import checkpoint_of
@@ -21,7 +21,6 @@ from flashckpt.commit import verification as _verification
 from flashckpt.commit.attempts import local_owner
 from flashckpt.commit.steps import StepRecord, read_step
 from flashckpt.commit.view import HOME, View, folders_in, open_run, writers_in
-from flashckpt.commit.view import has_run as _has_run
 from flashckpt.format.catalogue import CATALOGUE, Catalogue, Folder
 from flashckpt.format.manifest import Manifest
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
@@ -34,11 +33,6 @@ Record = StepRecord
 Report = _verification.Report
 
 # ---- what is there
-
-
-def has_run(store: Store) -> bool:
-    """Whether there is a run."""
-    return _has_run(store)
 
 
 def visible(store: Store) -> tuple[CommitName, ...]:
@@ -84,7 +78,7 @@ def newest_attempt(store: Store) -> AttemptName | None:
 
 def parent_of(store: Store, attempt: AttemptName) -> SnapshotId | None:
     """The snapshot that an attempt has resumed, None for a fresh run. AssertionError if it has not begun."""
-    return start_of(store, attempt).parent
+    return start_of(store, attempt)[0]
 
 
 def has_ended(store: Store, attempt: AttemptName) -> bool:
@@ -92,19 +86,12 @@ def has_ended(store: Store, attempt: AttemptName) -> bool:
     return ending(store, attempt) == "closed"
 
 
-class AttemptStart(NamedTuple):
-    """Where an attempt began: the snapshot that it has resumed (None: afresh), its step number, its ranks."""
-
-    parent: SnapshotId | None
-    step: int
-    world: int
-
-
-def start_of(store: Store, attempt: AttemptName) -> AttemptStart:
-    """Where the newest attempt began. AssertionError if another one is the newest."""
+def start_of(store: Store, attempt: AttemptName) -> tuple[SnapshotId | None, int, int]:
+    """Where the newest attempt began: the snapshot that it has resumed (None: afresh), its step number, its
+    ranks. AssertionError if another one is the newest."""
     view = View.of(store)
     assert view.attempt == attempt, f"{attempt} has not begun, or is not the newest"
-    return AttemptStart(view.parent, view.catalogue.parent_step, view.catalogue.world)
+    return view.parent, view.catalogue.parent_step, view.catalogue.world
 
 
 def ending(store: Store, attempt: AttemptName) -> str:
@@ -126,11 +113,6 @@ def signs_of_life(store: Store, attempt: AttemptName) -> int | None:
 def steps(store: Store) -> list[int]:
     """The step numbers of the visible checkpoints, oldest first, each once."""
     return lineage.steps(store)
-
-
-def passed_over(store: Store) -> list[str]:
-    """What a start would say of each newer snapshot that it does not resume."""
-    return list(lineage.next_start(View.of(store)).passed_over)
 
 
 def this_host() -> str:
@@ -271,19 +253,16 @@ def relist(store: Store, manifest: Manifest) -> None:
 
 def delete(store: Store, name: CommitName) -> None:
     """Delete a checkpoint: its entry in the catalogue, and its files."""
-    _drop(store, name.id)
-    commit_step.collect(store, View.of(store).catalogue)
 
-
-def _drop(store: Store, id: SnapshotId) -> None:
-    def change(catalogue):  # as retention does; `remove` would spare the newest
-        if not catalogue.has(id):
+    def change(catalogue: Catalogue) -> Catalogue:  # as retention does; `remove` would spare the newest
+        if not catalogue.has(name.id):
             return catalogue
-        rest = tuple(each for each in catalogue.checkpoints if each.id != id)
-        damaged = tuple(each for each in catalogue.damaged if each[0] != id)
+        rest = tuple(each for each in catalogue.checkpoints if each.id != name.id)
+        damaged = tuple(each for each in catalogue.damaged if each[0] != name.id)
         return replace(catalogue, checkpoints=rest, damaged=damaged, version=catalogue.version + 1)
 
     Stores({HOME.store: store}).run(HOME.update(change))
+    commit_step.collect(store, View.of(store).catalogue)
 
 
 def keep_assets(store: Store, files: Mapping[str, bytes]) -> None:
