@@ -171,10 +171,8 @@ class RanksTorture:
         self.tally.faults += [f"{where}: {fault}" for fault in faults]
 
 
-def main(nodes: int, each: int, kills: int, seed: int, out: Path | None) -> int:
-    """The exit status: 1 where something did not hold."""
-    with tempfile.TemporaryDirectory(prefix="flashckpt-torture-") as folder:
-        tally = RanksTorture(Path(folder), seed, nodes=nodes, each=each).kill(kills)
+def reported(tally: Kills, out: Path | None) -> int:
+    """Print what happened, and write it as JSON. Return the exit status: 1 where something did not hold."""
     for name, value in tally.to_dict().items():
         if name != "faults":
             print(f"{name}: {value}")
@@ -183,6 +181,11 @@ def main(nodes: int, each: int, kills: int, seed: int, out: Path | None) -> int:
     if out is not None:
         out.write_text(json.dumps(tally.to_dict(), indent=1) + "\n")
     return 1 if tally.faults else 0
+
+
+def main(nodes: int, each: int, kills: int, seed: int, out: Path | None) -> int:
+    with tempfile.TemporaryDirectory(prefix="flashckpt-torture-") as folder:
+        return reported(RanksTorture(Path(folder), seed, nodes=nodes, each=each).kill(kills), out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -20,9 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
-
-from rich.console import Console
-from rich.table import Table
 
 import flashckpt
 from flashckpt.errors import NoSuchStepError
@@ -71,8 +67,6 @@ def drawn(luck: random.Random) -> Kill:
 
 @dataclass
 class Tally(ranks_torture.Kills):
-    """What happened, for the table and the JSON."""
-
     moments: Counter[str] = field(default_factory=Counter)
     resumed: Counter[str] = field(default_factory=Counter)
     steps_lost: Counter[int] = field(default_factory=Counter)
@@ -93,7 +87,7 @@ class Torture:
         self.tally = Tally(seed)
         self._counted = (0, 0)
 
-    def kill(self, kills: int, said: Callable[[Tally], None] = lambda tally: None) -> Tally:
+    def kill(self, kills: int) -> Tally:
         """At least so many kills, and the last run finished. Stops at the first fault."""
         began = time.monotonic()
         while self.tally.killed < kills and not self.tally.faults:
@@ -106,7 +100,7 @@ class Torture:
             cache = None if made is None else Path(made)
             try:
                 job = Job(self._zygote, folder, runtime, self._reference, cache=cache)
-                self._one_run(job, kills, said)
+                self._one_run(job, kills)
             finally:
                 end(keepers_of(runtime))
                 for each in [runtime] if cache is None else [runtime, cache]:
@@ -116,12 +110,11 @@ class Torture:
         self.tally.seconds = time.monotonic() - began
         return self.tally
 
-    def _one_run(self, job: Job, kills: int, said: Callable[[Tally], None]) -> None:
+    def _one_run(self, job: Job, kills: int) -> None:
         try:
             while self.tally.killed < kills and not self.tally.faults:
                 if not self._one_kill(job, drawn(self._luck)):
                     break
-                said(self.tally)
             if not self.tally.faults:
                 self._look(job, None, job.finish())
         except AssertionError as error:
@@ -232,25 +225,6 @@ class Torture:
         tally.faults += [f"{where}: {fault}" for fault in faults]
 
 
-def table(tally: Tally) -> Table:
-    found = Table(title=f"{tally.killed} kills, seed {tally.seed}, {tally.seconds:.0f} s", show_header=False)
-    rows: list[tuple[str, object]] = [
-        ("killed", dict(tally.kills)),
-        ("drawn after", dict(tally.moments)),
-        ("runs, lives, looks", f"{tally.runs}, {tally.lives}, {tally.looks}"),
-        ("went on from", dict(tally.resumed)),
-        ("branched", tally.branches),
-        ("steps lost, where memory survived", dict(sorted(tally.steps_lost.items()))),
-        ("most at once", tally.most),
-        ("faults", len(tally.faults)),
-    ]
-    for name, value in rows:
-        found.add_row(
-            name, ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-        )
-    return found
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make torture", description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
@@ -264,17 +238,12 @@ def main(arguments: list[str] | None = None) -> int:
     run_view.watch_for(5.0)  # a tenth of the kills remove the memory, and each recovery then waits
     if chosen.nodes * chosen.ranks > 1:
         return ranks_torture.main(chosen.nodes, chosen.ranks, chosen.kills, chosen.seed, chosen.json)
-    zygote, console = Zygote(), Console()
-    with tempfile.TemporaryDirectory(prefix="flashckpt-torture-") as folder, console.status("") as status:
+    zygote = Zygote()
+    with tempfile.TemporaryDirectory(prefix="flashckpt-torture-") as folder:
         torture = Torture(zygote, Path(folder), chosen.seed, steps=chosen.steps, has_cache=chosen.cache)
-        tally = torture.kill(chosen.kills, lambda now: status.update(f"{now.killed} of {chosen.kills} kills"))
+        tally = torture.kill(chosen.kills)
     zygote.close()
-    console.print(table(tally))
-    for fault in tally.faults:
-        console.print(fault, markup=False)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(tally.to_dict(), indent=1) + "\n")
-    return 1 if tally.faults else 0
+    return ranks_torture.reported(tally, chosen.json)
 
 
 if __name__ == "__main__":
