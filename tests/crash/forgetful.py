@@ -152,12 +152,9 @@ class Model:
         look(self.root, "")
         return found
 
-    def lose_power(self, into: str, luck: random.Random | None) -> None:
-        """Write what is left into a folder without files."""
-        write(self.left(luck), into)
-
 
 def write(left: dict[str, bytes | None], into: str) -> None:
+    """Write what is left into a folder without files."""
     for path, data in left.items():
         if data is None:
             os.makedirs(f"{into}{path}", exist_ok=True)

@@ -1,10 +1,13 @@
-"""Storage that asks, before each call that changes something, whether its process still lives."""
+"""Storage that asks, before each call that changes something, whether its process still lives; and storage
+whose process kills itself at its n-th call."""
 
 from __future__ import annotations
 
 import os
+import signal
 from abc import abstractmethod
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 from flashckpt import _native
@@ -42,14 +45,6 @@ class MortalSystem(System):
     @abstractmethod
     def live(self) -> None: ...
 
-    def create(self, name: str, folder: int) -> int:
-        self.live()
-        return super().create(name, folder)
-
-    def write(self, file: int, data: memoryview) -> int:
-        self.live()
-        return super().write(file, data)
-
     def write_shard(
         self, path: str, source: int, offset: int, num_bytes: int, **how: Any
     ) -> tuple[bytes, bytes, bool]:
@@ -61,22 +56,31 @@ class MortalSystem(System):
     def sync_folder(self, folder: int) -> None:
         self.live()
 
-    def link(self, source: str, target: str, source_folder: int, target_folder: int) -> None:
-        self.live()
-        super().link(source, target, source_folder, target_folder)
 
-    def rename(self, source: str, target: str, folder: int) -> None:
+def _asking(name: str) -> Callable[..., Any]:
+    def call(self: MortalSystem, *arguments: Any) -> Any:
         self.live()
-        super().rename(source, target, folder)
+        return getattr(System, name)(self, *arguments)
 
-    def make_folder(self, name: str, folder: int) -> None:
-        self.live()
-        super().make_folder(name, folder)
+    return call
 
-    def remove(self, name: str, folder: int) -> None:
-        self.live()
-        super().remove(name, folder)
 
-    def remove_folder(self, name: str, folder: int) -> None:
-        self.live()
-        super().remove_folder(name, folder)
+for _name in ("create", "write", "link", "rename", "make_folder", "remove", "remove_folder"):
+    setattr(MortalSystem, _name, _asking(_name))
+
+
+class KilledAtCall(MortalSystem):
+    """Kills its process at the call number `last`: before it, or half way through a write."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.calls = last, 0
+
+    def live(self) -> None:
+        self.calls += 1
+        if self.calls == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(self, file: int, data: memoryview) -> int:
+        if self.calls + 1 == self.last:
+            System.write(self, file, data[: len(data) // 2])
+        return super().write(file, data)

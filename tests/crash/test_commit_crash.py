@@ -41,7 +41,7 @@ def test_a_name_lasts_no_shorter_than_what_was_seen_before_it(scratch: str) -> N
         change(model)
         for _ in range(20):
             with tempfile.TemporaryDirectory(dir=scratch) as left:
-                model.lose_power(left, luck)
+                write(model.left(luck), left)
                 names = os.listdir(f"{left}/step") if os.path.isdir(f"{left}/step") else []
             assert "manifest" not in names or "part" in names
 
@@ -54,7 +54,7 @@ def test_a_folder_that_another_has_just_made_is_durable_too(scratch: str) -> Non
     for change in recorder.changes:
         change(model)
     with tempfile.TemporaryDirectory(dir=scratch) as left:
-        model.lose_power(left, None)
+        write(model.left(None), left)
         assert LocalStore(left).read("steps/part", 100) == b"part"
 
 

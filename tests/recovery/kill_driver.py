@@ -19,7 +19,7 @@ from flashckpt.commit.verification import verify
 from flashckpt.recovery.recover import recover
 from flashckpt.recovery.report import Watcher
 from flashckpt.store.local import LocalStore, System
-from tests.crash.kill_driver import Mortal
+from tests.crash.mortal import KilledAtCall
 from tests.recovery import messes
 from tests.recovery.scene import contents
 
@@ -27,7 +27,7 @@ from tests.recovery.scene import contents
 class MortalWatcher(Watcher):
     """Dies between the steps of a recovery, too, where no call to the system is made."""
 
-    def __init__(self, system: Mortal) -> None:
+    def __init__(self, system: KilledAtCall) -> None:
         self._system = system
 
     def stage(self, name: str) -> None:
@@ -70,7 +70,7 @@ def lived(run: Path, said: Path, system: System | None) -> int:
     child = os.fork()
     if child == 0:
         try:
-            watcher = MortalWatcher(system) if isinstance(system, Mortal) else None
+            watcher = MortalWatcher(system) if isinstance(system, KilledAtCall) else None
             report = recover(LocalStore(str(run), system), watcher=watcher)
             said.write_text(json.dumps(report.to_dict()["resume"]))
         except BaseException:
@@ -90,7 +90,7 @@ def main(folder: str, runtime: str, mess: str) -> None:
     while status:
         last += 1
         scene.put_back()
-        status = lived(scene.run, said, Mortal(last))
+        status = lived(scene.run, said, KilledAtCall(last))
         if status and not os.WIFSIGNALED(status):
             faults.append(f"call {last}: the recovery itself failed")
             break
