@@ -117,23 +117,24 @@ def test_options_and_their_defaults() -> None:
     assert (options.remote_compress, options.cache_limit) == ("none", None)
 
 
+def imported_by(modules: str) -> set[str]:
+    code = f"import sys, {modules}; print(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(out.stdout.split())
+
+
 @pytest.mark.process
 def test_the_keepers_half_imports_without_torch() -> None:
     """A keeper without torch starts in a moment and stays under its memory."""
     modules = "flashckpt, flashckpt.keeper.__main__, flashckpt.keeper.client, flashckpt.commit.verification"
-    code = f"import sys, {modules}; print('torch' in sys.modules, 'numpy' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["False", "False"]
+    assert not {"torch", "numpy"} & imported_by(modules)
 
 
 @pytest.mark.process
-def test_one_process_imports_nothing_of_what_ranks_need() -> None:
+def test_one_process_imports_no_framework_and_nothing_of_what_ranks_need() -> None:
     """Each module is a millisecond or two of every start."""
-    code = (
-        "import sys, flashckpt.checkpointer.resume\n"
-        "print(sorted({'flashckpt.ranks.node_state', 'flashckpt.ranks.agreement', "
-        "'flashckpt.ranks.decisions', 'flashckpt.restore.merged_state', 'flashckpt.persist.job'} "
-        "& set(sys.modules)))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["[]"]
+    not_needed = {
+        "flashckpt.ranks.node_state", "flashckpt.ranks.agreement", "flashckpt.ranks.decisions",
+        "flashckpt.restore.merged_state", "flashckpt.persist.job", "accelerate", "torchtitan",
+    }  # fmt: skip
+    assert not not_needed & imported_by("flashckpt.checkpointer.resume")

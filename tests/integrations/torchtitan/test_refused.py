@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from flashckpt.checkpointer import trainer_run as extras
 from flashckpt.errors import OptionError
 
 titan: Any = None
@@ -62,7 +61,3 @@ def test_a_manager_that_is_not_enabled_does_nothing(tmp_path: Path) -> None:
     assert not manager.load()
     assert not manager.save(1)
     manager.close()
-
-
-def test_overridden_names_are_those_of_the_installed_release() -> None:
-    extras.check_overridden("torchtitan", "torchtitan", titan.TESTED, titan.OVERRIDDEN)
