@@ -25,31 +25,22 @@ def test_passes():
     pass
 """
 
-pytestmark = pytest.mark.process
 
-
-def run_tests(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_written.py").write_text(text)
+@pytest.mark.every_set
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "status", "forgiven"),
+    [
+        (FAILS_ONCE.format(number=3), 0, 3),
+        (FAILS_ONCE.format(number=4), 1, 0),
+        ("def test_fails():\n    assert False\n", 1, 0),
+    ],
+    ids=["three that pass alone", "four that would pass alone", "one that fails twice"],
+)
+def test_what_passes_alone_is_named_as_flaky(tmp_path: Path, text: str, status: int, forgiven: int) -> None:
+    (tmp_path / "test_written.py").write_text(text)
     command = [sys.executable, str(ROOT / "scripts/run-tests"), "-n", "2"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
-
-
-def test_a_test_that_passes_alone_is_named_as_flaky(tmp_path: Path) -> None:
-    done = run_tests(tmp_path, FAILS_ONCE.format(number=3))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
     flaky = [line for line in done.stdout.splitlines()[-5:] if line.startswith("flaky: ")]
-    assert len(flaky) == 3
-    assert "test_passes" not in "".join(flaky)
-
-
-def test_a_test_that_fails_twice_fails_the_run(tmp_path: Path) -> None:
-    done = run_tests(tmp_path, "def test_fails():\n    assert False\n")
-    assert done.returncode == 1
-    assert "flaky" not in done.stdout
-
-
-def test_four_failures_are_not_run_again(tmp_path: Path) -> None:
-    done = run_tests(tmp_path, FAILS_ONCE.format(number=4))
-    assert done.returncode == 1
-    assert "4 failed, 1 passed" in done.stdout
-    assert "once more" not in done.stdout
+    assert len([line for line in flaky if "test_fails_once" in line]) == len(flaky) == forgiven
