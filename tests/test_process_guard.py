@@ -9,36 +9,27 @@ from pathlib import Path
 import pytest
 
 STARTS = """
-import multiprocessing, os, subprocess, sys, threading
+import multiprocessing, os, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
 import pytest
+
+NOTHING = [sys.executable, "-c", ""]
 
 def nothing(): pass
 
-def fork():
-    if os.fork() == 0:
-        os._exit(0)
-    os.wait()
+def fork(): os.fork() or os._exit(0)
 
-def spawn(): os.posix_spawn(sys.executable, [sys.executable, "-c", ""], os.environ); os.wait()
+def spawn(): os.posix_spawn(sys.executable, NOTHING, os.environ)
 
-def run(): subprocess.run([sys.executable, "-c", ""], check=True)
+def run(): subprocess.run(NOTHING, check=True)
 
 def system(): os.system("true")
 
-def multiprocess():
-    process = multiprocessing.get_context("spawn").Process(target=nothing)
-    process.start()
-    process.join()
+def multiprocess(): multiprocessing.get_context("spawn").Process(target=nothing).start()
 
 def in_a_thread():
-    def quietly():
-        try:
-            run()
-        except BaseException:
-            pass
-    thread = threading.Thread(target=quietly)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(run)
 
 STARTS = [fork, spawn, run, system, multiprocess, in_a_thread]
 
