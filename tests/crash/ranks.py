@@ -22,6 +22,7 @@ from flashckpt import crashpoints
 from flashckpt.errors import FlashckptError
 from flashckpt.memory.runtime import RuntimeFolder
 from flashckpt.store import open_store
+from flashckpt.store.base import Store
 from tests import run_view
 from tests.commit.runs import half_steps
 from tests.descriptors import readable
@@ -301,26 +302,16 @@ class RanksJob:
     def faults(self) -> list[str]:
         """Every visible step is whole on every rank, byte for byte, and what was told to be committed is
         there, or a newer one."""
-        found = list[str]()
-        for _ in range(50):
-            before = self._shape()
-            found = self._content_faults()
-            if not found or self._shape() == before:
+        store, found = open_store(str(self.run)), list[str]()
+        for _ in range(50):  # a keeper may commit and delete meanwhile
+            before = run_view.files(store)
+            found = self._content_faults(store)
+            if not found or run_view.files(store) == before:
                 break
         return found
 
-    def _shape(self) -> list[tuple[str, int]]:
-        """List all data files and versions. A keeper may commit and delete meanwhile."""
-        found = []
-        walked = (each for top in ("data", "catalogue") for each in os.walk(self.run / top))
-        for folder, _, names in walked:
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    found.append((name, os.stat(f"{folder}/{name}").st_ino))
-        return sorted(found)
-
-    def _content_faults(self) -> list[str]:
-        store, faults = open_store(str(self.run)), list[str]()
+    def _content_faults(self, store: Store) -> list[str]:
+        faults = list[str]()
         try:
             visible = run_view.visible(store)
             for each in visible:
