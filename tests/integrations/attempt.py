@@ -10,6 +10,7 @@ import warnings
 
 import torch
 
+from tests.integrations import data
 from tests.integrations import job as jobs
 
 
@@ -23,7 +24,9 @@ def main() -> None:
         job.remember_checkpointer()
     job.moment(jobs.START)
     module, _, name = task.case.partition(":")
-    record = getattr(importlib.import_module(module), name)(job)
+    case = getattr(importlib.import_module(module), name)
+    data.seed()
+    record = case(job)
     job.moment(jobs.AFTER)
     path = f"{task.files}/record-{job.rank}"
     torch.save(jobs.plain(record), f"{path}.writing")

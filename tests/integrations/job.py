@@ -183,7 +183,7 @@ class Job:
         boundaries before the first snapshot, and each attempt would begin at the start."""
         from tests.waiting import until_room, until_slots
 
-        if self._checkpointer is not None and not self.options.get("unsettled"):
+        if self._checkpointer is not None:
             until_slots(self._checkpointer)
             until_room(self._checkpointer)
 
@@ -200,19 +200,19 @@ class Job:
         os.write(descriptor, (json.dumps(value) + "\n").encode())
 
 
-_current: list[Job] = []
+current: list[Job] = []
 
 
 def begin(task: Task) -> Job:
     """The job of this process."""
-    _current[:] = [Job(task)]
-    return _current[0]
+    current[:] = [Job(task)]
+    return current[0]
 
 
 def moment(name: str) -> None:
     """Report a moment to this process's job; does nothing outside of one."""
-    if _current:
-        _current[0].moment(name)
+    if current:
+        current[0].moment(name)
 
 
 def _logged(value: object) -> object:

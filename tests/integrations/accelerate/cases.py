@@ -50,7 +50,6 @@ def train(job: Job) -> dict[str, Any]:
     plain_loop (`flashckpt.attach` and prepared loaders), leave_after (batches of an epoch)."""
     options = job.options
     accelerator = _accelerator(options)
-    data.seed()
     net = data.model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 60)
@@ -151,7 +150,6 @@ def _validate(job: Job, net: Any, held: Any, own: dict[str, Any]) -> None:
 def several(job: Job) -> dict[str, Any]:
     """Two models, two optimizers, a scaler, and two loaders, whose epochs take turns."""
     accelerator = _accelerator(job.options)
-    data.seed()
     accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     nets = [data.model(), data.model()]
     optimizers = [torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9) for net in nets]
@@ -183,7 +181,6 @@ def rows(job: Job) -> dict[str, Any]:
     """Two epochs over 40 numbered rows; each attempt's batches, with their iteration, are in its folder.
     options: dispatch."""
     accelerator = _accelerator({"seedable": True, "dispatch": job.options.get("dispatch")})
-    data.seed()
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.parameters(), 1e-4)
     loader = DataLoader(torch.arange(40.0).reshape(40, 1), 4, shuffle=True)

@@ -36,13 +36,13 @@ from tests.integrations.job import (
     SAVE,
     VALIDATION,
     Job,
+    current,
     gradients,
     random_numbers,
 )  # fmt: skip
 
 Loader = Callable[[], Any]
 TERMINATED = 7
-_jobs: list[Job] = []
 
 
 class Model(lp.LightningModule):
@@ -59,7 +59,7 @@ class Model(lp.LightningModule):
     @property
     def job(self) -> Job:
         """No attribute: callbacks copy the module."""
-        return _jobs[-1]
+        return current[0]
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         number = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
@@ -166,7 +166,6 @@ def fit(
     **options: Any,
 ) -> Any:
     """Train, after `before`, and return the record."""
-    _jobs.append(job)
     every = [*callbacks, Ends()]
     if job.flashckpt:
         every.append(flashckpt.lightning.Checkpoint(job.run, own=own, every=1, persist_every=5))
@@ -225,26 +224,22 @@ def rows(count: int = 26, *, stream: bool = False, augment: bool = True, **optio
 
 
 def map_style(job: Job) -> Any:
-    data.seed()
     return fit(job, Model(rows()))
 
 
 def workers(job: Job) -> Any:
     """Accumulation and validation in mid-epoch, too."""
-    data.seed()
     model = Model(rows(num_workers=2), schedule="epoch")
     return fit(job, model, accumulate_grad_batches=3, val_check_interval=5)
 
 
 def accumulated(job: Job) -> Any:
-    data.seed()
     model = Model(rows(), schedule="epoch")
     return fit(job, model, accumulate_grad_batches=3, val_check_interval=2)
 
 
 def plateau(job: Job) -> Any:
     """ModelCheckpoint and EarlyStopping, which ends the run."""
-    data.seed()
     save = ModelCheckpoint(
         job.folder / "theirs", monitor="val", save_top_k=2, save_last=True, enable_version_counter=False
     )
@@ -253,33 +248,27 @@ def plateau(job: Job) -> Any:
 
 
 def manual(job: Job) -> Any:
-    data.seed()
     return fit(job, Model(rows(), manual=True))
 
 
 def stream(job: Job) -> Any:
-    data.seed()
     return fit(job, Model(rows(stream=True)))
 
 
 def max_steps(job: Job) -> Any:
-    data.seed()
     return fit(job, Model(rows()), max_epochs=-1, max_steps=18)
 
 
 def average(job: Job) -> Any:
-    data.seed()
     return fit(job, Model(rows()), EMAWeightAveraging(decay=0.9))
 
 
 def metrics(job: Job) -> Any:
-    data.seed()
     return fit(job, Model(rows(), metric=True))
 
 
 def several_loaders(job: Job) -> Any:
     """options: `mode`, and `stream` for loaders without a length."""
-    data.seed()
     stream = bool(job.options.get("stream"))
 
     def loaders() -> CombinedLoader:
@@ -315,28 +304,19 @@ class Searched(Model):
 
 def rate_searched(job: Job) -> Any:
     """By `Tuner`, which calls fit once before."""
-    data.seed()
     model = Searched(rows())
-
-    def search(trainer: Any) -> None:
-        Tuner(trainer).lr_find(model, num_training=5, attr_name="rate")
-
-    return fit(job, model, before=search)
+    how = {"num_training": 5, "attr_name": "rate"}
+    return fit(job, model, before=lambda trainer: Tuner(trainer).lr_find(model, **how))
 
 
 def rate_searched_in_fit(job: Job) -> Any:
-    data.seed()
     return fit(job, Searched(rows()), LearningRateFinder(num_training_steps=5, attr_name="rate"))
 
 
 def size_searched(job: Job) -> Any:
-    data.seed()
     model = Searched(rows())
-
-    def search(trainer: Any) -> None:
-        Tuner(trainer).scale_batch_size(model, steps_per_trial=1, max_trials=2)
-
-    return fit(job, model, before=search)
+    how = {"steps_per_trial": 1, "max_trials": 2}
+    return fit(job, model, before=lambda trainer: Tuner(trainer).scale_batch_size(model, **how))
 
 
 class Raises(Callback):
@@ -347,8 +327,6 @@ class Raises(Callback):
 
 def failed(job: Job) -> Any:
     """What `map_style` does, by two calls of fit on one trainer: the first one fails."""
-    _jobs.append(job)
-    data.seed()
     model, checkpoint = Model(rows()), flashckpt.lightning.Checkpoint(job.run, every=1)
     trainer = trainer_of(job, [Raises(), checkpoint], logger=Log(model))
     try:
@@ -364,8 +342,6 @@ def failed(job: Job) -> Any:
 
 
 def switched_off(job: Job) -> Any:
-    _jobs.append(job)
-    data.seed()
     checkpoint = flashckpt.lightning.Checkpoint(job.run, enabled=False)
     found: list[Any] = []
 
@@ -450,7 +426,6 @@ class Rows(lp.LightningDataModule):
 
 
 def hooks(job: Job) -> Any:
-    data.seed()
     model, counts, loaders = Hooked(rows()), Counts(), Rows()
     model.train_dataloader, model.val_dataloader = loaders.train_dataloader, loaders.val_dataloader
     own = () if job.options.get("forget") else ("Counts.plain", "recent", "module.seen")
@@ -461,8 +436,6 @@ def hooks(job: Job) -> Any:
 
 def continued(job: Job) -> Any:
     """What `map_style` does, by three calls of fit: one is stopped, one ends after fewer epochs."""
-    _jobs.append(job)
-    data.seed()
     checkpoint = flashckpt.lightning.Checkpoint(job.run, every=1, persist_every=5)
 
     class Stop(Callback):
@@ -506,7 +479,6 @@ class Found(Callback):
 
 def several_checkpoints(job: Job) -> Any:
     """An epoch more in each attempt. options: monitored, by a ModelCheckpoint each."""
-    data.seed()
     found = Found()
     kept = [ModelCheckpoint(job.folder / name, monitor=name) for name in job.options["monitored"]]
     fit(job, Model(rows()), *kept, found, max_epochs=job.task.attempt + 1)
@@ -523,7 +495,6 @@ def names(job: Job) -> Any:
 
 def refused(job: Job) -> Any:
     """The message of each refusal, by name."""
-    _jobs.append(job)
     found: dict[str, str] = {}
 
     class Iterates(Model):
@@ -531,7 +502,6 @@ def refused(job: Job) -> Any:
             return None
 
     def attempt(name: str, *callbacks: Callback, model: Any = None, how: Any = None, **named: Any) -> None:
-        data.seed()
         checkpoint = flashckpt.lightning.Checkpoint(f"{job.run}-{name}", every=1, **named)
         trainer = trainer_of(job, [*callbacks, checkpoint], max_epochs=1)
         try:

@@ -15,7 +15,6 @@ from tests.integrations.job import BETWEEN, Job, gradients, random_numbers
 
 def loop(job: Job) -> dict[str, Any]:
     """options: `forget`, what a resume does not bring back: "random numbers" or "counter"."""
-    data.seed()
     net = data.model()
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     loader = DataLoader(data.Rows(26), 4, shuffle=True)

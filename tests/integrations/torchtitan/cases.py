@@ -15,7 +15,6 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.components.optimizer.optimizer import ParamGroupConfig
 
 from flashckpt.torchtitan import FlashCheckpointManager
-from tests.integrations import data
 from tests.integrations.job import (
     ACCUMULATION,
     BETWEEN,
@@ -73,7 +72,6 @@ class Trainer:
     """torchtitan.trainer.Trainer, as far as a checkpoint manager sees it."""
 
     def __init__(self, job: Job) -> None:
-        data.seed()
         self.job, self.accumulated = job, int(job.options.get("accumulated", 1))
         self.step = self.ntokens_seen = 0
         self.stop_at = job.options.get("stop_at")
