@@ -7,10 +7,9 @@ all three give the same.
         cases.check("map_style")
 
 A case is a function of its `Job` (job.py), in the first of the modules that the zygote has imported (see
-conftest.py). Each attempt is a
-process forked from the zygote, in a session of its own. The kills are planned from the moments that the
-unkilled run has reported (`plan`): each name at least once, the rest by a seeded draw, in the order in which
-they occur.
+conftest.py). Each attempt is a process forked from the zygote, in a session of its own. The kills are planned
+from the moments that the unkilled run has reported (`plan`): each name at least once, the rest by a seeded
+draw, in the order in which they occur.
 """
 
 from __future__ import annotations
@@ -238,12 +237,10 @@ class Run:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def plan(
-    moments: Sequence[tuple[str, int]], kills: int, seed: int, number: int = signal.SIGKILL
-) -> list[Kill]:
+def plan(moments: Sequence[tuple[str, int]], kills: int, number: int = signal.SIGKILL) -> list[Kill]:
     """Kills that cover each name of the unkilled run's moments: the first in its first second, one in its
-    last iteration, one after its end; the rest drawn by the seed, at most one in an iteration if possible."""
-    drawn, last = random.Random(seed), max(counter for _, counter in moments)
+    last iteration, one after its end; the rest drawn by a seed, at most one in an iteration if possible."""
+    drawn, last = random.Random(1), max(counter for _, counter in moments)
     names = sorted({name for name, _ in moments} - {START, AFTER})
     places = {name: sorted({counter for each, counter in moments if each == name}) for name in names}
     for name, counters in places.items():
@@ -302,7 +299,6 @@ class Cases:
         case: str,
         *,
         kills: int = 5,
-        seed: int = 1,
         ranks: int = 1,
         victims: Sequence[int] | None = None,
         plain: bool = True,
@@ -320,7 +316,7 @@ class Cases:
         whole = runs[WHOLE].finish(ranks=ranks)
         if plain:
             assert_same(runs[PLAIN].finish(ranks=ranks), whole, PLAIN, "with flashckpt")
-        planned = plan(whole.moments[0][0], kills, seed)
+        planned = plan(whole.moments[0][0], kills)
         killed = runs[KILLED].finish_killed(planned, ranks=ranks, victims=victims)
         hits = len({attempt for _, attempt, _ in killed.hits})
         assert hits >= kills, f"{hits} of {len(planned)} kills were sent, at {killed.hits}"
@@ -334,22 +330,18 @@ class Cases:
             assert_same(before, whole, "finished", "started again")
         return whole, killed
 
-    def check_terminated(
-        self, case: str, *, stops: int = 4, seed: int = 1, **options: object
-    ) -> tuple[Outcome, Outcome]:
-        """The same with SIGTERM: no iteration is repeated. Returns the outcomes of the unkilled and of the
-        stopped run, whose `ends` say how each attempt ended."""
+    def check_terminated(self, case: str, **options: object) -> Outcome:
+        """The same with SIGTERM: no iteration is repeated. Returns the outcome of the stopped run, whose
+        `ends` say how each attempt ended."""
         whole = self.finished(case, **options)
         # Before the first iteration no handler is installed, after the last none is: nothing is saved there.
         inside = [place for place in whole.moments[0][0] if place[0] not in (START, AFTER) and place[1] != 0]
-        planned = [
-            replace(each, outside=False) for each in plan(inside, stops + 2, seed, signal.SIGTERM)[1:-1]
-        ]
+        planned = [replace(each, outside=False) for each in plan(inside, 6, signal.SIGTERM)[1:-1]]
         stopped = self.run(case, KILLED, **options).finish_killed(planned)
-        assert len(stopped.hits) >= stops, f"{len(stopped.hits)} signals were sent, at {stopped.hits}"
+        assert len(stopped.hits) >= 4, f"{len(stopped.hits)} signals were sent, at {stopped.hits}"
         assert not stopped.repeated(), f"iterations {stopped.repeated()} were repeated after {stopped.hits}"
         assert_same(whole, stopped, "with flashckpt", f"stopped at {[name for name, *_ in stopped.hits]}")
-        return whole, stopped
+        return stopped
 
 
 def assert_same(a: Outcome, b: Outcome, a_name: str = "the first", b_name: str = "the second") -> None:

@@ -50,7 +50,7 @@ def test_several_models_and_loaders(cases: Cases) -> None:
 
 @pytest.mark.long
 def test_a_terminated_run_repeats_nothing(cases: Cases) -> None:
-    _, stopped = cases.check_terminated("train", accumulated=2, seedable=True)
+    stopped = cases.check_terminated("train", accumulated=2, seedable=True)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 

@@ -59,7 +59,7 @@ def test_snapshots_now_and_then(cases: Cases) -> None:
 
 @pytest.mark.parametrize("case", ["accumulates_in_workers", pytest.param("own_loader", marks=LONG)])
 def test_terminated(cases: Cases, case: str) -> None:
-    _, stopped = cases.check_terminated(f"case_{case}")
+    stopped = cases.check_terminated(f"case_{case}")
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 

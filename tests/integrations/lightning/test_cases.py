@@ -59,7 +59,7 @@ def test_several_loaders(cases: Cases, mode: str, stream: bool) -> None:
 
 
 def test_a_terminated_fit_repeats_no_iteration(cases: Cases) -> None:
-    _, stopped = cases.check_terminated("accumulated")
+    stopped = cases.check_terminated("accumulated")
     # Lightning's own handler is called at the boundary: fit ends by its SIGTERMException.
     assert [end for ends in stopped.ends for end in ends][:-1] == [TERMINATED] * len(stopped.hits)
 

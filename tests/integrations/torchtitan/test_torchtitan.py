@@ -31,7 +31,7 @@ def test_a_run_continues_after_kills(cases: Cases, options: dict[str, Any]) -> N
 
 @pytest.mark.long
 def test_a_terminated_run_repeats_nothing(cases: Cases) -> None:
-    _, stopped = cases.check_terminated("train", accumulated=2)
+    stopped = cases.check_terminated("train", accumulated=2)
     assert {end for ends in stopped.ends for end in ends} == {0, -signal.SIGTERM}
 
 
