@@ -25,16 +25,24 @@ WATCHED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 OPTIONS = Options(warning_signals=("SIGUSR2",))
 
 
+class Handlers(dict[int, Any]):
+    """The handlers that the program has installed, which must stand when the test has ended."""
+
+    def install(self, handler: Any, number: int = signal.SIGTERM) -> Any:
+        self[number] = handler
+        return signal.signal(number, handler)
+
+
 @pytest.fixture(autouse=True)
-def before() -> Iterator[dict[int, Any]]:
-    """The handlers that stand here. Whatever a test did, they stand here after it."""
+def handlers() -> Iterator[Handlers]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    found = {number: signal.getsignal(number) for number in (*WATCHED, signal.SIGCHLD)}
-    yield found
+    before = {number: signal.getsignal(number) for number in (*WATCHED, signal.SIGCHLD)}
+    expected = Handlers(before)
+    yield expected
     try:
-        assert {number: signal.getsignal(number) for number in found} == found
+        assert {number: signal.getsignal(number) for number in expected} == expected
     finally:
-        for number, handler in found.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -84,7 +92,7 @@ def test_they_stand_only_while_a_loop_runs(tmp_path: Path) -> None:
 @pytest.mark.every_set
 @pytest.mark.parametrize("way", ["before", "chain", "stop"])
 def test_a_handler_that_returns_lets_the_program_go_on(
-    way: str, tmp_path: Path, before: dict[int, Any], caplog: pytest.LogCaptureFixture
+    way: str, tmp_path: Path, handlers: Handlers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that came before the loop is called once, at its end, though launchers pass on what all have got. A
     later one is never taken off, and ends the loop if it calls the one before it, or stop()."""
@@ -100,12 +108,12 @@ def test_a_handler_that_returns_lets_the_program_go_on(
 
     is_later = way != "before"
     if not is_later:
-        signal.signal(signal.SIGTERM, own)
+        handlers.install(own)
     looped = flashckpt.loop([1, 2, 3], tmp_path / "run", **named)
     for batch in looped:
         train(named)
         if batch == 2 and is_later:
-            replaced = signal.signal(signal.SIGTERM, own)
+            replaced = handlers.install(own)
             until(lambda: "SIGTERM has another handler" in caplog.text, "the word about it")
         if batch == 2:
             for _ in range(1 if is_later else 3):
@@ -113,16 +121,14 @@ def test_a_handler_that_returns_lets_the_program_go_on(
             assert heard == ([1] if is_later else [])
     assert (heard, looped.completed) == ([1 if is_later else 2], 2)
     assert looped.checkpointer.stop_reason == ("stop" if way == "stop" else "SIGTERM")
-    assert signal.getsignal(signal.SIGTERM) is own
     assert flashckpt.steps(tmp_path / "run") == [2]
-    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
 @pytest.mark.every_set
 @pytest.mark.parametrize("way", ["break", "raise"])
-def test_a_loop_that_is_left_gives_the_signal_back(way: str, tmp_path: Path, before: dict[int, Any]) -> None:
+def test_a_loop_that_is_left_gives_the_signal_back(way: str, tmp_path: Path, handlers: Handlers) -> None:
     named, heard = model(), []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    handlers.install(lambda number, frame: heard.append(number))
     with (
         pytest.raises(ZeroDivisionError) if way == "raise" else contextlib.nullcontext(),
         flashckpt.attach(tmp_path / "run", options=OPTIONS, **named) as checkpointer,
@@ -139,17 +145,16 @@ def test_a_loop_that_is_left_gives_the_signal_back(way: str, tmp_path: Path, bef
         assert ours() == []
     until(lambda: heard == [signal.SIGTERM], "the handler")
     assert ours() == []
-    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
 @pytest.mark.every_set
 @pytest.mark.parametrize("place", ["in the body", "at the end"])
 def test_a_signal_while_storage_is_waited_for_is_obeyed_after_that(
-    place: str, tmp_path: Path, runtime: Path, before: dict[int, Any], caplog: pytest.LogCaptureFixture
+    place: str, tmp_path: Path, runtime: Path, handlers: Handlers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After a wait() in its body the iteration continues, and the loop ends at its boundary."""
     named, heard = model(), []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(looped.completed))
+    handlers.install(lambda number, frame: heard.append(looped.completed))
     looped = flashckpt.loop([1, 2, 3], tmp_path / "run", every=1, **named)
     checkpointer = looped.checkpointer
     waits = checkpointer._keeper_link.wait_committed
@@ -181,11 +186,10 @@ def test_a_signal_while_storage_is_waited_for_is_obeyed_after_that(
                 assert heard == []
     assert heard == [looped.completed] == [2 if place == "in the body" else 3]
     assert flashckpt.steps(tmp_path / "run")[-1] == looped.completed
-    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
 def test_a_handler_is_called_at_the_end_of_the_grace_period(
-    tmp_path: Path, runtime: Path, before: dict[int, Any]
+    tmp_path: Path, runtime: Path, handlers: Handlers
 ) -> None:
     """The keeper does not answer. The loop does not wait for what has not ended: the handler comes at the end
     of the period, whether the loop has given up its own wait by then or is about to."""
@@ -197,7 +201,7 @@ def test_a_handler_is_called_at_the_end_of_the_grace_period(
         # A run that is released while its keeper does not answer keeps its slots mapped.
         until(lambda: flashckpt.steps(tmp_path / "run") == [2], "the commit of the boundary")
 
-    signal.signal(signal.SIGTERM, own)
+    handlers.install(own)
     looped = flashckpt.loop([1, 2, 3], tmp_path / "run", every=1, options=Options(grace="1s"), **named)
     for batch in looped:
         train(named)
@@ -207,7 +211,6 @@ def test_a_handler_is_called_at_the_end_of_the_grace_period(
             os.kill(keeper, signal.SIGSTOP)
             signal.raise_signal(signal.SIGTERM)
     assert (heard, looped.completed) == ([[]], 2)
-    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
     # A run that was released before its link had ended keeps what it has open until the process ends.
     link = looped.checkpointer._keeper_link
     until(lambda: not link._thread.is_alive(), "the end of the keeper link")
@@ -216,11 +219,11 @@ def test_a_handler_is_called_at_the_end_of_the_grace_period(
 
 
 def test_a_warning_is_told_at_once_and_a_signal_after_it_takes_its_course(
-    tmp_path: Path, before: dict[int, Any]
+    tmp_path: Path, handlers: Handlers
 ) -> None:
     named, heard = model(), []
     for number in (signal.SIGUSR2, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: heard.append(number))
+        handlers.install(lambda number, frame: heard.append(number), number)
     looped = flashckpt.loop([1, 2, 3], tmp_path / "run", options=OPTIONS, **named)
     for batch in looped:
         train(named)
@@ -232,12 +235,10 @@ def test_a_warning_is_told_at_once_and_a_signal_after_it_takes_its_course(
     assert (heard, looped.completed) == ([signal.SIGUSR2, signal.SIGTERM], 2)
     assert looped.checkpointer.stop_reason == "SIGUSR2"
     assert flashckpt.steps(tmp_path / "run") == [2]
-    for number in (signal.SIGUSR2, signal.SIGTERM):
-        signal.signal(number, before[number])
 
 
-def test_what_is_ignored_and_what_is_not_named_is_left_alone(tmp_path: Path, before: dict[int, Any]) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def test_what_is_ignored_and_what_is_not_named_is_left_alone(tmp_path: Path, handlers: Handlers) -> None:
+    handlers.install(signal.SIG_IGN)
     for number, options in enumerate((Options(), Options(signals=()))):
         named = model()
         for _ in flashckpt.loop([1, 2, 3], tmp_path / str(number), options=options, **named):
@@ -245,16 +246,11 @@ def test_what_is_ignored_and_what_is_not_named_is_left_alone(tmp_path: Path, bef
             is_left = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             assert is_left == (options.signals == ())
             train(named)
-    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
-def test_one_that_somebody_has_kept_passes_on_for_ever(tmp_path: Path, before: dict[int, Any]) -> None:
+def test_one_that_somebody_has_kept_passes_on_for_ever(tmp_path: Path, handlers: Handlers) -> None:
     named, heard = model(), []
-
-    def earlier(number: int, frame: object) -> None:
-        heard.append("earlier")
-
-    signal.signal(signal.SIGUSR2, earlier)
+    handlers.install(lambda number, frame: heard.append("earlier"), signal.SIGUSR2)
     for batch in flashckpt.loop([1, 2, 3], tmp_path / "run", options=OPTIONS, **named):
         train(named)
         if batch == 1:
@@ -265,7 +261,7 @@ def test_one_that_somebody_has_kept_passes_on_for_ever(tmp_path: Path, before: d
                 heard.append("later")
                 kept(number, frame)
 
-            signal.signal(signal.SIGUSR2, later)
+            handlers.install(later, signal.SIGUSR2)
     # A second loop puts a handler of its own over this one, and takes only that off.
     for batch in flashckpt.loop([1, 2, 3], tmp_path / "other", options=OPTIONS, **named):
         train(named)
@@ -274,13 +270,12 @@ def test_one_that_somebody_has_kept_passes_on_for_ever(tmp_path: Path, before: d
     assert heard == ["later", "earlier"]
     signal.raise_signal(signal.SIGUSR2)
     assert heard == ["later", "earlier"] * 2
-    signal.signal(signal.SIGUSR2, before[signal.SIGUSR2])
 
 
-def test_two_loops_in_one_another_end_from_within(tmp_path: Path, before: dict[int, Any]) -> None:
+def test_two_loops_in_one_another_end_from_within(tmp_path: Path, handlers: Handlers) -> None:
     """The inner one's signal takes its course into the handler of the outer one, which ends at its own."""
     outer_state, inner_state, heard = model(), model(), []
-    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    handlers.install(lambda number, frame: heard.append(number))
     outer = flashckpt.loop([1, 2, 3], tmp_path / "outer", **outer_state)
     for _ in outer:
         inner = flashckpt.loop([1, 2, 3], tmp_path / "inner", **inner_state)
@@ -295,7 +290,6 @@ def test_two_loops_in_one_another_end_from_within(tmp_path: Path, before: dict[i
     assert heard == [signal.SIGTERM]
     assert flashckpt.steps(tmp_path / "outer") == [1]
     assert flashckpt.steps(tmp_path / "inner") == [2]
-    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
 def test_another_thread_says_that_none_are_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -333,14 +327,14 @@ def test_a_wakeup_descriptor_is_left_alone(tmp_path: Path) -> None:
         os.close(write)
 
 
-def test_an_exception_in_the_users_handler_is_the_loops(tmp_path: Path, before: dict[int, Any]) -> None:
+def test_an_exception_in_the_users_handler_is_the_loops(tmp_path: Path, handlers: Handlers) -> None:
     class Preempted(Exception):
         pass
 
     def handler(number: int, frame: object) -> None:
         raise Preempted
 
-    signal.signal(signal.SIGTERM, handler)
+    handlers.install(handler)
     named, reached = model(), []
 
     def loop() -> None:
@@ -354,8 +348,6 @@ def test_an_exception_in_the_users_handler_is_the_loops(tmp_path: Path, before: 
         loop()
     assert reached == [1, 2]
     assert flashckpt.steps(tmp_path / "run") == [2]
-    assert signal.getsignal(signal.SIGTERM) is handler
-    signal.signal(signal.SIGTERM, before[signal.SIGTERM])
 
 
 @pytest.mark.parametrize(
