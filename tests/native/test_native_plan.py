@@ -105,27 +105,37 @@ def of_box(whole: np.ndarray, region: TensorSlice) -> np.ndarray:
     return np.array(whole[index])
 
 
-@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("way", ["added", "read", "read through the cache"])
 @pytest.mark.parametrize("is_aligned", [True, False])
-def test_a_flipped_byte_is_found_before_its_chunk_is_copied(
-    tmp_path: Path, is_read: bool, is_aligned: bool
+def test_a_flipped_byte_is_found_before_its_chunk_is_copied_or_digested(
+    tmp_path: Path, way: str, is_aligned: bool
 ) -> None:
     file = File.of(5 * CHUNK + 77)
+    size, cut = len(file.data), 2 * CHUNK
     for at in (0, CHUNK - 1, 2 * CHUNK + 5, 5 * CHUNK + 76):
-        into, harmed = bytearray(len(file.data) + CHUNK), bytearray(file.data)
+        into, harmed = bytearray(size + CHUNK), bytearray(file.data)
         harmed[at] ^= 8
         start = -_native.address_of(into) % CHUNK if is_aligned else 3
-        plan = file.plan(copies=[0, _native.address_of(into) + start, len(file.data), 0])
-        if is_read:
+        digests = _native.LeafDigests(array("Q", [cut, size - cut]))
+        plan = file.plan(
+            copies=[0, _native.address_of(into) + start, size, 0],
+            parts=[0, cut, 0, 0, cut, size, 1, 0],
+            digests=digests,
+            direct=way == "read",
+        )
+        if way == "added":
+            plan.add(0, harmed)
+        else:
             (tmp_path / "file").write_bytes(harmed)
             plan.read(tmp_path / "file")
-        else:
-            plan.add(0, harmed)
         assert plan.bad_chunks() == [at // CHUNK]
         first = at // CHUNK * CHUNK
-        last = min(first + CHUNK, len(file.data))
-        found = bytes(into[start : start + len(file.data)])
+        last = min(first + CHUNK, size)
+        found = bytes(into[start : start + size])
         assert found == file.data[:first] + bytes(last - first) + file.data[last:]
+        expected = [reference_digest(file.data[:cut]), reference_digest(file.data[cut:])]
+        expected[at >= cut] = _native.EMPTY_DIGEST
+        assert array("Q", digests.digests()).tolist() == expected
 
 
 def test_slices_of_a_leaf_in_several_plans_have_its_digest() -> None:
