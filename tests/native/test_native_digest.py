@@ -95,3 +95,26 @@ def test_invalid_arguments() -> None:
         _native.load(address + 1)
     with pytest.raises(BufferError):
         _native.address_of(memoryview(bytes(8))[::2])
+
+
+def test_bytes_without_an_address_are_refused_unless_there_are_none() -> None:
+    """A tensor whose storage was resized to nothing gives 0 for its pointer."""
+    here, out = bytearray(64), u64(*[_native.EMPTY_DIGEST] * 2)
+    at, table, sizes = _native.address_of(here), _native.address_of(out), u64(8, 8)
+    some, all_ = u64(at, 0), u64(at, at + 32)
+    for call in (
+        lambda: _native.digest_many(some, sizes, table, 2),
+        lambda: _native.copy_digest(some, all_, sizes, table, 2),
+        lambda: _native.copy_digest(all_, some, sizes, table, 2),
+        lambda: _native.digest(0, 8),
+        lambda: _native.hash_blocks(0, 8, 0),
+        lambda: _native.xxh3_128_at(0, 8),
+    ):
+        with pytest.raises(ValueError, match="no address"):
+            call()
+    assert list(out) == [_native.EMPTY_DIGEST] * 2
+    assert here == bytes(64)
+    _native.digest_many(u64(0), u64(0), table, 1)
+    _native.copy_digest(u64(0), u64(0), u64(0), table + 8, 1)
+    assert list(out) == [_native.digest(0, 0)] * 2
+    assert _native.xxh3_128_at(0, 0) == _native.xxh3_128(b"")
