@@ -272,6 +272,29 @@ def test_close_seals_ready_slots_and_leaves_the_rest_unchanged() -> None:
     sealer.close()
 
 
+def test_two_concurrent_closes_both_return() -> None:
+    for _ in range(50):
+        sealer, event, slots = _native.Sealer(), _native.HostEvent(), [Slot() for _ in range(50)]
+        for slot in slots:
+            slot.submit(sealer, event.handle)
+        found: list[int] = []
+        ready = threading.Barrier(2)
+
+        def close(
+            sealer: _native.Sealer, slots: list[Slot], found: list[int], ready: threading.Barrier
+        ) -> None:
+            ready.wait()
+            sealer.close()
+            found.append(sum(slot.done for slot in slots))
+
+        threads = [threading.Thread(target=close, args=(sealer, slots, found, ready)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [50, 50]
+
+
 def test_a_wait_survives_an_early_reset_and_a_deleted_event() -> None:
     slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()
     event.set()
