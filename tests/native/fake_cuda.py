@@ -9,6 +9,22 @@ from pathlib import Path
 
 from emulated_kernel import HERE
 
+PRELUDE = """
+import os
+from array import array
+from flashckpt import _native
+
+def u64(*values):
+    return array("Q", values)
+
+def refused(call, *args, **named):
+    try:
+        call(*args, **named)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    raise AssertionError("not refused")
+"""
+
 
 def build_driver(folder: Path, kernel_object: Path) -> Path:
     made = folder / "fake_driver.o"
@@ -18,19 +34,18 @@ def build_driver(folder: Path, kernel_object: Path) -> Path:
 
 
 def run(driver: Path, program: str, devices: int, refuses: str = "") -> list[str]:
-    """The driver's log, a line a call. `refuses`: see fake_driver.c."""
+    """The driver's log, a line a call, of a program behind the prelude. `refuses`: see fake_driver.c."""
     log = driver / "log"
     log.write_text("")
     changed = {"LD_LIBRARY_PATH": str(driver), "FAKE_CUDA_LOG": str(log), "FAKE_CUDA_DEVICES": str(devices)}
     changed["FAKE_CUDA_REFUSES"] = refuses
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **changed}, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", PRELUDE + program]
+    done = subprocess.run(command, env={**os.environ, **changed}, capture_output=True, text=True)
     assert done.returncode == 0, f"status {done.returncode}: {done.stderr}"
     return log.read_text().splitlines()
 
 
 def check_program(driver: Path, program: str, devices: int) -> None:
     """Run a program that asserts by itself, and check that it has reached its end."""
-    end = '\nimport os\nprint("reached its end", file=open(os.environ["FAKE_CUDA_LOG"], "a"))\n'
+    end = '\nprint("reached its end", file=open(os.environ["FAKE_CUDA_LOG"], "a"))\n'
     assert "reached its end" in run(driver, program + end, devices)
