@@ -1,5 +1,4 @@
-"""What these programs do about signals themselves, and how they stand still for one. Without torch: the
-programs that others are measured by have nothing of it."""
+"""What these programs do about signals themselves, and how they stand still for one."""
 
 from __future__ import annotations
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,14 +129,3 @@ class Job:
 
     def _lines(self) -> list[list[object]]:
         return [json.loads(line) for line in whole_lines(self.log)]
-
-
-@functools.cache
-def control_status(name: str, *, leaves: bool = False) -> int:
-    """The status of a process without flashckpt that gets the signal. Asked of a real one, once."""
-    with tempfile.TemporaryDirectory() as folder:
-        orders = ["leaves"] if leaves else []
-        process = Process(["tests.signals.control", *orders], dict(os.environ), Path(folder), fresh=True)
-        process.until_held()
-        process.send(name)
-        return process.ended().status

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import keepers_of
-from tests.signals.processes import Job, control_status
+from tests.signals.processes import Job
 from tests.waiting import until
 
 
@@ -42,7 +42,7 @@ def test_an_iteration_longer_than_the_grace_period(name: str, tmp_path: Path, ru
     process = job.held(6, options={"grace": "500ms"})
     process.send(name)
     ended = process.ended()
-    assert ended.status == control_status(name)
+    assert ended.status == -signal.Signals[name]
     until(lambda: job.run.exists() and job.steps() == [6], "the keeper to save what was sealed")
     until(lambda: job.endings() == ["dead"], "the attempt to be over")
 
@@ -70,7 +70,7 @@ def test_a_second_interrupt_acts_at_once(tmp_path: Path, runtime: Path) -> None:
     process.until_noted("SIGINT")
     process.send("SIGINT")
     ended = process.ended()
-    assert ended.status == control_status("SIGINT")
+    assert ended.status == -signal.SIGINT
     assert "KeyboardInterrupt" in ended.err
     until(lambda: job.steps() == [6], "the keeper to save what was sealed")
 
