@@ -1,5 +1,4 @@
-"""The digest as docs/format.md ("Digest") defines it: once in plain Python, to be read beside that page, and
-once in NumPy over many blocks at a time, for what would take plain Python minutes."""
+"""The digest as docs/format.md ("Digest") defines it, in NumPy over many blocks at a time."""
 
 from __future__ import annotations
 
@@ -31,40 +30,6 @@ KEYS = split_mix_64(0, 288)
 FIRST, SECOND = KEYS[:128], KEYS[128:256]
 FIRST_START, SECOND_START = KEYS[256:264], KEYS[264:272]
 FIRST_FOLD, SECOND_FOLD = KEYS[272:280], KEYS[280:288]
-
-
-def fold(a: int, b: int) -> int:
-    return a * b & MASK ^ a * b >> 64
-
-
-def reference_block_hash(block: int, data: bytes) -> int:
-    assert len(data) == BLOCK_BYTES
-    first, second = list(FIRST_START), list(SECOND_START)
-    for word in range(128):
-        lane = word % 8
-        x = int.from_bytes(data[8 * word : 8 * word + 8], "little")
-        y, z = x ^ FIRST[word], x ^ SECOND[word]
-        first[lane] = first[lane] + (y & HALF) * (y >> 32) & MASK
-        first[lane ^ 1] = first[lane ^ 1] + x & MASK
-        second[lane] = second[lane] + (z & HALF) * (z >> 32) & MASK
-    total = (block + 1) * FACTOR
-    for i in (0, 2, 4, 6):
-        total += fold(first[i] ^ FIRST_FOLD[i], first[i + 1] ^ FIRST_FOLD[i + 1])
-        total += fold(second[i] ^ SECOND_FOLD[i], second[i + 1] ^ SECOND_FOLD[i + 1])
-    return finalize(total & MASK)
-
-
-def finish(num_bytes: int, hashes: int) -> int:
-    digest = num_bytes * FACTOR + hashes & MASK
-    return digest if digest != EMPTY else EMPTY - 1
-
-
-def reference_digest(data: bytes) -> int:
-    padded = data + bytes(-len(data) % BLOCK_BYTES)
-    starts = range(0, len(padded), BLOCK_BYTES)
-    hashes = (reference_block_hash(s // BLOCK_BYTES, padded[s : s + BLOCK_BYTES]) for s in starts)
-    return finish(len(data), sum(hashes))
-
 
 Words = NDArray[np.uint64]
 
@@ -101,6 +66,7 @@ def block_hashes(data: bytes, first_block: int = 0) -> Words:
     return z ^ (z >> np.uint64(31))
 
 
-def numpy_digest(data: bytes) -> int:
-    """Equal to `reference_digest`, some hundred times as fast; its workspace is four times the bytes."""
-    return finish(len(data), int(block_hashes(data).sum()) if data else 0)
+def reference_digest(data: bytes) -> int:
+    """Its workspace is four times the bytes."""
+    digest = len(data) * FACTOR + (int(block_hashes(data).sum()) if data else 0) & MASK
+    return digest if digest != EMPTY else EMPTY - 1

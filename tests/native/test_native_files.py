@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference_digest import numpy_digest as reference_digest
+from reference_digest import reference_digest
 
 from flashckpt import _native
 from tests.descriptors import closed_after

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_digest import numpy_digest as reference_digest
+from reference_digest import reference_digest
 
 from flashckpt import _native
 from flashckpt.format.layout import Leaf
