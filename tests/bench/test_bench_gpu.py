@@ -198,40 +198,27 @@ def test_stages_that_are_not_known_or_of_another_part_are_refused(capsys: pytest
         assert why in capsys.readouterr().err
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def test_a_budget_that_is_spent_is_no_limit_of_nothing() -> None:
-    clock = Clock()
-    budget = Budget(112.0, clock)
+def test_a_stage_takes_nothing_of_the_shares_after_it_and_no_limit_is_nothing() -> None:
+    now_s = 1000.0
+    budget = Budget(112.0, lambda: now_s)  # 12 of them are for the summary
     assert budget.limit(60.0) == 60.0
-    clock.now_s += 95.0
-    assert budget.limit(60.0) == 5.0
-    with pytest.raises(OutOfTime, match=r"no time left \(5 s of 112 s\)"):
-        budget.limit(60.0, least_s=15.0)
-    clock.now_s += 500.0
-    with pytest.raises(OutOfTime, match="no time left"):
-        budget.limit(60.0)
-
-
-def test_a_stage_takes_nothing_of_the_shares_after_it() -> None:
-    clock = Clock()
-    budget = Budget(112.0, clock)  # 12 of them are for the summary
     first = budget.share(1.0, 3.0)
     assert first.limit(60.0) == 25.0
-    clock.now_s += 25.0
+    now_s += 25.0
     with pytest.raises(OutOfTime):
         first.limit(60.0)
     second = budget.share(1.0, 2.0)
     assert second.limit(60.0) == 25.0
-    clock.now_s += 5.0
+    now_s += 5.0
     assert budget.share(1.0, 1.0).limit(60.0) == 35.0, "what the second did not use"
     assert budget.share(1.0, 0.0).limit(100.0) == 70.0, "all is left to the last one"
+    now_s += 65.0
+    assert budget.limit(60.0) == 5.0
+    with pytest.raises(OutOfTime, match=r"no time left \(5 s of 112 s\)"):
+        budget.limit(60.0, least_s=15.0)
+    now_s += 500.0
+    with pytest.raises(OutOfTime, match="no time left"):
+        budget.limit(60.0)
 
 
 @pytest.mark.parametrize(("most_s", "key"), [(40.0, "no_time"), (0.1, "failed")])
