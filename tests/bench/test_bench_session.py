@@ -84,22 +84,6 @@ def test_a_process_that_hides_its_tag_is_ended_too(session: Session, module: Cal
     assert (session.folder / "hidden").exists()
 
 
-def test_a_process_without_an_environment_is_asked_again(session: Session) -> None:
-    """In the middle of an exec it has none: whose it is shows afterwards."""
-    read, write = os.pipe()
-    child = subprocess.Popen(["/bin/cat"], stdin=read, env={})
-    try:
-        assert child.pid not in session.processes()
-        assert child.pid not in session._strangers
-        assert os.getpid() in session._strangers, "it has an environment without the tag"
-        assert child.pid not in session.processes(), "nor is it taken for one of the session's"
-        assert child.pid not in session._strangers
-    finally:
-        os.close(write)
-        os.close(read)
-        child.wait()
-
-
 def test_the_reason_is_the_line_that_names_the_error(session: Session, module: Callable[[str], str]) -> None:
     with pytest.raises(ProcessFailed, match="RuntimeError: no such device"):
         session.run([module("raise RuntimeError('no such device')")], timeout_s=60)
