@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,25 +14,11 @@ from tests.signals.processes import Job
 from tests.waiting import until
 
 
-@pytest.fixture
-def stopped(runtime: Path) -> Iterator[list[int]]:
-    """Keepers that a test has stopped; they go on at its end."""
-    pids: list[int] = []
-    yield pids
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-
-
-def stop_keeper(runtime: Path, stopped: list[int]) -> None:
+def stop_keeper(runtime: Path) -> int:
     """A keeper that does not answer: storage of any slowness looks no other to a trainer."""
     [pid] = keepers_of(runtime)
     os.kill(pid, signal.SIGSTOP)
-    stopped.append(pid)
-
-
-def go_on(stopped: list[int]) -> None:
-    while stopped:
-        os.kill(stopped.pop(), signal.SIGCONT)
+    return pid
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -47,17 +32,17 @@ def test_an_iteration_longer_than_the_grace_period(name: str, tmp_path: Path, ru
     until(lambda: job.endings() == ["dead"], "the attempt to be over")
 
 
-def test_a_commit_longer_than_the_grace_period(tmp_path: Path, runtime: Path, stopped: list[int]) -> None:
+def test_a_commit_longer_than_the_grace_period(tmp_path: Path, runtime: Path) -> None:
     """The boundary is sealed; the keeper commits it when it can, though the trainer is gone."""
     job = Job(tmp_path / "job", "plain")
     process = job.held(6, options={"grace": "2s"})
-    stop_keeper(runtime, stopped)
+    keeper = stop_keeper(runtime)
     process.send("SIGTERM")
     process.until_noted("SIGTERM")
     job.go.touch()
     assert process.ended().status == -signal.SIGTERM
     assert job.steps() == []
-    go_on(stopped)
+    os.kill(keeper, signal.SIGCONT)
     until(lambda: job.steps() == [7], "the keeper to commit the boundary that was reached")
     assert "after 18 None" in job.finish().out
     assert set(job.times().values()) == {1}
@@ -75,12 +60,10 @@ def test_a_second_interrupt_acts_at_once(tmp_path: Path, runtime: Path) -> None:
     until(lambda: job.steps() == [6], "the keeper to save what was sealed")
 
 
-def test_a_second_signal_while_the_commit_is_waited_for(
-    tmp_path: Path, runtime: Path, stopped: list[int]
-) -> None:
+def test_a_second_signal_while_the_commit_is_waited_for(tmp_path: Path, runtime: Path) -> None:
     job = Job(tmp_path / "job", "plain")
     process = job.held(6)
-    stop_keeper(runtime, stopped)
+    keeper = stop_keeper(runtime)
     process.send("SIGTERM")
     process.until_noted("SIGTERM")
     job.go.touch()
@@ -89,7 +72,7 @@ def test_a_second_signal_while_the_commit_is_waited_for(
     until(lambda: process.popen.poll() is not None or process.send("SIGINT"), "its end")
     # Whichever of the two is taken for the first: the one that ends a process is not outdone.
     assert process.ended().status == -signal.SIGTERM
-    go_on(stopped)
+    os.kill(keeper, signal.SIGCONT)
     until(lambda: job.steps() in ([6], [7]), "the keeper to save what was sealed")
 
 
