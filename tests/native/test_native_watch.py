@@ -92,23 +92,18 @@ def test_tensors_whose_records_move() -> None:
     assert out.tolist() == [tensor.data_ptr() for tensor in state]
 
 
-def test_a_dtype_of_the_same_size_and_place() -> None:
-    tensor = torch.ones(4)
-    watch, _, out = watch_of(t=tensor)
-    tensor.data = tensor.data.view(torch.int32)
-    assert watch.changed(out) == [0]
-
-
-def test_in_place_transposes_and_resizes() -> None:
-    a, b, square = torch.ones(3, 2), torch.ones(8), torch.ones(3, 3)
-    watch, _, out = watch_of(a=a, b=b, square=square)
+def test_in_place_transposes_and_resizes_and_a_dtype_of_the_same_size() -> None:
+    a, b, square, typed = torch.ones(3, 2), torch.ones(8), torch.ones(3, 3), torch.ones(4)
+    watch, _, out = watch_of(a=a, b=b, square=square, typed=typed)
     a.t_()
     b.resize_(4)
     square.t_()  # the same pointer and shape
-    assert watch.changed(out) == [0, 1, 2]
+    typed.data = typed.data.view(torch.int32)
+    assert watch.changed(out) == [0, 1, 2, 3]
     a.t_()
     b.resize_(8)
     square.t_()
+    typed.data = typed.data.view(torch.float32)
     assert watch.changed(out) == []
 
 
