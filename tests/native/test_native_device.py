@@ -11,7 +11,6 @@ pytestmark = pytest.mark.process
 
 DEVICE = """
 import logging
-from flashckpt import _native
 from flashckpt.capture import devices
 
 device = devices.CudaDevice(0)

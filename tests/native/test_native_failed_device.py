@@ -19,14 +19,12 @@ from tests.waiting import until
 pytestmark = pytest.mark.process
 
 PROGRAM = """
-import os, sys
-from array import array
+import sys
 
 import numpy as np
 import torch
 
 import flashckpt
-from flashckpt import _native
 from flashckpt.capture.devices import CudaCopying, CudaDevice
 from flashckpt.checkpointer import resume
 from tests.capture.simulated import SimulatedDevice
