@@ -357,32 +357,30 @@ def test_a_child_forked_while_the_threads_work_has_its_own_threads() -> None:
     sealer.close()
 
 
-def threads_of(pid: int) -> list[str]:
-    tasks = f"/proc/{pid}/task"
-    names = []
-    for task in os.listdir(tasks):
-        with open(f"{tasks}/{task}/comm") as file:
-            names.append(file.read().strip())
-    return sorted(name for name in names if name.startswith("flashckpt"))
+def native_threads() -> list[tuple[str, int]]:
+    """Of this process: their names, and masks of the signals that they block."""
+    found = []
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as file:
+            status = dict(line.split(":\t", 1) for line in file.read().splitlines())
+        found.append((status["Name"], int(status["SigBlk"], 16)))
+    return sorted(each for each in found if each[0].startswith("flashckpt"))
 
 
 @pytest.mark.process
 def test_threads_start_at_first_use_have_names_and_block_signals() -> None:
     def look() -> None:
         slot, sealer, event = Slot(), _native.Sealer(), _native.HostEvent()
-        assert threads_of(os.getpid()) == []
+        assert native_threads() == []
         copy_something(1)
-        assert threads_of(os.getpid()) == []
+        assert native_threads() == []
         copy_something(2)
         slot.submit(sealer, event.handle)
-        while threads_of(os.getpid()) != ["flashckpt-seal", "flashckpt-work"]:
+        while [name for name, _ in native_threads()] != ["flashckpt-seal", "flashckpt-work"]:
             os.sched_yield()
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/status") as file:
-                status = dict(line.split(":\t", 1) for line in file.read().splitlines())
-            if status["Name"].startswith("flashckpt"):
-                assert int(status["SigBlk"], 16) & 1 << signal.SIGINT - 1
-                assert int(status["SigBlk"], 16) & 1 << signal.SIGTERM - 1
+        for _, blocked in native_threads():
+            assert blocked & 1 << signal.SIGINT - 1
+            assert blocked & 1 << signal.SIGTERM - 1
         sealer.close()
 
     assert exit_code(child(look)) == 0
