@@ -7,23 +7,19 @@ import signal
 from pathlib import Path
 
 import flashckpt
-from tests.faults.training import Training, training
+from tests.faults.training import training
 from tests.processes import end, keepers_of
 from tests.waiting import until
-
-
-def be_impatient(trained: Training) -> None:
-    """A keeper that is silent for a second is replaced: nobody waits half a minute in a test."""
-    client = trained.checkpointer._session.keeper
-    client._timeout_s = 1.0
-    assert client._peer is not None
-    client._peer.settimeout(1.0)
 
 
 def test_a_stopped_keeper_that_goes_on_after_its_replacement_wrote(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     with training(run) as trained:
-        be_impatient(trained)
+        # A keeper that is silent for a second is replaced: nobody waits half a minute in a test.
+        client = trained.checkpointer._session.keeper
+        client._timeout_s = 1.0
+        assert client._peer is not None
+        client._peer.settimeout(1.0)
         [old] = keepers_of(runtime)
         os.kill(old, signal.SIGSTOP)
         trained.goes_on()

@@ -53,7 +53,6 @@ def test_short_writes_are_written_to_their_end(tmp_path: Path, faults: Faults) -
         faults.become("short", WRITE)
         trained.recovers()
         assert faults.hits > 3
-        faults.become("well")
 
 
 def test_a_slow_disk(tmp_path: Path, faults: Faults) -> None:

@@ -37,11 +37,6 @@ class Training:
                 parameter += 1
         self.checkpointer.step()
 
-    def warm(self) -> None:
-        """Until there are slots and a first step is committed."""
-        self.checkpointer.save()
-        self.checkpointer.wait()
-
     def save(self) -> int:
         """Train a step and order it to be persisted. Returns the step."""
         self.step()
@@ -71,6 +66,6 @@ def training(run: Path, *, size: int = 256, grace: str = "3s") -> Iterator[Train
     model = nn.Linear(size, size)
     options = flashckpt.Options(grace=grace)
     with flashckpt.attach(run, every=1, persist_every=None, options=options, model=model) as checkpointer:
-        found = Training(run, checkpointer, model)
-        found.warm()
-        yield found
+        checkpointer.save()
+        checkpointer.wait()  # until there are slots and a first step is committed
+        yield Training(run, checkpointer, model)
