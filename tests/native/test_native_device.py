@@ -9,15 +9,12 @@ from fake_cuda import check_program
 
 pytestmark = pytest.mark.process
 
-DEVICE = """
+PROGRAM = """
 import logging
 from flashckpt.capture import devices
 
 device = devices.CudaDevice(0)
-"""
-
-REFUSED_REGISTRATION = """
-# It is reported once, with the driver's reason.
+# A refusal is reported once, with the driver's reason.
 said = []
 handler = logging.Handler()
 handler.emit = lambda record: said.append(record.getMessage())
@@ -29,18 +26,16 @@ for _ in range(2):
     memory.close()
 [text] = [each for each in said if "pageable" in each]
 assert "page-lock 13 of 13 bytes of host memory: ALREADY (registered already)" in text, text
-"""
 
-PCI_ADDRESS = """
 assert _native.cuda_pci_address(0) == (0, 0x1A, 3)
 places = []
 devices.node_of_pci = lambda *address: places.append(address) or 1
 assert devices.CudaDevice(1).numa_node == 1
 assert places == [(0, 0x1B, 3)]
+device.close()
 """
 
 
 def test_a_device_says_its_node_and_once_why_memory_is_pageable(driver: Path) -> None:
     """In one process, since each would import torch."""
-    program = DEVICE + REFUSED_REGISTRATION + PCI_ADDRESS + "device.close()\n"
-    check_program(driver, program, 2)
+    check_program(driver, PROGRAM, 2)
