@@ -157,31 +157,28 @@ def test_a_refused_copy_seals_no_snapshot_and_leaves_no_writes(driver: Path) -> 
 sealer = _native.Sealer()
 memory = array("Q", [0] * 600)
 base = _native.address_of(memory)
+
+def seal(**landed):
+    sealer.submit(
+        waits=[lane.handle], word=base, expected=memory[0], desired=memory[0] + 1, record=base + 512,
+        metadata=base + 1024, metadata_bytes=64, table=base + 1024, table_count=3, **landed)
+    assert sealer.drain(60)
+
 memory[0] = 1 | 4 << 8 | 9 << 16
 ticket = lane.submit(u64(a, a, a), u64(b, b, b), u64(8, 17, 9), 3)
 assert "FAULT" in refused(lane.wait, ticket, first=True)
 assert "FAULT" in refused(lane.wait, ticket)
 lane.hold(ticket, u64(8))  # no stream is held for a failed job, which reads nothing
-sealer.submit(
-    waits=[lane.handle], word=base, expected=memory[0], desired=memory[0] + 1, record=base + 512,
-    metadata=base + 1024, metadata_bytes=64, table=base + 1024, table_count=3)
-assert sealer.drain(60)
+seal()
 assert memory[0] == 9 << 16
 assert "FAULT" in sealer.failures()[0][1]
 # The next job is its own.
 memory[0] = 1 | 4 << 8 | 9 << 16
 lane.wait(lane.submit(u64(a), u64(b), u64(8), 0))
-sealer.submit(
-    waits=[lane.handle], word=base, expected=memory[0], desired=memory[0] + 1, record=base + 512,
-    metadata=base + 1024, metadata_bytes=64, table=base + 1024, table_count=3,
-    landed=u64(b, 8, 0))
-assert sealer.drain(60)
+seal(landed=u64(b, 8, 0))
 assert memory[0] == 9 << 16 and memory[128] == _native.EMPTY_DIGEST, "not the digest of what was copied"
 memory[0], memory[128] = 1 | 4 << 8 | 9 << 16, _native.digest(a, 8)
-sealer.submit(
-    waits=[lane.handle], word=base, expected=memory[0], desired=memory[0] + 1, record=base + 512,
-    metadata=base + 1024, metadata_bytes=64, table=base + 1024, table_count=3, landed=u64(b, 8, 0))
-assert sealer.drain(60)
+seal(landed=u64(b, 8, 0))
 assert memory[0] == 2 | 4 << 8 | 9 << 16
 sealer.close()
 lane.close()
