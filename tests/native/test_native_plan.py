@@ -107,7 +107,7 @@ def of_box(whole: np.ndarray, region: TensorSlice) -> np.ndarray:
 
 @pytest.mark.parametrize("way", ["added", "read", "read through the cache"])
 @pytest.mark.parametrize("is_aligned", [True, False])
-def test_a_flipped_byte_is_found_before_its_chunk_is_copied_or_digested(
+def test_a_flipped_byte_is_found_before_its_chunk_is_copied(
     tmp_path: Path, way: str, is_aligned: bool
 ) -> None:
     file = File.of(5 * CHUNK + 77)
@@ -133,9 +133,8 @@ def test_a_flipped_byte_is_found_before_its_chunk_is_copied_or_digested(
         last = min(first + CHUNK, size)
         found = bytes(into[start : start + size])
         assert found == file.data[:first] + bytes(last - first) + file.data[last:]
-        expected = [reference_digest(file.data[:cut]), reference_digest(file.data[cut:])]
-        expected[at >= cut] = _native.EMPTY_DIGEST
-        assert array("Q", digests.digests()).tolist() == expected
+        expected = [reference_digest(harmed[:cut]), reference_digest(harmed[cut:])]
+        assert array("Q", digests.digests()).tolist() == expected, "of the harmed bytes"
 
 
 def test_slices_of_a_leaf_in_several_plans_have_its_digest() -> None:
