@@ -104,35 +104,13 @@ def recover(
         (view if dry_run else hold)(store, run) as held,
         closing(Ledger(held.store)) as ledger,
     ):
-        known = run.catalogue
-        # A restored catalogue may be older than the checkpoints beside it.
-        if not dry_run and (known.foreign or any(each > known.writer for each in writers_in(store))):
-            held.guard()
-            held.newest = _rebuilt(store, run).attempt
+        _rebuild_if_older(held, run)
         keeper, status = _ask_keeper(held, watcher, discard=discard)
         # The keeper has the snapshots, and saves them itself. A dry run finds out what it would save.
         is_keepers = keeper is not None and not held.is_view
         with closing(_NodeSnapshots(held, watcher, ledger, is_keepers=is_keepers)) as node:
             node.adopt(cache)
-            # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
-            orphans = {each.place: each for each in clear_garbage(held, ledger)}
-            whole = commit_whole(held.store, dry_run=held.is_view)
-            if status is not None:
-                node.report(status)
-            else:
-                node.save()
-            watcher.stage("committing")
-            held.guard()
-            parts = {each.place: each for each in (*unfinished(held.store), *whole)}
-            watcher.stage("verifying")
-            examined = examine(held.stored or held.store, watcher, read=read)
-            watcher.stage("quarantining")
-            held.guard()
-            quarantine(held.store, examined, ledger)
-            if keeper is None:
-                _note_death(held, node.unsaved, ledger)
-            watcher.stage("clearing")
-            orphans |= {each.place: each for each in clear_garbage(held, ledger)}
+            parts, examined, orphans = _saved(held, node, keeper, status, watcher, ledger, read=read)
             # A dry run names the step of a start right now.
             resume = node.resume(examined.damaged, remote) if held.is_view else None
             if not is_keepers:
@@ -148,7 +126,7 @@ def recover(
                 dry_run=held.is_view,
                 verified=read,
                 keeper=keeper,
-                findings=(*node.findings, *parts.values(), *examined.findings, *orphans.values()),
+                findings=(*node.findings, *parts, *examined.findings, *orphans),
                 whole=len(examined.whole),
                 num_bytes=examined.num_bytes,
                 resume=found,
@@ -159,6 +137,50 @@ def recover(
     if remote is not None:
         report = replace(report, remote=_copy_newest(held.store, remote, watcher, dry_run=dry_run))
     return report
+
+
+def _rebuild_if_older(held: Hold, run: View) -> None:
+    """Make the catalogue anew if it is older than the checkpoints beside it, as a restored one may be. Does
+    nothing in a dry run."""
+    known = run.catalogue
+    if held.is_view or not (known.foreign or any(each > known.writer for each in writers_in(held.store))):
+        return
+    held.guard()
+    held.newest = _rebuilt(held.store, run).attempt
+
+
+def _saved(
+    held: Hold,
+    node: _NodeSnapshots,
+    keeper: int | None,
+    status: Status | None,
+    watcher: Watcher,
+    ledger: Ledger,
+    *,
+    read: bool,
+) -> tuple[Collection[Finding], Examined, Collection[Finding]]:
+    """Save what is in memory, commit what is whole at rest, verify the steps and clear garbage. Return the
+    findings about parts, those about steps, and those about garbage."""
+    # Before memory is saved: it may need the room, and a newer step must not overtake a whole one.
+    orphans = {each.place: each for each in clear_garbage(held, ledger)}
+    whole = commit_whole(held.store, dry_run=held.is_view)
+    if status is not None:
+        node.report(status)
+    else:
+        node.save()
+    watcher.stage("committing")
+    held.guard()
+    parts = {each.place: each for each in (*unfinished(held.store), *whole)}
+    watcher.stage("verifying")
+    examined = examine(held.stored or held.store, watcher, read=read)
+    watcher.stage("quarantining")
+    held.guard()
+    quarantine(held.store, examined, ledger)
+    if keeper is None:
+        _note_death(held, node.unsaved, ledger)
+    watcher.stage("clearing")
+    orphans |= {each.place: each for each in clear_garbage(held, ledger)}
+    return parts.values(), examined, orphans.values()
 
 
 def _opened(store: Store, *, dry_run: bool) -> View:

@@ -111,7 +111,7 @@ def all_files(store: Store) -> list[str]:
 
 
 def test_a_file_that_is_missing_makes_no_other_be_deleted(store: LocalStore, tmp_path: Path) -> None:
-    """The newest whole checkpoints stay, whichever file of the run has gone."""
+    """One file of the run is missing: the newest whole checkpoints stay."""
     job = saved(store, 1, 2, 3)
     job.write(SnapshotId(job.name, 4))
     for number, gone in enumerate(all_files(store)):

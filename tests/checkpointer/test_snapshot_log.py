@@ -1,4 +1,4 @@
-"""What the log is told of the age of snapshots: once, and again when it has doubled."""
+"""The log warns of an old snapshot once, and again when its age has doubled."""
 
 from __future__ import annotations
 

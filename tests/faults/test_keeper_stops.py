@@ -15,7 +15,7 @@ from tests.waiting import until
 def test_a_stopped_keeper_that_goes_on_after_its_replacement_wrote(tmp_path: Path, runtime: Path) -> None:
     run = tmp_path / "run"
     with training(run) as trained:
-        # A keeper that is silent for a second is replaced: nobody waits half a minute in a test.
+        # The trainer replaces a keeper that is silent for one second, not for half a minute.
         client = trained.checkpointer._session.keeper
         client._timeout_s = 1.0
         assert client._peer is not None

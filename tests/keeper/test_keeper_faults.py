@@ -310,7 +310,7 @@ def test_an_audit_ends_where_something_is_to_be_persisted(run: Path, tmp_path: P
         trainer.wait_committed(2)
         looked_at = (faults / "audit.windows").stat().st_size
         assert looked_at < 8, "windows of the 64 there are"
-        # Later, in idle time, it is looked at to its end.
+        # An idle keeper audits the snapshot to its end.
         trainer.snapshot(3)
         trainer.wait_for(lambda status: status.counts.get("audited"))
         assert (faults / "audit.windows").stat().st_size > 64
