@@ -23,12 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import _fsspec_filesystem  # noqa: F401
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import flashckpt
 import flashckpt.checkpointer.resume
+import flashckpt.ranks.agreement
+import flashckpt.ranks.joint_coordination
 from benchmarks import files
 from benchmarks.session import Session
 

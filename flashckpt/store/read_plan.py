@@ -211,12 +211,12 @@ class ReadPlan:
             self.digest(path, contents, leaf, digest)
 
     def native(self) -> list[tuple[str, _native.FilePlan]]:
-        """The native plan of each file, before any read. In the order in which files were named: of ranks
-        that read the same files each begins with its own."""
+        """The native plan of each file, before any read. In the order of their names: ranks that read the
+        same files read the same one at a time, so that a disk gives each byte in turn, and once."""
         found = self._digests.native()
         return [
-            (path, file.native(found, direct=path not in self._buffered))
-            for path, file in self._files.items()
+            (path, self._files[path].native(found, direct=path not in self._buffered))
+            for path in sorted(self._files)
         ]
 
     def run(self, source: Source, threads: int) -> None:
