@@ -26,7 +26,7 @@ from flashckpt.cli.command import (
     write_json,
 )
 from flashckpt.options import user_path
-from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, RemoteReport, ranges_of
+from flashckpt.recovery.report import Fate, Finding, Kind, RecoveryReport, ranges_of
 from flashckpt.store import open_store
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ def recover(
     as_json: AsJson = False,
 ) -> ExitCode:
     """Save what survived a crash, in memory and at rest, and name the step from which training resumes. With
-    --cache also snapshots in a cache of this node. With --remote copy the newest step there, for a node that
-    is given up.
+    --cache also snapshots in a cache of this node. With --remote name the step that a start with this mirror
+    takes.
 
     Refused while a job holds the run. May be run again at any time, also after it was killed. Ends with 1 if
     damage was found, with 3 if training cannot resume from any step, with 4 if a snapshot could not be
@@ -129,20 +129,8 @@ def _print(report: RecoveryReport) -> None:
         out.print(f"training cannot resume: {report.resume_problem}", style="red")
     else:
         out.print("training begins at step 0: the run has no step")
-    if report.remote is not None:
-        _print_remote(report.remote)
     if report.dry_run:
         out.print("nothing was changed: this was a dry run")
-
-
-def _print_remote(remote: RemoteReport) -> None:
-    step = "" if remote.step is None else f"step {remote.step}: "
-    sent = f", {size(remote.sent_bytes)} sent" if remote.sent_bytes else ""
-    style = "red" if remote.problem else "yellow" if remote.note else None
-    why = f": {remote.problem or remote.note}" if remote.problem or remote.note else ""
-    results().print(
-        f"the remote {remote.url}: {step}{remote.outcome.value}{sent}{why}", style=style, soft_wrap=True
-    )
 
 
 def _table(report: RecoveryReport) -> Table:

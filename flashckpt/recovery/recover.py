@@ -1,7 +1,7 @@
 """Recovering a run by hand: the keeper's queue, run to idle in this process, and a report.
 
     delete garbage → commit whole snapshots → save memory and cache → verify, mark → free memory
-    → find the next resume → copy the newest step to the remote, if one is named
+    → find the next resume
 
 A region is freed last, once its snapshot is whole at rest. The
 next recovery repeats a stage that was killed. A dry run does the same on views of the store, the regions and
@@ -24,7 +24,7 @@ from flashckpt.commit.choice import Offer, Place, RankOffers
 from flashckpt.commit.needed import Survivor, needed_slots
 from flashckpt.commit.steps import is_whole
 from flashckpt.commit.view import HOME, View, check_writable, open_run, writers_in
-from flashckpt.errors import DamagedError, FlashckptError, NoSuchStepError, UnusableRunError
+from flashckpt.errors import DamagedError, FlashckptError, UnusableRunError
 from flashckpt.format.catalogue import CATALOGUE
 from flashckpt.format.names import AttemptName, CommitName, SnapshotId
 from flashckpt.keeper import node_keepers
@@ -46,19 +46,16 @@ from flashckpt.persist.job import (
 from flashckpt.persist.ledger import Event, Ledger
 from flashckpt.persist.queue import Queue
 from flashckpt.persist.writer import Writer
-from flashckpt.recovery.node import Hold, died_here, hold, refuse_if_trained, view
+from flashckpt.recovery.node import Hold, died_here, hold, view
 from flashckpt.recovery.report import (
     Fate,
     Finding,
     Kind,
     RecoveryReport,
-    RemoteFate,
-    RemoteReport,
     Resume,
     Watcher,
 )  # fmt: skip
 from flashckpt.recovery.storage import Examined, clear_garbage, commit_whole, examine, quarantine, unfinished
-from flashckpt.replication.run_copy import Outcome, copy_run
 from flashckpt.store.base import Store
 from flashckpt.threads import Worker
 
@@ -67,11 +64,6 @@ log = logging.getLogger(__name__)
 _SHOWN = 8
 _SAVED = frozenset({Fate.COMMITTED, Fate.SOUND, Fate.WAS_COMMITTED})
 _TIERS = {Place.MEMORY: "memory", Place.CACHE: "cache", Place.HOME: "local", Place.MIRROR: "remote"}
-_REMOTE_FATES = {
-    Outcome.COPIED: RemoteFate.COPIED,
-    Outcome.THERE: RemoteFate.THERE,
-    Outcome.DELETED: RemoteFate.DELETED,
-}
 
 
 def recover(
@@ -87,16 +79,15 @@ def recover(
     """Save what survived a crash, and find the step from which training resumes.
 
     dry_run: change nothing, and report what a recovery would find. discard: free snapshots in memory that can
-    be committed nowhere. read: verify every byte of the visible steps. remote: copy the newest step there,
-    last. cache: a folder that the run had as its cache on this node; snapshots there are saved like those in
-    memory.
+    be committed nowhere. read: verify every byte of the visible steps. remote: the mirror that the next start
+    will name; it is only read. cache: a folder that the run had as its cache on this node; snapshots there
+    are saved like those in memory.
 
     Raises RunHeldError while a job, or another recovery, has the run; NoSuchStepError and RunError if the
     folder is no run; KeeperError for a keeper that does not answer.
     """
-    for each in () if dry_run else (store, remote):
-        if each is not None:
-            check_writable(each)
+    if not dry_run:
+        check_writable(store)
     watcher = watcher or Watcher()
     run = _opened(store, dry_run=dry_run)
     watcher.stage("looking")
@@ -134,8 +125,6 @@ def recover(
                 unseen=node.unseen,
             )
         ledger.add(None, Event.RECOVER, resume=found and found.step, problem=problem or None)
-    if remote is not None:
-        report = replace(report, remote=_copy_newest(held.store, remote, watcher, dry_run=dry_run))
     return report
 
 
@@ -525,7 +514,7 @@ class _NodeSnapshots:
         `damaged` are steps at rest that cannot be used. A snapshot in memory or cache is audited if it comes
         first."""
         store = self._hold.stored or self._store
-        there = None if remote is None else _opened_remote(remote)
+        there = None if remote is None else lineage.RemoteRun(store=remote)
         torn = set[tuple[str, int]]()
         while True:
             held, offers = self._offers(torn)
@@ -533,8 +522,8 @@ class _NodeSnapshots:
             try:
                 broken = [each.id for each in damaged]
                 choice = lineage.next_start(View.of(store), [row], there, damaged=broken)
-            except OSError as error:
-                return None, f"the step is not known, because storage failed: {error}"
+            except (OSError, FlashckptError) as error:
+                return None, f"the step is not known: {error}"
             if choice.refusal is not None or not choice.candidates:
                 return None, str(choice.refusal or "")
             first = choice.candidates[0]
@@ -604,52 +593,3 @@ def _fate_of(outcome: StepOutcome, *, is_dry_run: bool) -> tuple[Fate, str]:
             names = ", ".join(leaf for _, leaf in outcome.leaves[:_SHOWN])
             return Fate.TORN, f"not the bytes of its boundary: {names}" if names else detail
     return Fate.KEPT, detail
-
-
-# ---- the remote
-
-
-def _opened_remote(remote: Store) -> lineage.RemoteRun | None:
-    """None if the remote does not answer."""
-    try:
-        open_run(remote, create=False)
-    except (FlashckptError, OSError) as error:
-        log.info("%s was not read: %s", remote.url, error)
-        return None
-    return lineage.RemoteRun(store=remote)
-
-
-def _copy_newest(store: Store, remote: Store, watcher: Watcher, *, dry_run: bool) -> RemoteReport:
-    """Copy the step at rest that a resume would take; in a dry run find out whether the remote has it. A
-    failure is in the report, and changes nothing of the run."""
-    watcher.stage("copying")
-    try:
-        if dry_run:
-            name = next((each.name for each in lineage.next_start(View.of(store)).candidates), None)
-            if name is None:
-                return RemoteReport(url=remote.url, outcome=RemoteFate.NOTHING)
-            fate = RemoteFate.THERE if is_whole(View.of(remote), name) else RemoteFate.MISSING
-            return RemoteReport(url=remote.url, outcome=fate, step=name.step, attempt=name.attempt)
-        done = copy_run(
-            store,
-            remote,
-            progress=watcher.progress,
-            may_supersede=lambda: refuse_if_trained(remote),
-        )
-    except NoSuchStepError:
-        return RemoteReport(url=remote.url, outcome=RemoteFate.NOTHING)
-    except (FlashckptError, OSError) as error:
-        return RemoteReport(url=remote.url, outcome=RemoteFate.FAILED, problem=str(error))
-    [found] = done.steps
-    hidden = (
-        f"the run has continued there without it: it is kept as another branch, and `flashckpt branch "
-        f"{remote.url} {found.name}` resumes from it"
-    )
-    return RemoteReport(
-        url=remote.url,
-        outcome=_REMOTE_FATES[found.outcome],
-        step=found.name.step,
-        attempt=found.name.attempt,
-        sent_bytes=found.sent_bytes,
-        note="" if found.is_visible or found.outcome is Outcome.DELETED else hidden,
-    )

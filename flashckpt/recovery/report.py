@@ -39,17 +39,6 @@ class Fate(str, Enum):
     REMOVED = "removed"
 
 
-class RemoteFate(str, Enum):
-    """The outcome of copying the newest step to the remote."""
-
-    COPIED = "copied"
-    THERE = "there already"
-    DELETED = "deleted there"
-    MISSING = "missing"
-    NOTHING = "no step"
-    FAILED = "failed"
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One finding. `place`: a slot's name or a path in the run. `detail`: the reason, may be empty. `damage`:
@@ -86,25 +75,11 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteReport:
-    """The run's newest step at rest, and its remote. `problem`: why it could not be copied; `note`: a remark
-    on the copy; both may be empty."""
-
-    url: str
-    outcome: RemoteFate
-    step: int | None = None
-    attempt: AttemptName | None = None
-    sent_bytes: int = 0
-    problem: str = ""
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
     """`keeper`: the pid of a living keeper, 0 in another pid namespace. `resume_problem`: why there is no
     `resume` although the run has steps. `num_bytes`: bytes read of steps at rest, 0 if none was verified;
     `whole`: the number of whole ones. `unseen`: ranks of the newest attempt with nothing in this node's
-    memory; other nodes may have theirs. `remote`: None if none was named."""
+    memory; other nodes may have theirs."""
 
     run: str
     run_id: str
@@ -117,13 +92,10 @@ class RecoveryReport:
     resume: Resume | None
     resume_problem: str
     unseen: tuple[int, ...] = ()
-    remote: RemoteReport | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether a snapshot or copy that should be saved could not be."""
-        if self.remote is not None and self.remote.outcome is RemoteFate.FAILED:
-            return True
+        """Whether a snapshot that should be saved could not be."""
         return any(each.outcome is Fate.FAILED for each in self.findings)
 
     @property
@@ -143,7 +115,6 @@ class RecoveryReport:
             "resume": None if self.resume is None else _plain(self.resume),
             "resume_problem": self.resume_problem or None,
             "unseen_ranks": [list(row) for row in ranges_of(self.unseen)],
-            "remote": None if self.remote is None else _plain(self.remote),
         }
 
 
@@ -170,7 +141,7 @@ class Watcher:
 
     def stage(self, name: str) -> None:
         """A stage begins: "looking", "draining", "committing", "verifying", "quarantining", "clearing",
-        "letting go", "resume", "copying"."""
+        "letting go", "resume"."""
 
     def progress(self, done: int, total: int) -> None:
         """Bytes of this stage."""

@@ -1,4 +1,4 @@
-"""The shell and a run's remote: it is named, verified, and gets the newest step when a node goes away."""
+"""The shell and a run's remote: it is named and verified, and a start takes its steps."""
 
 from __future__ import annotations
 
@@ -53,33 +53,6 @@ def test_the_remote_is_named_and_verified(run: MadeRun, shell: Shell, remote: Pa
     assert flashckpt.verify(remote).ok
 
 
-def test_a_recovery_brings_the_newest_step_to_the_remote(run: MadeRun, shell: Shell, remote: Path) -> None:
-    attempt = run.attempt()
-    for step in (10, 20):
-        run.commit(attempt, step)
-    trained_with(run, attempt, remote)
-
-    looked = shell("recover", run.folder, "--remote", remote, "--dry-run", "--json")
-    assert (looked.code, looked.json["remote"]["outcome"]) == (0, "missing")
-    assert not remote.exists()
-    done = shell("recover", run.folder, "--remote", "auto", "--json")
-    assert done.code == 0, done.err
-    sent = done.json["remote"]
-    assert (sent["url"], sent["outcome"], sent["step"]) == (str(remote), "copied", 20)
-    assert flashckpt.steps(remote) == [20]
-    assert flashckpt.verify(remote).ok
-    again = shell("recover", run.folder, "--remote", "auto")
-    assert f"the remote {remote}: step 20: there already" in again.out
-    assert shell("recover", run.folder, "--json").json["remote"] is None
-
-    # A remote that is away: what is here is saved all the same, and the code says that it did not get there.
-    (run.folder.parent / "file").touch()
-    failed = shell("recover", run.folder, "--remote", run.folder.parent / "file" / "run", "--json")
-    assert (failed.code, failed.json["remote"]["outcome"]) == (4, "failed")
-    assert failed.json["resume"]["step"] == 20
-    assert failed.json["whole_steps"] == 2
-
-
 def test_a_recovery_says_what_a_start_takes_from_the_remote(run: MadeRun, shell: Shell, remote: Path) -> None:
     attempt = run.attempt()
     shards = [run.commit(attempt, step) for step in (10, 20)]
@@ -88,3 +61,8 @@ def test_a_recovery_says_what_a_start_takes_from_the_remote(run: MadeRun, shell:
     assert shell("recover", run.folder, "--dry-run", "--json").json["resume"]["step"] == 10
     resume = shell("recover", run.folder, "--remote", remote, "--dry-run", "--json").json["resume"]
     assert (resume["step"], resume["tier"]) == (20, "remote")
+
+    # A remote that is away: what is here is saved all the same.
+    (run.folder.parent / "file").touch()
+    away = shell("recover", run.folder, "--remote", run.folder.parent / "file" / "run", "--json")
+    assert (away.code, away.json["resume"]["step"]) == (1, 10), away.err

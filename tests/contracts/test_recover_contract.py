@@ -25,7 +25,7 @@ OUTCOMES = {
 }  # fmt: skip
 KEYS = [
     "run", "run_id", "dry_run", "verified", "keeper", "found", "whole_steps", "num_bytes_read", "resume",
-    "resume_problem", "unseen_ranks", "remote", "exit_code",
+    "resume_problem", "unseen_ranks", "exit_code",
 ]  # fmt: skip
 ROW = ["kind", "outcome", "step", "attempt", "place", "num_bytes", "damage", "detail"]
 

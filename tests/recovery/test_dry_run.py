@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from flashckpt.recovery.report import Kind, RecoveryReport, RemoteFate
-from flashckpt.store.local import LocalStore
+from flashckpt.recovery.report import Kind, RecoveryReport
 from tests import run_view
 from tests.recovery.messes import MESSES, everything, left_branch
-from tests.recovery.scene import Crash, recovered, rows, whole_tree
+from tests.recovery.scene import recovered, rows, whole_tree
 
 
 def assert_found(said: RecoveryReport, done: RecoveryReport) -> None:
@@ -60,18 +59,3 @@ def test_no_runtime_folder_is_made(run: Path, runtime: Path, monkeypatch: pytest
     report = recovered(run, dry_run=True)
     assert whole_tree(run, runtime) == before
     assert rows(report, "snapshot") == []
-
-
-def test_it_names_the_step_that_would_be_copied_to_the_remote(tmp_path: Path, runtime: Path) -> None:
-    """That is the step that a recovery commits from memory."""
-    crash = Crash(tmp_path / "run", runtime, kib=64).slots().commit(1)
-    crash.seal(2)
-    crash.both_killed()
-    remote = LocalStore(str(tmp_path / "remote"))
-    said = recovered(tmp_path / "run", dry_run=True, remote=remote).remote
-    assert not (tmp_path / "remote").exists()
-    done = recovered(tmp_path / "run", remote=remote).remote
-    assert said is not None
-    assert done is not None
-    assert (done.outcome, done.step) == (RemoteFate.COPIED, 2)
-    assert (said.outcome, said.step, said.attempt) == (RemoteFate.MISSING, 2, done.attempt)

@@ -163,7 +163,6 @@ WRITES: dict[str, Act] = {
     "copy": lambda url, folder: copy_run(LocalStore(str(folder / "run")), open_store(url)),
     "import": lambda url, folder: import_checkpoint(folder / "state.pt", url),
     "recover": lambda url, folder: recover(open_store(url)),
-    "recover --remote": lambda url, folder: recover(LocalStore(str(folder / "run")), remote=open_store(url)),
     "prune": lambda url, folder: prune(open_store(url), Keep(last=1)),
     "branch": lambda url, folder: flashckpt.branch(url, 1),
     "dcp": lambda url, folder: dcp_save(url),
